@@ -53,6 +53,7 @@ setup(
             *("pytest>=8", "hypothesis", "ruff>=0.8", "pyright>=1.1.390", "tensorboard", "datasets>=2.19"),
             *("renderers==0.1.12", "httpx", "gymnasium>=1.0", "bm25s>=0.3", "urllib3>=2.2"),
             *("peft>=0.17", "accelerate", "nbclient", "ipykernel", "wandb"),
+            'triton>=3.3; platform_system == "Linux"',  # its interpreter runs kernels on a CPU
             *DOCS,
         ],
     },

@@ -84,6 +84,13 @@ class Model:
     recompute: Literal["none", "selective", "full"] = "none"
     # Parts of a layer that recompute = selective computes again.
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("core_attn",)
+    # Attention of packed rows, where layers are not Transformer Engine's. flash: torch's flash attention for variable
+    # lengths, one call for all sequences; it needs a GPU, bfloat16, and heads of a multiple of 8 elements, 256 at most.
+    # sdpa: a call for each group of sequences of similar length. auto: flash where it can be had.
+    attention_backend: Literal["auto", "flash", "sdpa"] = "auto"
+    # Kernels of log-probs, gates and rotary embedding, and of sums of gradients on a GPU. triton: this project's own,
+    # which need a GPU and Triton. torch: torch's operations. auto: triton where it can be had.
+    kernels: Literal["auto", "triton", "torch"] = "auto"
     # Weight of the load-balancing loss of experts (as in Switch Transformer, computed per micro-batch); 0: none.
     router_aux_loss: NonNegativeFloat = 0.0
     # Compute matrix products in 8 bits by Transformer Engine; needs a GPU with 8-bit floats (H100 or later, not A100).

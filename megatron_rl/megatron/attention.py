@@ -1,8 +1,6 @@
-"""Norm, activation and attention of the project's torch layer spec.
+"""Attention of the project's torch layer spec, over packed or padded sequences, with or without a window.
 
-These are RMSNorm under sequence parallelism, gated activations, and scaled-dot-product attention (SDPA) over packed
-sequences, with or without a window.
-They enter Megatron through its layer-spec extension point. Rotary embedding is applied here, from positions that were
+It enters Megatron through its layer-spec extension point. Rotary embedding is applied here, from positions that were
 laid out once per micro-batch, because core's packed rotary loops over sequences in every layer.
 """
 
@@ -18,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.megatron import platform
+from megatron_rl.megatron.kernels import varlen
+from megatron_rl.megatron.parts import Chosen, rotate
 from megatron_rl.models.sizes import Features
 from megatron_rl.transfers import upload
 from megatron_rl.weights.hf import Architecture
@@ -97,7 +97,7 @@ ALONE = Context()
 class SequenceLayout(PackedSeqParams):
     """The arrangement of a micro-batch's tokens into sequences, with tables and masks of every kind of attention.
 
-    `buckets` is empty for a padded micro-batch that one rank has whole.
+    `buckets` is empty for a padded micro-batch that one rank has whole, and where there are `runs`.
     """
 
     turns: tuple[
@@ -107,6 +107,7 @@ class SequenceLayout(PackedSeqParams):
     buckets: tuple[AttentionBucket, ...] = ()
     packed: Tensor | None = None  # [N] packed positions, in the order of the buckets' grids
     gridded: Tensor | None = None  # [N] positions of the same tokens in the concatenated grids
+    runs: varlen.Segments | None = None  # in place of buckets, where one call attends for all sequences
     context: Context = ALONE
 
 
@@ -140,13 +141,18 @@ class RotaryTable:
 
 
 def packed_layout(
-    lengths: Sequence[int], rotary: RotaryTable | None, *, context: Context = ALONE, like: Tensor
+    lengths: Sequence[int],
+    rotary: RotaryTable | None,
+    *,
+    context: Context = ALONE,
+    like: Tensor,
+    flash: bool = False,
 ) -> SequenceLayout:
     """Returns the layout of sequences that lie end to end in one row.
 
     `lengths` [S] are all positive and padded to the context's multiple. `like` gives the dtype and device of the model.
-    Without `rotary` it has what Transformer Engine's layers need alone: they take lengths over all context-parallel
-    ranks.
+    `flash`: one call attends for all sequences (kernels/varlen.py). Without `rotary` it has what Transformer Engine's
+    layers need alone: they take lengths over all context-parallel ranks.
     """
     cu = upload(torch.tensor([0, *lengths]).cumsum(0).int(), like.device)
     longest = max(lengths)
@@ -157,12 +163,10 @@ def packed_layout(
     turns = rotary.at(positions, like)
     starts = [end // context.size for end in torch.tensor([0, *lengths]).cumsum(0).tolist()]
     rows = [torch.arange(start, start + n // context.size) for start, n in zip(starts, lengths, strict=False)]
-    return replace(
-        ends,
-        turns=tuple((cos[:, None], sin[:, None]) for cos, sin in turns),
-        **attention_fields(whole_buckets(lengths, rows, rotary.windows, context), like.device),
-        context=context,
-    )
+    ends = replace(ends, turns=tuple((cos[:, None], sin[:, None]) for cos, sin in turns))
+    if flash:
+        return replace(ends, runs=_runs(lengths, rows, context, like.device))
+    return replace(ends, **attention_fields(whole_buckets(lengths, rows, rotary.windows, context), like.device))
 
 
 def padded_layout(
@@ -184,6 +188,30 @@ def padded_layout(
     rows = [torch.arange(i, count * length // context.size, count) for i in range(count)]  # the model has [L, S]
     buckets = whole_buckets([length] * count, rows, rotary.windows, context)
     return replace(layout, **attention_fields(buckets, like.device), context=context)
+
+
+def _runs(lengths: Sequence[int], rows: Sequence[Tensor], context: Context, device: torch.device) -> varlen.Segments:
+    """Returns the runs of queries of sequences that attend to themselves alone. `rows`: as for `whole_buckets`.
+
+    With context parallelism each of a rank's two chunks of a sequence is a run.
+    """
+    if context.size == 1:
+        return varlen.segments(lengths, None, device)
+    counts, keys = [], []
+    for n, own in zip(lengths, rows, strict=True):
+        counts += [n // (2 * context.size)] * 2
+        keys += [_keys_up_to(last, own, sum(len(r) for r in rows), context) for last in context.chunks(context.rank)]
+    return varlen.segments(counts, keys, device)
+
+
+def _keys_up_to(last: int, own: Tensor, local: int, context: Context) -> Tensor:
+    """Returns the rows of a sequence's chunks up to `last` among those of all context-parallel ranks, rank after rank.
+
+    `own` are the sequence's rows on a rank, of `local`.
+    """
+    width, chunks = len(own) // 2, 2 * context.size
+    places = [own[:width] if c < context.size else own[width:] for c in range(last + 1)]
+    return torch.cat([part + min(c, chunks - 1 - c) * local for c, part in enumerate(places)])
 
 
 def whole_buckets(
@@ -243,16 +271,11 @@ def _group_buckets(
         masks = tuple(_window_mask(both.shape[1], window) for window in windows)
         return [AttentionBucket(queries=both, keys=both, masks=masks)]
     local, chunks = sum(len(r) for r in rows), 2 * context.size
-    holder = [min(i, chunks - 1 - i) for i in range(chunks)]  # the rank that holds each chunk
     buckets = []
     for half, last in enumerate(context.chunks(context.rank)):
-        queries, keys, widths = [], [], []
-        for i in group:
-            width = lengths[i] // chunks
-            places = [rows[i][:width] if c < context.size else rows[i][width:] for c in range(chunks)]
-            queries.append(places[0] if half == 0 else places[-1])
-            keys.append(torch.cat([places[c] + holder[c] * local for c in range(last + 1)]))
-            widths.append(width)
+        widths = [lengths[i] // chunks for i in group]
+        queries = [rows[i].chunk(2)[half] for i in group]
+        keys = [_keys_up_to(last, rows[i], local, context) for i in group]
         distinct = widths if len(set(widths)) > 1 else widths[:1]
         masks = tuple(
             torch.stack([_causal_mask(width, max(widths), last, window) for width in distinct])[:, None]
@@ -325,92 +348,8 @@ class _Spread(torch.autograd.Function):
         return back, None, None, None, None
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary embedding in the half-split convention. [..., d] -> [..., d]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """A root-mean-square norm whose weight gradient Megatron sums over tensor ranks under sequence parallelism.
-
-    With core's `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in float32.
-    """
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.from_one = config.layernorm_zero_centered_gamma
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.from_one:
-            return super().forward(x)
-        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
-
-
-class NormedAddition(RMSNorm):
-    """Adds what a layer's part computes, normed, to the residual stream.
-
-    It stands where core adds bias and residual, and is called like core's function: it returns the one that adds.
-    """
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config, config.hidden_size, eps=config.layernorm_epsilon)
-
-    def forward(self, training: bool, fused: bool) -> Any:  # type: ignore[override]
-        def add(made: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-            out, bias = made
-            return residual + RMSNorm.forward(self, out if bias is None else out + bias)
-
-        return add
-
-
-class _SwiGLU(torch.autograd.Function):
-    """Computes silu(gate) * up of [..., gate | up].
-
-    The backward pass writes both halves in place, where autograd would join copies.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        back = torch.empty_like(x)
-        for_gate, for_up = back.chunk(2, dim=-1)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=for_gate)
-        torch.mul(F.silu(gate), grad, out=for_up)
-        return back
-
-
-class SwiGLU(MegatronModule):
-    """A gate by the sigmoid linear unit, on fc1's joined output. [..., 2 f] -> [..., f]."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config=config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _SwiGLU.apply(x)  # type: ignore[return-value]
-
-
-class GeGLU(MegatronModule):
-    """A gate by the Gaussian error linear unit in its tanh form, on fc1's joined output. [..., 2 f] -> [..., f]."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config=config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh") * up
-
-
-class SDPAttention(MegatronModule):
-    """Causal attention with rotary embedding, by torch's scaled_dot_product_attention.
+class SDPAttention(Chosen, MegatronModule):
+    """Causal attention with rotary embedding, by torch's scaled_dot_product_attention, or one call for all sequences.
 
     Sequences are packed (thd) or padded (sbhd). `features` say of which kind the layer is. Queries and keys that are
     made of latents come rotated.
@@ -419,6 +358,7 @@ class SDPAttention(MegatronModule):
     def __init__(self, config: Any, layer_number: int, *, features: Features, **unused: Any) -> None:
         super().__init__(config=config)
         self.scale, self.kind = features.softmax_scale, features.kind_of(layer_number - 1)
+        self.window = features.kinds[self.kind].window
         self.rotates = not config.multi_latent_attention
 
     def forward(
@@ -441,8 +381,8 @@ class SDPAttention(MegatronModule):
             raise ValueError("the torch layer spec needs a SequenceLayout as packed_seq_params")
         if self.rotates:
             cos, sin = layout.turns[self.kind]
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if not layout.buckets:
+            query, key = (rotate(x, cos, sin, triton=self.triton) for x in (query, key))
+        if not layout.buckets and layout.runs is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out = self._attend(q, k, v, mask=layout.masks[self.kind])  # [S, H, L, d]
             return out.permute(2, 0, 1, 3).flatten(2)
@@ -450,6 +390,8 @@ class SDPAttention(MegatronModule):
         if layout.context.size > 1:
             both = gather_from_sequence_parallel_region(torch.cat(rows[1:], dim=-1), group=layout.context.group)
             rows[1:] = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        if layout.runs is not None:
+            return varlen.attend(*rows, layout.runs, scale=self.scale, window=self.window).view(*lead, -1)
         grids = []
         for bucket in layout.buckets:
             out = self._attend(

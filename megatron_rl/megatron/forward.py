@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.batches.batch import by_name
+from megatron_rl.megatron.kernels.products import add_product
 
-# Logits that a rank holds at once: 8 MiB on a CPU, 512 MiB on a GPU.
+# Logits that a rank holds at once: 8 MiB on a CPU, 512 MiB on a GPU, as float32. Triton kernels want no more than those
+# that the product gives, which are twice as many in bfloat16.
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
 # The most log-probs of one micro-batch that are kept for the backward pass. A larger number is computed again.
 KEPT_ELEMENTS = {"cpu": 1 << 24, "cuda": 0}
@@ -34,6 +36,15 @@ class _Head:
     group: Any
     names: tuple[str, ...]  # statistics that are asked for, `logprobs` first and `candidate_logprobs` last
     keep: bool  # whether the log-probs of all rows are kept for the backward pass
+    triton: bool  # whether statistics and gradients are computed by Triton kernels, from logits as the product has them
+
+    def logits(self, hidden: Tensor, real: Tensor) -> Tensor:
+        """Returns the logits [n, rows] in a new tensor: float32, or for Triton kernels without the temperature."""
+        product = hidden @ real.T
+        if self.triton:
+            return product
+        logits = product.float()
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
 
 class _VocabParallelStatistics(torch.autograd.Function):
@@ -53,18 +64,13 @@ class _VocabParallelStatistics(torch.autograd.Function):
         candidates = torch.empty(ids.shape[1] - 1, len(hidden), device=hidden.device)
         logsum = torch.empty(len(hidden), device=hidden.device)
         kept, real = [], weight[: head.rows]
-        for rows in _chunks(hidden, weight):
-            logits = _logits(hidden[rows], real, head)
-            peak = logits.amax(dim=-1) if head.rows else torch.full_like(logits.sum(-1), -torch.inf)
-            _reduce(peak, dist.ReduceOp.MAX, head.group)
-            logits.sub_(peak[:, None])
-            exponents = logits.exp()
-            parts = {"mass": exponents.sum(-1)}
-            if "vocab_mean" in found:
-                parts["vocab_mean"] = logits.sum(-1)
-            if "entropy" in found:
-                parts["entropy"] = exponents.mul_(logits).sum(-1)
-            sums = torch.stack([*parts.values(), *_pick(logits, ids[rows], head).T])
+        for rows in _chunks(hidden, weight, head):
+            logits = head.logits(hidden[rows], real)
+            local, mine = _local(ids[rows], head)
+            picked = _pick(logits, local, head)
+            own, parts = _sums(logits, head)
+            peak, parts = _over_ranks(own, parts, head)
+            sums = torch.stack([*parts.values(), *torch.where(mine, picked - peak[:, None], 0.0).T])
             _reduce(sums, dist.ReduceOp.SUM, head.group)
             whole = dict(zip(parts, sums, strict=False))
             log, picked = whole["mass"].log(), sums[len(parts) :]
@@ -75,7 +81,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
             if "vocab_mean" in found:
                 found["vocab_mean"][rows] = whole["vocab_mean"] / head.vocab - log
             if head.keep:
-                kept.append(logits.sub_(log[:, None]))
+                kept.append(logits.sub_((log + (peak - own))[:, None]))
         ctx.save_for_backward(hidden, weight, ids, logsum, found.get("entropy"))
         ctx.head, ctx.kept = head, kept
         return torch.cat([torch.stack([*found.values()]), candidates])
@@ -92,23 +98,21 @@ class _VocabParallelStatistics(torch.autograd.Function):
         by_id = gradients["logprobs"][:, None] / head.temperature  # [n, 1 + k], of the tokens in `ids`
         if grad_candidates is not None:
             by_id = torch.cat([by_id, grad_candidates / head.temperature], dim=1)
-        by_logprob = by_id.sum(1)
-        by_entropy = None if grad_entropy is None or not grad_entropy.any() else grad_entropy / head.temperature
-        for number, rows in enumerate(_chunks(hidden, weight)):
-            log_p = ctx.kept[number] if head.keep else _logits(hidden[rows], real, head).sub_(logsum[rows, None])
-            if by_entropy is not None:
-                p = log_p.exp()
-                slope = log_p.add_(entropy[rows, None]).mul_(by_entropy[rows, None]).add_(by_logprob[rows, None])
-                step = slope.mul_(p).neg_()
+        by_entropy = None if grad_entropy is None else grad_entropy / head.temperature
+        if by_entropy is not None and not head.triton and not by_entropy.any():
+            by_entropy = None  # computing zeros takes longer than looking
+        for number, rows in enumerate(_chunks(hidden, weight, head)):
+            of_entropy = None if by_entropy is None or entropy is None else (entropy[rows], by_entropy[rows])
+            if head.keep:
+                log_p = ctx.kept[number]
             else:
-                step = log_p.exp_().mul_(-by_logprob[rows, None])
-            if head.rows:
-                local, mine = _local(ids[rows], head)
-                step.scatter_add_(1, local, torch.where(mine, by_id[rows], 0.0))
-            step = step.to(weight.dtype)
+                log_p = head.logits(hidden[rows], real)
+                if not head.triton:
+                    log_p.sub_(logsum[rows, None])
+            step = _to_gradient(log_p, logsum[rows], ids[rows], by_id[rows], of_entropy, head).to(weight.dtype)
             torch.mm(step, real, out=grad_hidden[rows])
             if grad_weight is not None:
-                grad_weight[: head.rows] += step.T @ hidden[rows]
+                add_product(grad_weight[: head.rows], step.T, hidden[rows])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
@@ -123,6 +127,7 @@ def vocab_parallel_statistics(
     group: Any,
     names: Sequence[str],
     candidates: Tensor | None = None,
+    triton: bool = False,
 ) -> Tensor:
     """Computes what is asked for of each label's distribution, natural log: `logprobs` of the label (the first name),
     `entropy`, `vocab_mean`, the mean of all log-probabilities, which has no gradient, and `candidate_logprobs` (the
@@ -133,11 +138,11 @@ def vocab_parallel_statistics(
 
     `first_row` is the vocabulary id of weight's first row. Rows at and beyond `vocab` are padding and get probability
     0. The gradient for `hidden` is this rank's share: the caller sums it over `group` (core's
-    copy_to_tensor_model_parallel_region).
+    copy_to_tensor_model_parallel_region). With `triton` logits are read by the kernels of kernels/head.py.
     """
     rows = max(0, min(weight.shape[0], vocab - first_row))
-    keep = torch.is_grad_enabled() and len(hidden) * rows <= KEPT_ELEMENTS[hidden.device.type]
-    head = _Head(first_row, rows, vocab, temperature, group, tuple(names), keep)
+    keep = torch.is_grad_enabled() and not triton and len(hidden) * rows <= KEPT_ELEMENTS[hidden.device.type]
+    head = _Head(first_row, rows, vocab, temperature, group, tuple(names), keep, triton)
     ids = labels[:, None]
     if "candidate_logprobs" in names:
         assert candidates is not None
@@ -145,24 +150,89 @@ def vocab_parallel_statistics(
     return _VocabParallelStatistics.apply(hidden, weight, ids, head)  # type: ignore[return-value]
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+def _chunks(hidden: Tensor, weight: Tensor, head: _Head) -> list[slice]:
     """Cuts the rows of `hidden` so that the logits of a chunk fit CHUNK_ELEMENTS."""
-    size = max(32, CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
+    most = CHUNK_ELEMENTS[hidden.device.type] * (4 // weight.element_size() if head.triton else 1)
+    size = max(32, most // weight.shape[0])
     return [slice(a, min(a + size, hidden.shape[0])) for a in range(0, hidden.shape[0], size)] or [slice(0, 0)]
 
 
-def _logits(hidden: Tensor, real: Tensor, head: _Head) -> Tensor:
-    """Returns the logits [n, real rows], float32, in a new tensor."""
-    logits = (hidden @ real.T).float()
-    return logits if head.temperature == 1.0 else logits.div_(head.temperature)
+def _sums(logits: Tensor, head: _Head) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns this rank's largest logit of each row, and sums over its logits less that one, [n] each, by name: `mass`
+    of exponentials, `entropy` of their products with logits, `vocab_mean` of logits.
+
+    Without Triton the logits have lost their largest one when it returns.
+    """
+    entropy, mean = "entropy" in head.names, "vocab_mean" in head.names
+    if head.triton:
+        from megatron_rl.megatron.kernels import head as kernels
+
+        own, sums = kernels.statistics(logits, 1 / head.temperature, dot=entropy, total=mean)
+        names = {"mass": "mass", "dot": "entropy", "total": "vocab_mean"}
+        return own, {names[name]: values for name, values in sums.items()}
+    own = logits.amax(dim=-1) if head.rows else torch.full_like(logits.sum(-1), -torch.inf)
+    logits.sub_(own[:, None])
+    exponents = logits.exp()
+    sums = {"mass": exponents.sum(-1)}
+    if mean:
+        sums["vocab_mean"] = logits.sum(-1)
+    if entropy:
+        sums["entropy"] = exponents.mul_(logits).sum(-1)
+    return own, sums
 
 
-def _pick(logits: Tensor, ids: Tensor, head: _Head) -> Tensor:
-    """Returns [n, 1 + k]: the logit of each token of `ids` that lives on this rank, 0 for the others."""
-    if not head.rows:
-        return logits.new_zeros(ids.shape)
+def _over_ranks(own: Tensor, sums: dict[str, Tensor], head: _Head) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the largest logit of all ranks, [n], and a rank's sums over its logits less that one."""
+    if head.group.size() == 1:
+        return own, sums
+    peak = own.clone()
+    _reduce(peak, dist.ReduceOp.MAX, head.group)
+    moved = own - peak if head.rows else torch.zeros_like(peak)  # a rank without logits has sums of 0
+    rest, lowered = moved.exp(), {}
+    for name, values in sums.items():
+        if name == "vocab_mean":
+            lowered[name] = values + moved * head.rows
+        elif name == "entropy":
+            lowered[name] = rest * (values + moved * sums["mass"])
+        else:
+            lowered[name] = rest * values
+    return peak, lowered
+
+
+def _to_gradient(
+    log_p: Tensor, logsum: Tensor, ids: Tensor, by_id: Tensor, entropy: tuple[Tensor, Tensor] | None, head: _Head
+) -> Tensor:
+    """Returns the gradient for the logits, in the memory of `log_p` [n, rows]: their log-probs, or for Triton kernels
+    the logits.
+
+    `by_id` [n, 1 + k] is the gradient by the log-probs of `ids`, `entropy` that of each row and the gradient by it.
+    """
     local, mine = _local(ids, head)
-    return torch.where(mine, logits.gather(1, local), 0.0)
+    if head.triton:
+        from megatron_rl.megatron.kernels import head as kernels
+
+        known = torch.where(mine, local, -1)
+        scale = 1 / head.temperature
+        kernels.to_gradient(log_p, scale, logsum=logsum, ids=known, by_id=by_id.contiguous(), entropy=entropy)
+        return log_p
+    by_logprob = by_id.sum(1)
+    if entropy is not None:
+        p, (values, by_entropy) = log_p.exp(), entropy
+        slope = log_p.add_(values[:, None]).mul_(by_entropy[:, None]).add_(by_logprob[:, None])
+        step = slope.mul_(p).neg_()
+    else:
+        step = log_p.exp_().mul_(-by_logprob[:, None])
+    if head.rows:
+        step.scatter_add_(1, local, torch.where(mine, by_id, 0.0))
+    return step
+
+
+def _pick(logits: Tensor, local: Tensor, head: _Head) -> Tensor:
+    """Returns the logits of this rank's rows `local` [n, 1 + k], float32."""
+    if not head.rows:
+        return torch.zeros(local.shape, device=logits.device)
+    found = logits.gather(1, local).float()
+    return found / head.temperature if head.triton else found
 
 
 def _local(ids: Tensor, head: _Head) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.megatron import platform
-from megatron_rl.megatron.attention import RMSNorm, SequenceLayout, rotate
+from megatron_rl.megatron.attention import SequenceLayout
+from megatron_rl.megatron.parts import Chosen, RMSNorm, rotate
 from megatron_rl.models.sizes import Features
 
 platform.install()
@@ -46,7 +47,7 @@ class SharedLinear(MegatronModule):
         return F.linear(x, self.weight)
 
 
-class LatentAttention(MultiLatentAttention):
+class LatentAttention(Chosen, MultiLatentAttention):
     """Self-attention whose keys and values, and where config.json says so queries too, are made of a latent."""
 
     def __init__(
@@ -111,9 +112,10 @@ class LatentAttention(MultiLatentAttention):
         if packed_seq_params.qkv_format == "thd":
             query, both, turned = (x.squeeze(1) for x in (query, both, turned))
         plain, to_turn = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
-        query = torch.cat([plain, rotate(_halves(to_turn), cos, sin)], dim=-1)
+        query = torch.cat([plain, rotate(_halves(to_turn), cos, sin, triton=self.triton)], dim=-1)
         key, value = both.split([config.qk_head_dim, config.v_head_dim], dim=-1)
-        key = torch.cat([key, rotate(turned, cos, sin).expand(*key.shape[:-1], -1)], dim=-1)
+        shared = rotate(turned, cos, sin, triton=self.triton)
+        key = torch.cat([key, shared.expand(*key.shape[:-1], -1)], dim=-1)
         return query, key, value, low, latent
 
     def _up(self, kind: Any, inputs: int, outputs: int) -> Any:

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from megatron_rl.config.schema import ConfigError, Layout, Model
 from megatron_rl.megatron import platform, replay
-from megatron_rl.megatron.attention import GeGLU, NormedAddition, RMSNorm, SDPAttention, SwiGLU
+from megatron_rl.megatron.attention import SDPAttention
 from megatron_rl.megatron.forward import vocab_parallel_statistics
 from megatron_rl.megatron.joint_norm import JointNorm
+from megatron_rl.megatron.kernels import choice, products, varlen
 from megatron_rl.megatron.latent import LatentAttention
 from megatron_rl.megatron.parallel import Groups
+from megatron_rl.megatron.parts import Chosen, GeGLU, NormedAddition, RMSNorm, SwiGLU, choose
 from megatron_rl.models import core_settings
 from megatron_rl.models.cuts import padded_vocab
 from megatron_rl.models.sizes import Routing
@@ -51,7 +53,7 @@ ACTIVATIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
-class PolicyModel(GPTModel):
+class PolicyModel(Chosen, GPTModel):
     """A GPT whose last stage answers labels with statistics of their distributions instead of a loss."""
 
     temperature: float = 1.0
@@ -98,6 +100,7 @@ class PolicyModel(GPTModel):
             group=parallel_state.get_tensor_model_parallel_group(),
             names=self.asked,
             candidates=labels[:, 1:],
+            triton=self.triton,
         )
 
 
@@ -115,6 +118,37 @@ def uses_transformer_engine(arch: Architecture, dtype: str, *, adapted: bool = F
     """
     own = adapted or dtype != "bfloat16" or core_settings.needs_own_layers(arch, arch.features)
     return has_transformer_engine() and not own
+
+
+def uses_flash(arch: Architecture, model: Model) -> bool:
+    """Says whether one call attends for all sequences of a packed row, where layers are of the torch spec.
+
+    Raises ConfigError where the settings ask for it and it cannot be had.
+    """
+    if model.attention_backend == "sdpa":
+        return False
+    problem = varlen.obstacle(arch.head_dim, model.dtype)
+    if problem is not None and model.attention_backend == "flash":
+        raise ConfigError(f"model.attention_backend = 'flash': {problem}; set it to auto or sdpa")
+    return problem is None
+
+
+def uses_triton(model: Model) -> bool:
+    """Says whether Triton kernels compute a model's log-probs, and its torch spec's gates and rotary embedding.
+
+    Raises ConfigError where the settings ask for them and they cannot be had.
+    """
+    if model.kernels == "torch" or (model.kernels == "auto" and not torch.cuda.is_available()):
+        return False
+    problem = choice.obstacle()
+    if problem is not None and model.kernels == "triton":
+        raise ConfigError(f"model.kernels = 'triton': {problem}; set it to auto or torch")
+    return problem is None
+
+
+def uses_fused_sums(model: Model) -> bool:
+    """Says whether products of the torch spec's layers add a weight's gradient to its float32 buffer themselves."""
+    return model.kernels != "torch" and torch.cuda.is_available() and products.CAN_SUM_WIDE
 
 
 def check_fp8() -> None:
@@ -197,11 +231,16 @@ def _recompute(model: Model) -> dict[str, Any]:
 
 
 def build(
-    arch: Architecture, config: TransformerConfig, *, temperature: float = 1.0, fused: bool = False
+    arch: Architecture,
+    config: TransformerConfig,
+    *,
+    temperature: float = 1.0,
+    fused: bool = False,
+    triton: bool = False,
 ) -> list[PolicyModel]:
     """Returns this rank's model chunks: one, or `vpp` of them. Call with the layout's groups active.
 
-    `fused`: layers are Transformer Engine's.
+    `fused`: layers are Transformer Engine's. `triton`: what has Triton kernels takes them.
     """
     chunks = []
     for stage in range(config.virtual_pipeline_model_parallel_size or 1):
@@ -220,6 +259,7 @@ def build(
         chunk.temperature, chunk.true_vocab = temperature, arch.vocab
         _mark_experts(chunk)
         _prepare_routers(chunk, arch.features.routing)
+        choose(chunk, triton=triton)
         _scale_embedding(chunk, arch.features.embedding_scale)
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())

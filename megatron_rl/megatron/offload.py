@@ -74,3 +74,10 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 def _device(chunks: list[Any]) -> torch.device:
     """Returns the device of the weights."""
     return next(chunks[0].parameters()).device
+
+
+def copy_into(parameters: list[torch.nn.Parameter], values: list[Tensor]) -> None:
+    """Gives parameters their values, without waiting for pinned memory."""
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value, non_blocking=True)

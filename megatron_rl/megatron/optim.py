@@ -17,14 +17,16 @@ from megatron.core.distributed import (  # noqa: E402
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 
 ENDLESS = 10**9  # optimizer steps of a schedule that never decays
 
 
-def wrap(config: Any, chunks: list[Any], *, overlap: bool = False) -> list[Any]:
+def wrap(config: Any, chunks: list[Any], *, overlap: bool = False, fused_sums: bool = False) -> list[Any]:
     """Puts each chunk on Megatron's gradient buffers, which sum in float32.
 
-    Matrix products of Transformer Engine add a weight's gradient to its buffer themselves.
+    Matrix products of Transformer Engine add a weight's gradient to its buffer themselves; with `fused_sums` those of
+    core's own linear layers do so, too.
 
     With `overlap` gradients are summed over ranks while the last backward pass runs.
     """
@@ -32,10 +34,14 @@ def wrap(config: Any, chunks: list[Any], *, overlap: bool = False) -> list[Any]:
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
     )
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    if fused_sums:
+        platform.sum_weight_gradients()
     for module in (module for chunk in wrapped for module in chunk.modules()):
         # Core's setting of the same meaning cannot be used: its own output layer then needs a kernel of apex.
         if hasattr(module, "fuse_wgrad_accumulation"):
             cast(Any, module).fuse_wgrad_accumulation = True
+        elif fused_sums and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module.gradient_accumulation_fusion = True
     if overlap:  # without these core would sum after every micro-batch, and count the earlier ones again
         syncs = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]

@@ -18,75 +18,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 from torch.utils._device import _device_constructors
+
+from megatron_rl.megatron.adam import FusedAdam
+from megatron_rl.megatron.kernels.products import add_product
 
 CPU = torch.device("cpu")
 _FACTORIES = (
     *("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "empty_like"),
     *("zeros_like", "ones_like", "as_tensor", "linspace"),
 )
-
-
-class FusedAdam(torch.optim.Optimizer):
-    """Adam with Transformer Engine's state layout: moments in the state, `step` in the group.
-
-    ZeRO-1 checkpoints need it.
-
-    torch's own AdamW keeps `step` per parameter, which Megatron's distributed optimizer cannot restore. The arithmetic
-    is torch's.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        bias_correction: bool = True,
-        adam_w_mode: bool = True,
-        **unused: Any,
-    ) -> None:
-        self.decoupled = adam_w_mode
-        super().__init__(
-            params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
-        )
-
-    def initialize_state(self, param: torch.Tensor, *unused: Any) -> None:
-        """Makes the moments of a parameter, zeros."""
-        self.state[param] = dict(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Takes one optimizer step on all parameters that have a gradient."""
-        for group in self.param_groups:
-            group["step"] = count = group.get("step", 0) + 1
-            params = [p for p in group["params"] if p.grad is not None and p.numel()]
-            for p in params:
-                if not self.state.get(p):
-                    self.initialize_state(p)
-            if not params:
-                continue
-            update = adamw if self.decoupled else adam
-            update(
-                params,
-                [p.grad for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params],
-                [],
-                [torch.tensor(float(count - 1)) for _ in params],
-                foreach=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=float(group["lr"]),
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
 
 
 class _Stream:
@@ -282,6 +223,19 @@ def _replace_torch_optimizer() -> None:
     if core_optimizer.USING_PYTORCH_OPTIMIZER:
         core_optimizer.Adam, core_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
         distrib_optimizer.__dict__.update(HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True, Adam=FusedAdam)
+
+
+def sum_weight_gradients() -> None:
+    """Gives core's linear layers a kernel that adds a weight's gradient to its buffer, in place of apex's.
+
+    Layers take it where their `gradient_accumulation_fusion` is True (core 0.16.1, tensor_parallel/layers.py:569).
+    """
+    from megatron.core.tensor_parallel import layers
+
+    def add(inputs: torch.Tensor, gradients: torch.Tensor, total: torch.Tensor) -> None:
+        add_product(total, gradients.t(), inputs)
+
+    vars(layers)["fused_weight_gradient_mlp_cuda"] = types.SimpleNamespace(wgrad_gemm_accum_fp32=add)
 
 
 def _norm_of_all(

@@ -74,6 +74,7 @@ class MegatronPolicy:
         self.arch = hf.read_architecture(role.model.path)
         self._check_settings()
         self._rotary = None if self._fused else RotaryTable(self.arch)
+        self._flash = not self._fused and models.uses_flash(self.arch, role.model)
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
         with groups.active():
             if base is None:
@@ -84,7 +85,8 @@ class MegatronPolicy:
             self._adapters = self._attach(seed) if role.lora is not None else None
             self.chunks: list[Any] = list(self._model)
             if trainable:
-                self.chunks = optim.wrap(self.config, self.chunks, overlap=role.optimizer.overlap)
+                sums = models.uses_fused_sums(role.model)
+                self.chunks = optim.wrap(self.config, self.chunks, overlap=role.optimizer.overlap, fused_sums=sums)
                 self.optimizer, self.scheduler = optim.build(role, self.config, self.chunks)
         self._calls = {name: vars(self.config).get(name) for name in _OF_ROLE}
         self._asleep = False
@@ -306,7 +308,8 @@ class MegatronPolicy:
         """Makes the model of this rank with its weights. Returns core's config and the chunks, in their dtype."""
         role, fused = self.role, self._fused
         config = models.transformer_config(self.arch, role.model, self.groups, deterministic=deterministic, fused=fused)
-        cores = models.build(self.arch, config, temperature=self._temperature, fused=fused)
+        triton = models.uses_triton(role.model)
+        cores = models.build(self.arch, config, temperature=self._temperature, fused=fused, triton=triton)
         self._fill(cores, seed)
         for core in cores if role.router_replay else ():
             replay.install(core)
@@ -383,7 +386,7 @@ class MegatronPolicy:
         context = Context(layout.cp, self.groups.cp_rank, self.groups.cp)
         parts, part = (layout.tp, self.groups.tp_rank) if layout.sequence_parallel else (1, 0)
         unit = EIGHT_BIT_UNIT if self.role.model.fp8 else 1
-        cut = core_step.Cut(self.role.packed, parts=parts, part=part, context=context, unit=unit)
+        cut = core_step.Cut(self.role.packed, parts=parts, part=part, context=context, unit=unit, flash=self._flash)
         like = next(models.unwrap(self.chunks[0]).parameters())
         for micro in work.micros(step):
             batch = work.batch(micro)
@@ -450,10 +453,10 @@ class MegatronPolicy:
         parameters = self._trained()
         live = [offload.host_copy(p) for p in parameters]
         try:
-            _copy_into(parameters, self._reference)
+            offload.copy_into(parameters, self._reference)
             yield
         finally:
-            _copy_into(parameters, live)
+            offload.copy_into(parameters, live)
 
     def _state_to_load(self, directory: Path) -> dict[str, Any]:
         """Returns what `load` asks a checkpoint for. What Transformer Engine keeps beside weights, for 8-bit products,
@@ -478,9 +481,3 @@ class MegatronPolicy:
             state["optimizer"] = self.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
             state["scheduler"] = self.scheduler.state_dict()
         return state
-
-
-def _copy_into(parameters: list[torch.nn.Parameter], values: list[Tensor]) -> None:
-    with torch.no_grad():
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.copy_(value, non_blocking=True)

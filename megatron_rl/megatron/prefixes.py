@@ -25,6 +25,7 @@ from megatron_rl.megatron.attention import (
     packed_layout,
     whole_buckets,
 )
+from megatron_rl.megatron.kernels import varlen
 
 platform.install()
 
@@ -47,30 +48,33 @@ class _Tail:
 
 
 def sharing_layout(
-    lengths: Sequence[int], shared: Sequence[int], rotary: RotaryTable, *, like: Tensor
+    lengths: Sequence[int], shared: Sequence[int], rotary: RotaryTable, *, like: Tensor, flash: bool = False
 ) -> SequenceLayout:
     """Returns the layout of sequences that lie end to end in one row, some without their prompt.
 
     `lengths` [S] are those of whole sequences. The first `shared[s]` tokens of sequence s, 0 for most, are those of the
-    last sequence before it that has its own prompt, and are not in the row. `like`: as for `packed_layout`.
+    last sequence before it that has its own prompt, and are not in the row. `like`, `flash`: as for `packed_layout`.
     """
     own = [n - s for n, s in zip(lengths, shared, strict=True)]
     ends = torch.tensor(own).cumsum(0).tolist()
     rows = [torch.arange(end - n, end) for end, n in zip(ends, own, strict=True)]
-    whole, tails = [], []
+    whole, tails, seen = [], [], []
     for number, prompt in enumerate(shared):
+        seen.append(torch.cat([rows[whole[-1]][:prompt], rows[number]]) if prompt else rows[number])
         if prompt:
-            tails.append(_Tail(prompt, rows[number], torch.cat([rows[whole[-1]][:prompt], rows[number]])))
+            tails.append(_Tail(prompt, rows[number], seen[-1]))
         else:
             whole.append(number)
     positions = torch.cat([torch.arange(s, n) for n, s in zip(lengths, shared, strict=True)])
-    buckets = whole_buckets([lengths[i] for i in whole], [rows[i] for i in whole], rotary.windows, ALONE)
-    buckets += [_bucket(group, rotary.windows) for group in _groups(tails)]
-    return replace(
+    layout = replace(
         packed_layout(own, None, like=like),
         turns=tuple((cos[:, None], sin[:, None]) for cos, sin in rotary.at(positions, like)),
-        **attention_fields(buckets, like.device),
     )
+    if flash:
+        return replace(layout, runs=varlen.segments(own, seen, like.device))
+    buckets = whole_buckets([lengths[i] for i in whole], [rows[i] for i in whole], rotary.windows, ALONE)
+    buckets += [_bucket(group, rotary.windows) for group in _groups(tails)]
+    return replace(layout, **attention_fields(buckets, like.device))
 
 
 def _groups(tails: Sequence[_Tail]) -> list[list[_Tail]]:

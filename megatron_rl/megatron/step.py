@@ -34,6 +34,7 @@ class Cut:
     part: int = 0  # this rank's number among them
     context: Context = ALONE
     unit: int = 1  # tokens by which a rank's number of them must divide, as products of 8-bit numbers need it
+    flash: bool = False  # one call attends for all sequences that lie end to end (kernels/varlen.py)
 
     @property
     def multiple(self) -> int:
@@ -171,7 +172,8 @@ def _packed(part: Batch, rotary: RotaryTable | None, cut: Cut, like: Tensor) -> 
     lengths += [extra] * (extra > 0)
     own = context.own(lengths)
     positions = torch.cat([torch.arange(n) for n in lengths])[None, own]
-    return _places(part, lengths)[None, own], positions, packed_layout(lengths, rotary, context=context, like=like)
+    layout = packed_layout(lengths, rotary, context=context, like=like, flash=cut.flash)
+    return _places(part, lengths)[None, own], positions, layout
 
 
 def _padded(part: Batch, rotary: RotaryTable | None, cut: Cut, like: Tensor) -> tuple[Tensor, Tensor, SequenceLayout]:
@@ -193,7 +195,7 @@ def _sharing(part: Batch, rotary: RotaryTable | None, cut: Cut, like: Tensor) ->
     if extra:
         lengths, shared = [*lengths, extra], [*shared, 0]
     positions = torch.cat([torch.arange(s, n) for n, s in zip(lengths, shared, strict=True)])
-    return torch.cat(places)[None], positions[None], sharing_layout(lengths, shared, rotary, like=like)
+    return torch.cat(places)[None], positions[None], sharing_layout(lengths, shared, rotary, like=like, flash=cut.flash)
 
 
 def _places(part: Batch, lengths: list[int]) -> Tensor:

@@ -144,6 +144,7 @@ def actor(own: Path, family: str, case: dict[str, Any], sizes: dict[str, Any] | 
     with LEDGER.part("update"):
         metrics = policy.update(work, 0, loss)
     errors["micro_batches"] = metrics["micro_batches"]
+    errors["flash"] = LEDGER.kernels["update", "_varlen_attn"]
     errors["loss"] = abs(metrics["loss"] - expected_loss)
     with LEDGER.part("export"):
         now = dict(policy.weights(dtype=torch.float32))
@@ -157,9 +158,9 @@ def actor(own: Path, family: str, case: dict[str, Any], sizes: dict[str, Any] | 
     return {name: float(value) for name, value in errors.items()} | rests(own, policy)
 
 
-def prefixes(own: Path, family: str, dtype: str) -> dict[str, float]:
+def prefixes(own: Path, family: str, dtype: str, sizes: dict[str, Any] | None = None) -> dict[str, float]:
     """Compares an update that may compute shared prompts once with one that computes all of them."""
-    path, found = make(own, family, num_hidden_layers=2), {}
+    path, found = make(own, family, **({"num_hidden_layers": 2} | (sizes or {}))), {}
     for shared in (True, False):
         with LEDGER.part("build"):
             policy = make_sharing(path, {"dtype": dtype}, shared=shared)
@@ -174,17 +175,19 @@ def prefixes(own: Path, family: str, dtype: str) -> dict[str, float]:
         "logprobs": (once - whole).abs().max().item(),
         "grad_norm": abs(metrics["grad_norm"] / others["grad_norm"] - 1),
         "shared_tokens": metrics["shared_tokens"],
+        "flash": LEDGER.kernels["update", "_varlen_attn"],
     }
 
 
 def fused_sums(policy: Any) -> float:
-    """Returns the share of the layers' weights whose gradients the products of Transformer Engine sum."""
+    """Returns the share of the layers' weights whose gradients the products themselves sum."""
     layers = [layer for chunk in policy.chunks for layer in models.unwrap(chunk).decoder.layers]
     linear = [
         one for layer in layers for one in layer.modules() if type(one).__name__.startswith(("TE", "Column", "Row"))
     ]
     linear = [one for one in linear if "Linear" in type(one).__name__]
-    return sum(bool(vars(one).get("fuse_wgrad_accumulation")) for one in linear) / len(linear)
+    names = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
+    return sum(any(vars(one).get(name) for name in names) for one in linear) / len(linear)
 
 
 def leave(own: Path, family: str, directory: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
+import emulated_operations
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -48,6 +50,8 @@ def install() -> None:
     _patch_cuda()
     _patch_groups()
     _patch_sharing()
+    emulated_operations.install()
+    sys.modules["triton"] = None  # type: ignore[assignment] (its kernels want memory of a GPU)
     F.scaled_dot_product_attention = _attention  # type: ignore[assignment]
     F.rms_norm = _rms_norm  # type: ignore[assignment]
     torch.compile = _uncompiled  # type: ignore[assignment]

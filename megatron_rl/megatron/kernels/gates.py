@@ -1,0 +1,90 @@
+"""Triton kernels of gated activations: one pass forward, and one backward."""
+
+# Triton's types describe a kernel's source, and not the call of what is made of it, which has further arguments.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, WARPS = 1024, 4  # elements of a row that a program computes, and its warps
+
+
+def gated(x: Tensor, *, tanh: bool) -> Tensor:
+    """Returns act(gate) * up of [..., gate | up], [..., 2 f] -> [..., f]. It is computed in float32.
+
+    The activation is the sigmoid linear unit; with `tanh` the Gaussian error linear unit in its tanh form.
+    """
+    out: Any = _Gated.apply(x, tanh)
+    return out
+
+
+class _Gated(torch.autograd.Function):
+    """Computes act(gate) * up; the backward pass computes the activation again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tanh: bool) -> Tensor:  # type: ignore[override]
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.tanh, width = tanh, x.shape[-1] // 2
+        out = x.new_empty(*x.shape[:-1], width)
+        if out.numel():
+            _forward[_grid(out)](x, out, width, TANH=tanh, BLOCK=BLOCK, num_warps=WARPS)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        grad, back = grad.contiguous(), torch.empty_like(x)
+        if grad.numel():
+            _backward[_grid(grad)](x, grad, back, grad.shape[-1], TANH=ctx.tanh, BLOCK=BLOCK, num_warps=WARPS)
+        return back, None
+
+
+def _grid(rows: Tensor) -> tuple[int, int]:
+    """Returns the programs for a tensor [..., f]: by row, and by block of it."""
+    return rows.numel() // rows.shape[-1], triton.cdiv(rows.shape[-1], BLOCK)
+
+
+@triton.jit
+def _share(gate, TANH: tl.constexpr):
+    """Returns what the gate is multiplied by, and the derivative of that by the gate: (1 + tanh z) / 2 is sigmoid(2 z),
+    so that both activations are sigmoids."""
+    if TANH:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+    else:
+        inner = gate
+        slope = gate * 0.0 + 1.0
+    share = tl.sigmoid(inner)
+    return share, share * (1.0 - share) * slope
+
+
+@triton.jit
+def _forward(x, out, width, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    row, places = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = places < width
+    gate = tl.load(x + row * 2 * width + places, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * width + width + places, mask=real, other=0.0).to(tl.float32)
+    share, _ = _share(gate, TANH)
+    tl.store(out + row * width + places, (gate * share * up).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _backward(x, grad, back, width, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    row, places = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = places < width
+    gate = tl.load(x + row * 2 * width + places, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * width + width + places, mask=real, other=0.0).to(tl.float32)
+    own = tl.load(grad + row * width + places, mask=real, other=0.0).to(tl.float32)
+    share, slope = _share(gate, TANH)
+    for_gate = own * up * (share + gate * slope)
+    tl.store(back + row * 2 * width + places, for_gate.to(back.dtype.element_ty), mask=real)
+    for_up = own * gate * share
+    tl.store(back + row * 2 * width + width + places, for_up.to(back.dtype.element_ty), mask=real)

@@ -1,0 +1,127 @@
+"""Triton kernels of the output layer: one pass over a row's logits for its statistics, and one for their gradient.
+
+Logits stay in the format that the product of hidden states and weights has. All sums are float32.
+"""
+
+# Triton's types describe a kernel's source, and not the call of what is made of it, which has further arguments.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, WARPS = 4096, 8  # logits that a program reads at once, and its warps
+LOWEST = tl.constexpr(-3.0e38)  # below every logit; the difference to one is finite
+
+
+def statistics(logits: Tensor, scale: float, *, dot: bool, total: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the largest logit of every row, and sums over its logits less that largest one, all [n] float32.
+
+    `logits` [n, v] count times `scale`. The sums are `mass`, of the exponentials; with `dot` `dot`, of the products of
+    exponentials and logits; with `total` `total`, of the logits.
+    """
+    rows, columns = logits.shape
+    out = torch.empty(4, rows, device=logits.device)
+    if rows:
+        _statistics[(rows,)](
+            logits, out, rows, columns, logits.stride(0), scale, DOT=dot, TOTAL=total, BLOCK=BLOCK, num_warps=WARPS
+        )
+    asked = {"mass": True, "dot": dot, "total": total}
+    return out[0], {name: own for (name, wanted), own in zip(asked.items(), out[1:], strict=True) if wanted}
+
+
+def to_gradient(
+    logits: Tensor,
+    scale: float,
+    *,
+    logsum: Tensor,
+    ids: Tensor,
+    by_id: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Replaces logits [n, v], which count times `scale`, with the gradient for them, in their format.
+
+    `logsum` [n] is the logarithm of the sum of all exponentials, those of other ranks' logits among them. `by_id`
+    [n, k] is the gradient by the log-probs of the tokens in `ids` [n, k] int64, columns of `logits`, or -1 for a token
+    of another rank. `entropy`: that of each row and the gradient by it, [n] each. Gradients are divided by the
+    temperature already.
+    """
+    rows, columns = logits.shape
+    known, by_entropy = entropy if entropy is not None else (logsum, logsum)
+    if rows and columns:
+        _gradient[(rows,)](
+            logits, ids, by_id, logsum, known, by_entropy, columns, logits.stride(0), ids.shape[1], scale,
+            ENTROPY=entropy is not None, IDS=triton.next_power_of_2(ids.shape[1]), BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _statistics(
+    logits, out, rows, columns, stride, scale, DOT: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
+    start = logits + row.to(tl.int64) * stride
+    peak, mass, dot, total = LOWEST, 0.0, 0.0, 0.0
+    for first in range(0, columns, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        real = places < columns
+        values = tl.load(start + places, mask=real, other=0.0).to(tl.float32) * scale
+        highest = tl.maximum(peak, tl.max(tl.where(real, values, LOWEST), 0))
+        lowered = values - highest
+        shares = tl.where(real, tl.exp(lowered), 0.0)
+        moved = peak - highest
+        rest = tl.exp(moved)
+        if DOT:
+            dot = rest * (dot + moved * mass) + tl.sum(shares * lowered, 0)
+        if TOTAL:
+            total += tl.sum(tl.where(real, values, 0.0), 0)
+        mass = rest * mass + tl.sum(shares, 0)
+        peak = highest
+    tl.store(out + row, peak)
+    tl.store(out + rows + row, mass)
+    if DOT:
+        tl.store(out + 2 * rows + row, dot)
+    if TOTAL:
+        tl.store(out + 3 * rows + row, total - columns * peak)
+
+
+@triton.jit
+def _slope(log_p, every, known, by_entropy, ENTROPY: tl.constexpr):
+    """Returns the gradient for logits, without what the tokens in `ids` have alone."""
+    slope = log_p * 0.0 + every
+    if ENTROPY:
+        slope += (log_p + known) * by_entropy
+    return -slope * tl.exp(log_p)
+
+
+@triton.jit
+def _gradient(
+    logits, ids, by_id, logsums, entropies, by_entropies, columns, stride, width, scale,
+    ENTROPY: tl.constexpr, IDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * stride
+    logsum, known, by_entropy = tl.load(logsums + row), tl.load(entropies + row), tl.load(by_entropies + row)
+    own = tl.arange(0, IDS)
+    mine = own < width
+    tokens = tl.load(ids + row * width + own, mask=mine, other=-1)
+    every = tl.sum(tl.load(by_id + row * width + own, mask=mine, other=0.0), 0)
+    here = tokens >= 0
+    values = tl.load(start + tokens, mask=here, other=0.0).to(tl.float32) * scale
+    special = _slope(values - logsum, every, known, by_entropy, ENTROPY)
+    for j in range(0, width):  # a token may stand there twice
+        same = tokens == tl.load(ids + row * width + j)
+        special += tl.where(same, tl.load(by_id + row * width + j), 0.0)
+    tl.debug_barrier()  # the logits of these tokens are read before they are overwritten, in other threads
+    for first in range(0, columns, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        real = places < columns
+        log_p = tl.load(start + places, mask=real, other=0.0).to(tl.float32) * scale - logsum
+        found = _slope(log_p, every, known, by_entropy, ENTROPY)
+        tl.store(start + places, found.to(logits.dtype.element_ty), mask=real)
+    tl.debug_barrier()
+    tl.store(start + tokens, special.to(logits.dtype.element_ty), mask=here)

@@ -1,0 +1,96 @@
+"""Triton kernels of the root-mean-square norm: one pass forward, and one backward with sums for the weight's gradient.
+
+torch has such kernels of its own for an ordinary weight. These also multiply by 1 + weight without copies in float32.
+"""
+
+# Triton's types describe a kernel's source, and not the call of what is made of it, which has further arguments.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PARTS = 256  # programs of the backward pass, each of which sums the weight's gradient over its rows
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool) -> Tensor:
+    """Returns weight * x / sqrt(mean of x^2 + eps) over the last dimension of x, computed in float32, in x's dtype.
+
+    `from_one`: it multiplies by 1 + weight.
+    """
+    out: Any = _Normed.apply(x, weight, eps, from_one)
+    return out
+
+
+class _Normed(torch.autograd.Function):
+    """Computes the norm, and keeps each row's factor for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, from_one: bool) -> Tensor:  # type: ignore[override]
+        x = x.contiguous()
+        rows, width = x.numel() // x.shape[-1], x.shape[-1]
+        out, factors = torch.empty_like(x), torch.empty(rows, device=x.device)
+        if rows:
+            _forward[(rows,)](x, weight, out, factors, width, eps, FROM_ONE=from_one, **_sizes(width))
+        ctx.save_for_backward(x, weight, factors)
+        ctx.from_one = from_one
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, weight, factors = ctx.saved_tensors
+        grad, back, width = grad.contiguous(), torch.empty_like(x), x.shape[-1]
+        parts = min(PARTS, len(factors))
+        sums = torch.empty(parts, width, device=x.device)
+        if parts:
+            _backward[(parts,)](
+                x, weight, grad, factors, back, sums, len(factors), width, parts, FROM_ONE=ctx.from_one, **_sizes(width)
+            )
+        return back, sums.sum(0).to(weight.dtype), None, None
+
+
+def _sizes(width: int) -> dict[str, int]:
+    """Returns the block that holds a row, and the warps of its program."""
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+
+
+@triton.jit
+def _forward(x, weight, out, factors, width, eps, FROM_ONE: tl.constexpr, BLOCK: tl.constexpr):
+    row, places = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    real = places < width
+    values = tl.load(x + row * width + places, mask=real, other=0.0).to(tl.float32)
+    own = tl.load(weight + places, mask=real, other=0.0).to(tl.float32)
+    if FROM_ONE:
+        own += 1.0
+    factor = 1.0 / tl.sqrt(tl.sum(values * values, 0) / width + eps)
+    tl.store(factors + row, factor)
+    tl.store(out + row * width + places, (values * factor * own).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _backward(
+    x, weight, grad, factors, back, sums, rows, width, parts, FROM_ONE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    part, places = tl.program_id(0), tl.arange(0, BLOCK)
+    real = places < width
+    own = tl.load(weight + places, mask=real, other=0.0).to(tl.float32)
+    if FROM_ONE:
+        own += 1.0
+    total, wide = tl.zeros([BLOCK], dtype=tl.float32), part.to(tl.int64) * 0
+    for number in range(part, rows, parts):
+        row = (wide + number) * width  # in 64 bits
+        factor = tl.load(factors + number)
+        normed = tl.load(x + row + places, mask=real, other=0.0).to(tl.float32) * factor
+        slope = tl.load(grad + row + places, mask=real, other=0.0).to(tl.float32)
+        weighted = slope * own
+        along = tl.sum(weighted * normed, 0) / width
+        tl.store(back + row + places, ((weighted - normed * along) * factor).to(back.dtype.element_ty), mask=real)
+        total += slope * normed
+    tl.store(sums + part * width + places, total, mask=real)

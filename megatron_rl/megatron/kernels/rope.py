@@ -1,0 +1,80 @@
+"""Triton kernel of rotary embedding in the half-split convention, forward and backward."""
+
+# Triton's types describe a kernel's source, and not the call of what is made of it, which has further arguments.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WARPS = 4  # of a program, which turns all heads of a token
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rotary embedding to heads x [N, H, d], or [L, S, H, d], by cos and sin [N, 1, d], or [L, 1, 1, d].
+
+    It is computed in float32. `cos` and `sin` have no gradient.
+    """
+    out: Any = _Rotated.apply(x, cos, sin)
+    return out
+
+
+class _Rotated(torch.autograd.Function):
+    """Turns pairs of elements; the backward pass turns the gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return _turned(grad, *ctx.saved_tensors, back=True), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+    """Returns x turned by the angles, or back. `x` may be a view whose heads have gaps between them."""
+    heads, width = x.shape[-2:]
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    rows, out = x.reshape(-1, heads, width), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        alike = len(rows) // len(cos)  # rows that follow each other have the same angle
+        _turn[(len(rows),)](
+            rows, out, cos.contiguous(), sin.contiguous(), *rows.stride()[:2], alike, heads, width // 2, BACK=back,
+            HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(width // 2), num_warps=WARPS,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _turn(
+    x, out, cos, sin, row_stride, head_stride, alike, heads, half,
+    BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    places, own = tl.arange(0, HALF), tl.arange(0, HEADS)
+    angles, real = (row // alike) * 2 * half + places, places < half
+    cos_first = tl.load(cos + angles, mask=real, other=0.0).to(tl.float32)[None, :]
+    cos_second = tl.load(cos + angles + half, mask=real, other=0.0).to(tl.float32)[None, :]
+    sin_first = tl.load(sin + angles, mask=real, other=0.0).to(tl.float32)[None, :]
+    sin_second = tl.load(sin + angles + half, mask=real, other=0.0).to(tl.float32)[None, :]
+    mask = (own < heads)[:, None] & real[None, :]
+    start = x + row * row_stride + own[:, None] * head_stride + places[None, :]
+    first = tl.load(start, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(start + half, mask=mask, other=0.0).to(tl.float32)
+    if BACK:
+        turned_first = first * cos_first + second * sin_second
+        turned_second = second * cos_second - first * sin_first
+    else:
+        turned_first = first * cos_first - second * sin_first
+        turned_second = second * cos_second + first * sin_second
+    target = out + (row * heads + own[:, None]) * 2 * half + places[None, :]
+    tl.store(target, turned_first.to(out.dtype.element_ty), mask=mask)
+    tl.store(target + half, turned_second.to(out.dtype.element_ty), mask=mask)

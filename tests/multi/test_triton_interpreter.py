@@ -1,0 +1,69 @@
+"""The Triton kernels, run by Triton's interpreter on a CPU, and compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from megatron_rl.config.schema import ConfigError, Model
+from megatron_rl.megatron import model as models
+
+pytest.importorskip("triton", reason="Triton has no package for this machine")
+MODULES = {"swiglu": 10, "geglu": 10, "tp": 6}  # of each model: those that take kernels, the model itself among them
+
+
+def run(script: str, folder, **environment: str) -> str:
+    """Runs a script in a process of its own: Triton reads its environment when it is imported."""
+    paths = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("helpers", "multi"))]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/helpers" / script), str(folder / "out.json"), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **environment},
+        capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "out.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    return run("kernels_worker.py", tmp_path_factory.mktemp("kernels"), TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "rope", "norm", "norm from one"])
+def test_interpreter_gives_torchs_numbers_and_gradients(errors, name):
+    assert errors["small"][name] < 2e-6
+    assert errors["small"][f"{name} bf16"] < 2**-7
+
+
+@pytest.mark.parametrize("name", ["all", "logprobs"])
+def test_interpreter_gives_the_statistics_of_the_whole_vocabulary(errors, name):
+    """Also where a candidate is the label, or stands there twice, and for rows that are cut into chunks."""
+    assert errors["head"][name] < 2e-6
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_interpreter_trains_a_model_as_transformers_does(errors, name):
+    """With tensor parallelism the vocabulary is divided, and the second rank has padding."""
+    for rank in errors[name]:
+        assert rank["logprobs"] < 1e-5 and rank["gradients"] < 1e-5
+        assert rank["modules"] == MODULES[name]
+
+
+def test_the_kernels_that_the_interpreter_runs_compile_for_gpus(tmp_path):
+    """Triton's package has NVIDIA's assembler: nothing but the machine's code is left to run."""
+    sizes = run("kernels_compiled.py", tmp_path, TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert len(sizes) == 2 * 10 and min(sizes.values()) > 1000
+
+
+def test_triton_without_a_gpu_or_its_interpreter_is_refused(monkeypatch):
+    triton = importlib.import_module("triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert not models.uses_triton(Model(path="x"))
+    with pytest.raises(ConfigError, match="there is no GPU; set it to auto or torch"):
+        models.uses_triton(Model(path="x", kernels="triton"))
