@@ -74,12 +74,12 @@ class MegatronPolicy:
         base: MegatronPolicy | None = None,
     ) -> None:
         self.role, self.groups, self.trainable = role, groups, trainable
+        self.timer = Timer(cuda=torch.cuda.is_available())
+        self._shape = read_shape(str(hf.local_directory(role.model.path)))
         self.arch = hf.read_architecture(role.model.path)
         self._check_settings()
         self._rotary = None if self._fused else RotaryTable(self.arch)
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
-        self._shape = read_shape(str(hf.local_directory(role.model.path)))
-        self.timer = Timer(cuda=torch.cuda.is_available())
         with groups.active():
             if base is None:
                 self.config, self._model = self._build(seed, deterministic=deterministic)
