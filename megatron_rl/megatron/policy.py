@@ -29,7 +29,7 @@ from megatron_rl.megatron.parallel import Groups
 from megatron_rl.models.adapters import adapter_problems
 from megatron_rl.models.divisibility import Axes, trainer_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
-from megatron_rl.planning.shapes import read_shape
+from megatron_rl.planning.shapes import Shape
 from megatron_rl.refit.base import ParameterPart
 from megatron_rl.timing import Timer
 from megatron_rl.weights import adapters, copies, hf, rectangles
@@ -75,9 +75,9 @@ class MegatronPolicy:
     ) -> None:
         self.role, self.groups, self.trainable = role, groups, trainable
         self.timer = Timer(cuda=torch.cuda.is_available())
-        self._shape = read_shape(str(hf.local_directory(role.model.path)))
         self.arch = hf.read_architecture(role.model.path)
         self._check_settings()
+        self._shape = Shape(name=role.model.path, sizes=self.arch, features=self.arch.features)
         self._rotary = None if self._fused else RotaryTable(self.arch)
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
         with groups.active():
