@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tiny_models import make_model
 
 from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RefitConfig, RoleConfig
 from megatron_rl.engines.base import Sampling, complete
+from megatron_rl.engines.embedded import graphs
 from megatron_rl.engines.embedded.cache import Cache
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.engines.embedded.model import Decoder
@@ -39,6 +41,20 @@ from megatron_rl.weights.layouts import EngineLayout
 ROOT = Path(__file__).parents[2]
 VOCAB = 97
 ALONE = ("counting", "programs", "cuda_ipc")  # cases that make no group, or one of their own
+
+
+def recorded(step: Callable[[], None]) -> Callable[[], None]:
+    """Stands in for the capture of a CUDA graph: its replay runs the step again, on the same memory, as a part whose
+    waits nothing allows."""
+
+    def replay() -> None:
+        with LEDGER.part("replayed"):
+            step()
+
+    return replay
+
+
+graphs.record = recorded
 
 
 def run(case: str, rank: int, ranks: int, own: Path, arguments: dict[str, Any]) -> Any:
@@ -263,18 +279,21 @@ def rests(own: Path, policy: Any) -> dict[str, float]:
     }
 
 
-def programs(own: Path, **commands: list[str]) -> dict[str, int]:
-    """Runs commands of the program one after the other in this process, each as a part. Returns their statuses."""
+def programs(own: Path, **commands: list[str]) -> dict[str, Any]:
+    """Runs commands of the program one after the other in this process, each as a part. Returns their statuses, and
+    how fast it was by the last line of supervised training."""
     from megatron_rl.main import main
+    from megatron_rl.run.metrics import read_metrics
 
     os.chdir(ROOT)
-    statuses = {}
+    statuses: dict[str, Any] = {}
     for name, words in commands.items():
         with LEDGER.part(name):
             statuses[name] = main([word.replace("OWN", str(own)) for word in words])
     return statuses | {
         "connections": int(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]),
         "cudnn_attention": int(torch.backends.cuda.cudnn_sdp_enabled()),
+        "speed": dict(read_metrics(own / "sft")[-1].speed),
     }
 
 
@@ -304,6 +323,7 @@ def engine(own: Path, family: str, dtype: str = "float32") -> dict[str, Any]:
     with LEDGER.part("score"):
         scores = here.score(texts)
     errors = [abs(a - b).max() for a, b in zip(scores, there.score(texts), strict=True)]
+    answer["replayed"] = LEDGER.kernels_in("replayed")
     return answer | {"scores": float(max(errors)), "growth": growth(here._loaded())}
 
 
