@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from megatron_rl.planning import shapes
+from megatron_rl.planning import flops, shapes
 from megatron_rl.planning.hardware import EXPERT_HBM_SHARE, HBM_SHARE, HOST, NETWORK_SHARE, NVLINK_SHARE, Cluster
 from megatron_rl.planning.memory import GRADIENT, MASTER, MOMENTS, WHOLE, Precision
 from megatron_rl.planning.shapes import Parallel, Shape
@@ -63,17 +63,13 @@ def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
 
     Attention is part of the dense layers.
     """
-    sizes = shape.sizes
-    head = 2.0 * sizes.vocab * sizes.hidden
-    experts = 2.0 * sizes.expert_layers * shape.active * 3 * sizes.hidden * sizes.expert_ffn
-    dense = 2.0 * shapes.active(shape) - head - experts
-    attention = sizes.num_layers * _attention_flops(shape, length)
-    return dense + attention, experts, head
+    own = flops.of_token(shape)
+    return own.layers + shape.sizes.num_layers * _attention_flops(shape, length), own.experts, own.head
 
 
 def _attention_flops(shape: Shape, length: float) -> float:
-    """Returns one token's operations in a layer's causal attention: half of those with all tokens of the sequence."""
-    return shape.sizes.heads * (shape.sizes.head_dim + shape.sizes.value_width) * length
+    """Returns one token's operations in a layer's causal attention, in the mean of the sequence and of the layers."""
+    return float(flops.attention(shape, [length])[0]) / length / shape.sizes.num_layers if length else 0.0
 
 
 def train_flops(shape: Shape, batch: SequenceBatch) -> float:

@@ -1,0 +1,102 @@
+"""Counts a model's operations: the one count behind plans, the logged MFU of updates and benchmarks.
+
+A multiplication and an addition are two operations. Counted are products with weights and attention's two products;
+norms, rotations and softmax are left out, as everywhere where an MFU is told. What recomputation does again does not
+count either: it is not the model's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.config.schema import Lora
+from megatron_rl.models.sizes import Features
+from megatron_rl.planning import shapes
+from megatron_rl.planning.shapes import Parallel, Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFlops:
+    """The operations of one token's products with weights in a forward pass."""
+
+    layers: float  # of all layers, experts aside
+    experts: float  # of the experts that the token sees
+    head: float  # of the output layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassFlops:
+    """The operations of a batch of sequences: of a forward pass, and of a forward and backward pass together."""
+
+    forward: float
+    training: float
+
+
+def of_token(shape: Shape) -> TokenFlops:
+    """Returns the operations of one token's products with weights."""
+    sizes, sparse = shape.sizes, shape.sizes.expert_layers
+    routing = shape.features.routing
+    gated = sizes.shared_ffn and (routing is None or routing.shared_gate)
+    router = sizes.hidden * (sizes.experts + (1 if gated else 0))
+    weights = sizes.num_layers * sizes.attention_weights
+    weights += (sizes.num_layers - sparse) * 3 * sizes.hidden * sizes.ffn
+    weights += sparse * (3 * sizes.hidden * sizes.shared_ffn + router)
+    return TokenFlops(
+        layers=2.0 * weights,
+        experts=2.0 * sparse * shape.active * 3 * sizes.hidden * sizes.expert_ffn,
+        head=2.0 * sizes.vocab * sizes.hidden,
+    )
+
+
+def attention(shape: Shape, lengths: np.ndarray | Sequence[float]) -> np.ndarray:
+    """Returns the operations of causal attention in a forward pass over whole sequences of `lengths` tokens, [S].
+
+    Scores with all tokens of a sequence are taken, and half of them counted: those that the mask leaves. In a layer
+    with a window a token meets no more than that.
+    """
+    sizes = np.asarray(lengths, np.float64)
+    met = np.zeros_like(sizes)
+    for window, number in _windows(shape.sizes.num_layers, shape.features):
+        met += number * seen(sizes, window)
+    return 2.0 * shape.sizes.heads * (shape.sizes.head_dim + shape.sizes.value_width) * met
+
+
+def seen(lengths: np.ndarray, window: int | None) -> np.ndarray:
+    """Returns how many pairs of a token and one that it sees sequences of `lengths` have, [S]; a token and itself count
+    as half a pair."""
+    inside = lengths if window is None else np.minimum(lengths, window)
+    return inside * inside / 2 + (lengths - inside) * (inside - 0.5)
+
+
+def count(
+    shape: Shape,
+    lengths: np.ndarray,
+    *,
+    shared: np.ndarray | None = None,
+    labels: float | None = None,
+    lora: Lora | None = None,
+) -> PassFlops:
+    """Returns the operations of passes over sequences of [S] `lengths` tokens.
+
+    `shared` [S]: leading tokens of a sequence that are not computed, because a sequence before has them too. `labels`:
+    tokens that go through the output layer; None: all that are computed. A backward pass has twice the operations of
+    the forward pass: the gradients of inputs and of weights. Weights that are frozen, under `lora`, have none.
+    """
+    own = of_token(shape)
+    behind = np.zeros_like(lengths) if shared is None else shared
+    tokens = float(lengths.sum() - behind.sum())
+    scores = float((attention(shape, lengths) - attention(shape, behind)).sum())
+    products = tokens * (own.layers + own.experts) + (tokens if labels is None else labels) * own.head
+    if lora is None:
+        return PassFlops(forward=products + scores, training=3 * (products + scores))
+    added = tokens * 2.0 * shapes.adapter_elements(shape, Parallel(world=1), lora)
+    return PassFlops(forward=products + added + scores, training=2 * products + 3 * (added + scores))
+
+
+def _windows(layers: int, features: Features) -> list[tuple[int | None, int]]:
+    """Returns (window, number of layers that have it)."""
+    kinds = [features.kinds[features.kind_of(layer)].window for layer in range(layers)]
+    return [(window, kinds.count(window)) for window in dict.fromkeys(kinds)]
