@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from gpu_kit import clock, subjects
@@ -24,8 +25,7 @@ from megatron_rl.config.schema import LossConfig
 from megatron_rl.megatron import forward
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron import step as core_step
-from megatron_rl.planning import memory, shapes
-from megatron_rl.planning.compute import SequenceBatch, train_flops
+from megatron_rl.planning import flops, memory, shapes
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
 from megatron_rl.planning.shapes import Parallel, Shape
 from megatron_rl.training.update import hand_out
@@ -58,8 +58,9 @@ def run(findings: Findings, scale: Scale, folder: Path) -> None:
 
 
 def flops_of(shape: Shape, lengths: list[int]) -> float:
-    """Returns the operations of a forward and backward pass over whole sequences."""
-    return sum(train_flops(shape, SequenceBatch(sequences=1, length=n, micro_tokens=n)) for n in lengths)
+    """Returns the operations of a forward and backward pass over whole sequences, of which all tokens but the first are
+    labels."""
+    return flops.count(shape, np.array(lengths), labels=sum(lengths) - len(lengths)).training
 
 
 def _rates(scale: Scale) -> dict[str, float]:

@@ -29,21 +29,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=NO_DEVICE))
 
 
+TINY = os.environ.get("MEGATRON_RL_GPU_TESTS") == "tiny"
+
+
 @pytest.fixture
 def scale():
     """The sizes of what is tested."""
     from gpu_kit.subjects import FULL, SMALL
 
-    return SMALL if os.environ.get("MEGATRON_RL_GPU_TESTS") == "tiny" else FULL
+    return SMALL if TINY else FULL
 
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """Makes this process the only rank, with all cores: transformers' side of a comparison may run on the host."""
+    """Makes this process the only rank. It has all cores: models are made on the host, and compared there."""
     from gpu_kit import subjects
     from gpu_kit.findings import free_memory
 
     threads = torch.get_num_threads()
+    if not TINY:
+        torch.set_num_threads(os.cpu_count() or 1)
     with subjects.one_rank():
         yield
     torch.set_num_threads(threads)
