@@ -35,8 +35,8 @@ def finish(
 ) -> None:
     """Prints the table, writes the JSON file, and with --check exits 1 when a figure misses its bar.
 
-    `bars`: least acceptable values by figure; `limits`: greatest ones. `unmeasured`: why a figure could not be had; such
-    a one misses its bar. `more`: what the JSON file holds beside figures. Raises KeyError for a bar without a figure.
+    `bars`: least acceptable values by figure; `limits`: greatest ones. `unmeasured`: why a figure could not be had; it
+    misses its bar. `more`: what the JSON file holds beside figures. Raises KeyError for a bar without a figure.
     """
     limits, unmeasured = limits or {}, unmeasured or {}
     held = bars.keys() | limits.keys()

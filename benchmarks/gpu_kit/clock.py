@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from gpu_kit.findings import NotMeasured
 
+from gpu_kit.findings import NotMeasured
 from megatron_rl.planning.hardware import DEVICES, OTHER_NAMES
 
 

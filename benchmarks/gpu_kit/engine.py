@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from gpu_kit import clock, subjects
 from gpu_kit.findings import Findings
 from gpu_kit.subjects import RandomPolicy, Scale
 from gpu_kit.two_processes import pair
-
 from megatron_rl.engines.base import Sampling, complete
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.planning import memory, shapes

@@ -50,8 +50,8 @@ class Scale:
 
 FULL = Scale()
 SMALL = Scale(
-    tiny=True, models=("1.5B", "7B"), tokens=(64,), equal=16, longest=48, rounds=1, product=64, copied=1 << 16, head=(64, 32, 512),
-    prompt=5, new=6, rows=(2, 4), refits=2,
+    tiny=True, models=("1.5B", "7B"), tokens=(64,), equal=16, longest=48, rounds=1, product=64, copied=1 << 16,
+    head=(64, 32, 512), prompt=5, new=6, rows=(2, 4), refits=2,
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Measures updates on one GPU: MFU, tokens a second, memory, kernels; transformers' step and torch's own in the same run."""
+"""Measures updates on one GPU: MFU, tokens a second, memory, kernels; transformers' passes in the same run."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import functools
 import inspect
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gpu_kit import clock, subjects
-from gpu_kit.findings import Findings, NotMeasured, first_sentence, first_that_fits
-from gpu_kit.subjects import RandomPolicy, Recompute, Scale
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
+from gpu_kit import clock, subjects
+from gpu_kit.findings import Findings, NotMeasured, first_sentence, first_that_fits
+from gpu_kit.subjects import RandomPolicy, Recompute, Scale
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.batches.batch import statistics_needed
 from megatron_rl.batches.work import Work
@@ -40,6 +41,27 @@ _LOSS = PolicyLoss(LossConfig(kl_coef=0.0))
 NAMES = statistics_needed(_LOSS.needs)
 
 
+@dataclass(frozen=True)
+class Case:
+    """One model (a directory with its config) and one kind of packed micro-batch."""
+
+    scale: Scale
+    directory: Path
+    kind: str
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        """Returns the beginning of the names of its figures, such as 1.5B/16k/varied."""
+        return f"{self.directory.name}/{subjects.count_name(self.tokens)}/{self.kind}"
+
+    @property
+    def batches(self) -> list[list[int]]:
+        """Returns the lengths of the sequences of each round, after one to warm up. Varied lengths are new in each."""
+        rounds = range(1 + self.scale.rounds)
+        return [subjects.lengths_of(self.kind, self.tokens, self.scale, seed) for seed in rounds]
+
+
 def run(findings: Findings, scale: Scale, folder: Path) -> None:
     """Measures everything, the figures with bars first."""
     findings.take("device", functools.partial(_rates, scale))
@@ -48,7 +70,7 @@ def run(findings: Findings, scale: Scale, folder: Path) -> None:
         for name in scale.models:
             for tokens in reversed(scale.tokens):
                 for kind in KINDS:
-                    _one_case(findings, scale, directories[name], kind, tokens)
+                    _one_case(findings, Case(scale, directories[name], kind=kind, tokens=tokens))
         longest = scale.tokens[-1]
         findings.take("head", functools.partial(_head, scale))
         attention = functools.partial(_attention, findings, scale, directories["1.5B"], longest)
@@ -71,24 +93,23 @@ def _rates(scale: Scale) -> dict[str, float]:
     }
 
 
-def _one_case(findings: Findings, scale: Scale, directory: Path, kind: str, tokens: int) -> None:
+def _one_case(findings: Findings, case: Case) -> None:
     """Measures our passes and transformers' over one kind of batch."""
-    name = f"{directory.name}/{subjects.count_name(tokens)}/{kind}"
-    findings.take(name, functools.partial(_ours, findings, scale, directory, kind, tokens))
-    findings.take(f"{name}/transformers", functools.partial(_theirs, findings, scale, directory, kind, tokens))
-    seconds = (findings.figures.get(f"{name}/{figure}") for figure in ("transformers/pass_s", "pass_s"))
-    theirs, ours = seconds
+    name = case.name
+    findings.take(name, functools.partial(_ours, findings, case))
+    findings.take(f"{name}/transformers", functools.partial(_theirs, findings, case))
+    theirs, ours = (findings.figures.get(f"{name}/{figure}") for figure in ("transformers/pass_s", "pass_s"))
     if theirs is not None and ours is not None:
         findings.figures[f"{name}/times_transformers"] = theirs / ours
 
 
-def _ours(findings: Findings, scale: Scale, directory: Path, kind: str, tokens: int) -> dict[str, float]:
-    """Measures a forward and backward pass over one micro-batch of `tokens`, and an update where its state fits."""
-    shape, optimizer = shapes.read_shape(str(directory)), directory.name not in WITHOUT_OPTIMIZER
-    batches = [subjects.lengths_of(kind, tokens, scale, seed) for seed in range(1 + scale.rounds)]
+def _ours(findings: Findings, case: Case) -> dict[str, float]:
+    """Measures a forward and backward pass over one micro-batch, and an update where the optimizer's state fits."""
+    shape, optimizer = shapes.read_shape(str(case.directory)), case.directory.name not in WITHOUT_OPTIMIZER
+    batches, tokens = case.batches, case.tokens
 
     def attempt(recompute: Recompute) -> dict[str, float]:
-        policy = subjects.make_policy(directory, recompute=recompute, tokens=tokens, optimizer=optimizer)
+        policy = subjects.make_policy(case.directory, recompute=recompute, tokens=tokens, optimizer=optimizer)
         works = [work_of(policy, lengths, seed) for seed, lengths in enumerate(batches)]
         peak = clock.peak_gib(lambda: both_passes(policy, works[0]))
         seconds = [clock.device_seconds(functools.partial(both_passes, policy, work)) for work in works[1:]]
@@ -97,19 +118,21 @@ def _ours(findings: Findings, scale: Scale, directory: Path, kind: str, tokens: 
         if optimizer:
             policy.update(works[0], 0, _LOSS)
             updates = [clock.device_seconds(functools.partial(policy.update, work, 0, _LOSS)) for work in works[1:]]
-            found |= {"update_s": statistics.median(updates), "update_tokens_per_s": tokens / statistics.median(updates)}
+            found |= {
+                "update_s": statistics.median(updates),
+                "update_tokens_per_s": tokens / statistics.median(updates),
+            }
         return found | {"tokens_per_s": tokens / found["pass_s"]}
 
     tries = [(one.name, functools.partial(attempt, one)) for one in _fitting(shape, tokens, optimizer=optimizer)]
     chosen, found = first_that_fits(tries)
-    name = f"{directory.name}/{subjects.count_name(tokens)}/{kind}"
-    findings.more.setdefault("recomputed", {})[name] = chosen
+    findings.more.setdefault("recomputed", {})[case.name] = chosen
     if "device/product_tflops" in findings.figures:
         found["of_product"] = found["tflops"] / findings.figures["device/product_tflops"]
     try:
         found["mfu"] = found["tflops"] * 1e12 / clock.peak_flops()
     except NotMeasured as reason:
-        findings.lack(f"{name}/mfu", str(reason))
+        findings.lack(f"{case.name}/mfu", str(reason))
     return found
 
 
@@ -141,33 +164,32 @@ def both_passes(policy: RandomPolicy, work: Work) -> None:
         policy._run(work, 0, core_step.Pass(names=NAMES, loss=_LOSS, scale=scale, backward=True))
 
 
-def _theirs(findings: Findings, scale: Scale, directory: Path, kind: str, tokens: int) -> dict[str, float]:
+def _theirs(findings: Findings, case: Case) -> dict[str, float]:
     """Measures the same passes by transformers: rows of equal length, or packed with a mask that it makes itself."""
-    batches = [subjects.lengths_of(kind, tokens, scale, seed) for seed in range(1 + scale.rounds)]
-    model = subjects.transformers_model(directory).train()
+    model: Any = subjects.transformers_model(case.directory).train()
 
     def attempt(checkpointing: bool) -> dict[str, float]:
         if checkpointing:
             model.gradient_checkpointing_enable()
-        inputs = [_inputs(lengths, kind, model.config.vocab_size, seed) for seed, lengths in enumerate(batches)]
+        inputs = [_inputs(case, model.config.vocab_size, seed) for seed in range(1 + case.scale.rounds)]
         peak = clock.peak_gib(lambda: _their_passes(model, inputs[0]))
         seconds = [clock.device_seconds(functools.partial(_their_passes, model, one)) for one in inputs[1:]]
         return {"pass_s": statistics.median(seconds), "peak_gib": peak}
 
     tries = [(name, functools.partial(attempt, name == "full")) for name in ("none", "full")]
     chosen, found = first_that_fits(tries)
-    case = f"{directory.name}/{subjects.count_name(tokens)}/{kind}"
-    findings.more.setdefault("recomputed", {})[f"{case}/transformers"] = chosen
-    return found | {"tokens_per_s": tokens / found["pass_s"]}
+    findings.more.setdefault("recomputed", {})[f"{case.name}/transformers"] = chosen
+    return found | {"tokens_per_s": case.tokens / found["pass_s"]}
 
 
-def _inputs(lengths: list[int], kind: str, vocab: int, seed: int) -> dict[str, Tensor]:
-    """Returns the arguments of transformers' model for a batch."""
+def _inputs(case: Case, vocab: int, seed: int) -> dict[str, Tensor]:
+    """Returns the arguments of transformers' model for the case's batch of this number."""
+    lengths = case.batches[seed]
     draw = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocab, (1, sum(lengths)), generator=draw)
     labels, places = tokens.clone(), torch.cat([torch.arange(n) for n in lengths])[None]
     labels[places == 0] = -100  # a sequence's first token has no label
-    shape = (len(lengths), -1) if kind == "equal" else (1, -1)
+    shape = (len(lengths), -1) if case.kind == "equal" else (1, -1)
     made = {"input_ids": tokens, "labels": labels, "position_ids": places}
     return {name: value.view(shape).to("cuda") for name, value in made.items()}
 
@@ -195,7 +217,7 @@ def _head(scale: Scale) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, way in (("ours", ours), ("plain", plain)):
         found |= {f"{name}_{figure}": value for figure, value in _timed(way, (hidden, weight), scale).items()}
-    # the forward pass, the two products of its gradient, and the logits that ours computes twice
+    # the forward product and the two of its gradient; logits that are computed again do not count
     found["ours_tflops"] = 6 * tokens * width * vocab / (found["ours_forward_s"] + found["ours_backward_s"]) / 1e12
     return found
 
@@ -301,4 +323,3 @@ def _profile(findings: Findings, scale: Scale, directory: Path, tokens: int) -> 
     for row in findings.more["profile"]:
         print(f"{row['ms']:10.3f} ms {row['share']:6.1%} {row['calls']:7d}  {row['name']}")
     return {"total_ms": total / 1e3, "launches": float(sum(event.count for event in events))}
-

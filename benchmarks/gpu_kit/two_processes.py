@@ -40,7 +40,9 @@ class Pair:
         settings: Any = RefitConfig(verify=verify)  # type: ignore[arg-type]
         self._side = TrainerSide(topology, settings, policy.shards(), group=policy.groups.control)
         (folder / "setup.json").write_text(
-            json.dumps({"model": str(policy.role.model.path), "dtype": dtype, "address": self._side.address, "texts": texts})
+            json.dumps(
+                {"model": str(policy.role.model.path), "dtype": dtype, "address": self._side.address, "texts": texts}
+            )
         )
         self._started = 0
         self._process = self._start()
@@ -92,7 +94,9 @@ class Pair:
         end = time.monotonic() + JOIN_S
         while not file.exists():
             if self._process.exitcode is not None or time.monotonic() > end:
-                raise RuntimeError(f"the engine's process (exit code {self._process.exitcode}) did not write {file.name}")
+                raise RuntimeError(
+                    f"the engine's process (exit code {self._process.exitcode}) did not write {file.name}"
+                )
             time.sleep(0.02)
 
 

@@ -39,7 +39,8 @@ from megatron_rl.weights.layouts import EngineLayout
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 97
-ALONE = ("counting", "programs", "cuda_ipc", "kit_benchmark", "kit_tests")  # cases that make no group, or one of their own
+# Cases that make no group, or one of their own.
+ALONE = ("counting", "programs", "cuda_ipc", "kit_benchmark", "kit_tests")
 
 
 def run(case: str, rank: int, ranks: int, own: Path, arguments: dict[str, Any]) -> Any:

@@ -8,8 +8,8 @@ import pytest
 UNKNOWN_PEAK = "the peak of a device named 'emulated' is not known"
 
 
-def test_the_tests_for_a_gpu_pass_and_none_is_skipped(emulated):
-    (seen,) = emulated.run("kit_tests").answers
+def test_the_tests_for_a_gpu_pass_and_none_is_skipped(emulated, last_letter):
+    (seen,) = emulated.run("kit_tests", last_letter=str(last_letter)).answers
     assert not seen["failed"] and not seen["skipped"]
     files = {name.partition("::")[0].rpartition("/")[2] for name in seen["passed"]}
     assert files == {"test_gpu.py", "test_gpu_refit.py", "test_gpu_run.py", "test_gpu_state.py"}
@@ -40,6 +40,8 @@ def test_rollouts_refits_and_sleep_are_measured(emulated):
     figures = told["figures"]
     assert told["complete"] and not told["not_measured"]
     assert figures["rows2/times_generate"] > 0 and figures["rows4/ours_tokens_per_s"] > 0
-    assert figures["refit/gb_per_s"] > 0 and figures["refit/of_device_copy"] > 0 and figures["refit_verified/seconds"] > 0
+    assert (
+        figures["refit/gb_per_s"] > 0 and figures["refit/of_device_copy"] > 0 and figures["refit_verified/seconds"] > 0
+    )
     assert figures["sleep/frees_of_said"] == pytest.approx(1, abs=0.01)
     assert figures["sleep/back_of_held"] == pytest.approx(1, abs=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gpu_rank
 import pytest
 import torch
 from layouts_worker import (
@@ -18,6 +19,8 @@ from prefixes_worker import make_groups
 from prefixes_worker import make_policy as make_sharing
 from tiny_models import make_model
 
+pytest_plugins = ["gpu_rank"]
+pytestmark = gpu_rank.MARKS
 VOCAB = 97
 # float32 products of a GPU add in another order than a CPU's; TF32 is off unless somebody turns it on
 TOLERANCE = 1e-3

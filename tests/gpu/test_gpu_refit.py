@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gpu_rank
 import numpy as np
 import pytest
 import torch
 from gpu_kit import subjects
 from gpu_kit.two_processes import pair
 from layouts_worker import learn, logprobs_of, make_rollouts
+
+pytest_plugins = ["gpu_rank"]
+pytestmark = gpu_rank.MARKS
 
 
 @pytest.fixture(params=["tiny", "1.5B"])

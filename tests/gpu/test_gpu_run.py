@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import gpu_rank
+from conftest import ROOT, tango_settings
 
 from megatron_rl.main import main
+from megatron_rl.run.metrics import read_metrics
+
+pytestmark = gpu_rank.MARKS
 
 
-def test_turns_of_both_roles_with_sleep_and_an_evaluation(tmp_path, monkeypatch):
-    """Generation, review, refits and updates of generator and verifier; each sleeps in the other's turn."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["init", "tango", "tango.yaml", "--tiny", "tiny"]) == 0
+def test_turns_of_both_roles_with_sleep(last_letter, tmp_path, monkeypatch):
+    """Rollouts, verdicts, updates, refits and a checkpoint of generator and verifier, each asleep in the other's
+    turn."""
+    monkeypatch.chdir(ROOT)
     settings = [
-        "recipe.args.generator_updates=3", "recipe.args.generator_turns=2", "recipe.args.reviewed=all",
-        "recipe.args.review_below=null", "roles.generator.sleep=true", "roles.verifier.sleep=true",
-        "roles.generator.model.dtype=bfloat16", "run.dir=runs", "run.name=gpu", "evaluation.num_prompts=4",
+        "launch.nproc=1", "recipe.args.generator_updates=1", "recipe.args.warmup_updates=0", "run.prompts_per_step=4",
+        "evaluation.prompts=null", "roles.generator.sleep=true", "roles.verifier.sleep=true",
+        "roles.generator.model.dtype=bfloat16",
     ]  # fmt: skip
-    assert main(["train", "tango.yaml", *settings]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "runs/gpu/metrics.jsonl").read_text().splitlines()]
-    print(rows)
+    assert main(["train", *tango_settings(last_letter, tmp_path, "tango"), *settings]) == 0
+    rows = [row for row in read_metrics(tmp_path / "tango") if "grad_norm" in row.metrics]
+    assert {row.scope for row in rows} == {"generator", "verifier"}
+    assert all(row.metrics["grad_norm"] > 0 and row.metrics["loss"] == row.metrics["loss"] for row in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gpu_rank
 import pytest
 import torch
 from gpu_kit import subjects
@@ -13,6 +14,8 @@ from megatron_rl.planning import memory, shapes
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
 from megatron_rl.planning.shapes import Parallel
 
+pytest_plugins = ["gpu_rank"]
+pytestmark = gpu_rank.MARKS
 LIMIT = 1.5  # times transformers' own error in bfloat16
 TOKENS = 512  # of a micro-batch
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_kit import clock, engine, subjects, train
+from gpu_kit.findings import Findings, NotMeasured, first_that_fits
 
 ROOT = Path(__file__).parents[2]
 KIT = ROOT / "tools/gpu_kit"
-sys.path[:0] = [str(ROOT / "benchmarks"), str(KIT)]
+sys.path[:0] = [str(KIT)]
 
 import check  # noqa: E402
-from gpu_kit import clock, engine, subjects, train  # noqa: E402
-from gpu_kit.findings import Findings, NotMeasured, first_that_fits  # noqa: E402
 
 
 def named(file: str) -> dict[str, str]:
@@ -64,7 +64,9 @@ def test_a_bar_without_a_figure_is_missed_and_says_why(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         findings.finish(arguments(tmp_path))
     told = json.loads((tmp_path / "found.json").read_text())
-    assert end.value.code == 1 and told["missed"] == ["a/x", "a/y", "c"] and told["figures"] == {"b/x": 0.75, "b/z": 2.0}
+    assert (
+        end.value.code == 1 and told["missed"] == ["a/x", "a/y", "c"] and told["figures"] == {"b/x": 0.75, "b/z": 2.0}
+    )
     assert told["not_measured"]["a/y"] == "this machine has none" and told["not_measured"]["c"] == "nothing measured it"
     assert "a/x: not measured (MISSED): this machine has none" in capsys.readouterr().out
 
@@ -103,6 +105,11 @@ def test_batches_are_full_and_their_lengths_as_asked(kind, tokens):
 
 
 def test_every_bar_names_a_figure_that_is_measured():
-    cases = {f"{n}/{subjects.count_name(t)}/{k}/mfu" for n in subjects.PUBLIC for t in subjects.FULL.tokens for k in train.KINDS}
+    cases = {
+        f"{n}/{subjects.count_name(t)}/{k}/mfu"
+        for n in subjects.PUBLIC
+        for t in subjects.FULL.tokens
+        for k in train.KINDS
+    }
     assert train.BARS.keys() <= cases and {*train.BARS.values()} == {0.45}
     assert {name.partition("/")[0] for name in engine.BARS} == {"rows32", "rows256", "refit", "sleep"}
