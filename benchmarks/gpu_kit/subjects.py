@@ -102,13 +102,15 @@ class RandomPolicy(MegatronPolicy):
                     parameter.normal_(std=0.02)
 
 
-def make_policy(directory: Path, *, recompute: Recompute, tokens: int, optimizer: bool) -> RandomPolicy:
+def make_policy(
+    directory: Path, *, recompute: Recompute, tokens: int, optimizer: bool, lr: float = 1e-6
+) -> RandomPolicy:
     """Returns a bfloat16 policy that is trained in packed micro-batches of `tokens`.
 
     Without `optimizer` it has gradient buffers alone, of which 7 B parameters and their activations fit on one GPU.
     """
     role = RoleConfig(
-        model=Model(path=str(directory), dtype="bfloat16", **recompute.settings), optimizer=Optimizer(lr=1e-6),
+        model=Model(path=str(directory), dtype="bfloat16", **recompute.settings), optimizer=Optimizer(lr=lr),
         loss=LossConfig(kl_coef=0.0), micro_batch_tokens=tokens,
     )  # fmt: skip
     policy = RandomPolicy(role, parallel.create(Layout()), trainable=optimizer)

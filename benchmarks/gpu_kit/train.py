@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from gpu_kit import clock, subjects
@@ -312,8 +313,8 @@ def _profile(findings: Findings, scale: Scale, directory: Path, tokens: int) -> 
     if not on_device:
         findings.lack("profile/kernels", "the profiler of this torch sees the host alone: its operators are listed")
     events = [event for event in taken.key_averages() if spent(event) > 0]
-    if on_device:  # an operator of the host's counts its kernels' time once more
-        events = [event for event in events if event.self_cpu_time_total == 0]
+    if on_device:  # an operator of the host's has its kernels' time once more, and so have marked stretches
+        events = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     total = sum(map(spent, events))
     top = sorted(events, key=spent, reverse=True)[:TOP]
     findings.more["profile"] = [
