@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from gpu_kit.findings import NotMeasured
-from megatron_rl.planning.hardware import DEVICES, OTHER_NAMES
+from megatron_rl.planning import hardware
 
 
 def device_seconds(work: Callable[[], object]) -> float:
@@ -66,8 +65,7 @@ def peak_flops() -> float:
     Raises NotMeasured for a device that is not there.
     """
     name = torch.cuda.get_device_name()
-    words: Sequence[str] = re.findall(r"[A-Z]*\d+", name.upper())
-    for word in words:
-        if (known := OTHER_NAMES.get(word, word)) in DEVICES:
-            return DEVICES[known].flops
-    raise NotMeasured(f"the peak of a device named {name!r} is not known (megatron_rl/planning/hardware.py)")
+    peak = hardware.peak_flops(name)
+    if peak is None:
+        raise NotMeasured(f"the peak of a device named {name!r} is not known (megatron_rl/planning/hardware.py)")
+    return peak

@@ -13,6 +13,12 @@ from torch import Tensor
 
 from megatron_rl.batches.batch import Batch, batch_of
 from megatron_rl.batches.flat import Counts, Flat, Form
+from megatron_rl.config.schema import Lora
+from megatron_rl.planning.flops import count
+from megatron_rl.planning.shapes import Shape
+
+# Operations of an optimizer step: of a forward pass (statistics of earlier weights), and of its training.
+COUNTED = ("forward_flops", "training_flops")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +96,18 @@ class Work:
         """Micro-batches of one optimizer step, or of all."""
         chosen = self.micro_batches if step is None else [self.micro_batches[step]]
         return [micro for one in chosen for micro in one]
+
+    def flops(self, step: int, shape: Shape, lora: Lora | None) -> dict[str, float]:
+        """Returns the operations of the model on the replica's share of an optimizer step, by the names of COUNTED."""
+        flat, micros = self.flat, self.micros(step)
+        first, last = micros[0].first, micros[-1].last
+        spans = slice(int(flat.span_starts[first]), int(flat.span_starts[last]))
+        weighted = flat.span_weights[spans] > 0
+        opening = flat.span_starts[first:last][flat.span_counts[first:last] > 0] - spans.start
+        labels = flat.span_lengths[spans][weighted].sum() - weighted[opening].sum()  # no token predicts the first one
+        shared = None if flat.shared is None else flat.shared[first:last]
+        found = count(shape, flat.lengths[first:last], shared=shared, labels=float(labels), lora=lora)
+        return dict(zip(COUNTED, (found.forward, found.training), strict=True))
 
     def batch(self, micro: Micro) -> Batch:
         """Makes the batch of a micro-batch; it has no sequence when there are fewer rollouts than micro-batches."""

@@ -16,6 +16,7 @@ from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.run.directory import Interrupts
 from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world_for
 from megatron_rl.session.launch import Place
+from megatron_rl.session.parts import peak_flops
 from megatron_rl.training.update import Trainee, mean_loss, update
 from megatron_rl.types import Rollout
 from megatron_rl.weights.plain_data import refuse_code
@@ -70,7 +71,10 @@ def _train(
     when a signal asked to leave (after saving).
     """
     own, validates, todo = plan
-    steps, trainee = todo.stop, Trainee(policy=policy, loss=CompletionLoss())
+    steps, trainee = (
+        todo.stop,
+        Trainee(policy=policy, loss=CompletionLoss(), peak_flops=peak_flops(config.run, config.model.dtype)),
+    )
     saver = Saver(world, driver, {"model": policy}, background=config.run.async_save)
     driver.leave.begin()
     for step in todo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_rl.config.base import ConfigError, config
 
@@ -34,6 +34,9 @@ class Run:
     save_rollouts_every: NonNegativeInt = 1  # keep the rollouts of every n-th turn, with their texts; 0: none
     # Use only kernels that give the same bits every time, where there is a choice; slower on a GPU.
     deterministic: bool = False
+    # Operations a second of one device at its best, in 10^12, that `mfu` is a share of. null: the bfloat16 peak of an
+    # A100, H100 or H200 for roles in bfloat16; for other devices and dtypes no `mfu` is logged.
+    peak_tflops: PositiveFloat | None = None
     # Seconds without the end of any phase of a turn after which all ranks write their stacks and end; 0: never.
     hang_after_s: NonNegativeFloat = 7200.0
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from megatron_rl.config.schema import RoleConfig
 from megatron_rl.megatron import platform
+from megatron_rl.timing import Timer
 
 platform.install()
 
@@ -42,8 +43,8 @@ def wrap(config: Any, chunks: list[Any], *, overlap: bool = False) -> list[Any]:
     return wrapped
 
 
-def build(role: RoleConfig, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
-    """Returns (optimizer, schedule).
+def build(role: RoleConfig, config: Any, chunks: list[Any], *, timer: Timer) -> tuple[Any, Any]:
+    """Returns (optimizer, schedule). `timer` measures sums of gradients over ranks.
 
     The optimizer is Adam, sharded over data-parallel ranks; norms and biases do not decay, unless decay_norms is set.
     """
@@ -65,7 +66,7 @@ def build(role: RoleConfig, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
         chunks,
         config_overrides={} if settings.decay_norms else None,  # core's own are weight decay 0 for norms and biases
     )
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = timer.around("gradient_reduction", finalize_model_grads)
     config.grad_scale_func = optimizer.scale_loss
     initialize_state(optimizer)
     for part in parts(optimizer):

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.batches.batch import CANDIDATES, BatchLoss, by_name, num_rows, statistics_needed
 from megatron_rl.batches.cutting import Cost, Prefixes, Shares, micro_batches
-from megatron_rl.batches.work import Work
+from megatron_rl.batches.work import COUNTED, Work
 from megatron_rl.config.schema import ConfigError, RoleConfig
-from megatron_rl.megatron import export, lora, offload, optim, platform, replay
+from megatron_rl.megatron import export, lora, offload, optim, platform, replay, work_checks
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron import step as core_step
 from megatron_rl.megatron.attention import Context, RotaryTable
@@ -29,7 +29,9 @@ from megatron_rl.megatron.parallel import Groups
 from megatron_rl.models.adapters import adapter_problems
 from megatron_rl.models.divisibility import Axes, trainer_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
+from megatron_rl.planning.shapes import read_shape
 from megatron_rl.refit.base import ParameterPart
+from megatron_rl.timing import Timer
 from megatron_rl.weights import adapters, copies, hf, rectangles
 from megatron_rl.weights.layouts import TrainerLayout
 from megatron_rl.world import Replicas, broadcast
@@ -76,6 +78,8 @@ class MegatronPolicy:
         self._check_settings()
         self._rotary = None if self._fused else RotaryTable(self.arch)
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
+        self._shape = read_shape(str(hf.local_directory(role.model.path)))
+        self.timer = Timer(cuda=torch.cuda.is_available())
         with groups.active():
             if base is None:
                 self.config, self._model = self._build(seed, deterministic=deterministic)
@@ -86,7 +90,7 @@ class MegatronPolicy:
             self.chunks: list[Any] = list(self._model)
             if trainable:
                 self.chunks = optim.wrap(self.config, self.chunks, overlap=role.optimizer.overlap)
-                self.optimizer, self.scheduler = optim.build(role, self.config, self.chunks)
+                self.optimizer, self.scheduler = optim.build(role, self.config, self.chunks, timer=self.timer)
         self._calls = {name: vars(self.config).get(name) for name in _OF_ROLE}
         self._asleep = False
         self._saves = AsyncCallsQueue()
@@ -139,16 +143,18 @@ class MegatronPolicy:
         with self._active():
             optim.zero_grad(self.chunks, self.optimizer)
             names, scale = statistics_needed(loss.needs), self.groups.dp_size / totals.denominator
-            results = self._run(work, step, core_step.Pass(names=names, loss=loss, scale=scale, backward=True))
+            with self.timer("forward_backward"):
+                results = self._run(work, step, core_step.Pass(names=names, loss=loss, scale=scale, backward=True))
             self.scheduler.step(increment=1)
             lr = self.optimizer.param_groups[0]["lr"]
-            finite, grad_norm, _ = self.optimizer.step()
+            with self.timer("optimizer"):
+                finite, grad_norm, _ = self.optimizer.step()
         if not finite or (grad_norm is not None and not torch.isfinite(torch.tensor(float(grad_norm)))):
             raise FloatingPointError(
                 f"gradient norm {grad_norm}: not a finite number; look at advantages and log-probs of this update"
             )
-        sums = self._sum_over_replicas(results)
-        by = {"loss": totals.denominator}
+        sums = self._sum_over_replicas(results, work.flops(step, self._shape, self.role.lora))
+        by = {"loss": totals.denominator, **dict.fromkeys(COUNTED, 1.0)}
         means = {name: value / by.get(name, totals.trained_tokens) for name, value in sums.items()}
         return means | {
             "grad_norm": float(grad_norm or 0.0),
@@ -371,8 +377,7 @@ class MegatronPolicy:
 
     def _run(self, work: Work, step: int | None, what: core_step.Pass) -> list[dict[str, Any]]:
         """Runs the micro-batches of one optimizer step of `work`, or of all, through this rank's stage."""
-        self._check_experts(work)
-        self._check_candidates(work)
+        work_checks.check(work, self.arch, self.role.model.path)
         micros = work.micros(step)
         longest = max(1, *(micro.end - micro.start for micro in micros))
         return core_step.run(
@@ -391,34 +396,11 @@ class MegatronPolicy:
             batch = work.batch(micro)
             yield core_step.make_micro_batch(batch, self._rotary, cut=cut, like=like, start=micro.start)
 
-    def _check_experts(self, work: Work) -> None:
-        """Raises ValueError for choices of another model's experts."""
-        if (experts := work.flat.experts) is None:
-            return
-        wanted = self.arch.num_layers, self.arch.features.experts_per_token
-        highest = int(experts.max()) if experts.size else 0
-        if experts.shape[1:] != wanted or highest >= self.arch.experts:
-            raise ValueError(
-                f"the engine chose {experts.shape[2]} experts in each of {experts.shape[1]} layers, numbers up to "
-                f"{highest}; {self.role.model.path} has {wanted[1]} of {self.arch.experts} in {wanted[0]}: "
-                "another model"
-            )
-
-    def _check_candidates(self, work: Work) -> None:
-        """Raises ValueError for candidates that are no tokens of the model: their probability would be made up."""
-        candidates = work.flat.values.get(CANDIDATES)
-        if candidates is None or not candidates.size:
-            return
-        lowest, highest = int(candidates.min()), int(candidates.max())
-        if lowest < 0 or highest >= self.arch.vocab:
-            raise ValueError(
-                f"values {CANDIDATES!r} hold tokens {lowest} to {highest}; {self.role.model.path} has "
-                f"{self.arch.vocab} tokens: the teacher, or whoever names them, must have this model's vocabulary"
-            )
-
-    def _sum_over_replicas(self, results: list[dict[str, Any]]) -> dict[str, float]:
-        """Sums by name, the same on every rank. A replica's own sums are those of its reporting rank."""
-        own: dict[str, float] = {}
+    def _sum_over_replicas(
+        self, results: list[dict[str, Any]], counted: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Sums by name, the same on every rank. A replica's own sums are those of its reporting rank, `counted` too."""
+        own = dict(counted or {}) if self.groups.reports else {}
         pairs = [pair for result in results if self.groups.reports for pair in result.items()]
         values = torch.stack([value.double() for _, value in pairs]).tolist() if pairs else []
         for (name, _), value in zip(pairs, values, strict=True):
@@ -452,10 +434,10 @@ class MegatronPolicy:
         parameters = self._trained()
         live = [offload.host_copy(p) for p in parameters]
         try:
-            _copy_into(parameters, self._reference)
+            offload.copy_into(parameters, self._reference)
             yield
         finally:
-            _copy_into(parameters, live)
+            offload.copy_into(parameters, live)
 
     def _state_to_load(self, directory: Path) -> dict[str, Any]:
         """Returns what `load` asks a checkpoint for. What Transformer Engine keeps beside weights, for 8-bit products,
@@ -491,9 +473,3 @@ def _signals_wait() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _copy_into(parameters: list[torch.nn.Parameter], values: list[Tensor]) -> None:
-    with torch.no_grad():
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.copy_(value, non_blocking=True)

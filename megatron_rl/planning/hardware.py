@@ -80,6 +80,8 @@ DEVICES = {
         ),
     )
 }
+# torch's name of a device -> ours. Boards that are slower than the module of that name are not in the table.
+_BOARDS = ((r"\bA100\b", "A100-80"), (r"\bG?H100\b(?!.*(PCIe|NVL))", "H100"), (r"\bG?H200\b(?!.*NVL)", "H200"))
 OTHER_NAMES = {"A100": "A100-80", "A100-80GB": "A100-80", "A100-40GB": "A100-40", "H100-80": "H100", "H200-141": "H200"}
 
 
@@ -108,6 +110,14 @@ class Cluster:
         if ranks * stride <= self.per_node:
             return inside
         return min(inside, max(1, self.per_node // stride) * self.device.network * NETWORK_SHARE)
+
+
+def peak_flops(name: str) -> float | None:
+    """Returns the dense bfloat16 operations a second of a device, by torch's name of it (`NVIDIA H100 80GB HBM3`).
+
+    None for one whose peak is not known here.
+    """
+    return next((DEVICES[known].flops for board, known in _BOARDS if re.search(board, name)), None)
 
 
 def parse_cluster(text: str) -> Cluster:

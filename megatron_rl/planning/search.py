@@ -19,6 +19,7 @@ from megatron_rl.planning.workload import TurnWork
 
 ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # shares of the cluster's nodes that engines may take
 PAIRS = 150  # combinations of the roles' layouts that are tried for each choice of engines
+MICRO_BATCHES = (32768, 16384, 8192, 4096)  # tokens of a micro-batch that are tried beside the config's own
 WORTH = 0.03  # share of a step's time that a change must save to be advised
 MOST = 5  # lines of advice on changes that save time
 
@@ -38,12 +39,14 @@ def search(
     """Returns the fastest layouts of all roles and choices of engines that fit, best first; none when nothing fits.
 
     Every one passes config_checks. Layouts have neither context nor virtual pipeline parallelism, and have sequence
-    parallelism wherever tp is above 1.
+    parallelism wherever tp is above 1. With each layout nothing, the feed-forward or everything is computed again, in
+    the largest micro-batches that fit, or in those of the config where these are smaller.
     """
     best: list[Proposal] = []
     for with_engine in engine_choices(config, cluster, models):
         best += _with_engines(with_engine, config, cluster, models, work, keep)
-    return sorted(best, key=lambda found: found.plan.step_s)[:keep]
+    best = sorted(best, key=lambda found: found.plan.step_s)[:keep]
+    return sorted((_grown(config, one, models, work) for one in best), key=lambda found: found.plan.step_s)
 
 
 def advice(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work: Sequence[TurnWork]) -> list[str]:
@@ -128,21 +131,11 @@ def _with_engines(
 
     First each role is tried alone; then the best layouts of the roles are combined, and those that fit together stay.
     """
-    ranks = plans.trainer_gpus(config, cluster)
     limit = max(4, int(PAIRS ** (1 / len(config.roles))))
     choices: dict[str, list[RoleConfig]] = {}
-    for name, role in config.roles.items():
+    for name in config.roles:
         turns = [turn for turn in work if turn.role == name]
-        fitting: list[tuple[float, float, RoleConfig]] = []  # seconds, bytes
-        for layout, recompute in itertools.product(
-            layouts(role, models[name], ranks, cluster.per_node), ("none", "full")
-        ):
-            other = replace(role, layout=layout, model=replace(role.model, recompute=recompute), sleep=True)
-            alone = replace(config, roles={**config.roles, name: other})
-            made = _plan_or_none(alone, cluster, {**models}, turns, only=name)
-            if made is not None and _alone_fits(made, name):
-                own = next(one for one in made.roles if one.name == name)
-                fitting.append((made.step_s, own.training.peak + own.asleep, other))
+        fitting = list(_fitting_alone(config, name, cluster, models, turns))
         small = sorted(fitting, key=lambda choice: choice[1])[: limit // 3]
         fast = [choice for choice in sorted(fitting, key=lambda choice: choice[0]) if choice not in small]
         choices[name] = [choice[2] for choice in [*fast[: limit - len(small)], *small]]
@@ -154,6 +147,60 @@ def _with_engines(
             continue
         out.append(Proposal(config=made_config, plan=made, overrides=_overrides(asked, made_config)))
     return sorted(out, key=lambda found: found.plan.step_s)[:keep]
+
+
+def _grown(
+    asked: TrainConfig, found: Proposal, models: Mapping[str, Shape], work: Sequence[TurnWork]
+) -> Proposal:  # fmt: skip
+    """Returns the proposal with the largest micro-batches that fit beside the other roles and save time."""
+    for name in found.config.roles:
+        role = found.config.roles[name]
+        for tokens in _micro_batches(role):
+            if tokens <= role.micro_batch_tokens:
+                break
+            config = _with_role(found.config, name, micro_batch_tokens=tokens)
+            made = _plan_or_none(config, found.plan.cluster, models, work)
+            if made is None or made.problems or made.step_s >= found.plan.step_s or not _passes(config, made.ranks):
+                continue
+            found = Proposal(config=config, plan=made, overrides=_overrides(asked, config))
+            break
+    return found
+
+
+def _fitting_alone(
+    config: TrainConfig, name: str, cluster: Cluster, models: Mapping[str, Shape], turns: Sequence[TurnWork]
+) -> Iterator[tuple[float, float, RoleConfig]]:
+    """Yields (seconds of a step, bytes, role) for every way to train a role that fits when nothing else is there."""
+    role, ranks = config.roles[name], plans.trainer_gpus(config, cluster)
+    for layout, recompute in itertools.product(
+        layouts(role, models[name], ranks, cluster.per_node), _recomputes(models[name])
+    ):
+        fits = False
+        for tokens in _micro_batches(role):
+            if fits and tokens != role.micro_batch_tokens:
+                continue  # a larger one fits
+            model = replace(role.model, **recompute)
+            other = replace(role, layout=layout, model=model, micro_batch_tokens=tokens, sleep=True)
+            alone = replace(config, roles={**config.roles, name: other})
+            made = _plan_or_none(alone, cluster, models, turns, only=name)
+            if made is not None and _alone_fits(made, name):
+                own = next(one for one in made.roles if one.name == name)
+                yield made.step_s, own.training.peak + own.asleep, other
+                fits = True
+
+
+def _recomputes(shape: Shape) -> list[dict[str, Any]]:
+    """Returns the settings of recomputation that are tried: nothing, the largest part of a layer, everything."""
+    part = "moe" if shape.sizes.experts else "mlp"
+    return [
+        {"recompute": "none"}, {"recompute": "selective", "recompute_modules": (part,)}, {"recompute": "full"}
+    ]  # fmt: skip
+
+
+def _micro_batches(role: RoleConfig) -> list[int]:
+    """Returns the sizes of micro-batches that hold the role's longest sample, the largest first; its own among them."""
+    own, longest = role.micro_batch_tokens, role.max_prompt_tokens + role.sampling.max_tokens
+    return sorted({own, *(tokens for tokens in MICRO_BATCHES if tokens >= min(own, longest))}, reverse=True)
 
 
 def _plan_or_none(
@@ -203,6 +250,12 @@ def _changes(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape]) ->
                 f"{name} fits without recomputation (model.recompute=none)",
                 _with_role(config, name, model=replace(role.model, recompute="none")),
             )
+        for tokens in _micro_batches(role):
+            if tokens > role.micro_batch_tokens:
+                yield (
+                    f"{name} fits with micro_batch_tokens={tokens}",
+                    _with_role(config, name, micro_batch_tokens=tokens),
+                )
         for layout in layouts(role, models[name], made.ranks, made.cluster.per_node):
             if layout != role.layout and layout.model_ranks <= role.layout.model_ranks:
                 yield f"{name} fits at {_words(layout)}", _with_role(config, name, layout=layout)
@@ -276,16 +329,21 @@ def _overrides(asked: TrainConfig, config: TrainConfig) -> list[str]:
     """Returns the arguments that turn the config that was asked about into this one."""
     out = []
     for name, role in config.roles.items():
-        layout, recompute = role.layout, role.model.recompute
+        layout, recompute, before = role.layout, role.model.recompute, asked.roles[name]
         etp = "null" if layout.etp is None else layout.etp
         together = str(layout.sequence_parallel).lower()
         wanted = (
             f"{{tp: {layout.tp}, pp: {layout.pp}, vpp: null, ep: {layout.ep}, etp: {etp}, "
             f"sequence_parallel: {together}}}"
         )
-        out += [f"roles.{name}.layout={wanted}"] if layout != asked.roles[name].layout else []
-        out += [f"roles.{name}.model.recompute={recompute}"] if recompute != asked.roles[name].model.recompute else []
-        out += [f"roles.{name}.sleep=true"] if role.sleep != asked.roles[name].sleep else []
+        modules = f"[{', '.join(role.model.recompute_modules)}]"
+        micro = role.micro_batch_tokens
+        out += [f"roles.{name}.layout={wanted}"] if layout != before.layout else []
+        out += [f"roles.{name}.model.recompute={recompute}"] if recompute != before.model.recompute else []
+        if recompute == "selective" and role.model.recompute_modules != before.model.recompute_modules:
+            out += [f"roles.{name}.model.recompute_modules={modules}"]
+        out += [f"roles.{name}.micro_batch_tokens={micro}"] if micro != before.micro_batch_tokens else []
+        out += [f"roles.{name}.sleep=true"] if role.sleep != before.sleep else []
     if config.engine != asked.engine and isinstance(config.engine, Servers):
         out += [f"engine.kind={config.engine.kind}"] if config.engine.kind != asked.engine.kind else []
         out += [

@@ -34,6 +34,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "entropy": ("entropy",),
     "kl": ("kl_ref", "kl"),
     "gap": ("engine_gap",),
+    "mfu": ("mfu",),
 }
 ROLE, SMOOTH, SECONDS = "role", "smooth", "s"  # further columns of the live table
 NOTES = ("eval", "gate")  # scopes whose rows are not turns
@@ -100,7 +101,7 @@ class RunConsole:
     def log(self, row: MetricsRow) -> None:
         """Shows one metrics line."""
         scope = self._scopes.setdefault(row.scope, _Scope())
-        shown = headline(row.metrics)
+        shown = headline({**row.metrics, **row.speed})
         scope.seconds = sum(row.time.values())
         scope.values.update(shown)
         if "reward" in shown:
@@ -205,7 +206,7 @@ def line(row: MetricsRow, total_turns: int | None) -> str:
     Turns, steps and updates count from 1.
     """
     of = f"/{total_turns}" if total_turns is not None else ""
-    values = "  ".join(f"{name} {_cell(value, name)}" for name, value in headline(row.metrics).items())
+    values = "  ".join(f"{name} {_cell(value, name)}" for name, value in headline({**row.metrics, **row.speed}).items())
     seconds = f"  {sum(row.time.values()):.1f} s" if row.time else ""
     if row.scope in NOTES:
         place = f"after step {row.step}"

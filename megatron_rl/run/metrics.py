@@ -1,6 +1,6 @@
 """Records what a run measures: in metrics.jsonl and in optional further sinks.
 
-Everything in metrics.jsonl but the times is reproducible bit for bit.
+Everything in metrics.jsonl but times and speeds is reproducible bit for bit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -22,6 +22,7 @@ from megatron_rl.run.lines import each as each_line
 from megatron_rl.run.lines import read as read_lines
 
 SECONDS = "seconds/"  # metrics with this prefix are times, which are written apart
+SPEED = "speed/"  # and so are those that say how fast an update was
 FILE_NAME = "metrics.jsonl"
 _log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class MetricsRow:
     scope: str  # origin of the figures: a role, "eval", "sft", ...
     time: Mapping[str, float]  # seconds by phase
     metrics: Mapping[str, float]
+    speed: Mapping[str, float] = field(default_factory=dict)  # of the update: rates, and seconds of its parts
 
 
 class Sink(Protocol):
@@ -106,7 +108,7 @@ class Tracker:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, step: int, scope: str, metrics: Mapping[str, float], *, turn: int) -> None:
-        """Appends one line. Keys that start with `seconds/` become its times.
+        """Appends one line. Keys that start with `seconds/` become its times, with `speed/` its speeds.
 
         Raises TypeError for a value that is no number, and DiskError when the disk does not take the line.
         """
@@ -115,8 +117,9 @@ class Tracker:
             turn=turn,
             step=step,
             scope=scope,
-            time={name.removeprefix(SECONDS): value for name, value in values.items() if name.startswith(SECONDS)},
-            metrics={name: value for name, value in values.items() if not name.startswith(SECONDS)},
+            time=_below(SECONDS, values),
+            metrics={name: value for name, value in values.items() if not name.startswith((SECONDS, SPEED))},
+            speed=_below(SPEED, values),
         )
         self._warn_not_finite(row)
         append(self.path, _encode(row))
@@ -212,7 +215,7 @@ class Tracker:
         return True
 
     def _warn_not_finite(self, row: MetricsRow) -> None:
-        for name, value in (*row.metrics.items(), *row.time.items()):
+        for name, value in (*row.metrics.items(), *row.time.items(), *row.speed.items()):
             if not math.isfinite(value) and f"{row.scope}/{name}" not in self._warned:
                 self._warned.add(f"{row.scope}/{name}")
                 _log.warning("%s %s is %s at turn %d (told once per metric)", row.scope, name, value, row.turn)
@@ -269,6 +272,11 @@ def each_metric(run_dir: Path, take: Callable[[MetricsRow], object]) -> str | No
     return each_line(Path(run_dir) / FILE_NAME, lambda raw: take(_decode(raw)))
 
 
+def _below(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    """Returns the values whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+
+
 def _number(name: str, value: Any) -> float:
     try:
         return float(value)
@@ -288,6 +296,8 @@ def _encode(row: MetricsRow) -> bytes:
         "time": {name: _plain(value) for name, value in row.time.items()},
         "metrics": {name: _plain(value) for name, value in row.metrics.items()},
     }
+    if row.speed:
+        line["speed"] = {name: _plain(value) for name, value in row.speed.items()}
     return json.dumps(line, allow_nan=False).encode()
 
 
@@ -306,6 +316,7 @@ def _decode(raw: Any) -> MetricsRow:
         scope=scope,
         time={name: float(value) for name, value in raw["time"].items()},
         metrics={name: float(value) for name, value in raw["metrics"].items()},
+        speed={name: float(value) for name, value in raw.get("speed", {}).items()},
     )
 
 
@@ -318,6 +329,7 @@ def _decode_line(line: bytes) -> MetricsRow | None:
 
 
 def flat(row: MetricsRow) -> dict[str, float]:
-    """Returns a row's figures and times as {scope/name: value}."""
+    """Returns a row's figures, times and speeds as {scope/name: value}."""
     times = {f"{row.scope}/{SECONDS}{name}": value for name, value in row.time.items()}
-    return {**{f"{row.scope}/{name}": value for name, value in row.metrics.items()}, **times}
+    speeds = {f"{row.scope}/{SPEED}{name}": value for name, value in row.speed.items()}
+    return {**{f"{row.scope}/{name}": value for name, value in row.metrics.items()}, **times, **speeds}

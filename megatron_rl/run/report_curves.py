@@ -24,7 +24,7 @@ QUESTIONS = {
 }
 # The first pattern that is found in a figure's name decides which question it answers.
 _SORTED = (
-    (TIME, r"^seconds"),
+    (TIME, r"^seconds|^speed"),
     (
         LEARN,
         r"^reward|^turns|^tool_calls|^cuts|^episodes|^groups_without_signal|^finished|^graded|^steps_per_solution"
@@ -64,6 +64,7 @@ MEANINGS = {
     "staleness": "updates that a rollout has missed since it was written",
     "length": "tokens that a model wrote, mean",
     "seconds": "measured seconds of a turn",
+    "speed": "of an update: operations and tokens a second of one device, and seconds of its parts",
 }
 
 

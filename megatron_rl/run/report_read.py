@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.run.metrics import MetricsRow
+from megatron_rl.run.metrics import SPEED, MetricsRow
 from megatron_rl.run.record import RunRecord
 
 EVAL, GATE, SFT = "eval", "gate", "sft"  # scopes of metrics lines that are no roles
@@ -150,6 +150,8 @@ class _Columns:
             raise ValueError(f"turn {row.turn} and step {row.step} are out of range")
         _add(self._curves.setdefault(row.scope, {}), row.turn, row.metrics)
         _add(self._seconds.setdefault(row.scope, {}), row.turn, row.time)
+        if row.speed:
+            _add(self._curves.setdefault(row.scope, {}), row.turn, {f"{SPEED}{n}": v for n, v in row.speed.items()})
         spent = sum(value for value in row.time.values() if math.isfinite(value))
         self.clock.turns.append(row.turn)
         self.clock.steps.append(row.step)

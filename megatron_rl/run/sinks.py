@@ -21,6 +21,7 @@ HELPS = {  # the families of Prometheus's figures, without the prefix
     "step": "number of the newest step, from 1",
     "figure": "figures of the newest line of metrics.jsonl",
     "seconds": "seconds of the phases of the newest turn",
+    "speed": "rates of the newest update, and seconds of its parts",
     "engine": "what each engine server does: lives, serves, version of its weights, sequences and requests under way",
 }
 ID = "wandb_id"  # file of the logs that keeps all starts of a run in one run of Weights & Biases
@@ -187,6 +188,7 @@ class Prometheus:
             parts["step"].append(({"scope": scope}, float(row.step + 1)))
             parts["figure"] += [({"scope": scope, "name": name}, value) for name, value in row.metrics.items()]
             parts["seconds"] += [({"scope": scope, "phase": name}, value) for name, value in row.time.items()]
+            parts["speed"] += [({"scope": scope, "name": name}, value) for name, value in row.speed.items()]
         for server, found in self._loads().items():
             parts["engine"] += [({"server": server, "name": name}, value) for name, value in found.items()]
         lines: list[str] = []

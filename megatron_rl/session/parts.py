@@ -6,14 +6,17 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from megatron_rl.algorithms.authors import Rule
 from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.config.schema import CORRECTION_AHEAD, RoleConfig, TrainConfig
+from megatron_rl.config.schema import CORRECTION_AHEAD, RoleConfig, Run, TrainConfig
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.engines.base import Engine, TandemSampling
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.models.adapters import owners
+from megatron_rl.planning import hardware
 from megatron_rl.session.common import Driver, sampling_of
 from megatron_rl.training.prompts import HELD_OUT, asked_tokenizers, encoder, read_sets, training_sets
 from megatron_rl.training.turns import Grade, Recipe, Table
@@ -136,4 +139,14 @@ def trainee(config: TrainConfig, name: str, policy: MegatronPolicy, refit: Calla
         refit=refit,
         samples_per_optimizer_step=settings.samples_per_optimizer_step,
         sleeps=settings.sleep,
+        peak_flops=peak_flops(config.run, settings.model.dtype),
     )
+
+
+def peak_flops(run: Run, dtype: str) -> float | None:
+    """Returns the operations a second of one device that the MFU of an update is a share of; None: not known."""
+    if run.peak_tflops is not None:
+        return run.peak_tflops * 1e12
+    if dtype != "bfloat16" or not torch.cuda.is_available():
+        return None
+    return hardware.peak_flops(torch.cuda.get_device_name())

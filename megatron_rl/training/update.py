@@ -3,7 +3,8 @@ step by step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Protocol
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from megatron_rl.batches.batch import BatchLoss
 from megatron_rl.batches.dealing import Cutter, Dealt, deal
-from megatron_rl.batches.work import Outline, Work
+from megatron_rl.batches.work import COUNTED, Outline, Work
+from megatron_rl.run.metrics import SPEED
+from megatron_rl.timing import Timer
 from megatron_rl.types import Rollout
 from megatron_rl.world import Replicas, World
 
@@ -31,8 +34,14 @@ class Policy(Cutter, Protocol):
     @property
     def replicas(self) -> Replicas: ...
 
+    @property
+    def timer(self) -> Timer:
+        """The watch over the parts of an update on this rank."""
+        ...
+
     def update(self, work: Work, step: int, loss: BatchLoss) -> dict[str, float]:
-        """One optimizer step on `work.steps[step]` -> figures over all replicas."""
+        """One optimizer step on `work.steps[step]` -> figures over all replicas. Those in COUNTED are its operations,
+        where the policy counts them."""
         ...
 
     def statistics(
@@ -62,6 +71,7 @@ class Trainee:
     )
     samples_per_optimizer_step: int | None = None  # None: one optimizer step per update
     sleeps: bool = False  # off-load between this role's turns
+    peak_flops: float | None = None  # operations a second of one device that its MFU is a share of; None: not known
 
 
 def update(
@@ -71,29 +81,65 @@ def update(
     Collective.
 
     `rescore`: rollouts that several weight versions wrote count as written by the trainer as it is now. Returns the
-    policy's figures, the same on every rank: means over the optimizer steps, sums of those in SUMMED.
+    policy's figures, the same on every rank: means over the optimizer steps, sums of those in SUMMED; and with the
+    prefix SPEED how fast it was, by this rank's watch (see `_speed`).
     Raises ValueError for rollouts that cannot be trained on, there and DriverError elsewhere, before any rank has
     begun.
     """
-    policy, loss = trainee.policy, trainee.loss
-    work = hand_out(
-        world, policy, rollouts, loss=loss, samples_per_step=trainee.samples_per_optimizer_step, rescore=rescore
-    )
+    policy, loss, timer, start = trainee.policy, trainee.loss, trainee.policy.timer, time.perf_counter()
+    timer.clear()
+    with timer("hand_out"):
+        work = hand_out(
+            world, policy, rollouts, loss=loss, samples_per_step=trainee.samples_per_optimizer_step, rescore=rescore
+        )
+    passes = 0  # over all rollouts, with earlier weights
     if "reference" in loss.needs:
-        work = replace(work, reference_logprobs=policy.statistics(work, reference=True).get("logprobs"))
-    old = len(work.steps) > 1 or "old" in loss.needs
-    if old or work.rescored:
-        names = ("logprobs", "vocab_mean") if old and "vocab_mean" in loss.needs else ("logprobs",)
-        found = policy.statistics(work, names)
-        if work.rescored and found:
-            work = work.rescore(found["logprobs"])
-        if old and found:
-            values = {"old_vocab_mean": found["vocab_mean"]} if "vocab_mean" in names else {}
-            work = replace(work, old_logprobs=found["logprobs"], values=values)
+        with timer("reference_logprobs"):
+            found = policy.statistics(work, reference=True)
+        work, passes = replace(work, reference_logprobs=found.get("logprobs")), passes + 1
+    if len(work.steps) > 1 or "old" in loss.needs or work.rescored:
+        with timer("old_logprobs"):
+            work = _with_old(work, policy, loss)
+        passes += 1
     steps = [policy.update(work, step, loss) for step in range(len(work.steps))]
-    means = {name: fmean(s[name] for s in steps) for name in steps[0]}
-    sums = {name: sum(s[name] for s in steps) for name in SUMMED if name in steps[0]}
-    return means | sums | {"optimizer_steps": float(len(steps))}
+    means = {name: fmean(s[name] for s in steps) for name in steps[0] if name not in COUNTED}
+    sums = {name: sum(s[name] for s in steps) for name in (*SUMMED, *COUNTED) if name in steps[0]}
+    counted = {name: sums.pop(name) for name in COUNTED if name in sums}
+    flops = counted["training_flops"] + passes * counted["forward_flops"] if counted else None
+    seconds = time.perf_counter() - start
+    speed = _speed(seconds, timer.take(), ranks=world.size, flops=flops, peak=trainee.peak_flops)
+    speed[f"{SPEED}tokens_per_second"] = sums["packed_tokens"] / seconds / world.size
+    return means | sums | {"optimizer_steps": float(len(steps))} | speed
+
+
+def _with_old(work: Work, policy: Policy, loss: BatchLoss) -> Work:
+    """Returns the work with what the policy as it is now says of it. Collective."""
+    old = len(work.steps) > 1 or "old" in loss.needs
+    names = ("logprobs", "vocab_mean") if old and "vocab_mean" in loss.needs else ("logprobs",)
+    found = policy.statistics(work, names)
+    if work.rescored and found:
+        work = work.rescore(found["logprobs"])
+    if old and found:
+        values = {"old_vocab_mean": found["vocab_mean"]} if "vocab_mean" in names else {}
+        work = replace(work, old_logprobs=found["logprobs"], values=values)
+    return work
+
+
+def _speed(
+    seconds: float, parts: Mapping[str, float], *, ranks: int, flops: float | None, peak: float | None
+) -> dict[str, float]:
+    """Returns how fast an update was: seconds of its parts on this rank, the rest as `waiting`, and rates of a rank.
+
+    `flops`: the model's operations on all ranks, which are as many devices; None: not counted.
+    """
+    spent = {**parts, "waiting": max(0.0, seconds - sum(parts.values()))}
+    found = {f"{SPEED}seconds/{name}": value for name, value in spent.items()}
+    if flops is not None:
+        rate = flops / seconds / ranks
+        found[f"{SPEED}model_tflops"] = rate / 1e12
+        if peak is not None:
+            found[f"{SPEED}mfu"] = rate / peak
+    return found
 
 
 def mean_loss(world: World, trainee: Trainee, rollouts: Sequence[Rollout] | None) -> float:

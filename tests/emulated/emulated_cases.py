@@ -262,18 +262,21 @@ def rests(own: Path, policy: Any) -> dict[str, float]:
     }
 
 
-def programs(own: Path, **commands: list[str]) -> dict[str, int]:
-    """Runs commands of the program one after the other in this process, each as a part. Returns their statuses."""
+def programs(own: Path, **commands: list[str]) -> dict[str, Any]:
+    """Runs commands of the program one after the other in this process, each as a part. Returns their statuses, and
+    how fast it was by the last line of supervised training."""
     from megatron_rl.main import main
+    from megatron_rl.run.metrics import read_metrics
 
     os.chdir(ROOT)
-    statuses = {}
+    statuses: dict[str, Any] = {}
     for name, words in commands.items():
         with LEDGER.part(name):
             statuses[name] = main([word.replace("OWN", str(own)) for word in words])
     return statuses | {
         "connections": int(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]),
         "cudnn_attention": int(torch.backends.cuda.cudnn_sdp_enabled()),
+        "speed": dict(read_metrics(own / "sft")[-1].speed),
     }
 
 

@@ -87,6 +87,7 @@ def run_programs(emulated: Server, base: Any) -> Outcome:
     sft = [
         "sft", "examples/last_letter/sft.yaml", f"model.path={base}/task/model", "steps=2", "samples_per_step=8",
         f"data.train={base}/task/generator_sft.jsonl", "run.dir=OWN", "run.name=sft", one, "model.dtype=bfloat16",
+        "run.peak_tflops=100",
     ]  # fmt: skip
     evaluation = [
         "eval", f"model.path={base}/generator/model", f"data.path={base}/task/test.jsonl", "data.settings=last_letter",
@@ -155,7 +156,14 @@ def test_a_refit_of_an_engine_in_another_process_on_the_same_gpu(emulated):
 
 def test_training_from_supervised_data_to_tango_on_the_device(emulated, last_letter):
     found = run_programs(emulated, last_letter)
-    assert found.answers == [{"sft": 0, "evaluation": 0, "tango": 0, "connections": 1, "cudnn_attention": 0}]
+    [answer] = found.answers
+    speed = answer.pop("speed")
+    assert answer == {"sft": 0, "evaluation": 0, "tango": 0, "connections": 1, "cudnn_attention": 0}
+    parts = {name.partition("/")[2]: seconds for name, seconds in speed.items() if name.startswith("seconds/")}
+    # Between two events of the pretended device lies a millisecond. Reading them is no wait: there is no entry for it.
+    assert parts.pop("waiting") > 0
+    assert parts == {"hand_out": 0.001, "forward_backward": 0.0, "gradient_reduction": 0.001, "optimizer": 0.001}
+    assert speed["mfu"] == pytest.approx(speed["model_tflops"] / 100) and speed["tokens_per_second"] > 0
     check_waits(found)
 
 

@@ -16,7 +16,7 @@ def test_turns_of_both_roles_with_sleep(last_letter, tmp_path, monkeypatch):
     turn."""
     monkeypatch.chdir(ROOT)
     settings = [
-        "launch.nproc=1", "recipe.args.generator_updates=1", "recipe.args.warmup_updates=0", "run.prompts_per_step=4",
+        "launch.nproc=1", "recipe.args.generator_updates=1", "recipe.args.warmup_updates=1", "run.prompts_per_step=4",
         "evaluation.prompts=null", "roles.generator.sleep=true", "roles.verifier.sleep=true",
         "roles.generator.model.dtype=bfloat16",
     ]  # fmt: skip

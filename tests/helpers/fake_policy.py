@@ -3,7 +3,7 @@ rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from torch import Tensor
 from megatron_rl.batches.batch import CANDIDATES, Batch, BatchLoss, Statistics, statistics_needed
 from megatron_rl.batches.cutting import Prefixes, Shares, micro_batches
 from megatron_rl.batches.work import Work
+from megatron_rl.run.metrics import SPEED
+from megatron_rl.timing import Timer
 from megatron_rl.world import Replicas
 
 
@@ -34,6 +36,7 @@ class TablePolicy:
         self.table = (0.1 * torch.randn(vocab * vocab, vocab, generator=generator)).requires_grad_()
         self._start = self.table.detach().clone()
         self._optimizer = torch.optim.Adam([self.table], lr=lr)
+        self.timer = Timer()
 
     @property
     def replicas(self) -> Replicas:
@@ -119,6 +122,11 @@ class TablePolicy:
         asked = "candidate_logprobs" in names
         candidates = logprobs.gather(-1, batch.values[CANDIDATES].long()) if asked else None
         return Statistics(logprobs.gather(-1, labels[:, None])[:, 0], entropy, mean, candidates)
+
+
+def without_speed(figures: Mapping[str, float]) -> dict[str, float]:
+    """Returns figures of an update without those that tell how fast it was, which differ from run to run."""
+    return {name: value for name, value in figures.items() if not name.startswith(SPEED)}
 
 
 def _doubled(batch: Batch) -> Batch:

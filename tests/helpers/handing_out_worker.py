@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
-from fake_policy import TablePolicy
+from fake_policy import TablePolicy, without_speed
 
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.batches.cutting import micro_batches
@@ -103,7 +103,7 @@ def main() -> None:
     answer["logprobs"] = None if logprobs is None else [one.tolist() for one in logprobs]
     table = TablePolicy(VOCAB)
     trainee = Trainee(policy=table, loss=PolicyLoss(LossConfig(kl_coef=0.1)), samples_per_optimizer_step=5)
-    answer["figures"] = update(world, trainee, mine)
+    answer["figures"] = without_speed(update(world, trainee, mine))
     answer["table"] = table.table.tolist()
     Path(sys.argv[1]).write_text(json.dumps(answer))
     dist.barrier()
@@ -115,7 +115,7 @@ def alone() -> dict:
     table = TablePolicy(VOCAB)
     logprobs = policy_logprobs(OneProcess(), table, make_rollouts())
     trainee = Trainee(policy=table, loss=PolicyLoss(LossConfig(kl_coef=0.1)), samples_per_optimizer_step=5)
-    figures = update(OneProcess(), trainee, make_rollouts())
+    figures = without_speed(update(OneProcess(), trainee, make_rollouts()))
     assert logprobs is not None
     return {"figures": figures, "table": table.table.tolist(), "logprobs": [one.tolist() for one in logprobs]}
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from fake_engines import TableEngine
-from fake_policy import TablePolicy
+from fake_policy import TablePolicy, without_speed
 from toys import EOS, characters, graded, streaming
 
 from megatron_rl.algorithms.losses import PolicyLoss
@@ -60,7 +60,7 @@ class Log:
         self.lines, self.saved = [], {}
 
     def __call__(self, step, scope, metrics, *, turn):
-        self.lines.append((turn, step, scope, dict(metrics)))
+        self.lines.append((turn, step, scope, without_speed(metrics)))
 
     def series(self, name, scope="generator"):
         return [m[name] for _, _, s, m in self.lines if s == scope and name in m]

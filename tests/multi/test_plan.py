@@ -321,6 +321,13 @@ def test_what_the_search_proposes_fits_and_passes_the_checks(cluster, settings):
         assert again == one.config or plans.make(again, where, models, work).step_s == pytest.approx(one.plan.step_s)
     asked = plans.make(config, where, models, work) if not settings else None
     assert asked is None or found[0].plan.step_s <= asked.step_s
+    for name, role in found[0].config.roles.items():  # no larger micro-batch fits the best one
+        assert role.micro_batch_tokens >= role.max_prompt_tokens + role.sampling.max_tokens
+        larger = [tokens for tokens in search.MICRO_BATCHES if tokens > role.micro_batch_tokens]
+        for tokens in larger:
+            roles = {**found[0].config.roles, name: replace(role, micro_batch_tokens=tokens)}
+            other = plans.make(replace(found[0].config, roles=roles), where, models, work)
+            assert other.problems or other.step_s >= found[0].plan.step_s
 
 
 def test_what_does_not_fit_is_said_with_a_cure(capsys):

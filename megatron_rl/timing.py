@@ -1,0 +1,77 @@
+"""Divides the time of an update into parts: by events on a GPU, which nobody waits for, and by the clock elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.later import Later
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Later("torch")
+
+
+class Timer:
+    """The seconds of named parts of an update on one rank: `with timer("optimizer"): ...`.
+
+    A part within another one counts for itself alone, and repeats add up. On a GPU a part begins and ends with an event
+    in the current stream: its time is the device's, idle time included, and recording it holds neither side.
+    """
+
+    def __init__(self, *, cuda: bool = False) -> None:
+        self._cuda = cuda
+        self._open: list[str] = []
+        self._marks: list[tuple[str, str | None, Any, Any]] = []  # part, the part around it, its begin and its end
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        around, begin = self._open[-1] if self._open else None, self._mark()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._open.pop()
+            self._marks.append((name, around, begin, self._mark()))
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `function` with its calls measured as a part."""
+
+        @functools.wraps(function)
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            with self(name):
+                return function(*args, **kwargs)
+
+        return measured
+
+    def clear(self) -> None:
+        """Forgets what was measured."""
+        self._marks.clear()
+
+    def take(self) -> dict[str, float]:
+        """Returns the seconds of each part since the last call, and forgets them.
+
+        Call it when the results of the last part are on the host: then all events have passed. A rank that gets no
+        results waits here for the last event, once.
+        """
+        if self._marks and self._cuda and not self._marks[-1][3].query():
+            self._marks[-1][3].synchronize()
+        found: dict[str, float] = {}
+        for name, around, begin, end in self._marks:
+            seconds = begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
+            found[name] = found.get(name, 0.0) + seconds
+            if around is not None:
+                found[around] = found.get(around, 0.0) - seconds
+        self.clear()
+        return found
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
