@@ -38,7 +38,7 @@ def test_updates_are_measured(emulated):
 def test_rollouts_refits_and_sleep_are_measured(emulated):
     (told,) = emulated.run("kit_benchmark", part="engine").answers
     figures = told["figures"]
-    assert told["complete"] and not told["not_measured"]
+    assert told["complete"] and "not_measured" not in told
     assert figures["rows2/times_generate"] > 0 and figures["rows4/ours_tokens_per_s"] > 0
     assert (
         figures["refit/gb_per_s"] > 0 and figures["refit/of_device_copy"] > 0 and figures["refit_verified/seconds"] > 0
