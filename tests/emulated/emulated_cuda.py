@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import time
 import types
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -220,7 +220,7 @@ class Event(Stream):
     at: float | None = None
 
     def record(self, *unused: Any, **ignored: Any) -> None:
-        self.at = time.perf_counter()
+        self.at = perf_counter()
 
     def elapsed_time(self, other: Event) -> float:
         """Returns the milliseconds between two marks. Raises RuntimeError, as CUDA does, for one that was not made."""
