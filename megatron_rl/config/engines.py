@@ -16,6 +16,9 @@ class Embedded:
 
     kind: Literal["embedded"] = "embedded"  # the engine inside the trainer's ranks
     max_batch: PositiveInt = 256  # rows decoded together on one rank
+    # On a GPU, replay the decoding steps of a dense model as CUDA graphs: the tokens are the same, and the host no
+    # longer starts every kernel. It takes memory for a graph at a time.
+    cuda_graphs: bool = True
 
 
 @config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,13 +25,6 @@ def host_copy(tensor: Tensor) -> Tensor:
     """Returns a copy in host memory: pinned, and not yet complete, of a tensor on a GPU."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor.detach(), non_blocking=True)
-
-
-def copy_into(parameters: Sequence[torch.nn.Parameter], values: Sequence[Tensor]) -> None:
-    """Copies values into parameters. The host does not wait for copies from pinned memory."""
-    with torch.no_grad():
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.copy_(value, non_blocking=True)
 
 
 def wake(chunks: list[Any], optimizer: Any) -> None:
@@ -81,3 +74,10 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 def _device(chunks: list[Any]) -> torch.device:
     """Returns the device of the weights."""
     return next(chunks[0].parameters()).device
+
+
+def copy_into(parameters: list[torch.nn.Parameter], values: list[Tensor]) -> None:
+    """Gives parameters their values, without waiting for pinned memory."""
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value, non_blocking=True)

@@ -29,7 +29,7 @@ from megatron_rl.megatron.parallel import Groups
 from megatron_rl.models.adapters import adapter_problems
 from megatron_rl.models.divisibility import Axes, trainer_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
-from megatron_rl.planning.shapes import read_shape
+from megatron_rl.planning.shapes import Shape
 from megatron_rl.refit.base import ParameterPart
 from megatron_rl.timing import Timer
 from megatron_rl.weights import adapters, copies, hf, rectangles
@@ -74,12 +74,12 @@ class MegatronPolicy:
         base: MegatronPolicy | None = None,
     ) -> None:
         self.role, self.groups, self.trainable = role, groups, trainable
+        self.timer = Timer(cuda=torch.cuda.is_available())
         self.arch = hf.read_architecture(role.model.path)
         self._check_settings()
+        self._shape = Shape(name=role.model.path, sizes=self.arch, features=self.arch.features)
         self._rotary = None if self._fused else RotaryTable(self.arch)
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
-        self._shape = read_shape(str(hf.local_directory(role.model.path)))
-        self.timer = Timer(cuda=torch.cuda.is_available())
         with groups.active():
             if base is None:
                 self.config, self._model = self._build(seed, deterministic=deterministic)

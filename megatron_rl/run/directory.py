@@ -26,7 +26,7 @@ from megatron_rl.run.metrics import FILE_NAME
 # Settings that may change between two parts of one run: they touch neither a number nor the plan.
 FREE_KEYS = (
     "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.async_save", "run.save_rollouts_every",
-    "run.hang_after_s", "sinks", "job",
+    "run.hang_after_s", "run.peak_tflops", "sinks", "job",
 )  # fmt: skip
 SWEEP = "sweep.json"  # in a sweep's directory: [{"run": name of its directory, "changes": {setting: value}}]
 _END = b"\0"  # ends the thread that reads signals' numbers: no signal has number 0

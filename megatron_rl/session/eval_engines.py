@@ -43,10 +43,11 @@ def open_cast(
     embedded = isinstance(config.engine, Embedded)
     here = read if world.rank == 0 else []
     for model in _each(*writers, *here) if embedded else here:
-        batch = config.engine.max_batch
         own[model] = EmbeddedEngine(
-            model.path, max_batch=batch, dtype=getattr(torch, model.dtype), tokenizer=tokenizers[model]
-        )
+            model.path, max_batch=config.engine.max_batch, dtype=getattr(torch, model.dtype),
+            tokenizer=tokenizers[model],
+            cuda_graphs=not isinstance(config.engine, Embedded) or config.engine.cuda_graphs,
+        )  # fmt: skip
         own[model].load_pretrained()
     engines: dict[Model, Engine] = {}
     if isinstance(config.engine, Embedded):
@@ -69,8 +70,9 @@ def open_teacher(
     model, tokenizer = config.model, tokenizer_of(config.model)
     if isinstance(config.engine, Embedded):
         own = EmbeddedEngine(
-            model.path, max_batch=config.engine.max_batch, dtype=getattr(torch, model.dtype), tokenizer=tokenizer
-        )
+            model.path, max_batch=config.engine.max_batch, dtype=getattr(torch, model.dtype), tokenizer=tokenizer,
+            cuda_graphs=config.engine.cuda_graphs,
+        )  # fmt: skip
         own.load_pretrained()
         return SpreadEngine(world, "model", own), tokenizer
     if world.rank != 0:

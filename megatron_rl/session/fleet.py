@@ -128,7 +128,8 @@ def _open_embedded(session: _Session, settings: Embedded, fleet: Fleet) -> None:
         model, tandem = config.roles[name].model, config.roles[name].tandem
         own = EmbeddedEngine(
             model.path, max_batch=settings.max_batch, dtype=getattr(torch, model.dtype),
-            tokenizer=session.tokenizers[name], junior=None if tandem is None else tandem.junior or model.path,
+            cuda_graphs=settings.cuda_graphs, tokenizer=session.tokenizers[name],
+            junior=None if tandem is None else tandem.junior or model.path,
             tells_experts=name in session.policies and config.roles[name].router_replay,
         )  # fmt: skip
         fleet.engines[name] = SpreadEngine(session.world, name, own)

@@ -15,6 +15,7 @@ from megatron_rl.algorithms.authors import boundaries
 from megatron_rl.config.schema import Strategy
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, EngineError, Sampling, TandemSampling, Tokens, TopScores
+from megatron_rl.engines.embedded import graphs
 from megatron_rl.engines.embedded.ends import Ends
 from megatron_rl.engines.embedded.model import Decoder
 from megatron_rl.engines.embedded.scheduler import ContinuousBatch
@@ -36,8 +37,9 @@ class EmbeddedEngine:
     Greedy output equals transformers' `generate`. A sequence ends at the end-of-sequence tokens of the model directory
     and of `tokenizer`, which stop strings need. `max_batch` rows are decoded together. `junior`: a frozen model that
     writes along where `Sampling.tandem` says so; its weights are read now, from its directory. `tells_experts`:
-    completions name the experts that the model chose (the senior of two), for router replay. Raises ValueError for that
-    with a model without experts, and ConfigError for a model that is not supported.
+    completions name the experts that the model chose (the senior of two), for router replay; ValueError for a model
+    without experts. `cuda_graphs`: on a GPU steps of a dense model without a junior are replayed (graphs.py). Raises
+    ConfigError for a model that is not supported.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class EmbeddedEngine:
         tokenizer: Any = None,
         junior: str | Path | None = None,
         tells_experts: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch = {max_batch}: give at least 1 row")
@@ -61,6 +64,7 @@ class EmbeddedEngine:
         self._tells_experts = tells_experts
         self._max_batch, self._dtype, self._tokenizer = max_batch, dtype, tokenizer
         self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._recorder = graphs.record if cuda_graphs and self._device.type == "cuda" else None
         self._eos = hf.eos_tokens(self._directory, self.arch)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             self._eos |= {tokenizer.eos_token_id}
@@ -177,8 +181,9 @@ class EmbeddedEngine:
         ends = Ends(self._eos, kind, self._tokenizer, self.arch.vocab)
         if kind.tandem is None:
             return ContinuousBatch(
-                [decoder], rows, ends=ends, max_batch=self._max_batch, tells_experts=self._tells_experts
-            )
+                [decoder], rows, ends=ends, max_batch=self._max_batch, tells_experts=self._tells_experts,
+                recorder=self._recorder,
+            )  # fmt: skip
         assert self._junior is not None, "checked when asked"
         pens = pens_of(rows, kind.tandem, self._author_changes(kind.tandem.rule.strategy))
         pair = (decoder, self._junior)

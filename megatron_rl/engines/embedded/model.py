@@ -51,7 +51,7 @@ class Decoder:
         `new_layer_cache` has it, and per layer the experts that were chosen [B P, k], FREE in a dense layer; none in a
         dense model."""
         rows, width = tokens.shape
-        turns = [one[:width].repeat(rows, 1)[:, None] for one in self._turns_up_to(width)]  # [B P, 1, d / 2] by kind
+        turns = [one[:width].repeat(rows, 1)[:, None] for one in self.turns_up_to(width)]  # [B P, 1, d / 2] by kind
         masks = [self._prompt_mask(width, kind.window) for kind in self.arch.features.kinds]
         x, cache, chosen = self._embed(tokens.flatten()), [], []
         for layer, kind in zip(self.weights.layers, self._kinds, strict=True):
@@ -76,7 +76,7 @@ class Decoder:
         The first B rows and `window` columns of the cache are looked at; the token's keys and values are written to it
         in place.
         """
-        turns = [one[positions][:, None] for one in self._turns_up_to(window)]  # [B, 1, d / 2] by kind
+        turns = [one[positions][:, None] for one in self.turns_up_to(window)]  # [B, 1, d / 2] by kind
         index = torch.arange(len(tokens), device=self.device)
         biases = [self._bias(positions, window, kind.window) for kind in self.arch.features.kinds]
         x, chosen = self._embed(tokens), []
@@ -230,7 +230,8 @@ class Decoder:
             out.append(torch.complex(cos[:, :half].contiguous(), sin[:, :half].contiguous()).to(self.device))
         return out
 
-    def _turns_up_to(self, length: int) -> list[Tensor]:
+    def turns_up_to(self, length: int) -> list[Tensor]:
+        """Returns tables of e^(i angle), one for each kind of attention, of at least so many positions."""
         if length > len(self._turns[0]):
             self._turns = self._rotary(2 * length)
         return self._turns

@@ -19,6 +19,7 @@ from megatron_rl.engines.embedded import sampling as drawing
 from megatron_rl.engines.embedded.cache import Cache
 from megatron_rl.engines.embedded.choices import ExpertChoices
 from megatron_rl.engines.embedded.ends import NO_TOKEN, Ends
+from megatron_rl.engines.embedded.graphs import Recorder, Steps, padded_rows
 from megatron_rl.engines.embedded.model import Decoder
 from megatron_rl.engines.embedded.tandem import Writers
 from megatron_rl.engines.rounds import Row
@@ -59,6 +60,7 @@ class ContinuousBatch:
     two decoders: both read every token, each with a cache of its own, and the one whose turn it is gives the next
     token's logits. With `tells_experts` completions name the experts that the first decoder chose. What the host must
     know of a row (its length, whether it lives) is counted on the host, so that a step waits for the device once.
+    `recorder`: how steps of a single dense decoder are replayed (graphs.py); None: they are not.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ContinuousBatch:
         max_batch: int,
         writers: Writers | None = None,
         tells_experts: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         self._decoders, self._ends, self._writers = decoders, ends, writers
         self._device, self._sampling = decoders[0].device, rows[0].sampling
@@ -99,6 +102,8 @@ class ContinuousBatch:
         self._tails = np.full((self._slots, ends.window), NO_TOKEN, np.int64)  # last tokens of each completion
         self._drawn: list[_Draw] = []
         self._choices = ExpertChoices(len(rows)) if tells_experts else None
+        replayable = recorder is not None and writers is None and not decoders[0].arch.experts
+        self._steps = Steps(decoders[0], state, self._sampling, recorder) if replayable else None
 
     def run(self) -> list[Completion]:
         """Draws all completions. -> [R], in the order of the call. Raises FloatingPointError for log-probs that are
@@ -160,6 +165,9 @@ class ContinuousBatch:
         lengths = self._prompt_lengths[self._places[part]] + self._counts[part]
         window = int(lengths[self._alive[part]].max())
         self._reserve(window)
+        if self._steps is not None:
+            self._take(part, *self._steps.draw(self._caches[0].layers, self._size))
+            return
         # A row that has ended goes on being counted: it must stay within the window.
         tokens, positions = self._tokens[part], self._positions[part].clamp(max=window - 1)
         pairs = zip(self._decoders, self._caches, strict=True)
@@ -169,13 +177,17 @@ class ContinuousBatch:
         self._draw([states for states, _ in read], part)
 
     def _draw(self, states: list[Tensor], part: slice) -> None:
-        """Draws the next token of the rows in slots `part` from their hidden states [B, h], and ends those that it
-        finishes."""
-        places, offsets = self._places[part].copy(), self._counts[part].copy()
+        """Draws the next token of the rows in slots `part` from their hidden states [B, h]."""
+        places = self._places[part]
         logits = self._decoders[0].logits(states[0]) if self._writers is None else self._writers.logits(states, places)
         positions = self._positions[part].add_(1)
-        tokens, logprobs, model_logprobs = drawing.draw(logits, self._sampling, self._keys[part], positions)
-        self._tokens[part] = tokens
+        drawn = drawing.draw(logits, self._sampling, self._keys[part], positions)
+        self._tokens[part] = drawn[0]
+        self._take(part, *drawn)
+
+    def _take(self, part: slice, tokens: Tensor, logprobs: Tensor, model_logprobs: Tensor) -> None:
+        """Counts the tokens drawn for the rows in slots `part`, [B], and ends those that they finish."""
+        places, offsets = self._places[part].copy(), self._counts[part].copy()
         self._counts[part] += 1
         told = tokens.cpu().numpy()  # the step's only wait for the device
         ended = self._ends.table[told] | (self._counts[part] >= self._limits[places])
@@ -221,7 +233,8 @@ class ContinuousBatch:
 
     def _reserve(self, width: int) -> None:
         """Makes the caches at least `width` columns wide, and without slots that no row will come to."""
-        slots = self._slots if self._waiting else self._size
+        rows = self._size if self._steps is None else min(self._slots, padded_rows(self._size))
+        slots = self._slots if self._waiting else rows
         for cache in self._caches:
             cache.reserve(width, used=self._size, slots=slots)
 

@@ -1,0 +1,95 @@
+"""Decoding steps as CUDA graphs replay them, without CUDA: the step that would be captured runs again and again on the
+same memory. What a capture refuses besides, waits of the host, is counted in tests/emulated."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.engines.base import Sampling, complete
+from megatron_rl.engines.embedded import graphs
+from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.engines.embedded.graphs import padded_rows
+
+GREEDY = Sampling(max_tokens=80, temperature=0.0)  # the cache grows twice
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+PROMPTS = [[random.Random(n).randrange(96) for _ in range(n)] for n in (3, 50, 1, 17, 17, 8, 30)]
+
+
+def loaded(directory, **settings):
+    engine = EmbeddedEngine(directory, **settings)
+    engine.load_pretrained()
+    return engine
+
+
+class Recorder:
+    """Stands in for captures. A replay runs the step again, and looks whether shapes and addresses are as recorded."""
+
+    def __init__(self):
+        self.recorded, self.replayed = 0, 0
+
+    def __call__(self, run):
+        step, self.recorded = run.__self__, self.recorded + 1
+        before = self.memory(step)
+
+        def replay():
+            self.replayed += 1
+            run()
+            assert self.memory(step) == before
+
+        return replay
+
+    @staticmethod
+    def memory(step):
+        held = [*step._layers, *step._held, step._state, step.logprobs, step.model_logprobs]
+        return [(one.data_ptr(), one.shape) for one in held]
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3", {}), ("gemma3_text", WINDOWS)])
+def test_replayed_steps_draw_what_transformers_draws(tmp_path, family, sizes):
+    directory = make_model(tmp_path, family, **sizes)
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    engine, plain, recorder = loaded(directory, max_batch=3), loaded(directory, max_batch=3), Recorder()
+    engine._recorder = recorder
+    for prompt, (found,) in zip(PROMPTS, complete(engine, PROMPTS, GREEDY), strict=True):
+        wanted = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=GREEDY.max_tokens)
+        assert found.tokens.tolist() == wanted[0, len(prompt) :].tolist()
+    assert recorder.replayed > 100 and recorder.recorded < 12
+    sampled = Sampling(max_tokens=20, n=3, seed=4, temperature=0.8, top_k=20)
+    for own, others in zip(complete(engine, PROMPTS, sampled), complete(plain, PROMPTS, sampled), strict=True):
+        for a, b in zip(own, others, strict=True):
+            assert a.tokens.tolist() == b.tokens.tolist()
+            assert a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
+            assert a.model_logprobs == pytest.approx(b.model_logprobs, abs=2e-5)
+
+
+def test_rows_that_end_leave_and_others_come_without_a_change_of_memory(tmp_path):
+    """Sequences end at token 7, at all times; waiting rows take their slots, and steps have ever fewer rows."""
+    directory = make_model(tmp_path, "qwen2", eos_token_id=7, num_hidden_layers=2)
+    engine, recorder = loaded(directory, max_batch=12), Recorder()
+    engine._recorder = recorder
+    sampling = Sampling(max_tokens=60, n=4, seed=1)
+    found, wanted = (complete(e, PROMPTS, sampling) for e in (engine, loaded(directory, max_batch=12)))
+    pairs = [pair for own, others in zip(found, wanted, strict=True) for pair in zip(own, others, strict=True)]
+    assert all(a.tokens.tolist() == b.tokens.tolist() and a.stop is b.stop for a, b in pairs)
+    assert len({len(a.tokens) for a, _ in pairs}) > 5 and recorder.replayed > recorder.recorded > 2
+
+
+def test_a_step_has_few_numbers_of_rows():
+    assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 250)] == [1, 2, 4, 4, 8, 8, 16, 256]
+
+
+def test_models_with_experts_and_engines_without_graphs_are_not_recorded(tmp_path, monkeypatch):
+    experts = loaded(make_model(tmp_path / "experts", "qwen3_moe", num_hidden_layers=1))
+    experts._recorder = recorder = Recorder()
+    complete(experts, PROMPTS[:1], Sampling(max_tokens=5))
+    assert recorder.recorded == 0
+    dense = make_model(tmp_path / "dense", "qwen2", num_hidden_layers=1)
+    gpu = torch.device("cuda")
+    assert EmbeddedEngine(dense, device=gpu)._recorder is graphs.record
+    assert EmbeddedEngine(dense, device=gpu, cuda_graphs=False)._recorder is None
+    assert EmbeddedEngine(dense, device=torch.device("cpu"))._recorder is None
