@@ -13,11 +13,17 @@ TORCH ?= torch==2.13.0
 CONSTRAINTS ?= -c constraints.txt
 NEMO ?= .venv-nemo
 NEMO_PIP := $(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check
+# The kit for a machine with one GPU: packages to bring (KIT), and its Python's version.
+KIT ?= .gpu-kit
+SITE ?= $(KIT)/site
+KIT_PYTHON ?= 3.12
+KIT_PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
+HERE_PYTHONPATH = PYTHONPATH="$(abspath $(SITE)):$(CURDIR)"
 SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: docs fuzz soak demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds equal-time test test-slurm test-servers test-alone test-ranks test-unit test-resume test-hosts test-families test-mcore-latest test-emulated test-gpu test-nemo-run check bench tandem arms gsm8k clean
+.PHONY: docs fuzz soak demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds equal-time test test-slurm test-servers test-alone test-ranks test-unit test-resume test-hosts test-families test-mcore-latest test-emulated test-gpu test-gpu-here gpu-kit-wheels gpu-kit-site test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -255,8 +261,19 @@ fuzz: setup ## hostile inputs in numbers, by area, with a table (SEED, COUNT=100
 test-emulated: setup ## the same code on a pretended CUDA device, and Transformer Engine's layers on a stand-in, without a GPU
 	$(PY) -m pytest tests/emulated --durations=10
 
-test-gpu: setup ## the actor's tests on one GPU
-	$(PY) -m pytest tests -q -m gpu
+test-gpu: setup ## trainer, embedded engine, refits and whole turns on one GPU
+	$(PY) -m pytest tests/gpu --durations=10
+
+gpu-kit-wheels: ## fetch the wheels that a machine with a GPU and no network needs into .gpu-kit/wheels (KIT_PYTHON=3.12)
+	$(PYTHON) -m pip download --no-deps --only-binary=:all: --implementation cp --python-version $(KIT_PYTHON) \
+		$(foreach name,$(KIT_PLATFORMS),--platform $(name)) -d $(KIT)/wheels -r tools/gpu_kit/wheels.txt
+
+gpu-kit-site: ## unpack them there, into .gpu-kit/site, for its own python3 (PYTHON=python3)
+	$(PYTHON) -m pip install --no-index --no-deps --no-compile --upgrade --target $(SITE) $(KIT)/wheels/*.whl
+
+test-gpu-here: ## tests/gpu by the machine's own python3, with .gpu-kit/site and without a network (PYTHON=python3)
+	@$(HERE_PYTHONPATH) $(PYTHON) tools/gpu_kit/check.py
+	$(HERE_PYTHONPATH) $(PYTHON) -m pytest tests/gpu --durations=10
 
 check: setup ## format, lint, types, layering
 	$(VENV)/bin/ruff format --check .

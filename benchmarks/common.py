@@ -30,34 +30,47 @@ def finish(
     args: argparse.Namespace,
     *,
     limits: Mapping[str, float] | None = None,
+    unmeasured: Mapping[str, str] | None = None,
+    more: Mapping[str, object] | None = None,
 ) -> None:
     """Prints the table, writes the JSON file, and with --check exits 1 when a figure misses its bar.
 
-    `bars`: least acceptable values by figure; `limits`: greatest ones. Raises KeyError for a bar without a figure.
+    `bars`: least acceptable values by figure; `limits`: greatest ones. `unmeasured`: why a figure could not be had; it
+    misses its bar. `more`: what the JSON file holds beside figures. Raises KeyError for a bar without a figure.
     """
-    limits = limits or {}
-    missed = [name for name, bar in bars.items() if not figures[name] >= bar]
-    missed += [name for name, limit in limits.items() if not figures[name] <= limit]
+    limits, unmeasured = limits or {}, unmeasured or {}
+    held = bars.keys() | limits.keys()
+    missed = [name for name in unmeasured if name in held]
+    missed += [name for name, bar in bars.items() if name not in missed and not figures[name] >= bar]
+    missed += [name for name, limit in limits.items() if name not in missed and not figures[name] <= limit]
     table = Table(title=Path(sys.argv[0]).name, title_justify="left")
     for column in ("figure", "value", "bar", ""):
         table.add_column(column, justify="left" if column in ("figure", "") else "right")
     for name, value in figures.items():
-        wanted = [f"{sign} {held[name]:g}" for sign, held in ((">=", bars), ("<=", limits)) if name in held]
+        wanted = [f"{sign} {asked[name]:g}" for sign, asked in ((">=", bars), ("<=", limits)) if name in asked]
         verdict = "" if not wanted else "MISSED" if name in missed else "ok"
         table.add_row(name, f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}", ", ".join(wanted), verdict)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        told = {
-            "figures": dict(figures),
-            "bars": dict(bars),
-            "limits": dict(limits),
-            "missed": missed,
-            "machine": machine(),
-        }
-        args.json.write_text(json.dumps(told, indent=2) + "\n")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    for name, reason in unmeasured.items():
+        console.print(f"{name}: not measured{' (MISSED)' if name in missed else ''}: {reason}", highlight=False)
+    told = {
+        "figures": dict(figures),
+        "bars": dict(bars),
+        "limits": dict(limits),
+        "missed": missed,
+        **({"not_measured": dict(unmeasured)} if unmeasured else {}),
+    }
+    write_json(args.json, told | dict(more or {}))
     if args.check and missed:
         sys.exit(1)
+
+
+def write_json(file: Path | None, told: Mapping[str, object]) -> None:
+    """Writes what was measured, and the machine, to a file. Nothing is done without one."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({**told, "machine": machine()}, indent=2) + "\n")
 
 
 class AnonymousPeak:
@@ -136,12 +149,15 @@ def cpu_seconds(processes: Iterable[int]) -> float:
 
 def machine() -> dict[str, str | int]:
     """Describes the machine on which figures are measured."""
-    return {
+    found: dict[str, str | int] = {
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+    if torch.cuda.is_available():
+        found |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    return found
 
 
 def _processor() -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from emulated_device import LEDGER, allocated_bytes
+from kit_cases import kit_benchmark, kit_tests  # noqa: F401 (cases, found by name)
 from layouts_worker import WeightedLogprobs, gradient_error, learn, logprobs_of, make_policy, make_rollouts, work_of
 from layouts_worker import reference as by_transformers
 from prefixes_worker import make_groups
@@ -40,7 +41,8 @@ from megatron_rl.weights.layouts import EngineLayout
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 97
-ALONE = ("counting", "programs", "cuda_ipc")  # cases that make no group, or one of their own
+# Cases that make no group, or one of their own.
+ALONE = ("counting", "programs", "cuda_ipc", "kit_benchmark", "kit_tests")
 
 
 def recorded(step: Callable[[], None]) -> Callable[[], None]:
@@ -61,7 +63,7 @@ def run(case: str, rank: int, ranks: int, own: Path, arguments: dict[str, Any]) 
     """Runs a case as one rank of a group, which is NCCL's for CUDA tensors as far as the program knows."""
     torch.set_num_threads(1)
     function = globals()[case]
-    if case == "programs":  # they find no launcher, and are ranks of their own
+    if case in ("programs", "kit_tests"):  # they find no launcher, and are ranks of their own
         return function(own, **arguments)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     if case in ALONE:

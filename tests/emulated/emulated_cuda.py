@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import emulated_operations
@@ -208,9 +209,6 @@ class Stream:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: Stream) -> float:
-        return 1.0
-
     def record_event(self, event: Any = None) -> Any:
         return event or Event()
 
@@ -221,7 +219,18 @@ class Stream:
 
 
 class Event(Stream):
-    """A mark in a stream."""
+    """A mark in a stream: the time of the clock at which it was reached, as all that was started is done at once."""
+
+    at: float | None = None
+
+    def record(self, *unused: Any, **ignored: Any) -> None:
+        self.at = perf_counter()
+
+    def elapsed_time(self, other: Event) -> float:
+        """Returns the milliseconds between two marks. Raises RuntimeError, as CUDA does, for one that was not made."""
+        if self.at is None or other.at is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        return 1e3 * (other.at - self.at)
 
 
 def _constant(value: Any) -> Callable[..., Any]:
@@ -260,7 +269,7 @@ def _patch_cuda() -> None:
 
 def _patch_groups() -> None:
     """Makes process groups that are asked for NCCL, which carry CUDA tensors alone, of gloo."""
-    init, new = dist.init_process_group, dist.new_group
+    init, new, destroy = dist.init_process_group, dist.new_group, dist.destroy_process_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         init("gloo" if backend is None or "nccl" in backend else backend, *args, **kwargs)
@@ -273,7 +282,13 @@ def _patch_groups() -> None:
             _groups[made.group_name] = "cpu" if backend == "gloo" else "cuda"
         return made
 
+    def destroy_process_group(group: Any = None) -> None:
+        destroy(group)
+        if group is None:
+            _groups.clear()  # the next groups have the same names
+
     dist.init_process_group, dist.new_group = init_process_group, new_group
+    dist.destroy_process_group = destroy_process_group
     dist.distributed_c10d.new_group = new_group
     dist.is_nccl_available = _constant(True)
 

@@ -23,7 +23,10 @@ from typing import Any
 from megatron_rl.run.parent import end_with_parent
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (ROOT, ROOT / "tests/helpers", ROOT / "tests/emulated", ROOT / "tests/multi", ROOT / "examples/last_letter")
+FOLDERS = (
+    *(ROOT, ROOT / "tests/helpers", ROOT / "tests/emulated", ROOT / "tests/multi", ROOT / "examples/last_letter"),
+    ROOT / "benchmarks",
+)
 TIMEOUT_S = 240
 
 

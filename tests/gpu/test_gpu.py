@@ -1,53 +1,81 @@
-"""The actor and the embedded engine on one CUDA device (`make test-gpu`)."""
+"""The actor and the embedded engine on one CUDA device, against transformers on the CPU in float32."""
 
 from __future__ import annotations
 
+import gpu_rank
 import pytest
 import torch
-import torch.distributed as dist
-from layouts_worker import learn, logprobs_of, make_rollouts, reference
+from layouts_worker import (
+    WeightedLogprobs,
+    gradient_error,
+    learn,
+    logprobs_of,
+    make_policy,
+    make_rollouts,
+    reference,
+    work_of,
+)
+from prefixes_worker import make_groups
+from prefixes_worker import make_policy as make_sharing
 from tiny_models import make_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no CUDA device here: the CPU tests cover the same code over gloo"
-    ),
-]
+pytest_plugins = ["gpu_rank"]
+pytestmark = gpu_rank.MARKS
+VOCAB = 97
+# float32 products of a GPU add in another order than a CPU's; TF32 is off unless somebody turns it on
+TOLERANCE = 1e-3
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+@pytest.mark.parametrize(
+    ("family", "packed"), [("qwen2", True), ("qwen2", False), ("qwen3_moe", True), ("deepseek_v3", True)]
+)
+def test_passes_and_an_update_are_those_of_transformers(one_rank, tmp_path, family, packed):
+    path = str(make_model(tmp_path / "model", family, vocab_size=VOCAB, num_hidden_layers=2))
+    rollouts, loss = make_rollouts(VOCAB), WeightedLogprobs()
+    logprobs, expected_loss, entropy, gradients, after, norm, _ = reference(path, rollouts)
+    policy = make_policy(path, {"layout": {}, "packed": packed})
+    assert (logprobs_of(policy, rollouts) - logprobs).abs().max() < TOLERANCE
+    work, _ = work_of(policy, rollouts, loss)
+    largest = max(gradient.abs().max() for gradient in gradients.values())
+    assert gradient_error(policy, work, loss, gradients) < TOLERANCE * largest
+    metrics = policy.update(work, 0, loss)
+    assert abs(metrics["loss"] - expected_loss) < TOLERANCE and abs(metrics["entropy"] - entropy) < TOLERANCE
+    assert abs(metrics["grad_norm"] / norm - 1) < TOLERANCE
+    now = dict(policy.weights())
+    assert max((now[name] - after[name]).abs().max() for name in now) < TOLERANCE
+    assert learn(policy)["loss"] < metrics["loss"]
 
 
-def test_the_actor_matches_transformers_and_learns_on_cuda(one_rank, tmp_path):
-    from megatron_rl.config.schema import Layout, Model, Optimizer, RoleConfig
-    from megatron_rl.megatron import parallel
-    from megatron_rl.megatron.policy import MegatronPolicy
+def test_shared_prompts_give_the_gradients_of_repeated_ones(one_rank, tmp_path):
+    path = str(make_model(tmp_path / "model", "qwen3", vocab_size=VOCAB, num_hidden_layers=2))
+    found = {}
+    for shared in (True, False):
+        policy, rollouts = make_sharing(path, {"dtype": "float32"}, shared=shared), make_groups(VOCAB)
+        logprobs = logprobs_of(policy, rollouts)
+        work, _ = work_of(policy, rollouts, WeightedLogprobs())
+        found[shared] = logprobs, policy.update(work, 0, WeightedLogprobs())
+    (once, metrics), (whole, others) = found[True], found[False]
+    assert (once - whole).abs().max() < TOLERANCE and metrics["shared_tokens"] > 0
+    assert abs(metrics["grad_norm"] / others["grad_norm"] - 1) < TOLERANCE
 
-    path = make_model(tmp_path / "model", "qwen2", vocab_size=97)
-    role = RoleConfig(model=Model(path=str(path)), optimizer=Optimizer(lr=1e-3), micro_batch_tokens=60)
-    policy, rollouts = MegatronPolicy(role, parallel.create(Layout())), make_rollouts(97)
-    expected, expected_loss, *_ = reference(str(path), rollouts)
-    assert (logprobs_of(policy, rollouts) - expected).abs().max() < 1e-3
-    losses = [learn(policy)["loss"] for _ in range(5)]
-    assert abs(losses[0] - expected_loss) < 1e-3 and losses[-1] < losses[0]
 
-
-def test_the_engine_is_greedy_like_transformers_on_cuda(tmp_path):
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_the_engine_is_greedy_like_transformers(tmp_path, family):
     from transformers import AutoModelForCausalLM
 
     from megatron_rl.engines.base import Sampling, complete
     from megatron_rl.engines.embedded.engine import EmbeddedEngine
 
-    path = make_model(tmp_path / "model", "qwen2", vocab_size=97)
+    path = make_model(tmp_path / "model", family, vocab_size=VOCAB, num_hidden_layers=2)
     engine = EmbeddedEngine(path)
     engine.load_pretrained()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    prompt = [3, 14, 15, 92, 65]
-    expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
-    [[found]] = complete(engine, [prompt], Sampling(max_tokens=12, temperature=0.0))
-    assert found.tokens.tolist() == expected
+    prompts = [[3, 14, 15, 92, 65], [7] * 20]
+    found = complete(engine, prompts, Sampling(max_tokens=12, temperature=0.0))
+    for prompt, [row] in zip(prompts, found, strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
+        assert row.tokens.tolist() == expected.tolist()
+        text = torch.tensor([prompt + row.tokens.tolist()])
+        wanted = model(text).logits[0, :-1].log_softmax(-1).gather(1, text[0, 1:, None])[:, 0].detach()
+        (scores,) = engine.score(text.numpy())
+        assert (torch.from_numpy(scores[1:]) - wanted).abs().max() < TOLERANCE

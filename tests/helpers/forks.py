@@ -39,10 +39,9 @@ IMPORTED = [
 
 def environment() -> dict[str, str]:
     """Returns this process's environment with what a process of the tests needs beside it."""
-    return os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers")]),
-    }
+    given = os.environ.get("PYTHONPATH")  # packages may lie outside of the environment (`make test-gpu-here`)
+    folders = [str(ROOT), str(ROOT / "tests/helpers"), *([given] if given else [])]
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders)}
 
 
 def start(log: Path, function: Callable[..., Any], *arguments: Any, **variables: str) -> BaseProcess:

@@ -93,6 +93,8 @@ def check_python(words):
         case [script, *rest]:
             assert (ROOT / script).is_file(), f"{script} is not in the checkout"
             source = (ROOT / script).read_text()
+            if "import common" in source:  # benchmarks share some options
+                source += (ROOT / "benchmarks/common.py").read_text()
             for option in (word.split("=")[0] for word in rest if word.startswith("--")):
                 assert f'"{option}"' in source, f"{script} has no option {option}"
 

@@ -1,0 +1,1 @@
+"""Measures training, rollouts, refits and sleep on one GPU, for benchmarks/gpu.py and tests/gpu."""

@@ -1,0 +1,114 @@
+"""Measures the embedded engine against transformers' `generate`, refits over CUDA IPC, and sleep, on one GPU."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu_kit import clock, subjects
+from gpu_kit.findings import Findings
+from gpu_kit.subjects import RandomPolicy, Scale
+from gpu_kit.two_processes import pair
+from megatron_rl.engines.base import Sampling, complete
+from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.planning import memory, shapes
+from megatron_rl.planning.memory import MicroBatchLoad, Precision
+from megatron_rl.planning.shapes import Parallel
+
+NAME = "1.5B"
+BARS = {f"rows{rows}/times_generate": 5.0 for rows in subjects.FULL.rows}
+BARS |= {"refit/of_device_copy": 0.6, "sleep/frees_of_said": 0.95}
+
+
+def run(findings: Findings, scale: Scale, folder: Path) -> None:
+    """Measures everything."""
+    directory = subjects.write_config(folder / NAME, NAME, scale)
+    findings.take("device", lambda: {"copy_gb_per_s": clock.copy_rate(scale.copied) / 1e9})
+    for rows in scale.rows:
+        findings.take(f"rows{rows}", functools.partial(_rollout, scale, directory, rows))
+    with subjects.one_rank():
+        tokens = scale.tokens[0]
+        make = functools.partial(
+            subjects.make_policy, directory, recompute=subjects.RECOMPUTES[0], tokens=tokens, optimizer=True
+        )
+        findings.take("sleep", lambda: _sleep(make(), tokens))
+        for name, verify in (("refit", "off"), ("refit_verified", "full")):
+            findings.take(name, lambda n=name, v=verify: _refit(findings, scale, make(), folder / n, v))
+
+
+def _rollout(scale: Scale, directory: Path, rows: int) -> dict[str, float]:
+    """Has both sides write `scale.new` tokens in each of `rows` rows.
+
+    Ours draws them at temperature 1 with a log-prob of each; `generate` is greedy, which is the least work for it, and
+    gives no log-probs.
+    """
+    model: Any = subjects.transformers_model(directory).eval()
+    engine = EmbeddedEngine(directory, dtype=torch.bfloat16, max_batch=rows)
+    engine.load(model.named_parameters(), version=0)
+    draw = np.random.default_rng(0)
+    prompts = draw.integers(0, model.config.vocab_size, (rows, scale.prompt))
+
+    def ours(new: int) -> int:
+        made = complete(engine, prompts.tolist(), Sampling(max_tokens=new))
+        return sum(len(one.tokens) for row in made for one in row)
+
+    def theirs(new: int) -> int:
+        tokens = torch.from_numpy(prompts).to("cuda")
+        made = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=new, use_cache=True
+        )
+        return rows * (made.shape[1] - scale.prompt)
+
+    found: dict[str, float] = {}
+    for name, way in (("ours", ours), ("generate", theirs)):
+        way(min(16, scale.new))
+        written: list[int] = []
+        seconds = clock.wall_seconds(lambda way=way, written=written: written.append(way(scale.new)))
+        if written != [rows * scale.new]:
+            raise RuntimeError(f"{name} wrote {written} tokens in {rows} rows of {scale.new}: rows have ended early")
+        found |= {f"{name}_s": seconds, f"{name}_tokens_per_s": rows * scale.new / seconds}
+    return found | {"times_generate": found["generate_s"] / found["ours_s"]}
+
+
+def _sleep(policy: RandomPolicy, tokens: int) -> dict[str, float]:
+    """Puts a policy to sleep and wakes it, against what `megatron-rl plan` says that sleep frees."""
+    shape = shapes.read_shape(str(policy.role.model.path))
+    load = MicroBatchLoad(tokens=tokens)
+    held = memory.training(shape, Parallel(world=1), load, Precision.gpu("bfloat16"), stage=0)
+    clock.wall_seconds(policy.sleep)  # host memory is pinned the first time
+    clock.wall_seconds(policy.wake)
+    before = torch.cuda.memory_allocated()
+    asleep_s = clock.wall_seconds(policy.sleep)
+    freed = before - torch.cuda.memory_allocated()
+    awake_s = clock.wall_seconds(policy.wake)
+    return {
+        "said_gib": (held.gradients + held.optimizer) / 2**30,
+        "freed_gib": freed / 2**30,
+        "frees_of_said": freed / (held.gradients + held.optimizer),
+        "back_of_held": torch.cuda.memory_allocated() / before,
+        "sleep_s": asleep_s,
+        "wake_s": awake_s,
+        "sleep_gb_per_s": held.optimizer / asleep_s / 1e9,  # gradients are not copied
+        "wake_gb_per_s": held.optimizer / awake_s / 1e9,
+    }
+
+
+def _refit(findings: Findings, scale: Scale, policy: RandomPolicy, folder: Path, verify: str) -> dict[str, float]:
+    """Brings an engine in another process on the same GPU to the policy's weights, several times."""
+    with pair(policy, folder, verify=verify, texts=[]) as engine:
+        engine.await_engine()
+        first = engine.refit(0)  # plans, opens handles and makes slots
+        figures = [engine.refit(version) for version in range(1, 1 + scale.refits)]
+        kinds = engine.kinds
+    if kinds != ["cuda_ipc"]:
+        raise RuntimeError(f"weights went by {kinds}, not by cuda_ipc")
+    seconds = sorted(one["refit/seconds"] for one in figures)[len(figures) // 2]
+    moved = figures[-1]["refit/gigabytes"] + figures[-1]["refit/local_gigabytes"]
+    found = {"first_s": first["refit/seconds"], "seconds": seconds, "gigabytes": moved, "gb_per_s": moved / seconds}
+    if "device/copy_gb_per_s" in findings.figures:
+        found["of_device_copy"] = found["gb_per_s"] / findings.figures["device/copy_gb_per_s"]
+    return found

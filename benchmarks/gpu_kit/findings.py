@@ -1,0 +1,89 @@
+"""Collects the figures of one run on a GPU, and says of each figure that could not be had why not."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import common
+import torch
+
+T = TypeVar("T")
+
+
+class NotMeasured(Exception):
+    """A figure cannot be had here. The message says why."""
+
+
+class Findings:
+    """What was measured so far. It is written to the file after every part, so that a run that is cut off leaves it."""
+
+    def __init__(self, bars: Mapping[str, float], *, file: Path | None = None, minutes: float = 9.0) -> None:
+        """`bars`: least acceptable values by figure. No part begins when `minutes` are over."""
+        self.figures: dict[str, float] = {}
+        self.unmeasured: dict[str, str] = {}
+        self.more: dict[str, Any] = {}
+        self._bars, self._file, self._end = bars, file, time.monotonic() + 60 * minutes
+        self._minutes = minutes
+
+    def take(self, name: str, measure: Callable[[], Mapping[str, float]]) -> None:
+        """Adds the figures that `measure` returns, as NAME/figure, or the reason why there are none."""
+        began = time.monotonic()
+        try:
+            if began > self._end:
+                raise NotMeasured(f"{self._minutes:g} minutes were over before its turn came")
+            found = measure()
+            self.figures |= {f"{name}/{figure}": float(value) for figure, value in found.items()}
+        except NotMeasured as reason:
+            self.lack(name, str(reason))
+        except torch.cuda.OutOfMemoryError as error:
+            self.lack(name, f"out of memory: {first_sentence(error)}")
+        free_memory()
+        print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+        common.write_json(self._file, self.told())
+
+    def lack(self, name: str, reason: str) -> None:
+        """Notes why a figure, or a group of figures, was not measured. Figures of the group that have a bar are named
+        each."""
+        held = [bar for bar in self._bars if bar == name or bar.startswith(f"{name}/")]
+        self.unmeasured |= dict.fromkeys(held or [name], reason)
+
+    def told(self) -> dict[str, Any]:
+        """Returns what the JSON file holds before the run has come to its end."""
+        return {"figures": self.figures, "not_measured": self.unmeasured, "complete": False, **self.more}
+
+    def finish(self, args: Any) -> None:
+        """Prints the table and writes the file. With --check it exits with status 1 when a bar is missed."""
+        for name in self._bars:
+            if name not in self.figures and name not in self.unmeasured:
+                self.lack(name, "nothing measured it")
+        more = {"complete": True, **self.more}
+        common.finish(self.figures, self._bars, args, unmeasured=self.unmeasured, more=more)
+
+
+def first_that_fits(tries: Sequence[tuple[str, Callable[[], T]]]) -> tuple[str, T]:
+    """Returns (name, result) of the first attempt that does not run out of the device's memory.
+
+    Raises NotMeasured when all do.
+    """
+    for name, attempt in tries:
+        try:
+            return name, attempt()
+        except torch.cuda.OutOfMemoryError:
+            print(f"out of memory: {name}", flush=True)
+        free_memory()
+    raise NotMeasured(f"out of memory with each of: {', '.join(name for name, _ in tries)}")
+
+
+def free_memory() -> None:
+    """Gives what nobody holds back to the device."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def first_sentence(error: BaseException) -> str:
+    """Returns the first sentence of an error's message."""
+    return (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]

@@ -1,0 +1,57 @@
+"""Runs the benchmarks and the tests that are made for one GPU on the pretended device, with tiny models."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def kit_benchmark(own: Path, part: str) -> dict[str, Any]:
+    """Runs `python benchmarks/gpu.py PART --tiny --json FILE`. Returns what the file holds."""
+    import gpu
+
+    _prepare()
+    file = own / f"{part}.json"
+    gpu.main([part, "--tiny", "--json", str(file)])
+    return json.loads(file.read_text())
+
+
+def kit_tests(own: Path, last_letter: str) -> dict[str, list[str]]:
+    """Runs tests/gpu as `make test-gpu-here` does. Returns the names of the tests by what became of them.
+
+    `last_letter`: the folder of the fixture of this name, which is not made again.
+    """
+    _prepare()
+    (own / "last_letter").symlink_to(last_letter)
+    os.environ.update(MEGATRON_RL_GPU_TESTS="tiny", MEGATRON_RL_TEST_SHARED=str(own))
+    os.chdir(ROOT)
+    seen: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
+
+    class Notes:
+        """Notes the outcome of every test."""
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.when == "call" or report.outcome != "passed":
+                seen[report.outcome].append(report.nodeid)
+
+    words = ["tests/gpu", "-q", "-p", "no:cacheprovider", f"--basetemp={own / 'tests'}"]
+    pytest.main(words, plugins=[Notes()])
+    return seen
+
+
+def _prepare() -> None:
+    """Lets the engine's process be a fork: one that is started anew would not have the pretended device."""
+    from gpu_kit import two_processes
+
+    two_processes.START[0] = "fork"
+    gc.collect()
+    gc.freeze()  # what the server has imported is not looked through by each collection of the kit's
+    sys.argv[:] = ["gpu.py"]

@@ -1,0 +1,47 @@
+"""The kit for one GPU (docs/gpu.md, "On your first GPU") runs to its end on the pretended device, with tiny models."""
+
+from __future__ import annotations
+
+import pytest
+
+# What the pretended device cannot do, by the beginning of the names of figures.
+UNKNOWN_PEAK = "the peak of a device named 'emulated' is not known"
+
+
+def test_the_tests_for_a_gpu_pass_and_none_is_skipped(emulated, last_letter):
+    (seen,) = emulated.run("kit_tests", last_letter=str(last_letter)).answers
+    assert not seen["failed"] and not seen["skipped"]
+    files = {name.partition("::")[0].rpartition("/")[2] for name in seen["passed"]}
+    assert files == {"test_gpu.py", "test_gpu_refit.py", "test_gpu_run.py", "test_gpu_state.py"}
+
+
+def test_updates_are_measured(emulated):
+    (told,) = emulated.run("kit_benchmark", part="train").answers
+    figures, lacking = told["figures"], told["not_measured"]
+    assert told["complete"] and told["machine"]["gpu"] == "emulated"
+    for model in ("1.5B", "7B"):
+        for kind in ("equal", "varied"):
+            name = f"{model}/64/{kind}"
+            assert figures[f"{name}/pass_s"] > 0 and figures[f"{name}/tflops"] > 0 and figures[f"{name}/of_product"] > 0
+            assert figures[f"{name}/times_transformers"] > 0
+            assert (f"{name}/update_s" in figures) == (model == "1.5B")
+            assert lacking.pop(f"{name}/mfu").startswith(UNKNOWN_PEAK)
+            assert told["recomputed"][name] == "none"
+    for name in ("device/copy_gb_per_s", "head/ours_forward_s", "head/plain_backward_s", "attention/64/ours_forward_s"):
+        assert figures[name] > 0
+    assert {*told["profile"][0]} == {"name", "calls", "ms", "share"} and len(told["profile"]) == 15
+    assert lacking.pop("profile/kernels").startswith("the profiler of this torch sees the host alone")
+    lacking.pop("attention/64/torch_varlen", None)  # as far as the pretended device has the kernels of torch
+    assert not lacking
+
+
+def test_rollouts_refits_and_sleep_are_measured(emulated):
+    (told,) = emulated.run("kit_benchmark", part="engine").answers
+    figures = told["figures"]
+    assert told["complete"] and "not_measured" not in told
+    assert figures["rows2/times_generate"] > 0 and figures["rows4/ours_tokens_per_s"] > 0
+    assert (
+        figures["refit/gb_per_s"] > 0 and figures["refit/of_device_copy"] > 0 and figures["refit_verified/seconds"] > 0
+    )
+    assert figures["sleep/frees_of_said"] == pytest.approx(1, abs=0.01)
+    assert figures["sleep/back_of_held"] == pytest.approx(1, abs=0.02)
