@@ -38,6 +38,7 @@ from megatron_rl.session.listening import Listener, listening
 from megatron_rl.text import decode
 from megatron_rl.training import loop
 from megatron_rl.training.gate import GatePlan
+from megatron_rl.training.memory import DeviceMemory
 from megatron_rl.training.player import Player, ReplayPlayer, TurnMaker, TurnPlayer, upcoming
 from megatron_rl.training.store import ROLLOUTS, TurnStore, fingerprint, open_replay
 from megatron_rl.training.turns import Grade, Recipe, Table, Turn
@@ -99,10 +100,12 @@ def _run(
             store = _store(config, models, driver, progress, fresh)
             player = _player(config, recipe, models, table, fleet, driver, progress, store)
             stack.callback(player.close)
-        hooks = _hooks(config, world, driver, _Saved(recipe, models, progress, player), interrupts)
+        trainees = {n: parts.trainee(config, n, p, fleet.refits.get(n)) for n, p in models.policies.items()}
+        memory = DeviceMemory(trainees, next(iter(fleet.colocated), None))
+        hooks = _hooks(config, world, driver, _Saved(recipe, models, progress, player, memory), interrupts)
         setup = loop.Setup(
             world=world,
-            trainees={n: parts.trainee(config, n, p, fleet.refits.get(n)) for n, p in models.policies.items()},
+            memory=memory,
             policy_of=parts.policy_of(config, recipe),
             recipe=recipe,
             table=table,
@@ -121,6 +124,7 @@ def _run(
         if not finished:
             driver.say(f"saved after turn {progress.number} of {turns}; the same command goes on from there")
         if whole:
+            memory.clear()
             _finish(config, world, driver, recipe, models, progress, finished=finished)
     return 0 if whole else 130
 
@@ -143,7 +147,8 @@ def _finish(
     are. Collective."""
     for name in parts.trained_policies(config, recipe):
         target = driver.directory.path / "models" / name
-        export_model(world, models.policies[name].weights(), config.roles[name].model, target)
+        with models.policies[name].present():
+            export_model(world, models.policies[name].weights(), config.roles[name].model, target)
         models.policies[name].write_adapter(driver.directory.path / "adapters" / name)
         if driver.tracker is not None:
             driver.tracker.keep_model(name, target)
@@ -186,12 +191,29 @@ class _Saved:
     models: _Models
     progress: loop.Progress
     player: Player | None  # on the driver: only it reads data and plays
+    memory: DeviceMemory
 
     def state(self) -> dict[str, Any]:
         """The state of rank 0; empty on the others, whose state nobody writes."""
         if self.player is None:
             return {}
         return {"progress": self.progress.state_dict(), **self.player.state()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """A policy whose weights are on its device while it is saved: implements common.Saves."""
+
+    name: str
+    policy: MegatronPolicy
+    memory: DeviceMemory
+
+    def save(self, directory: Path, *, background: bool = False) -> None:
+        with self.memory.weights(self.name):
+            self.policy.save(directory, background=background)
+
+    def saved(self, *, wait: bool) -> bool:
+        return self.policy.saved(wait=wait)
 
 
 def _player(
@@ -305,7 +327,10 @@ def _restore(driver: Driver, config: TrainConfig, recipe: Recipe, models: _Model
 def _hooks(
     config: TrainConfig, world: TorchWorld, driver: Driver, saved: _Saved, interrupts: Interrupts
 ) -> loop.Hooks:  # fmt: skip
-    trained = {name: saved.models.policies[name] for name in parts.trained_policies(config, saved.recipe)}
+    trained = {
+        name: _Placed(name, saved.models.policies[name], saved.memory)
+        for name in parts.trained_policies(config, saved.recipe)
+    }
     saver = Saver(world, driver, trained, background=config.run.async_save)
     return loop.Hooks(
         log=driver.log,
