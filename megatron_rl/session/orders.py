@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 SETTLE, HOLD, RELEASE, SERVES, HELD = "settle", "hold", "release", "serves", "held"
 STARTING, NONE = "starting", ""  # what `Orders` says of a server beside its incarnation
@@ -26,6 +26,7 @@ class Orders:
         self.stop = stop
         self._change = threading.Condition()
         self._server, self._held, self._asleep = STARTING, False, frozenset[str]()
+        self._number = 0  # of the latest order
 
     def listen(self, descriptor: int) -> None:
         """Obeys what comes from a descriptor, in a thread, until its end. A pipe that only ends will do."""
@@ -64,26 +65,35 @@ class Orders:
             text += found
             *lines, text = text.split(b"\n")
             for line in lines:
-                if answer := self._obey(line.decode().split()):
-                    os.write(descriptor, answer.encode() + b"\n")
+                self._obey(line.decode().split(), descriptor)
         self.stop.set()
         with self._change:
             self._change.notify_all()
 
-    def _obey(self, words: list[str]) -> str:
-        """Returns the answer to an order; it is empty where none is due."""
-        verb, asleep = (words or [""])[0], words[1:]
+    def _obey(self, words: list[str], descriptor: int) -> None:
+        """Takes an order in; a thread answers, as this one must see the end of the input meanwhile."""
+        verb, asleep = (words or [""])[0], frozenset(words[1:])
         with self._change:
+            self._number += 1
             self._held = verb in (SETTLE, HOLD)
-            self._asleep = frozenset(["-", *asleep]) if verb == HOLD else frozenset()
+            self._asleep = asleep | {"-"} if verb == HOLD else frozenset()
             self._change.notify_all()
-            if verb == SETTLE:
-                self._change.wait_for(lambda: self._server != STARTING or self.stop.is_set())
-                return f"{SERVES} {self._server}".strip()
-            if verb == HOLD:
-                self._change.wait_for(lambda: self._server in {NONE, *asleep} or self.stop.is_set())
-                return HELD
-        return ""
+            if self._held:
+                done = (
+                    (lambda: self._server != STARTING) if verb == SETTLE else (lambda: self._server in {NONE, *asleep})
+                )
+                number = self._number
+                threading.Thread(target=self._answer, args=(descriptor, number, done), daemon=True).start()
+
+    def _answer(self, descriptor: int, number: int, done: Callable[[], bool]) -> None:
+        """Answers an order when it is done, unless another one has come since."""
+        with self._change:
+            self._change.wait_for(lambda: done() or self._number != number or self.stop.is_set())
+            if self._number != number or self.stop.is_set():
+                return
+            answer = HELD if self._asleep else f"{SERVES} {self._server}".strip()
+        with contextlib.suppress(OSError):  # the run has gone
+            os.write(descriptor, answer.encode() + b"\n")
 
 
 class Line:
