@@ -383,14 +383,6 @@ def _role_problems(name: str, role: RoleConfig) -> list[str]:
             f"{name}.samples_per_optimizer_step = {role.samples_per_optimizer_step}: give 1 or more, or null for all "
             "samples"
         )
-    problems += [
-        f"{name}.mean_tokens.{part} = {mean} is more than {limit} = {most}: a mean is at most the longest"
-        for part, mean, limit, most in (
-            ("prompt", role.mean_tokens.prompt, "max_prompt_tokens", role.max_prompt_tokens),
-            ("answer", role.mean_tokens.answer, "sampling.max_tokens", role.sampling.max_tokens),
-        )
-        if mean is not None and mean > most
-    ]
     longest = role.max_prompt_tokens + role.sampling.max_tokens
     if role.micro_batch_tokens * role.layout.cp < longest:
         shares = f" x layout.cp = {role.layout.cp}" if role.layout.cp > 1 else ""

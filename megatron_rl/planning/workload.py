@@ -212,7 +212,8 @@ def _lengths(role: RoleConfig, episode: EpisodeEstimate, fill: float | None) -> 
     own, share, longest = role.mean_tokens, FILL if fill is None else fill, role.sampling.max_tokens
     before, response = share * role.max_prompt_tokens, share * longest
     if fill is None:
-        before, response = own.prompt or before, own.answer or response
+        before = min(own.prompt or before, role.max_prompt_tokens)
+        response = min(own.answer or response, longest)
     if not episode.bounded or episode.answers == 1:
         return before, response, longest
     later = episode.answers - 1
