@@ -21,7 +21,7 @@ from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins, sources
 from megatron_rl.config.absent import absent_recipe_files
-from megatron_rl.config.schema import ConfigError, JobConfig, Launch, Sinks, TrainConfig, Use
+from megatron_rl.config.schema import ConfigError, JobConfig, Launch, MeanTokens, Sinks, TrainConfig, Use
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.rewards.pool import Graded, GradePool
@@ -271,7 +271,8 @@ def _fingerprint(config: TrainConfig) -> str:
     """
     free = {"steps": None, "keep": 1, "save_every": 0, "async_save": False, "save_rollouts_every": 0, "resume": "auto"}
     run_settings = dataclasses.replace(config.run, **free, hang_after_s=0.0)
-    plain = dataclasses.replace(config, launch=Launch(), sinks=Sinks(), job=JobConfig(), run=run_settings)
+    roles = {name: dataclasses.replace(role, mean_tokens=MeanTokens()) for name, role in config.roles.items()}
+    plain = dataclasses.replace(config, roles=roles, launch=Launch(), sinks=Sinks(), job=JobConfig(), run=run_settings)
     settings = config_files.dump(plain)
     return fingerprint(f"{settings}\n{sources.digest(yaml.safe_load(settings))}")
 
