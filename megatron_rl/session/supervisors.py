@@ -37,7 +37,7 @@ class Supervisor:
         # in a session of its own: Ctrl-C is for the run, which needs its servers until the turn's end
         with self.log.open("ab") as out, other:
             self._process = subprocess.Popen(
-                [*words, "--with-parent"], stdin=other, stdout=out, stderr=out, start_new_session=True
+                [*words, "--with-parent"], stdin=other.fileno(), stdout=out, stderr=out, start_new_session=True
             )
         self.line = Line(own)
 
