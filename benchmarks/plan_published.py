@@ -117,7 +117,7 @@ def grpo(
     engine = EngineSetup(replicas=cluster.gpus // tp, tp=tp, max_batch=256, kv_bytes=room)
     draw = Draw(role="", samples=samples, prompt=PROMPT, response=mean - PROMPT, longest=longest - PROMPT)
     drawn = compute.rollout_cost(shape, engine, cluster, draw, width=2)
-    sent = compute.refit_cost(shape, parallel, engine, cluster, width=2, together=False).seconds
+    sent = compute.refit_cost(shape, parallel, engine, cluster, width=2, place="elsewhere").seconds
     if "-v" in sys.argv:
         print(f"{model}: rollout {drawn.seconds:.0f} ({drawn.rows:.0f} rows), passes {passed:.0f}, refit {sent:.1f}")
     return Row(

@@ -201,7 +201,15 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument("--role", required=True, help="the role whose model it serves")
     parser.add_argument("--replica", type=int, default=0, help="its number among engine.replicas (default: 0)")
     parser.add_argument(
+        "--gpus", type=_numbers, default=(), metavar="0,1", help="GPUs of this host for it (default: engine.gpus)"
+    )
+    parser.add_argument(
         "--with-parent",
         action="store_true",
         help="leave when standard input, a pipe from the process that started this, ends",
     )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Reads `0,1`; argparse turns what int() raises into its own error."""
+    return tuple(int(word) for word in text.split(","))

@@ -19,8 +19,9 @@ def run(args: argparse.Namespace) -> int:
     config = config_files.load(TrainConfig, *split(args.settings))
     try:
         return serving.run(
-            config, role=args.role, replica=args.replica, with_parent=args.with_parent, environment=os.environ
-        )
+            config, role=args.role, replica=args.replica, with_parent=args.with_parent, environment=os.environ,
+            gpus=args.gpus,
+        )  # fmt: skip
     except EngineError as error:
         print(f"megatron-rl serve: {error}", file=sys.stderr)
         return 1

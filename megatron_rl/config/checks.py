@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.absent import prompt_sets
+from megatron_rl.config.colocation import colocation_problems
 from megatron_rl.config.data_settings import ALL, TEST, TRAIN, generated_name, generated_names, resolve
 from megatron_rl.config.schema import (
     ConfigError,
@@ -90,6 +91,7 @@ def _train_problems(config: TrainConfig, ranks: int, to_come: bool) -> list[str]
     problems += _engine_problems(config, to_come)
     if isinstance(config.engine, Servers):
         problems += _server_problems(config, config.engine)
+        problems += colocation_problems(config, config.engine, ranks) if config.engine.colocate else []
     if isinstance(config.engine, Vllm) and config.engine.adapters == "served":
         problems += _adapter_server_problems(config, config.engine)
     problems += [

@@ -35,6 +35,10 @@ class Servers:
     # true: the run starts the servers on its first rank's host. false: `megatron-rl serve` starts them, in jobs of
     # their own.
     start: bool = True
+    # true: the servers stand in the trainer's GPUs, replica after replica in the next `tp` of them. They sleep while it
+    # trains, and all of the trainer leaves the GPUs while they generate. Servers of several roles stand in one GPU,
+    # each with `memory_share` of it. false: servers have GPUs of their own.
+    colocate: bool = False
     python: str | None = None  # Python interpreter of the environment that has the engine; null: that of the run
     # Where servers and the refit board listen: an address, an interface (ib0), or auto for this host's own name.
     host: str = "127.0.0.1"

@@ -281,6 +281,15 @@ class Lora:
 
 
 @config
+class MeanTokens:
+    """The mean lengths of a role's prompts and answers, as a first run measured them. `megatron-rl plan` alone reads
+    them."""
+
+    prompt: PositiveInt | None = None  # tokens of a prompt; null: half of max_prompt_tokens
+    answer: PositiveInt | None = None  # tokens of an answer; null: half of sampling.max_tokens
+
+
+@config
 class RoleConfig:
     """One role: its model and how that is sampled and trained. Every batch size counts samples (rollouts)."""
 
@@ -314,6 +323,7 @@ class RoleConfig:
     # Compute a prompt once for all samples that begin with it, forward and backward, in updates and log-probs
     # (docs/layouts.md). Needs packed, and cp 1; with Transformer Engine's layers it does nothing.
     shared_prefixes: bool = False
+    mean_tokens: MeanTokens = field(default_factory=MeanTokens)  # what `plan` takes for the mean lengths
     sleep: bool = False  # move optimizer state and gradients to CPU memory between this role's turns
 
     @property

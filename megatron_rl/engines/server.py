@@ -85,7 +85,9 @@ class Server(Protocol):
         ...
 
     def pause(self) -> None:
-        """Prepares for a refit: no request writes tokens from here on, as `engine.pause` says."""
+        """Prepares for a refit: no request writes tokens from here on, as `engine.pause` says. A server that sleeps
+        takes the memory of its weights again, and not yet that of its keys and values.
+        """
         ...
 
     def update(self, version: int, wait_s: float) -> None:
@@ -94,7 +96,21 @@ class Server(Protocol):
         """
         ...
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Lets requests go on after a refit; a server that sleeps goes on sleeping."""
+        ...
+
+    def sleep(self, *, discard: bool) -> None:
+        """Gives the memory of the GPU back until `wake`; requests under way end as by an abort. `discard`: the weights
+        are dropped, as a refit brings all of them before the next request; else host memory keeps them.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Takes all memory again that `sleep` gave back, and answers requests from here on. A server that is awake
+        stays as it is.
+        """
+        ...
 
     def version(self) -> int:
         """Returns the version of its weights; -1 before the first refit."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.schema import Sglang
+from megatron_rl.config.schema import ConfigError, Sglang
 from megatron_rl.engines import answers, sampler
 from megatron_rl.engines.base import Completion, EngineError, Sampling, TopScores
 from megatron_rl.engines.frames import Arrays, unpack
@@ -58,6 +58,12 @@ def command(
     ]  # fmt: skip
     words += ["--context-length", str(settings.max_model_len)] if settings.max_model_len else []
     words += ["--ep-size", str(settings.tp)] if settings.expert_parallel else []
+    if settings.colocate:
+        if not on_gpu:
+            raise ConfigError(
+                "engine.colocate without a GPU: SGLang's memory saver needs CUDA; set engine.colocate to false"
+            )
+        words += ["--enable-memory-saver", "--enable-weights-cpu-backup"]  # without a backup released weights are gone
     environment = {TOKEN_FILE: str(token_file), "HF_HUB_OFFLINE": "1"}
     environment |= {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"
@@ -106,6 +112,8 @@ class SglangServer:
         """`ends`: the model's end-of-sequence tokens. `vocab`: how many tokens it has."""
         self._http, self.url = Http(url, {HEADER: token}), url
         self._pause, self._refit_timeout_s = settings.pause, refit_timeout_s
+        self._sleeps = settings.colocate
+        self._away: frozenset[str] = frozenset()  # tags of released memory: SGLang ends when one is released twice
         self._ends, self._vocab = frozenset(ends), vocab
         self._known: _Facts | None = None
         self._change, self._under_way = threading.Condition(), 0
@@ -169,6 +177,8 @@ class SglangServer:
         self._in_session(order, None, self._refit_timeout_s)
 
     def pause(self) -> None:
+        if self._sleeps:
+            return self._take_back("weights")
         if self._pause == "wait":
             with self._change:
                 if not self._change.wait_for(lambda: self._under_way == 0, self._refit_timeout_s):
@@ -186,7 +196,30 @@ class SglangServer:
             raise ServerLost(f"{self.url} has version {found} of the weights after a refit to {version}")
 
     def resume(self) -> None:
+        if not self._sleeps:
+            self._post("/continue_generation", {})
+
+    def sleep(self, *, discard: bool) -> None:
+        """See server.Server. Weights go to the host also where they could be dropped: SGLang decides that when it is
+        started. It must have nothing to do, or its scheduler ends.
+        """
+        self._post("/pause_generation", {"mode": "abort"}, timeout_s=self._refit_timeout_s)
+        tags = [tag for tag in ("kv_cache", "weights") if tag not in self._away]
+        if "kv_cache" in tags:
+            self._flush()  # waits for the last batch to leave
+        if tags:
+            self._post("/release_memory_occupation", {"tags": tags}, timeout_s=self._refit_timeout_s)
+            self._away = self._away.union(tags)
+
+    def wake(self) -> None:
+        self._take_back("weights", "kv_cache")
         self._post("/continue_generation", {})
+
+    def _take_back(self, *tags: str) -> None:
+        """Resumes the memory of some tags, as far as it is released."""
+        if due := [tag for tag in tags if tag in self._away]:
+            self._post("/resume_memory_occupation", {"tags": due}, timeout_s=self._refit_timeout_s)
+            self._away = self._away.difference(due)
 
     def version(self) -> int:
         answer = self._http.call("GET", "/model_info")

@@ -40,6 +40,11 @@ def command(
     """The server's command line and environment. `python`: interpreter of an environment that has vLLM. Raises
     ConfigError.
     """
+    if settings.colocate and not on_gpu:
+        raise ConfigError(
+            "engine.colocate without a GPU: vLLM's sleep mode, which gives the trainer its memory back, needs CUDA; "
+            "set engine.colocate to false"
+        )
     if settings.expert_parallel and not on_gpu:
         raise ConfigError(
             "engine.expert_parallel without a GPU: vLLM's kernels for CPUs end with a fault; "
@@ -59,6 +64,7 @@ def command(
     ]  # fmt: skip
     words += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
     words += ["--enable-expert-parallel"] if settings.expert_parallel else []
+    words += ["--enable-sleep-mode"] if settings.colocate else []
     environment = {
         TOKEN_FILE: str(token_file),
         "VLLM_SERVER_DEV_MODE": "1",
@@ -141,6 +147,7 @@ class VllmServer:
         """
         self._http, self.url = Http(url, {HEADER: token}), url
         self._pause, self._refit_timeout_s, self._at_once = settings.pause, refit_timeout_s, settings.max_batch
+        self._sleeps = settings.colocate  # between refits it sleeps, and is paused by that
         self._ends, self._vocab = frozenset(ends), vocab
         self._context: int | None = None
         self._boundaries = boundaries
@@ -195,7 +202,10 @@ class VllmServer:
         )
 
     def pause(self) -> None:
-        self._post(f"/pause?mode={self._pause}", None, timeout_s=self._refit_timeout_s)
+        if self._sleeps:
+            self._wake("?tags=weights")
+        else:
+            self._post(f"/pause?mode={self._pause}", None, timeout_s=self._refit_timeout_s)
 
     def update(self, version: int, wait_s: float) -> None:
         self._post("/start_weight_update", {})
@@ -208,7 +218,29 @@ class VllmServer:
             raise ServerLost(f"{self.url} has version {found} of the weights after a refit to {version}")
 
     def resume(self) -> None:
-        self._post("/resume", None)
+        if not self._sleeps:  # it would write into a cache that is not there; vLLM goes on by itself when all is awake
+            self._post("/resume", None)
+
+    def sleep(self, *, discard: bool) -> None:
+        """See server.Server. Level 2 drops the weights and keeps the model's buffers, level 1 copies both to the host.
+        Either empties the prefix cache.
+        """
+        level = 2 if discard else 1
+        answer = self._http.call("POST", f"/sleep?level={level}&mode=abort", timeout_s=self._refit_timeout_s)
+        self._expect(answer, "sleeping", "sleep")
+
+    def wake(self) -> None:
+        """See server.Server. Raises ServerLost also where a part of it still sleeps."""
+        self._expect(self._wake(""), "awake", "wake up")
+
+    def _wake(self, tags: str) -> Any:
+        return self._http.call("POST", f"/wake_up{tags}", timeout_s=self._refit_timeout_s)
+
+    def _expect(self, answer: Any, status: str, what: str) -> None:
+        with self._understood():
+            found = answer["status"]
+        if found != status:
+            raise ServerLost(f"{self.url} did not {what}: its status is {found!r}")
 
     def _forget_prefixes(self) -> None:
         """Empties the prefix cache, also of the requests under way: vLLM computes anew what these have read.

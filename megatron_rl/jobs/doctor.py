@@ -319,6 +319,8 @@ def _memory(config: Any, profile: Profile | None) -> Iterator[Check]:
     ranks = 1 if profile is None else profile.ranks_per_node
     world = ranks * config.job.nodes if hasattr(config, "job") else ranks
     awake, asleep = 0.0, 0.0
+    engine = config.engine if isinstance(config, TrainConfig) else None
+    leaves = isinstance(engine, Servers) and engine.colocate  # a role's weights leave the GPU with all else
     for _, role in _roles(config):
         try:
             found = _sizes(role.model)
@@ -332,7 +334,10 @@ def _memory(config: Any, profile: Profile | None) -> Iterator[Check]:
         weights = own * (2 if role.model.dtype == "bfloat16" else 4)
         trained = own if role.lora is None else num_elements(found, role.lora) / stages
         rest = trained * (GRADIENT + MASTER / max(1, world // stages))
-        awake, asleep = max(awake, rest if role.sleep else 0.0), asleep + weights + (0.0 if role.sleep else rest)
+        if leaves:
+            awake = max(awake, weights + rest)
+        else:
+            awake, asleep = max(awake, rest if role.sleep else 0.0), asleep + weights + (0.0 if role.sleep else rest)
     need = (awake + asleep) / GIB
     have, where = _room(ranks)
     cure = (

@@ -61,9 +61,12 @@ def plan_run(
     settings = {**shared, "WARNING_S": str(own.warning_s), "COMMAND": command, "PROFILE": str(directory / JOBS / SITE)}
     files = {"config.yaml": config_files.dump(config), SITE: config_files.dump(profile)}
     check_warning("job.warning_s", own)
-    if not isinstance(config, TrainConfig) or not isinstance(config.engine, Servers):
+    if not isinstance(config, TrainConfig) or not isinstance(config.engine, Servers) or config.engine.colocate:
         if as_roles:
-            raise ConfigError("--shape roles: the config has no servers, so only the trainer is left; omit --shape")
+            raise ConfigError(
+                "--shape roles: the config has no servers outside of the trainer's job, so only the trainer is left; "
+                "omit --shape"
+            )
         files["train.sbatch"] = script(own, profile, settings, Path.cwd())
         return Submission(directory, files, ["train.sbatch"], {})
     servers = {"ROLES": config.server_roles, "REPLICAS": str(config.engine.replicas)}
@@ -89,11 +92,13 @@ def plan_run(
 def for_site(config: TrainConfig | SftConfig, profile: Profile, *, to_come: bool = False) -> Any:
     """Returns the config with what the profile decides, checked for the ranks that it will have. Raises ConfigError.
 
-    The profile decides where servers listen and which interpreter has them; jobs of their own start them.
+    The profile decides where servers listen and which interpreter has them; jobs of their own start them, but for
+    those in the trainer's GPUs, which its ranks start.
     """
     if isinstance(config, TrainConfig) and isinstance(config.engine, Servers):
         python = engine_python(config.engine, profile.engine_python)
-        config = replace(config, engine=replace(config.engine, start=False, host=profile.host, python=python))
+        own = replace(config.engine, start=config.engine.colocate, host=profile.host, python=python)
+        config = replace(config, engine=own)
     config_checks.check(config, config.job.nodes * profile.ranks_per_node, to_come=to_come)
     return config
 

@@ -93,7 +93,7 @@ class MegatronPolicy:
                 self.chunks = optim.wrap(self.config, self.chunks, overlap=role.optimizer.overlap, fused_sums=sums)
                 self.optimizer, self.scheduler = optim.build(role, self.config, self.chunks, timer=self.timer)
         self._calls = {name: vars(self.config).get(name) for name in _OF_ROLE}
-        self._asleep = False
+        self._asleep, self._placed = False, offload.Weights(self.chunks)
         self._saves = AsyncCallsQueue()
         self._reference: list[Tensor] | None = None
         if trainable and "reference" in PolicyLoss(role.loss).needs:
@@ -191,6 +191,7 @@ class MegatronPolicy:
         """Stream of (Hugging Face name, full tensor on CPU), the same on every rank, cast to `dtype` when it is given.
         Collective: consume it to the end. Beside the tensor that it yields it holds one bucket of about `bucket_mib`
         MiB. Adapters are merged into the weights."""
+        self._placed.check()
         named = [*self.shards().items()]
         return export.weights(self.arch, named, self.groups, bucket_mib=bucket_mib, dtype=dtype, read=self._merged)
 
@@ -274,18 +275,25 @@ class MegatronPolicy:
                 self.scheduler.num_steps = 0  # core adds the checkpoint's to it
                 self.scheduler.load_state_dict(state["scheduler"])
 
-    def sleep(self) -> None:
+    def sleep(self, *, weights: bool = False) -> None:
         """Frees gradients and moves the optimizer's state to host memory until `wake`. Forward passes, weights and
-        saving still work."""
-        if self.trainable:
+        saving still work; where the `weights` go too, not before `wake` or `present`."""
+        if self.trainable and not self._asleep:
             offload.sleep(self.chunks, self.optimizer)
             self._asleep = True
+        if weights:
+            self._placed.sleep()
 
     def wake(self) -> None:
         """Undoes `sleep`."""
+        self._placed.wake()
         if self.trainable:
             offload.wake(self.chunks, self.optimizer)
             self._asleep = False
+
+    def present(self) -> contextlib.AbstractContextManager[None]:
+        """Has the weights on the device in the block; they leave again where they were away."""
+        return self._placed.present()
 
     def _check_settings(self) -> None:
         role, path = self.role, self.role.model.path
@@ -339,6 +347,7 @@ class MegatronPolicy:
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
         """Makes core see this policy's layout in the block, and the model this role's adapters."""
+        self._placed.check()
         with self.groups.active():
             if self._adapters is not None:
                 self._adapters.show()
@@ -432,13 +441,8 @@ class MegatronPolicy:
             raise RuntimeError(
                 "no reference is kept: the role's loss needs none (loss.kl_coef is 0), or the policy is not trainable"
             )
-        parameters = self._trained()
-        live = [offload.host_copy(p) for p in parameters]
-        try:
-            offload.copy_into(parameters, self._reference)
+        with offload.swapped(self._trained(), self._reference):
             yield
-        finally:
-            offload.copy_into(parameters, live)
 
     def _state_to_load(self, directory: Path) -> dict[str, Any]:
         """Returns what `load` asks a checkpoint for. What Transformer Engine keeps beside weights, for 8-bit products,

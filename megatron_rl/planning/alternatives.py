@@ -9,7 +9,7 @@ from megatron_rl.config.schema import ConfigError, Embedded, Servers, TrainConfi
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning.hardware import Cluster
 from megatron_rl.planning.plan import RunPlan
-from megatron_rl.planning.search import engine_choices
+from megatron_rl.planning.search import engine_choices, engine_words
 from megatron_rl.planning.shapes import Shape
 from megatron_rl.planning.workload import TurnWork
 
@@ -33,8 +33,8 @@ class Alternative:
 def alternatives(
     config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork]
 ) -> list[Alternative]:
-    """Returns the config as it is, then the embedded engine, the fastest servers on GPUs of their own, and the fastest
-    of all of these while it generates the next turn beside training.
+    """Returns the config as it is, then the embedded engine, the fastest servers, on GPUs of their own and in the
+    trainer's, and the fastest of those on their own while it generates the next turn beside training.
 
     Layouts are those of the config. An engine beside which the trainer does not fit is planned with full
     recomputation. Engines that leave GPUs the layouts cannot be cut for are left out.
@@ -51,7 +51,7 @@ def alternatives(
         engine = choice.engine
         if not isinstance(engine, Servers) or engine == asked_engine:
             continue
-        words = [f"engine.kind={engine.kind}", f"engine.replicas={engine.replicas}", f"engine.tp={engine.tp}"]
+        words = engine_words(engine)
         served.append(_alternative(choice, config, cluster, models, work, words))
     fitting = [one for one in served if one is not None and not one.problem]
     found = [asked, *(one for one in embedded if one is not None)]
@@ -67,12 +67,12 @@ def _ahead(
     """Returns the fastest run with servers that generates beside training; none where nothing fits."""
     word, ahead = "rollouts.max_staleness=1", replace(config.rollouts, max_staleness=1)
     tried = []
-    if isinstance(config.engine, Servers):
+    if isinstance(config.engine, Servers) and not config.engine.colocate:
         tried.append(_alternative(replace(config, rollouts=ahead), config, cluster, models, work, [word]))
     for choice in engine_choices(config, cluster, models):
         engine = choice.engine
-        if isinstance(engine, Servers):
-            own = [f"engine.kind={engine.kind}", f"engine.replicas={engine.replicas}", f"engine.tp={engine.tp}", word]
+        if isinstance(engine, Servers) and not engine.colocate:
+            own = [*engine_words(engine), word]
             tried.append(_alternative(replace(choice, rollouts=ahead), config, cluster, models, work, own))
     fitting = [one for one in tried if one is not None and not one.problem]
     return sorted(fitting, key=lambda one: one.step_s)[:1]
@@ -95,10 +95,8 @@ def _alternative(
         other = _made(replace(config, roles={**config.roles, **roles}), cluster, models, work)
         if other is not None and not other.problems:
             made, overrides = other, [*overrides, *(f"roles.{name}.model.recompute=full" for name in names)]
-    engine = config.engine
-    servers = len(config.server_roles) * engine.replicas * engine.tp if isinstance(engine, Servers) else 0
     return Alternative(
-        engine=_words(config), trainer_gpus=made.ranks, engine_gpus=servers, step_s=made.step_s,
+        engine=_words(config), trainer_gpus=made.ranks, engine_gpus=plans.server_gpus(config), step_s=made.step_s,
         problem=next(iter(made.problems), ""), overrides=overrides,
     )  # fmt: skip
 
@@ -119,5 +117,6 @@ def _words(config: TrainConfig) -> str:
         return "embedded, in the trainer's GPUs"
     many, gpus = "s" * (engine.replicas > 1), f"{engine.tp} GPU{'s' * (engine.tp > 1)}"
     whom = " for each role" if len(config.server_roles) > 1 else ""
-    said = f"{engine.replicas} {engine.kind} server{many} of {gpus}{whom}"
+    where = ", in the trainer's GPUs" * engine.colocate
+    said = f"{engine.replicas} {engine.kind} server{many} of {gpus}{whom}{where}"
     return f"{said}; {AHEAD}" if config.rollouts.max_staleness else said

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_rl.planning import flops, shapes
 from megatron_rl.planning.hardware import EXPERT_HBM_SHARE, HBM_SHARE, HOST, NETWORK_SHARE, NVLINK_SHARE, Cluster
@@ -299,16 +300,18 @@ class RefitCost:
 
 
 def refit_cost(
-    shape: Shape, parallel: Parallel, engine: EngineSetup, cluster: Cluster, *, width: int, together: bool
-) -> RefitCost:
+    shape: Shape, parallel: Parallel, engine: EngineSetup, cluster: Cluster, *, width: int,
+    place: Literal["ranks", "gpus", "elsewhere"],
+) -> RefitCost:  # fmt: skip
     """Returns the cost of a refit in which every engine GPU receives its slices once. `width`: bytes of a weight.
 
-    `together`: the engines lie in the trainer's ranks, and each holds the whole model.
+    `place` of the engines: in the trainer's ranks, where each holds the whole model; in other processes on the
+    trainer's GPUs; or on GPUs of their own.
     """
     device = cluster.device
     whole = float(width * shapes.total(shape))
     network, nvlink = device.network * NETWORK_SHARE, device.nvlink * NVLINK_SHARE
-    if together:
+    if place == "ranks":
         own = width * shapes.counts(shape, parallel, shapes.heaviest(shape, parallel)).all
         held = min(
             whole, own * min(cluster.per_node, parallel.tp * parallel.pp)
@@ -319,6 +322,11 @@ def refit_cost(
         )
     each = whole / engine.tp
     sent = whole * engine.replicas
+    if place == "gpus":  # what the same GPU's trainer rank has is copied, the rest comes from its neighbours
+        apart = parallel.tp * parallel.pp
+        link = nvlink if apart <= cluster.per_node else network
+        seconds = 2 * each / (device.hbm * HBM_SHARE) + each * (1 - 1 / apart) / link
+        return RefitCost(sent=sent, seconds=seconds)
     senders = sent / parallel.world
     return RefitCost(sent=sent, seconds=max(each, senders) / network)
 

@@ -20,6 +20,8 @@ from megatron_rl.planning.workload import Draw, TurnWork, longest_context
 GRADING_S = 0.02  # one of reward.workers grades one response
 PER_NODE = 8  # GPUs of a node where no cluster is named
 ENGINE_WORKSPACE = 3 * memory.GIB  # a server's activations of a prefill and its CUDA graphs, on each GPU
+ASLEEP = 2 * memory.GIB  # of a GPU that a sleeping server keeps: its CUDA context, NCCL's buffers, CUDA graphs. Assumed
+CHANGE_S = 1.0  # the orders to servers and supervisors, and freeing memory, when the GPUs change hands. Assumed
 NO_CACHE = frozenset(["--no-enable-prefix-caching", "--disable-radix-cache"])  # words of engine.args
 
 
@@ -35,10 +37,13 @@ class RolePlan:
     cache: float  # bytes of the embedded engine's keys and values on each rank
     sleeps: bool
     host: float  # bytes of host memory for each rank: the state that sleeps, and the reference
+    leaves: bool = False  # servers stand in the GPU: the weights are away too, but for the role that trains
 
     @property
     def asleep(self) -> float:
         """Returns the bytes that the role holds on the GPU in another role's turn."""
+        if self.leaves:
+            return 0.0
         held = self.training.weights + self.embedded
         return held if self.sleeps else held + self.training.gradients + self.training.optimizer
 
@@ -51,6 +56,8 @@ class ServerPlan:
     weights: float  # bytes
     cache: float  # bytes that engine.memory_share leaves for keys and values; the server does not start without any
     sequences: float  # number of sequences of the greatest length that fit into one server's cache
+    share: float  # bytes of the GPU that it takes while it generates
+    asleep: float  # bytes that it keeps while the trainer has its GPU; 0 on GPUs of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +150,23 @@ class RunPlan:
     def peak(self, role: RolePlan) -> float:
         """Returns the bytes on a trainer's GPU while `role` trains."""
         others = sum(other.asleep for other in self.roles if other is not role)
-        return self.reserve + others + role.embedded + role.training.peak
+        return self.reserve + others + role.embedded + role.training.peak + self.beside
+
+    @property
+    def beside(self) -> float:
+        """Returns the bytes on a trainer's GPU that servers keep which sleep there."""
+        return sum(server.asleep for server in self.servers)
+
+    def refit_peak(self, role: RolePlan) -> float:
+        """Returns the bytes on a GPU that servers share, while one of them takes a role's weights: these, and the
+        weights of all servers without their caches."""
+        return self.reserve + role.training.weights + self.beside + sum(server.weights for server in self.servers)
 
     @property
     def rollout_peak(self) -> float:
-        """Returns the bytes on a trainer's GPU while it generates with the embedded engine."""
+        """Returns the bytes on a trainer's GPU while it generates, with the embedded engine or servers in it."""
+        if self.beside:
+            return memory.CONTEXT + sum(server.share for server in self.servers)
         return (
             self.reserve
             + sum(role.asleep for role in self.roles)
@@ -157,7 +176,10 @@ class RunPlan:
     @property
     def host_per_node(self) -> float:
         """Returns the bytes of a trainer node's own memory."""
-        return sum(role.host for role in self.roles) * min(self.cluster.per_node, self.ranks)
+        kept = 0.0
+        if self.beside:  # in a turn the weights of all servers but those of the role that trains
+            kept = sum(server.weights for server in self.servers) - min(server.weights for server in self.servers)
+        return (sum(role.host for role in self.roles) + kept) * min(self.cluster.per_node, self.ranks)
 
     @property
     def problems(self) -> list[str]:
@@ -166,6 +188,9 @@ class RunPlan:
         places = [(f"{role.name} trains", self.peak(role)) for role in self.roles]
         if any(role.embedded for role in self.roles):
             places.append(("the embedded engine generates", self.rollout_peak))
+        if self.beside:
+            places.append(("servers generate in it", self.rollout_peak))
+            places += [(f"servers take the weights of {role.name}", self.refit_peak(role)) for role in self.roles]
         for what, need in places:
             if need > room:
                 gib = need / memory.GIB
@@ -214,12 +239,7 @@ class RunPlan:
 
 def own_cluster(config: TrainConfig) -> str:
     """Returns the cluster that a config asks for by itself: job.nodes and its engines' nodes, each with 8 A100-80."""
-    engines = (
-        len(config.server_roles) * config.engine.replicas * config.engine.tp
-        if isinstance(config.engine, Servers)
-        else 0
-    )
-    return f"{config.job.nodes + -(-engines // PER_NODE)}x{PER_NODE}xA100-80"
+    return f"{config.job.nodes + -(-server_gpus(config) // PER_NODE)}x{PER_NODE}xA100-80"
 
 
 def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork]) -> RunPlan:
@@ -256,11 +276,7 @@ def trainer_gpus(config: TrainConfig, cluster: Cluster) -> int:
 
     Raises ConfigError when they leave nothing.
     """
-    wanted = (
-        len(config.server_roles) * config.engine.replicas * config.engine.tp
-        if isinstance(config.engine, Servers)
-        else 0
-    )
+    wanted = server_gpus(config)
     left = cluster.gpus - wanted
     left = left // cluster.per_node * cluster.per_node if left >= cluster.per_node else left
     if left < 1:
@@ -270,6 +286,19 @@ def trainer_gpus(config: TrainConfig, cluster: Cluster) -> int:
             "for the trainer: lower engine.replicas, or take more nodes"
         )
     return left
+
+
+def server_gpus(config: TrainConfig) -> int:
+    """Returns the GPUs that servers have of their own."""
+    engine = config.engine
+    if not isinstance(engine, Servers) or engine.colocate:
+        return 0
+    return len(config.server_roles) * engine.replicas * engine.tp
+
+
+def colocated(config: TrainConfig) -> bool:
+    """Tells whether servers stand in the trainer's GPUs."""
+    return isinstance(config.engine, Servers) and config.engine.colocate
 
 
 def check_cut(name: str, shape: Shape, layout: Layout) -> None:
@@ -297,10 +326,12 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draw
         embedded = float(numbers.width * shapes.total(shape)) * _writers(role)
         rows = min(engine.max_batch, -(-(1 if draw is None else draw.samples) // parallel.world))
         cache = _writers(role) * float(rows * _longest(config, name, draw) * compute.kv_bytes(shape, numbers.width))
-    asleep = held.optimizer if role.sleep else 0.0
+    leaves = colocated(config)
+    asleep = (held.optimizer if role.sleep or leaves else 0.0) + (held.weights if leaves else 0.0)
     return RolePlan(
         name=name, shape=shape, parallel=parallel, training=held, embedded=embedded, cache=cache,
-        sleeps=role.sleep, host=asleep + ((held.weights if role.lora is None else own) if reference else 0.0),
+        sleeps=role.sleep, leaves=leaves,
+        host=asleep + ((held.weights if role.lora is None else own) if reference else 0.0),
     )  # fmt: skip
 
 
@@ -308,7 +339,7 @@ def _frozen(role: RolePlan) -> RolePlan:
     """Returns the plan of a role that plays but is never trained: it holds its weights alone."""
     weights = role.training.weights
     held = TrainingBytes(weights=weights, gradients=0.0, optimizer=0.0, activations=0.0, workspace=0.0, swapped=0.0)
-    return replace(role, training=held, host=0.0)
+    return replace(role, training=held, host=weights if role.leaves else 0.0)
 
 
 def _micro(role: RoleConfig) -> MicroBatchLoad:
@@ -324,11 +355,13 @@ def _server(
     if problems:
         raise ConfigError("\n  ".join(f"engine of {name}: {line}" for line in problems))
     weights = _writers(role) * width * shapes.total(shape) / settings.tp
-    cache = settings.memory_share * cluster.device.memory - weights - ENGINE_WORKSPACE
+    share = settings.memory_share * cluster.device.memory
+    cache = share - weights - ENGINE_WORKSPACE
     longest = _longest(config, name, draw)
     copies = shape.sizes.cache_copies(settings.tp)
     sequences = max(0.0, cache) * settings.tp / copies / compute.kv_bytes(shape, width) / longest / _writers(role)
-    return ServerPlan(role=name, weights=weights, cache=cache, sequences=sequences)
+    asleep = ASLEEP if settings.colocate else 0.0
+    return ServerPlan(role=name, weights=weights, cache=cache, sequences=sequences, share=share, asleep=asleep)
 
 
 def _engine(config: TrainConfig, ranks: int, cache: float) -> EngineSetup:
@@ -354,12 +387,14 @@ def _turn(
     parallels: Mapping[str, Parallel], engines: Mapping[str, EngineSetup],
 ) -> TurnPlan:  # fmt: skip
     phases, rows, episodes, before = {}, {}, [], 0.0
-    servers = isinstance(config.engine, Servers)
+    servers, together = isinstance(config.engine, Servers), colocated(config)
     for draw in work.draws:
         found = _rollout(config, cluster, draw, models[draw.role], engines[draw.role])
         rows[draw.role] = found.rows
         seconds = found.seconds
-        if servers and before:  # answers go on to the next role as they come: only the part behind the first counts
+        # Answers go on to the next role as they come: only the part behind the first counts, unless the servers of both
+        # share their GPUs.
+        if servers and before and not together:
             seconds = max(seconds - before, seconds / max(1.0, found.waves) / 4)
         before += seconds
         waiting = min(found.waiting, seconds)
@@ -373,8 +408,13 @@ def _turn(
     )
     role, draw, shape, parallel = config.roles[work.role], work.trained, models[work.role], parallels[work.role]
     phases |= _training(role, cluster, draw, shape, parallel)
+    if together:
+        phases["sleep and wake"] = _changes_of_place(config, work.role, models, parallel, engines)
     width = Precision.gpu(role.model.dtype).width
-    sent = compute.refit_cost(shape, parallel, engines[work.role], cluster, width=width, together=not servers)
+    sent = compute.refit_cost(
+        shape, parallel, engines[work.role], cluster, width=width,
+        place="ranks" if not servers else "gpus" if together else "elsewhere",
+    )  # fmt: skip
     phases["refit"] = sent.seconds
     drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
     beside = min(drawn, sum(phases.values()) - drawn) if config.rollouts.max_staleness else 0.0
@@ -386,6 +426,25 @@ def _turn(
         generated=sum(d.samples * d.written for d in work.draws), trained=batch.tokens,
         flops=compute.train_flops(shape, batch), sent=sent.sent, rows=rows, episodes=episodes,
     )  # fmt: skip
+
+
+def _changes_of_place(
+    config: TrainConfig, trained: str, models: Mapping[str, Shape], parallel: Parallel,
+    engines: Mapping[str, EngineSetup],
+) -> float:  # fmt: skip
+    """Returns the seconds in which one GPU's memory changes between servers and trainer, for a turn that trains a role.
+
+    Its weights and optimizer come and go. Its servers drop their weights, the others keep theirs in host memory.
+    """
+    role, shape = config.roles[trained], models[trained]
+    numbers, stage = Precision.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
+    moved = numbers.width * shapes.counts(shape, parallel, stage).all
+    moved += memory.optimizer_bytes(shape, parallel, numbers, stage=stage, lora=role.lora)
+    for name in config.server_roles:
+        if name != trained:
+            width = Precision.gpu(config.roles[name].model.dtype).width
+            moved += _writers(config.roles[name]) * width * shapes.total(models[name]) / engines[name].tp
+    return 2 * compute.host_seconds(moved) + 2 * CHANGE_S
 
 
 def _rollout(

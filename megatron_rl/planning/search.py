@@ -18,6 +18,7 @@ from megatron_rl.planning.shapes import Shape
 from megatron_rl.planning.workload import TurnWork
 
 ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # shares of the cluster's nodes that engines may take
+COLOCATED_SHARE, OWN_SHARE = 0.86, 0.9  # of a GPU: that servers of all roles take in the trainer's, and in their own
 PAIRS = 150  # combinations of the roles' layouts that are tried for each choice of engines
 MICRO_BATCHES = (32768, 16384, 8192, 4096)  # tokens of a micro-batch that are tried beside the config's own
 WORTH = 0.03  # share of a step's time that a change must save to be advised
@@ -120,7 +121,40 @@ def engine_choices(config: TrainConfig, cluster: Cluster, models: Mapping[str, S
         if replicas < 1 or (replicas, tp) in seen or gpus >= cluster.gpus:
             continue
         seen.add((replicas, tp))
-        yield replace(config, engine=replace(settings, replicas=replicas, tp=tp, urls={}, gpus=()))
+        own = {"colocate": False, "memory_share": OWN_SHARE} if settings.colocate else {}
+        yield replace(config, engine=replace(settings, replicas=replicas, tp=tp, urls={}, gpus=(), **own))
+    yield from _colocated_choices(config, settings, cluster, models, largest)
+
+
+def _colocated_choices(
+    config: TrainConfig, settings: Servers, cluster: Cluster, models: Mapping[str, Shape], largest: float
+) -> Iterator[TrainConfig]:
+    """Yields the config with servers of each role in all of the trainer's GPUs, of each size within a node."""
+    if config.rollouts.max_staleness or any(role.lora is not None for role in config.roles.values()):
+        return
+    share = settings.memory_share if settings.colocate else round(COLOCATED_SHARE / len(config.server_roles), 2)
+    for tp in (1, 2, 4, 8, 16):
+        if tp > cluster.per_node or cluster.per_node % tp or largest / tp > share * cluster.device.memory * 0.75:
+            continue
+        if any(engine_violations(s.sizes, tp, expert_parallel=settings.expert_parallel) for s in models.values()):
+            continue
+        engine = replace(
+            settings,
+            replicas=cluster.gpus // tp,
+            tp=tp,
+            urls={},
+            gpus=(),
+            colocate=True,
+            memory_share=share,
+            start=True,
+        )
+        yield replace(config, engine=engine)
+
+
+def engine_words(engine: Servers) -> list[str]:
+    """Returns the arguments that make a config's engine this one."""
+    words = [f"engine.kind={engine.kind}", f"engine.replicas={engine.replicas}", f"engine.tp={engine.tp}"]
+    return [*words, f"engine.colocate={str(engine.colocate).lower()}", f"engine.memory_share={engine.memory_share:g}"]
 
 
 def _with_engines(
@@ -262,7 +296,7 @@ def _changes(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape]) ->
         if role.model.recompute == "full" and role.layout.tp > 1 and not role.layout.sequence_parallel:
             layout = replace(role.layout, sequence_parallel=True)
             yield f"{name} with layout.sequence_parallel=true", _with_role(config, name, layout=layout)
-    if isinstance(config.engine, Servers):
+    if isinstance(config.engine, Servers) and not config.engine.colocate:
         engine, node = config.engine, made.cluster.per_node
         more = max(1, node // (engine.tp * len(config.roles)))
         yield (
@@ -345,9 +379,5 @@ def _overrides(asked: TrainConfig, config: TrainConfig) -> list[str]:
         out += [f"roles.{name}.micro_batch_tokens={micro}"] if micro != before.micro_batch_tokens else []
         out += [f"roles.{name}.sleep=true"] if role.sleep != before.sleep else []
     if config.engine != asked.engine and isinstance(config.engine, Servers):
-        out += [f"engine.kind={config.engine.kind}"] if config.engine.kind != asked.engine.kind else []
-        out += [
-            f"engine.replicas={config.engine.replicas}",
-            f"engine.tp={config.engine.tp}",
-        ]
+        out += engine_words(config.engine)
     return out

@@ -83,6 +83,9 @@ def _memory_table(plan: RunPlan) -> Table:
     table.add_row("reserve (context, NCCL, fragments)", *(_gib(plan.reserve) for _ in plan.roles))
     table.add_row("peak", *(_gib(plan.peak(role)) for role in plan.roles), style="bold")
     table.add_row("itself asleep", *(_gib(role.asleep - role.embedded) for role in plan.roles), style="dim")
+    if plan.beside:
+        table.add_row("servers that sleep", *(_gib(plan.beside) for _ in plan.roles))
+        table.add_row("peak of its refit", *(_gib(plan.refit_peak(role)) for role in plan.roles), style="dim")
     if any(role.embedded for role in plan.roles):
         table.add_row("keys and values while it generates", *(_gib(role.cache) for role in plan.roles))
     caption = [
@@ -90,6 +93,8 @@ def _memory_table(plan: RunPlan) -> Table:
     ]
     if any(role.embedded for role in plan.roles):
         caption.append(f"while the embedded engine generates: {_gib(plan.rollout_peak)} GiB")
+    if plan.beside:
+        caption.append(f"while servers generate in it: {_gib(plan.rollout_peak)} GiB")
     table.caption = "\n".join([*caption, f"of each node's own memory: {_gib(plan.host_per_node)} GiB"])
     table.caption_justify = "left"
     return table

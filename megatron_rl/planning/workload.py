@@ -66,6 +66,7 @@ def step_work(
     """Returns the turns of a step in the middle of the run.
 
     `fills`: by role, the mean length as a share of max_prompt_tokens and sampling.max_tokens, what `fills_of` gives.
+    Other roles have the lengths of their mean_tokens.
     Without a recipe (there is no torch here to build it) each role has a turn that draws its `group_size`, or one
     sample for each prompt. `episodes`: by role, what `episodes_of` gives; without it, what the recipe says. `draws`:
     what `draws_of` gives, over what the recipe says.
@@ -89,17 +90,17 @@ def step_work(
 
 
 def fills_of(config: TrainConfig, settings: Sequence[str]) -> dict[str, float]:
-    """Returns the mean length of each role's prompts and answers, as a share of the longest allowed. `settings` have
-    the form SHARE, for all roles, or ROLE=SHARE. Raises ConfigError for other roles, and for one outside (0, 1]."""
-    fills = dict.fromkeys(config.roles, FILL)
+    """Returns the mean length of prompts and answers, as a share of the longest allowed, of each role that `settings`
+    name: SHARE, for all roles, or ROLE=SHARE. Raises ConfigError for other roles, and for one outside (0, 1]."""
+    fills: dict[str, float] = {}
     for text in sorted(settings, key=lambda text: "=" in text):
         role, _, value = text.rpartition("=")
         share = _number(value, f"--fill {text}")
         if not 0 < share <= 1:
             raise ConfigError(f"--fill {text}: mean lengths as a share of the longest, above 0 and at most 1")
-        if role and role not in fills:
-            raise ConfigError(f"--fill {text}: it has the form ROLE=SHARE; the roles are {', '.join(fills)}")
-        fills |= {role: share} if role else dict.fromkeys(fills, share)
+        if role and role not in config.roles:
+            raise ConfigError(f"--fill {text}: it has the form ROLE=SHARE; the roles are {', '.join(config.roles)}")
+        fills |= {role: share} if role else dict.fromkeys(config.roles, share)
     return fills
 
 
@@ -186,7 +187,7 @@ def _draws(
 ) -> list[Draw]:
     out = []
     for name, each in drawn.items():
-        prompt, response, longest = _lengths(config.roles[name], episodes[name], fills[name])
+        prompt, response, longest = _lengths(config.roles[name], episodes[name], fills.get(name))
         out.append(
             Draw(
                 role=name,
@@ -200,14 +201,19 @@ def _draws(
     return out
 
 
-def _lengths(role: RoleConfig, episode: EpisodeEstimate, fill: float) -> tuple[float, float, int]:
-    """Returns the mean tokens of a prompt and of an answer, and the most of an answer.
+def _lengths(role: RoleConfig, episode: EpisodeEstimate, fill: float | None) -> tuple[float, float, int]:
+    """Returns the mean tokens of a prompt and of an answer, and the most of an answer. `fill`: None means the role's
+    mean_tokens.
 
-    In a bounded episode the prompt, the earlier answers and what is told after them share `fill` of the role's
-    max_prompt_tokens. Answers are as long as in other episodes, but at most so long that the prompt gets an equal part.
+    In a bounded episode the prompt, the earlier answers and what is told after them share what else is the prompt's.
+    Answers are as long as in other episodes, but at most so long that the prompt gets an equal part.
     In the longest sample all answers are longer alike.
     """
-    before, response, longest = fill * role.max_prompt_tokens, fill * role.sampling.max_tokens, role.sampling.max_tokens
+    own, share, longest = role.mean_tokens, FILL if fill is None else fill, role.sampling.max_tokens
+    before, response = share * role.max_prompt_tokens, share * longest
+    if fill is None:
+        before = min(own.prompt or before, role.max_prompt_tokens)
+        response = min(own.answer or response, longest)
     if not episode.bounded or episode.answers == 1:
         return before, response, longest
     later = episode.answers - 1

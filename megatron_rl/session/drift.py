@@ -25,9 +25,10 @@ from megatron_rl.session.common import open_driver, open_world_for
 from megatron_rl.session.fleet import open_fleet
 from megatron_rl.session.launch import Place
 from megatron_rl.training import gate
+from megatron_rl.training.memory import DeviceMemory
 from megatron_rl.training.rollouts import plain
 from megatron_rl.training.turns import Recipe, Table
-from megatron_rl.training.update import Trainee, update
+from megatron_rl.training.update import update
 from megatron_rl.types import Rollout
 from megatron_rl.world import TorchWorld, World
 
@@ -141,28 +142,28 @@ class Probes:
     """
 
     def __init__(
-        self, world: World, table: Table, trainees: Mapping[str, Trainee], trained: Sequence[str], texts: Sequence[str]
-    ) -> None:  # fmt: skip
-        self._world, self._table, self._trainees, self._trained, self._texts = world, table, trainees, trained, texts
+        self, world: World, table: Table, memory: DeviceMemory, trained: Sequence[str], texts: Sequence[str]
+    ) -> None:
+        self._world, self._table, self._memory, self._trained, self._texts = world, table, memory, trained, texts
         self._drawn: dict[str, list[Rollout]] = {}  # in the round before
-        self.gaps: dict[str, list[Gap]] = {name: [] for name in trainees}
+        self.gaps: dict[str, list[Gap]] = {name: [] for name in memory.trainees}
 
     def round(self, name: str, version: int) -> None:
         """Updates a policy on what it drew before, refits its engine, and measures.
 
         Collective. Version 0 has no update before it.
         """
-        trainee = self._trainees[name]
+        trainee = self._memory.trainees[name]
         if version and name in self._trained:
-            if trainee.sleeps:
-                trainee.policy.wake()
-            update(self._world, trainee, _with_advantages(self._drawn[name]) if self._world.rank == 0 else None)
+            with self._memory.train(name, [name]):
+                update(self._world, trainee, _with_advantages(self._drawn[name]) if self._world.rank == 0 else None)
         assert trainee.refit is not None
-        trainee.refit(version)
-        if version and name in self._trained and trainee.sleeps:
-            trainee.policy.sleep()
+        with self._memory.weights(name):
+            trainee.refit(version)
+        self._memory.generate()
         self._world.from_driver(self._draw, name, version)
-        engine, trainer = gate.both_logprobs(self._world, trainee.policy, self._drawn.get(name, []))
+        with self._memory.weights(name):
+            engine, trainer = gate.both_logprobs(self._world, trainee.policy, self._drawn.get(name, []))
         self._world.from_driver(self._measure, name, version, engine, trainer)
 
     def _draw(self, name: str, version: int) -> None:
@@ -194,7 +195,9 @@ def _run(config: TrainConfig, world: TorchWorld, place: Place, recipe: Recipe, u
         reader = readers[next(iter(recipe.roles()))]
         prompts = reader.take(config.run.prompts_per_step) if world.rank == 0 else []
         texts = [recipe.prompt(p.payload) for p in prompts]
-        probes = Probes(world, table, trainees, parts.trained_policies(config, recipe), texts)
+        memory = DeviceMemory(trainees, next(iter(fleet.colocated), None))
+        memory.start()
+        probes = Probes(world, table, memory, parts.trained_policies(config, recipe), texts)
         quarters = (f"quarter {q + 1}" for q in range(QUARTERS))
         driver.say(_row("role", "refit", "tokens", "mean", "p99", "max", *quarters))
         for version in range(updates + 1):

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from megatron_rl.algorithms.authors import boundaries
 from megatron_rl.cluster.address import address_among_ranks, own_address
+from megatron_rl.config.colocation import discards_weights
 from megatron_rl.config.schema import Embedded, Servers, TrainConfig
 from megatron_rl.engines.addresses import Addresses
 from megatron_rl.engines.base import Engine
@@ -31,6 +32,7 @@ from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.session.adapter_refit import AdapterRefit
+from megatron_rl.session.colocated import ColocatedServers, start_servers
 from megatron_rl.session.common import Driver
 from megatron_rl.session.pool_refit import PoolRefit
 from megatron_rl.session.servers import ENGINES, TOKEN, About, adapters_served, connect
@@ -51,6 +53,7 @@ class Fleet:
     engines: dict[str, Engine] = field(default_factory=dict)
     refits: dict[str, Callable[[int], None]] = field(default_factory=dict)
     pools: dict[str, Pool] = field(default_factory=dict)  # of servers, by role, on the driver
+    colocated: list[ColocatedServers] = field(default_factory=list)  # those in the trainer's GPUs: one value, or none
 
     def loads(self) -> dict[str, dict[str, float]]:
         """Returns what each server of the pools does, by its name."""
@@ -163,7 +166,9 @@ def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
     started: dict[str, list[Supervisor]] = {name: [] for name in config.server_roles}
     if settings.start:
         session.world.from_driver(check_gpus, config, settings, os.environ)
-    if session.world.rank == 0 and settings.start:
+    if settings.colocate:
+        _start_colocated(session, settings, started)
+    elif session.world.rank == 0 and settings.start:
         session.stack.callback(end_supervisors, started)
         for name in started:
             started[name] += [Supervisor(driver.directory.path, name, replica) for replica in range(settings.replicas)]
@@ -185,7 +190,32 @@ def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
             topology, config.refit, policy.shards(), group=policy.groups.control, host=settings.host, added=policy.added
         )
         session.stack.callback(side.close)
-        fleet.refits[name] = PoolRefit(session.world, name, side, pool, driver, config.refit.timeout_s)
+        fleet.refits[name] = PoolRefit(
+            session.world, name, side, pool, driver, config.refit.timeout_s, present=policy.present
+        )
+    if settings.colocate:
+        discarding = [name for name in config.engine_roles if discards_weights(config, name)]
+        own = [supervisor for each in started.values() for supervisor in each]
+        fleet.colocated.append(
+            ColocatedServers(
+                session.world, fleet.pools, own, discarding=discarding, start_timeout_s=settings.start_timeout_s
+            )
+        )
+
+
+def _start_colocated(session: _Session, settings: Servers, started: dict[str, list[Supervisor]]) -> None:
+    """Has all policies leave the GPUs, and starts the servers of this rank's, which go to `started`. Collective."""
+    for policy in session.policies.values():
+        policy.sleep(weights=True)
+    session.world.barrier()  # a server counts the memory that is free when it starts
+    session.stack.callback(end_supervisors, started)
+    run = session.driver.directory.path
+
+    def make(role: str, replica: int, gpus: Sequence[int]) -> Supervisor:
+        started[role].append(Supervisor(run, role, replica, gpus=gpus))
+        return started[role][-1]
+
+    start_servers(session.config, settings, session.world.rank, make)
 
 
 def _pool(session: _Session, settings: Servers, name: str, started: list[Supervisor]) -> Pool:
@@ -204,7 +234,8 @@ def _pool(session: _Session, settings: Servers, name: str, started: list[Supervi
     )
     if settings.urls:
         session.stack.callback(Addresses(Roster(directory), name, settings.urls[name], client).close)
-    pool.hopeless = functools.partial(hopeless, started, session.leave)
+    known = started if len(started) == settings.replicas else []  # else other ranks have started some
+    pool.hopeless = functools.partial(hopeless, known, session.leave)
     pool.members.waits = session.driver.watch.beat
     session.stack.callback(pool.close)
     return pool

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from megatron_rl.engines.base import EngineError
 from megatron_rl.engines.pool.pool import Pool
@@ -18,29 +19,27 @@ class PoolRefit:
     """Brings a pool's servers to the trainer's weights. Every rank has one; `pool` is on the driver."""
 
     def __init__(
-        self, world: World, role: str, side: TrainerSide, pool: Pool | None, driver: Driver, timeout_s: float
-    ) -> None:
-        self._world, self._role, self._side, self._pool, self._driver, self._timeout_s = (
-            world,
-            role,
-            side,
-            pool,
-            driver,
-            timeout_s,
-        )
+        self, world: World, role: str, side: TrainerSide, pool: Pool | None, driver: Driver, timeout_s: float, *,
+        present: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:  # fmt: skip
+        """`present`: a block in which the policy's weights are on its device, wherever they are otherwise."""
+        self._world, self._role, self._side, self._pool = world, role, side, pool
+        self._driver, self._timeout_s, self._present = driver, timeout_s, present
         self._call = f"refit/{role}"
         world.serve(self._call, self._attempt)
         if pool is not None:
             pool.refresh = self._refresh
 
     def __call__(self, version: int) -> None:
-        """Waits for a first server. Collective.
+        """Waits for a first server, unless servers cannot come now. Collective.
 
         Raises EngineError when none comes, or none can be brought to the weights.
         """
         why = None
         for _ in range(REFITS):
             replicas = self._world.from_driver(self._begin, version)
+            if not replicas:  # servers in the trainer's GPUs, all dead: they take the weights when they are back
+                return
             figures, why = self._attempt((version, replicas))
             if self._world.from_driver(self._end):
                 self._driver.refitted({"role": self._role, "version": version, **figures})
@@ -54,7 +53,8 @@ class PoolRefit:
         """Transfers the weights; called on every rank. Returns (its figures, or why it failed)."""
         version, replicas = order
         try:
-            return self._side(version, replicas), None
+            with self._present():
+                return self._side(version, replicas), None
         except RefitError as error:
             return {}, str(error)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import signal
 import sys
@@ -24,6 +23,7 @@ from megatron_rl.engines.launch import Command, ServerProcess, StartError, inter
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 from megatron_rl.session.damage import refuse_damaged_models
 from megatron_rl.session.launch import run_directory
+from megatron_rl.session.orders import Orders
 from megatron_rl.session.restarts import Restarts
 from megatron_rl.session.servers import ENGINES, TOKEN, adapters_served, command, connect
 
@@ -32,8 +32,12 @@ OVER_S = 2.0  # between two looks whether the run is over
 HUNG = 8  # times engine.lost_after_s without an answer: a server that will not mend by itself
 
 
-def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, environment: Mapping[str, str]) -> int:
-    """Returns 0 when it was asked to leave, 1 when the server died too often.
+def run(
+    config: TrainConfig, *, role: str, replica: int, with_parent: bool, environment: Mapping[str, str],
+    gpus: Sequence[int] = (),
+) -> int:  # fmt: skip
+    """Returns 0 when it was asked to leave, 1 when the server died too often. `gpus`: those of this host that the
+    server takes; none: those that engine.gpus has for it.
 
     Raises ConfigError, also for damaged weights; StartError when the last start failed.
     """
@@ -52,8 +56,12 @@ def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, envi
     if not with_parent:  # else the run that starts this has looked
         refuse_damaged_models(config.roles[role])
     settings = replace(settings, host=own_address(settings.host))
-    server = _Serving(config, settings, role, replica, interpreter(settings), environment)
+    own = visible_gpus(gpus, environment) if gpus else _gpus(config, settings, role, replica, environment)
+    server = _Serving(config, settings, role, replica, interpreter(settings), {**environment, **own})
     stop = _asked_to_leave(with_parent, functools.partial(over, run_directory(config)))
+    if with_parent:
+        server.orders = Orders(stop)
+        server.orders.listen(sys.stdin.fileno())  # not by sys.stdin, whose lock that thread would hold at the end
     return _keep_alive(server, settings, stop, f"{role}-{replica}")
 
 
@@ -108,14 +116,19 @@ class _Serving:
         self.log = directory / "logs" / f"engine_{role}_{replica}.log"
         self._model = _directory_of(f"roles.{role}.model.path", config.roles[role].model.path)
         families = own_families.variables(config.families)
-        self._environment = {**environment, **_gpus(config, settings, role, replica, environment), **families}
+        self._environment = {**environment, **families}
         self._job = job_from(environment)
+        self.orders = Orders(threading.Event())  # nobody gives any, unless `run` listens to them
 
     def serve(self, stop: threading.Event) -> float:
         """Runs the server from its start to its end, or until `stop`, or until it has not answered for long.
 
         Returns the seconds from its first answer to its last one. Raises StartError.
         """
+        with self.orders.start():
+            return 0.0 if stop.is_set() else self._serve(stop)
+
+    def _serve(self, stop: threading.Event) -> float:
         model, settings = self._config.roles[self._role].model, self._settings
         token, port = make_token(self._token_file), free_port(settings.host)
         words = command(settings)(
@@ -144,6 +157,7 @@ class _Serving:
             with Announcement(
                 self._roster, listing, alive=lambda: process.ended() is None and client.ready()
             ) as announced:
+                self.orders.serves(listing.incarnation)
                 while process.ended() is None and not stop.wait(POLL_S):
                     if announced.silent_s() > HUNG * settings.lost_after_s:
                         print(
@@ -151,6 +165,9 @@ class _Serving:
                             file=sys.stderr,
                             flush=True,
                         )
+                        break
+                    if self.orders.unwanted:
+                        print(f"{listing.name} does not sleep, and the trainer takes its GPU: it ends", file=sys.stderr)
                         break
                 return max(0.0, time.monotonic() - begin - announced.silent_s())
         finally:
@@ -213,6 +230,13 @@ def visible_gpus(numbers: Sequence[int], environment: Mapping[str, str]) -> dict
 
 def check_gpus(config: TrainConfig, settings: Servers, environment: Mapping[str, str]) -> None:
     """Raises ConfigError for servers that a run would start all on its first GPU, where its first rank is."""
+    if settings.colocate:
+        if not has_gpu(environment):
+            raise ConfigError(
+                f"engine.colocate without a GPU: the sleep mode of {settings.kind}, which gives the trainer its memory "
+                "back, needs CUDA; set engine.colocate to false"
+            )
+        return
     wanted = len(config.server_roles) * settings.replicas * settings.tp
     if wanted and not settings.gpus and has_gpu(environment):
         raise ConfigError(
@@ -241,24 +265,16 @@ def _gpus(
 
 
 def _asked_to_leave(with_parent: bool, over: Callable[[], bool]) -> threading.Event:
-    """Set by SIGTERM, SIGINT or SIGHUP, when the run is over, and at the end of standard input when that is a pipe from
-    the run that started this.
-    """
+    """Set by SIGTERM, SIGINT or SIGHUP, and when the run is over; who has a parent hears that from its orders."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
-
-    def watch() -> None:
-        while os.read(
-            sys.stdin.fileno(), 1
-        ):  # not by sys.stdin, whose lock this thread would hold at the end of the program
-            pass
-        stop.set()
 
     def look() -> None:
         while not stop.wait(OVER_S):
             if over():
                 stop.set()
 
-    threading.Thread(target=watch if with_parent else look, daemon=True).start()
+    if not with_parent:  # else the end of its orders tells
+        threading.Thread(target=look, daemon=True).start()
     return stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.engines.launch import tail
+from megatron_rl.session.orders import Line
 
 LEAVE_S = 60.0  # a server that is told to leave has so long
 
@@ -16,7 +18,9 @@ LEAVE_S = 60.0  # a server that is told to leave has so long
 class Supervisor:
     """`megatron-rl serve` for one server. It ends the server when this process is gone, however that comes."""
 
-    def __init__(self, run: Path, role: str, replica: int) -> None:
+    def __init__(self, run: Path, role: str, replica: int, *, gpus: Sequence[int] = ()) -> None:
+        """`gpus`: the GPUs of this host that the server takes; none: those that engine.gpus says."""
+        self.role, self.name = role, f"{role}-{replica}"
         words = [
             sys.executable,
             "-m",
@@ -25,22 +29,23 @@ class Supervisor:
             str(run / "config.yaml"),
             f"--role={role}",
             f"--replica={replica}",
+            *([f"--gpus={','.join(map(str, gpus))}"] if gpus else []),
         ]
         self.log = run / "logs" / f"serve_{role}_{replica}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open(
-            "ab"
-        ) as out:  # in a session of its own: Ctrl-C is for the run, which needs its servers until the turn's end
+        own, other = socket.socketpair()
+        # in a session of its own: Ctrl-C is for the run, which needs its servers until the turn's end
+        with self.log.open("ab") as out, other:
             self._process = subprocess.Popen(
-                [*words, "--with-parent"], stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
+                [*words, "--with-parent"], stdin=other.fileno(), stdout=out, stderr=out, start_new_session=True
             )
+        self.line = Line(own)
 
     def ended(self) -> bool:
         return self._process.poll() is not None
 
     def ask_to_leave(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self.line.close()
 
     def wait(self, timeout_s: float) -> None:
         """Waits until it has left; kills it after that time."""

@@ -22,7 +22,7 @@ from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins, sources
 from megatron_rl.config.absent import absent_recipe_files
-from megatron_rl.config.schema import ConfigError, JobConfig, Launch, Sinks, TrainConfig, Use
+from megatron_rl.config.schema import ConfigError, JobConfig, Launch, MeanTokens, Sinks, TrainConfig, Use
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.rewards.pool import Graded, GradePool
@@ -39,6 +39,7 @@ from megatron_rl.session.listening import Listener, listening
 from megatron_rl.text import decode
 from megatron_rl.training import loop
 from megatron_rl.training.gate import GatePlan
+from megatron_rl.training.memory import DeviceMemory
 from megatron_rl.training.player import Player, ReplayPlayer, TurnMaker, TurnPlayer, upcoming
 from megatron_rl.training.store import ROLLOUTS, TurnStore, fingerprint, open_replay
 from megatron_rl.training.turns import Grade, Recipe, Table, Turn
@@ -100,10 +101,12 @@ def _run(
             store = _store(config, models, driver, progress, fresh)
             player = _player(config, recipe, models, table, fleet, driver, progress, store)
             stack.callback(player.close)
-        hooks = _hooks(config, world, driver, _Saved(recipe, models, progress, player), interrupts)
+        trainees = {n: parts.trainee(config, n, p, fleet.refits.get(n)) for n, p in models.policies.items()}
+        memory = DeviceMemory(trainees, next(iter(fleet.colocated), None))
+        hooks = _hooks(config, world, driver, _Saved(recipe, models, progress, player, memory), interrupts)
         setup = loop.Setup(
             world=world,
-            trainees={n: parts.trainee(config, n, p, fleet.refits.get(n)) for n, p in models.policies.items()},
+            memory=memory,
             policy_of=parts.policy_of(config, recipe),
             recipe=recipe,
             table=table,
@@ -122,6 +125,7 @@ def _run(
         if not finished:
             driver.say(f"saved after turn {progress.number} of {turns}; the same command goes on from there")
         if whole:
+            memory.clear()
             _finish(config, world, driver, recipe, models, progress, finished=finished)
     return 0 if whole else 130
 
@@ -144,7 +148,8 @@ def _finish(
     are. Collective."""
     for name in parts.trained_policies(config, recipe):
         target = driver.directory.path / "models" / name
-        export_model(world, models.policies[name].weights(), config.roles[name].model, target)
+        with models.policies[name].present():
+            export_model(world, models.policies[name].weights(), config.roles[name].model, target)
         models.policies[name].write_adapter(driver.directory.path / "adapters" / name)
         if driver.tracker is not None:
             driver.tracker.keep_model(name, target)
@@ -187,12 +192,29 @@ class _Saved:
     models: _Models
     progress: loop.Progress
     player: Player | None  # on the driver: only it reads data and plays
+    memory: DeviceMemory
 
     def state(self) -> dict[str, Any]:
         """The state of rank 0; empty on the others, whose state nobody writes."""
         if self.player is None:
             return {}
         return {"progress": self.progress.state_dict(), **self.player.state()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """A policy whose weights are on its device while it is saved: implements common.Saves."""
+
+    name: str
+    policy: MegatronPolicy
+    memory: DeviceMemory
+
+    def save(self, directory: Path, *, background: bool = False) -> None:
+        with self.memory.weights(self.name):
+            self.policy.save(directory, background=background)
+
+    def saved(self, *, wait: bool) -> bool:
+        return self.policy.saved(wait=wait)
 
 
 def _player(
@@ -252,7 +274,8 @@ def _fingerprint(config: TrainConfig) -> str:
     """
     free = {"steps": None, "keep": 1, "save_every": 0, "async_save": False, "save_rollouts_every": 0, "resume": "auto"}
     run_settings = dataclasses.replace(config.run, **free, hang_after_s=0.0)
-    plain = dataclasses.replace(config, launch=Launch(), sinks=Sinks(), job=JobConfig(), run=run_settings)
+    roles = {name: dataclasses.replace(role, mean_tokens=MeanTokens()) for name, role in config.roles.items()}
+    plain = dataclasses.replace(config, roles=roles, launch=Launch(), sinks=Sinks(), job=JobConfig(), run=run_settings)
     settings = config_files.dump(plain)
     return fingerprint(f"{settings}\n{sources.digest(yaml.safe_load(settings))}")
 
@@ -308,7 +331,10 @@ def _restore(driver: Driver, config: TrainConfig, recipe: Recipe, models: _Model
 def _hooks(
     config: TrainConfig, world: TorchWorld, driver: Driver, saved: _Saved, interrupts: Interrupts
 ) -> loop.Hooks:  # fmt: skip
-    trained = {name: saved.models.policies[name] for name in parts.trained_policies(config, saved.recipe)}
+    trained = {
+        name: _Placed(name, saved.models.policies[name], saved.memory)
+        for name in parts.trained_policies(config, saved.recipe)
+    }
     saver = Saver(world, driver, trained, background=config.run.async_save)
     return loop.Hooks(
         log=driver.log,

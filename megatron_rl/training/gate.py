@@ -16,9 +16,10 @@ from megatron_rl.config.schema import Gate
 from megatron_rl.engines.base import Sampling
 from megatron_rl.rewards.pool import Graded
 from megatron_rl.text import fill
+from megatron_rl.training.memory import DeviceMemory
 from megatron_rl.training.rollouts import sample, tokenize
 from megatron_rl.training.turns import Grade, Recipe, Table
-from megatron_rl.training.update import Policy, Trainee, policy_logprobs
+from megatron_rl.training.update import Policy, policy_logprobs
 from megatron_rl.types import Outcome, Prompt, Rollout
 from megatron_rl.world import World
 
@@ -97,8 +98,8 @@ def _mean_score(
 
 
 def check_logprobs(
-    world: World, table: Table, trainees: Mapping[str, Trainee], *, texts: Sequence[str], limit: float
-) -> dict[str, float]:  # fmt: skip
+    world: World, table: Table, memory: DeviceMemory, *, texts: Sequence[str], limit: float
+) -> dict[str, float]:
     """Mean |engine - trainer| log-prob over tokens sampled after `texts`, per policy.
 
     Collective; engines hold the policies' weights.
@@ -106,23 +107,25 @@ def check_logprobs(
     Raises GateFailure for the first role whose gap is above `limit`, DriverError on the other ranks.
     """
     gaps = {}
-    for role, trainee in trainees.items():
+    for role, trainee in memory.trainees.items():
         if trainee.refit is not None:  # else it has no engine: a replay
-            pair = engine_and_trainer(world, table, trainee.policy, role, texts)
+            pair = engine_and_trainer(world, table, memory, role, texts)
             gaps[f"gate/logprob_gap_{role}"] = world.from_driver(_judge_gap, role, pair, limit)
     return gaps
 
 
 def engine_and_trainer(
-    world: World, table: Table, policy: Policy, role: str, texts: Sequence[str]
+    world: World, table: Table, memory: DeviceMemory, role: str, texts: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs of short samples after `texts`, by the role's engine and by its policy.
 
     Returns [N] float32 each, empty but on the driver.
     """
     drawn: list[Rollout] = []
+    memory.generate()
     world.from_driver(lambda: drawn.extend(_short_probe(table, role, texts)))
-    return both_logprobs(world, policy, drawn)
+    with memory.weights(role):
+        return both_logprobs(world, memory.trainees[role].policy, drawn)
 
 
 def both_logprobs(world: World, policy: Policy, drawn: Sequence[Rollout]) -> tuple[np.ndarray, np.ndarray]:
@@ -136,9 +139,7 @@ def both_logprobs(world: World, policy: Policy, drawn: Sequence[Rollout]) -> tup
     return engine, np.concatenate([values[r.trainable] for r, values in zip(drawn, found, strict=True)])
 
 
-def check(
-    world: World, table: Table, recipe: Recipe, trainees: Mapping[str, Trainee], plan: GatePlan
-) -> dict[str, float]:
+def check(world: World, table: Table, recipe: Recipe, memory: DeviceMemory, plan: GatePlan) -> dict[str, float]:
     """Tries the reward where that is asked for, and the log-probs of every policy given. Collective; raises GateFailure
     on rank 0 and DriverError on the others."""
     if not plan.settings.enabled:
@@ -151,7 +152,7 @@ def check(
         tried = partial(check_reward, bounds=plan.bounds)
         scores = world.from_driver(tried, table.grade, chosen, plan.wrong_answer, plan.answer_format)
     texts = [recipe.prompt(p.payload) for p in chosen]
-    return scores | check_logprobs(world, table, trainees, texts=texts, limit=plan.settings.max_logprob_gap)
+    return scores | check_logprobs(world, table, memory, texts=texts, limit=plan.settings.max_logprob_gap)
 
 
 def probe(table: Table, role: str, texts: Sequence[str], sampling: Sampling) -> list[Rollout]:

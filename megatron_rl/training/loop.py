@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from megatron_rl.training import gate
+from megatron_rl.training.memory import DeviceMemory
 from megatron_rl.training.turns import Played, Recipe, Schedule, Table, Turn
 from megatron_rl.training.update import Trainee, update
 from megatron_rl.types import Prompt, Rollout
@@ -110,18 +111,22 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The parts of a run. `trainees` has every policy by its name, trained or not; `policy_of` names the policy of each
+    """The parts of a run. `memory` has every policy by its name, trained or not; `policy_of` names the policy of each
     trained role (another role's, where two roles share one). `table`, `turns` and `held_out` are used on rank 0 alone.
     """
 
     world: World
-    trainees: Mapping[str, Trainee]
+    memory: DeviceMemory
     policy_of: Mapping[str, str]
     recipe: Recipe
     table: Table
     turns: Turns | None  # None on all ranks but the driver
     held_out: Sequence[Prompt] = ()
     hooks: Hooks
+
+    @property
+    def trainees(self) -> Mapping[str, Trainee]:
+        return self.memory.trainees
 
 
 def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
@@ -198,17 +203,16 @@ def _start(setup: Setup, plan: Plan, progress: Progress) -> None:
     gate.
     """
     watch = setup.table.watch
-    for trainee in setup.trainees.values():
-        if trainee.sleeps:
-            trainee.policy.sleep()
+    setup.memory.start()
     setup.hooks.say("giving the engines the policies' weights")
     with watch("refit"):
+        setup.memory.clear([name for name, trainee in setup.trainees.items() if trainee.refit is not None])
         for name in setup.trainees:
             _refit(setup, progress, name)
     if plan.gate is not None:
         setup.hooks.say("gate: trying the reward and the log-probabilities of the engines")
         with watch("gate"):
-            found = gate.check(setup.world, setup.table, setup.recipe, setup.trainees, plan.gate)
+            found = gate.check(setup.world, setup.table, setup.recipe, setup.memory, plan.gate)
         if found and progress.number == 0:
             setup.hooks.log(progress.step, "gate", found, turn=0)
 
@@ -217,16 +221,24 @@ def _turn(setup: Setup, plan: Plan, progress: Progress, roles: tuple[str, ...]) 
     """Takes a turn's rollouts and updates every policy that has some, in the order of the roles."""
     turn = progress.next_turn(roles)
     due = _Due(setup, plan, turn)
-    for name, signal in setup.world.from_driver(due.take):
+    setup.memory.generate()
+    found = setup.world.from_driver(due.take)
+    learning = [name for name, signal in found if signal]
+    for name, signal in found:
         version = progress.updates.get(name, 0)
         figures = {"skipped": 0.0 if signal else 1.0}  # no signal: all rewards of every group were equal
         if signal:
-            figures |= _learn(setup, plan, progress, name, due.usable.get(name))
+            with setup.table.watch("train"), setup.memory.train(name, learning):
+                trainee = setup.trainees[name]
+                figures |= update(setup.world, trainee, due.usable.get(name), rescore=plan.mixed == "rescore")
+            progress.updates[name] = version + 1
+            with setup.table.watch("refit"):
+                _refit(setup, progress, name)
         figures["update"] = float(progress.updates.get(name, 0))  # of the policy, with this one
         for role in (r for r in roles if setup.policy_of[r] == name):
-            found = due.metrics(role, version)
-            progress.last_figures[role] = found
-            setup.hooks.log(turn.step, role, found | figures, turn=turn.number)
+            shown = due.metrics(role, version)
+            progress.last_figures[role] = shown
+            setup.hooks.log(turn.step, role, shown | figures, turn=turn.number)
     if setup.world.rank == 0:
         setup.hooks.show(turn, due.rollouts)
     progress.turn_done(turn)
@@ -282,27 +294,12 @@ class _Due:
         return any(np.abs(np.asarray(r.advantages)).max(initial=0.0) > ROUNDING for r in rollouts)
 
 
-def _learn(
-    setup: Setup, plan: Plan, progress: Progress, name: str, rollouts: Sequence[Rollout] | None
-) -> dict[str, float]:
-    """Updates one policy on the rollouts (on the driver; None elsewhere) and brings its engine to the new weights."""
-    trainee, watch = setup.trainees[name], setup.table.watch
-    with watch("train"):
-        if trainee.sleeps:
-            trainee.policy.wake()
-        figures = update(setup.world, trainee, rollouts, rescore=plan.mixed == "rescore")
-    progress.updates[name] = progress.updates.get(name, 0) + 1
-    with watch("refit"):
-        _refit(setup, progress, name)
-        if trainee.sleeps:
-            trainee.policy.sleep()
-    return figures
-
-
 def _refit(setup: Setup, progress: Progress, name: str) -> None:
+    """Brings a policy's engine to its weights."""
     refit = setup.trainees[name].refit
-    if refit is not None:
-        refit(progress.updates.get(name, 0))
+    with setup.memory.weights(name):
+        if refit is not None:
+            refit(progress.updates.get(name, 0))
 
 
 def _end_step(schedule: Schedule, progress: Progress) -> None:
@@ -323,6 +320,7 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, steps: int) -
     if not setup.world.broadcast(wanted and bool(setup.held_out)):
         return False
     table = replace(setup.table, kept=progress.kept)
+    setup.memory.generate()
     setup.hooks.say(f"evaluating {len(setup.held_out)} held-out problems after step {step}")
     figures = setup.world.from_driver(setup.recipe.evaluate, setup.held_out, table)
     progress.evaluated, progress.last_evaluation = step, figures
@@ -338,6 +336,7 @@ def _save(setup: Setup, progress: Progress) -> None:
         return
     progress.saved = progress.number
     with setup.table.watch("save"):
+        setup.memory.clear()
         _complete(setup, setup.hooks.save(progress.number))
 
 

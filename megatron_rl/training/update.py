@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Protocol
@@ -55,9 +56,15 @@ class Policy(Cutter, Protocol):
         """Mean loss of all of `work`, which is one step, without an update."""
         ...
 
-    def sleep(self) -> None: ...
+    def sleep(self, *, weights: bool = False) -> None:
+        """Leaves the device with gradients and optimizer until `wake`; with the `weights` too where that is said."""
+        ...
 
     def wake(self) -> None: ...
+
+    def present(self) -> AbstractContextManager[None]:
+        """Has the weights on the device in the block, and they leave again where they were away."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@ rank."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,8 @@ class TablePolicy:
     shares_prefixes = False
 
     def __init__(self, vocab: int, *, lr: float = 0.3, seed: int = 0, micro_batch_tokens: int = 1 << 20) -> None:
-        self.vocab, self.asleep, self.micro_batch_tokens = vocab, False, micro_batch_tokens
+        self.vocab, self.micro_batch_tokens = vocab, micro_batch_tokens
+        self.asleep, self.away = False, False  # without gradients and optimizer; without weights
         generator = torch.Generator().manual_seed(seed)
         self.table = (0.1 * torch.randn(vocab * vocab, vocab, generator=generator)).requires_grad_()
         self._start = self.table.detach().clone()
@@ -65,6 +67,7 @@ class TablePolicy:
         self, work: Work, names: Sequence[str] = ("logprobs",), *, reference: bool = False
     ) -> dict[str, Tensor]:
         """Gives statistics of the labels in the loss; 0 elsewhere. -> [N] float32 by name."""
+        self._check_present()
         out = torch.zeros(len(names), work.num_tokens)
         for micro in work.micros():
             batch = work.batch(micro)
@@ -78,7 +81,12 @@ class TablePolicy:
             sums = self._sums(work, 0, loss, self.table.detach().double())
         return sums["loss"] / work.steps[0].denominator
 
+    def _check_present(self) -> None:
+        if self.away:
+            raise RuntimeError("the weights are in host memory")
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._check_present()
         yield "table", self.table.detach().clone()
 
     def save(self, directory: Path) -> None:
@@ -90,11 +98,17 @@ class TablePolicy:
             self.table.copy_(state["table"])
         self._optimizer.load_state_dict(state["optimizer"])
 
-    def sleep(self) -> None:
-        self.asleep = True
+    def sleep(self, *, weights: bool = False) -> None:
+        self.asleep, self.away = True, self.away or weights
 
     def wake(self) -> None:
-        self.asleep = False
+        self.asleep = self.away = False
+
+    @contextlib.contextmanager
+    def present(self) -> Iterator[None]:
+        before, self.away = self.away, False
+        yield
+        self.away = before
 
     def _sums(self, work: Work, step: int, loss: BatchLoss, table: Tensor) -> dict[str, float]:
         """Sums over all ranks; gradients of the loss's sum are left in `table` where it wants them."""

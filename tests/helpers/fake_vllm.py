@@ -65,6 +65,9 @@ class FakeVllm:
         self.prompts: list[tuple[int, ...]] = []  # that it was asked
         self.scored: list[int] = []  # sequences of each request
         self.running = self.most_running = 0  # requests that generate
+        self.sleeping: set[str] = set()  # what /sleep has given back: weights, kv_cache
+        self.dropped = False  # the weights are gone until an update brings others
+        self.crashed = ""  # what a real server's GPU would have failed at
         self.cached = "default"  # the oldest version of the weights that the prefix cache has entries of
         self._faults: dict[str, list[str]] = defaultdict(list)
         self._change = threading.Condition()
@@ -122,11 +125,18 @@ class FakeVllm:
                     self.joined = body["init_info"]
                 case "/pause":
                     self._pause(query["mode"][0])
+                case "/sleep":
+                    return self._sleep(int(query.get("level", ["1"])[0]), query.get("mode", ["abort"])[0])
+                case "/wake_up":
+                    return self._wake(query.get("tags"))
+                case "/is_sleeping":
+                    return {"is_sleeping": self._paused or bool(self.sleeping)}
                 case "/update_weights":
+                    self._touch("weights", "an update of weights that are not there")
                     self._pending = str(body["update_info"]["version"])
                 case "/finish_weight_update":
                     assert body["weight_version"] == self._pending
-                    self.version = self._pending
+                    self.version, self.dropped = self._pending, False
                 case "/reset_prefix_cache":  # vLLM's answer does not say whether it was done
                     if not self.running or query.get("reset_running_requests") == ["true"]:
                         self.cached = self.version
@@ -141,6 +151,28 @@ class FakeVllm:
         if mode == "wait":
             self._change.wait_for(lambda: not self.running or self._closed)
         self._paused = True
+
+    def _sleep(self, level: int, mode: str) -> dict[str, Any]:
+        """As EngineCore.sleep of vLLM 0.32: the scheduler pauses and its prefix cache is emptied, then the executor
+        gives both kinds of memory back, unless its weights are away."""
+        assert level in (1, 2)
+        self._pause(mode)
+        self.cached = self.version
+        if "weights" not in self.sleeping:
+            self.sleeping, self.dropped = {"weights", "kv_cache"}, self.dropped or level == 2
+        return {"status": "sleeping", "level": level}
+
+    def _wake(self, tags: list[str] | None) -> dict[str, Any]:
+        """As Executor.wake_up: with a tag that is awake it does nothing. The scheduler goes on when all is back."""
+        if tags is None or set(tags) <= self.sleeping:
+            self.sleeping -= {*tags} if tags else self.sleeping.copy()
+        if not self.sleeping:
+            self._paused = False
+        return {"status": "sleeping" if self.sleeping else "awake", "tags": tags}
+
+    def _touch(self, tag: str, what: str) -> None:
+        if tag in self.sleeping:
+            self.crashed = self.crashed or what
 
     def abort(self) -> None:
         """Ends all requests as /abort_requests does: without a pause."""
@@ -202,6 +234,9 @@ class FakeVllm:
             )
             if self._aborts != epoch or self._closed:
                 return texts, spans, "abort"
+            self._touch("kv_cache", "a token without a cache")
+            if self.dropped:
+                self.crashed = self.crashed or "a token by weights that were dropped"
             if not spans or spans[-1][1] != self.version:
                 spans.append((place, self.version))
             for j, text in enumerate(texts):

@@ -15,6 +15,7 @@ from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.spread import SpreadEngine
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.training import loop
+from megatron_rl.training.memory import DeviceMemory
 from megatron_rl.training.player import Player, ReplayPlayer, TurnPlayer, upcoming
 from megatron_rl.training.store import TurnStore
 from megatron_rl.training.turns import Table
@@ -122,7 +123,7 @@ def make(template, log, directory, **own):
     )  # fmt: skip
     setup = loop.Setup(
         world=world,
-        trainees={"generator": trainee},
+        memory=DeviceMemory({"generator": trainee}),
         policy_of={"generator": "generator"},
         recipe=recipe,
         table=table,
@@ -137,4 +138,4 @@ def without_engine(setup):
     """The same run with nobody to ask: what a replay has."""
     table = Table(engines={}, tokenizers={}, samplings={}, max_prompt_tokens={}, grade=right)
     trainees = {name: replace(trainee, refit=None) for name, trainee in setup.trainees.items()}
-    return replace(setup, table=table, trainees=trainees, held_out=())
+    return replace(setup, table=table, memory=DeviceMemory(trainees), held_out=())

@@ -19,6 +19,7 @@ from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.config.schema import LossConfig
 from megatron_rl.engines.base import Sampling
 from megatron_rl.session.drift import Gap, Probes, judge, measure
+from megatron_rl.training.memory import DeviceMemory
 from megatron_rl.training.turns import Table
 from megatron_rl.training.update import Trainee
 from megatron_rl.world import OneProcess
@@ -71,7 +72,7 @@ def test_refits_that_spoil_the_weights_a_little_more_each_time_are_found(noise):
         samplings={"a": Sampling(max_tokens=20)}, max_prompt_tokens={"a": 8}, grade=lambda responses, payloads: [],
     )  # fmt: skip
     trainee = Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.0)), refit=refit)
-    probes = Probes(OneProcess(), table, {"a": trainee}, ("a",), ["text"] * 64)
+    probes = Probes(OneProcess(), table, DeviceMemory({"a": trainee}), ("a",), ["text"] * 64)
     for version in range(6):
         probes.round("a", version)
     verdict = judge(probes.gaps["a"], LIMIT)

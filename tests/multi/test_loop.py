@@ -15,6 +15,7 @@ from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.config.schema import Gate, LossConfig
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.training import gate, loop
+from megatron_rl.training.memory import DeviceMemory
 from megatron_rl.types import Outcome
 
 
@@ -179,7 +180,7 @@ def test_a_turn_without_signal_can_be_trained_on_as_the_release_does(template, t
     setup, progress = make(template, log, tmp_path / "turns", grade=graded(lambda response, payload: 0.0))
     trainee = setup.trainees["generator"]
     loss = PolicyLoss(LossConfig(kl_coef=0.0, entropy_coef=entropy_coef))
-    setup = replace(setup, trainees={"generator": replace(trainee, loss=loss)})
+    setup = replace(setup, memory=DeviceMemory({"generator": replace(trainee, loss=loss)}))
     before = trainee.policy.table.detach().clone()
     assert loop.train(setup, loop.Plan(steps=2, train_without_signal=True), progress)
     assert log.series("skipped") == [0.0, 0.0] and progress.updates == {"generator": 2}

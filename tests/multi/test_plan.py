@@ -218,21 +218,21 @@ def test_a_refit_sends_what_its_plan_sends(name, cut, engine):
         EngineSetup(replicas=replicas, tp=tp, max_batch=1, kv_bytes=0),
         cluster,
         width=2,
-        together=False,
+        place="elsewhere",
     )
     assert ours.sent == pytest.approx(2 * plan.sent, rel=0.02)
 
 
 def test_the_papers_run_on_its_32_a100(capsys):
     status, found = planned(capsys, "--cluster", "4x8xA100-80")
-    assert status == 0 and found["fits"] and found["trainer_gpus"] == 16
+    assert status == 0 and found["fits"] and found["trainer_gpus"] == 32
     for role in found["roles"]:
-        assert role["parameters"] == 7_615_616_512 and role["layout"]["dp"] == 8
+        assert role["parameters"] == 7_615_616_512 and role["layout"]["dp"] == 16
         held = role["training"]
         assert held["weights"] == pytest.approx(7.62e9, rel=0.01) and held["gradients"] == 2 * held["weights"]  # tp 2
-        assert held["optimizer"] == pytest.approx(6 * held["weights"] / 8)
+        assert held["optimizer"] == pytest.approx(6 * held["weights"] / 16)
         assert 60 * GIB < role["peak"] < 79 * GIB
-        assert role["asleep"] == held["weights"] + role["embedded"]
+        assert role["asleep"] == 0  # servers stand in the GPUs
     assert [(turn["role"], turn["times"]) for turn in found["turns"]] == [("generator", 3), ("verifier", 1)]
     generator, verifier = found["turns"]
     assert generator["trained"] == 256 * 5 * 2048 and verifier["trained"] == 256 * 5 * 4096  # half of the longest
@@ -244,17 +244,49 @@ def test_the_plan_says_what_each_other_engine_gives(capsys):
     _, found = planned(capsys, "--cluster", "4x8xA100-80")
     asked, *others = found["engines"]
     assert (asked["overrides"], asked["step_s"]) == ([], found["step_s"])
-    assert asked["engine"] == "4 vllm servers of 2 GPUs for each role"
-    assert (asked["engine_gpus"], asked["trainer_gpus"]) == (16, 16)
+    assert asked["engine"] == "8 vllm servers of 4 GPUs for each role, in the trainer's GPUs"
+    assert (asked["engine_gpus"], asked["trainer_gpus"]) == (0, 32)
     assert others[0]["engine"].startswith("embedded") and others[0]["trainer_gpus"] == 32
     served = [one for one in others[1:] if "rollouts.max_staleness=1" not in one["overrides"]]
     ahead = [one for one in others if "rollouts.max_staleness=1" in one["overrides"]]
-    assert len(served) == 3 and [one["step_s"] for one in served] == sorted(one["step_s"] for one in served)
-    assert len(ahead) == 1 and ahead[0]["step_s"] < min(one["step_s"] for one in found["engines"][:-1])
+    assert len(served) == 3 and any("engine.colocate=false" in one["overrides"] for one in served)
+    assert [one["step_s"] for one in served] == sorted(one["step_s"] for one in served)
+    own = [one["step_s"] for one in served if "engine.colocate=false" in one["overrides"]]
+    assert len(ahead) == 1 and ahead[0]["step_s"] < min(own)
     for one in others:
         _, again = planned(capsys, "--cluster", "4x8xA100-80", *one["overrides"])
         assert again["fits"] and again["step_s"] == pytest.approx(one["step_s"]), one
         assert again["trainer_gpus"] == one["trainer_gpus"]
+
+
+def test_servers_and_trainer_have_the_whole_memory_by_turns(capsys):
+    """Counted by hand for 32 GPUs with a server of each role in each group of four."""
+    _, found = planned(capsys, "--cluster", "4x8xA100-80")
+    weights = 7_615_616_512 * 2
+    for server in found["servers"]:
+        assert server["weights"] == weights / 4 and server["asleep"] == plans.ASLEEP
+        assert server["share"] == pytest.approx(0.43 * 79.2 * GIB)
+    assert found["rollout_peak"] == pytest.approx(2.5 * GIB + 2 * 0.43 * 79.2 * GIB)
+    for role in found["roles"]:
+        held = role["training"]
+        alone = sum(held[part] for part in ("weights", "gradients", "optimizer", "workspace", "activations"))
+        assert role["peak"] == pytest.approx(found["reserve"] + alone + 2 * plans.ASLEEP)
+    [generator, _] = found["turns"]
+    moved = weights / 2 * (1 + 6 / 16) + weights / 4  # its own weights and optimizer, and the verifier's server
+    changes = 2 * moved / 20e9 + 2 * plans.CHANGE_S
+    assert generator["phases"]["sleep and wake"] == pytest.approx(changes, rel=0.01)
+    assert found["host_per_node"] / 8 == pytest.approx(2 * (weights / 2 * (2 + 6 / 16)) + weights / 4, rel=0.01)
+    _, more = planned(capsys, "--cluster", "4x8xA100-80", "engine.memory_share=0.49")
+    assert any("while servers generate in it" in line for line in more["problems"])
+
+
+def test_mean_lengths_of_a_config_are_what_is_planned_with():
+    config = load("roles.verifier.mean_tokens={prompt: 900, answer: 600}")
+    verifier = next(turn for turn in step_work(config, Duet()) if turn.role == "verifier").trained
+    assert (verifier.prompt, verifier.response) == (900, 600)
+    said = fills_of(config, ["0.25"])
+    verifier = next(turn for turn in step_work(config, Duet(), fills=said) if turn.role == "verifier").trained
+    assert (verifier.prompt, verifier.response) == (1024, 1024)
 
 
 def test_an_engine_beside_which_nothing_fits_is_said_not_to_fit(capsys):

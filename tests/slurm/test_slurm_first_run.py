@@ -32,7 +32,7 @@ LEFT_OUT = {"cd", "git", "slurm/gpu/install.sh", ".", "export", "cp"}
 # teacher and both roles have embedded engines, for vLLM takes a minute to start.
 REPLACED = {
     "--cpus-per-task=96": "--cpus-per-task=4",
-    "16": "2",  # --ranks
+    "32": "2",  # --ranks
     "engine.python=.venv-vllm/bin/python": "engine={kind: embedded}",
 }
 TASK = {

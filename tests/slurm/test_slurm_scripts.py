@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from tiny_models import make_model
 
 from megatron_rl.cluster import profile, slices
@@ -179,6 +180,16 @@ def test_a_dry_run_prints_scripts_and_writes_nothing(tmp_path, capsys):
     assert not [*tmp_path.iterdir()]
 
 
+def test_servers_in_the_trainers_gpus_need_no_job_of_their_own(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = config_files.load(TrainConfig, [TANGO], ["run.dir=/shared/runs"])
+    planned = submit.plan_run(config, profile.read("a100"), command="train", as_roles=False)
+    assert planned.scripts == ["train.sbatch"] and config.engine.colocate
+    assert yaml.safe_load(planned.files["config.yaml"])["engine"]["start"] is True
+    with pytest.raises(ConfigError, match="no servers outside of the trainer's job"):
+        submit.plan_run(config, profile.read("a100"), command="train", as_roles=True)
+
+
 def test_without_sbatch_the_cure_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert main(["submit", str(TANGO), "job.nodes=4", f"run.dir={tmp_path}"]) == 2
@@ -186,7 +197,7 @@ def test_without_sbatch_the_cure_is_named(tmp_path, capsys, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-SERVED = ["job.nodes=4", "engine.kind=vllm"]
+SERVED = ["job.nodes=4", "engine.kind=vllm", "engine.colocate=false"]
 
 
 def test_a_second_submission_leaves_the_config_of_the_first_alone(tmp_path, capsys, fake_slurm):

@@ -12,6 +12,7 @@ from megatron_rl.config.schema import LossConfig
 from megatron_rl.recipes.tango import PaperTango
 from megatron_rl.run.console import headline
 from megatron_rl.training import loop
+from megatron_rl.training.memory import DeviceMemory
 from megatron_rl.training.player import Player, TurnPlayer, upcoming
 from megatron_rl.training.store import TurnStore
 from megatron_rl.training.update import Trainee
@@ -46,7 +47,7 @@ def test_the_loop_plays_tango_by_turns_and_refits_the_role_that_learned(tmp_path
     turns = upcoming(recipe.schedule(), progress.state_dict())
     setup = loop.Setup(
         world=OneProcess(),
-        trainees=trainees,
+        memory=DeviceMemory(trainees),
         policy_of={name: name for name in trainees},
         recipe=recipe,
         table=table,

@@ -5,7 +5,8 @@ current.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from megatron_rl.engines.roster import Listing, Roster
 from megatron_rl.engines.server import Server, ServerLost
 
 SCORED_SEQUENCES, SCORED_TOKENS = 32, 1 << 15  # of one request
+LISTED_S = 10.0  # from a server's first answer until a pool has it among its living members
 
 
 class ServerEngine:
@@ -113,6 +115,10 @@ class Pool(ServerEngine):
         fixed: bool = False, look_s: float = LOOK_S, listed: str | None = None,
     ) -> None:  # fmt: skip
         self.refresh: Callable[[list[int]], None] | None = None
+        # Where the servers stand in the trainer's GPUs: sends all of them to sleep, brings those without current
+        # weights to these, and wakes them. None until somebody sets it.
+        self.nap: Callable[[], None] | None = None
+        self._colocated = settings.colocate
         self._owner = threading.get_ident()
         members = ListedMembers(role, settings, roster, connect, fixed=fixed, look_s=look_s, listed=listed)
         self._refits = PoolRefits(members)
@@ -126,8 +132,11 @@ class Pool(ServerEngine):
 
         -> their replicas. Without `only` it waits for a first; with it there may be none. They are paused as
         `engine.pause` says, and none of them serves until it has the weights. Raises EngineError when none comes within
-        `engine.wait_s`.
+        `engine.wait_s`. Servers in the trainer's GPUs are not waited for, since none is started while these are not
+        free: there may be none of them either.
         """
+        if self._colocated and only is None and not self._refits.begin_without(version):
+            return []
         waiting = self._dispatcher.waiting()
         return self._refits.begin(version, address, only, wait_s=wait_s, waiting=waiting, look_s=self._look_s)
 
@@ -143,8 +152,27 @@ class Pool(ServerEngine):
         """
         if self.refresh is None or self.version < 0 or self._refits.under_way or threading.get_ident() != self._owner:
             return
-        if stale := self._refits.stale():
-            self.refresh(stale)
+        if not (stale := self._refits.stale()):
+            return
+        if self._colocated and not self._refits.away:  # beside their caches there is no room for the trainer's weights
+            if self.nap is not None and not self.members.serving():
+                self.nap()
+            return
+        self.refresh(stale)
+
+    def sleep(self, expected: Collection[str], *, discard: bool) -> list[str]:
+        """Puts the servers to sleep that live -> the incarnations of those that sleep now. It waits a moment for the
+        incarnations `expected`, which may have been listed just now. `discard`: their weights are dropped; none serves
+        before a refit.
+        """
+        end = time.monotonic() + LISTED_S
+        while not {*expected} <= {m.listing.incarnation for m in self.members.living()} and time.monotonic() < end:
+            self.members.closing.wait(self._look_s)
+        return self._refits.sleep(discard=discard)
+
+    def wake(self) -> None:
+        """Wakes the servers that live; one that does not wake serves no more until it has taken the weights anew."""
+        self._refits.wake()
 
     def close(self) -> None:
         super().close()

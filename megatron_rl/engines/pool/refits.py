@@ -1,4 +1,4 @@
-"""Refits of servers: who takes part in one, and who serves after it."""
+"""Refits of servers, and their sleep while the trainer has their GPUs: who takes part, and who serves after it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _log = logging.getLogger(__name__)
 
 
 class PoolRefits:
-    """The servers' side of refits, one after the other. `under_way` is True between `begin` and `end`."""
+    """The servers' side of refits, one after the other. `under_way` is True between `begin` and `end`, `away` between
+    `sleep` and `wake`."""
 
     def __init__(self, members: Members) -> None:
-        self.under_way = False
+        self.under_way, self.away = False, False
         self._members = members
         self._threads = concurrent.futures.ThreadPoolExecutor(members.limits.servers, f"refits-{members.role}")
         self._updates: dict[Member, concurrent.futures.Future[bool]] = {}
@@ -57,6 +58,14 @@ class PoolRefits:
         self._updates = {m: self._threads.submit(self._update, m, version, wait_s) for m in paused}
         return sorted(m.listing.replica for m in paused)
 
+    def begin_without(self, version: int) -> bool:
+        """Tells whether a server lives. Where none does, this is the version that those to come have to take."""
+        with self._members.change:
+            if self._members.living():
+                return True
+            self._members.version = version
+            return False
+
     def end(self) -> int:
         """See Pool.end_refit."""
         for future in self._updates.values():
@@ -68,6 +77,32 @@ class PoolRefits:
         """Returns the replicas that live without current weights, but for those that failed a refit a moment ago."""
         latest = time.monotonic() - min(AGAIN_S, self._members.limits.wait_s / 4)
         return [m.listing.replica for m in self._members.living() if m.version is None and m.troubled < latest]
+
+    def sleep(self, *, discard: bool) -> list[str]:
+        """See Pool.sleep."""
+        self.away = True
+        living = self._members.living()
+        asleep = _those(living, self._threads.map(functools.partial(self._sleep, discard=discard), living))
+        if discard:
+            with self._members.change:
+                for member in self._members.by_replica.values():
+                    member.version = None
+                self._members.changed()
+        return [member.listing.incarnation for member in asleep]
+
+    def wake(self) -> None:
+        """See Pool.wake."""
+        list(self._threads.map(self._wake, self._members.living()))
+        self.away = False
+        with self._members.change:
+            self._members.changed()
+
+    def _sleep(self, member: Member, *, discard: bool) -> bool:
+        verb = functools.partial(member.server.sleep, discard=discard)
+        return self._step(member, "could not be put to sleep", verb)
+
+    def _wake(self, member: Member) -> bool:
+        return self._step(member, "could not be woken", member.server.wake)
 
     def _seat(self, member: Member, address: Address) -> bool:
         if member.joined == address:

@@ -1,0 +1,404 @@
+"""Servers in the trainer's GPUs: who has the memory when, over whole turns of Tango, and servers that do not sleep."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from dataclasses import replace
+
+import pytest
+from fake_fleet import ADDRESS, ROLE, TOKEN, fleet_in, until
+from fake_policy import TablePolicy
+from fake_vllm import FakeVllm
+from test_recipes import TOKENIZER, mixed_verifier, problems, solution, table_of
+from test_tango_run import Reader
+from toys import streaming
+
+from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.config.colocation import colocation_problems
+from megatron_rl.config.schema import (
+    ConfigError,
+    Lora,
+    LossConfig,
+    Model,
+    PromptSet,
+    RefitConfig,
+    RoleConfig,
+    Rollouts,
+    Sglang,
+    TrainConfig,
+    Use,
+    Vllm,
+)
+from megatron_rl.engines import sglang, vllm
+from megatron_rl.engines.base import EngineError, Sampling, complete
+from megatron_rl.engines.pool.pool import Pool
+from megatron_rl.engines.roster import Listing
+from megatron_rl.engines.server import ServerLost
+from megatron_rl.recipes.tango import PaperTango
+from megatron_rl.session.colocated import ColocatedServers
+from megatron_rl.session.orders import HELD, HOLD, RELEASE, SERVES, SETTLE, Line, Orders
+from megatron_rl.session.servers import connect
+from megatron_rl.session.serving import check_gpus
+from megatron_rl.session.supervisors import Supervisor
+from megatron_rl.training import loop
+from megatron_rl.training.memory import DeviceMemory
+from megatron_rl.training.player import Player, TurnPlayer, upcoming
+from megatron_rl.training.store import TurnStore
+from megatron_rl.training.update import Trainee
+from megatron_rl.world import OneProcess
+
+G, V = "generator", "verifier"
+MEMORY_ROUTES = ("/sleep", "/wake_up", "/update_weights")
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    with fleet_in(tmp_path) as made:
+        yield made
+
+
+class Watched(TablePolicy):
+    """A policy that looks at the servers whenever it is used, and writes down what happens."""
+
+    def __init__(self, name, fakes, events):
+        super().__init__(len(TOKENIZER))
+        self.name, self._fakes, self._events = name, fakes, events
+
+    def update(self, work, step, loss):
+        assert not self.away and all(fake.sleeping == {"weights", "kv_cache"} for fake in self._fakes.values())
+        self._events.append(f"train {self.name}")
+        return super().update(work, step, loss)
+
+
+class _GpuPools:
+    """Pools of one fake server for each role."""
+
+    def __init__(self, tmp_path, stack):
+        self.fakes, self.pools = {}, {}
+        for name in (G, V):
+            (tmp_path / name).mkdir()
+            fleet = stack.enter_context(fleet_in(tmp_path / name))
+            self.fakes[name] = fleet.start()
+            self.pools[name] = fleet.open(replicas=1, colocate=True)
+            fleet.living(1)
+
+    def refit(self, name, version):
+        assert self.pools[name].begin_refit(version, ADDRESS, wait_s=5.0) == [0]
+        assert self.pools[name].end_refit() == 1
+
+
+def _played(table, policies, fakes, events):
+    """Has the table's engines look at the memory whenever they are asked: all policies away, all servers awake."""
+    for name, engine in table.engines.items():
+        asked = engine.session
+
+        def session(asked=asked, name=name):
+            assert all(policy.away and policy.asleep for policy in policies.values()), "a policy beside engines"
+            assert not any(fake.sleeping for fake in fakes.values()), "an engine was asked that sleeps"
+            events.append(f"play {name}")
+            return asked()
+
+        engine.session = session
+
+
+def test_over_whole_turns_of_tango_the_trainer_and_awake_servers_never_hold_memory_together(tmp_path):
+    for name, text in (("g", "Q {question}\n"), ("v", "Q {question} S {solution} K {num_steps}\n")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    recipe = PaperTango(
+        generator_updates=2, generator_turns=2, warmup_updates=1, group_size=2, verifications=3, balanced_per_class=2,
+        generator_template=str(tmp_path / "g.txt"), verifier_template=str(tmp_path / "v.txt"),
+    )  # fmt: skip
+    table = table_of(lambda p, i, j, s: solution(2, "yes" if (i + j) % 2 else "no"), mixed_verifier)
+    events, saved = [], []
+    with contextlib.ExitStack() as stack:
+        gpus = _GpuPools(tmp_path, stack)
+        policies = {name: Watched(name, gpus.fakes, events) for name in (G, V)}
+        _played(table, policies, gpus.fakes, events)
+        trainees = {}
+        for name in recipe.roles():
+            streams = streaming(policies[name], table.engines[name])
+
+            def refit(version, name=name, streams=streams):
+                assert not policies[name].away and policies[name].asleep
+                assert all("kv_cache" in fake.sleeping for fake in gpus.fakes.values())
+                gpus.refit(name, version)
+                streams(version)
+                events.append(f"refit {name}")
+
+            loss = PolicyLoss(LossConfig(kl_coef=0.001))
+            trainees[name] = Trainee(policy=policies[name], loss=loss, refit=refit)
+        servers = ColocatedServers(OneProcess(), gpus.pools, [], discarding=[G, V], start_timeout_s=5.0)
+        progress = loop.Progress()
+        maker = TurnPlayer(recipe=recipe, readers=dict.fromkeys(trainees, Reader(2)), table=table, prompts_per_step=2)
+        turns = upcoming(recipe.schedule(), progress.state_dict())
+        setup = loop.Setup(
+            world=OneProcess(), memory=DeviceMemory(trainees, servers), policy_of={name: name for name in trainees},
+            recipe=recipe, table=table, held_out=problems(2),
+            turns=Player(maker, turns, TurnStore(tmp_path / "rollouts"), max_staleness=0),
+            hooks=loop.Hooks(log=lambda step, scope, m, *, turn: None, save=saved.append),
+        )  # fmt: skip
+        assert loop.train(setup, loop.Plan(steps=len(recipe.schedule())), progress)
+        assert [fake.crashed for fake in gpus.fakes.values()] == ["", ""]
+        assert [fake.version for fake in gpus.fakes.values()] == [str(progress.updates[name]) for name in (G, V)]
+        routes = [path for path in gpus.fakes[G].seen if path in MEMORY_ROUTES]
+    assert events[:2] == [f"refit {G}", f"refit {V}"] and saved == [4]
+    turns = [(event, after) for event, after in zip(events, events[1:], strict=False) if event.startswith("train")]
+    assert [event for event, _ in turns] == [f"train {V}", f"train {G}", f"train {G}", f"train {V}"]
+    assert all(after == event.replace("train", "refit") for event, after in turns)
+    # asleep, weights back, taken, all awake; and in a turn that trains the verifier asleep and awake
+    assert routes[:4] == ["/sleep", "/wake_up", "/update_weights", "/wake_up"]
+    assert routes.count("/update_weights") == 1 + progress.updates[G] == 3
+
+
+def test_servers_that_get_weights_drop_theirs_and_the_others_keep_them(tmp_path):
+    with contextlib.ExitStack() as stack:
+        gpus = _GpuPools(tmp_path, stack)
+        servers = ColocatedServers(OneProcess(), gpus.pools, [], discarding=[G, V], start_timeout_s=5.0)
+        servers.sleep([G, V])
+        gpus.refit(G, 1)
+        gpus.refit(V, 1)
+        servers.wake()
+        servers.sleep([G])
+        assert gpus.fakes[G].dropped and not gpus.fakes[V].dropped
+        assert not gpus.pools[G].members.serving() and gpus.pools[V].members.serving()
+        gpus.refit(G, 2)
+        servers.wake()
+        assert not any(fake.dropped or fake.sleeping or fake.crashed for fake in gpus.fakes.values())
+        sampling = Sampling(max_tokens=3)
+        assert [c.versions for [c] in complete(gpus.pools[V], [[1, 2]], sampling)] == [[(0, 1)]]
+        assert [c.versions for [c] in complete(gpus.pools[G], [[1, 2]], sampling)] == [[(0, 2)]]
+
+
+def test_the_fake_fails_as_a_gpu_would_where_the_order_is_wrong():
+    fake = FakeVllm(TOKEN)
+    listing = Listing(role=ROLE, replica=0, url=fake.url, incarnation="", log="")
+    server = connect(Vllm(colocate=True), TOKEN, 5.0)(listing)
+    server.sleep(discard=True)
+    server.update(1, 1.0)  # before its weights are back
+    assert fake.crashed == "an update of weights that are not there"
+    server.close(), fake.close()
+
+
+def test_a_server_that_cannot_sleep_is_out_and_its_supervisor_is_told_to_end_it(fleet):
+    fake = fleet.start()
+    pool: Pool = fleet.serving(1, colocate=True, replicas=1)
+    fake.fail("/sleep", "error")
+    listing = pool.members.living()[0].listing
+    assert pool.sleep([listing.incarnation], discard=False) == []
+    assert not pool.members.serving() and "could not be put to sleep" in pool.members.known()
+
+
+def test_a_server_that_hangs_on_the_way_to_sleep_is_given_up_in_time(fleet):
+    fake = fleet.start()
+    client = connect(Vllm(colocate=True), TOKEN, 0.2)
+    pool = fleet.open(connector=client, colocate=True, replicas=1)
+    fleet.living(1)
+    fake.fail("/sleep", "hang")
+    assert pool.sleep([], discard=True) == []
+    assert "no answer within 0.2 s" in pool.members.known()
+
+
+def test_a_server_that_does_not_wake_does_not_serve(fleet):
+    fake = fleet.start()
+    pool = fleet.serving(1, colocate=True, replicas=1)
+    pool.sleep([], discard=False)
+    fake.fail("/wake_up", "shape")
+    pool.wake()
+    assert not pool.members.serving() and "could not be woken" in pool.members.known()
+
+
+def test_a_server_that_was_just_listed_is_put_to_sleep_too(fleet):
+    """It was started again while the trainer waited: it is awake, and the pool has not seen a sign of its life yet."""
+    pool = fleet.open(replicas=1, colocate=True)
+    fake = fleet.start()
+    [listing] = fleet.roster.read(ROLE)
+    assert pool.sleep([listing.incarnation], discard=True) == [listing.incarnation]
+    assert fake.sleeping == {"weights", "kv_cache"}
+
+
+def test_the_only_server_that_comes_back_in_a_turn_gets_the_weights_while_all_others_sleep(fleet):
+    fake = fleet.start()
+    pool = fleet.serving(1, colocate=True, replicas=1)
+    calls = fleet.refreshes()
+    ColocatedServers(OneProcess(), {ROLE: pool}, [], discarding=[ROLE], start_timeout_s=5.0)
+    fleet.beats[0].clear()
+    fleet.announce(fake.url)  # another incarnation
+    fake.version = "default"
+    until("the new server", lambda: pool.members.living() and not pool.members.serving())
+    [[answer]] = complete(pool, [[1, 2, 3]], Sampling(max_tokens=4))
+    assert calls == [[0]] and answer.versions == [(0, 1)] and not fake.crashed
+    asked = [path for path in fake.seen if path in MEMORY_ROUTES]
+    assert asked[-4:] == ["/sleep", "/wake_up", "/update_weights", "/wake_up"]
+
+
+def test_without_a_living_server_the_refit_is_left_to_those_that_come_back(fleet):
+    pool = fleet.open(replicas=1, colocate=True)
+    assert pool.begin_refit(3, ADDRESS, wait_s=1.0) == [] and pool.version == 3
+
+
+class _Supervised:
+    """A supervisor of a test: its orders come over a socket, and `line` is the run's end of it."""
+
+    role, name, log = ROLE, f"{ROLE}-0", "a log"
+
+    def __init__(self):
+        own, self.other = socket.socketpair()
+        self.line, self.orders = Line(own), Orders(threading.Event())
+        self.orders.listen(self.other.fileno())
+
+    def ended(self):
+        return False
+
+
+@pytest.fixture
+def supervised():
+    found = _Supervised()
+    yield found
+    found.line.close()
+    assert found.orders.stop.wait(10)
+    found.other.close()
+
+
+def test_a_supervisor_finishes_a_start_before_it_says_that_nothing_starts(supervised):
+    line, orders = supervised.line, supervised.orders
+    line.say(SETTLE)
+    with pytest.raises(TimeoutError):  # as it has begun to start one
+        line.answer(0.05)
+    orders.serves("abc")
+    assert line.answer(10) == [SERVES, "abc"]
+
+
+def test_a_supervisor_ends_a_server_that_is_awake_and_starts_none_until_it_is_released(supervised):
+    line, orders = supervised.line, supervised.orders
+    started = threading.Event()
+
+    def serve():
+        with orders.start():
+            started.set()
+
+    with orders.start():
+        orders.serves("awake")
+        line.say(SETTLE)
+        assert line.answer(10) == [SERVES, "awake"]
+        line.say(HOLD, "asleep")
+        until("the order", lambda: orders.unwanted)
+    assert line.answer(10) == [HELD]
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert not started.wait(0.05)
+    line.say(RELEASE)
+    thread.join(10)
+    assert started.is_set() and not orders.unwanted
+
+
+def test_a_server_that_sleeps_is_left_alone(supervised):
+    with supervised.orders.start():
+        supervised.orders.serves("asleep")
+        supervised.line.say(SETTLE)
+        assert supervised.line.answer(10) == [SERVES, "asleep"]
+        supervised.line.say(HOLD, "other", "asleep")
+        assert supervised.line.answer(10) == [HELD]
+        assert not supervised.orders.unwanted
+
+
+def test_a_supervisor_that_does_not_answer_keeps_the_trainer_from_the_gpu(supervised, monkeypatch):
+    monkeypatch.setattr("megatron_rl.session.colocated.MARGIN_S", 0.05)
+    servers = ColocatedServers(OneProcess(), {}, [supervised], discarding=[], start_timeout_s=0.0)  # type: ignore[list-item]
+    with pytest.raises(EngineError, match="generator-0 neither sleeps nor ends"):
+        servers.sleep([])
+
+
+def test_the_end_of_the_line_tells_a_supervisor_to_leave():
+    own, other = socket.socketpair()
+    orders = Orders(threading.Event())
+    orders.listen(other.fileno())
+    Line(own).close()
+    assert orders.stop.wait(10)
+    other.close()
+
+
+def test_supervisors_hear_orders_over_their_standard_input(tmp_path, monkeypatch):
+    """A real process, which cannot start a server because of its config, and says that it has none."""
+    (tmp_path / "config.yaml").write_text("roles: {}\nrecipe: {target: a.b:C}\ndata: {path: x}\nrun: {name: none}\n")
+    supervisor = Supervisor(tmp_path, ROLE, 0, gpus=[1, 2])
+    supervisor.line.say(SETTLE)
+    assert supervisor.line.answer(60) == []  # it ended
+    supervisor.ask_to_leave()
+    supervisor.wait(10)
+    assert "embedded" in supervisor.log.read_text()
+
+
+def settings(**engine):
+    roles = {name: RoleConfig(model=Model(path="Qwen/Qwen2.5-7B", dtype="bfloat16")) for name in (G, V)}
+    recipe, data = Use(target="megatron_rl.recipes.tango:Tango"), PromptSet(path="data.jsonl")
+    return TrainConfig(roles=roles, recipe=recipe, data=data, engine=Vllm(colocate=True, **engine))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rollouts": Rollouts(max_staleness=1)}, "no turn can be written beside training"),
+        ({"refit": RefitConfig(delta=True)}, "refit.delta = true"),
+    ],
+)
+def test_check_says_what_goes_against_servers_in_the_trainers_gpus(change, words):
+    config = settings(memory_share=0.4)
+    assert not colocation_problems(config, config.engine, 8)
+    [problem] = colocation_problems(replace(config, **change), config.engine, 8)
+    assert words in problem
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"start": False}, "each of the trainer's nodes starts"),
+        ({"gpus": (0, 1)}, "leave engine.gpus out"),
+        ({"replicas": 8, "tp": 2}, "at most one server in a GPU"),
+        ({"memory_share": 0.6}, "would take 1.2 of it; lower it to 0.45"),
+    ],
+)
+def test_check_refuses_places_that_overlap_otherwise(engine, words):
+    config = settings(**{"memory_share": 0.4} | engine)
+    [problem] = colocation_problems(config, config.engine, 8)
+    assert words in problem
+
+
+def test_adapters_and_servers_in_the_trainers_gpus_do_not_go_together():
+    config = settings(memory_share=0.4)
+    roles = {**config.roles, V: replace(config.roles[V], lora=Lora(rank=4))}
+    [problem] = colocation_problems(replace(config, roles=roles), config.engine, 8)
+    assert "roles.verifier.lora" in problem
+
+
+def test_the_servers_are_started_with_their_sleep_mode(tmp_path):
+    known = {"python": "python", "model": tmp_path, "dtype": "bfloat16", "port": 1, "token_file": tmp_path / "token"}
+    assert "--enable-sleep-mode" in vllm.command(Vllm(colocate=True), **known, on_gpu=True).words
+    assert "--enable-sleep-mode" not in vllm.command(Vllm(), **known, on_gpu=True).words
+    words = sglang.command(Sglang(colocate=True), **known, on_gpu=True).words
+    assert {"--enable-memory-saver", "--enable-weights-cpu-backup"} <= {*words}
+    for module, own in ((vllm, Vllm(colocate=True)), (sglang, Sglang(colocate=True))):
+        with pytest.raises(ConfigError, match="engine.colocate without a GPU"):
+            module.command(own, **known, on_gpu=False)
+    with pytest.raises(ConfigError, match="sleep mode of vllm"):
+        check_gpus(settings(), Vllm(colocate=True), {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_a_server_that_says_that_it_still_sleeps_is_lost():
+    fake = FakeVllm(TOKEN)
+    server = connect(Vllm(colocate=True), TOKEN, 5.0)(
+        Listing(role=ROLE, replica=0, url=fake.url, incarnation="", log="")
+    )
+    server.sleep(discard=False)
+    server.pause()
+    assert fake.sleeping == {"kv_cache"}
+    server.resume()  # nothing may be written before the cache is there
+    assert fake.count("/resume") == 0
+    fake.fail("/wake_up", "shape")
+    with pytest.raises(ServerLost):
+        server.wake()
+    server.wake()
+    server.wake()  # it is awake
+    assert not fake.sleeping
+    server.close(), fake.close()
