@@ -133,6 +133,12 @@ class OpenAiServer:
     def resume(self) -> None:
         raise self._its_own()
 
+    def sleep(self, *, discard: bool) -> None:
+        raise self._its_own()
+
+    def wake(self) -> None:
+        raise self._its_own()
+
     def version(self) -> int:
         return 0
 

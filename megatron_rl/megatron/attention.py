@@ -391,7 +391,8 @@ class SDPAttention(Chosen, MegatronModule):
             both = gather_from_sequence_parallel_region(torch.cat(rows[1:], dim=-1), group=layout.context.group)
             rows[1:] = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         if layout.runs is not None:
-            return varlen.attend(*rows, layout.runs, scale=self.scale, window=self.window).view(*lead, -1)
+            q, k, v = rows
+            return varlen.attend(q, k, v, layout.runs, scale=self.scale, window=self.window).view(*lead, -1)
         grids = []
         for bucket in layout.buckets:
             out = self._attend(

@@ -131,7 +131,8 @@ def _gradient_buffers(chunks: list[Any]) -> Iterator[Tensor]:
 
 def _buffers(chunk: Any) -> list[Any]:
     """Returns core's buffers of a chunk: of dense parameters and of experts; none of one that is not trained."""
-    return [*chunk.buffers, *chunk.expert_parallel_buffers] if isinstance(chunk, DistributedDataParallel) else []
+    wrapped: Any = chunk if isinstance(chunk, DistributedDataParallel) else None
+    return [] if wrapped is None else [*wrapped.buffers, *wrapped.expert_parallel_buffers]
 
 
 def _weight_tensors(chunks: list[Any]) -> Iterator[Tensor]:

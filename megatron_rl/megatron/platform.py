@@ -235,7 +235,7 @@ def sum_weight_gradients() -> None:
     def add(inputs: torch.Tensor, gradients: torch.Tensor, total: torch.Tensor) -> None:
         add_product(total, gradients.t(), inputs)
 
-    vars(layers)["fused_weight_gradient_mlp_cuda"] = types.SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    layers.__dict__["fused_weight_gradient_mlp_cuda"] = types.SimpleNamespace(wgrad_gemm_accum_fp32=add)
 
 
 def _norm_of_all(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config import checks as config_checks
-from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig, Servers, TrainConfig, Vllm
+from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig, Servers, Sglang, TrainConfig, Vllm
 from megatron_rl.models.divisibility import Axes, allowed, engine_violations, trainer_problems
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning import shapes
@@ -151,7 +151,7 @@ def _colocated_choices(
         yield replace(config, engine=engine)
 
 
-def engine_words(engine: Servers) -> list[str]:
+def engine_words(engine: Vllm | Sglang) -> list[str]:
     """Returns the arguments that make a config's engine this one."""
     words = [f"engine.kind={engine.kind}", f"engine.replicas={engine.replicas}", f"engine.tp={engine.tp}"]
     return [*words, f"engine.colocate={str(engine.colocate).lower()}", f"engine.memory_share={engine.memory_share:g}"]
@@ -378,6 +378,6 @@ def _overrides(asked: TrainConfig, config: TrainConfig) -> list[str]:
             out += [f"roles.{name}.model.recompute_modules={modules}"]
         out += [f"roles.{name}.micro_batch_tokens={micro}"] if micro != before.micro_batch_tokens else []
         out += [f"roles.{name}.sleep=true"] if role.sleep != before.sleep else []
-    if config.engine != asked.engine and isinstance(config.engine, Servers):
+    if config.engine != asked.engine and isinstance(config.engine, Vllm | Sglang):
         out += engine_words(config.engine)
     return out

@@ -233,7 +233,7 @@ def check_gpus(config: TrainConfig, settings: Servers, environment: Mapping[str,
     if settings.colocate:
         if not has_gpu(environment):
             raise ConfigError(
-                f"engine.colocate without a GPU: the sleep mode of {settings.kind}, which gives the trainer its memory "
+                f"engine.colocate without a GPU: the sleep mode of {config.engine.kind}, which gives the trainer its memory "
                 "back, needs CUDA; set engine.colocate to false"
             )
         return

@@ -102,8 +102,9 @@ class ContinuousBatch:
         self._tails = np.full((self._slots, ends.window), NO_TOKEN, np.int64)  # last tokens of each completion
         self._drawn: list[_Draw] = []
         self._choices = ExpertChoices(len(rows)) if tells_experts else None
-        replayable = recorder is not None and writers is None and not decoders[0].arch.experts
-        self._steps = Steps(decoders[0], state, self._sampling, recorder) if replayable else None
+        self._steps = None
+        if recorder is not None and writers is None and not decoders[0].arch.experts:
+            self._steps = Steps(decoders[0], state, self._sampling, recorder)
 
     def run(self) -> list[Completion]:
         """Draws all completions. -> [R], in the order of the call. Raises FloatingPointError for log-probs that are

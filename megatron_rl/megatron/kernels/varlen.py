@@ -41,9 +41,9 @@ class Segments:
 def segments(counts: Sequence[int], keys: Sequence[Tensor] | None, device: torch.device) -> Segments:
     """Returns the segments of runs of `counts` [S] queries. `keys[s]` are the rows of run s; None: its queries' own."""
     seen = counts if keys is None else [len(rows) for rows in keys]
-    ends = [upload(torch.tensor([0, *numbers]).cumsum(0).int(), device) for numbers in (counts, seen)]
+    queries, known = (upload(torch.tensor([0, *numbers]).cumsum(0).int(), device) for numbers in (counts, seen))
     rows = None if keys is None else upload(torch.cat([*keys]), device)
-    return Segments(*ends, max(counts), max(seen), rows)
+    return Segments(queries, known, max(counts), max(seen), rows)
 
 
 def attend(
