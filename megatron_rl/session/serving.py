@@ -233,8 +233,8 @@ def check_gpus(config: TrainConfig, settings: Servers, environment: Mapping[str,
     if settings.colocate:
         if not has_gpu(environment):
             raise ConfigError(
-                f"engine.colocate without a GPU: the sleep mode of {config.engine.kind}, which gives the trainer its memory "
-                "back, needs CUDA; set engine.colocate to false"
+                f"engine.colocate without a GPU: the sleep mode of {config.engine.kind}, which gives the trainer its "
+                "memory back, needs CUDA; set engine.colocate to false"
             )
         return
     wanted = len(config.server_roles) * settings.replicas * settings.tp
