@@ -25,9 +25,9 @@ class Arm:
 
 
 ARMS: Mapping[str, Arm] = {
-    "grpo": Arm("grpo", [SMALL]),
+    "grpo": Arm("grpo", [SMALL], evaluate=20),
     "grpo_dynamic": Arm("grpo", [SMALL, f"recipe.target={DAPO}", "recipe.args.dynamic_sampling={rounds: 10}"]),
-    "grpo_majority": Arm("grpo", [SMALL, f"recipe.target={MAJORITY}"]),
+    "grpo_majority": Arm("grpo", [SMALL, f"recipe.target={MAJORITY}"], evaluate=20),
     "grpo_32": Arm("grpo", evaluate=4),
     "tango": Arm("tango", [SMALL, f"recipe.target={TANGO}", "recipe.args.warmup_updates=0"], turns=10),
     "frozen": Arm("tango", [SMALL, f"recipe.target={TANGO}", FROZEN], turns=9),
