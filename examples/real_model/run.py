@@ -7,7 +7,9 @@ The model is SmolLM2-135M-Instruct, from 4-bit weights (tools/real_model/convert
 and differences (rows/, which make_rows.py made by reasoning-gym's chain_sum). Warm-up teaches the form of a solution
 and of a verification, with wrong steps in it on purpose; what is learned after that is learned from rewards. The two
 arms have as many updates as take about the same time. A run that was interrupted goes on where it stood when the same
-command is given again. `--quick` takes a few updates of each, to see that every part works; its figures say nothing.
+command is given again. `--short` makes shorter runs, with smaller batches and evaluations, which is what three seeds
+of both arms were measured with. `--quick` takes a few updates of each, to see that every part works; its figures say
+nothing.
 """
 
 from __future__ import annotations
@@ -57,10 +59,20 @@ FIGURES = {
     "verifier/step_f1": "verifier: F1 of verdicts on steps",
 }
 AXES = {"seconds": "seconds of generation and training", "cpu_s": "CPU-seconds of generation and training"}
+SHORT = {  # settings of an arm by its config
+    "grpo": ["run.prompts_per_step=4", "evaluation.num_prompts=64", "evaluation.every=0", "recipe.args.updates=7"],
+    "tango": [
+        *("run.prompts_per_step=4", "evaluation.num_prompts=64", "recipe.args.balanced_per_class=16"),
+        *("recipe.args.generator_updates=6", "recipe.args.generator_turns=6"),
+    ],
+}
 QUICK = {
     "sft": ["steps=3", "optimizer.decay_steps=3"],
-    "grpo": ["recipe.args.updates=2"],
-    "tango": ["recipe.args.generator_updates=2", "recipe.args.balanced_per_class=8"],
+    "grpo": ["evaluation.num_prompts=16", "run.prompts_per_step=4", "recipe.args.updates=2"],
+    "tango": [
+        *("evaluation.num_prompts=16", "run.prompts_per_step=4", "recipe.args.balanced_per_class=8"),
+        "recipe.args.generator_updates=2",
+    ],
 }
 Curve = Sequence[tuple[float, float]]  # (time of generation and training before an evaluation, its figure)
 
@@ -70,17 +82,21 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["grpo", "tango"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of reinforcement learning")
     parser.add_argument("--ranks", type=int, default=2, help="of every command; results differ by rounding alone")
-    parser.add_argument("--quick", action="store_true", help="two updates of each arm, 16 held-out problems")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--short", action="store_true", help="six or seven updates of each arm, 64 held-out problems")
+    length.add_argument("--quick", action="store_true", help="two updates of each arm, 16 held-out problems")
     options = parser.parse_args()
     if not (MODEL / "config.json").exists():
         sys.exit(f"{MODEL} is not there: `make real-model` makes it")
     base = BASE / "quick" if options.quick else BASE
+    sizes = QUICK if options.quick else SHORT if options.short else {}
     ranks = f"launch.nproc={options.ranks}"
     prepare(base, ranks, quick=options.quick)
     runs: dict[str, list[Path]] = {arm: [] for arm in options.arms}
     for seed in options.seeds:
         for arm in options.arms:
-            runs[arm].append(train(arm, seed, base, ranks, quick=options.quick))
+            own = [ranks, *ARMS[arm][1], *sizes.get(ARMS[arm][0], [])]
+            runs[arm].append(train(arm, seed, base, own, short=options.short))
     command("report", *(str(run) for found in runs.values() for run in found))
     show(runs)
 
@@ -96,16 +112,14 @@ def prepare(base: Path, ranks: str, *, quick: bool) -> None:
             command("sft", str(HERE / "sft.yaml"), *settings, *(QUICK["sft"] if quick else []))
 
 
-def train(arm: str, seed: int, base: Path, ranks: str, *, quick: bool) -> Path:
-    """Runs one arm. -> its run directory."""
-    run = base / f"{arm}_{seed}"
+def train(arm: str, seed: int, base: Path, own: Sequence[str], *, short: bool) -> Path:
+    """Runs one arm with further settings. -> its run directory."""
+    folder, config = base / "short" if short else base, ARMS[arm][0]
+    run = folder / f"{arm}_{seed}"
     if is_finished(run):
         return run
-    config, own = ARMS[arm]
-    settings = [f"run.seed={seed}", f"run.name={run.name}", f"run.dir={base}", ranks, *own]
+    settings = [f"run.seed={seed}", f"run.name={run.name}", f"run.dir={folder}", *own]
     settings += [f"roles.{role}.model.path={base}/{role}/model" for role in ROLES[: 2 if config == "tango" else 1]]
-    if quick:
-        settings += ["evaluation.num_prompts=16", "run.prompts_per_step=4", *QUICK[config]]
     console.rule(f"train {run.name}")
     child = subprocess.Popen(
         [sys.executable, "-m", "megatron_rl.main", "train", str(HERE / f"{config}.yaml"), *settings]
@@ -126,7 +140,8 @@ def watch(child: subprocess.Popen[bytes], run: Path) -> None:
     """
     known, last, before = set(costs(run)), None, 0.0
     while True:
-        over, used = child.poll() is not None, cpu_seconds(child.pid)
+        used = max(cpu_seconds(child.pid), before)  # nothing is known of one that has ended
+        over = child.poll() is not None
         rows = list(read_metrics(run)) if (run / "metrics.jsonl").exists() else []
         names = [(row.turn, row.scope) for row in rows]
         if names and names[-1] != last:
