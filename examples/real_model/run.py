@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -91,7 +91,7 @@ def main() -> None:
     base = BASE / "quick" if options.quick else BASE
     sizes = QUICK if options.quick else SHORT if options.short else {}
     ranks = f"launch.nproc={options.ranks}"
-    prepare(base, ranks, quick=options.quick)
+    prepare(base, ranks, {role for arm in options.arms for role in roles_of(arm)}, quick=options.quick)
     runs: dict[str, list[Path]] = {arm: [] for arm in options.arms}
     for seed in options.seeds:
         for arm in options.arms:
@@ -101,15 +101,19 @@ def main() -> None:
     show(runs)
 
 
-def prepare(base: Path, ranks: str, *, quick: bool) -> None:
-    """Makes the pairs, and the start of both roles. What is there is kept."""
+def prepare(base: Path, ranks: str, roles: Container[str], *, quick: bool) -> None:
+    """Makes the pairs, and the start of these roles. What is there is kept."""
     if not (base / "sft/verifier_sft.jsonl").exists():
         rows = HERE / "rows/train.jsonl"
         chains.write_pairs(rows, base / "sft", count=PAIRS, wrong=0.25, judged_wrong=0.3, misread=0.25)
     for role in ROLES:
-        if not is_finished(base / role):
+        if role in roles and not is_finished(base / role):
             settings = [f"data.train={base}/sft/{role}_sft.jsonl", f"run.name={role}", f"run.dir={base}", ranks]
             command("sft", str(HERE / "sft.yaml"), *settings, *(QUICK["sft"] if quick else []))
+
+
+def roles_of(arm: str) -> Sequence[str]:
+    return ROLES if ARMS[arm][0] == "tango" else ROLES[:1]
 
 
 def train(arm: str, seed: int, base: Path, own: Sequence[str], *, short: bool) -> Path:
@@ -119,7 +123,7 @@ def train(arm: str, seed: int, base: Path, own: Sequence[str], *, short: bool) -
     if is_finished(run):
         return run
     settings = [f"run.seed={seed}", f"run.name={run.name}", f"run.dir={folder}", *own]
-    settings += [f"roles.{role}.model.path={base}/{role}/model" for role in ROLES[: 2 if config == "tango" else 1]]
+    settings += [f"roles.{role}.model.path={base}/{role}/model" for role in roles_of(arm)]
     console.rule(f"train {run.name}")
     child = subprocess.Popen(
         [sys.executable, "-m", "megatron_rl.main", "train", str(HERE / f"{config}.yaml"), *settings]
