@@ -143,8 +143,9 @@ def watch(child: subprocess.Popen[bytes], path: Path, *, budget: float) -> list[
     while True:
         over = child.poll() is not None
         grown = path.exists() and path.stat().st_size > size
-        lines = path.read_text().splitlines()[read:] if grown else []
-        read, size = read + len(lines), path.stat().st_size if grown else size
+        written = path.read_text() if grown else ""
+        lines = written[: written.rfind("\n") + 1].splitlines()[read:]  # without one that is being written
+        read, size = read + len(lines), len(written.encode()) if grown else size
         cpu = cpu_seconds(child.pid) if lines else before
         for row in map(json.loads, lines):
             if row["scope"] == "eval":

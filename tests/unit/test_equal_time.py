@@ -57,8 +57,12 @@ def test_every_arm_is_a_run_that_check_takes(race, regime, monkeypatch, tmp_path
 WRITER = """
 import json, sys, time
 def line(scope, **more):
+    text = json.dumps({"scope": scope, "time": {}, "metrics": {}, **more}) + "\\n"
     with open(sys.argv[1], "a") as file:
-        file.write(json.dumps({"scope": scope, "time": {}, "metrics": {}, **more}) + "\\n")
+        for part in (text[:20], text[20:]):
+            file.write(part)
+            file.flush()
+            time.sleep(0.1)
 def work(seconds):
     end = time.process_time() + seconds
     while time.process_time() < end: pass
