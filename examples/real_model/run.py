@@ -60,10 +60,10 @@ FIGURES = {
 }
 AXES = {"seconds": "seconds of generation and training", "cpu_s": "CPU-seconds of generation and training"}
 SHORT = {  # settings of an arm by its config
-    "grpo": ["run.prompts_per_step=4", "evaluation.num_prompts=64", "evaluation.every=0", "recipe.args.updates=7"],
+    "grpo": ["run.prompts_per_step=4", "evaluation.num_prompts=64", "evaluation.every=0", "recipe.args.updates=6"],
     "tango": [
         *("run.prompts_per_step=4", "evaluation.num_prompts=64", "recipe.args.balanced_per_class=16"),
-        *("recipe.args.generator_updates=6", "recipe.args.generator_turns=6"),
+        *("recipe.args.generator_updates=5", "recipe.args.generator_turns=5"),
     ],
 }
 QUICK = {
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of reinforcement learning")
     parser.add_argument("--ranks", type=int, default=2, help="of every command; results differ by rounding alone")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--short", action="store_true", help="six or seven updates of each arm, 64 held-out problems")
+    length.add_argument("--short", action="store_true", help="five or six updates of each arm, 64 held-out problems")
     length.add_argument("--quick", action="store_true", help="two updates of each arm, 16 held-out problems")
     options = parser.parse_args()
     if not (MODEL / "config.json").exists():
