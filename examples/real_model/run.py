@@ -7,8 +7,8 @@ The model is SmolLM2-135M-Instruct, from 4-bit weights (tools/real_model/convert
 and differences (rows/, which make_rows.py made by reasoning-gym's chain_sum). Warm-up teaches the form of a solution
 and of a verification, with wrong steps in it on purpose; what is learned after that is learned from rewards. The two
 arms have as many updates as take about the same time. A run that was interrupted goes on where it stood when the same
-command is given again. `--short` makes shorter runs, with smaller batches and evaluations. `--quick` takes a few updates
-of each, to see that every part works; its figures say nothing.
+command is given again. `--short` makes shorter runs, with smaller batches and evaluations. `--quick` takes a few
+updates of each, to see that every part works; its figures say nothing.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of reinforcement learning")
     parser.add_argument("--ranks", type=int, default=2, help="of every command; results differ by rounding alone")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument(
-        "--short", action="store_true", help="10 or 12 updates of half the problems, 64 held-out problems"
-    )
+    length.add_argument("--short", action="store_true", help="12 and 10 smaller updates, 64 held-out problems")
     length.add_argument("--quick", action="store_true", help="two updates of each arm, 16 held-out problems")
     options = parser.parse_args()
     if not (MODEL / "config.json").exists():
