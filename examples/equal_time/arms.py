@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 DAPO, TANGO = "megatron_rl.recipes.dapo:Dapo", "megatron_rl.recipes.tango:Tango"
+MAJORITY = "examples.equal_time.majority:MajorityGrpo"
 MANY = 1000  # updates of an arm that is ended when its time is over
 FROZEN = "recipe.args.train_verifier=false"
 SMALL = "run.prompts_per_step=8"  # the regimes' own batches are of 32 problems
@@ -24,8 +25,9 @@ class Arm:
 
 
 ARMS: Mapping[str, Arm] = {
-    "grpo": Arm("grpo", [SMALL]),
+    "grpo": Arm("grpo", [SMALL], evaluate=20),
     "grpo_dynamic": Arm("grpo", [SMALL, f"recipe.target={DAPO}", "recipe.args.dynamic_sampling={rounds: 10}"]),
+    "grpo_majority": Arm("grpo", [SMALL, f"recipe.target={MAJORITY}"], evaluate=20),
     "grpo_32": Arm("grpo", evaluate=4),
     "tango": Arm("tango", [SMALL, f"recipe.target={TANGO}", "recipe.args.warmup_updates=0"], turns=10),
     "frozen": Arm("tango", [SMALL, f"recipe.target={TANGO}", FROZEN], turns=9),

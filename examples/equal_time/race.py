@@ -3,9 +3,9 @@
     python examples/equal_time/race.py --regime b --arms grpo tango --seeds 0 1 2 3 4
 
 The time of a run is that of generation and training: what evaluations, checkpoints and the start take is left out. It
-is counted in seconds by the clock and in CPU-seconds of all processes of the run; the second is what arms are compared
-by, because other work on the machine disturbs it less. A run ends at the first evaluation after `--cpu-seconds` of it.
-Figures between two evaluations are read off the line between them.
+is counted in seconds by the clock and in CPU-seconds of all processes of the run. Both are in the tables that are
+printed; arms are compared by the second, because other work on the machine disturbs it less. A run ends at the first
+evaluation after `--cpu-seconds` of it. Figures between two evaluations are read off the line between them.
 Runs that are complete are kept, so that the command can be given again after an interruption. `--quick` makes short
 runs of every arm, to see that all parts work; its figures say nothing. `--verifier-steps 40` begins with a verifier
 that judges badly: is it then worth its time to train it?
@@ -14,7 +14,6 @@ that judges badly: is it then worth its time to train it?
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import shutil
 import signal
@@ -26,7 +25,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -38,14 +36,16 @@ import task  # noqa: E402
 from compare import T_95  # noqa: E402
 
 from examples.equal_time.arms import ARMS, MANY, Arm  # noqa: E402
+from examples.equal_time.clock import cpu_seconds  # noqa: E402
 
 EXAMPLE = ROOT / "examples/last_letter"
-CPU_SECONDS = {"a": 20.0, "b": 32.0}  # enough for the quickest arm to come near its end
+CPU_SECONDS = {"a": 10.0, "b": 20.0}  # enough for the quickest arm to come near its end
+# Of the generator, in all arms. b's is GRPO's best of 1.5e-4, 3e-4 and 4e-4 with 8 problems (docs/last_letter.md).
+RATES = {"a": 1.5e-4, "b": 3e-4}
 FULL = 400  # supervised steps of the verifier in the regimes
 LOOK_S = 0.02
 ROLES = ("generator", "verifier")
 FIGURES = ("generator/accuracy_sampled", "generator/accuracy_greedy", "verifier/step_f1", "verifier/outcome_f1")
-COUNTS = (("updates", 1.0), ("tokens", 1000.0))
 console = Console(soft_wrap=True, width=120)
 Point = dict[str, float]  # of an evaluation: cpu_s, seconds, tokens, updates before it, and its figures
 
@@ -116,7 +116,7 @@ def settings(arm: Arm, base: Path, options: argparse.Namespace, seed: int, out: 
         str(EXAMPLE / f"{arm.config}.yaml"), f"run.seed={seed}", f"run.name={out.name}", f"run.dir={out.parent}",
         "run.save_every=0", "launch.nproc=1", f"data.path={base}/task/train.jsonl",
         f"evaluation.prompts.path={base}/task/test.jsonl",
-        f"roles.generator.model.path={base}/generator/model", f"roles.generator.optimizer.lr={regime.generator_lr}",
+        f"roles.generator.model.path={base}/generator/model", f"roles.generator.optimizer.lr={RATES[options.regime]}",
         f"evaluation.every={max(1, arm.evaluate // arm.turns)}",
     ]  # fmt: skip
     if arm.config == "grpo":
@@ -143,8 +143,9 @@ def watch(child: subprocess.Popen[bytes], path: Path, *, budget: float) -> list[
     while True:
         over = child.poll() is not None
         grown = path.exists() and path.stat().st_size > size
-        lines = path.read_text().splitlines()[read:] if grown else []
-        read, size = read + len(lines), path.stat().st_size if grown else size
+        written = path.read_text() if grown else ""
+        lines = written[: written.rfind("\n") + 1].splitlines()[read:]  # without one that is being written
+        read, size = read + len(lines), len(written.encode()) if grown else size
         cpu = cpu_seconds(child.pid) if lines else before
         for row in map(json.loads, lines):
             if row["scope"] == "eval":
@@ -161,16 +162,6 @@ def watch(child: subprocess.Popen[bytes], path: Path, *, budget: float) -> list[
         time.sleep(LOOK_S)
 
 
-def cpu_seconds(pid: int) -> float:
-    """Returns the CPU-seconds that a process and its descendants have taken, with those of children that ended."""
-    total = 0.0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += sum(process.cpu_times()[:4])
-    return total
-
-
 def at(points: Sequence[Point], figure: str, cpu_s: float) -> float:
     """Returns a figure after `cpu_s` CPU-seconds, on the line between the evaluations before and after; the last one's
     where there is none after."""
@@ -181,16 +172,16 @@ def at(points: Sequence[Point], figure: str, cpu_s: float) -> float:
     return before[figure] + share * (after[figure] - before[figure])
 
 
-def reached(points: Sequence[Point], accuracy: float) -> float | None:
-    """Returns the CPU-seconds after which a run has this sampled accuracy, on the line between two evaluations; None
-    where it has not."""
+def reached(points: Sequence[Point], accuracy: float, axis: str = "cpu_s") -> float | None:
+    """Returns the CPU-seconds, or `seconds` by the clock, after which a run has this sampled accuracy, on the line
+    between two evaluations; None where it has not."""
     figure = "generator/accuracy_sampled"
     for before, after in pairwise(points):
         if before[figure] >= accuracy:
-            return before["cpu_s"]
+            return before[axis]
         if after[figure] >= accuracy:
             share = (accuracy - before[figure]) / (after[figure] - before[figure])
-            return before["cpu_s"] + share * (after["cpu_s"] - before["cpu_s"])
+            return before[axis] + share * (after[axis] - before[axis])
     return None
 
 
@@ -202,20 +193,32 @@ def interval(values: Sequence[float], digits: int = 3) -> str:
 
 
 def show(found: dict[str, list[list[Point]]], budget: float) -> None:
-    table = Table(title=f"held-out accuracy of the generator, {len(next(iter(found.values())))} seeds, mean ± 95 %")
+    """Prints accuracy at several times, then what each arm made of its time."""
+    title = f"{len(next(iter(found.values())))} seeds, mean ± 95 %"
+    accuracy = Table(title=f"held-out accuracy of the generator, {title}")
     shares = (0.25, 0.5, 0.75, 1.0)
-    times = [f"{share * budget:.0f} CPU-s" for share in shares]
-    for column in ("arm", *times, "greedy", "updates", "1,000 tokens", "CPU-s to 0.5"):
-        table.add_column(column, justify="left" if column == "arm" else "right")
+    for column in ("arm", *(f"{share * budget:.0f} CPU-s" for share in shares), "greedy"):
+        accuracy.add_column(column, justify="left" if column == "arm" else "right")
+    work = Table(title=f"what {budget:.0f} CPU-seconds were, and what 0.5 took, {title}")
+    for column in ("arm", "seconds", "updates", "1,000 tokens", "CPU-s to 0.5", "seconds to 0.5"):
+        work.add_column(column, justify="left" if column == "arm" else "right")
     for arm, runs in found.items():
         sampled = [interval([at(p, "generator/accuracy_sampled", s * budget) for p in runs]) for s in shares]
-        greedy = interval([at(p, "generator/accuracy_greedy", budget) for p in runs])
-        counts = [f"{statistics.fmean(at(p, name, budget) for p in runs) / unit:.0f}" for name, unit in COUNTS]
-        half = [reached(p, 0.5) for p in runs]
-        came = [seconds for seconds in half if seconds is not None]
-        reach = interval(came, 1) if len(came) == len(half) else f"{len(came)} of {len(half)} came there"
-        table.add_row(arm, *sampled, greedy, *counts, reach)
-    console.print(table)
+        accuracy.add_row(arm, *sampled, interval([at(p, "generator/accuracy_greedy", budget) for p in runs]))
+        counts = [
+            interval([at(p, name, budget) / unit for p in runs], digits)
+            for name, unit, digits in (("seconds", 1.0, 1), ("updates", 1.0, 0), ("tokens", 1000.0, 0))
+        ]
+        work.add_row(arm, *counts, *(half(runs, axis) for axis in ("cpu_s", "seconds")))
+    console.print(accuracy)
+    console.print(work)
+
+
+def half(runs: Sequence[Sequence[Point]], axis: str) -> str:
+    """Returns how long an arm took to the accuracy 0.5, or how many of its runs came there."""
+    times = [reached(points, 0.5, axis) for points in runs]
+    came = [time for time in times if time is not None]
+    return interval(came, 1) if len(came) == len(times) else f"{len(came)} of {len(times)} came there"
 
 
 if __name__ == "__main__":

@@ -7,16 +7,19 @@ The model is SmolLM2-135M-Instruct, from 4-bit weights (tools/real_model/convert
 and differences (rows/, which make_rows.py made by reasoning-gym's chain_sum). Warm-up teaches the form of a solution
 and of a verification, with wrong steps in it on purpose; what is learned after that is learned from rewards. The two
 arms have as many updates as take about the same time. A run that was interrupted goes on where it stood when the same
-command is given again. `--quick` takes a few updates of each, to see that every part works; its figures say nothing.
+command is given again. `--short` makes shorter runs, with smaller batches and evaluations. `--quick` takes a few
+updates of each, to see that every part works; its figures say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -25,9 +28,10 @@ sys.path.append(str(HERE.parents[1]))
 
 from rich.table import Table  # noqa: E402
 
-from examples.mini_runs import command, console  # noqa: E402  (beside this one)
+from examples.equal_time.clock import cpu_seconds  # noqa: E402  (beside this one)
+from examples.mini_runs import command, console  # noqa: E402
 from examples.real_model import chains  # noqa: E402
-from megatron_rl.run.metrics import read_metrics  # noqa: E402
+from megatron_rl.run.metrics import MetricsRow, read_metrics  # noqa: E402
 from megatron_rl.run.report_runs import interval  # noqa: E402
 from megatron_rl.training.store import read_rows, turn_files  # noqa: E402
 
@@ -35,7 +39,8 @@ MODEL = BASE / "model"
 ROLES = ("generator", "verifier")
 PAIRS = 320  # of supervised warm-up, of each role
 PLAYING = ("rollout", "review", "reward", "train", "refit")  # phases of a turn; evaluations and saves do not count
-CPU = "cpu_seconds.txt"  # in a run's directory: one line for each time it was started
+CPU = "cpu_seconds.jsonl"  # in a run's directory: the CPU-seconds that each line of its metrics took
+LOOK_S = 0.1
 PAPER = [
     "recipe.target=megatron_rl.recipes.tango:PaperTango",
     "recipe.args.generator_updates=9",
@@ -52,69 +57,117 @@ FIGURES = {
     "verifier/outcome_f1": "verifier: F1 of final verdicts",
     "verifier/step_f1": "verifier: F1 of verdicts on steps",
 }
+AXES = {"seconds": "seconds of generation and training", "cpu_s": "CPU-seconds of generation and training"}
+SHORT = {  # settings of an arm by its config
+    "grpo": ["run.prompts_per_step=4", "evaluation.num_prompts=64", "evaluation.every=0", "recipe.args.updates=12"],
+    "tango": [
+        *("run.prompts_per_step=4", "evaluation.num_prompts=64", "recipe.args.balanced_per_class=16"),
+        "recipe.args.generator_updates=10",
+    ],
+}
 QUICK = {
     "sft": ["steps=3", "optimizer.decay_steps=3"],
-    "grpo": ["recipe.args.updates=2"],
-    "tango": ["recipe.args.generator_updates=2", "recipe.args.balanced_per_class=8"],
+    "grpo": ["evaluation.num_prompts=16", "run.prompts_per_step=4", "recipe.args.updates=2"],
+    "tango": [
+        *("evaluation.num_prompts=16", "run.prompts_per_step=4", "recipe.args.balanced_per_class=8"),
+        "recipe.args.generator_updates=2",
+    ],
 }
-Curve = Sequence[tuple[float, float]]  # (seconds of generation and training before an evaluation, its figure)
+Curve = Sequence[tuple[float, float]]  # (time of generation and training before an evaluation, its figure)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["grpo", "tango"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of reinforcement learning")
-    parser.add_argument("--quick", action="store_true", help="two updates of each arm, 16 held-out problems")
+    parser.add_argument("--ranks", type=int, default=2, help="of every command; results differ by rounding alone")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--short", action="store_true", help="12 and 10 smaller updates, 64 held-out problems")
+    length.add_argument("--quick", action="store_true", help="two updates of each arm, 16 held-out problems")
     options = parser.parse_args()
     if not (MODEL / "config.json").exists():
         sys.exit(f"{MODEL} is not there: `make real-model` makes it")
     base = BASE / "quick" if options.quick else BASE
-    prepare(base, quick=options.quick)
-    runs = {arm: [train(arm, seed, base, quick=options.quick) for seed in options.seeds] for arm in options.arms}
+    sizes = QUICK if options.quick else SHORT if options.short else {}
+    ranks = f"launch.nproc={options.ranks}"
+    prepare(base, ranks, {role for arm in options.arms for role in roles_of(arm)}, quick=options.quick)
+    runs: dict[str, list[Path]] = {arm: [] for arm in options.arms}
+    for seed in options.seeds:
+        for arm in options.arms:
+            own = [ranks, *ARMS[arm][1], *sizes.get(ARMS[arm][0], [])]
+            runs[arm].append(train(arm, seed, base, own, short=options.short))
     command("report", *(str(run) for found in runs.values() for run in found))
     show(runs)
 
 
-def prepare(base: Path, *, quick: bool) -> None:
-    """Makes the pairs, and the start of both roles. What is there is kept."""
+def prepare(base: Path, ranks: str, roles: Container[str], *, quick: bool) -> None:
+    """Makes the pairs, and the start of these roles. What is there is kept."""
     if not (base / "sft/verifier_sft.jsonl").exists():
         rows = HERE / "rows/train.jsonl"
         chains.write_pairs(rows, base / "sft", count=PAIRS, wrong=0.25, judged_wrong=0.3, misread=0.25)
     for role in ROLES:
-        if not is_finished(base / role):
-            settings = [f"data.train={base}/sft/{role}_sft.jsonl", f"run.name={role}", f"run.dir={base}"]
+        if role in roles and not is_finished(base / role):
+            settings = [f"data.train={base}/sft/{role}_sft.jsonl", f"run.name={role}", f"run.dir={base}", ranks]
             command("sft", str(HERE / "sft.yaml"), *settings, *(QUICK["sft"] if quick else []))
 
 
-def train(arm: str, seed: int, base: Path, *, quick: bool) -> Path:
-    """Runs one arm. -> its run directory."""
-    run = base / f"{arm}_{seed}"
+def roles_of(arm: str) -> Sequence[str]:
+    return ROLES if ARMS[arm][0] == "tango" else ROLES[:1]
+
+
+def train(arm: str, seed: int, base: Path, own: Sequence[str], *, short: bool) -> Path:
+    """Runs one arm with further settings. -> its run directory."""
+    folder, config = base / "short" if short else base, ARMS[arm][0]
+    run = folder / f"{arm}_{seed}"
     if is_finished(run):
         return run
-    config, own = ARMS[arm]
-    settings = [f"run.seed={seed}", f"run.name={run.name}", f"run.dir={base}", *own]
-    settings += [f"roles.{role}.model.path={base}/{role}/model" for role in ROLES[: 2 if config == "tango" else 1]]
-    if quick:
-        settings += ["evaluation.num_prompts=16", "run.prompts_per_step=4", *QUICK[config]]
-    before = cpu_seconds()
-    try:
-        command("train", str(HERE / f"{config}.yaml"), *settings)
-    finally:
-        if run.exists():
-            with (run / CPU).open("a") as file:
-                file.write(f"{cpu_seconds() - before:.1f}\n")
+    settings = [f"run.seed={seed}", f"run.name={run.name}", f"run.dir={folder}", *own]
+    settings += [f"roles.{role}.model.path={base}/{role}/model" for role in roles_of(arm)]
+    console.rule(f"train {run.name}")
+    child = subprocess.Popen(
+        [sys.executable, "-m", "megatron_rl.main", "train", str(HERE / f"{config}.yaml"), *settings]
+    )
+    numbers = (signal.SIGINT, signal.SIGTERM)  # these go to the child, which saves while this process waits
+    before = {number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in numbers}
+    watch(child, run)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if child.returncode:
+        sys.exit(child.returncode)
     return run
+
+
+def watch(child: subprocess.Popen[bytes], run: Path) -> None:
+    """Waits for a run, and notes in its directory the CPU-seconds of each line of its metrics: of all of its processes,
+    since the line before, or since the start. A line that an interruption had repeated keeps those of its first time.
+    """
+    known, last, before = set(costs(run)), None, 0.0
+    while True:
+        used = max(cpu_seconds(child.pid), before)  # nothing is known of one that has ended
+        over = child.poll() is not None
+        rows = list(read_metrics(run)) if (run / "metrics.jsonl").exists() else []
+        names = [(row.turn, row.scope) for row in rows]
+        if names and names[-1] != last:
+            new = [name for name in names if name not in known]
+            for k, (turn, scope) in enumerate(new):
+                line = {"turn": turn, "scope": scope, "cpu_s": round(used - before, 2) if k == 0 else 0.0}
+                with (run / CPU).open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            known, last, before = known | set(new), names[-1], used
+        if over:
+            return
+        time.sleep(LOOK_S)
+
+
+def costs(run: Path) -> dict[tuple[int, str], float]:
+    """Returns the CPU-seconds of the lines of a run's metrics, by turn and scope."""
+    rows = map(json.loads, (run / CPU).read_text().splitlines()) if (run / CPU).exists() else ()
+    return {(row["turn"], row["scope"]): row["cpu_s"] for row in rows}
 
 
 def is_finished(run: Path) -> bool:
     summary = run / "summary.json"
     return summary.exists() and bool(json.loads(summary.read_text()).get("finished"))
-
-
-def cpu_seconds() -> float:
-    """Returns the seconds that processes which this one started, and which have ended, spent on a core."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def show(runs: Mapping[str, Sequence[Path]]) -> None:
@@ -129,16 +182,17 @@ def show(runs: Mapping[str, Sequence[Path]]) -> None:
         for name, label in FIGURES.items():
             if all(own := curves[arm][name]):
                 table.add_row(arm, label, mean([one[0][1] for one in own]), mean([one[-1][1] for one in own]))
-        table.add_row(arm, "seconds of generation and training", "", mean([spent(run) for run in found], digits=0))
-        used = [sum(map(float, (run / CPU).read_text().split())) for run in found]
-        table.add_row(arm, "CPU-seconds of everything, with evaluations", "", mean(used, digits=0))
+        for axis, label in AXES.items():
+            table.add_row(arm, label, "", mean([spent(run, axis) for run in found], digits=0))
     console.print(table)
     name = "generator/accuracy_sampled"
-    common = min(one[-1][0] for arm in runs for one in curves[arm][name])
-    figures = ", ".join(f"{arm} {mean([at(one, common) for one in curves[arm][name]])}" for arm in runs)
-    console.print(f"{FIGURES[name]}, after {common:.0f} s of generation and training: {figures}")
+    for axis, label in AXES.items():
+        ways = {arm: [curve(run, name, axis) for run in found] for arm, found in runs.items()}
+        common = min(way[-1][0] for own in ways.values() for way in own)
+        figures = ", ".join(f"{arm} {mean([at(way, common) for way in own])}" for arm, own in ways.items())
+        console.print(f"{FIGURES[name]}, after {common:.0f} {label}: {figures}")
     for arm, found in runs.items():
-        points = "; ".join(f"{seconds:.0f} s {value:.3f}" for seconds, value in curves[arm][name][0])
+        points = "; ".join(f"{cpu_s:.0f} CPU-s {value:.3f}" for cpu_s, value in curves[arm][name][0])
         console.print(f"{found[0].name}, {FIGURES[name]}: {points}")
         show_sample(found[0])
 
@@ -156,28 +210,35 @@ def show_sample(run: Path) -> None:
             return
 
 
-def curve(run: Path, name: str) -> list[tuple[float, float]]:
-    """Returns a figure of every evaluation of a run, with the seconds of generation and training before it."""
-    seconds, points = 0.0, []
+def curve(run: Path, name: str, axis: str = "cpu_s") -> list[tuple[float, float]]:
+    """Returns a figure of every evaluation of a run, with the time of generation and training before it: `cpu_s` or
+    `seconds` by the clock."""
+    used, time_before, points = costs(run), 0.0, []
     for row in read_metrics(run):
-        if row.scope != "eval":
-            seconds += sum(row.time.get(phase, 0.0) for phase in PLAYING)
-        elif name in row.metrics:
-            points.append((seconds, row.metrics[name]))
+        if row.scope in ROLES:
+            time_before += lasted(row, used, axis)
+        elif row.scope == "eval" and name in row.metrics:
+            points.append((time_before, row.metrics[name]))
     return points
 
 
-def spent(run: Path) -> float:
-    """Returns a run's seconds of generation and training."""
-    rows = [row for row in read_metrics(run) if row.scope != "eval"]
-    return sum(row.time.get(phase, 0.0) for row in rows for phase in PLAYING)
+def spent(run: Path, axis: str) -> float:
+    """Returns a run's time of generation and training."""
+    used = costs(run)
+    return sum(lasted(row, used, axis) for row in read_metrics(run) if row.scope in ROLES)
 
 
-def at(points: Curve, seconds: float) -> float:
+def lasted(row: MetricsRow, used: Mapping[tuple[int, str], float], axis: str) -> float:
+    if axis == "cpu_s":
+        return used.get((row.turn, row.scope), 0.0)
+    return sum(row.time.get(phase, 0.0) for phase in PLAYING)
+
+
+def at(points: Curve, time_before: float) -> float:
     """Returns a figure at a time, on the straight line between the evaluations next to it; the last one after all."""
     for (start, first), (end, second) in zip(points, points[1:], strict=False):
-        if start <= seconds < end:
-            return first + (second - first) * (seconds - start) / (end - start)
+        if start <= time_before < end:
+            return first + (second - first) * (time_before - start) / (end - start)
     return points[-1][1]
 
 

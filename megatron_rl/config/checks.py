@@ -298,13 +298,23 @@ def check_recipe(config: TrainConfig, recipe: Any) -> None:
 
 
 def explain_recipe(config: TrainConfig, recipe: Any, ranks: int) -> list[str]:
-    """Returns one line for each trained role: prompts, samples and optimizer steps of one update."""
-    prompts = config.run.prompts_per_step
-    return [
-        explain_role(name, config.roles[name], prompts=prompts, group_size=part.samples, ranks=ranks)
-        for name, part in recipe.roles().items()
-        if part.trained
+    """Returns one line for each trained role: prompts, samples and optimizer steps of one update; and a note on each
+    that has no turn, or none after the others' first ones."""
+    prompts, parts = config.run.prompts_per_step, recipe.roles()
+    trained = [name for name, part in parts.items() if part.trained]
+    lines = [
+        explain_role(name, config.roles[name], prompts=prompts, group_size=parts[name].samples, ranks=ranks)
+        for name in trained
     ]
+    turns = [turn for step in recipe.schedule()[: config.run.steps] for turn in step]
+    for name in trained:
+        first = next((i for i, turn in enumerate(turns) if set(turn) & {*trained} - {name}), None)
+        own = [i for i, turn in enumerate(turns) if name in turn]
+        if not own:
+            lines.append(f"note: {name} has no turn in a run of this length: it is not trained")
+        elif first is not None and own[-1] < first:
+            lines.append(f"note: {name} is trained in the first {len(own)} turns alone, before any other role is")
+    return lines
 
 
 def explain(config: Any, ranks: int) -> list[str]:

@@ -8,16 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from examples.equal_time.majority import MajorityGrpo, with_majority
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import TrainConfig
+from megatron_rl.recipes.base import Solution
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.tango import PaperTango, Tango
+from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
 
 ROOT = Path(__file__).parents[2]
-KINDS = {"grpo": Grpo, "grpo_32": Grpo, "grpo_dynamic": Dapo, "tango_paper": PaperTango, "tango_paper_32": PaperTango}
+KINDS = {
+    **{"grpo": Grpo, "grpo_32": Grpo, "grpo_dynamic": Dapo, "grpo_majority": MajorityGrpo},
+    **{"tango_paper": PaperTango, "tango_paper_32": PaperTango},
+}
 
 
 @pytest.fixture
@@ -51,8 +57,12 @@ def test_every_arm_is_a_run_that_check_takes(race, regime, monkeypatch, tmp_path
 WRITER = """
 import json, sys, time
 def line(scope, **more):
+    text = json.dumps({"scope": scope, "time": {}, "metrics": {}, **more}) + "\\n"
     with open(sys.argv[1], "a") as file:
-        file.write(json.dumps({"scope": scope, "time": {}, "metrics": {}, **more}) + "\\n")
+        for part in (text[:20], text[20:]):
+            file.write(part)
+            file.flush()
+            time.sleep(0.1)
 def work(seconds):
     end = time.process_time() + seconds
     while time.process_time() < end: pass
@@ -85,6 +95,8 @@ def test_figures_between_evaluations_are_on_the_line_between_them(race):
     times = (0.0, 1.0, 2.5, 4.0, 5.0, 100.0)
     found = [race.at(points, "generator/accuracy_sampled", cpu_s) for cpu_s in times]
     assert found == pytest.approx([0.25, 0.25, 0.375, 0.75, 0.625, 0.5])
+    clock = [{**point, "seconds": 2 * point["cpu_s"]} for point in points]
+    assert race.reached(clock, 0.5, "seconds") == 6.0
     assert race.reached(points, 0.5) == 3.0 and race.reached(points, 0.2) == 0.0 and race.reached(points, 0.9) is None
 
 
@@ -92,3 +104,16 @@ def test_a_run_that_is_complete_is_read(race, tmp_path):
     points = [{"cpu_s": 0.0, "generator/accuracy_sampled": 0.1}]
     (tmp_path / "grpo_seed0.json").write_text(json.dumps(points))
     assert race.race(race.ARMS["grpo"], tmp_path, argparse.Namespace(), 0, 1.0, tmp_path / "grpo_seed0") == points
+
+
+def test_the_answer_that_most_give_earns_the_reward_of_the_majority():
+    answers = {"a": ["1", "2", "2", "3"], "b": ["1", "2", "3"], "c": [None, None, "7", "7"]}
+    solutions = []
+    for group, given in answers.items():
+        for answer in given:
+            text = "nothing" if answer is None else f"<answer>\\boxed{{{answer}}}</answer>"
+            spans = spans_of((1, Author.ENVIRONMENT, NO_VERSION), (1, Author.POLICY, 0))
+            rollout = Rollout(role="generator", group=group, tokens=range(2), logprobs=[0.0] * 2, spans=spans)
+            solutions.append(Solution(rollout=rollout, text=text, correct=True))
+    found = [rollout.rewards["majority"] for rollout in with_majority(solutions)]
+    assert found == [0.0, 1.0, 1.0, 0.0, *(0.0, 0.0, 0.0), *(0.0, 0.0, 1.0, 1.0)]

@@ -1,6 +1,8 @@
 """The labels of examples/real_model: which steps of a chain are true; and how its arms are compared at equal time."""
 
 import random
+import subprocess
+import sys
 
 import pytest
 
@@ -60,5 +62,35 @@ def test_seconds_before_an_evaluation_are_those_of_generation_and_training(tmp_p
         '{"turn": 1, "step": 1, "scope": "eval", "time": {"rollout": 9.0}, "metrics": {"a": 0.5}}',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert run.curve(tmp_path, "a") == [(0.0, 0.25), (5.0, 0.5)]
-    assert run.spent(tmp_path) == 5.0
+    assert run.curve(tmp_path, "a", "seconds") == [(0.0, 0.25), (5.0, 0.5)]
+    assert run.spent(tmp_path, "seconds") == 5.0
+    noted = ['{"turn": 0, "scope": "eval", "cpu_s": 20.0}', '{"turn": 0, "scope": "generator", "cpu_s": 8.0}']
+    (tmp_path / run.CPU).write_text("\n".join(noted) + "\n")
+    assert run.curve(tmp_path, "a", "cpu_s") == [(0.0, 0.25), (8.0, 0.5)]
+    assert run.spent(tmp_path, "cpu_s") == 8.0
+
+
+WRITER = """
+import sys, time
+def line(turn, scope):
+    with open(sys.argv[1], "a") as file:
+        file.write('{"turn": %d, "step": 0, "scope": "%s", "time": {}, "metrics": {}}\\n' % (turn, scope))
+def work(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end: pass
+for turn in map(int, sys.argv[2:]):
+    work(0.3); line(turn, "generator"); time.sleep(0.3)
+"""
+
+
+def test_a_turn_that_an_interruption_had_repeated_has_the_cpu_seconds_of_its_first_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "LOOK_S", 0.02)
+    path, first = tmp_path / "metrics.jsonl", {}
+    for turns in (["0", "1"], ["1", "2"]):
+        child = subprocess.Popen([sys.executable, "-c", WRITER, str(path), *turns])
+        run.watch(child, tmp_path)
+        first = first or run.costs(tmp_path)
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))  # those after the checkpoint are cut
+    found = run.costs(tmp_path)
+    assert [turn for turn, _ in found] == [0, 1, 2] and found[1, "generator"] == first[1, "generator"]
+    assert found[2, "generator"] == pytest.approx(0.3, abs=0.15), "the repeated turn is not counted in the next one"

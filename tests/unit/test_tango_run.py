@@ -2,13 +2,18 @@
 are told.
 """
 
+from pathlib import Path
+
 import pytest
 from fake_policy import TablePolicy
 from test_recipes import TOKENIZER, Problems, mixed_verifier, problems, solution, table_of
 from toys import streaming
 
 from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.config.schema import LossConfig
+from megatron_rl.config import checks as config_checks
+from megatron_rl.config import files as config_files
+from megatron_rl.config import plugins
+from megatron_rl.config.schema import LossConfig, TrainConfig
 from megatron_rl.recipes.tango import PaperTango
 from megatron_rl.run.console import headline
 from megatron_rl.training import loop
@@ -17,6 +22,8 @@ from megatron_rl.training.player import Player, TurnPlayer, upcoming
 from megatron_rl.training.store import TurnStore
 from megatron_rl.training.update import Trainee
 from megatron_rl.world import OneProcess
+
+ROOT = Path(__file__).parents[2]
 
 
 class Reader(Problems):
@@ -70,3 +77,23 @@ def test_the_loop_plays_tango_by_turns_and_refits_the_role_that_learned(tmp_path
     assert all(wanted <= set(m) for _, _, scope, m in lines if scope != "eval")
     shown = [(scope, headline(m)["reward"], m) for _, _, scope, m in lines if scope != "eval"]
     assert all(reward == m["reward/outcome" if scope == g else "reward/verifier"] for scope, reward, m in shown)
+
+
+@pytest.mark.parametrize(
+    ("settings", "notes"),
+    [
+        (["generator_updates=6"], []),
+        (["generator_updates=2"], ["verifier is trained in the first 8 turns alone, before any other role is"]),
+        (
+            ["generator_updates=2", "warmup_updates=0"],
+            ["verifier has no turn in a run of this length: it is not trained"],
+        ),
+        (["generator_updates=2", "train_verifier=false"], []),
+    ],
+)
+def test_check_notes_a_verifier_whose_turn_never_comes(settings, notes, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arguments = [f"recipe.args.{setting}" for setting in settings]
+    config = config_files.load(TrainConfig, ["examples/last_letter/tango.yaml"], arguments)
+    lines = config_checks.explain_recipe(config, plugins.build(config.recipe), 1)
+    assert [line.removeprefix("note: ") for line in lines if line.startswith("note: ")] == notes

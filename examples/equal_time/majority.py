@@ -1,0 +1,55 @@
+"""GRPO whose answers are rewarded besides for agreeing with the majority: a judge without a second model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.recipes.base import GENERATOR, Solution, check_arguments, sampling_for, solve
+from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.recipes.voting import elected
+from megatron_rl.rewards.tags import boxed
+from megatron_rl.training.turns import Source, Table, Turn
+from megatron_rl.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class MajorityGrpo(Grpo):
+    r"""A run that trains `generator` as Grpo does, by the outcome plus `majority_weight` for an answer in \boxed{} that
+    is the most frequent one among those to its problem, and is given twice at least.
+
+    The reward by majority is that of TTRL (arXiv 2504.16084), which knows no right answers. Here these are known, so
+    that a right answer that stands alone earns more than a wrong one of the majority while the weight is below 1.
+    """
+
+    majority_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_arguments(self, shares=["majority_weight"])
+
+    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
+        sampling = sampling_for(table, turn, GENERATOR, self.group_size)
+        solved, figures = solve(table, GENERATOR, source.take(), sampling)
+        rollouts = with_majority(solved)
+        table.note(GENERATOR, figures)
+        reward = {"outcome": 1.0, "majority": self.majority_weight}
+        return {GENERATOR: assign_advantages(rollouts, reward=reward, estimator=self.estimator)}
+
+
+def with_majority(solutions: Sequence[Solution]) -> list[Rollout]:
+    """Gives the rollout of each solution the reward `majority`: 1 where its answer is the majority's, else 0."""
+    groups: dict[str, list[str]] = {}
+    for solution in solutions:
+        groups.setdefault(solution.rollout.group, []).append(solution.text)
+    winners = {group: elected(texts) for group, texts in groups.items()}
+    for group, texts in groups.items():
+        if sum(boxed(text) == winners[group] for text in texts) < 2:
+            winners[group] = None
+    rollouts = []
+    for solution in solutions:
+        winner = winners[solution.rollout.group]
+        agrees = winner is not None and boxed(solution.text) == winner
+        rollouts.append(replace(solution.rollout, rewards={**solution.rollout.rewards, "majority": float(agrees)}))
+    return rollouts
