@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers.utils import logging as transformers_logging
 
+from megatron_rl.allocator import return_free_pages
 from megatron_rl.cluster.address import address_of_first_rank
 from megatron_rl.cluster.job import Leave
 from megatron_rl.cluster.meeting import meet
@@ -263,6 +264,7 @@ class Saver:
 
         self._world.from_driver(begin)
         background = self._background and self._measured
+        return_free_pages()  # before processes that write are forked, too
         with self._refusing(number):
             for name, policy in self._policies.items():
                 policy.save(checkpoints.pending(number) / name, background=background)
