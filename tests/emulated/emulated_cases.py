@@ -259,6 +259,12 @@ def rests(own: Path, policy: Any) -> dict[str, float]:
     with LEDGER.part("wake"):
         policy.wake()
     awake = torch.cuda.memory_allocated()
+    with LEDGER.part("leave"):
+        policy.sleep(weights=True)
+        away = torch.cuda.memory_allocated()
+        with policy.present():
+            present = torch.cuda.memory_allocated()
+    policy.wake()
     directory = own / "checkpoint"
     directory.mkdir(exist_ok=True)
     dist.barrier()
@@ -275,6 +281,8 @@ def rests(own: Path, policy: Any) -> dict[str, float]:
         "held": float(held),
         "asleep": float(asleep),
         "awake": float(awake),
+        "away": float(away),
+        "present": float(present),
         "loaded": max((before[name] - loaded[name]).abs().max().item() for name in before),
         "resumed": max((kept[name] - again[name]).abs().max().item() for name in kept),
         "resumed_loss": abs(first["loss"] - second["loss"]),

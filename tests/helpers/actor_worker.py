@@ -214,19 +214,25 @@ def checkpoint_memory(path: str, directory: Path) -> dict[str, float]:
     return {"bytes": highest / size}
 
 
-def sleep(path: str, layout: Layout = PLAIN) -> dict[str, float]:
+def sleep(path: str, layout: Layout = PLAIN) -> dict[str, Any]:
     awake, sleeper = make(path, layout), make(path, layout)
     held = offload.gradient_bytes(sleeper.chunks)
-    for _ in range(3):
+    away, present = [], 0.0
+    for leave in (False, True, True):  # in the last two rounds its weights leave the device, too
         learn(awake)
         learn(sleeper)
-        sleeper.sleep()
+        sleeper.sleep(weights=leave)
         asleep = offload.gradient_bytes(sleeper.chunks)
+        away.append(sleeper._placed.num_bytes() == 0)
+        with sleeper.present():
+            present = max(present, distance(weights(awake), weights(sleeper)))
+        away.append(sleeper._placed.num_bytes() == 0)
         sleeper.wake()
     frozen = make(path, layout, trainable=False)
     rollouts = make_rollouts(97)
     gap = (logprobs_of(frozen, rollouts) - logprobs_of(make(path, Layout(pp=2)), rollouts)).abs().max().item()
-    return {"held": held, "asleep": asleep, "distance": distance(weights(awake), weights(sleeper)), "frozen": gap}
+    found = {"distance": distance(weights(awake), weights(sleeper)), "present": present}
+    return {"held": held, "asleep": asleep, "away": away, "frozen": gap} | found
 
 
 def holdings(path: str) -> dict[str, Any]:

@@ -117,7 +117,8 @@ def test_sleep_frees_gradients_and_changes_nothing(answers, model):
     for answer in answers:
         found = answer["sleep"] if model == "dense" else answer["experts"]["sleep"]
         assert found["held"] > 0 and found["asleep"] == 0
-        assert found["distance"] == 0.0
+        assert found["away"] == [False, False, True, True, True, True], "weights leave where they are told to"
+        assert found["distance"] == found["present"] == 0.0
         assert found["frozen"] < 2e-6
 
 
