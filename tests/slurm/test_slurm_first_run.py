@@ -151,8 +151,8 @@ def replaced(words: list[str], home: Path) -> list[str]:
     at = own.index("megatron-rl")
     files = [file for file in SIZES if file in own]
     small = [setting for file in files for setting in SIZES[file]]
-    if "plan" in own:  # it is a plan of the page's own sizes, and needs no model
-        small = []
+    if "plan" in own:  # it is a plan of the page's own sizes, whose model is a tiny one here
+        small, own = [], [*own, "--shape", "generator=qwen2.5-7b"]
     own = [*own[:at], sys.executable, "-m", "megatron_rl.main", *own[at + 1 :]]
     for file in files:
         place = own.index(file) + 1 + ("my_paths.yaml" in own)
