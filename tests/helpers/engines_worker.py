@@ -29,6 +29,7 @@ import urllib3
 from layouts_worker import learn
 from toys import characters
 
+from megatron_rl.cluster.watchdog import Watchdog
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.engines.base import Completion, Sampling, complete
@@ -52,10 +53,11 @@ WAIT_S = 400
 
 
 class Directory:
-    """Stands in for the driver of a run: where it is, and what its refits were."""
+    """Stands in for the driver of a run: where it is, its watchdog, which does not watch, and what its refits were."""
 
     def __init__(self, path: Path) -> None:
         self.directory, self.refits = RunDirectory(path), []
+        self.watch = Watchdog(path, "this", 0, after_s=0)
 
     def refitted(self, figures: dict[str, Any]) -> None:
         self.refits.append(figures)

@@ -152,7 +152,7 @@ def replaced(words: list[str], home: Path) -> list[str]:
     files = [file for file in SIZES if file in own]
     small = [setting for file in files for setting in SIZES[file]]
     if "plan" in own:  # it is a plan of the page's own sizes, whose model is a tiny one here
-        small, own = [], [*own, "--shape", "generator=qwen2.5-7b"]
+        small = ["roles.generator.model.path=Qwen/Qwen2.5-Math-7B"]
     own = [*own[:at], sys.executable, "-m", "megatron_rl.main", *own[at + 1 :]]
     for file in files:
         place = own.index(file) + 1 + ("my_paths.yaml" in own)
