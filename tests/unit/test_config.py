@@ -511,7 +511,7 @@ def test_a_section_that_is_touched_keeps_the_defaults_of_its_command():
 def test_data_and_roles_are_checked_before_a_job_is_queued(change, says):
     files = [Path(__file__).parents[2] / "examples/tango_qwen2.5_7b.yaml"]
     with pytest.raises(ConfigError, match=re.escape(says)):
-        config = load(TrainConfig, files, [change])
+        config = load(TrainConfig, files, ["engine.colocate=false", change])
         config_checks.check(config, 32)
         config_checks.check_recipe(config, PaperTango())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -68,7 +69,9 @@ def test_hostile_power_cut_after_the_end_of_a_run_finds_its_models(model, tmp_pa
     role = SimpleNamespace(model=Model(path=str(model)), same_as=None)
     config = SimpleNamespace(roles={"solver": role})
     recipe = SimpleNamespace(roles=lambda: {"solver": Part()})
-    policy = SimpleNamespace(weights=lambda: hf.read_tensors(model), write_adapter=lambda directory: None)
+    policy = SimpleNamespace(
+        weights=lambda: hf.read_tensors(model), write_adapter=lambda directory: None, present=contextlib.nullcontext
+    )
     quiet = {"done": lambda text: None, "say": lambda text: None, "tracker": None}
     driver = SimpleNamespace(directory=directory, summary=directory.update_summary, **quiet)
     world = SimpleNamespace(rank=0, from_driver=OneProcess().from_driver)

@@ -149,9 +149,10 @@ def test_memory_holds_the_longest_sample_and_training_reads_what_was_told():
 def test_an_engine_that_is_told_to_keep_nothing_reads_everything_again():
     episode = EpisodeEstimate(answers=2)
     words = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache"}
+    own = "replicas: 8, tp: 1, colocate: false, memory_share: 0.9"
     for kind, word in words.items():
-        _, plain = planned(episode=episode, settings=[f"engine={{kind: {kind}, replicas: 8, tp: 1}}"])
-        told = f"engine={{kind: {kind}, replicas: 8, tp: 1, args: ['{word}']}}"
+        _, plain = planned(episode=episode, settings=[f"engine={{kind: {kind}, {own}}}"])
+        told = f"engine={{kind: {kind}, {own}, args: ['{word}']}}"
         _, without = planned(episode=episode, settings=[told])
         assert plain.turns[0].episodes[0].kept and not without.turns[0].episodes[0].kept
     _, embedded = planned(episode=episode, settings=["engine={kind: embedded}"])
