@@ -110,10 +110,12 @@ def sharded_rows(optimizer: Any, model_state: dict[str, Any]) -> dict[int, dict[
             if parameter in held:
                 state = optimizer._get_main_param_and_optimizer_states(parameter)
                 span = held[parameter]["param"].start, held[parameter]["param"].end
-                found[number] = {
+                own_rows = {
                     name: _own_rows(stored[parameter], name, state[name].detach(), span, torn_rows)
                     for name, torn_rows in zip(STATE, _by_name(rows.get(parameter, {})), strict=True)
                 }
+                if any(own_rows.values()):  # else this rank has the end of a row alone, which another one writes
+                    found[number] = own_rows
             number += 1
     return found
 

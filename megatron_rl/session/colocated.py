@@ -12,7 +12,7 @@ from megatron_rl.config.schema import ConfigError, Servers, TrainConfig
 from megatron_rl.engines.base import EngineError
 from megatron_rl.engines.pool.pool import Pool
 from megatron_rl.session.orders import HELD, HOLD, RELEASE, SERVES, SETTLE
-from megatron_rl.session.supervisors import Supervisor
+from megatron_rl.session.supervisors import LEAVE_S, Supervisor
 from megatron_rl.world import World
 
 MARGIN_S = 60.0  # beyond engine.start_timeout_s, for a server that ends in place of sleeping
@@ -88,6 +88,8 @@ class ColocatedServers:
             supervisor.line.say(HOLD, *asleep)
         for supervisor in self._supervisors:
             words = self._answer(supervisor)
+            if not words:  # it is leaving
+                supervisor.wait(LEAVE_S)
             if words != [HELD] and not supervisor.ended():
                 raise EngineError(
                     f"the supervisor of {supervisor.name} answered {' '.join(words)!r}: see {supervisor.log}"

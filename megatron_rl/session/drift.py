@@ -158,7 +158,7 @@ class Probes:
             with self._memory.train(name, [name]):
                 update(self._world, trainee, _with_advantages(self._drawn[name]) if self._world.rank == 0 else None)
         assert trainee.refit is not None
-        with self._memory.weights(name):
+        with self._memory.refit(name):
             trainee.refit(version)
         self._memory.generate()
         self._world.from_driver(self._draw, name, version)

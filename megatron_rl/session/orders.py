@@ -38,7 +38,7 @@ class Orders:
         with self._change:
             while self._held and not self.stop.is_set():
                 self._change.wait(1.0)
-        self._say(STARTING)
+            self._say(STARTING)  # before another order can come in between
         try:
             yield
         finally:
@@ -61,14 +61,18 @@ class Orders:
 
     def _read(self, descriptor: int) -> None:
         text = b""
-        while found := os.read(descriptor, 4096):
-            text += found
-            *lines, text = text.split(b"\n")
-            for line in lines:
-                self._obey(line.decode().split(), descriptor)
-        self.stop.set()
-        with self._change:
-            self._change.notify_all()
+        try:
+            while found := os.read(descriptor, 4096):
+                text += found
+                *lines, text = text.split(b"\n")
+                for line in lines:
+                    self._obey(line.decode().split(), descriptor)
+        except OSError:
+            pass  # the run has gone while an answer to it was unread: that is an end, too
+        finally:
+            self.stop.set()
+            with self._change:
+                self._change.notify_all()
 
     def _obey(self, words: list[str], descriptor: int) -> None:
         """Takes an order in; a thread answers, as this one must see the end of the input meanwhile."""

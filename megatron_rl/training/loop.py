@@ -297,7 +297,7 @@ class _Due:
 def _refit(setup: Setup, progress: Progress, name: str) -> None:
     """Brings a policy's engine to its weights."""
     refit = setup.trainees[name].refit
-    with setup.memory.weights(name):
+    with setup.memory.refit(name):
         if refit is not None:
             refit(progress.updates.get(name, 0))
 

@@ -44,6 +44,8 @@ class DeviceMemory:
     def __init__(self, trainees: Mapping[str, Trainee], engines: ColocatedEngines | None = None) -> None:
         self.trainees, self._engines = trainees, engines
         self._generating = engines is not None  # engines are awake when they have been started
+        self._refitted: set[str] = set()  # policies whose engines have their newest weights since these slept
+        self._weights_there = False  # of an engine that took its weights and was not put to sleep again
 
     def start(self) -> None:
         """Has policies leave that sleep between their turns."""
@@ -60,13 +62,14 @@ class DeviceMemory:
         for trainee in self.trainees.values():
             trainee.policy.sleep(weights=True)
         self._engines.wake()
-        self._generating = True
+        self._generating, self._weights_there = True, False
+        self._refitted.clear()
 
     def clear(self, refitted: Collection[str] = ()) -> None:
         """Takes the devices from the engines: weights may come. `refitted`: as of ColocatedEngines.sleep."""
-        if self._engines is not None and self._generating:
-            self._engines.sleep(refitted)
-            self._generating = False
+        if self._engines is not None and (self._generating or self._weights_there):
+            self._engines.sleep([name for name in refitted if name not in self._refitted])
+            self._generating = self._weights_there = False
 
     @contextlib.contextmanager
     def train(self, name: str, refitted: Collection[str]) -> Iterator[None]:
@@ -82,7 +85,7 @@ class DeviceMemory:
 
     @contextlib.contextmanager
     def weights(self, name: str) -> Iterator[None]:
-        """Has a policy's weights there, beside engines without caches: for a refit, a checkpoint, log-probs."""
+        """Has a policy's weights there, beside engines that sleep: for a checkpoint, log-probs, a refit."""
         if self._engines is None:
             yield
             return
@@ -90,3 +93,19 @@ class DeviceMemory:
         with self.trainees[name].policy.present():
             yield
         self.trainees[name].policy.sleep(weights=True)
+
+    @contextlib.contextmanager
+    def refit(self, name: str) -> Iterator[None]:
+        """Has a policy's weights there while its engine takes them. What engines took stays on the device, beside
+        further refits, until a policy trains or something else than a refit needs it."""
+        if self._engines is None:
+            yield
+            return
+        if self._generating:
+            self.clear()
+        policy = self.trainees[name].policy
+        with policy.present():
+            yield
+        policy.sleep(weights=True)
+        self._refitted.add(name)
+        self._weights_there = True

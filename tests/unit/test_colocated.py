@@ -171,6 +171,36 @@ def test_servers_that_get_weights_drop_theirs_and_the_others_keep_them(tmp_path)
         assert [c.versions for [c] in complete(gpus.pools[G], [[1, 2]], sampling)] == [[(0, 2)]]
 
 
+def test_engines_that_took_weights_sleep_again_while_another_policy_of_the_turn_trains():
+    """The first policy's engine kept its new weights on the device in the update of the second one."""
+    events = []
+
+    class Engines:
+        def sleep(self, refitted):
+            events.append(("sleep", sorted(refitted)))
+
+        def wake(self):
+            events.append(("wake", []))
+
+    policies = {name: TablePolicy(len(TOKENIZER)) for name in (G, V)}
+    loss = PolicyLoss(LossConfig(kl_coef=0.0))
+    memory = DeviceMemory({name: Trainee(policy=policies[name], loss=loss) for name in policies}, Engines())
+    memory.start()
+    for name in (G, V):
+        with memory.train(name, [G, V]):
+            events.append((f"train {name}", []))
+        with memory.refit(name):
+            events.append((f"refit {name}", []))
+    with memory.weights(G):  # for a checkpoint
+        events.append(("save", []))
+    memory.generate()
+    assert events == [
+        ("sleep", [G, V]), (f"train {G}", []), (f"refit {G}", []),
+        ("sleep", [V]), (f"train {V}", []), (f"refit {V}", []),
+        ("sleep", []), ("save", []), ("wake", []),
+    ]  # fmt: skip
+
+
 def test_the_fake_fails_as_a_gpu_would_where_the_order_is_wrong():
     fake = FakeVllm(TOKEN)
     listing = Listing(role=ROLE, replica=0, url=fake.url, incarnation="", log="")
@@ -236,6 +266,16 @@ def test_the_only_server_that_comes_back_in_a_turn_gets_the_weights_while_all_ot
 def test_without_a_living_server_the_refit_is_left_to_those_that_come_back(fleet):
     pool = fleet.open(replicas=1, colocate=True)
     assert pool.begin_refit(3, ADDRESS, wait_s=1.0) == [] and pool.version == 3
+
+
+def test_a_server_that_dies_asleep_does_not_keep_the_refit_waiting(fleet):
+    """It was still listed as living when the refit began, and nothing could start another one before its end."""
+    fake = fleet.start()
+    pool: Pool = fleet.serving(1, colocate=True, replicas=1)
+    assert len(pool.sleep([m.listing.incarnation for m in pool.members.living()], discard=True)) == 1
+    fake.close()
+    assert pool.begin_refit(2, ADDRESS, wait_s=5.0) == []
+    assert pool.members.version == 2
 
 
 class _Supervised:
@@ -317,6 +357,29 @@ def test_the_end_of_the_line_tells_a_supervisor_to_leave():
     Line(own).close()
     assert orders.stop.wait(10)
     other.close()
+
+
+def test_a_run_that_dies_with_an_answer_unread_tells_its_supervisor_to_leave():
+    """The kernel then says that the line was reset, in place of its end."""
+    own, other = socket.socketpair()
+    orders = Orders(threading.Event())
+    with orders.start():
+        pass  # a server that has ended
+    orders.listen(other.fileno())
+    own.sendall(f"{HOLD} one\n".encode())
+    until("an answer", lambda: _unread(own))
+    own.close()
+    assert orders.stop.wait(5.0)
+    other.close()
+
+
+def _unread(own):
+    """Returns the first byte that is there to be read, and leaves it there."""
+    own.setblocking(False)
+    try:
+        return own.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return b""
 
 
 def test_supervisors_hear_orders_over_their_standard_input(tmp_path, monkeypatch):

@@ -3,7 +3,9 @@ same memory. What a capture refuses besides, waits of the host, is counted in te
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from megatron_rl.engines.base import Sampling, complete
 from megatron_rl.engines.embedded import graphs
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.engines.embedded.graphs import padded_rows
+from megatron_rl.engines.embedded.model import Decoder
 
 GREEDY = Sampling(max_tokens=80, temperature=0.0)  # the cache grows twice
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
@@ -79,6 +82,37 @@ def test_rows_that_end_leave_and_others_come_without_a_change_of_memory(tmp_path
     assert len({len(a.tokens) for a, _ in pairs}) > 5 and recorder.replayed > recorder.recorded > 2
 
 
+def test_a_cache_that_grows_is_not_held_by_the_steps_before(tmp_path, monkeypatch):
+    """Steps held all old layers while the new ones were made: the cache was there twice."""
+    engine, steps, alive = loaded(make_model(tmp_path, "qwen2", num_hidden_layers=1), max_batch=3), [], []
+    new = Decoder.new_layer_cache
+
+    def recorder(run):
+        steps.append(weakref.ref(run.__self__))
+        return lambda own=steps[-1]: own().run()
+
+    def new_layer_cache(self, slots, columns):
+        alive.append(sum(step() is not None for step in steps))
+        return new(self, slots, columns)
+
+    monkeypatch.setattr(Decoder, "new_layer_cache", new_layer_cache)
+    engine._recorder = recorder
+    gc.disable()
+    try:
+        complete(engine, PROMPTS, GREEDY)
+    finally:
+        gc.enable()
+    assert len(steps) > 2 and len(alive) > 2 and not any(alive)
+
+
+def test_a_step_that_is_not_captured_is_run_as_it_is(tmp_path, caplog):
+    engine = loaded(make_model(tmp_path, "qwen2", num_hidden_layers=1), max_batch=3)
+    wanted = [c.tokens.tolist() for (c,) in complete(engine, PROMPTS, GREEDY)]
+    engine._recorder = graphs.GraphRecorder()  # torch raises RuntimeError: no CUDA is here
+    assert [c.tokens.tolist() for (c,) in complete(engine, PROMPTS, GREEDY)] == wanted
+    assert caplog.text.count("decoding goes on without CUDA graphs") == 1
+
+
 def test_a_step_has_few_numbers_of_rows():
     assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 250)] == [1, 2, 4, 4, 8, 8, 16, 256]
 
@@ -90,6 +124,6 @@ def test_models_with_experts_and_engines_without_graphs_are_not_recorded(tmp_pat
     assert recorder.recorded == 0
     dense = make_model(tmp_path / "dense", "qwen2", num_hidden_layers=1)
     gpu = torch.device("cuda")
-    assert EmbeddedEngine(dense, device=gpu)._recorder is graphs.record
+    assert isinstance(EmbeddedEngine(dense, device=gpu)._recorder, graphs.GraphRecorder)
     assert EmbeddedEngine(dense, device=gpu, cuda_graphs=False)._recorder is None
     assert EmbeddedEngine(dense, device=torch.device("cpu"))._recorder is None

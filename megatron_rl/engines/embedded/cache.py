@@ -15,7 +15,7 @@ class Cache:
     """The key/value cache of one batch under one decoder: a slot per row, a column per token."""
 
     def __init__(self, decoder: Decoder, slots: int) -> None:
-        self._decoder, self._width = decoder, 0
+        self._decoder, self.width = decoder, 0
         self.layers = [
             decoder.new_layer_cache(slots, 0) for _ in decoder.weights.layers
         ]  # one [2, slots, KV, columns, d] per layer, or the decoder's latents
@@ -23,14 +23,14 @@ class Cache:
     def reserve(self, width: int, *, used: int, slots: int) -> None:
         """Makes it at least `width` columns wide. Where it grows it keeps the first `used` slots, and has `slots`
         in all from then on."""
-        if width <= self._width:
+        if width <= self.width:
             return
         columns = -(-width // GROWTH) * GROWTH
         for number, held in enumerate(self.layers):  # one after the other, so that no more than one is there twice
             grown = self._decoder.new_layer_cache(slots, columns)
-            grown[:, :used, :, : self._width] = held[:, :used]
+            grown[:, :used, :, : self.width] = held[:, :used]
             self.layers[number] = grown
-        self._width = columns
+        self.width = columns
 
     def put(self, part: slice, fresh: Sequence[Tensor], source: Tensor) -> None:
         """Fills the slots `part` with rows `source` [B] of a prefill's keys and values, one [2, P, KV, columns, d]

@@ -65,7 +65,7 @@ class EmbeddedEngine:
         self._tells_experts = tells_experts
         self._max_batch, self._dtype, self._tokenizer = max_batch, dtype, tokenizer
         self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._recorder = graphs.record if cuda_graphs and self._device.type == "cuda" else None
+        self._recorder = graphs.GraphRecorder() if cuda_graphs and self._device.type == "cuda" else None
         self._eos = hf.eos_tokens(self._directory, self.arch)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             self._eos |= {tokenizer.eos_token_id}

@@ -7,7 +7,9 @@ beyond those in use are computed too, and looked at by nobody.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +18,10 @@ from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.embedded import sampling as drawing
 from megatron_rl.engines.embedded.model import Decoder
 
+_log = logging.getLogger(__name__)
 ROW_UNIT = 8  # numbers of rows are 1, 2, 4 and the multiples of this
-Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # a step -> what does the same with what is there then
+# A step -> what does the same with what is there then; None where the step is to be run as it is.
+Recorder = Callable[[Callable[[], None]], Callable[[], None] | None]
 
 
 def padded_rows(rows: int) -> int:
@@ -25,15 +29,31 @@ def padded_rows(rows: int) -> int:
     return next((few for few in (1, 2, 4) if rows <= few), -(-rows // ROW_UNIT) * ROW_UNIT)
 
 
-def record(step: Callable[[], None]) -> Callable[[], None]:
-    """Captures a step that has run before into a CUDA graph, without running it. Returns the graph's replay.
+class GraphRecorder:
+    """A recorder whose CUDA graphs share one pool of memory: they are replayed one after the other, and what they draw
+    is copied out of it.
 
-    Raises RuntimeError, from torch, for a step that waits for the device or takes memory from the host.
+    Where a step cannot be captured, it says so once, and this step and all later ones are run without a graph.
     """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._refused = False
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None] | None:
+        """Captures a step that has run before, without running it. Returns the graph's replay, or None."""
+        if self._refused:
+            return None
+        try:
+            self._pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                step()
+        except RuntimeError as error:  # as torch raises for a wait, for memory that is not there, and otherwise
+            self._refused = True
+            _log.warning("decoding goes on without CUDA graphs (engine.cuda_graphs): a step is not captured: %s", error)
+            return None
+        return graph.replay
 
 
 class Step:
@@ -54,13 +74,16 @@ class Step:
         self.logprobs, self.model_logprobs = torch.zeros(2, state.shape[1], device=state.device)  # [rows] each
         self._held = decoder.turns_up_to(self._window)  # a graph reads this table, though the decoder may make a longer
         self._recorder, self._calls = recorder, 0
-        self._replay: Callable[[], None] = self.run
+        self._replay: Callable[[], None] | None = None  # not `run`: a step that held itself would outlive its use
 
     def __call__(self) -> None:
         if self._calls == 1:
             self._replay = self._recorder(self.run)
         self._calls += 1
-        self._replay()
+        if self._replay is None:
+            self.run()
+        else:
+            self._replay()
 
     def run(self) -> None:
         """Does the step: no wait for the device, no shape that depends on values, no result at a new address."""
@@ -81,12 +104,16 @@ class Steps:
         self._decoder, self._state, self._sampling, self._recorder = decoder, state, sampling, recorder
         self._width, self._steps = 0, dict[int, Step]()
 
+    def clear(self) -> None:
+        """Forgets all steps, which hold the cache's layers."""
+        self._steps.clear()
+
     def draw(self, layers: Sequence[Tensor], rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Decodes one token of the first `rows` rows. -> their tokens, log-probs, and the model's log-probs, [rows]
         each, in memory of their own."""
         if layers[0].shape[3] != self._width:  # the cache has grown: it lies elsewhere now
             self._width = layers[0].shape[3]
-            self._steps.clear()
+            self.clear()
         padded = min(padded_rows(rows), layers[0].shape[1])
         if padded not in self._steps:
             own = self._state[:, :padded]

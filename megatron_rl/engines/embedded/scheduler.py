@@ -236,6 +236,8 @@ class ContinuousBatch:
         """Makes the caches at least `width` columns wide, and without slots that no row will come to."""
         rows = self._size if self._steps is None else min(self._slots, padded_rows(self._size))
         slots = self._slots if self._waiting else rows
+        if self._steps is not None and width > self._caches[0].width:
+            self._steps.clear()  # they hold the old layers, which would be there beside all new ones
         for cache in self._caches:
             cache.reserve(width, used=self._size, slots=slots)
 

@@ -74,6 +74,7 @@ class Members:
         self.changed: Callable[[], None] = lambda: None  # the dispatcher's look around
         self.waits: Callable[[], None] = lambda: None
         self.closing = threading.Event()
+        self.naps = 0  # times that all servers were put to sleep, which ends their requests early
         self.by_replica: dict[int, Member] = {}
         for replica, server in enumerate(servers):
             listing = Listing(role=role, replica=replica, url=server.url, incarnation="", log="")

@@ -135,9 +135,7 @@ class Pool(ServerEngine):
         `engine.wait_s`. Servers in the trainer's GPUs are not waited for, since none is started while these are not
         free: there may be none of them either.
         """
-        if self._colocated and only is None and not self._refits.begin_without(version):
-            return []
-        waiting = self._dispatcher.waiting()
+        waiting = None if self._colocated else self._dispatcher.waiting()
         return self._refits.begin(version, address, only, wait_s=wait_s, waiting=waiting, look_s=self._look_s)
 
     def end_refit(self) -> int:

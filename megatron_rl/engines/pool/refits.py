@@ -36,10 +36,13 @@ class PoolRefits:
         only: Sequence[int] | None,
         *,
         wait_s: float,
-        waiting: Waiting,
+        waiting: Waiting | None,
         look_s: float,
     ) -> list[int]:
-        """See Pool.begin_refit."""
+        """See Pool.begin_refit. Without `waiting` it does not wait for a first server."""
+        if waiting is None and only is None:
+            with self._members.change:
+                self._members.version = version  # those to come have to take it, also where none lives now
         while True:
             members = [m for m in self._members.living() if only is None or m.listing.replica in only]
             seated = _those(members, self._threads.map(functools.partial(self._seat, address=address), members))
@@ -49,7 +52,7 @@ class PoolRefits:
                     for member in self._members.by_replica.values() if only is None else seated:
                         member.version = None
             paused = _those(seated, self._threads.map(self._pause, seated))
-            if paused or only is not None:
+            if paused or only is not None or waiting is None:
                 break
             self.under_way = False
             waiting.on()
@@ -57,14 +60,6 @@ class PoolRefits:
         self.under_way = bool(paused)
         self._updates = {m: self._threads.submit(self._update, m, version, wait_s) for m in paused}
         return sorted(m.listing.replica for m in paused)
-
-    def begin_without(self, version: int) -> bool:
-        """Tells whether a server lives. Where none does, this is the version that those to come have to take."""
-        with self._members.change:
-            if self._members.living():
-                return True
-            self._members.version = version
-            return False
 
     def end(self) -> int:
         """See Pool.end_refit."""
@@ -81,6 +76,8 @@ class PoolRefits:
     def sleep(self, *, discard: bool) -> list[str]:
         """See Pool.sleep."""
         self.away = True
+        with self._members.change:
+            self._members.naps += 1
         living = self._members.living()
         asleep = _those(living, self._threads.map(functools.partial(self._sleep, discard=discard), living))
         if discard:

@@ -161,18 +161,18 @@ class PoolSession:
         members = self._dispatcher.members
 
         async def ask(member: Member, version: int) -> list[Completion]:
-            timeout_s = members.limits.request_timeout_s
+            timeout_s, naps = members.limits.request_timeout_s, members.naps
             answers = await member.server.generate(prompt, sampling, seed=seed, timeout_s=timeout_s)
-            return [self._checked(member, version, answer) for answer in answers]
+            return [self._checked(member, version, answer, naps) for answer in answers]
 
         answers, member = await self._dispatcher.send(asked.work, Request(ask, sampling.n, asked.prefer))
         with self._lock:
             self._homes[asked.key] = member
         return answers
 
-    def _checked(self, member: Member, version: int, answer: Completion) -> Completion:
+    def _checked(self, member: Member, version: int, answer: Completion, naps: int) -> Completion:
         """Returns a completion with the versions that wrote it, none of which is older than the server's when it was
-        asked.
+        asked. `naps`: how often the servers had been put to sleep then.
         """
         members = self._dispatcher.members
         if members.fixed:
@@ -180,6 +180,6 @@ class PoolSession:
         oldest = min((v for _, v in answer.versions), default=version)
         if oldest < version:
             raise ServerLost(f"{member.server.url} answered with version {oldest} of the weights, not {version}")
-        if answer.stop is Stop.ABORTED and members.serves(member, version):
+        if answer.stop is Stop.ABORTED and members.serves(member, version) and members.naps == naps:
             raise ServerLost(f"{member.server.url} ended a request early, though no refit had begun")
         return dated(answer, version)
