@@ -33,6 +33,7 @@ from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.reshard import RankPlacement
 
 TANGO = "examples/tango_qwen2.5_7b.yaml"
+OWN_GPUS = "colocate: false, memory_share: 0.9"  # of servers, in place of the example's
 BF16 = Precision.gpu("bfloat16")
 
 
@@ -318,7 +319,7 @@ LARGE = {
 def test_large_models_are_planned(capsys, name):
     cluster, model, layout, engine = LARGE[name]
     settings = [*both("model.path", model), *both("layout", layout), *both("model.recompute", "full")]
-    settings.append(f"engine={engine}")
+    settings.append(f"engine={engine[:-1]}, {OWN_GPUS}}}")
     status, found = planned(capsys, "--cluster", cluster, *settings)
     assert status == 0, found["problems"]
     assert all(30 * GIB < role["peak"] < 79 * GIB for role in found["roles"])
@@ -369,7 +370,7 @@ def test_what_does_not_fit_is_said_with_a_cure(capsys):
             str(ROOT / TANGO),
             "--cluster",
             "4x8xA100-80",
-            "engine={kind: vllm, replicas: 4}",
+            f"engine={{kind: vllm, replicas: 4, tp: 2, {OWN_GPUS}}}",
             *both("layout", "{tp: 1, sequence_parallel: false}"),
             *both("model.recompute", "full"),
             *both("sleep", "false"),
@@ -383,7 +384,7 @@ def test_what_does_not_fit_is_said_with_a_cure(capsys):
 
 
 def test_advice_names_the_bottleneck_and_what_would_pay(capsys):
-    _, found = planned(capsys, "--cluster", "8x8xA100-80", "engine={kind: vllm, replicas: 2}")
+    _, found = planned(capsys, "--cluster", "8x8xA100-80", f"engine={{kind: vllm, replicas: 2, tp: 2, {OWN_GPUS}}}")
     assert "rollout" in found["advice"][0] and any("replicas" in line and "less" in line for line in found["advice"])
 
 
@@ -407,7 +408,7 @@ def test_advice_names_the_bottleneck_and_what_would_pay(capsys):
         (["--fill", "verifier=much"], "'much' is not a number"),
         (["--draws", "generator=2"], "the form TURN.ROLE=NUMBER"),
         (["--draws", "generator.verifier=0"], "above 0"),
-        (["engine={kind: vllm, replicas: 16}", "--cluster", "4x8xH100"], "leave none"),
+        ([f"engine={{kind: vllm, replicas: 16, tp: 2, {OWN_GPUS}}}", "--cluster", "4x8xH100"], "leave none"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_refused_with_its_cure(capsys, arguments, says):
