@@ -339,8 +339,10 @@ def pair(kind: str) -> tuple[int, Board, PointToPoint | Tcp]:
     if rank == 0:
         board, address = Board.host("127.0.0.1")
         told.set("address", json.dumps(address))
+        told.wait(["read"])  # this store ends with the function
     else:
         board = Board.join(Address(*json.loads(told.get("address"))))
+        told.set("read", "")
     if kind == "tcp":
         return rank, board, Tcp(board.under("tcp"), rank, RefitConfig())
     return rank, board, PointToPoint(board.under("gloo"), rank, 2, backend="gloo", settings=RefitConfig())
