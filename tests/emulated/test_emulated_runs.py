@@ -66,7 +66,7 @@ def check_actor(errors: dict[str, float], *, half: bool) -> None:
     assert errors["swapped"] == 0.0, "the live weights are on the device twice"
     assert errors["loaded"] == errors["resumed"] == errors["resumed_loss"] == 0.0
     assert errors["asleep"] < 0.6 * errors["held"] and abs(errors["awake"] - errors["held"]) < 0.02 * errors["held"]
-    assert errors["away"] < 0.05 * errors["held"], "weights too have left"
+    assert errors["away"] < 0.1 * errors["held"], "weights too have left"  # tables of angles stay
     assert abs(errors["present"] - errors["asleep"]) < 0.02 * errors["held"], "weights alone are there"
 
 
