@@ -8,7 +8,7 @@ import json
 import platform
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -73,11 +73,14 @@ def write_json(file: Path | None, told: Mapping[str, object]) -> None:
         file.write_text(json.dumps({**told, "machine": machine()}, indent=2) + "\n")
 
 
-class AnonymousPeak:
-    """A meter of the most anonymous memory (not page cache) that this process adds within a block."""
+class Peak:
+    """A meter of the highest number that `look` returns within a block, in bytes; it looks every `pause_s` seconds."""
+
+    def __init__(self, look: Callable[[], int], pause_s: float) -> None:
+        self._look, self._pause_s = look, pause_s
 
     def __enter__(self) -> Self:
-        self.start = self._most = anonymous_bytes()
+        self.start = self.most = self._look()
         self._done = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -89,38 +92,35 @@ class AnonymousPeak:
 
     @property
     def mib(self) -> float:
-        """Returns the memory in MiB."""
-        return (self._most - self.start) / 2**20
+        """Returns what was added within the block at the most, in MiB."""
+        return (self.most - self.start) / 2**20
 
     def _watch(self) -> None:
         while True:
-            self._most = max(self._most, anonymous_bytes())
-            if self._done.wait(0.002):
+            self.most = max(self.most, self._look())
+            if self._done.wait(self._pause_s):
                 return
 
 
-class FamilyPeak:
-    """A meter of the most anonymous memory that this process and its descendants have within a block, in bytes. Memory
-    that several processes share counts by its share (Linux)."""
+class AnonymousPeak(Peak):
+    """A meter of the anonymous memory (not page cache) of this process."""
 
-    def __enter__(self) -> Self:
-        self.most = 0
-        self._done = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._watcher.start()
-        return self
+    def __init__(self) -> None:
+        super().__init__(anonymous_bytes, 0.002)
 
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._watcher.join()
 
-    def _watch(self) -> None:
-        while True:
-            own = psutil.Process()
-            family = (own, *own.children(recursive=True))
-            self.most = max(self.most, sum(proportional_bytes(process.pid) for process in family))
-            if self._done.wait(0.01):
-                return
+class FamilyPeak(Peak):
+    """A meter of the anonymous memory of this process and its descendants. Memory that several processes share counts
+    by its share (Linux)."""
+
+    def __init__(self) -> None:
+        super().__init__(family_bytes, 0.01)
+
+
+def family_bytes() -> int:
+    """Returns the sum of Pss_Anon of this process and its descendants in bytes."""
+    own = psutil.Process()
+    return sum(proportional_bytes(process.pid) for process in (own, *own.children(recursive=True)))
 
 
 def proportional_bytes(pid: int) -> int:

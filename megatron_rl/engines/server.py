@@ -46,7 +46,7 @@ class RequestRefused(ValueError):
 
 @dataclass(frozen=True)
 class Adapters:
-    """Where a role's adapters lie, for a server that computes with them beside a model."""
+    """The place of a role's adapters, for a server that computes with them beside a model."""
 
     directory: Path  # with v{version} in it
     place: int = 0  # of the role among those that share the server
