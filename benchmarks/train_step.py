@@ -4,7 +4,8 @@ Both train the same model on the same batch, of two kinds. `equal`: all sequence
 the first is trained, so that padding costs nobody anything; ours runs padded too. `varied`: lengths as rollouts have
 them (a prompt of 32, a log-normal response), with the loss on the response; ours runs packed, while transformers pads
 each micro-batch of the same number of sequences, in the order given. On `equal` both sides use the same number of
-sequences per micro-batch. Both use one thread, fp32, SDPA attention, clipping and AdamW. They alternate for several
+sequences per micro-batch. Both use one thread, SDPA attention, clipping and AdamW. In bfloat16 ours steps float32
+copies of the weights, as it always does, and transformers' side the bfloat16 weights. They alternate for several
 rounds in one process, and each side counts with its fastest round. Tokens counted are real ones, not padding.
 
 With --layouts the `varied` batch also runs on two ranks, packed and padded, for each axis of parallelism alone. CPU
@@ -29,7 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from megatron_rl.algorithms.losses import CompletionLoss
 from megatron_rl.batches.batch import Batch, pack
@@ -42,24 +43,20 @@ from megatron_rl.world import OneProcess, TorchWorld
 
 ALONE = Layout()
 RANKS = 2
-PRESETS = {
-    "tiny": dict(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+PRESETS: dict[str, PretrainedConfig] = {
+    "tiny": Qwen2Config(
+        vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048,
     ),
-    "small": dict(
-        vocab_size=8192,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+    "small": Qwen2Config(
+        vocab_size=8192, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=2048,
     ),
-}
+    "smollm2": LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
 LAYOUTS = {
     "dp2": Layout(),
     "tp2": Layout(tp=2),
@@ -91,9 +88,9 @@ def rollouts(kind: str, count: int, length: int, vocab: int) -> list[Rollout]:
     return out
 
 
-def transformers_step(directory: Path, batch: Batch, rows: int) -> Callable[[], None]:
+def transformers_step(directory: Path, batch: Batch, rows: int, dtype: str) -> Callable[[], None]:
     """Returns a training step as a user of transformers writes it: pad each micro-batch, cross-entropy, clip, AdamW."""
-    model = Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").train()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     cu, micro = batch.cu_seqlens.tolist(), []
     for start in range(0, batch.num_sequences, rows):
@@ -119,12 +116,12 @@ def transformers_step(directory: Path, batch: Batch, rows: int) -> Callable[[], 
 
 
 def our_step(
-    directory: Path, samples: list[Rollout], *, packed: bool, budget: int, layout: Layout = ALONE
+    directory: Path, samples: list[Rollout], *, packed: bool, budget: int, dtype: str, layout: Layout = ALONE
 ) -> Callable[[], object]:
     """Returns an update as the loop makes it, the way of the rollouts to this rank included."""
     role = RoleConfig(
-        model=Model(path=str(directory)), optimizer=Optimizer(lr=1e-5), loss=LossConfig(kl_coef=0.0), packed=packed,
-        micro_batch_tokens=budget // layout.cp, layout=layout,
+        model=Model(path=str(directory), dtype=dtype), optimizer=Optimizer(lr=1e-5), loss=LossConfig(kl_coef=0.0),
+        packed=packed, micro_batch_tokens=budget // layout.cp, layout=layout,
     )  # fmt: skip
     world = TorchWorld() if dist.get_world_size() > 1 else OneProcess()
     trainee = Trainee(policy=MegatronPolicy(role, parallel.create(layout)), loss=CompletionLoss())
@@ -136,8 +133,10 @@ def rank_seconds(rank: int, folder: str, name: str, packed: bool, args: argparse
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/{name}_{packed}", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    samples = rollouts("varied", args.sequences, args.length, PRESETS[args.preset]["vocab_size"])
-    step = our_step(Path(folder), samples, packed=packed, budget=args.rows * args.length, layout=LAYOUTS[name])
+    samples = rollouts("varied", args.sequences, args.length, PRESETS[args.preset].vocab_size)
+    step = our_step(
+        Path(folder), samples, packed=packed, budget=args.rows * args.length, dtype=args.dtype, layout=LAYOUTS[name]
+    )  # fmt: skip
     step()
     seconds = []
     for _ in range(args.rounds):
@@ -181,6 +180,9 @@ def measure(ours: Callable[[], object], theirs: Callable[[], object], rounds: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and activations"
+    )
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument(
         "--length", type=int, default=256, help="tokens of each sequence (equal), of the longest (varied)"
@@ -196,13 +198,14 @@ def main() -> None:
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        Qwen2ForCausalLM(Qwen2Config(**PRESETS[args.preset], max_position_embeddings=2048)).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(PRESETS[args.preset], dtype=torch.float32).save_pretrained(folder)
         for kind in ("equal", "varied"):
-            samples = rollouts(kind, args.sequences, args.length, PRESETS[args.preset]["vocab_size"])
+            samples = rollouts(kind, args.sequences, args.length, PRESETS[args.preset].vocab_size)
             batch = pack(samples)
             budget = args.rows * args.length
-            ours = our_step(Path(folder), samples, packed=kind == "varied", budget=budget)
-            seconds, theirs = measure(ours, transformers_step(Path(folder), batch, args.rows), args.rounds)
+            ours = our_step(Path(folder), samples, packed=kind == "varied", budget=budget, dtype=args.dtype)
+            plain = transformers_step(Path(folder), batch, args.rows, args.dtype)
+            seconds, theirs = measure(ours, plain, args.rounds)
             tokens = len(batch.tokens)
             figures |= {
                 f"{kind}/ours_tokens_per_cpu_s": tokens / seconds,

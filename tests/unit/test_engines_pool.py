@@ -19,6 +19,7 @@ from fake_vllm import GENERATE, JOIN, FakeVllm, logprob_of
 
 from megatron_rl.config.schema import ConfigError, Vllm
 from megatron_rl.engines.base import EngineError, Sampling, complete
+from megatron_rl.engines.pool.dispatch import LOST_UNDER
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 from megatron_rl.engines.server import RequestRefused, ServerLost
 from megatron_rl.engines.vllm import VllmServer
@@ -158,6 +159,18 @@ def test_a_living_server_that_fails_a_request_too_often_ends_the_run_with_its_la
     assert "the last words of 0" in str(info.value) and fake.count(GENERATE) == 3
     fake.fail(GENERATE, "error", "shape")
     assert right(complete(pool, PROMPTS[:1], SAMPLING), PROMPTS[:1]), "two failures are borne"
+
+
+def test_a_request_under_which_server_after_server_dies_ends_the_run(fleet: Fleet):
+    """It was sent to one that came back for ever, as each loss was the server's fault alone."""
+    fakes = [fleet.start(replica) for replica in range(LOST_UNDER + 1)]
+    pool = fleet.serving(len(fakes), replicas=len(fakes), attempts=1)
+    for fake in fakes:
+        fake.fail(GENERATE, "error")
+        fake.fail("/health", *["error"] * 9999)
+    with pytest.raises(EngineError, match=rf"(?s){LOST_UNDER} servers died .*the last words of"):
+        complete(pool, PROMPTS[:1], SAMPLING)
+    assert sum(fake.count(GENERATE) for fake in fakes) == LOST_UNDER and len(pool.members.living()) == 1
 
 
 @pytest.mark.parametrize("kind", ["error", "garbage", "shape", "few", "nan", "redirect", "hang"])

@@ -24,7 +24,9 @@ from megatron_rl.engines.pool.membership import Member, Members, Waiting
 from megatron_rl.engines.server import ServerLost
 
 LONGEST_PAUSE_S = 60.0  # between two attempts, when all servers ask to be left alone for a while
+LOST_UNDER = 10  # servers lost under one request, after which it is taken for what kills them
 LOOKERS = 8  # servers that are asked at a time whether they live, after they failed a request
+DEADLY = "{} servers died while they worked on one request, so that the request may be what kills them: {}"
 
 T = TypeVar("T")
 
@@ -128,10 +130,11 @@ class Dispatcher:
     async def send(self, work: Outstanding, request: Request[T]) -> tuple[T, Member]:
         """Asks until some server answers -> its answer, and which it was. Part of a task.
 
-        Raises EngineError when too many living ones fail, and when nobody waits for `work` any more; RequestRefused for
-        a request that no server would take.
+        Raises EngineError when too many living ones fail, when LOST_UNDER die, and when nobody waits for `work` any
+        more; RequestRefused for a request that no server would take.
         """
         failures: list[str] = []
+        died = 0  # servers under this request
         failed: set[Member] = set()
         while True:
             place = Waiter(request.sequences, failed, request.prefer, over=lambda: work.over)
@@ -147,8 +150,11 @@ class Dispatcher:
                 if served and not self.members.closing.is_set():
                     failures.append(str(error))
                     failed.add(member)
+                died += member.lost is not None
                 if len(failures) >= self.members.limits.attempts:
                     raise EngineError(_too_often(failures, member)) from error
+                if died >= LOST_UNDER:
+                    raise EngineError(_with_log(DEADLY.format(died, error), member)) from error
                 pause_s = error.retry_after_s * 2.0 ** (len(failures) - 1)
             finally:
                 with self.members.change:
@@ -191,6 +197,10 @@ async def _end_all() -> None:
 
 
 def _too_often(failures: list[str], member: Member) -> str:
-    said = f"a request failed {len(failures)} times: {'; '.join(failures)}"
+    return _with_log(f"a request failed {len(failures)} times: {'; '.join(failures)}", member)
+
+
+def _with_log(said: str, member: Member) -> str:
+    """Returns what is said, and the end of the server's log where there is one."""
     log = member.listing.log
     return f"{said}; the end of {log}:\n{tail(Path(log))}" if log else said
