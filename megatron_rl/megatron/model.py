@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from megatron_rl.models.cuts import padded_vocab
 from megatron_rl.models.sizes import Routing
 from megatron_rl.weights import rectangles
 from megatron_rl.weights.hf import Architecture
+from megatron_rl.world import all_gather
 
 platform.install()
 
@@ -44,6 +47,8 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
 )
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
+
+_log = logging.getLogger(__name__)
 
 # By the words of models/sizes.py: the function that core is told, which must be one of its own, and the module that
 # computes a gate from fc1's joined output in its place.
@@ -133,16 +138,22 @@ def uses_flash(arch: Architecture, model: Model) -> bool:
     return problem is None
 
 
-def uses_triton(model: Model) -> bool:
+def uses_triton(model: Model, control: Any) -> bool:
     """Says whether Triton kernels compute a model's log-probs, and its torch spec's gates and rotary embedding.
 
-    Raises ConfigError where the settings ask for them and they cannot be had.
+    Collective over `control`, a gloo group: the kernels cut work into other parts than torch's operations do, so that
+    all ranks take them or none. Raises ConfigError where the settings ask for them and some rank cannot have them.
     """
     if model.kernels == "torch" or (model.kernels == "auto" and not torch.cuda.is_available()):
         return False
-    problem = choice.obstacle()
+    problems = all_gather(choice.obstacle(), control)
+    rank, problem = next(((rank, one) for rank, one in enumerate(problems) if one is not None), (0, None))
     if problem is not None and model.kernels == "triton":
-        raise ConfigError(f"model.kernels = 'triton': {problem}; set it to auto or torch")
+        raise ConfigError(f"model.kernels = 'triton': {problem} (rank {rank}); set it to auto or torch")
+    if problem is not None and dist.get_rank(control) == 0:
+        _log.warning(
+            "%s: torch's operations are used in place of Triton kernels: %s (rank %d)", model.path, problem, rank
+        )
     return problem is None
 
 

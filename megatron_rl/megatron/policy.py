@@ -322,7 +322,7 @@ class MegatronPolicy:
         """Makes the model of this rank with its weights. Returns core's config and the chunks, in their dtype."""
         role, fused = self.role, self._fused
         config = models.transformer_config(self.arch, role.model, self.groups, deterministic=deterministic, fused=fused)
-        triton = models.uses_triton(role.model)
+        triton = models.uses_triton(role.model, self.groups.control)
         cores = models.build(self.arch, config, temperature=self._temperature, fused=fused, triton=triton)
         self._fill(cores, seed)
         for core in cores if role.router_replay else ():

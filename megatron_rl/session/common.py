@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers.utils import logging as transformers_logging
 
-from megatron_rl.allocator import return_free_pages
+from megatron_rl.allocator import limit_arenas, return_free_pages
 from megatron_rl.cluster.address import address_of_first_rank
 from megatron_rl.cluster.job import Leave
 from megatron_rl.cluster.meeting import meet
@@ -123,6 +123,7 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     `shared`: a directory that all ranks see, where they meet. `deterministic`: of
     kernels that do the same torch takes those that give the same bits every time; it warns where it has none.
     """
+    limit_arenas()
     if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports torch's compiler: seconds
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
     transformers_logging.set_verbosity_error()

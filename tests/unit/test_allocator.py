@@ -1,14 +1,34 @@
-"""Memory that is free within malloc's heap goes back to the system."""
+"""Memory that is free within malloc's heap goes back to the system, and threads share few heaps."""
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_rl import allocator
 
+# Starts threads that allocate at the same time, and prints the number of malloc's arenas.
+ARENAS = """
+import ctypes, threading
+from megatron_rl import allocator
+allocator.limit_arenas()
+together = threading.Barrier(8)
+def allocate():
+    together.wait()
+    blocks = [bytearray(10_000) for _ in range(100)]
+    together.wait()
+threads = [threading.Thread(target=allocate) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+libc = ctypes.CDLL(None)
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+libc.fflush(None)
+"""
 BLOCK, COUNT, KEPT = 24_000, 4_000, 50  # 96 MB of blocks as malloc keeps them in its heap, each fiftieth of them stays
 
 
@@ -26,3 +46,12 @@ def test_free_pages_between_used_ones_go_back():
     allocator.return_free_pages()
     assert full - anonymous_mib() > held + 40, "most of 96 MB, which malloc had not returned"
     assert len(blocks) == COUNT // KEPT
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has arenas")
+@pytest.mark.parametrize(("given", "wanted"), [(None, allocator.ARENAS), ("4", 4)])
+def test_threads_share_two_arenas_unless_the_environment_says_how_many(given, wanted):
+    own = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    own |= {"MALLOC_ARENA_MAX": given} if given else {}
+    told = subprocess.run([sys.executable, "-c", ARENAS], env=own, capture_output=True, text=True, check=True).stdout
+    assert told.count("<heap nr=") == wanted
