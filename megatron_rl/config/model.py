@@ -89,7 +89,8 @@ class Model:
     # sdpa: a call for each group of sequences of similar length. auto: flash where it can be had.
     attention_backend: Literal["auto", "flash", "sdpa"] = "auto"
     # Kernels of log-probs, gates and rotary embedding, and of sums of gradients on a GPU. triton: this project's own,
-    # which need a GPU and Triton. torch: torch's operations. auto: triton where it can be had.
+    # which need a GPU and Triton, and are tried against torch's operations first. torch: torch's operations. auto:
+    # triton where it can be had on all ranks.
     kernels: Literal["auto", "triton", "torch"] = "auto"
     # Weight of the load-balancing loss of experts (as in Switch Transformer, computed per micro-batch); 0: none.
     router_aux_loss: NonNegativeFloat = 0.0

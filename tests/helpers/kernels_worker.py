@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from layouts_worker import WeightedLogprobs, gradient_error, logprobs_of, make_policy, make_rollouts, work_of
 from layouts_worker import reference as by_transformers
 from tiny_models import make_model
+from triton.errors import TritonError
 
 from megatron_rl.megatron import forward
-from megatron_rl.megatron.kernels import gates, norm, rope
+from megatron_rl.megatron.kernels import gates, norm, rope, trial
 from megatron_rl.megatron.parts import Chosen
 
 VOCAB = 97
@@ -125,6 +126,28 @@ def head() -> dict[str, float]:
     return found
 
 
+def tried() -> dict[str, str | None]:
+    """Returns what the trial says of the kernels as they are; of one that computes something else, or nothing; and of
+    one that does not compile."""
+
+    def broken(x: torch.Tensor, *, tanh: bool) -> torch.Tensor:
+        raise TritonError("no such\ninstruction")
+
+    whole, device = gates.gated, torch.device("cpu")
+    forms: dict[str, Callable[..., torch.Tensor]] = {
+        "whole": whole,
+        "wrong": lambda x, *, tanh: whole(x, tanh=not tanh),
+        "nan": lambda x, *, tanh: whole(x, tanh=tanh) * torch.nan,
+        "broken": broken,
+    }
+    answers = {}
+    for name, form in forms.items():
+        gates.gated = form
+        answers[name] = trial.trouble.__wrapped__(device)  # without its memory
+    gates.gated = whole
+    return answers
+
+
 def model(path: str, case: dict[str, Any]) -> dict[str, float]:
     """Compares a policy whose model takes all kernels with transformers: log-probs, and all gradients."""
     rollouts, loss = make_rollouts(VOCAB)[:ROLLOUTS], WeightedLogprobs()
@@ -167,7 +190,7 @@ def main() -> None:
     out, folder = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     rough = {f"{name} bf16": value for name, value in small(torch.bfloat16).items()}
-    answer: dict[str, Any] = {"small": small(torch.float32) | rough, "head": head()}
+    answer: dict[str, Any] = {"small": small(torch.float32) | rough, "head": head(), "tried": tried()}
     for name, (family, sizes, ranks, case) in MODELS.items():
         make_model(folder / name, family, vocab_size=VOCAB, **sizes)
         answer[name] = on_ranks(folder, name, case, ranks)

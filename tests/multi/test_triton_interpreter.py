@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import ROOT
 
 from megatron_rl.config.schema import ConfigError, Model
@@ -61,9 +62,31 @@ def test_the_kernels_that_the_interpreter_runs_compile_for_gpus(tmp_path):
     assert len(sizes) == 2 * 10 and min(sizes.values()) > 1000
 
 
-def test_triton_without_a_gpu_or_its_interpreter_is_refused(monkeypatch):
-    triton = importlib.import_module("triton")
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    assert not models.uses_triton(Model(path="x"))
-    with pytest.raises(ConfigError, match="there is no GPU; set it to auto or torch"):
-        models.uses_triton(Model(path="x", kernels="triton"))
+def test_interpreter_shows_that_a_kernel_is_tried_before_a_model_takes_it(errors):
+    told = errors["tried"]
+    assert told["whole"] is None
+    for name in ("wrong", "nan"):
+        assert "the gate of SwiGLU in float32 is off by" in told[name] and "rotary" not in told[name]
+    assert told["broken"] == "the gate of SwiGLU does not run: TritonError: no such instruction"
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_triton_without_a_gpu_or_its_interpreter_is_refused(monkeypatch, alone):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert not models.uses_triton(Model(path="x"), alone)
+    with pytest.raises(ConfigError, match=r"there is no GPU \(rank 0\); set it to auto or torch"):
+        models.uses_triton(Model(path="x", kernels="triton"), alone)
+
+
+def test_kernels_that_are_wrong_on_a_gpu_are_not_taken_by_themselves(monkeypatch, alone, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(models.choice, "obstacle", lambda: "the norm in float32 is off by 1.0e+00")
+    assert not models.uses_triton(Model(path="x"), alone) and "the norm in float32 is off" in caplog.text
+    with pytest.raises(ConfigError, match="the norm in float32 is off"):
+        models.uses_triton(Model(path="x", kernels="triton"), alone)
