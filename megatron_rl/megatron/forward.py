@@ -19,7 +19,7 @@ from megatron_rl.megatron.kernels.products import add_product
 # that the product gives, which are twice as many in bfloat16.
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
 # The most log-probs of one micro-batch that are kept for the backward pass. A larger number is computed again.
-KEPT_ELEMENTS = {"cpu": 1 << 24, "cuda": 0}
+KEPT_ELEMENTS = {"cpu": 1 << 27, "cuda": 0}
 
 
 @dataclass(frozen=True)
