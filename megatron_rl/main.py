@@ -14,8 +14,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the exit status: 0 done, 1 failed, 2 wrong config or arguments, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words[0] if words else None
-    if command in ON_RANKS and not {"-h", "--help"} & {*words} and _is_first():
-        _tell_start(command, words)
+    if command in ON_RANKS:
+        # Arrow's own allocator, which it chooses when it is first imported, holds 6 MB in steps of one or two for turns
+        # of 64 KiB.
+        os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+        if not {"-h", "--help"} & {*words} and _is_first():
+            _tell_start(command, words)
     from megatron_rl.commands.parser import build_parser  # the first line stands before what takes a second to import
     from megatron_rl.config.base import ConfigError
     from megatron_rl.run.lines import DiskError

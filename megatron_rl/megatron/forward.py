@@ -18,6 +18,10 @@ from megatron_rl.megatron.kernels.products import add_product
 # Logits that a rank holds at once: 8 MiB on a CPU, 512 MiB on a GPU, as float32. Triton kernels want no more than those
 # that the product gives, which are twice as many in bfloat16.
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
+# Rows below which a CPU's products are slower: by 1.7 for 32 in place of 128 with 49,152 tokens. A chunk has as many
+# also where its logits are more than CHUNK_ELEMENTS, but no more than those that malloc keeps for the next chunk.
+GOOD_ROWS, REUSED_ELEMENTS = 128, 7 << 20
+JOINED_ELEMENTS = 1 << 25  # of gradients for logits in bfloat16, for one product on a CPU: 64 MiB
 # The most log-probs of one micro-batch that are kept for the backward pass. A larger number is computed again.
 KEPT_ELEMENTS = {"cpu": 1 << 27, "cuda": 0}
 
@@ -45,6 +49,35 @@ class _Head:
             return product
         logits = product.float()
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+
+class _Products:
+    """Adds the products of chunks' gradients and hidden states to the float32 gradient of the output layer [rows, h].
+
+    Where a product cannot be added as it is made (bfloat16 on a CPU), a pass over that gradient takes longer than the
+    product of a small chunk: chunks are joined for one product.
+    """
+
+    def __init__(self, total: Tensor) -> None:
+        self._total = total
+        self._steps: list[Tensor] = []
+        self._hidden: list[Tensor] = []
+
+    def add(self, step: Tensor, hidden: Tensor) -> None:
+        """Takes the gradient for a chunk's logits [n, rows] and its hidden states [n, h], of one dtype."""
+        self._steps.append(step)
+        self._hidden.append(hidden)
+        alone = step.dtype == torch.float32 or step.is_cuda
+        if alone or sum(each.numel() for each in self._steps) >= JOINED_ELEMENTS:
+            self.finish()
+
+    def finish(self) -> None:
+        """Adds what was taken since the last product."""
+        if self._steps:
+            joined = len(self._steps) > 1
+            step, hidden = (torch.cat(each) if joined else each[0] for each in (self._steps, self._hidden))
+            add_product(self._total, step.T, hidden)
+            self._steps, self._hidden = [], []
 
 
 class _VocabParallelStatistics(torch.autograd.Function):
@@ -95,6 +128,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         # A frozen output layer, under adapters, has no gradient: it would be as large as the layer, in float32.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        by_weight = None if grad_weight is None else _Products(grad_weight[: head.rows])
         by_id = gradients["logprobs"][:, None] / head.temperature  # [n, 1 + k], of the tokens in `ids`
         if grad_candidates is not None:
             by_id = torch.cat([by_id, grad_candidates / head.temperature], dim=1)
@@ -111,8 +145,10 @@ class _VocabParallelStatistics(torch.autograd.Function):
                     log_p.sub_(logsum[rows, None])
             step = _to_gradient(log_p, logsum[rows], ids[rows], by_id[rows], of_entropy, head).to(weight.dtype)
             torch.mm(step, real, out=grad_hidden[rows])
-            if grad_weight is not None:
-                add_product(grad_weight[: head.rows], step.T, hidden[rows])
+            if by_weight is not None:
+                by_weight.add(step, hidden[rows])
+        if by_weight is not None:
+            by_weight.finish()
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
@@ -151,9 +187,10 @@ def vocab_parallel_statistics(
 
 
 def _chunks(hidden: Tensor, weight: Tensor, head: _Head) -> list[slice]:
-    """Cuts the rows of `hidden` so that the logits of a chunk fit CHUNK_ELEMENTS."""
+    """Cuts the rows of `hidden` so that the logits of a chunk fit CHUNK_ELEMENTS, or are those of GOOD_ROWS."""
     most = CHUNK_ELEMENTS[hidden.device.type] * (4 // weight.element_size() if head.triton else 1)
-    size = max(32, most // weight.shape[0])
+    good = min(GOOD_ROWS, REUSED_ELEMENTS // weight.shape[0])
+    size = max(32, good, most // weight.shape[0])
     return [slice(a, min(a + size, hidden.shape[0])) for a in range(0, hidden.shape[0], size)] or [slice(0, 0)]
 
 

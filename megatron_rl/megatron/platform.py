@@ -195,12 +195,14 @@ def _patch_tensor() -> None:
 def _patch_megatron() -> None:
     """Replaces the functions of core that assume CUDA or NCCL."""
     with _silent_imports(), _without_compiler(), _without_wandb():
+        from megatron.core.distributed import param_and_grad_buffer as buffers
         from megatron.core.tensor_parallel import mappings
         from megatron.core.tensor_parallel import random as core_random
         from megatron.core.transformer.moe import token_dispatcher
 
     mappings._gather_along_first_dim = _uneven_gather(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim)
+    buffers.dist_reduce_scatter_func = _sum_of_several(buffers.dist_reduce_scatter_func)
     # Splits of the dispatcher's all-to-all become numpy arrays only where they lie on a CUDA device.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_numpy
     core_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
@@ -312,6 +314,19 @@ def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., t
         total = input_.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=group)
         return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+
+    return reduce_scatter
+
+
+def _sum_of_several(summed: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a sum of gradients over ranks, of which each rank keeps its part, in place of core's.
+
+    gloo copies the whole buffer onto itself where there is one rank, which takes longer than the optimizer's step.
+    """
+
+    def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, *, group: Any, **rest: Any) -> Any:
+        alone = group.size() == 1 and part.data_ptr() == whole.data_ptr()
+        return None if alone else summed(part, whole, group=group, **rest)
 
     return reduce_scatter
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import yaml
 
 from megatron_rl.chat import tokenizer_of
@@ -248,8 +247,6 @@ def _store(
     Turns that were played under other settings or by other code are not taken from it, nor any turn where the run is
     to be `fresh`: all that is not of the machine counts, and the form of the file.
     """
-    # Arrow's own allocator holds 4 to 6 MB, in steps of a megabyte, for turns of 64 KiB.
-    pyarrow.set_memory_pool(pyarrow.system_memory_pool())
     store = TurnStore(
         driver.directory.path / ROLLOUTS, _fingerprint(config), keep_every=config.run.save_rollouts_every,
         decode=lambda role, tokens: decode(models.tokenizers[role], tokens),

@@ -101,7 +101,7 @@ def head() -> dict[str, float]:
     torch.manual_seed(0)
     names = ("logprobs", "entropy", "vocab_mean", "candidate_logprobs")
     vocab, padding, rows = 5000, 3, 40
-    forward.CHUNK_ELEMENTS["cpu"] = 1  # chunks of 32 rows, the fewest
+    forward.CHUNK_ELEMENTS["cpu"], forward.GOOD_ROWS = 1, 1  # chunks of 32 rows, the fewest
     hidden, weight = torch.randn(rows, 16), torch.randn(vocab + padding, 16)
     labels, candidates = torch.randint(vocab, (rows,)), torch.randint(vocab, (rows, 3))
     labels[0], candidates[:9, 1], candidates[9:12, 0] = vocab - 1, labels[:9], candidates[9:12, 2]  # some twice
@@ -122,7 +122,7 @@ def head() -> dict[str, float]:
     found["logprobs"] = error(
         differentiate(lambda *x: ours(*x)[:1], hidden, weight), differentiate(lambda *x: exact(*x)[:1], hidden, weight)
     )
-    forward.CHUNK_ELEMENTS["cpu"] = 1 << 21
+    forward.CHUNK_ELEMENTS["cpu"], forward.GOOD_ROWS = 1 << 21, 128
     return found
 
 

@@ -1,4 +1,4 @@
-"""Memory that is free within malloc's heap goes back to the system, and threads share few heaps."""
+"""Memory that is free within malloc's heap goes back to the system, threads share few heaps, and Arrow has none."""
 
 from __future__ import annotations
 
@@ -55,3 +55,14 @@ def test_threads_share_two_arenas_unless_the_environment_says_how_many(given, wa
     own |= {"MALLOC_ARENA_MAX": given} if given else {}
     told = subprocess.run([sys.executable, "-c", ARENAS], env=own, capture_output=True, text=True, check=True).stdout
     assert told.count("<heap nr=") == wanted
+
+
+def test_arrow_takes_the_memory_of_a_run_from_malloc():
+    """Its default pool in C++, which readers and writers of Parquet take: Python's setting does not change that one."""
+    own = {name: value for name, value in os.environ.items() if name != "ARROW_DEFAULT_MEMORY_POOL"}
+    script = (
+        "from megatron_rl.main import main; status = main(['train', 'absent.yaml']); import pyarrow; "
+        "print(status, pyarrow.default_memory_pool().backend_name)"
+    )
+    told = subprocess.run([sys.executable, "-c", script], env=own, capture_output=True, text=True, check=True).stdout
+    assert told.splitlines()[-1] == "2 system"
