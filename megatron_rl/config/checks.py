@@ -44,6 +44,9 @@ def check(config: Any, ranks: int, *, to_come: bool = False) -> None:
     problems = _train_problems(config, ranks, to_come) if isinstance(config, TrainConfig) else []
     problems += [line for name, source in prompt_sets(config) for line in _prompt_set_problems(name, source)]
     problems += _overlaps(config)
+    engine = None if isinstance(config, TrainConfig) else getattr(config, "engine", None)
+    if isinstance(engine, Servers) and engine.colocate:
+        problems.append("engine.colocate = true where nothing trains: no trainer has GPUs; set it to false")
     if isinstance(config, SftConfig):
         problems += _sft_problems(config, ranks, to_come)
     if isinstance(config, TrainConfig | SftConfig):

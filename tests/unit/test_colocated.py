@@ -16,9 +16,13 @@ from test_tango_run import Reader
 from toys import streaming
 
 from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.config import files
+from megatron_rl.config.checks import check
 from megatron_rl.config.colocation import colocation_problems
 from megatron_rl.config.schema import (
     ConfigError,
+    EvalConfig,
+    GenerateConfig,
     Lora,
     LossConfig,
     Model,
@@ -433,6 +437,14 @@ def test_adapters_and_servers_in_the_trainers_gpus_do_not_go_together():
     roles = {**config.roles, V: replace(config.roles[V], lora=Lora(rank=4))}
     [problem] = colocation_problems(replace(config, roles=roles), config.engine, 8)
     assert "roles.verifier.lora" in problem
+
+
+@pytest.mark.parametrize(("schema", "more"), [(EvalConfig, []), (GenerateConfig, ["output=x"])])
+def test_servers_beside_a_trainer_are_refused_where_nothing_trains(schema, more):
+    config = files.load(schema, [], ["model.path=m", "data.path=d", "engine.kind=vllm", *more])
+    check(config, 1, to_come=True)
+    with pytest.raises(ConfigError, match="engine.colocate = true where nothing trains"):
+        check(replace(config, engine=Vllm(colocate=True)), 1, to_come=True)
 
 
 def test_the_servers_are_started_with_their_sleep_mode(tmp_path):
