@@ -11,8 +11,8 @@ ARENAS = 2
 
 
 def limit_arenas() -> None:
-    """Has all threads of this process share two of malloc's arenas. Without glibc, or where MALLOC_ARENA_MAX says how
-    many there are, nothing happens.
+    """Has the threads that this process starts from now on share two of malloc's arenas. Without glibc, or where
+    MALLOC_ARENA_MAX says how many there are, nothing happens. Arenas that exist stay.
 
     glibc gives each new thread an arena of its own, eight for each core, and every one keeps pages that were freed in
     it. A run has some twenty threads, of which few allocate at the same time.

@@ -15,8 +15,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words[0] if words else None
     if command in ON_RANKS:
-        # Arrow's own allocator, which it chooses when it is first imported, holds 6 MB in steps of one or two for turns
-        # of 64 KiB.
+        # Arrow's own allocator, which it chooses when it is first imported, holds 6 MB for turns of 64 KiB, and moves
+        # in steps (docs/log.md).
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
         if not {"-h", "--help"} & {*words} and _is_first():
             _tell_start(command, words)

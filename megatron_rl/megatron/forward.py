@@ -15,13 +15,13 @@ from torch import Tensor
 from megatron_rl.batches.batch import by_name
 from megatron_rl.megatron.kernels.products import add_product
 
-# Logits that a rank holds at once: 8 MiB on a CPU, 512 MiB on a GPU, as float32. Triton kernels want no more than those
-# that the product gives, which are twice as many in bfloat16.
+# Logits that a rank holds at once: 8 MiB on a CPU (or those of some rows, see below), 512 MiB on a GPU, as float32.
+# Triton kernels want no more than those that the product gives, which are twice as many in bfloat16.
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
-# Rows below which a CPU's products are slower: by 1.7 for 32 in place of 128 with 49,152 tokens. A chunk has as many
-# also where its logits are more than CHUNK_ELEMENTS, but no more than those that malloc keeps for the next chunk.
+# Rows below which a CPU's products are slower, by up to 1.7 (docs/benchmarks.md). A chunk has as many also where its
+# logits are more than CHUNK_ELEMENTS, up to 28 MiB: malloc keeps no more for the next chunk.
 GOOD_ROWS, REUSED_ELEMENTS = 128, 7 << 20
-JOINED_ELEMENTS = 1 << 25  # of gradients for logits in bfloat16, for one product on a CPU: 64 MiB
+JOINED_ELEMENTS = 1 << 25  # of gradients for logits in bfloat16, for one product on a CPU: twice 64 MiB
 # The most log-probs of one micro-batch that are kept for the backward pass. A larger number is computed again.
 KEPT_ELEMENTS = {"cpu": 1 << 27, "cuda": 0}
 
@@ -138,7 +138,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
         for number, rows in enumerate(_chunks(hidden, weight, head)):
             of_entropy = None if by_entropy is None or entropy is None else (entropy[rows], by_entropy[rows])
             if head.keep:
-                log_p = ctx.kept[number]
+                log_p, ctx.kept[number] = ctx.kept[number], None
             else:
                 log_p = head.logits(hidden[rows], real)
                 if not head.triton:

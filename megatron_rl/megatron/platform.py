@@ -321,7 +321,8 @@ def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., t
 def _sum_of_several(summed: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a sum of gradients over ranks, of which each rank keeps its part, in place of core's.
 
-    gloo copies the whole buffer onto itself where there is one rank, which takes longer than the optimizer's step.
+    Core sums where there is one rank, too (0.16.1, distributed/param_and_grad_buffer.py:443), and gloo then copies the
+    whole buffer of gradients onto itself.
     """
 
     def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, *, group: Any, **rest: Any) -> Any:

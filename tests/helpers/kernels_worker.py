@@ -23,6 +23,7 @@ from triton.errors import TritonError
 
 from megatron_rl.megatron import forward
 from megatron_rl.megatron.kernels import gates, norm, rope, trial
+from megatron_rl.megatron.kernels import head as head_kernels
 from megatron_rl.megatron.parts import Chosen
 
 VOCAB = 97
@@ -126,25 +127,54 @@ def head() -> dict[str, float]:
     return found
 
 
+class _NanGradient(torch.autograd.Function):
+    """Gives what it gets, and a gradient that is not a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * torch.nan
+
+
 def tried() -> dict[str, str | None]:
-    """Returns what the trial says of the kernels as they are; of one that computes something else, or nothing; and of
-    one that does not compile."""
+    """Returns what the trial says of the kernels as they are, and of kernels that compute something else or do not
+    compile: one form of one of them at a time."""
+    gated, normed, statistics, to_gradient = (
+        gates.gated,
+        norm.rms_norm,
+        head_kernels.statistics,
+        head_kernels.to_gradient,
+    )
 
     def broken(x: torch.Tensor, *, tanh: bool) -> torch.Tensor:
         raise TritonError("no such\ninstruction")
 
-    whole, device = gates.gated, torch.device("cpu")
-    forms: dict[str, Callable[..., torch.Tensor]] = {
-        "whole": whole,
-        "wrong": lambda x, *, tanh: whole(x, tanh=not tanh),
-        "nan": lambda x, *, tanh: whole(x, tanh=tanh) * torch.nan,
-        "broken": broken,
+    def wrong_peak(logits: torch.Tensor, scale: float, **asked: bool) -> Any:
+        peak, sums = statistics(logits, scale, **asked)
+        return peak * 0.0, sums
+
+    def only_asked(logits: torch.Tensor, scale: float, *, ids: torch.Tensor, **given: Any) -> None:
+        to_gradient(logits, scale, ids=ids, **given)
+        logits.copy_(torch.zeros_like(logits).scatter(1, ids, logits.gather(1, ids)))
+
+    forms: dict[str, tuple[Any, str, Any]] = {
+        "whole": (gates, "gated", gated),
+        "wrong": (gates, "gated", lambda x, *, tanh: gated(x, tanh=not tanh)),
+        "nan": (gates, "gated", lambda x, *, tanh: _NanGradient.apply(gated(x, tanh=tanh))),
+        "broken": (gates, "gated", broken),
+        "norm": (norm, "rms_norm", lambda x, weight, **given: normed(x, weight + 0.1, **given)),
+        "peak": (head_kernels, "statistics", wrong_peak),
+        "others": (head_kernels, "to_gradient", only_asked),
     }
     answers = {}
-    for name, form in forms.items():
-        gates.gated = form
-        answers[name] = trial.trouble.__wrapped__(device)  # without its memory
-    gates.gated = whole
+    for name, (module, kernel, form) in forms.items():
+        before = getattr(module, kernel)
+        setattr(module, kernel, form)
+        answers[name] = trial.trouble.__wrapped__(torch.device("cpu"))  # without its memory
+        setattr(module, kernel, before)
     return answers
 
 

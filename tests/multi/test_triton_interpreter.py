@@ -70,6 +70,17 @@ def test_interpreter_shows_that_a_kernel_is_tried_before_a_model_takes_it(errors
     assert told["broken"] == "the gate of SwiGLU does not run: TritonError: no such instruction"
 
 
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [("norm", "the norm"), ("peak", "the head's statistics"), ("others", "the head's gradient")],
+)
+def test_interpreter_shows_each_part_of_a_kernel_that_is_wrong_in_both_formats(errors, name, kernel):
+    """Small numbers of the head were compared with its largest ones."""
+    sentences = errors["tried"][name].split("; ")
+    assert {one.split(" in ")[1].split()[0] for one in sentences} == {"float32", "bfloat16"}
+    assert all(one.startswith(kernel) for one in sentences)
+
+
 @pytest.fixture
 def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -90,3 +101,11 @@ def test_kernels_that_are_wrong_on_a_gpu_are_not_taken_by_themselves(monkeypatch
     assert not models.uses_triton(Model(path="x"), alone) and "the norm in float32 is off" in caplog.text
     with pytest.raises(ConfigError, match="the norm in float32 is off"):
         models.uses_triton(Model(path="x", kernels="triton"), alone)
+
+
+def test_no_rank_takes_kernels_that_another_cannot_have(monkeypatch, alone, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(models.choice, "obstacle", lambda: None)
+    assert models.uses_triton(Model(path="x"), alone)
+    monkeypatch.setattr(models, "all_gather", lambda own, group: [own, "Triton is not installed"])
+    assert not models.uses_triton(Model(path="x"), alone) and "not installed (rank 1)" in caplog.text

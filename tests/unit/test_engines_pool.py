@@ -168,7 +168,9 @@ def test_a_request_under_which_server_after_server_dies_ends_the_run(fleet: Flee
     for fake in fakes:
         fake.fail(GENERATE, "error")
         fake.fail("/health", *["error"] * 9999)
-    with pytest.raises(EngineError, match=rf"(?s){LOST_UNDER} servers died .*the last words of"):
+    with pytest.raises(
+        EngineError, match=rf"(?s){LOST_UNDER} servers were lost .*a prompt of 3 tokens.*the last words of"
+    ):
         complete(pool, PROMPTS[:1], SAMPLING)
     assert sum(fake.count(GENERATE) for fake in fakes) == LOST_UNDER and len(pool.members.living()) == 1
 

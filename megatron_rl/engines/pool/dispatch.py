@@ -26,7 +26,11 @@ from megatron_rl.engines.server import ServerLost
 LONGEST_PAUSE_S = 60.0  # between two attempts, when all servers ask to be left alone for a while
 LOST_UNDER = 10  # servers lost under one request, after which it is taken for what kills them
 LOOKERS = 8  # servers that are asked at a time whether they live, after they failed a request
-DEADLY = "{} servers died while they worked on one request, so that the request may be what kills them: {}"
+DEADLY = (
+    "{} servers were lost while they worked on one request ({}), so that it may be what kills them; look for the reason"
+    " in their logs, lower engine.max_sequences or engine.max_model_len where memory ran out, and start the run again:"
+    " {}"
+)
 
 T = TypeVar("T")
 
@@ -34,11 +38,12 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Request(Generic[T]):
     """A request that any server may answer. `ask` gets the server and the version of its weights; it raises ServerLost
-    when another one should answer. `sequences`: how many the server works on at once for it. `prefer`: the server that
-    holds its prefix.
+    when another one should answer. `what` it is about, for messages. `sequences`: how many the server works on at once
+    for it. `prefer`: the server that holds its prefix.
     """
 
     ask: Callable[[Member, int], Awaitable[T]]
+    what: str
     sequences: int
     prefer: Member | None = None
 
@@ -130,11 +135,11 @@ class Dispatcher:
     async def send(self, work: Outstanding, request: Request[T]) -> tuple[T, Member]:
         """Asks until some server answers -> its answer, and which it was. Part of a task.
 
-        Raises EngineError when too many living ones fail, when LOST_UNDER die, and when nobody waits for `work` any
-        more; RequestRefused for a request that no server would take.
+        Raises EngineError when too many living ones fail, when LOST_UNDER are lost, and when nobody waits for `work`
+        any more; RequestRefused for a request that no server would take.
         """
         failures: list[str] = []
-        died = 0  # servers under this request
+        lost = 0  # servers under this request
         failed: set[Member] = set()
         while True:
             place = Waiter(request.sequences, failed, request.prefer, over=lambda: work.over)
@@ -150,11 +155,11 @@ class Dispatcher:
                 if served and not self.members.closing.is_set():
                     failures.append(str(error))
                     failed.add(member)
-                died += member.lost is not None
+                lost += member.lost is not None
                 if len(failures) >= self.members.limits.attempts:
                     raise EngineError(_too_often(failures, member)) from error
-                if died >= LOST_UNDER:
-                    raise EngineError(_with_log(DEADLY.format(died, error), member)) from error
+                if lost >= LOST_UNDER:
+                    raise EngineError(_with_log(DEADLY.format(lost, request.what, error), member)) from error
                 pause_s = error.retry_after_s * 2.0 ** (len(failures) - 1)
             finally:
                 with self.members.change:

@@ -96,7 +96,8 @@ class ServerEngine:
                 raise ServerLost(f"{member.server.url} did not keep version {version} of the weights while it scored")
             return scores
 
-        scores, _ = await self._dispatcher.send(work, Request(ask, len(sequences)))
+        what = f"{len(sequences)} sequences to score, the longest of {max(map(len, sequences))} tokens"
+        scores, _ = await self._dispatcher.send(work, Request(ask, what, len(sequences)))
         return dict(zip(places, scores, strict=True))
 
 

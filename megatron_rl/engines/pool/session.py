@@ -165,7 +165,8 @@ class PoolSession:
             answers = await member.server.generate(prompt, sampling, seed=seed, timeout_s=timeout_s)
             return [self._checked(member, version, answer, naps) for answer in answers]
 
-        answers, member = await self._dispatcher.send(asked.work, Request(ask, sampling.n, asked.prefer))
+        what = f"a prompt of {len(prompt)} tokens"
+        answers, member = await self._dispatcher.send(asked.work, Request(ask, what, sampling.n, asked.prefer))
         with self._lock:
             self._homes[asked.key] = member
         return answers

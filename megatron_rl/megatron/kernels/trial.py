@@ -1,7 +1,8 @@
-"""Tries every Triton kernel once on the device that is to run it, against torch's operations, before a model takes it.
+"""Tries the Triton kernels on the device that is to run them, against torch's operations, before a model takes them.
 
 A kernel is compiled on the machine, for its GPU and its driver. One that does not compile there, or that computes
-something else than elsewhere, is found before it trains a model.
+something else than elsewhere, is found before it trains a model. Every kernel is tried in each of its forms that a
+model can ask for, at one size: other sizes are compiled anew.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +21,12 @@ from megatron_rl.megatron.kernels import gates, head, norm, rope
 
 DTYPES = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}  # and the error that is allowed, of the largest number
 ROWS, WIDTH, VOCAB = 3, 1100, 5000  # more than one block has of a gate, and of the vocabulary
-Kernel = Callable[..., Tensor]
-# Name, the kernel and torch's operations for it, and what both are called with: the first ones have gradients.
+FAILURES = (
+    *(TritonError, RuntimeError, OSError, subprocess.SubprocessError),  # no compiler, no memory, what does not compile
+    *(AssertionError, ImportError, TypeError, ValueError),  # Triton's own, of another version
+)
+Kernel = Callable[..., tuple[Tensor, ...]]
+# Name, the kernel and torch's operations for it, which both give as many tensors, and what they are called with.
 Case = tuple[str, Kernel, Kernel, Sequence[Tensor]]
 
 
@@ -32,7 +38,7 @@ def trouble(device: torch.device) -> str | None:
         for name, kernel, plain, inputs in _cases(device, dtype):
             try:
                 error = _error(_tried(kernel, inputs), _tried(plain, [x.double() for x in inputs]))
-            except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as failure:
+            except FAILURES as failure:
                 return f"{name} does not run: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
             if not error <= bound:
                 wrong.append(f"{name} in {str(dtype).removeprefix('torch.')} is off by {error:.1e}")
@@ -43,19 +49,19 @@ def _tried(function: Kernel, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Returns what a function gives, and the gradients of its inputs for a gradient of that which is the same each
     time. A function without a gradient gives its answer alone."""
     own = [x.detach().clone().requires_grad_() for x in inputs]
-    out = function(*own)
-    if not out.requires_grad:
-        return [out]
-    place = torch.arange(out.numel(), device=out.device).view(out.shape)
-    out.backward((place % 7 - 3).to(out.dtype))
-    return [out.detach(), *(x.grad for x in own if x.grad is not None)]
+    outs = function(*own)
+    for out in outs:
+        if out.requires_grad:
+            place = torch.arange(out.numel(), device=out.device).view(out.shape)
+            out.backward((place % 7 - 3).to(out.dtype))
+    return [*(out.detach() for out in outs), *(x.grad for x in own if x.grad is not None)]
 
 
 def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Returns the largest difference of the pairs, each as a share of the largest number of its exact one."""
-    return max(
-        ((a.double() - b.double()).abs().max() / b.abs().max()).item() for a, b in zip(found, exact, strict=True)
-    )
+    """Returns the largest difference of the pairs, each as a share of the largest number of its exact one: NaN where
+    anything found is."""
+    pairs = zip(found, exact, strict=True)
+    return torch.stack([(a.double() - b.double()).abs().max() / b.abs().max() for a, b in pairs]).max().item()
 
 
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
@@ -66,18 +72,23 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         return torch.randn(*shape, generator=draw).to(device, dtype)
 
     for name, tanh in (("the gate of SwiGLU", False), ("the gate of GeGLU", True)):
-        yield name, functools.partial(gates.gated, tanh=tanh), functools.partial(_gated, tanh=tanh), [random(2, 2200)]
+        yield name, _alone(gates.gated, tanh=tanh), _alone(_gated, tanh=tanh), [random(2, 2 * WIDTH)]
     cos, sin = random(ROWS, 1, 24), random(ROWS, 1, 24)
-    yield (
-        "the rotary embedding",
-        lambda x: rope.rotate(x, cos, sin),
-        functools.partial(_rotated, cos, sin),
-        [random(ROWS, 5, 24)],
-    )
-    normed = functools.partial(norm.rms_norm, eps=1e-5, from_one=True)
-    yield "the norm", normed, _normed, [random(ROWS, WIDTH), random(WIDTH)]
-    yield "the head's statistics", _statistics, _plain_statistics, [random(ROWS, VOCAB)]
-    yield "the head's gradient", _gradient, _plain_gradient, [random(ROWS, VOCAB)]
+    turned = _alone(rope.rotate, cos=cos, sin=sin)
+    yield "the rotary embedding", turned, _alone(_rotated, cos=cos, sin=sin), [random(ROWS, 5, 24)]
+    normed = _alone(norm.rms_norm, eps=1e-5, from_one=True)  # the only form that models ask for
+    yield "the norm", normed, _alone(_normed), [random(ROWS, WIDTH), random(WIDTH)]
+    for entropy in (True, False):
+        form = "with entropy" if entropy else "without entropy"
+        ours, plain = (functools.partial(own, entropy=entropy) for own in (_statistics, _plain_statistics))
+        yield f"the head's statistics {form}", ours, plain, [random(ROWS, VOCAB)]
+        ours, plain = (functools.partial(own, entropy=entropy) for own in (_gradient, _plain_gradient))
+        yield f"the head's gradient {form}", ours, plain, [random(ROWS, VOCAB)]
+
+
+def _alone(function: Callable[..., Tensor], **settings: Any) -> Kernel:
+    """Returns the function with these settings, whose answer is the only one."""
+    return lambda *inputs: (function(*inputs, **settings),)
 
 
 def _gated(x: Tensor, *, tanh: bool) -> Tensor:
@@ -85,7 +96,7 @@ def _gated(x: Tensor, *, tanh: bool) -> Tensor:
     return (F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)) * up
 
 
-def _rotated(cos: Tensor, sin: Tensor, x: Tensor) -> Tensor:
+def _rotated(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -95,18 +106,19 @@ def _normed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _statistics(logits: Tensor) -> Tensor:
-    peak, sums = head.statistics(logits, 0.7, dot=True, total=True)
-    return torch.stack([peak, *sums.values()])
+def _statistics(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
+    peak, sums = head.statistics(logits, 0.7, dot=entropy, total=entropy)
+    return peak, *sums.values()
 
 
 @torch.no_grad()
-def _plain_statistics(logits: Tensor) -> Tensor:
+def _plain_statistics(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
     scaled = 0.7 * logits
     peak = scaled.amax(-1)
     lowered = scaled - peak[:, None]
     shares = lowered.exp()
-    return torch.stack([peak, shares.sum(-1), (shares * lowered).sum(-1), lowered.sum(-1)])
+    more = ((shares * lowered).sum(-1), lowered.sum(-1)) if entropy else ()
+    return peak, shares.sum(-1), *more
 
 
 def _asked(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,23 +130,30 @@ def _asked(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _gradient(logits: Tensor) -> Tensor:
+def _gradient(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
     ids, by_id, by_entropy = _asked(logits)
     out, log_p = logits.clone(), (0.7 * logits.float()).log_softmax(-1)
-    known = -(log_p.exp() * log_p).sum(-1)
-    logsum = (0.7 * logits.float()).logsumexp(-1)
-    head.to_gradient(out, 0.7, logsum=logsum, ids=ids, by_id=by_id, entropy=(known, by_entropy))
-    return out
+    logsum, known = (0.7 * logits.float()).logsumexp(-1), -(log_p.exp() * log_p).sum(-1)
+    by_rows = (known, by_entropy) if entropy else None
+    head.to_gradient(out, 0.7, logsum=logsum, ids=ids, by_id=by_id, entropy=by_rows)
+    return _parts(out, ids)
 
 
 @torch.no_grad()
-def _plain_gradient(logits: Tensor) -> Tensor:
+def _plain_gradient(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
     """By autograd, for logits that count times the scale: what `to_gradient` leaves to its caller to multiply."""
     ids, by_id, by_entropy = _asked(logits)
     with torch.enable_grad():
         scaled = (0.7 * logits).detach().requires_grad_()
         log_p = scaled.log_softmax(-1)
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        ((log_p.gather(1, ids) * by_id).sum() + (entropy * by_entropy).sum()).backward()
+        total = (log_p.gather(1, ids) * by_id).sum()
+        if entropy:
+            total = total - ((log_p.exp() * log_p).sum(-1) * by_entropy).sum()
+        total.backward()
     assert scaled.grad is not None
-    return scaled.grad
+    return _parts(scaled.grad, ids)
+
+
+def _parts(gradient: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gradient of the columns that are asked for, and that of all others, which is a hundredth of it."""
+    return gradient.gather(1, ids), gradient.scatter(1, ids, 0.0)
