@@ -213,8 +213,7 @@ def _until_done(soak: Soak, planned: list[Fault], told: Told) -> None:
     python = runs.write_python(soak.out / "python") if soak.name == "served" else None
     config = runs.settings(soak.out / "models", soak.disk, soak.name, soak.turns, python=python)
     file = runs.write_settings(soak.out / f"{soak.name}.yaml", config)
-    every = max(1, min(10, soak.turns // 40))
-    watched = watch.Watch(soak.out / f"{soak.name}_samples.jsonl", every, alone=python is not None)
+    watched = watch.Watch(soak.out / f"{soak.name}_samples.jsonl", alone=python is not None)
     while True:
         told.starts += 1
         watched.begin()

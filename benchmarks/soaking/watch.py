@@ -48,11 +48,14 @@ class Slope:
 
 
 class Watch:
-    """Takes samples of all processes under a launcher, every so many turns, and keeps them in a file."""
+    """Takes samples of all processes under a launcher, one in a turn, and keeps them in a file.
 
-    def __init__(self, file: Path, every: int, *, alone: bool) -> None:
+    Memory and descriptors rise and fall with what is under way: few samples would have slopes by chance.
+    """
+
+    def __init__(self, file: Path, *, alone: bool) -> None:
         """`alone`: the launcher is the one rank."""
-        self._file, self._every, self._alone, self._next = file, every, alone, 0
+        self._file, self._alone, self._next = file, alone, 0
         self._names: dict[int, str] = {}
         file.parent.mkdir(parents=True, exist_ok=True)
 
@@ -64,7 +67,7 @@ class Watch:
         """Takes a sample where one is due."""
         if turn < self._next:
             return
-        self._next = turn + self._every
+        self._next = turn + 1
         with self._file.open("a") as file:
             for process in family(launcher):
                 with contextlib.suppress(psutil.Error, OSError):

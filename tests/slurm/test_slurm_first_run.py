@@ -58,7 +58,7 @@ SIZES = {
         "roles.generator.sampling.max_tokens=48", "roles.generator.max_prompt_tokens=64",
         "roles.verifier.sampling.max_tokens=72", "roles.verifier.max_prompt_tokens=160", "engine={kind: embedded}",
         f"recipe.args.generator_template={TASK['generator']}", f"recipe.args.verifier_template={TASK['verifier']}",
-        "recipe.args.step_labels=megatron_rl.rewards.last_letter:step_labels", "recipe.args.generator_updates=12",
+        "recipe.args.step_labels=megatron_rl.rewards.last_letter:step_labels", "recipe.args.generator_updates=30",
         "recipe.args.warmup_updates=1", f"reward={TASK['reward']}", "data.settings=last_letter",
         "evaluation.prompts.settings=last_letter", "evaluation.num_prompts=16", "evaluation.at_start=false",
         "evaluation.every=0", "run.prompts_per_step=8", "run.save_every=1",
