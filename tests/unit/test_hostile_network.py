@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
@@ -188,6 +189,22 @@ def test_hostile_silent_connections_leave_room_for_those_who_know_the_secret(boa
     until(lambda: not board._strangers)
     assert all(closed(each) for each in silent)
     for each in silent:
+        each.close()
+
+
+def test_hostile_bytes_of_strangers_are_not_kept(board):
+    """Puts of strangers grew the board's memory: now it reads no more than a proof has, and takes none of them."""
+    strangers = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(8)]
+    for each in strangers:
+        each.sendall(bytes(wire.ANSWER_BYTES - 1))
+    until(lambda: sorted(len(p.inbox) for p in board._strangers.values()) == 8 * [wire.ANSWER_BYTES - 1])
+    for each in strangers:
+        with contextlib.suppress(ConnectionError):
+            each.sendall(bytes(1 << 20))
+    assert all(closed(each) for each in strangers)
+    until(lambda: not board._peers)
+    assert joined(board).num_keys() == 0
+    for each in strangers:
         each.close()
 
 
