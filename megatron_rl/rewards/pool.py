@@ -104,6 +104,9 @@ class GradePool:
         self._proven = False  # some worker has imported the function
         self._failed_starts = 0  # in a row
         self._alone: set[int] = set()  # items of this call that were in a batch which failed: each gets one of its own
+        self._again: set[int] = (
+            set()
+        )  # items of this call whose worker was killed from outside: each is graded once more
         self._least = reward.range[0]  # or less, where functions without a range gave less
         self._known: dict[str, bool] = {}  # answers of problems -> whether the reward grades them well
 
@@ -163,7 +166,7 @@ class GradePool:
         items = [(response, dict(payload)) for response, payload in zip(responses, payloads, strict=True)]
         results: dict[int, Graded] = {}
         waiting = deque(range(len(items)))
-        self._alone = set()
+        self._alone, self._again = set(), set()
         try:
             self._ensure_workers(min(self.reward.workers, len(items)))
             while len(results) < len(items):
@@ -310,7 +313,8 @@ class GradePool:
         """Replaces workers that are dead or past their deadline.
 
         The first item that such a worker holds fails; the others go back to the front of the queue. Where it graded
-        several as one batch all go back, and each is graded alone.
+        several as one batch all go back, and each is graded alone. Where somebody else killed the worker, which says
+        nothing about the item, or the kernel did for want of memory, the item is graded once more.
         """
         for i, worker in enumerate(self._workers):
             dead = worker.process.poll() is not None
@@ -327,6 +331,8 @@ class GradePool:
                 raise RewardFailure(self._why_not(worker, status))
             if worker.together and len(worker.held) > 1:
                 self._alone.update(worker.held)
+            elif worker.held and killed and worker.held[0] not in self._again:
+                self._again.add(worker.held[0])
             elif worker.held and ended != EXHAUSTED:
                 results[worker.held.popleft()] = (
                     Graded(Outcome.ERROR, detail=f"its worker {ended} (status {status})", seconds=taken, cut_off=True)

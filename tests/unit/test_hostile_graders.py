@@ -152,3 +152,22 @@ def test_hostile_kill_of_the_first_worker_while_it_starts_is_no_word_about_the_r
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     with GradePool(Reward(target="killed_rewards:grade", workers=1, timeout_s=5.0)) as pool:
         assert [one.outcome for one in pool.grade(["a"], [{}])] == [Outcome.SCORE]
+
+
+@pytest.mark.parametrize(("kills", "outcome"), [(1, Outcome.SCORE), (2, Outcome.ERROR)])
+def test_hostile_kill_of_a_worker_at_work_costs_no_sample(tmp_path, monkeypatch, kills, outcome):
+    """What it graded is graded once more. A second kill, by the kernel for want of memory say, is the item's fault."""
+    (tmp_path / "struck_rewards.py").write_text(
+        "import os, pathlib, signal\n"
+        f"marks = pathlib.Path({str(tmp_path)!r})\n"
+        "def grade(response, payload):\n"
+        f"    made = len(list(marks.glob('kill_*')))\n"
+        f"    if response == 'b' and made < {kills}:\n"
+        "        (marks / f'kill_{made}').touch()\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    with GradePool(Reward(target="struck_rewards:grade", workers=1, timeout_s=5.0)) as pool:
+        found = [one.outcome for one in pool.grade(["a", "b", "c"], [{}] * 3)]
+    assert found == [Outcome.SCORE, outcome, Outcome.SCORE] and len(list(tmp_path.glob("kill_*"))) == kills
