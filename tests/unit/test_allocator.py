@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,21 @@ def test_free_pages_between_used_ones_go_back():
     allocator.return_free_pages()
     assert full - anonymous_mib() > held + 40, "most of 96 MB, which malloc had not returned"
     assert len(blocks) == COUNT // KEPT
+
+
+def test_what_only_refers_to_itself_is_freed():
+    class Loop:
+        def __init__(self) -> None:
+            self.own = self
+
+    gc.disable()
+    try:
+        gone = weakref.ref(Loop())
+        assert gone() is not None
+        allocator.return_free_pages()
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has arenas")
