@@ -27,9 +27,9 @@ def return_free_pages() -> None:
     between pages in use. Without glibc no page is returned.
 
     Closed connections are such objects. Python looks for them rarely, and they hold buffers. Turns allocate and free
-    blocks of many sizes, so that free pages lie between used ones. By itself malloc returns those at the end of its heap
-    alone, and a process grows by the others. Before its first turn a run freezes what is there, so that the look takes
-    milliseconds.
+    blocks of many sizes, so that free pages lie between used ones. By itself malloc returns those at the end of its
+    heap alone, and a process grows by the others. Before its first turn a run freezes what is there, so that the look
+    takes milliseconds.
     """
     gc.collect()
     if platform.libc_ver()[0] == "glibc":
