@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -29,6 +29,7 @@ FREE_KEYS = (
     "run.hang_after_s", "run.peak_tflops", "sinks", "job",
 )  # fmt: skip
 SWEEP = "sweep.json"  # in a sweep's directory: [{"run": name of its directory, "changes": {setting: value}}]
+ENDING_S = 3.0  # for the last process of a run that was killed
 _END = b"\0"  # ends the thread that reads signals' numbers: no signal has number 0
 _log = logging.getLogger(__name__)
 
@@ -148,14 +149,14 @@ def open_run(run: Run, config_text: str) -> RunDirectory:
 def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[None]:
     """Holds the run directory for this process, until it ends in whatever way; `job` and `restart` are its Slurm job's.
 
-    Raises RunError when another process has it: two trainers would write the same files and bring the same engines to
-    different weights.
+    Raises RunError when another process has it, and still has it after ENDING_S, in which one that was killed ends: two
+    trainers would write the same files and bring the same engines to different weights.
     """
     directory.mkdir(parents=True, exist_ok=True)
     here = locks.own_name(job, restart)
     with (directory / "lock").open("a+") as file, contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(locks.held(file.fileno(), directory / "lock.held", here))
+            _take(lambda: stack.enter_context(locks.held(file.fileno(), directory / "lock.held", here)))
         except locks.Taken as error:
             file.seek(0)
             cure = f", or, {error.cure}" if error.cure else ""
@@ -164,6 +165,16 @@ def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[No
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def _take(take: Callable[[], None]) -> None:
+    """Takes a lock, which another process may have for ENDING_S. Raises what `take` raises then."""
+    until = time.monotonic() + ENDING_S
+    while time.monotonic() < until:
+        with contextlib.suppress(locks.Taken):
+            return take()
+        time.sleep(0.1)
+    return take()
 
 
 def _who(lock: TextIO) -> str:

@@ -198,3 +198,13 @@ def test_a_run_directory_has_one_trainer_at_a_time(tmp_path):
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
         assert "is being run by process" in other.stderr and other.stdout == ""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "in\n"
+
+
+def test_a_run_waits_for_one_that_was_killed_a_moment_ago(tmp_path):
+    """The same command, right after a kill, was refused: a process of half a gigabyte takes a while to end."""
+    holder = "import sys, time; from pathlib import Path; from megatron_rl.run.directory import only_one\n"
+    holder += "with only_one(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(0.5)\n"
+    child = subprocess.Popen([sys.executable, "-c", holder, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    assert child.stdout and child.stdout.readline() == "held\n"
+    with only_one(tmp_path / "run"):
+        assert child.wait(10) == 0
