@@ -141,7 +141,7 @@ def _gradient(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def _plain_gradient(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
-    """By autograd, for logits that count times the scale: what `to_gradient` leaves to its caller to multiply."""
+    """Computes it by autograd, for logits that count times the scale, which `to_gradient` leaves to its caller."""
     ids, by_id, by_entropy = _asked(logits)
     with torch.enable_grad():
         scaled = (0.7 * logits).detach().requires_grad_()
