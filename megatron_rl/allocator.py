@@ -15,8 +15,8 @@ def limit_arenas() -> None:
     """Has the threads that this process starts from now on share two of malloc's arenas. Without glibc, or where
     MALLOC_ARENA_MAX says how many there are, nothing happens. Arenas that exist stay.
 
-    glibc gives each new thread an arena of its own, eight for each core, and every one keeps pages that were freed in
-    it. A run has some twenty threads, of which few allocate at the same time.
+    glibc gives each new thread an arena of its own, up to eight for each core, and every one keeps pages that were
+    freed in it. A run has some twenty threads, of which few allocate at the same time.
     """
     if platform.libc_ver()[0] == "glibc" and "MALLOC_ARENA_MAX" not in os.environ:
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)

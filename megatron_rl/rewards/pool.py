@@ -104,9 +104,7 @@ class GradePool:
         self._proven = False  # some worker has imported the function
         self._failed_starts = 0  # in a row
         self._alone: set[int] = set()  # items of this call that were in a batch which failed: each gets one of its own
-        self._again: set[int] = (
-            set()
-        )  # items of this call whose worker was killed from outside: each is graded once more
+        self._again: set[int] = set()  # items of this call that are graded once more, as their worker was killed
         self._least = reward.range[0]  # or less, where functions without a range gave less
         self._known: dict[str, bool] = {}  # answers of problems -> whether the reward grades them well
 
