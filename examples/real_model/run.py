@@ -5,8 +5,8 @@
 
 The model is SmolLM2-135M-Instruct, from 4-bit weights (tools/real_model/convert.py). The problems are chains of sums
 and differences (rows/, which make_rows.py made by reasoning-gym's chain_sum). Warm-up teaches the form of a solution
-and of a verification, with wrong steps in it on purpose; what is learned after that is learned from rewards. The two
-arms have as many updates as take about the same time. A run that was interrupted goes on where it stood when the same
+and of a verification, with wrong steps in it on purpose; what is learned after that is learned from rewards. The arms
+have as many updates as take about the same time. A run that was interrupted goes on where it stood when the same
 command is given again. `--short` makes shorter runs, with smaller batches and evaluations. `--quick` takes a few
 updates of each, to see that every part works; its figures say nothing.
 """
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -41,16 +42,29 @@ PAIRS = 320  # of supervised warm-up, of each role
 PLAYING = ("rollout", "review", "reward", "train", "refit")  # phases of a turn; evaluations and saves do not count
 CPU = "cpu_seconds.jsonl"  # in a run's directory: the CPU-seconds that each line of its metrics took
 LOOK_S = 0.1
-PAPER = [
-    "recipe.target=megatron_rl.recipes.tango:PaperTango",
-    "recipe.args.generator_updates=9",
-    "recipe.args.alpha_start=0.3",
-]
-ARMS: Mapping[str, tuple[str, Sequence[str]]] = {  # the config of an arm, and its further settings
-    "grpo": ("grpo", []),
-    "tango": ("tango", []),
-    "tango_paper": ("tango", PAPER),
+DAPO, MAJORITY = "megatron_rl.recipes.dapo:Dapo", "examples.equal_time.majority:MajorityGrpo"
+PAPER = "megatron_rl.recipes.tango:PaperTango"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method with its settings. The numbers of updates were chosen to take about the same time in all arms."""
+
+    config: str  # the file beside this one
+    updates: int  # of the generator
+    short: int  # the same with --short
+    settings: Sequence[str] = ()
+
+
+ARMS: Mapping[str, Arm] = {
+    "grpo": Arm("grpo", 18, 12),
+    "grpo_dynamic": Arm("grpo", 16, 11, [f"recipe.target={DAPO}", "recipe.args.dynamic_sampling={rounds: 10}"]),
+    "grpo_majority": Arm("grpo", 18, 12, [f"recipe.target={MAJORITY}"]),
+    "tango": Arm("tango", 14, 10),
+    "frozen": Arm("tango", 16, 11, ["recipe.args.train_verifier=false"]),
+    "tango_paper": Arm("tango", 9, 6, [f"recipe.target={PAPER}", "recipe.args.alpha_start=0.3"]),
 }
+UPDATES = {"grpo": "updates", "tango": "generator_updates"}  # how the recipe of a config names them
 FIGURES = {
     "generator/accuracy_sampled": "right answers, sampled",
     "generator/accuracy_greedy": "right answers, by the likeliest tokens",
@@ -59,20 +73,15 @@ FIGURES = {
 }
 AXES = {"seconds": "seconds of generation and training", "cpu_s": "CPU-seconds of generation and training"}
 SHORT = {  # settings of an arm by its config
-    "grpo": ["run.prompts_per_step=4", "evaluation.num_prompts=64", "evaluation.every=0", "recipe.args.updates=12"],
-    "tango": [
-        *("run.prompts_per_step=4", "evaluation.num_prompts=64", "recipe.args.balanced_per_class=16"),
-        "recipe.args.generator_updates=10",
-    ],
+    "grpo": ["run.prompts_per_step=4", "evaluation.num_prompts=64", "evaluation.every=0"],
+    "tango": ["run.prompts_per_step=4", "evaluation.num_prompts=64", "recipe.args.balanced_per_class=16"],
 }
 QUICK = {
     "sft": ["steps=3", "optimizer.decay_steps=3"],
-    "grpo": ["evaluation.num_prompts=16", "run.prompts_per_step=4", "recipe.args.updates=2"],
-    "tango": [
-        *("evaluation.num_prompts=16", "run.prompts_per_step=4", "recipe.args.balanced_per_class=8"),
-        "recipe.args.generator_updates=2",
-    ],
+    "grpo": ["evaluation.num_prompts=16", "run.prompts_per_step=4"],
+    "tango": ["evaluation.num_prompts=16", "run.prompts_per_step=4", "recipe.args.balanced_per_class=8"],
 }
+QUICK_UPDATES = 2
 Curve = Sequence[tuple[float, float]]  # (time of generation and training before an evaluation, its figure)
 
 
@@ -82,7 +91,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of reinforcement learning")
     parser.add_argument("--ranks", type=int, default=2, help="of every command; results differ by rounding alone")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--short", action="store_true", help="12 and 10 smaller updates, 64 held-out problems")
+    length.add_argument("--short", action="store_true", help="fewer and smaller updates, 64 held-out problems")
     length.add_argument("--quick", action="store_true", help="two updates of each arm, 16 held-out problems")
     options = parser.parse_args()
     if not (MODEL / "config.json").exists():
@@ -94,7 +103,9 @@ def main() -> None:
     runs: dict[str, list[Path]] = {arm: [] for arm in options.arms}
     for seed in options.seeds:
         for arm in options.arms:
-            own = [ranks, *ARMS[arm][1], *sizes.get(ARMS[arm][0], [])]
+            way = ARMS[arm]
+            updates = QUICK_UPDATES if options.quick else way.short if options.short else way.updates
+            own = [ranks, *way.settings, *sizes.get(way.config, []), f"recipe.args.{UPDATES[way.config]}={updates}"]
             runs[arm].append(train(arm, seed, base, own, short=options.short))
     command("report", *(str(run) for found in runs.values() for run in found))
     show(runs)
@@ -112,12 +123,12 @@ def prepare(base: Path, ranks: str, roles: Container[str], *, quick: bool) -> No
 
 
 def roles_of(arm: str) -> Sequence[str]:
-    return ROLES if ARMS[arm][0] == "tango" else ROLES[:1]
+    return ROLES if ARMS[arm].config == "tango" else ROLES[:1]
 
 
 def train(arm: str, seed: int, base: Path, own: Sequence[str], *, short: bool) -> Path:
     """Runs one arm with further settings. -> its run directory."""
-    folder, config = base / "short" if short else base, ARMS[arm][0]
+    folder, config = base / "short" if short else base, ARMS[arm].config
     run = folder / f"{arm}_{seed}"
     if is_finished(run):
         return run
