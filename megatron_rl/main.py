@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from megatron_rl.allocator import leave_thread_caches
+
 ON_RANKS = ("train", "drift", "sft", "generate", "eval")  # commands that start, or are, ranks
 
 
@@ -15,6 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words[0] if words else None
     if command in ON_RANKS:
+        if arguments is None:
+            leave_thread_caches()
         # Arrow's own allocator, which it chooses when it is first imported, holds 6 MB for turns of 64 KiB, and moves
         # in steps (docs/log.md).
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")

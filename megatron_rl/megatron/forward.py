@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.batches.batch import by_name
@@ -21,7 +22,8 @@ CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
 # Rows below which a CPU's products are slower, by up to 1.7 (docs/benchmarks.md). A chunk has as many also where its
 # logits are more than CHUNK_ELEMENTS, up to 28 MiB: malloc keeps no more for the next chunk.
 GOOD_ROWS, REUSED_ELEMENTS = 128, 7 << 20
-JOINED_ELEMENTS = 1 << 25  # of gradients for logits in bfloat16, for one product on a CPU: twice 64 MiB
+# Gradients for logits in bfloat16 that are joined for one product on a CPU: 128 MiB.
+JOINED_ELEMENTS = 1 << 26
 # The most log-probs of one micro-batch that are kept for the backward pass. A larger number is computed again.
 KEPT_ELEMENTS = {"cpu": 1 << 27, "cuda": 0}
 
@@ -42,42 +44,76 @@ class _Head:
     keep: bool  # whether the log-probs of all rows are kept for the backward pass
     triton: bool  # whether statistics and gradients are computed by Triton kernels, from logits as the product has them
 
-    def logits(self, hidden: Tensor, real: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, real: Tensor, scratch: _Scratch) -> Tensor:
         """Returns the logits [n, rows] in a new tensor: float32, or for Triton kernels without the temperature."""
-        product = hidden @ real.T
-        if self.triton:
-            return product
-        logits = product.float()
-        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+        if self.triton or hidden.dtype == torch.float32:
+            logits = hidden @ real.T
+        else:
+            logits = torch.mm(hidden, real.T, out=scratch.rows(len(hidden), hidden.dtype)).float()
+        return logits if self.triton or self.temperature == 1.0 else logits.div_(self.temperature)
+
+
+class _Scratch:
+    """Memory that all chunks of a pass use in turn, one tensor of a dtype. On a CPU it takes longer to touch new memory
+    for the first time than to compute what is written there."""
+
+    def __init__(self, chunks: Sequence[slice], columns: int, device: torch.device) -> None:
+        self._size, self._device = (max(chunk.stop - chunk.start for chunk in chunks), columns), device
+        self._found: dict[torch.dtype, Tensor] = {}
+
+    def rows(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor [count, columns], whose elements are what was written last."""
+        if dtype not in self._found:
+            self._found[dtype] = torch.empty(self._size, dtype=dtype, device=self._device)
+        return self._found[dtype][:count]
 
 
 class _Products:
-    """Adds the products of chunks' gradients and hidden states to the float32 gradient of the output layer [rows, h].
+    """Sums the products of chunks' gradients and hidden states to the gradient of the output layer [V, h].
 
-    Where a product cannot be added as it is made (bfloat16 on a CPU), a pass over that gradient takes longer than the
-    product of a small chunk: chunks are joined for one product.
+    Where a product cannot be added to a float32 sum as it is made (bfloat16 on a CPU), a pass over that sum takes
+    longer than the product of a small chunk: chunks are joined for one product.
     """
 
-    def __init__(self, total: Tensor) -> None:
-        self._total = total
-        self._steps: list[Tensor] = []
-        self._hidden: list[Tensor] = []
+    def __init__(self, hidden: Tensor, weight: Tensor, rows: int) -> None:
+        """`hidden` [n, h] are all hidden states; `rows` of `weight` [V, h] are no padding."""
+        self._hidden, self._rows = hidden, rows
+        self._start = self._stop = 0  # of the hidden states whose product has not been made
+        self._joined: Tensor | None = None  # gradients that wait for it
+        self._total: Tensor | None = None  # float32, or one product alone
+        if weight.dtype == torch.float32 or weight.is_cuda:
+            self._total = torch.zeros_like(weight, dtype=torch.float32)
+        else:
+            most = min(len(hidden), max(GOOD_ROWS, JOINED_ELEMENTS // weight.shape[0]))
+            self._joined = torch.empty(most, rows, dtype=weight.dtype)
 
-    def add(self, step: Tensor, hidden: Tensor) -> None:
-        """Takes the gradient for a chunk's logits [n, rows] and its hidden states [n, h], of one dtype."""
-        self._steps.append(step)
-        self._hidden.append(hidden)
-        alone = step.dtype == torch.float32 or step.is_cuda
-        if alone or sum(each.numel() for each in self._steps) >= JOINED_ELEMENTS:
-            self.finish()
+    def add(self, step: Tensor, rows: slice) -> Tensor:
+        """Takes the gradient for a chunk's logits [n, rows]. Returns it in the dtype of the weight."""
+        hidden = self._hidden[rows]
+        if self._joined is None:
+            assert self._total is not None
+            step = step.to(hidden.dtype)
+            add_product(self._total[: self._rows], step.T, hidden)
+            return step
+        if rows.stop - self._start > len(self._joined):
+            self._sum()
+        self._stop = rows.stop
+        return self._joined[rows.start - self._start : rows.stop - self._start].copy_(step)
 
-    def finish(self) -> None:
-        """Adds what was taken since the last product."""
-        if self._steps:
-            joined = len(self._steps) > 1
-            step, hidden = (torch.cat(each) if joined else each[0] for each in (self._steps, self._hidden))
-            add_product(self._total, step.T, hidden)
-            self._steps, self._hidden = [], []
+    def _sum(self) -> None:
+        """Adds the product of what was joined."""
+        assert self._joined is not None
+        product = self._joined[: self._stop - self._start].T @ self._hidden[self._start : self._stop]
+        self._total = product if self._total is None else self._total.float().add_(product)
+        self._start = self._stop
+
+    def total(self, weight: Tensor) -> Tensor:
+        """Returns the sum of all products, in the dtype of the weight."""
+        if self._joined is not None:
+            self._sum()
+        assert self._total is not None
+        total = self._total.to(weight.dtype)
+        return total if len(total) == len(weight) else F.pad(total, (0, 0, 0, len(weight) - len(total)))
 
 
 class _VocabParallelStatistics(torch.autograd.Function):
@@ -97,11 +133,13 @@ class _VocabParallelStatistics(torch.autograd.Function):
         candidates = torch.empty(ids.shape[1] - 1, len(hidden), device=hidden.device)
         logsum = torch.empty(len(hidden), device=hidden.device)
         kept, real = [], weight[: head.rows]
-        for rows in _chunks(hidden, weight, head):
-            logits = head.logits(hidden[rows], real)
+        chunks = _chunks(hidden, weight, head)
+        scratch = _Scratch(chunks, head.rows, hidden.device)
+        for rows in chunks:
+            logits = head.logits(hidden[rows], real, scratch)
             local, mine = _local(ids[rows], head)
             picked = _pick(logits, local, head)
-            own, parts = _sums(logits, head)
+            own, parts = _sums(logits, head, scratch)
             peak, parts = _over_ranks(own, parts, head)
             sums = torch.stack([*parts.values(), *torch.where(mine, picked - peak[:, None], 0.0).T])
             _reduce(sums, dist.ReduceOp.SUM, head.group)
@@ -127,29 +165,27 @@ class _VocabParallelStatistics(torch.autograd.Function):
         grad_entropy, grad_candidates = (gradients.get(name) for name in ("entropy", "candidate_logprobs"))
         grad_hidden = torch.empty_like(hidden)
         # A frozen output layer, under adapters, has no gradient: it would be as large as the layer, in float32.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        by_weight = None if grad_weight is None else _Products(grad_weight[: head.rows])
+        by_weight = _Products(hidden, weight, head.rows) if ctx.needs_input_grad[1] else None
         by_id = gradients["logprobs"][:, None] / head.temperature  # [n, 1 + k], of the tokens in `ids`
         if grad_candidates is not None:
             by_id = torch.cat([by_id, grad_candidates / head.temperature], dim=1)
         by_entropy = None if grad_entropy is None else grad_entropy / head.temperature
         if by_entropy is not None and not head.triton and not by_entropy.any():
             by_entropy = None  # computing zeros takes longer than looking
-        for number, rows in enumerate(_chunks(hidden, weight, head)):
+        chunks = _chunks(hidden, weight, head)
+        scratch = _Scratch(chunks, head.rows, hidden.device)
+        for number, rows in enumerate(chunks):
             of_entropy = None if by_entropy is None or entropy is None else (entropy[rows], by_entropy[rows])
             if head.keep:
                 log_p, ctx.kept[number] = ctx.kept[number], None
             else:
-                log_p = head.logits(hidden[rows], real)
+                log_p = head.logits(hidden[rows], real, scratch)
                 if not head.triton:
                     log_p.sub_(logsum[rows, None])
-            step = _to_gradient(log_p, logsum[rows], ids[rows], by_id[rows], of_entropy, head).to(weight.dtype)
+            step = _to_gradient(log_p, logsum[rows], ids[rows], by_id[rows], of_entropy, head, scratch)
+            step = step.to(weight.dtype) if by_weight is None else by_weight.add(step, rows)
             torch.mm(step, real, out=grad_hidden[rows])
-            if by_weight is not None:
-                by_weight.add(step, hidden[rows])
-        if by_weight is not None:
-            by_weight.finish()
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+        return grad_hidden, None if by_weight is None else by_weight.total(weight), None, None
 
 
 def vocab_parallel_statistics(
@@ -194,7 +230,7 @@ def _chunks(hidden: Tensor, weight: Tensor, head: _Head) -> list[slice]:
     return [slice(a, min(a + size, hidden.shape[0])) for a in range(0, hidden.shape[0], size)] or [slice(0, 0)]
 
 
-def _sums(logits: Tensor, head: _Head) -> tuple[Tensor, dict[str, Tensor]]:
+def _sums(logits: Tensor, head: _Head, scratch: _Scratch) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns this rank's largest logit of each row, and sums over its logits less that one, [n] each, by name: `mass`
     of exponentials, `entropy` of their products with logits, `vocab_mean` of logits.
 
@@ -209,7 +245,7 @@ def _sums(logits: Tensor, head: _Head) -> tuple[Tensor, dict[str, Tensor]]:
         return own, {names[name]: values for name, values in sums.items()}
     own = logits.amax(dim=-1) if head.rows else torch.full_like(logits.sum(-1), -torch.inf)
     logits.sub_(own[:, None])
-    exponents = logits.exp()
+    exponents = torch.exp(logits, out=scratch.rows(len(logits), logits.dtype))
     sums = {"mass": exponents.sum(-1)}
     if mean:
         sums["vocab_mean"] = logits.sum(-1)
@@ -237,7 +273,13 @@ def _over_ranks(own: Tensor, sums: dict[str, Tensor], head: _Head) -> tuple[Tens
 
 
 def _to_gradient(
-    log_p: Tensor, logsum: Tensor, ids: Tensor, by_id: Tensor, entropy: tuple[Tensor, Tensor] | None, head: _Head
+    log_p: Tensor,
+    logsum: Tensor,
+    ids: Tensor,
+    by_id: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+    head: _Head,
+    scratch: _Scratch,
 ) -> Tensor:
     """Returns the gradient for the logits, in the memory of `log_p` [n, rows]: their log-probs, or for Triton kernels
     the logits.
@@ -254,7 +296,7 @@ def _to_gradient(
         return log_p
     by_logprob = by_id.sum(1)
     if entropy is not None:
-        p, (values, by_entropy) = log_p.exp(), entropy
+        p, (values, by_entropy) = torch.exp(log_p, out=scratch.rows(len(log_p), log_p.dtype)), entropy
         slope = log_p.add_(values[:, None]).mul_(by_entropy[:, None]).add_(by_logprob[:, None])
         step = slope.mul_(p).neg_()
     else:

@@ -83,3 +83,47 @@ def test_arrow_takes_the_memory_of_a_run_from_malloc():
     )
     told = subprocess.run([sys.executable, "-c", script], env=own, capture_output=True, text=True, check=True).stdout
     assert told.splitlines()[-1] == "2 system"
+
+
+# Prints what the program was started with, and how much freed memory malloc still counts as in use.
+STARTED = """
+import ctypes, os, sys
+from megatron_rl import allocator
+if sys.argv[1] == "leave":
+    allocator.leave_thread_caches()
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena 2 3 4 5 6 7 uordblks 9 10".split()]
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Info
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+before = libc.mallinfo2().uordblks
+for block in [libc.malloc(1000) for _ in range(7)]:
+    libc.free(block)
+kept = libc.mallinfo2().uordblks - before
+print(os.getpid(), kept > 5000, os.environ.get(allocator.TUNABLES), *sys.argv[1:])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has such caches")
+@pytest.mark.parametrize(
+    ("word", "own", "kept"),
+    [
+        ("stay", None, True),
+        ("leave", None, False),
+        ("leave", "glibc.malloc.arena_max=3", False),
+        ("leave", "glibc.malloc.tcache_count=7", True),
+    ],
+)
+def test_a_program_starts_anew_without_the_caches_of_threads_unless_its_user_chose_them(word, own, kept):
+    environment = {name: value for name, value in os.environ.items() if name != allocator.TUNABLES}
+    environment |= {} if own is None else {allocator.TUNABLES: own}
+    words = [sys.executable, "-c", STARTED, word, "two words"]
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as child:
+        said = child.communicate()[0]
+    assert said == f"{child.pid} {kept} {own} {word} two words\n", "the same process, and nothing for those under it"
+
+
+def test_a_program_under_a_debugger_is_not_started_anew():
+    debugged = "import sys\nsys.settrace(lambda *_: None)\n" + STARTED
+    done = subprocess.run([sys.executable, "-c", debugged, "leave"], capture_output=True, text=True)
+    assert done.stdout.split()[1:] == ["True", "None", "leave"], done.stderr
