@@ -18,11 +18,11 @@ def leave_thread_caches() -> None:
     """Starts this program anew, as the same process, without malloc's cache for each thread. Call it before anything is
     printed, opened or imported that takes time. In the program that was started anew it returns.
 
-    glibc keeps up to seven freed blocks of each of 64 sizes for each thread, and returns no page that they lie in. With
-    twenty threads a driver grew so by 0.9 KiB a turn, over hundreds of turns in which it held nothing more (docs/log.md).
-    The number of blocks is read when a program starts, from GLIBC_TUNABLES. It is taken out again, so that servers and
-    other programs that this one starts have their caches. Without glibc, under a debugger or a profiler, and where
-    GLIBC_TUNABLES gives that number itself, nothing happens.
+    glibc keeps up to seven freed blocks of each of 64 sizes for each thread, and returns no page that they lie in. A
+    driver with twenty threads grew by 1.6 KiB a turn so, over hundreds of turns in which it held nothing more
+    (docs/log.md). The number of blocks is read from GLIBC_TUNABLES when a program starts. It is taken out again, so that
+    servers and other programs that this one starts have their caches. Without glibc, under a debugger or a profiler,
+    and where GLIBC_TUNABLES gives that number itself, nothing happens.
     """
     own = os.environ.get(TUNABLES, "")
     if AGAIN in sys._xoptions:
