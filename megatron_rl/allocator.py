@@ -19,7 +19,7 @@ def leave_thread_caches() -> None:
     printed, opened or imported that takes time. In the program that was started anew it returns.
 
     glibc keeps up to seven freed blocks of each of 64 sizes for each thread, and returns no page that they lie in. A
-    driver with twenty threads grew by 1.6 KiB a turn so, over hundreds of turns in which it held nothing more
+    driver with twenty threads grew by 1.6 KiB a turn with them and by 0.4 without, while it held nothing more
     (docs/log.md). The number of blocks is read from GLIBC_TUNABLES when a program starts. It is taken out again, so
     that servers and other programs that this one starts have their caches. Without glibc, under a debugger or a
     profiler, and where GLIBC_TUNABLES gives that number itself, nothing happens.

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_rl.algorithms.advantages import EstimatorName, Refinement, StepCredit, assign_advantages
 from megatron_rl.algorithms.class_weights import ClassCounts
 from megatron_rl.algorithms.schedules import WeightSchedule, step_weight
+from megatron_rl.config.base import ConfigError
 from megatron_rl.config.plugins import find_function
 from megatron_rl.engines.base import Sampling
 from megatron_rl.recipes import base
@@ -44,6 +45,7 @@ class TangoTurns(Recipe):
     reviewed: Reviewed = "all"  # undecided, failed: in a generator turn, groups whose outcomes say nothing alone
     # A generator's turn is verified while the moving share of groups whose outcomes differ is below this; null: always.
     review_below: float | None = None
+    verifier_rests: bool = False  # the verifier's turns in that time are empty too
     likeliest_verdicts: bool = False  # the verifier answers a generator's turn by its likeliest tokens, not by chance
     agreeing: bool = False  # a verification whose final verdict is not the outcome gives no step rewards
     estimator: EstimatorName = "grpo"  # a word of algorithms.estimators or module:name, or {target, args}
@@ -65,6 +67,8 @@ class TangoTurns(Recipe):
             shares=["alpha_start", "alpha_min", *sometimes], one_of=["train_generator", "train_verifier"],
         )  # fmt: skip
         assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))  # refuses bad ones
+        if self.verifier_rests and self.review_below is None:
+            raise ConfigError("recipe.args.verifier_rests: the verifier rests by review_below, which is not given")
         self._counts = ClassCounts().updated([], self.class_weight_decay)
         self._signal = 0.0  # moving share of the groups, in generator turns, whose outcomes differ
         self._labels = None if self.step_labels is None else find_function(self.step_labels)
@@ -105,7 +109,12 @@ class TangoTurns(Recipe):
         return [step for step in steps if step]
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
-        """A problem has a group of solutions, each verified once, or one solution with a group of verifications."""
+        """A problem has a group of solutions, each verified once, or one solution with a group of verifications. A turn
+        of a verifier that rests takes no problems."""
+        if turn.role != self.solver and self.verifier_rests:
+            table.note(VERIFIER, {"rests": float(self._outcomes_suffice())})
+            if self._outcomes_suffice():
+                return {VERIFIER: []}
         n, votes = (self.group_size, 1) if turn.role == self.solver else (1, self.verifications)
         review = sampling_for(table, turn, VERIFIER, votes)
         if turn.role == self.solver and self.likeliest_verdicts:
@@ -138,8 +147,10 @@ class TangoTurns(Recipe):
         """Returns which solutions of a turn are verified."""
         if turn.role != self.solver:
             return "all"
-        enough = self.review_below is not None and self._signal >= self.review_below
-        return None if enough else self.reviewed
+        return None if self._outcomes_suffice() else self.reviewed
+
+    def _outcomes_suffice(self) -> bool:
+        return self.review_below is not None and self._signal >= self.review_below
 
     def _credit_solutions(
         self, table: Table, turn: Turn, solutions: Sequence[Solution], judged: Judged
@@ -201,11 +212,12 @@ class Tango(PaperTango):
     that no sample solved are verified, and these alone; they learn from verdicts, and all others from outcomes. Once
     the outcomes of a quarter of the problems say something, none is verified. The tokens of a step get its own
     verdict's credit, compared with the same step of the problem's other solutions. The verifier is trained a third as
-    often."""
+    often, and only while it is asked."""
 
     generator_turns: int = 9  # per cycle; a verifier's turn takes the time of two
     reviewed: Reviewed = "failed"
     review_below: float | None = 0.25
+    verifier_rests: bool = True
     step_credit: StepCredit = StepCredit(span="own", baseline="step")
     alpha_start: float = 1.0
     alpha_min: float = 1.0

@@ -83,6 +83,24 @@ def test_nothing_is_verified_while_outcomes_say_enough(texts):
     assert table.engines["verifier"].asked, "the verifier's own turn goes on"
 
 
+def test_a_verifier_rests_while_outcomes_say_enough_and_no_longer(texts):
+    args = {"group_size": 3, "verifications": 2, "reviewed": "failed", "review_below": 0.19, **texts}
+    recipe = PaperTango(verifier_rests=True, **args)
+    rests, asked = [], []
+    for differ in (False, False, True, True, False, False, False, False):
+        own = table_of(lambda p, i, j, s, d=differ: solution(2, "yes" if d and j else "no"), verifier)
+        play(recipe, "generator", 3, own)
+        table = table_of(generator, verifier)
+        rollouts, figures = play(recipe, "verifier", 3, table)
+        rests.append(figures["rests"])
+        asked.append(len(table.engines["verifier"].asked))
+        assert bool(rollouts) == bool(asked[-1])
+    assert rests == [0, 0, 1, 1, 1, 1, 0, 0], "the moving share is 0, 0, 0.2, 0.36, 0.288, 0.230, 0.184, 0.147"
+    assert [bool(count) for count in asked] == [not rest for rest in rests]
+    with pytest.raises(ConfigError, match="review_below"):
+        PaperTango(verifier_rests=True, **texts)
+
+
 def test_the_papers_settings_verify_however_much_outcomes_say(texts):
     recipe = PaperTango(group_size=3, **texts)
     for _ in range(3):
