@@ -197,9 +197,9 @@ def show(found: dict[str, list[list[Point]]], budget: float) -> None:
     title = f"{len(next(iter(found.values())))} seeds, mean ± 95 %"
     accuracy = Table(title=f"held-out accuracy of the generator, {title}")
     shares = (0.25, 0.5, 0.75, 1.0)
-    for column in ("arm", *(f"{share * budget:.0f} CPU-s" for share in shares), "greedy"):
+    for column in ("arm", *(f"{share * budget:g} CPU-s" for share in shares), "greedy"):
         accuracy.add_column(column, justify="left" if column == "arm" else "right")
-    work = Table(title=f"what {budget:.0f} CPU-seconds were, and what 0.5 took, {title}")
+    work = Table(title=f"what {budget:g} CPU-seconds were, and what 0.5 took, {title}")
     for column in ("arm", "seconds", "updates", "1,000 tokens", "CPU-s to 0.5", "seconds to 0.5"):
         work.add_column(column, justify="left" if column == "arm" else "right")
     for arm, runs in found.items():
