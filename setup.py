@@ -57,5 +57,5 @@ setup(
             *DOCS,
         ],
     },
-    entry_points={"console_scripts": ["megatron-rl=megatron_rl.main:main"]},
+    entry_points={"console_scripts": ["megatron-rl=megatron_rl.main:program"]},
 )

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_rl.main import main
+from megatron_rl.main import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

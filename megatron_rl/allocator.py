@@ -2,40 +2,79 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import multiprocessing
 import os
 import platform
 import sys
+from collections.abc import Iterator
 
 TUNABLES, NO_CACHES = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0"
-AGAIN = "megatron_rl_again"  # an option -X, which Python passes on to nobody
 M_ARENA_MAX = -8  # number of an option of glibc's mallopt
 ARENAS = 2
 
 
-def leave_thread_caches() -> None:
-    """Starts this program anew, as the same process, without malloc's cache for each thread. Call it before anything is
-    printed, opened or imported that takes time. In the program that was started anew it returns.
+def restart_without_thread_caches() -> None:
+    """Replaces this program by itself, as the same process with the same arguments, without malloc's cache for each
+    thread. In the program that begins again it returns. Call it before anything is printed, opened or imported that
+    takes time, from a program that Python was started to run.
 
     glibc keeps up to seven freed blocks of each of 64 sizes for each thread, and returns no page that they lie in. A
     driver with twenty threads grew by 1.6 KiB a turn with them and by 0.4 without, while it held nothing more
-    (docs/log.md). The number of blocks is read from GLIBC_TUNABLES when a program starts. It is taken out again, so
-    that servers and other programs that this one starts have their caches. Without glibc, under a debugger or a
-    profiler, and where GLIBC_TUNABLES gives that number itself, nothing happens.
+    (docs/log.md). The number of blocks is read from GLIBC_TUNABLES when a program starts. Without glibc, under a
+    debugger or a profiler, in a child of multiprocessing, and where GLIBC_TUNABLES gives that number already, nothing
+    happens.
     """
     own = os.environ.get(TUNABLES, "")
-    if AGAIN in sys._xoptions:
+    if own.endswith(NO_CACHES):
+        give_caches_back()
+    elif not (_is_watched() or NO_CACHES.partition("=")[0] in own or not _is_program()):
+        os.environ[TUNABLES] = f"{own}:{NO_CACHES}" if own else NO_CACHES
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+@contextlib.contextmanager
+def started_without_thread_caches() -> Iterator[None]:
+    """Programs that are started in the block have no caches of threads, unless GLIBC_TUNABLES says how many. They call
+    `give_caches_back`."""
+    own = os.environ.get(TUNABLES, "")
+    if platform.libc_ver()[0] == "glibc" and NO_CACHES.partition("=")[0] not in own:
+        os.environ[TUNABLES] = f"{own}:{NO_CACHES}" if own else NO_CACHES
+    try:
+        yield
+    finally:
+        give_caches_back()
+
+
+def give_caches_back() -> None:
+    """Takes what this module has put into the environment out again: servers and other programs that this one starts
+    have malloc's caches of threads."""
+    own = os.environ.get(TUNABLES, "")
+    if own.endswith(NO_CACHES):
         rest = own.removesuffix(NO_CACHES).removesuffix(":")
-        os.environ.update({TUNABLES: rest}) if rest else os.environ.pop(TUNABLES, None)
-        return
-    watched = sys.gettrace() is not None or sys.getprofile() is not None
-    if watched or platform.libc_ver()[0] != "glibc" or NO_CACHES.partition("=")[0] in own:
-        return
-    os.environ[TUNABLES] = f"{own}:{NO_CACHES}" if own else NO_CACHES
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.execv(sys.executable, [sys.executable, "-X", AGAIN, *sys.orig_argv[1:]])
+        if rest:
+            os.environ[TUNABLES] = rest
+        else:
+            del os.environ[TUNABLES]
+
+
+def _is_program() -> bool:
+    """Returns whether Python was started to run this program, with glibc, and can be started so again."""
+    asked = sys.orig_argv[len(sys.orig_argv) - len(sys.argv[1:]) :] == sys.argv[1:]
+    alone = multiprocessing.parent_process() is None and sys.argv[0] not in ("", "-", "-c")
+    return bool(sys.executable) and platform.libc_ver()[0] == "glibc" and asked and alone
+
+
+def _is_watched() -> bool:
+    """Returns whether a debugger or a profiler watches this process."""
+    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    tools = [] if monitoring is None else [monitoring.get_tool(number) for number in range(6)]
+    return sys.gettrace() is not None or sys.getprofile() is not None or any(tools)
 
 
 def limit_arenas() -> None:

@@ -7,9 +7,16 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_rl.allocator import leave_thread_caches
-
 ON_RANKS = ("train", "drift", "sft", "generate", "eval")  # commands that start, or are, ranks
+
+
+def program() -> int:
+    """Runs the command that Python was started with. Returns the exit status."""
+    if sys.argv[1:2] and sys.argv[1] in ON_RANKS:
+        from megatron_rl.allocator import restart_without_thread_caches
+
+        restart_without_thread_caches()
+    return main()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,8 +24,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words[0] if words else None
     if command in ON_RANKS:
-        if arguments is None:
-            leave_thread_caches()
         # Arrow's own allocator, which it chooses when it is first imported, holds 6 MB for turns of 64 KiB, and moves
         # in steps (docs/log.md).
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
@@ -98,4 +103,4 @@ def _alone(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

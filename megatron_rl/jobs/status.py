@@ -27,7 +27,8 @@ from megatron_rl.session.servers import ENGINES
 RECENT = 10  # the last turns, of which seconds per turn are the median
 LOOK_S = 2.5  # time between two looks at the roster: a server that lives renews its file every second
 FOLLOW_S = 1.0
-SHOWN, REWARD = ("update", "staleness", "version_lag", "skipped", "loss", "length"), "reward/"  # figures of a role
+SHOWN = ("update", "staleness", "version_lag", "skipped", "rests", "loss", "length")  # figures of a role
+REWARD = "reward/"
 NO_JOBS = "no job of it waits or runs"
 
 

@@ -29,8 +29,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 MAX_PADDING = 1.15  # the most padded tokens per real token within one attention bucket
-# Keys below which a CPU attends to bfloat16 in float32. In bfloat16 torch's backward pass takes 3.7 times as long with
-# 48 keys, 1.1 times with 300, and no longer from 384 on (docs/benchmarks.md).
+# Keys of a bucket below which a CPU attends to bfloat16 in float32. Torch's backward pass takes up to three times as
+# long in bfloat16 with so few keys, and no longer from here on (benchmarks/attention.py).
 WIDENED = 384
 
 

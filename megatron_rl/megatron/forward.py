@@ -54,17 +54,20 @@ class _Head:
 
 
 class _Scratch:
-    """Memory that all chunks of a pass use in turn, one tensor of a dtype. On a CPU it takes longer to touch new memory
-    for the first time than to compute what is written there."""
+    """Memory on a CPU that all chunks of a pass use in turn, a tensor for each dtype: there it takes longer to touch
+    new memory for the first time than to compute what is written to it. Elsewhere each chunk gets its own, as torch's
+    allocator has such memory at hand."""
 
     def __init__(self, chunks: Sequence[slice], columns: int, device: torch.device) -> None:
         self._size, self._device = (max(chunk.stop - chunk.start for chunk in chunks), columns), device
         self._found: dict[torch.dtype, Tensor] = {}
 
     def rows(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor [count, columns], whose elements are what was written last."""
+        """Returns a tensor [count, columns] whose contents are undefined."""
+        if self._device.type != "cpu":
+            return torch.empty(count, self._size[1], dtype=dtype, device=self._device)
         if dtype not in self._found:
-            self._found[dtype] = torch.empty(self._size, dtype=dtype, device=self._device)
+            self._found[dtype] = torch.empty(self._size, dtype=dtype)
         return self._found[dtype][:count]
 
 
@@ -75,30 +78,40 @@ class _Products:
     longer than the product of a small chunk: chunks are joined for one product.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, rows: int) -> None:
-        """`hidden` [n, h] are all hidden states; `rows` of `weight` [V, h] are no padding."""
-        self._hidden, self._rows = hidden, rows
+    def __init__(self, hidden: Tensor, weight: Tensor, rows: int, chunks: Sequence[slice]) -> None:
+        """`hidden` [n, h] are all hidden states, `chunks` their parts, one behind the other; `rows` of `weight` [V, h]
+        are no padding."""
+        self._hidden, self._weight, self._rows = hidden, weight, rows
         self._start = self._stop = 0  # of the hidden states whose product has not been made
-        self._joined: Tensor | None = None  # gradients that wait for it
+        self._joined: Tensor | None = None  # gradients that wait for it, on a CPU
         self._total: Tensor | None = None  # float32, or one product alone
-        if weight.dtype == torch.float32 or weight.is_cuda:
+        if weight.dtype == torch.float32 or weight.device.type != "cpu":
             self._total = torch.zeros_like(weight, dtype=torch.float32)
         else:
-            most = min(len(hidden), max(GOOD_ROWS, JOINED_ELEMENTS // weight.shape[0]))
+            longest = max(chunk.stop - chunk.start for chunk in chunks)
+            most = min(len(hidden), max(longest, JOINED_ELEMENTS // max(1, rows)))
             self._joined = torch.empty(most, rows, dtype=weight.dtype)
 
     def add(self, step: Tensor, rows: slice) -> Tensor:
-        """Takes the gradient for a chunk's logits [n, rows]. Returns it in the dtype of the weight."""
-        hidden = self._hidden[rows]
+        """Takes the gradient for the logits of the next chunk, [n, rows]. Returns it in the dtype of the weight."""
         if self._joined is None:
             assert self._total is not None
-            step = step.to(hidden.dtype)
-            add_product(self._total[: self._rows], step.T, hidden)
+            step = step.to(self._weight.dtype)
+            add_product(self._total[: self._rows], step.T, self._hidden[rows])
             return step
         if rows.stop - self._start > len(self._joined):
             self._sum()
         self._stop = rows.stop
         return self._joined[rows.start - self._start : rows.stop - self._start].copy_(step)
+
+    def total(self) -> Tensor:
+        """Returns the sum of all products, in the dtype of the weight."""
+        if self._joined is not None:
+            self._sum()
+        assert self._total is not None
+        total = self._total.to(self._weight.dtype)
+        padding = len(self._weight) - len(total)
+        return F.pad(total, (0, 0, 0, padding)) if padding else total
 
     def _sum(self) -> None:
         """Adds the product of what was joined."""
@@ -106,14 +119,6 @@ class _Products:
         product = self._joined[: self._stop - self._start].T @ self._hidden[self._start : self._stop]
         self._total = product if self._total is None else self._total.float().add_(product)
         self._start = self._stop
-
-    def total(self, weight: Tensor) -> Tensor:
-        """Returns the sum of all products, in the dtype of the weight."""
-        if self._joined is not None:
-            self._sum()
-        assert self._total is not None
-        total = self._total.to(weight.dtype)
-        return total if len(total) == len(weight) else F.pad(total, (0, 0, 0, len(weight) - len(total)))
 
 
 class _VocabParallelStatistics(torch.autograd.Function):
@@ -165,14 +170,14 @@ class _VocabParallelStatistics(torch.autograd.Function):
         grad_entropy, grad_candidates = (gradients.get(name) for name in ("entropy", "candidate_logprobs"))
         grad_hidden = torch.empty_like(hidden)
         # A frozen output layer, under adapters, has no gradient: it would be as large as the layer, in float32.
-        by_weight = _Products(hidden, weight, head.rows) if ctx.needs_input_grad[1] else None
+        chunks = _chunks(hidden, weight, head)
+        by_weight = _Products(hidden, weight, head.rows, chunks) if ctx.needs_input_grad[1] else None
         by_id = gradients["logprobs"][:, None] / head.temperature  # [n, 1 + k], of the tokens in `ids`
         if grad_candidates is not None:
             by_id = torch.cat([by_id, grad_candidates / head.temperature], dim=1)
         by_entropy = None if grad_entropy is None else grad_entropy / head.temperature
         if by_entropy is not None and not head.triton and not by_entropy.any():
             by_entropy = None  # computing zeros takes longer than looking
-        chunks = _chunks(hidden, weight, head)
         scratch = _Scratch(chunks, head.rows, hidden.device)
         for number, rows in enumerate(chunks):
             of_entropy = None if by_entropy is None or entropy is None else (entropy[rows], by_entropy[rows])
@@ -185,7 +190,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
             step = _to_gradient(log_p, logsum[rows], ids[rows], by_id[rows], of_entropy, head, scratch)
             step = step.to(weight.dtype) if by_weight is None else by_weight.add(step, rows)
             torch.mm(step, real, out=grad_hidden[rows])
-        return grad_hidden, None if by_weight is None else by_weight.total(weight), None, None
+        return grad_hidden, None if by_weight is None else by_weight.total(), None, None
 
 
 def vocab_parallel_statistics(

@@ -30,18 +30,20 @@ class Precision:
 
     width: int  # bytes of a weight and of an activation
     norm: int  # bytes that a norm keeps of each element for its backward pass
+    attended: int  # bytes of what attention keeps: queries, keys, values and its output
     pads_values: bool = False  # whether attention fills values up to the size of keys, as torch's on a CPU needs them
 
     @classmethod
     def gpu(cls, dtype: str) -> Precision:
         """Returns the bytes on a GPU, where fused norms keep their input alone."""
         width = {"bfloat16": 2, "float32": 4}[dtype]
-        return cls(width=width, norm=width)
+        return cls(width=width, norm=width, attended=width)
 
     @classmethod
     def cpu(cls, dtype: str) -> Precision:
-        """Returns the bytes on a CPU, where torch's norm keeps its input and the normalised one, both as float32."""
-        return cls(width={"bfloat16": 2, "float32": 4}[dtype], norm=8, pads_values=True)
+        """Returns the bytes on a CPU. Torch's norm keeps its input and the normalised one there, both as float32, and
+        attention to less than some 400 tokens is in float32 (megatron/attention.py)."""
+        return cls(width={"bfloat16": 2, "float32": 4}[dtype], norm=8, attended=4, pads_values=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,14 +198,15 @@ def _latent(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -
     heads, value = sizes.heads / parallel.tp, max(sizes.value_dim, sizes.head_dim if numbers.pads_values else 0)
     ranks = sizes.kv_rank + sizes.q_rank
     low = stream * (ranks * (numbers.norm + w) + 4 * (2 if sizes.q_rank else 1) + w * sizes.rope_dim)
-    return low + own * heads * (w * (2 * sizes.head_dim + 2 * value + sizes.value_dim) + 4)
+    attended = numbers.attended * (2 * sizes.head_dim + 2 * value)
+    return low + own * heads * (attended + w * sizes.value_dim + 4)
 
 
 def _attention(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:
     """Returns the bytes that attention keeps: q, k, v and its output, which the next product keeps again."""
     sizes, w, own = shape.sizes, numbers.width, tokens / parallel.cp
     q, kv = sizes.heads * sizes.head_dim / parallel.tp, sizes.kv_heads * sizes.head_dim / parallel.tp
-    attention = own * (w * (3 * q + 2 * kv) + 4 * sizes.heads / parallel.tp)
+    attention = own * (numbers.attended * (2 * q + 2 * kv) + w * q + 4 * sizes.heads / parallel.tp)
     if shape.features.qk_norm or shape.features.qk_norm_joint:
         copied = q if sizes.kv_heads > parallel.tp else 0  # one group of heads is a view of the joined projection
         attention += own * w * (q + 2 * kv + copied)

@@ -67,8 +67,9 @@ class TangoTurns(Recipe):
             shares=["alpha_start", "alpha_min", *sometimes], one_of=["train_generator", "train_verifier"],
         )  # fmt: skip
         assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))  # refuses bad ones
-        if self.verifier_rests and self.review_below is None:
-            raise ConfigError("recipe.args.verifier_rests: the verifier rests by review_below, which is not given")
+        if self.verifier_rests and not self.review_below:
+            text = "the verifier rests by review_below, which is not above 0; give it, or verifier_rests: false"
+            raise ConfigError(f"recipe.args.verifier_rests: {text}")
         self._counts = ClassCounts().updated([], self.class_weight_decay)
         self._signal = 0.0  # moving share of the groups, in generator turns, whose outcomes differ
         self._labels = None if self.step_labels is None else find_function(self.step_labels)

@@ -30,7 +30,7 @@ _SORTED = (
         r"^reward|^turns|^tool_calls|^cuts|^episodes|^groups_without_signal|^finished|^graded|^steps_per_solution"
         r"|^length",
     ),
-    (VERIFY, r"confusion|f1|aligned|predicted_positive|verdict|agree|review|judge|^says_"),
+    (VERIFY, r"confusion|f1|aligned|predicted_positive|verdict|agree|review|judge|^says_|^rests$|^signal$"),
     (LEARN, r"accuracy|outcome|score|success|exploitab|validation_loss|train_loss"),
     (
         UPDATE,
@@ -48,6 +48,9 @@ MEANINGS = {
     "episodes": "episodes that failed",
     "reward": "mean over the rollouts of a turn",
     "groups_without_signal": "share of groups whose rewards are all equal: nothing is learned from them",
+    "signal": "moving share of groups whose rewards differ, in the generator's turns",
+    "rests": "1: the verifier's turn was empty, as nobody asks it while outcomes suffice",
+    "skipped": "1: no update, as nothing in the turn's rollouts says what is better",
     "finished": "share of rollouts that ended by themselves",
     "engine_gap": "mean |log-prob of trainer - log-prob of engine| of the sampled tokens; near 0 is sound",
     "engine_kl": "KL between engine and trainer, from the sampled tokens",

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from megatron_rl.allocator import give_caches_back, started_without_thread_caches
 from megatron_rl.cluster.address import address_among_ranks, free_port, loopback_interface
 from megatron_rl.cluster.job import SlurmJob, job_from
 from megatron_rl.run.parent import end_with_parent
@@ -104,14 +105,16 @@ def start_ranks(rank: Callable[[], int], nproc: int, *, fork: bool) -> int:
             variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", loopback)
         children.append(context.Process(target=_run_rank, args=(rank, variables, os.getpid()), name=f"rank {number}"))
     gc.freeze()  # what is there is not looked at by the ranks' collectors, so its memory stays shared
-    for child in children:
-        child.start()
+    with started_without_thread_caches():
+        for child in children:
+            child.start()
     with _forwarded(children):
         return _wait(children)
 
 
 def _run_rank(rank: Callable[[], int], variables: Mapping[str, str], launcher: int) -> None:
     end_with_parent(signal.SIGTERM, launcher)
+    give_caches_back()
     os.environ.update(variables)
     sys.exit(rank())
 

@@ -226,7 +226,7 @@ def _turn(setup: Setup, plan: Plan, progress: Progress, roles: tuple[str, ...]) 
     learning = [name for name, signal in found if signal]
     for name, signal in found:
         version = progress.updates.get(name, 0)
-        figures = {"skipped": 0.0 if signal else 1.0}  # no signal: all rewards of every group were equal
+        figures = {"skipped": 0.0 if signal else 1.0}  # no signal: equal rewards, or no rollouts
         if signal:
             with setup.table.watch("train"), setup.memory.train(name, learning):
                 trainee = setup.trainees[name]

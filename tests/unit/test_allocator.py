@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import platform
@@ -14,6 +15,7 @@ import pytest
 
 from megatron_rl import allocator
 
+ROOT = Path(__file__).parents[2]
 # Starts threads that allocate at the same time, and prints the number of malloc's arenas.
 ARENAS = """
 import ctypes, threading
@@ -85,26 +87,42 @@ def test_arrow_takes_the_memory_of_a_run_from_malloc():
     assert told.splitlines()[-1] == "2 system"
 
 
-# Prints what the program was started with, and how much freed memory malloc still counts as in use.
+# Prints what the program was started with, and whether malloc counts freed memory as in use.
 STARTED = """
 import ctypes, os, sys
 from megatron_rl import allocator
+BEFORE
 if sys.argv[1] == "leave":
-    allocator.leave_thread_caches()
+    allocator.restart_without_thread_caches()
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena 2 3 4 5 6 7 uordblks 9 10".split()]
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Info
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-before = libc.mallinfo2().uordblks
-for block in [libc.malloc(1000) for _ in range(7)]:
-    libc.free(block)
-kept = libc.mallinfo2().uordblks - before
-print(os.getpid(), kept > 5000, os.environ.get(allocator.TUNABLES), *sys.argv[1:])
+def kept():
+    blocks = [libc.malloc(1000) for _ in range(20)]
+    before = libc.mallinfo2().uordblks
+    for block in blocks:
+        libc.free(block)
+    return 20 * 1008 - (before - libc.mallinfo2().uordblks) > 5000
+if __name__ == "__main__":
+    print(os.getpid(), kept(), os.environ.get(allocator.TUNABLES), *sys.argv[1:])
 """
+HAS_CACHES = platform.libc_ver()[0] == "glibc" and hasattr(ctypes.CDLL(None), "mallinfo2")
+caches = pytest.mark.skipif(not HAS_CACHES, reason="only glibc has such caches, and tells of them from 2.33 on")
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has such caches")
+def started(
+    file: Path, *words: str, own: str | None = None, before: str = "", after: str = ""
+) -> subprocess.Popen[str]:
+    """Starts STARTED as a program of its own, with `own` as GLIBC_TUNABLES, and text in it and behind it."""
+    file.write_text(STARTED.replace("BEFORE", before) + after)
+    environment = {name: value for name, value in os.environ.items() if name != allocator.TUNABLES}
+    environment |= {"PYTHONPATH": str(ROOT)} | ({} if own is None else {allocator.TUNABLES: own})
+    return subprocess.Popen([sys.executable, str(file), *words], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+@caches
 @pytest.mark.parametrize(
     ("word", "own", "kept"),
     [
@@ -114,16 +132,60 @@ print(os.getpid(), kept > 5000, os.environ.get(allocator.TUNABLES), *sys.argv[1:
         ("leave", "glibc.malloc.tcache_count=7", True),
     ],
 )
-def test_a_program_starts_anew_without_the_caches_of_threads_unless_its_user_chose_them(word, own, kept):
-    environment = {name: value for name, value in os.environ.items() if name != allocator.TUNABLES}
-    environment |= {} if own is None else {allocator.TUNABLES: own}
-    words = [sys.executable, "-c", STARTED, word, "two words"]
-    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as child:
+def test_a_program_begins_again_without_the_caches_of_threads_unless_its_user_chose_them(tmp_path, word, own, kept):
+    with started(tmp_path / "program.py", word, "two words", own=own) as child:
         said = child.communicate()[0]
     assert said == f"{child.pid} {kept} {own} {word} two words\n", "the same process, and nothing for those under it"
 
 
-def test_a_program_under_a_debugger_is_not_started_anew():
-    debugged = "import sys\nsys.settrace(lambda *_: None)\n" + STARTED
-    done = subprocess.run([sys.executable, "-c", debugged, "leave"], capture_output=True, text=True)
-    assert done.stdout.split()[1:] == ["True", "None", "leave"], done.stderr
+@caches
+@pytest.mark.parametrize(
+    "before", ["sys.settrace(lambda *_: None)", "sys.argv[1:] = ['leave']", "sys.executable = ''"],
+    ids=["debugger", "other arguments than Python was started with", "no interpreter"],
+)  # fmt: skip
+def test_a_program_that_could_not_begin_again_as_it_began_goes_on(tmp_path, before):
+    with started(tmp_path / "program.py", "leave", "x", before=before) as child:
+        said = child.communicate()[0].split()
+    assert said[:3] == [str(child.pid), "True", "None"]
+
+
+@caches
+def test_a_program_without_outputs_begins_again(tmp_path):
+    before = "sys.stdout = sys.stderr = None"
+    after = "\n    open(sys.argv[2], 'w').write(str(kept()))\n"
+    with started(tmp_path / "program.py", "leave", str(tmp_path / "said"), before=before, after=after) as child:
+        child.communicate()
+    assert (tmp_path / "said").read_text() == "False"
+
+
+@caches
+@pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=3"])
+def test_children_that_are_started_without_caches_give_them_back_to_theirs(tmp_path, own):
+    before = "\n".join(
+        ["import multiprocessing", "def tell(queue):", "    allocator.give_caches_back()",
+         "    queue.put((kept(), os.environ.get(allocator.TUNABLES)))"]
+    )  # fmt: skip
+    after = "\n".join(
+        ["    context = multiprocessing.get_context('spawn')", "    queue = context.Queue()",
+         "    one = context.Process(target=tell, args=(queue,))",
+         "    with allocator.started_without_thread_caches():", "        one.start()",
+         "    print(*queue.get(), os.environ.get(allocator.TUNABLES))", "    one.join()"]
+    )  # fmt: skip
+    with started(tmp_path / "program.py", "stay", own=own, before=before, after=after + "\n") as child:
+        said = child.communicate()[0].splitlines()
+    assert said[1] == f"False {own} {own}"
+
+
+@caches
+@pytest.mark.parametrize("program", [["-m", "megatron_rl"], ["-m", "megatron_rl.main"]])
+def test_the_command_begins_again_and_says_its_first_line_once(tmp_path, program):
+    """A module on the path says whether Python was started by that very command line, and with what."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nopen(os.environ['STARTS'], 'a').write(str(os.environ.get('GLIBC_TUNABLES')) + '\\n')\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != allocator.TUNABLES}
+    environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "STARTS": str(tmp_path / "starts")}
+    words = [sys.executable, *program, "train", "absent.yaml"]
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout.count("reading absent.yaml") == 1, done.stdout + done.stderr
+    assert (tmp_path / "starts").read_text().splitlines() == ["None", allocator.NO_CACHES]

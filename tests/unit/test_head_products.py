@@ -18,29 +18,38 @@ def alone():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("joined", [1, 2 * 16 * ROWS, 1 << 25])
+def summed(dtype: torch.dtype, *, rows: int, real: int, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the sum of the products of chunks of 16 hidden states, and the same in float64."""
+    draw = torch.Generator().manual_seed(0)
+    steps = torch.randn(rows, real, generator=draw).to(dtype)
+    hidden = torch.randn(rows, WIDTH, generator=draw).to(dtype)
+    weight = torch.zeros(real + padding, WIDTH, dtype=dtype)
+    chunks = [slice(a, min(a + 16, rows)) for a in range(0, rows, 16)] or [slice(0, 0)]
+    products = forward._Products(hidden, weight, real, chunks)
+    for chunk in chunks:
+        assert torch.equal(products.add(steps[chunk].float(), chunk), steps[chunk])
+    exact = torch.zeros(real + padding, WIDTH, dtype=torch.float64)
+    exact[:real] = steps.double().T @ hidden.double()
+    return products.total(), exact
+
+
+@pytest.mark.parametrize("joined", [1, 2 * 16 * ROWS, 1 << 26])
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("rows", [16 * CHUNKS, 16 * CHUNKS - 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_are_joined_without_one_lost(monkeypatch, dtype, joined):
+def test_chunks_are_joined_without_one_lost(monkeypatch, dtype, rows, padding, joined):
     """One product for each chunk, for two, with a rest, and for all of them."""
     monkeypatch.setattr(forward, "JOINED_ELEMENTS", joined)
-    draw = torch.Generator().manual_seed(0)
-    steps, hidden = (
-        [torch.randn(16, n, generator=draw).to(dtype) for _ in range(CHUNKS)] for n in (ROWS, WIDTH)
-    )  # fmt: skip
-    total = torch.ones(ROWS, WIDTH)
-    products = forward._Products(total)
-    for step, own in zip(steps, hidden, strict=True):
-        products.add(step, own)
-    products.finish()
-    products.finish()  # nothing is left
-    exact = 1 + torch.cat(steps).double().T @ torch.cat(hidden).double()
-    assert (total - exact).abs().max() < (1e-5 if dtype == torch.float32 else 2**-7) * exact.abs().max()
+    total, exact = summed(dtype, rows=rows, real=ROWS, padding=padding)
+    assert total.dtype == dtype and total.shape == exact.shape
+    assert (total - exact).abs().max() < (1e-6 if dtype == torch.float32 else 2**-7) * exact.abs().max()
 
 
-def test_no_product_of_a_rank_without_rows():
-    products = forward._Products(torch.ones(0, WIDTH))
-    products.add(torch.ones(16, 0, dtype=torch.bfloat16), torch.ones(16, WIDTH, dtype=torch.bfloat16))
-    products.finish()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "real", "padding"), [(0, ROWS, 0), (16, 0, 5), (0, 0, 5)])
+def test_without_hidden_states_or_rows_of_its_own_a_rank_has_no_gradient(dtype, rows, real, padding):
+    total, exact = summed(dtype, rows=rows, real=real, padding=padding)
+    assert total.shape == exact.shape and not total.any()
 
 
 @pytest.mark.parametrize(("vocab", "rows"), [(512, 4096), (8192, 256), (49152, 128), (152064, 48), (1 << 22, 32)])
