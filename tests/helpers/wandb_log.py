@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 BLOCK, HEAD = 32768, struct.Struct("<IHB")  # checksum, length, kind of a piece
 FULL, FIRST, LAST = 1, 2, 4
+WRITTEN_S = 20.0
 
 
-def read(run: Path) -> Iterator[Any]:
-    """Yields the records (wandb_internal_pb2.Record) of the one .wandb file in a run's directory."""
+def read(run: Path) -> list[Any]:
+    """Returns the records (wandb_internal_pb2.Record) of the one .wandb file in the directory of a run that has ended.
+    On a busy machine wandb's own process writes the last of them a moment later."""
+    end = time.monotonic() + WRITTEN_S
+    while True:
+        found = list(_read(run))
+        if any(record.WhichOneof("record_type") == "exit" for record in found) or time.monotonic() > end:
+            return found
+        time.sleep(0.1)
+
+
+def _read(run: Path) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2
 
     (file,) = run.glob("*.wandb")

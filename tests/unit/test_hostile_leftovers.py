@@ -88,7 +88,7 @@ def ordinary_paths(python):
 
 def test_hostile_children_of_a_reward_are_gone_after_the_answer(user, mark):
     """A process that led a session of its own, or had forked twice, lived on after the run."""
-    with pool_of() as pool:
+    with pool_of(timeout_s=10.0) as pool:
         for response in ("session", "daemon"):
             assert graded(pool, response) == [Outcome.SCORE]
             assert len(marked(mark)) == 2, "the keeper and the worker are left, and no other"
