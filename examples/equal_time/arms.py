@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 DAPO, TANGO = "megatron_rl.recipes.dapo:Dapo", "megatron_rl.recipes.tango:Tango"
 MAJORITY = "examples.equal_time.majority:MajorityGrpo"
+FREE = "examples.equal_time.free_verdicts:FreeVerdicts"
 MANY = 1000  # updates of an arm that is ended when its time is over
 FROZEN = "recipe.args.train_verifier=false"
 SMALL = "run.prompts_per_step=8"  # the regimes' own batches are of 32 problems
@@ -31,6 +32,9 @@ ARMS: Mapping[str, Arm] = {
     "grpo_32": Arm("grpo", evaluate=4),
     "tango": Arm("tango", [SMALL, f"recipe.target={TANGO}", "recipe.args.warmup_updates=0"], turns=10),
     "frozen": Arm("tango", [SMALL, f"recipe.target={TANGO}", FROZEN], turns=9),
+    "free_verdicts": Arm(
+        "tango", [SMALL, f"recipe.target={FREE}", FROZEN, "recipe.args.verifier_rests=false"], turns=9
+    ),
     "tango_paper": Arm("tango", [SMALL], turns=4, evaluate=12, paper=4),
     "tango_paper_32": Arm("tango", turns=4, evaluate=4, paper=1),
 }

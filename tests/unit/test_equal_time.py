@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.equal_time.free_verdicts import FreeVerdicts
 from examples.equal_time.majority import MajorityGrpo, with_majority
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
@@ -22,7 +23,7 @@ from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
 ROOT = Path(__file__).parents[2]
 KINDS = {
     **{"grpo": Grpo, "grpo_32": Grpo, "grpo_dynamic": Dapo, "grpo_majority": MajorityGrpo},
-    **{"tango_paper": PaperTango, "tango_paper_32": PaperTango},
+    **{"tango_paper": PaperTango, "tango_paper_32": PaperTango, "free_verdicts": FreeVerdicts},
 }
 
 
@@ -51,7 +52,7 @@ def test_every_arm_is_a_run_that_check_takes(race, regime, monkeypatch, tmp_path
         assert type(recipe) is KINDS.get(name, Tango) and config.run.seed == 3
         turns = recipe.schedule()[-2]
         assert arm.turns == len(turns), f"{name}: an arm counts turns between evaluations, and the config steps"
-        assert recipe.train_verifier == (not name.startswith("frozen")) if "tango" in arm.config else True
+        assert recipe.train_verifier == (name not in ("frozen", "free_verdicts")) if "tango" in arm.config else True
 
 
 WRITER = """

@@ -310,6 +310,14 @@ def mixed(prompt, j):
     return [verification("+" * count, "+" if right else "-"), verification("+" * count, "-" if right else "+"), ""][j]
 
 
+def test_a_verifier_of_turns_rests_too(recipe):
+    own = recipe(reviewed="failed", review_below=0.1, verifier_rests=True)
+    play(own, "generator", 1, table_of())  # one problem, whose outcomes differ: the moving share is 0.2
+    table = table_of()
+    rollouts, figures = play(own, "verifier", 3, table)
+    assert rollouts == [] and figures["rests"] == 1.0 and not asked(table) and not asked(table, "generator")
+
+
 def test_a_verifier_turn_weighs_the_rarer_class_and_its_counts_survive_a_checkpoint(recipe):
     own, again = recipe(), recipe()
     rollouts, figures = play(own, "verifier", 3, table_of(verifier=mixed))
