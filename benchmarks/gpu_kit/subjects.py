@@ -116,8 +116,22 @@ def make_policy(
     policy = RandomPolicy(role, parallel.create(Layout()), trainable=optimizer)
     if not optimizer:
         with policy.groups.active():
-            policy.chunks = optim.wrap(policy.config, policy.chunks)
+            sums = models.uses_fused_sums(role.model)
+            policy.chunks = optim.wrap(policy.config, policy.chunks, fused_sums=sums)
     return policy
+
+
+def forms_of(policy: RandomPolicy) -> dict[str, str]:
+    """Says which of its forms each part of a policy has here: a setting of `auto` may have found none of the fast ones
+    usable, and a figure without this could not be explained."""
+    triton = models.unwrap(policy.chunks[0]).triton
+    return {
+        "layers": "transformer_engine" if policy._fused else "torch",
+        "attention": "transformer_engine" if policy._fused else "flash" if policy._flash else "sdpa",
+        "log_probs": "triton" if triton else "torch",
+        "gates_and_rotary": "transformer_engine" if policy._fused else "triton" if triton else "torch",
+        "sums_of_gradients": "in products" if models.uses_fused_sums(policy.role.model) else "apart",
+    }
 
 
 def transformers_model(directory: Path) -> PreTrainedModel:

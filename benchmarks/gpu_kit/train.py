@@ -27,6 +27,7 @@ from megatron_rl.config.schema import LossConfig
 from megatron_rl.megatron import forward
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron import step as core_step
+from megatron_rl.megatron.kernels import choice
 from megatron_rl.planning import flops, memory, shapes
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
 from megatron_rl.planning.shapes import Parallel, Shape
@@ -73,7 +74,7 @@ def run(findings: Findings, scale: Scale, folder: Path) -> None:
                 for kind in KINDS:
                     _one_case(findings, Case(scale, directories[name], kind=kind, tokens=tokens))
         longest = scale.tokens[-1]
-        findings.take("head", functools.partial(_head, scale))
+        findings.take("head", functools.partial(_head, findings, scale))
         attention = functools.partial(_attention, findings, scale, directories["1.5B"], longest)
         findings.take(f"attention/{subjects.count_name(longest)}", attention)
         findings.take("cudnn", functools.partial(_cudnn, scale, directories["1.5B"], scale.tokens[0]))
@@ -111,6 +112,7 @@ def _ours(findings: Findings, case: Case) -> dict[str, float]:
 
     def attempt(recompute: Recompute) -> dict[str, float]:
         policy = subjects.make_policy(case.directory, recompute=recompute, tokens=tokens, optimizer=optimizer)
+        findings.more.setdefault("forms", {})[case.name] = subjects.forms_of(policy)
         works = [work_of(policy, lengths, seed) for seed, lengths in enumerate(batches)]
         peak = clock.peak_gib(lambda: both_passes(policy, works[0]))
         seconds = [clock.device_seconds(functools.partial(both_passes, policy, work)) for work in works[1:]]
@@ -200,26 +202,34 @@ def _their_passes(model: Any, inputs: dict[str, Tensor]) -> None:
     model(**inputs, use_cache=False).loss.backward()
 
 
-def _head(scale: Scale) -> dict[str, float]:
-    """Measures log-probs of labels and their gradient from hidden states: ours, and as torch users write it."""
+def _head(findings: Findings, scale: Scale) -> dict[str, float]:
+    """Measures log-probs of labels and their gradient from hidden states: ours by Triton kernels, where they can be had
+    here, and by torch's operations, and as torch users write it."""
     tokens, width, vocab = scale.head
     hidden, weight = (torch.randn(n, width, device="cuda").bfloat16().requires_grad_() for n in (tokens, vocab))
     labels = torch.randint(0, vocab, (tokens,), device="cuda")
     group = torch.distributed.group.WORLD
 
-    def ours() -> Tensor:
+    def ours(triton: bool) -> Tensor:
         return forward.vocab_parallel_statistics(
-            hidden, weight, labels, first_row=0, vocab=vocab, temperature=1.0, group=group, names=["logprobs"]
+            hidden, weight, labels, first_row=0, vocab=vocab, temperature=1.0, group=group, names=["logprobs"],
+            triton=triton,
         )[0]  # fmt: skip
 
     def plain() -> Tensor:
         return -F.cross_entropy((hidden @ weight.T).float(), labels, reduction="none")
 
+    ways = {"torch": functools.partial(ours, triton=False), "plain": plain}
+    if problem := choice.obstacle():
+        findings.lack("head/triton", problem)
+    else:
+        ways["triton"] = functools.partial(ours, triton=True)
     found: dict[str, float] = {}
-    for name, way in (("ours", ours), ("plain", plain)):
+    for name, way in ways.items():
         found |= {f"{name}_{figure}": value for figure, value in _timed(way, (hidden, weight), scale).items()}
-    # the forward product and the two of its gradient; logits that are computed again do not count
-    found["ours_tflops"] = 6 * tokens * width * vocab / (found["ours_forward_s"] + found["ours_backward_s"]) / 1e12
+        # the forward product and the two of its gradient; logits that are computed again do not count
+        seconds = found[f"{name}_forward_s"] + found[f"{name}_backward_s"]
+        found[f"{name}_tflops"] = 6 * tokens * width * vocab / seconds / 1e12
     return found
 
 

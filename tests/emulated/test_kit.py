@@ -15,6 +15,13 @@ def test_the_tests_for_a_gpu_pass_and_none_is_skipped(emulated, last_letter):
     assert files == {"test_gpu.py", "test_gpu_refit.py", "test_gpu_run.py", "test_gpu_state.py"}
 
 
+# The pretended device cannot run Triton's kernels, and says so; torch's flash attention it can.
+FORMS = {
+    **{"layers": "torch", "attention": "flash", "log_probs": "torch", "gates_and_rotary": "torch"},
+    **{"sums_of_gradients": "in products"},
+}
+
+
 def test_updates_are_measured(emulated):
     (told,) = emulated.run("kit_benchmark", part="train").answers
     figures, lacking = told["figures"], told["not_measured"]
@@ -27,10 +34,12 @@ def test_updates_are_measured(emulated):
             assert (f"{name}/update_s" in figures) == (model == "1.5B")
             assert lacking.pop(f"{name}/mfu").startswith(UNKNOWN_PEAK)
             assert told["recomputed"][name] == "none"
-    for name in ("device/copy_gb_per_s", "head/ours_forward_s", "head/plain_backward_s", "attention/64/ours_forward_s"):
+            assert told["forms"][name] == FORMS
+    for name in ("device/copy_gb_per_s", "head/torch_forward_s", "head/plain_backward_s", "attention/64/ours_forward_s"):
         assert figures[name] > 0
     assert {*told["profile"][0]} == {"name", "calls", "ms", "share"} and len(told["profile"]) == 15
     assert lacking.pop("profile/kernels").startswith("the profiler of this torch sees the host alone")
+    assert lacking.pop("head/triton")
     lacking.pop("attention/64/torch_varlen", None)  # as far as the pretended device has the kernels of torch
     assert not lacking
 
