@@ -43,7 +43,8 @@ class Servers:
     # Where servers and the refit board listen: an address, an interface (ib0), or auto for this host's own name.
     host: str = "127.0.0.1"
     # GPUs of the servers that the run starts, counted among those that the run sees: the first `tp` are the first
-    # server's, and so on. Empty: all of them, which a run on GPUs refuses.
+    # server's, and so on. Ranks of the trainer have the first ones. Empty: all of them, which is refused on GPUs, but
+    # for the only server of `eval` or `generate`.
     gpus: tuple[NonNegativeInt, ...] = ()
     max_batch: PositiveInt = 256  # sequences that one server decodes together
     max_model_len: PositiveInt | None = None  # longest prompt plus completion, in tokens; null: the model's own limit

@@ -17,6 +17,7 @@ from megatron_rl.cluster.profile import SHIPPED, Profile
 from megatron_rl.cluster.render import ScriptShape, common_settings, script
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
+from megatron_rl.config import server_gpus
 from megatron_rl.config.schema import ConfigError, EvalConfig, Servers, SftConfig, TrainConfig
 from megatron_rl.run import lines
 from megatron_rl.run.directory import SWEEP, RunDirectory
@@ -179,6 +180,8 @@ def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) 
     directory = directory.absolute()
     for config in configs:
         config_checks.check(config, profile.ranks_per_node)
+        if profile.gpus_per_node:
+            server_gpus.refuse(config, profile.ranks_per_node)
     files = {f"{index:03d}.yaml": config_files.dump(config) for index, config in enumerate(configs)}
     shape = ScriptShape(
         template="eval", name=directory.name, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,
