@@ -7,14 +7,16 @@ Torch is not imported, unless a plug-in of the config does so, and no tokenizer 
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from megatron_rl.commands.settings import load
 from megatron_rl.config import absent as absences
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
-from megatron_rl.config import plugins, signal
+from megatron_rl.config import plugins, server_gpus, signal
 from megatron_rl.config import schema as configs
+from megatron_rl.session.launch import has_gpu
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,10 +24,11 @@ def run(args: argparse.Namespace) -> int:
     command, config = load(args.settings, args.schema)
     ranks = args.ranks or config.launch.nproc
     config_checks.check(config, ranks, to_come=args.elsewhere)
+    notes = _check_gpus(config, ranks, elsewhere=args.elsewhere)
     absent = absences.absent_files(config)
     if not args.elsewhere:
         absences.refuse(config)
-    lines = config_checks.explain(config, ranks)
+    lines = config_checks.explain(config, ranks) + notes
     lines += _check_plugins(config, ranks, elsewhere=args.elsewhere, deep=args.deep)
     lines += [f"note: {one}" for one in (absent if args.elsewhere else [a for a in absent if a.on_hub])]
     if args.show:
@@ -34,6 +37,18 @@ def run(args: argparse.Namespace) -> int:
         print("# " + line)
     print(f"# {command}: the config is valid for {ranks} ranks")
     return 0
+
+
+def _check_gpus(config: Any, ranks: int, *, elsewhere: bool) -> list[str]:
+    """Returns a note on GPUs of servers that cannot be meant, where this host has none: the run may be for another one.
+
+    Raises ConfigError for them where it has some, unless the run is for `elsewhere`. Of ranks that another launcher
+    starts only the first one's GPU is known.
+    """
+    here = config.launch.nproc if ranks == config.launch.nproc else 1
+    if has_gpu(os.environ) and not elsewhere:
+        server_gpus.refuse(config, here)
+    return [f"note: refused on a host with GPUs: {one}" for one in server_gpus.device_problems(config, here)]
 
 
 def _check_plugins(config: Any, ranks: int, *, elsewhere: bool, deep: bool) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands import settings
-from megatron_rl.config import absent, plugins
+from megatron_rl.config import absent, plugins, server_gpus
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     config_checks.check(config, place.world_size if place else config.launch.nproc)
     if place is None or place.rank == 0:
+        if launch.has_gpu(os.environ):
+            server_gpus.refuse(config, launch.ranks_on_host(place, config.launch.nproc, os.environ))
         absent.refuse(config)
         if "torch" not in sys.modules:  # a rank that was started here has the modules of its parent
             tell(args.command, "importing torch, transformers and megatron-core")

@@ -27,6 +27,7 @@ from megatron_rl.config.schema import (
     TrainConfig,
     Vllm,
 )
+from megatron_rl.config.server_gpus import number_problems
 from megatron_rl.models import registry
 from megatron_rl.models.adapters import adapter_problems, num_elements, owners
 from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
@@ -47,6 +48,7 @@ def check(config: Any, ranks: int, *, to_come: bool = False) -> None:
     engine = None if isinstance(config, TrainConfig) else getattr(config, "engine", None)
     if isinstance(engine, Servers) and engine.colocate:
         problems.append("engine.colocate = true where nothing trains: no trainer has GPUs; set it to false")
+    problems += number_problems(config)
     if isinstance(config, SftConfig):
         problems += _sft_problems(config, ranks, to_come)
     if isinstance(config, TrainConfig | SftConfig):
@@ -147,13 +149,6 @@ def _sft_problems(config: SftConfig, ranks: int, to_come: bool) -> list[str]:
     return problems
 
 
-def doubled_gpus(settings: Servers) -> list[str]:
-    """Returns a sentence about GPUs that engine.gpus names more than once; nothing where each stands there once."""
-    twice = sorted({number for number in settings.gpus if settings.gpus.count(number) > 1})
-    said = f"engine.gpus = {list(settings.gpus)}: {twice} stand there twice; two servers cannot share a GPU"
-    return [said] if twice else []
-
-
 def _server_problems(config: TrainConfig, settings: Servers) -> list[str]:
     problems = []
     if settings.urls:
@@ -168,7 +163,6 @@ def _server_problems(config: TrainConfig, settings: Servers) -> list[str]:
             problems.append(
                 "engine.urls with engine.start = true: servers that run already are not started; set engine.start=false"
             )
-    problems += doubled_gpus(settings)
     if isinstance(settings, Sglang):
         tandems = [name for name, role in config.roles.items() if role.tandem is not None]
         problems += [

@@ -7,7 +7,11 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_rl.config.base import Share, config
+from megatron_rl.config.base import ConfigError, Share, config
+
+# Words of vLLM's and SGLang's command lines for copies of the model inside one server. Refits know of a server's `tp`
+# ranks alone.
+DATA_PARALLEL = ("--data-parallel-size", "-dp", "--dp-size", "--dp")
 
 
 @config
@@ -43,14 +47,15 @@ class Servers:
     # Where servers and the refit board listen: an address, an interface (ib0), or auto for this host's own name.
     host: str = "127.0.0.1"
     # GPUs of the servers that the run starts, counted among those that the run sees: the first `tp` are the first
-    # server's, and so on. Empty: all of them, which a run on GPUs refuses.
+    # server's, and so on. Ranks of the trainer have the first ones. Empty: all of them, which is refused on GPUs, but
+    # for the only server of `eval` or `generate`.
     gpus: tuple[NonNegativeInt, ...] = ()
     max_batch: PositiveInt = 256  # sequences that one server decodes together
     max_model_len: PositiveInt | None = None  # longest prompt plus completion, in tokens; null: the model's own limit
     kv_cache_gib: PositiveFloat = 1.0  # key-value cache of one server without a GPU, in GiB
     memory_share: Share = 0.85  # share of each GPU's memory that a server may use
     threads: PositiveInt = 1  # CPU threads of one server without a GPU
-    args: tuple[str, ...] = ()  # further words for the server's command line
+    args: tuple[str, ...] = ()  # further words for the server's command line, but none for data parallelism
     # What becomes of a completion that a refit interrupts. continue: go on from its tokens with the new weights.
     # restart: begin anew.
     partial: Literal["continue", "restart"] = "continue"
@@ -76,6 +81,14 @@ class Servers:
     def at_once(self) -> int:
         """Returns how many sequences are asked of one server at once."""
         return self.max_sequences or self.max_batch + -(-self.max_batch // 4)
+
+    def __post_init__(self) -> None:
+        names = [word.partition("=")[0].replace("_", "-") for word in self.args]
+        if copies := [name for name in names if name in DATA_PARALLEL]:
+            raise ConfigError(
+                f"engine.args has {copies[0]}: a refit reaches one copy of the model in each server; leave it out, and "
+                "set engine.replicas to the number of copies"
+            )
 
 
 @config

@@ -17,6 +17,7 @@ from megatron_rl.cluster.profile import SHIPPED, Profile
 from megatron_rl.cluster.render import ScriptShape, common_settings, script
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
+from megatron_rl.config import server_gpus
 from megatron_rl.config.schema import ConfigError, EvalConfig, Servers, SftConfig, TrainConfig
 from megatron_rl.run import lines
 from megatron_rl.run.directory import SWEEP, RunDirectory
@@ -137,6 +138,13 @@ def engine_python(engine: Servers, otherwise: str) -> str:
     return str(SHIPPED.parent / python) if "/" in python and not Path(python).is_absolute() else python
 
 
+def _with_site_python(config: EvalConfig, profile: Profile) -> EvalConfig:
+    """Returns an evaluation whose servers, which its first rank starts, have the interpreter of this site."""
+    if not isinstance(config.engine, Servers):
+        return config
+    return replace(config, engine=replace(config.engine, python=engine_python(config.engine, profile.engine_python)))
+
+
 def plan_sweep(
     config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[str, Any], Any]], profile: Profile, *,
     command: str, to_come: bool = False,
@@ -177,8 +185,11 @@ def plan_sweep(
 def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) -> Submission:
     """Plans an array with one element for each config; all have an output. Raises ConfigError."""
     directory = directory.absolute()
+    configs = [_with_site_python(config, profile) for config in configs]
     for config in configs:
         config_checks.check(config, profile.ranks_per_node)
+        if profile.gpus_per_node:
+            server_gpus.refuse(config, profile.ranks_per_node)
     files = {f"{index:03d}.yaml": config_files.dump(config) for index, config in enumerate(configs)}
     shape = ScriptShape(
         template="eval", name=directory.name, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,

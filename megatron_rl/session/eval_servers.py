@@ -17,8 +17,9 @@ from megatron_rl.engines.pool.membership import Limits
 from megatron_rl.engines.pool.pool import ServerEngine, given
 from megatron_rl.engines.roster import Listing
 from megatron_rl.engines.server import Server
+from megatron_rl.session.launch import has_gpu
 from megatron_rl.session.servers import ENGINES, TOKEN, About, command, connect
-from megatron_rl.session.serving import has_gpu, visible_gpus
+from megatron_rl.session.serving import visible_gpus
 from megatron_rl.weights import hf
 
 CONTROL_S = 600.0  # of verbs other than generate; an evaluation uses none that waits

@@ -6,6 +6,8 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import socket
 import sys
@@ -70,6 +72,24 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
             "ranks were started without MASTER_ADDR and MASTER_PORT: export both (first host and a free port) before"
         )
     return Place(rank, world, local, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), job)
+
+
+def ranks_on_host(place: Place | None, nproc: int, environment: Mapping[str, str]) -> int:
+    """Returns how many ranks are known to run on this process's host. torchrun and srun say it.
+
+    `place`: this process's; None where no launcher started it, and the command starts `nproc` ranks here itself.
+    """
+    if place is None:
+        return nproc
+    said = environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    found = re.match(r"\d+", said)  # of 8(x4),2 the first number is that of the first node, where rank 0 is
+    own = int(found[0]) if found is not None and place.rank == place.local_rank else 0
+    return min(place.world_size, max(own, place.local_rank + 1))
+
+
+def has_gpu(environment: Mapping[str, str]) -> bool:
+    """Tells whether this host has GPUs that a process with this environment may use."""
+    return environment.get("CUDA_VISIBLE_DEVICES") != "" and shutil.which("nvidia-smi") is not None
 
 
 def run_directory(config: Any) -> Path:

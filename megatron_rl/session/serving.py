@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 import signal
 import sys
 import threading
@@ -16,13 +15,13 @@ from pathlib import Path
 from megatron_rl.cluster.address import free_port, own_address
 from megatron_rl.cluster.job import job_from
 from megatron_rl.cluster.slices import over
-from megatron_rl.config.checks import doubled_gpus
 from megatron_rl.config.schema import ConfigError, Embedded, Servers, TrainConfig
+from megatron_rl.config.server_gpus import doubled_gpus
 from megatron_rl.engines import own_families
 from megatron_rl.engines.launch import Command, ServerProcess, StartError, interpreter, make_token
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 from megatron_rl.session.damage import refuse_damaged_models
-from megatron_rl.session.launch import run_directory
+from megatron_rl.session.launch import has_gpu, run_directory
 from megatron_rl.session.orders import Orders
 from megatron_rl.session.restarts import Restarts
 from megatron_rl.session.servers import ENGINES, TOKEN, adapters_served, command, connect
@@ -207,10 +206,6 @@ def _directory_of(setting: str, path: str | Path) -> Path:
         return hf.local_directory(path)
     except FileNotFoundError as error:
         raise ConfigError(f"{setting}: {error}") from error
-
-
-def has_gpu(environment: Mapping[str, str]) -> bool:
-    return environment.get("CUDA_VISIBLE_DEVICES") != "" and shutil.which("nvidia-smi") is not None
 
 
 def visible_gpus(numbers: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:

@@ -96,6 +96,17 @@ def test_eval_examples_are_valid(name):
     assert all(benchmark(each).template and not benchmark(each).judged for each in config.benchmarks)
 
 
+@pytest.mark.parametrize("name", [*TRAIN, *EVAL, "generate_sft_llama3.1_70b"])
+def test_models_of_7b_and_more_have_servers(name):
+    """The evaluation of a 7B model was written by the embedded engine, which holds the model on every rank."""
+    text = (EXAMPLES / f"{name}.yaml").read_text()
+    paths = " ".join(re.findall(r"path: *([^\s,}]+)", text))
+    if max(map(float, re.findall(r"(\d+(?:\.\d+)?)[bB]\b", paths.replace("_", " "))), default=0.0) < 7:
+        return
+    schema = EvalConfig if name in EVAL else TrainConfig if name in TRAIN else GenerateConfig
+    assert load(schema, name).engine.kind != "embedded"
+
+
 def test_generate_example_is_valid():
     """The numbers of the release's scripts/run_sft_data_generation.sh and data_preprocess/split_parquet.py."""
     config = load(GenerateConfig, "generate_sft_llama3.1_70b")

@@ -29,7 +29,7 @@ TANGO = "examples/tango_qwen2.5_7b.yaml"
 # Commands that are not run: the environment is that of the tests, and their profile stands in for the copied one.
 LEFT_OUT = {"cd", "git", "slurm/gpu/install.sh", ".", "export", "cp"}
 # Words of the page, and what stands in their place. The nodes of the test have 16 CPUs; one rank runs on each node; the
-# teacher and both roles have embedded engines, for vLLM takes a minute to start.
+# teacher, both roles and the evaluations have embedded engines, for vLLM takes a minute to start.
 REPLACED = {
     "--cpus-per-task=96": "--cpus-per-task=4",
     "32": "2",  # --ranks
@@ -67,6 +67,7 @@ SIZES = {
         "model.dtype=float32", "benchmarks=[]",
         "data={path: /shared/me/hub/datasets/HuggingFaceH4/MATH-500, split: test}", "data.settings=last_letter",
         f"template={TASK['generator']}", f"reward={TASK['reward']}", "sampling={max_tokens: 40, temperature: 0.0}",
+        "engine={kind: embedded}",
     ],
 }  # fmt: skip
 
