@@ -107,6 +107,15 @@ def test_models_of_7b_and_more_have_servers(name):
     assert load(schema, name).engine.kind != "embedded"
 
 
+@pytest.mark.parametrize("name", [name for name in (*TRAIN, *SFT) if re.search(r"_[78]b$", name)])
+def test_models_of_7b_and_8b_train_without_full_recomputation(name):
+    """It costs a third of an update, and a GPU of 80 GB holds what these keep; tensor ranks share activations."""
+    config = load(SftConfig if name in SFT else TrainConfig, name)
+    for part in [config] if name in SFT else config.roles.values():
+        assert part.model.recompute != "full"
+        assert part.layout.tp == 1 or part.layout.sequence_parallel
+
+
 def test_generate_example_is_valid():
     """The numbers of the release's scripts/run_sft_data_generation.sh and data_preprocess/split_parquet.py."""
     config = load(GenerateConfig, "generate_sft_llama3.1_70b")
