@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from emulated_device import LEDGER, allocated_bytes
+from emulated_device import LEDGER, allocated_bytes, watched_peak
 from kit_cases import kit_benchmark, kit_tests  # noqa: F401 (cases, found by name)
 from layouts_worker import WeightedLogprobs, gradient_error, learn, logprobs_of, make_policy, make_rollouts, work_of
 from layouts_worker import reference as by_transformers
@@ -268,7 +268,7 @@ def rests(own: Path, policy: Any) -> dict[str, float]:
     directory = own / "checkpoint"
     directory.mkdir(exist_ok=True)
     dist.barrier()
-    with LEDGER.part("save"):
+    with LEDGER.part("save"), watched_peak() as saving:
         policy.save(directory)
     first = trained(policy)
     kept = exported(policy)
@@ -283,6 +283,7 @@ def rests(own: Path, policy: Any) -> dict[str, float]:
         "awake": float(awake),
         "away": float(away),
         "present": float(present),
+        "saving": float(saving.bytes),
         "loaded": max((before[name] - loaded[name]).abs().max().item() for name in before),
         "resumed": max((kept[name] - again[name]).abs().max().item() for name in kept),
         "resumed_loss": abs(first["loss"] - second["loss"]),

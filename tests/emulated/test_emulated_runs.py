@@ -68,6 +68,7 @@ def check_actor(errors: dict[str, float], *, half: bool) -> None:
     assert errors["asleep"] < 0.6 * errors["held"] and abs(errors["awake"] - errors["held"]) < 0.02 * errors["held"]
     assert errors["away"] < 0.1 * errors["held"], "weights too have left"  # tables of angles stay
     assert abs(errors["present"] - errors["asleep"]) < 0.02 * errors["held"], "weights alone are there"
+    assert errors["saving"] < 1.02 * errors["held"], "a checkpoint takes memory on the device"
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", "float32"), ("gemma3_text", "bfloat16")])
