@@ -50,6 +50,7 @@ def recorded(step: Callable[[], None]) -> Callable[[], None]:
     waits nothing allows."""
 
     def replay() -> None:
+        LEDGER.kernel("graph")  # one launch
         with LEDGER.part("replayed"):
             step()
 
@@ -308,9 +309,9 @@ def programs(own: Path, **commands: list[str]) -> dict[str, Any]:
     }
 
 
-def engine(own: Path, family: str, dtype: str = "float32") -> dict[str, Any]:
+def engine(own: Path, family: str, dtype: str = "float32", sizes: dict[str, Any] | None = None) -> dict[str, Any]:
     """Lets the embedded engine write on the device and on the CPU, and scores what it wrote on both."""
-    path = make(own, family)
+    path = make(own, family, **(sizes or {}))
     kind = getattr(torch, dtype)
     with LEDGER.part("open"):
         here = EmbeddedEngine(path, dtype=kind, max_batch=12)
@@ -335,6 +336,7 @@ def engine(own: Path, family: str, dtype: str = "float32") -> dict[str, Any]:
         scores = here.score(texts)
     errors = [abs(a - b).max() for a, b in zip(scores, there.score(texts), strict=True)]
     answer["replayed"] = LEDGER.kernels_in("replayed")
+    answer["replays"] = sum(count for (_, operation), count in LEDGER.kernels.items() if operation == "graph")
     return answer | {"scores": float(max(errors)), "growth": growth(here._loaded())}
 
 
