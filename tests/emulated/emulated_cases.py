@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from emulated_device import LEDGER, allocated_bytes
+from emulated_device import LEDGER, allocated_bytes, watched_peak
 from kit_cases import kit_benchmark, kit_tests  # noqa: F401 (cases, found by name)
 from layouts_worker import WeightedLogprobs, gradient_error, learn, logprobs_of, make_policy, make_rollouts, work_of
 from layouts_worker import reference as by_transformers
@@ -50,6 +50,7 @@ def recorded(step: Callable[[], None]) -> Callable[[], None]:
     waits nothing allows."""
 
     def replay() -> None:
+        LEDGER.kernel("graph")  # one launch
         with LEDGER.part("replayed"):
             step()
 
@@ -268,7 +269,7 @@ def rests(own: Path, policy: Any) -> dict[str, float]:
     directory = own / "checkpoint"
     directory.mkdir(exist_ok=True)
     dist.barrier()
-    with LEDGER.part("save"):
+    with LEDGER.part("save"), watched_peak() as saving:
         policy.save(directory)
     first = trained(policy)
     kept = exported(policy)
@@ -283,6 +284,7 @@ def rests(own: Path, policy: Any) -> dict[str, float]:
         "awake": float(awake),
         "away": float(away),
         "present": float(present),
+        "saving": float(saving.bytes),
         "loaded": max((before[name] - loaded[name]).abs().max().item() for name in before),
         "resumed": max((kept[name] - again[name]).abs().max().item() for name in kept),
         "resumed_loss": abs(first["loss"] - second["loss"]),
@@ -307,9 +309,9 @@ def programs(own: Path, **commands: list[str]) -> dict[str, Any]:
     }
 
 
-def engine(own: Path, family: str, dtype: str = "float32") -> dict[str, Any]:
+def engine(own: Path, family: str, dtype: str = "float32", sizes: dict[str, Any] | None = None) -> dict[str, Any]:
     """Lets the embedded engine write on the device and on the CPU, and scores what it wrote on both."""
-    path = make(own, family)
+    path = make(own, family, **(sizes or {}))
     kind = getattr(torch, dtype)
     with LEDGER.part("open"):
         here = EmbeddedEngine(path, dtype=kind, max_batch=12)
@@ -334,6 +336,7 @@ def engine(own: Path, family: str, dtype: str = "float32") -> dict[str, Any]:
         scores = here.score(texts)
     errors = [abs(a - b).max() for a, b in zip(scores, there.score(texts), strict=True)]
     answer["replayed"] = LEDGER.kernels_in("replayed")
+    answer["replays"] = sum(count for (_, operation), count in LEDGER.kernels.items() if operation == "graph")
     return answer | {"scores": float(max(errors)), "growth": growth(here._loaded())}
 
 

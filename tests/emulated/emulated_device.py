@@ -96,6 +96,25 @@ FROM_PAGEABLE, FROM_PINNED, TO_HOST = "copy from pageable memory", "blocking cop
 _pinned: list[torch.Tensor] = []  # pinned memory is never given back, so that an address stays what it was
 _pinned_addresses: set[int] = set()
 _living: dict[int, weakref.ref[DeviceTensor]] = {}  # every tensor on the device, by its number in Python
+_peaks: list[Peak] = []  # those that are watched now
+
+
+class Peak:
+    """The most memory that tensors on the device have held since the block `watched_peak` began."""
+
+    def __init__(self) -> None:
+        self.bytes = allocated_bytes()
+
+
+@contextlib.contextmanager
+def watched_peak() -> Iterator[Peak]:
+    """Looks at the memory of all tensors whenever one is made in the block, which is slow."""
+    peak = Peak()
+    _peaks.append(peak)
+    try:
+        yield peak
+    finally:
+        _peaks.remove(peak)
 
 
 class DeviceTensor(torch.Tensor):
@@ -118,6 +137,8 @@ class DeviceTensor(torch.Tensor):
         self.raw = raw
         number = id(self)
         _living[number] = weakref.ref(self, lambda _: _living.pop(number, None))
+        for peak in _peaks:
+            peak.bytes = max(peak.bytes, allocated_bytes())
         return self
 
     @classmethod

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -19,6 +20,7 @@ if importlib.util.find_spec("megatron") is not None:  # not in the environment o
     assert _core is not None and _core.submodule_search_locations
     WATCHED["megatron.core"] = _core.submodule_search_locations[0]
 ALLOWED = Path(__file__).parent / "allowed_waits.yaml"
+GROWTH = ("layers", "micro-batches")
 
 
 class Ledger:
@@ -87,19 +89,38 @@ def place() -> str | None:
     return None if inside else "autograd"
 
 
-def allowed() -> list[dict[str, str]]:
-    """Returns the entries of the list of allowed waits, each with `where`, `what`, `parts` and `why`."""
+def allowed() -> list[dict[str, Any]]:
+    """Returns the entries of the list of allowed waits, each with `where`, `what`, `parts` and `why`, and with
+    `grows_with` where there are more of them with more layers or micro-batches."""
     entries = yaml.safe_load(ALLOWED.read_text())
     for entry in entries:
-        assert {*entry} == {"where", "what", "parts", "why"} and len(entry["why"]) > 20, f"not an entry: {entry}"
+        assert {*entry} - {"grows_with"} == {"where", "what", "parts", "why"}, f"not an entry: {entry}"
+        assert len(entry["why"]) > 20, f"not a reason: {entry}"
+        assert {*entry.get("grows_with", [])} <= {*GROWTH}, f"grows_with is of {GROWTH}: {entry}"
     return entries
 
 
-def unlisted(waits: list[list], entries: list[dict[str, str]]) -> list[str]:
+def unlisted(waits: list[list], entries: list[dict[str, Any]]) -> list[str]:
     """Returns the waits that no entry allows, as sentences. `waits`: those of a report."""
     known = {(part, e["what"], e["where"]) for e in entries for part in e["parts"]}
     return [
         f"{part}: {what}, {count} times, in {where}"
         for part, what, where, count in waits
         if (part, what, where) not in known
+    ]
+
+
+def grown(few: list[list], many: list[list], entries: list[dict[str, Any]], *, by: str) -> list[str]:
+    """Returns the waits of which a run with more layers or micro-batches has more, as sentences, but for those whose
+    entry says that they grow with them. `few`, `many`: the waits of both runs. `by`: one of GROWTH."""
+    marked = {(part, e["what"], e["where"]) for e in entries for part in e["parts"] if by in e.get("grows_with", [])}
+    before: Counter[tuple[str, str, str]] = Counter()
+    after: Counter[tuple[str, str, str]] = Counter()
+    for counts, waits in ((before, few), (after, many)):
+        for part, what, where, count in waits:
+            counts[part, what, where] += count  # of all ranks
+    return [
+        f"{part}: {what}, {before[part, what, where]} times and then {count} times with more {by}, in {where}"
+        for (part, what, where), count in sorted(after.items())
+        if count > before[part, what, where] and (part, what, where) not in marked
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from emulated_ledger import grown
 
 SAME = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
 
@@ -36,6 +37,20 @@ def test_waits_are_counted_and_nothing_else_is(emulated):
 def test_kernels_are_counted_and_views_are_not(emulated):
     kernels = emulated.run("counting").kernels
     assert kernels["products"] == 2 and kernels["mask"] == 2 and "to itself" not in kernels
+
+
+def test_a_wait_that_grows_is_told_unless_its_entry_says_that_it_does():
+    entries = [
+        {"where": "a.py:f", "what": "item", "parts": ["update"]},
+        {"where": "b.py:g", "what": "item", "parts": ["update"], "grows_with": ["layers"]},
+    ]
+    few = [["update", "item", "a.py:f", 1], ["update", "item", "a.py:f", 1], ["update", "item", "b.py:g", 2]]
+    many = [["update", "item", "a.py:f", 4], ["update", "item", "b.py:g", 4]]
+    assert grown(few, many, entries, by="layers") == [
+        "update: item, 2 times and then 4 times with more layers, in a.py:f"
+    ]
+    assert len(grown(few, many, entries, by="micro-batches")) == 2
+    assert not grown(few, few, entries, by="layers") and not grown(many, few, entries, by="layers")
 
 
 @pytest.mark.parametrize("case", ["device", "counting"])

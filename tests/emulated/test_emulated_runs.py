@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import tango_settings
-from emulated_ledger import allowed, unlisted
+from emulated_ledger import allowed, grown, unlisted
 from emulated_server import Outcome, Server
 
 HALF = {"dtype": "bfloat16"}
@@ -18,8 +18,9 @@ WINDOWS = TWO | {"layer_types": ["sliding_attention", "full_attention"]}
 
 
 def actor(family: str, *, ranks: int = 1, packed: bool = True, recompute: str = "none", layout=None, **case) -> dict:
-    """Returns the arguments of an actor's case."""
-    settings = {"recompute": recompute} | ({"recompute_modules": ["core_attn"]} if recompute == "selective" else {})
+    """Returns the arguments of an actor's case. `recompute`: none, full, or the part of a layer."""
+    whole = recompute in ("none", "full")
+    settings = {"recompute": recompute} if whole else {"recompute": "selective", "recompute_modules": [recompute]}
     own = {"layout": layout or {}, "packed": packed, "model_settings": settings, **case}
     return {"ranks": ranks, "family": family, "case": own, "sizes": WINDOWS if family == "gemma3_text" else TWO}
 
@@ -29,12 +30,15 @@ ACTORS = {
     "dense-padded": actor("qwen2", packed=False),
     "dense-bf16": actor("qwen2", **HALF),
     "dense-full": actor("qwen3", recompute="full"),
-    "dense-selective-bf16": actor("qwen3", recompute="selective", **HALF),
+    "dense-attention-again-bf16": actor("qwen3", recompute="core_attn", **HALF),
+    "dense-mlp-again": actor("qwen2", recompute="mlp"),
     "windows-bf16": actor("gemma3_text", **HALF),
     "windows-padded": actor("gemma3_text", packed=False),
     "joint-norms": actor("olmo2"),
     "experts": actor("qwen3_moe"),
     "experts-padded": actor("qwen2_moe", packed=False),
+    "experts-again": actor("qwen3_moe", recompute="moe"),
+    "experts-shared-again-padded": actor("qwen2_moe", packed=False, recompute="shared_experts"),
     "experts-full-bf16": actor("mixtral", recompute="full", **HALF),
     "latents": actor("deepseek_v3"),
     "latents-bf16": actor("deepseek_v3", **HALF)
@@ -47,6 +51,20 @@ ACTORS = {
     "dp": actor("qwen2", ranks=2, **HALF),
     "ep": actor("qwen3_moe", ranks=2, layout={"ep": 2}),
 }
+RECOMPUTED = [
+    ("dense-mlp-again", "dense"), ("experts-again", "experts"), ("experts-shared-again-padded", "experts-padded")
+]  # fmt: skip
+# Of a layer, in statistics and in updates. Packed float32 has no flash attention: each group of sequences of similar
+# length has a call, and kernels that gather and scatter its rows. Padded rows make twice as many micro-batches. Experts
+# (in float32, too) have a router and products of their own; latents have more products and norms in attention.
+KERNELS_OF_A_LAYER = {
+    "dense-bf16": (46, 417),
+    "dense": (129, 930),
+    "dense-padded": (96, 819),
+    "experts": (207, 1584),
+    "latents-bf16": (66, 633),
+}
+DENSE_ALONE = {"latents-bf16": {"first_k_dense_replace": 4}}
 ENGINES = {"dense": ("qwen2", "float32"), "dense-bf16": ("qwen3", "bfloat16"), "experts": ("qwen3_moe", "float32")}
 # In bfloat16 an engine may choose other experts than the trainer, where two are nearly as good: experts are compared in
 # float32.
@@ -56,6 +74,12 @@ REFITS |= {"tp": ("qwen2", "bfloat16", 2, {"tp": 2, "sequence_parallel": True})}
 
 def run_actor(emulated: Server, name: str) -> Outcome:
     return emulated.run("actor", **ACTORS[name])
+
+
+def run_deeper(emulated: Server, name: str) -> Outcome:
+    """Runs an actor's case with four layers of the same kinds instead of two."""
+    sizes = ACTORS[name]["sizes"] | {"num_hidden_layers": 4}
+    return emulated.run("actor", **(ACTORS[name] | {"sizes": sizes | DENSE_ALONE.get(name, {})}))
 
 
 def check_actor(errors: dict[str, float], *, half: bool) -> None:
@@ -68,6 +92,7 @@ def check_actor(errors: dict[str, float], *, half: bool) -> None:
     assert errors["asleep"] < 0.6 * errors["held"] and abs(errors["awake"] - errors["held"]) < 0.02 * errors["held"]
     assert errors["away"] < 0.1 * errors["held"], "weights too have left"  # tables of angles stay
     assert abs(errors["present"] - errors["asleep"]) < 0.02 * errors["held"], "weights alone are there"
+    assert errors["saving"] < 1.02 * errors["held"], "a checkpoint takes memory on the device"
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", "float32"), ("gemma3_text", "bfloat16")])
@@ -132,15 +157,46 @@ def calls_of_flash(case: dict[str, Any]) -> int:
     """Returns how often a micro-batch of two layers calls flash attention: once a layer, and again to recompute."""
     if case.get("dtype") != "bfloat16" or not case["packed"]:
         return 0
-    return 2 if case["model_settings"]["recompute"] == "none" else 4
+    settings = case["model_settings"]
+    again = settings["recompute"] == "full" or "core_attn" in settings.get("recompute_modules", ())
+    return 4 if again else 2
 
 
-def test_no_kernel_is_added_to_a_layer(emulated):
+@pytest.mark.parametrize("part, whole", RECOMPUTED)
+def test_recomputation_computes_its_part_again(emulated, part, whole):
+    again, once = (run_actor(emulated, name).kernels for name in (part, whole))
+    assert again["update"] > once["update"] and again["statistics"] == once["statistics"]
+
+
+@pytest.mark.parametrize("name", KERNELS_OF_A_LAYER)
+def test_no_kernel_is_added_to_a_layer(emulated, name):
     """The numbers are those of a layer, over all micro-batches: two passes over the rollouts, and three updates."""
-    case = ACTORS["dense-bf16"]
-    two, four = run_actor(emulated, "dense-bf16"), emulated.run("actor", **(case | {"sizes": {"num_hidden_layers": 4}}))
+    two, four = run_actor(emulated, name), run_deeper(emulated, name)
     of_a_layer = {part: (four.kernels[part] - two.kernels[part]) / 2 for part in ("statistics", "update")}
-    assert of_a_layer["statistics"] <= 46 and of_a_layer["update"] <= 441, of_a_layer
+    statistics, update = KERNELS_OF_A_LAYER[name]
+    assert of_a_layer["statistics"] <= statistics and of_a_layer["update"] <= update, of_a_layer
+
+
+@pytest.mark.parametrize("name", [*KERNELS_OF_A_LAYER, "pp"])
+def test_no_wait_is_added_to_a_layer(emulated, name):
+    assert not grown(run_actor(emulated, name).waits, run_deeper(emulated, name).waits, allowed(), by="layers")
+
+
+def test_no_wait_is_added_to_a_micro_batch(emulated):
+    case = actor("qwen2", **HALF)
+    one, more = (emulated.run("actor", **(case | {"case": case["case"] | {"budget": tokens}})) for tokens in (200, 40))
+    assert [found.answers[0]["micro_batches"] for found in (one, more)] == [1, 3]
+    assert not grown(one.waits, more.waits, allowed(), by="micro-batches")
+
+
+def test_an_engine_has_no_wait_for_a_layer_and_no_more_kernels_in_it(emulated):
+    """A step that is replayed is one launch on a GPU, and there, too, each kernel reads and writes all of its rows."""
+    family, dtype = ENGINES["dense-bf16"]
+    four = run_engine(emulated, "dense-bf16")
+    two = emulated.run("engine", family=family, dtype=dtype, sizes=TWO)
+    assert not grown(two.waits, four.waits, allowed(), by="layers")
+    steps = {found.answers[0]["replays"] for found in (two, four)}
+    assert len(steps) == 1 and (four.kernels["replayed"] - two.kernels["replayed"]) / 2 / steps.pop() <= 16
 
 
 @pytest.mark.parametrize("name", ENGINES)

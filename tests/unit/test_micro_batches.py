@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from layouts_worker import LENGTHS, make_batch
+from layouts_worker import LENGTHS, WeightedLogprobs, make_batch, make_rollouts, work_of
+from tiny_models import make_model
 
+from megatron_rl.config.schema import LossConfig, Model, RoleConfig
+from megatron_rl.megatron import parallel
 from megatron_rl.megatron.attention import Context
+from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.megatron.step import Cut, make_micro_batch
 
 LIKE = torch.zeros(1, dtype=torch.bfloat16)
@@ -28,6 +34,23 @@ def test_a_rank_has_a_multiple_of_the_tokens_that_eight_bit_products_take(packed
 def test_without_them_a_packed_batch_has_its_own_tokens_alone():
     micro = make_micro_batch(make_batch(97), None, cut=Cut(packed=True), like=LIKE)
     assert micro.tokens.shape == (1, sum(LENGTHS))
+
+
+def test_a_policy_in_eight_bits_cuts_its_micro_batches_for_them(tmp_path):
+    """The layers are those of a policy without: a CPU refuses to build others, and making micro-batches needs none."""
+    path = make_model(tmp_path / "model", "qwen2", vocab_size=97, num_hidden_layers=1)
+    role = RoleConfig(model=Model(path=str(path)), loss=LossConfig(kl_coef=0.0), micro_batch_tokens=60)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        policy, found = MegatronPolicy(role, parallel.create(role.layout)), {}
+        work, _ = work_of(policy, make_rollouts(97), WeightedLogprobs())
+        for fp8 in (False, True):
+            policy.role = replace(role, model=replace(role.model, fp8=fp8))
+            found[fp8] = [micro.tokens.shape[1] for micro in policy._micro_batches(work, 0)]
+    finally:
+        torch.distributed.destroy_process_group()
+    assert sum(found[False]) == sum(LENGTHS) and any(tokens % 16 for tokens in found[False])
+    assert found[True] == [-(-tokens // 16) * 16 for tokens in found[False]]
 
 
 def test_the_layers_of_transformer_engine_are_told_nothing_of_a_padded_batch():
