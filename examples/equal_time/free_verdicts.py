@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.algorithms.advantages import assign_advantages, step_rewards
 from megatron_rl.recipes.base import Solution
-from megatron_rl.recipes.review import Judged, Reviewed, incomplete
+from megatron_rl.recipes.review import Judged, Reviewed
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.training.turns import Table, Turn
 from megatron_rl.types import STEP, Marks, Rollout
@@ -32,8 +32,7 @@ class FreeVerdicts(Tango):
         if not self._outcomes_suffice():
             solved = {s.rollout.group for s in solutions if s.correct}
             failed = {s.rollout.group for s in solutions} - solved
-            lacking = incomplete(marked)
-            marked = [self._labelled(s, short) for s, short in zip(solutions, lacking, strict=True)]
+            marked = [self._labelled(s) for s in solutions]
         table.note(self.solver, {"signal": self._signal})
         self._follow(solutions)
         alphas = [self._alpha(turn.update(self.solver)) * (s.rollout.group in failed) for s in solutions]
@@ -41,11 +40,11 @@ class FreeVerdicts(Tango):
             marked, reward="outcome", estimator=self.estimator, alpha=alphas, steps=self.step_credit
         )
 
-    def _labelled(self, solution: Solution, short: bool) -> Rollout:
+    def _labelled(self, solution: Solution) -> Rollout:
         """Gives each step of a solution the reward of its label."""
         assert self._labels is not None, "recipe.args.step_labels is given"
-        rollout, texts = solution.rollout, solution.steps
+        rollout = solution.rollout
         marks = rollout.marks_of(STEP)
-        labels = [False] * len(marks) if short else self._labels(texts, rollout.payload)
+        labels = self._labels(solution.steps, rollout.payload)
         scores = step_rewards(labels, len(marks), refine=self.step_rewards, credit=self.step_credit)
         return replace(rollout, marks={**rollout.marks, STEP: Marks(marks.ranges, scores)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -148,35 +147,19 @@ def with_verdicts(
     credit: StepCredit = PAPER_CREDIT,
     *,
     agreeing: bool = False,
-    incomplete: bool = False,
 ) -> Rollout:
     """Gives a solution the verdicts and the text of its one verification, and its steps their rewards where the
     verdicts match them, refined as `algorithms.advantages.step_rewards` says. With `agreeing` they get none of a
-    verification whose final verdict is not the solution's outcome. All steps of one that is `incomplete` are rewarded
-    as wrong, whatever the verdicts. Without a verification it stays as it is."""
+    verification whose final verdict is not the solution's outcome. Without a verification it stays as it is."""
     if not verifications:
         return rollout
     [one] = verifications
     marks, verdict = rollout.marks_of(STEP), list(one.opinion.verdicts)
     payload = {**rollout.payload, "verdicts": verdict, "review": one.decoded.text}
     believed = one.opinion.agrees or not agreeing
-    said = [False] * len(marks) if incomplete else verdict
-    scores = step_rewards(said, len(marks), refine=refine, credit=credit) if believed or incomplete else None
+    scores = step_rewards(verdict, len(marks), refine=refine, credit=credit) if believed else None
     scored = Marks(marks.ranges, scores)
     return replace(rollout, payload=payload, marks={**rollout.marks, STEP: scored})
-
-
-def incomplete(rollouts: Sequence[Rollout]) -> list[bool]:
-    """Says of each solution whether it has fewer steps than more than half of its problem's solutions have, which all
-    have the same number of them. Where no number of steps is that frequent, no solution is incomplete."""
-    counts: dict[str, Counter[int]] = {}
-    for rollout in rollouts:
-        counts.setdefault(rollout.group, Counter())[len(rollout.marks_of(STEP))] += 1
-    usual: dict[str, int] = {}
-    for group, own in counts.items():
-        [(steps, times)] = own.most_common(1)
-        usual[group] = steps if 2 * times > own.total() else 0
-    return [len(rollout.marks_of(STEP)) < usual[rollout.group] for rollout in rollouts]
 
 
 def outcome_confusion(verifications: Sequence[Verification]) -> Confusion:

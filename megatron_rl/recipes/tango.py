@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean
 from typing import Any
 
 from megatron_rl.algorithms.advantages import EstimatorName, Refinement, StepCredit, assign_advantages
@@ -15,15 +14,7 @@ from megatron_rl.engines.base import Sampling
 from megatron_rl.recipes import base
 from megatron_rl.recipes.base import GENERATOR, VERIFIER, Solution, Then, pass_over, sampling_for
 from megatron_rl.recipes.held_out import BalancedSet
-from megatron_rl.recipes.review import (
-    AskByGroup,
-    Judged,
-    Reviewed,
-    Reviewer,
-    incomplete,
-    review_metrics,
-    with_verdicts,
-)
+from megatron_rl.recipes.review import AskByGroup, Judged, Reviewed, Reviewer, review_metrics, with_verdicts
 from megatron_rl.text import read_template
 from megatron_rl.training.rollouts import mean_reward, without_signal
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
@@ -57,8 +48,6 @@ class TangoTurns(Recipe):
     verifier_rests: bool = False  # the verifier's turns in that time are empty too
     likeliest_verdicts: bool = False  # the verifier answers a generator's turn by its likeliest tokens, not by chance
     agreeing: bool = False  # a verification whose final verdict is not the outcome gives no step rewards
-    # All steps of a verified solution with fewer steps than most of its problem's solutions count as wrong.
-    incomplete_is_wrong: bool = False
     estimator: EstimatorName = "grpo"  # a word of algorithms.estimators or module:name, or {target, args}
     format_weight: float = 0.8  # gamma, in the verifier's reward
     class_weight_decay: float = 0.8  # of the moving counts of right and wrong solutions
@@ -171,13 +160,9 @@ class TangoTurns(Recipe):
         that are not verified learn from their outcomes alone."""
         alpha, credit = self._alpha(turn.update(self.solver)), self.step_credit
         table.note(self.solver, {"alpha": alpha, "signal": self._signal})
-        lacking = [False] * len(solutions)
-        if self.incomplete_is_wrong:
-            lacking = incomplete([s.rollout for s in solutions])
-            table.note(self.solver, {"incomplete": fmean(lacking) if lacking else 0.0})
         marked = [
-            with_verdicts(s.rollout, own, self.step_rewards, credit, agreeing=self.agreeing, incomplete=short)
-            for s, own, short in zip(solutions, judged, lacking, strict=True)
+            with_verdicts(s.rollout, own, self.step_rewards, credit, agreeing=self.agreeing)
+            for s, own in zip(solutions, judged, strict=True)
         ]
         everywhere = self._reviewed(turn) == "all"
         alphas = alpha if everywhere else [alpha if own else 0.0 for own in judged]
@@ -231,14 +216,13 @@ class Tango(PaperTango):
     """Tango with settings that cost less than the paper's (docs/last_letter.md, "At equal time"): solutions of problems
     that no sample solved are verified, and these alone; they learn from verdicts, and all others from outcomes. Once
     the outcomes of a quarter of the problems say something, none is verified. The tokens of a step get its own
-    verdict's credit, compared with the same step of the problem's other solutions; a step that was left out counts.
-    The verifier is trained a third as often, and only while it is asked."""
+    verdict's credit, compared with the same step of the problem's other solutions. The verifier is trained a third as
+    often, and only while it is asked."""
 
     generator_turns: int = 9  # per cycle; a verifier's turn takes the time of two
     reviewed: Reviewed = "failed"
     review_below: float | None = 0.25
     verifier_rests: bool = True
-    incomplete_is_wrong: bool = True
     step_credit: StepCredit = StepCredit(span="own", baseline="step")
     alpha_start: float = 1.0
     alpha_min: float = 1.0

@@ -25,7 +25,6 @@ from toys import graded
 from megatron_rl.algorithms.advantages import StepCredit, assign_advantages, step_rewards
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
-from megatron_rl.recipes.review import incomplete
 from megatron_rl.recipes.tango import PaperTango, Tango
 from megatron_rl.types import STEP, Outcome
 
@@ -194,75 +193,6 @@ def test_the_tokens_of_a_step_get_its_own_verdict_alone(texts):
     assert per_token(rollouts[1])[between] == pytest.approx(z[5], abs=1e-4), "what leads to a step belongs to it"
 
 
-def missing_step(prompt, i, j, sampling):
-    """Three solutions of four have three steps; the second leaves one out."""
-    return solution(2 if j == 1 else 3, "no")
-
-
-def all_right(prompt, i, j, sampling):
-    return verification("+++" if "#3" in prompt else "++", "-")
-
-
-def test_a_solution_that_leaves_a_step_out_is_wrong_in_all_of_its_steps(texts):
-    """Were it not, leaving out a step that is often wrong would pay: what is not written has no verdict."""
-    args = {"group_size": 4, "step_credit": OWN, "alpha_start": 1.0, "alpha_min": 1.0, **texts}
-    recipe = PaperTango(incomplete_is_wrong=True, **args)
-    rollouts, figures = play(recipe, "generator", 1, table_of(missing_step, all_right))
-    assert figures["incomplete"] == 0.25
-    assert [r.marks_of(STEP).scores.tolist() for r in rollouts] == [[1.0] * 3, [-1.0] * 2, [1.0] * 3, [1.0] * 3]
-    z = -1.5  # of -1 among 1, -1, 1, 1: mean 0.5, sample deviation 1
-    assert segments(rollouts[1]) == pytest.approx([z, z, 0.0], abs=1e-4)
-    assert segments(rollouts[0])[2:] == [0.0, 0.0], "the third step is right in all that have it"
-    assert rollouts[1].payload["verdicts"] == [True, True], "the verifier's own are kept"
-    rollouts, figures = play(PaperTango(**args), "generator", 1, table_of(missing_step, all_right))
-    assert "incomplete" not in figures
-    assert [segments(r) for r in rollouts[:2]] == [[0.0] * 4, [0.0] * 3], "unless it is asked for"
-
-
-def test_an_incomplete_solution_is_wrong_whatever_its_verification_is_worth(texts):
-    def confused(prompt, i, j, sampling):
-        return verification("+++", "+")  # three verdicts for two steps; and it takes a wrong solution for right
-
-    args = {"group_size": 4, "step_credit": OWN, "incomplete_is_wrong": True, "agreeing": True, **texts}
-    rollouts, _ = play(PaperTango(**args), "generator", 1, table_of(missing_step, confused))
-    assert [None if (s := r.marks_of(STEP).scores) is None else s.tolist() for r in rollouts] == [
-        None,
-        [-1.0, -1.0],
-        None,
-        None,
-    ]
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ([3, 3, 3, 2], [False, False, False, True]),
-        ([3, 3, 3, 4], [False] * 4),  # more than most is no fault
-        ([3, 3, 2, 2], [False] * 4),  # a half is not more than half
-        ([4, 3, 2, 1], [False] * 4),  # solutions of one problem may well differ
-        ([0, 0, 0, 1], [False] * 4),
-        ([3, 3, 3, 0], [False, False, False, True]),
-        ([2], [False]),
-    ],
-)
-def test_incomplete_is_what_has_fewer_steps_than_most(texts, steps, expected):
-    def some(prompt, i, j, sampling):
-        return solution(steps[j], "no")
-
-    recipe = PaperTango(group_size=len(steps) if len(steps) > 1 else 2, **texts)
-    rollouts, _ = play(recipe, "generator", 1, table_of(some if len(steps) > 1 else missing_step, all_right))
-    assert incomplete(rollouts[: len(steps)]) == expected
-
-
-def test_each_problem_has_its_own_number_of_steps(texts):
-    def some(prompt, i, j, sampling):
-        return solution((3, 2)[i] - (j == 2), "no")
-
-    rollouts, _ = play(PaperTango(group_size=3, **texts), "generator", 2, table_of(some, all_right))
-    assert incomplete(rollouts) == [False, False, True] * 2
-    assert incomplete([]) == []
-
-
 def test_a_verification_that_is_wrong_about_the_outcome_can_be_left_out(texts):
     def mistaken(prompt, i, j, sampling):  # says that the second solution, which failed, is right
         return verification(PAPER[i][0], "+" if i < 2 else "-")
@@ -302,7 +232,7 @@ def test_settings_that_cannot_be_are_refused(args, message):
 def test_the_defaults_are_the_settings_that_were_ahead_at_equal_time():
     own = Tango()
     assert (own.reviewed, own.step_credit, own.alpha_start, own.alpha_min) == ("failed", OWN, 1.0, 1.0)
-    assert own.generator_turns == 9 and own.incomplete_is_wrong
+    assert own.generator_turns == 9
     paper = PaperTango()
     assert (paper.reviewed, paper.step_credit, paper.alpha_start, paper.alpha_min) == ("all", StepCredit(), 0.1, 1e-3)
 
