@@ -23,7 +23,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: docs fuzz soak demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds equal-time test test-slurm test-servers test-alone test-ranks test-unit test-resume test-hosts test-families test-mcore-latest test-emulated test-gpu test-gpu-here gpu-kit-wheels gpu-kit-site test-nemo-run check bench tandem arms gsm8k clean
+.PHONY: docs fuzz soak demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds equal-time test test-slurm test-servers test-alone test-ranks test-unit test-resume test-hosts test-families test-mcore-latest test-emulated test-emulated-runs test-emulated-parts test-gpu test-gpu-here gpu-kit-wheels gpu-kit-site test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -259,7 +259,13 @@ fuzz: setup ## hostile inputs in numbers, by area, with a table (SEED, COUNT=100
 	PYTHONPATH=$(CURDIR) $(PY) tests/fuzz/run.py --seed $(SEED) --count $(or $(COUNT),1000)
 
 test-emulated: setup ## the same code on a pretended CUDA device, and Transformer Engine's layers on a stand-in, without a GPU
-	$(PY) -m pytest tests/emulated --durations=10
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-emulated-runs test-emulated-parts
+
+test-emulated-runs: setup # actors, engines and whole runs
+	$(PY) -m pytest tests/emulated/test_emulated_runs.py --durations=10
+
+test-emulated-parts: setup # the stand-in, the kit, and the device itself
+	$(PY) -m pytest tests/emulated --ignore=tests/emulated/test_emulated_runs.py --durations=10
 
 test-gpu: setup ## trainer, embedded engine, refits and whole turns on one GPU
 	$(PY) -m pytest tests/gpu --durations=10
