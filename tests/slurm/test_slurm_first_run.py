@@ -47,8 +47,8 @@ SIZES = {
         "chat=false", "sampling={max_tokens: 48, temperature: 0.7}", "max_prompt_tokens=64",
     ],
     "examples/sft_qwen2.5_math_7b.yaml": [
-        "model={dtype: float32, recompute: none}", "layout={tp: 1}", "data.max_tokens=128", "steps=10",
-        "optimizer={lr: 1e-3, warmup_steps: 2, decay_steps: 10}", "samples_per_step=16", "validate_every=0",
+        "model={dtype: float32, recompute: none}", "layout={tp: 1, sequence_parallel: false}", "data.max_tokens=128",
+        "steps=10", "optimizer={lr: 1e-3, warmup_steps: 2, decay_steps: 10}", "samples_per_step=16", "validate_every=0",
         "micro_batch_tokens=2048", "run.save_every=5",
     ],
     TANGO: [
