@@ -107,7 +107,8 @@ def main() -> None:
             updates = QUICK_UPDATES if options.quick else way.short if options.short else way.updates
             own = [ranks, *way.settings, *sizes.get(way.config, []), f"recipe.args.{UPDATES[way.config]}={updates}"]
             runs[arm].append(train(arm, seed, base, own, short=options.short))
-    command("report", *(str(run) for found in runs.values() for run in found))
+    page = BASE / "comparison.html"
+    command("report", *(str(run) for found in runs.values() for run in found), "--out", str(page))
     show(runs)
 
 

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_recipes import per_token, play, segments, solution, table_of, texts
 
 from examples.equal_time.free_verdicts import FreeVerdicts
 from examples.equal_time.majority import MajorityGrpo, with_majority
+from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
@@ -18,7 +20,9 @@ from megatron_rl.recipes.base import Solution
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.tango import PaperTango, Tango
-from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
+from megatron_rl.types import NO_VERSION, STEP, Author, Rollout, spans_of
+
+__all__ = ["texts"]  # a fixture
 
 ROOT = Path(__file__).parents[2]
 KINDS = {
@@ -118,3 +122,28 @@ def test_the_answer_that_most_give_earns_the_reward_of_the_majority():
             solutions.append(Solution(rollout=rollout, text=text, correct=True))
     found = [rollout.rewards["majority"] for rollout in with_majority(solutions)]
     assert found == [0.0, 1.0, 1.0, 0.0, *(0.0, 0.0, 0.0), *(0.0, 0.0, 1.0, 1.0)]
+
+
+def test_true_verdicts_credit_steps_by_their_labels_where_no_solution_is_right(texts):
+    """A group that has a right solution learns from its outcomes alone, as in Tango; nobody is asked to verify."""
+
+    def labels(steps, payload):
+        return [k == 0 for k in range(len(steps))]
+
+    def solve(prompt, i, j, sampling):
+        return solution(2 if j else 1, "yes" if i == 0 and j == 0 else "no")
+
+    recipe = FreeVerdicts(group_size=3, train_verifier=False, verifier_rests=False, **texts)
+    recipe._labels = labels
+    table = table_of(solve, lambda *_: "")
+    rollouts, figures = play(recipe, "generator", 2, table)
+    assert not table.engines["verifier"].asked and figures["signal"] == 0.0
+    outcomes = assign_advantages(rollouts, reward="outcome")
+    for rollout, bare in zip(rollouts[:3], outcomes[:3], strict=True):
+        assert per_token(rollout) == pytest.approx(per_token(bare), abs=1e-6), "one of them is right"
+    assert [r.marks_of(STEP).scores.tolist() for r in rollouts[3:]] == [[1.0], [1.0, -1.0], [1.0, -1.0]]
+    assert all(not any(per_token(r)) for r in rollouts[3:]), "steps of one number are alike"
+    recipe._labels = lambda steps, payload: [len(steps) == 1] * len(steps)
+    rollouts, _ = play(recipe, "generator", 2, table_of(solve, lambda *_: ""))
+    first, second, third = (segments(r)[0] for r in rollouts[3:])
+    assert first > 0 > second == third and first == pytest.approx(-2 * second, abs=1e-3)
