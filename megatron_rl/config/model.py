@@ -114,7 +114,9 @@ class Optimizer:
     decay: Literal["constant", "linear", "cosine", "exponential"] = "constant"
     # Optimizer steps until the rate is min_lr, warm-up included. Every decay needs it.
     decay_steps: PositiveInt | None = None
-    overlap: bool = False  # sum gradients over replicas during the last backward pass instead of after it
+    # Sum gradients over replicas during the last backward pass, and gather new weights during the next forward pass of
+    # the same update, instead of after each.
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if self.decay != "constant" and self.decay_steps is None:

@@ -92,6 +92,8 @@ class PolicyModel(Chosen, GPTModel):
             # mappings._reduce).
             chosen = copy_to_tensor_model_parallel_region(chosen)
         tied = self.share_embeddings_and_output_weights
+        for wait in [] if self.output_layer is None else [*self.output_layer._forward_pre_hooks.values()]:
+            wait(self.output_layer, ())  # the weight is read without the layer's call (optim.gather_late)
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None
         rank = parallel_state.get_tensor_model_parallel_rank()

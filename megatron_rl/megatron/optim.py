@@ -23,18 +23,23 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 ENDLESS = 10**9  # optimizer steps of a schedule that never decays
 
 
-def wrap(config: Any, chunks: list[Any], *, overlap: bool = False, fused_sums: bool = False) -> list[Any]:
+def wrap(
+    config: Any, chunks: list[Any], *, overlap: bool = False, late: bool = False, fused_sums: bool = False
+) -> list[Any]:
     """Puts each chunk on Megatron's gradient buffers, which sum in float32.
 
     Matrix products of Transformer Engine add a weight's gradient to its buffer themselves; with `fused_sums` those of
     core's own linear layers do so, too.
 
-    With `overlap` gradients are summed over ranks while the last backward pass runs.
+    With `overlap` gradients are summed over ranks while the last backward pass runs. With `late` an optimizer step
+    leaves each rank with its own part of the new weights: call `gather` or `gather_late` behind it.
     """
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, overlap_param_gather=late
     )
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    for chunk in wrapped if late else ():
+        chunk.disable_forward_pre_hook(param_sync=False)
     if fused_sums:
         platform.sum_weight_gradients()
     for module in (module for chunk in wrapped for module in chunk.modules()):
@@ -47,6 +52,22 @@ def wrap(config: Any, chunks: list[Any], *, overlap: bool = False, fused_sums: b
         syncs = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
     return wrapped
+
+
+def gather_late(chunks: list[Any]) -> None:
+    """Has the ranks' parts of the new weights gathered beside the next forward pass: each module waits for its own.
+    Nothing but a pass with gradients may read weights before `gather`. Collective."""
+    for chunk in chunks:
+        if not chunk.remove_forward_pre_hook_handles:
+            chunk.enable_forward_pre_hook()
+
+
+def gather(chunks: list[Any]) -> None:
+    """Gathers the ranks' parts of the new weights now. Collective."""
+    for chunk in chunks:
+        if chunk.remove_forward_pre_hook_handles:
+            chunk.disable_forward_pre_hook(param_sync=False)
+        chunk.start_param_sync(force_sync=True)
 
 
 def build(role: RoleConfig, config: Any, chunks: list[Any], *, timer: Timer) -> tuple[Any, Any]:

@@ -90,7 +90,9 @@ class MegatronPolicy:
             self.chunks: list[Any] = list(self._model)
             if trainable:
                 sums = models.uses_fused_sums(role.model)
-                self.chunks = optim.wrap(self.config, self.chunks, overlap=role.optimizer.overlap, fused_sums=sums)
+                self.chunks = optim.wrap(
+                    self.config, self.chunks, overlap=role.optimizer.overlap, late=self._gathers_late, fused_sums=sums
+                )
                 self.optimizer, self.scheduler = optim.build(role, self.config, self.chunks, timer=self.timer)
         self._calls = {name: vars(self.config).get(name) for name in _OF_ROLE}
         self._asleep, self._placed = False, offload.Weights(self.chunks)
@@ -129,7 +131,8 @@ class MegatronPolicy:
         )
 
     def update(self, work: Work, step: int, loss: BatchLoss) -> dict[str, float]:
-        """One optimizer step on the replica's share of `work.steps[step]`. Returns means over all replicas: `loss` by
+        """One optimizer step on the replica's share of `work.steps[step]`, after those before it: with
+        `optimizer.overlap` weights are not whole again before the last one. Returns means over all replicas: `loss` by
         the step's denominator, other sums per trained token; grad_norm, lr, numbers of tokens and micro-batches, how
         uneven these are (batches/cutting.py); with router replay `replayed`, the share of tokens whose experts are
         given; with shared prefixes `shared_tokens`, which are not computed again. Raises FloatingPointError when the
@@ -150,6 +153,10 @@ class MegatronPolicy:
             lr = self.optimizer.param_groups[0]["lr"]
             with self.timer("optimizer"):
                 finite, grad_norm, _ = self.optimizer.step()
+                if self._gathers_late and step + 1 < len(work.steps):
+                    optim.gather_late(self.chunks)
+                elif self._gathers_late:
+                    optim.gather(self.chunks)
         if not finite or (grad_norm is not None and not torch.isfinite(torch.tensor(float(grad_norm)))):
             raise FloatingPointError(
                 f"gradient norm {grad_norm}: not a finite number; look at advantages and log-probs of this update"
@@ -339,6 +346,12 @@ class MegatronPolicy:
         own = lora.RoleAdapters(cores, self.arch, self.role.lora, self.groups.shard)
         own.fill(seed)
         return own
+
+    @property
+    def _gathers_late(self) -> bool:
+        """Tells whether the new weights of an optimizer step are gathered beside the next one's forward pass. Adapters
+        are small, and read by no module of theirs that could wait."""
+        return self.role.optimizer.overlap and self.role.lora is None
 
     @property
     def _temperature(self) -> float:

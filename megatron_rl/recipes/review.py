@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
+import numpy as np
+
 from megatron_rl.algorithms.advantages import PAPER_CREDIT, Refinement, StepCredit, step_rewards
 from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.engines.base import Sampling
@@ -147,19 +149,28 @@ def with_verdicts(
     credit: StepCredit = PAPER_CREDIT,
     *,
     agreeing: bool = False,
+    unanimous: bool = False,
 ) -> Rollout:
-    """Gives a solution the verdicts and the text of its one verification, and its steps their rewards where the
-    verdicts match them, refined as `algorithms.advantages.step_rewards` says. With `agreeing` they get none of a
-    verification whose final verdict is not the solution's outcome. Without a verification it stays as it is."""
+    """Gives a solution the verdicts and the text of its first verification, and its steps their rewards: the mean over
+    the verifications whose verdicts match its steps, refined as `algorithms.advantages.step_rewards` says.
+
+    With `agreeing` a verification whose final verdict is not the solution's outcome does not count. With `unanimous`
+    the reward of a step is 0 where the verdicts that count differ. Without a verification the rollout stays as it is.
+    """
     if not verifications:
         return rollout
-    [one] = verifications
-    marks, verdict = rollout.marks_of(STEP), list(one.opinion.verdicts)
-    payload = {**rollout.payload, "verdicts": verdict, "review": one.decoded.text}
-    believed = one.opinion.agrees or not agreeing
-    scores = step_rewards(verdict, len(marks), refine=refine, credit=credit) if believed else None
-    scored = Marks(marks.ranges, scores)
-    return replace(rollout, payload=payload, marks={**rollout.marks, STEP: scored})
+    first, marks = verifications[0], rollout.marks_of(STEP)
+    payload = {**rollout.payload, "verdicts": list(first.opinion.verdicts), "review": first.decoded.text}
+    votes = [list(v.opinion.verdicts) for v in verifications if v.opinion.agrees or not agreeing]
+    rewards = [(own, step_rewards(own, len(marks), refine=refine, credit=credit)) for own in votes]
+    matching = [(own, scores) for own, scores in rewards if scores is not None]
+    scored = None
+    if matching:
+        scored = np.mean([scores for _, scores in matching], axis=0)
+        if unanimous:
+            said = np.array([own for own, _ in matching])
+            scored = np.where((said == said[0]).all(axis=0), scored, 0.0)
+    return replace(rollout, payload=payload, marks={**rollout.marks, STEP: Marks(marks.ranges, scored)})
 
 
 def outcome_confusion(verifications: Sequence[Verification]) -> Confusion:

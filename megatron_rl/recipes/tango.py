@@ -35,7 +35,9 @@ class TangoTurns(Recipe):
     warmup_updates: int = 40  # of the verifier, before the first cycle
     generator_turns: int = 3  # per cycle
     verifier_turns: int = 1  # per full cycle
-    group_size: int = 5  # solutions per problem in a generator turn, each verified once
+    group_size: int = 5  # solutions per problem in a generator turn
+    votes: int = 1  # verifications of each of them, whose step rewards are averaged
+    unanimous: bool = False  # a step on which its votes differ earns nothing
     verifications: int = 5  # of one solution per problem in a verifier turn
     alpha_start: float = 0.1  # weight of the step advantages at the first generator update
     alpha_min: float = 1e-3
@@ -63,13 +65,18 @@ class TangoTurns(Recipe):
         base.check_arguments(
             self, groups=["group_size", "verifications"], natural=["warmup_updates", "verifier_turns"],
             templates={"verifier_template": ["question", "solution"]},
-            positive=["generator_updates", "generator_turns", "balanced_per_class", "balanced_rounds"],
+            positive=["generator_updates", "generator_turns", "votes", "balanced_per_class", "balanced_rounds"],
             shares=["alpha_start", "alpha_min", *sometimes], one_of=["train_generator", "train_verifier"],
         )  # fmt: skip
         assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))  # refuses bad ones
         if self.verifier_rests and not self.review_below:
             text = "the verifier rests by review_below, which is not above 0; give it, or verifier_rests: false"
             raise ConfigError(f"recipe.args.verifier_rests: {text}")
+        if self.votes > 1 and self.likeliest_verdicts:
+            text = "the likeliest tokens are the same each time; give votes: 1, or likeliest_verdicts: false"
+            raise ConfigError(f"recipe.args.votes = {self.votes}: {text}")
+        if self.unanimous and self.votes == 1:
+            raise ConfigError("recipe.args.unanimous: one vote has none to differ from; give votes: 2 or more")
         self._counts = ClassCounts().updated([], self.class_weight_decay)
         self._signal = 0.0  # moving share of the groups, in generator turns, whose outcomes differ
         self._labels = None if self.step_labels is None else find_function(self.step_labels)
@@ -95,9 +102,9 @@ class TangoTurns(Recipe):
         ...
 
     def roles(self) -> Mapping[str, Part]:
-        n, votes = self.group_size, self.verifications
-        generator = Part(trained=self.train_generator, samples=n, drawn={self.solver: n, VERIFIER: n})
-        verifier = Part(trained=self.train_verifier, samples=votes, drawn={self.solver: 1, VERIFIER: votes})
+        n, own = self.group_size, self.verifications
+        generator = Part(trained=self.train_generator, samples=n, drawn={self.solver: n, VERIFIER: n * self.votes})
+        verifier = Part(trained=self.train_verifier, samples=own, drawn={self.solver: 1, VERIFIER: own})
         return {self.solver: generator, VERIFIER: verifier}
 
     def schedule(self) -> Schedule:
@@ -110,14 +117,14 @@ class TangoTurns(Recipe):
         return [step for step in steps if step]
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
-        """A problem has a group of solutions, each verified once, or one solution with a group of verifications. A turn
+        """A problem has a group of solutions, each with its votes, or one solution with a group of verifications. A turn
         of a verifier that rests takes no problems."""
         if turn.role != self.solver and self.verifier_rests:
             table.note(VERIFIER, {"rests": float(self._outcomes_suffice())})
             if self._outcomes_suffice():
                 return {VERIFIER: []}
-        n, votes = (self.group_size, 1) if turn.role == self.solver else (1, self.verifications)
-        review = sampling_for(table, turn, VERIFIER, votes)
+        n, asked = (self.group_size, self.votes) if turn.role == self.solver else (1, self.verifications)
+        review = sampling_for(table, turn, VERIFIER, asked)
         if turn.role == self.solver and self.likeliest_verdicts:
             review = replace(review, temperature=0.0)
         reviews = self._reviewer.begin(table, review)
@@ -161,7 +168,9 @@ class TangoTurns(Recipe):
         alpha, credit = self._alpha(turn.update(self.solver)), self.step_credit
         table.note(self.solver, {"alpha": alpha, "signal": self._signal})
         marked = [
-            with_verdicts(s.rollout, own, self.step_rewards, credit, agreeing=self.agreeing)
+            with_verdicts(
+                s.rollout, own, self.step_rewards, credit, agreeing=self.agreeing, unanimous=self.unanimous
+            )
             for s, own in zip(solutions, judged, strict=True)
         ]
         everywhere = self._reviewed(turn) == "all"
