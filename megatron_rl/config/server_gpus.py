@@ -30,7 +30,7 @@ def device_problems(config: Any, ranks_here: int) -> list[str]:
     if settings is None:
         return []
     if isinstance(config, TrainConfig):
-        return _shared_with_ranks(settings, ranks_here)
+        return _shared_with_ranks(settings, ranks_here) if settings.gpus else _without_numbers(config, settings)
     count = _sets_of_servers(config) * settings.replicas
     if settings.gpus or count == 1:
         return []
@@ -80,6 +80,16 @@ def _too_few(settings: Servers, sets: int, word: str) -> list[str]:
     wanted = sets * settings.replicas * settings.tp
     said = f"engine.gpus = {list(settings.gpus)}: {wanted} are needed ({word} x engine.replicas x engine.tp)"
     return [said] if len(settings.gpus) < wanted else []
+
+
+def _without_numbers(config: TrainConfig, settings: Servers) -> list[str]:
+    wanted = _sets_of_servers(config) * settings.replicas * settings.tp
+    said = (
+        f"engine.gpus is empty: every server would take the first GPU, as the first rank does. Name {wanted} GPUs "
+        "(roles x engine.replicas x engine.tp) that no rank has; or set engine.colocate to true, and servers and "
+        "trainer have the GPUs in turns; or start the servers in jobs of their own (engine.start = false)"
+    )
+    return [said] if wanted else []
 
 
 def _shared_with_ranks(settings: Servers, ranks_here: int) -> list[str]:

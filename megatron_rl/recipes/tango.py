@@ -117,8 +117,8 @@ class TangoTurns(Recipe):
         return [step for step in steps if step]
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
-        """A problem has a group of solutions, each with its votes, or one solution with a group of verifications. A turn
-        of a verifier that rests takes no problems."""
+        """A problem has a group of solutions, each with its votes, or one solution with a group of verifications. The
+        turn of a verifier that rests takes no problems."""
         if turn.role != self.solver and self.verifier_rests:
             table.note(VERIFIER, {"rests": float(self._outcomes_suffice())})
             if self._outcomes_suffice():
@@ -168,9 +168,7 @@ class TangoTurns(Recipe):
         alpha, credit = self._alpha(turn.update(self.solver)), self.step_credit
         table.note(self.solver, {"alpha": alpha, "signal": self._signal})
         marked = [
-            with_verdicts(
-                s.rollout, own, self.step_rewards, credit, agreeing=self.agreeing, unanimous=self.unanimous
-            )
+            with_verdicts(s.rollout, own, self.step_rewards, credit, agreeing=self.agreeing, unanimous=self.unanimous)
             for s, own in zip(solutions, judged, strict=True)
         ]
         everywhere = self._reviewed(turn) == "all"

@@ -165,7 +165,7 @@ def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
     config, driver = session.config, session.driver
     started: dict[str, list[Supervisor]] = {name: [] for name in config.server_roles}
     if settings.start:
-        session.world.from_driver(check_gpus, config, settings, os.environ)
+        session.world.from_driver(check_gpus, config, os.environ)
     if settings.colocate:
         _start_colocated(session, settings, started)
     elif session.world.rank == 0 and settings.start:

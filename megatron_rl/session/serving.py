@@ -15,8 +15,8 @@ from pathlib import Path
 from megatron_rl.cluster.address import free_port, own_address
 from megatron_rl.cluster.job import job_from
 from megatron_rl.cluster.slices import over
+from megatron_rl.config import server_gpus
 from megatron_rl.config.schema import ConfigError, Embedded, Servers, TrainConfig
-from megatron_rl.config.server_gpus import doubled_gpus
 from megatron_rl.engines import own_families
 from megatron_rl.engines.launch import Command, ServerProcess, StartError, interpreter, make_token
 from megatron_rl.engines.roster import Announcement, Listing, Roster
@@ -223,21 +223,14 @@ def visible_gpus(numbers: Sequence[int], environment: Mapping[str, str]) -> dict
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(n) if names is None else names[n] for n in numbers)}
 
 
-def check_gpus(config: TrainConfig, settings: Servers, environment: Mapping[str, str]) -> None:
-    """Raises ConfigError for servers that a run would start all on its first GPU, where its first rank is."""
-    if settings.colocate:
-        if not has_gpu(environment):
-            raise ConfigError(
-                f"engine.colocate without a GPU: the sleep mode of {config.engine.kind}, which gives the trainer its "
-                "memory back, needs CUDA; set engine.colocate to false"
-            )
-        return
-    wanted = len(config.server_roles) * settings.replicas * settings.tp
-    if wanted and not settings.gpus and has_gpu(environment):
+def check_gpus(config: TrainConfig, environment: Mapping[str, str]) -> None:
+    """Raises ConfigError for servers that cannot have the GPUs of this host, or are to sleep where there is none."""
+    if has_gpu(environment):
+        server_gpus.refuse(config, 1)
+    elif isinstance(config.engine, Servers) and config.engine.colocate:
         raise ConfigError(
-            f"engine.gpus is empty: every server would take the first GPU, as the first rank does. Name {wanted} GPUs "
-            "(roles x engine.replicas x engine.tp) that no rank has, or start the servers in jobs of their own "
-            "(engine.start = false)"
+            f"engine.colocate without a GPU: the sleep mode of {config.engine.kind}, which gives the trainer its "
+            "memory back, needs CUDA; set engine.colocate to false"
         )
 
 
@@ -247,7 +240,7 @@ def _gpus(
     """engine.gpus, tp for each server, roles in order."""
     if not settings.gpus:
         return {}
-    if doubled := doubled_gpus(settings):
+    if doubled := server_gpus.doubled_gpus(settings):
         raise ConfigError(*doubled)
     first = (config.server_roles.index(role) * settings.replicas + replica) * settings.tp
     own = settings.gpus[first : first + settings.tp]

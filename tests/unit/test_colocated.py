@@ -457,7 +457,7 @@ def test_the_servers_are_started_with_their_sleep_mode(tmp_path):
         with pytest.raises(ConfigError, match="engine.colocate without a GPU"):
             module.command(own, **known, on_gpu=False)
     with pytest.raises(ConfigError, match="sleep mode of vllm"):
-        check_gpus(settings(), Vllm(colocate=True), {"CUDA_VISIBLE_DEVICES": ""})
+        check_gpus(settings(), {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_a_server_that_says_that_it_still_sleeps_is_lost():

@@ -516,6 +516,6 @@ def test_a_run_does_not_start_all_its_servers_on_the_gpu_of_its_first_rank(confi
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     run = config_files.load(TrainConfig, [config])
     with pytest.raises(ConfigError, match="engine.gpus is empty: .* Name 3 GPUs"):
-        check_gpus(run, run.engine, {})
-    check_gpus(run, run.engine, {"CUDA_VISIBLE_DEVICES": ""})
-    check_gpus(run, replace(run.engine, gpus=(2, 3, 4)), {})
+        check_gpus(run, {})
+    check_gpus(run, {"CUDA_VISIBLE_DEVICES": ""})
+    check_gpus(replace(run, engine=replace(run.engine, gpus=(2, 3, 4))), {})

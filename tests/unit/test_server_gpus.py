@@ -140,6 +140,15 @@ def test_the_run_refuses_them_before_it_starts_its_ranks(train, gpus_here, tmp_p
         assert "[1] are the trainer's as well" in capsys.readouterr().err
 
 
+def test_a_run_without_numbers_is_refused_by_check_as_by_the_run(train, gpus_here, tmp_path, capsys):
+    """check took what the run refused, when its ranks had begun."""
+    config = str(tmp_path / "train.yaml")
+    for said in (["check"], ["train"]):
+        assert main([*said, config, "engine.gpus=[]"]) == 2
+        assert "engine.gpus is empty: every server would take the first GPU" in capsys.readouterr().err
+    assert not device_problems(train("engine.gpus=[]", "engine.start=false"), 1)
+
+
 def test_ranks_on_the_first_host_are_told_by_the_launcher():
     place = Place(0, 16, 0, "a", 1)
     assert ranks_on_host(None, 3, {}) == 3
