@@ -5,7 +5,8 @@
 The time of a run is that of generation and training: what evaluations, checkpoints and the start take is left out. It
 is counted in seconds by the clock and in CPU-seconds of all processes of the run. Both are in the tables that are
 printed; arms are compared by the second, because other work on the machine disturbs it less. A run ends at the first
-evaluation after `--cpu-seconds` of it. Figures between two evaluations are read off the line between them.
+evaluation after `--cpu-seconds` of it. Figures between two evaluations are read off the line between them. Besides the
+arms of the table there are those of means that were tried one by one; name them with `--arms`.
 Runs that are complete are kept, so that the command can be given again after an interruption. `--quick` makes short
 runs of every arm, to see that all parts work; its figures say nothing. `--verifier-steps 40` begins with a verifier
 that judges badly: is it then worth its time to train it?
@@ -35,14 +36,14 @@ import run as last_letter  # noqa: E402  (examples/last_letter/run.py)
 import task  # noqa: E402
 from compare import T_95  # noqa: E402
 
-from examples.equal_time.arms import ARMS, MANY, Arm  # noqa: E402
+from examples.equal_time.arms import ARMS, MANY, TRIED, Arm  # noqa: E402
 from examples.equal_time.clock import cpu_seconds  # noqa: E402
+from examples.equal_time.verifiers import FULL, VERIFIERS, plain  # noqa: E402
 
 EXAMPLE = ROOT / "examples/last_letter"
 CPU_SECONDS = {"a": 10.0, "b": 20.0}  # enough for the quickest arm to come near its end
 # Of the generator, in all arms. b's is GRPO's best of 1.5e-4, 3e-4 and 4e-4 with 8 problems (docs/last_letter.md).
 RATES = {"a": 1.5e-4, "b": 3e-4}
-FULL = 400  # supervised steps of the verifier in the regimes
 LOOK_S = 0.02
 ROLES = ("generator", "verifier")
 FIGURES = ("generator/accuracy_sampled", "generator/accuracy_greedy", "verifier/step_f1", "verifier/outcome_f1")
@@ -53,7 +54,7 @@ Point = dict[str, float]  # of an evaluation: cpu_s, seconds, tokens, updates be
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--regime", choices=task.regimes(), default="b")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *TRIED], default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--cpu-seconds", type=float, help="of a run (default: the regime's)")
     parser.add_argument(
@@ -68,23 +69,17 @@ def main() -> None:
     base = Path("runs/last_letter") / options.regime
     stages, steps = last_letter.Stages(), options.verifier_steps
     last_letter.prepare(base, options.regime, stages, heads=4)
-    options.verifier = verifier(base.parent / "a", steps, stages)
+    arms = {name: (ARMS | TRIED)[name] for name in options.arms}
+    names = {arm.verifier for arm in arms.values()}
+    options.verifiers = {name: VERIFIERS[name](base.parent / "a", stages) for name in names - {""}}
+    options.verifiers[""] = plain(base.parent / "a", stages, steps=steps)
     out = options.out / (options.regime if steps == FULL else f"{options.regime}_verifier{steps}")
     found: dict[str, list[list[Point]]] = {}
     for seed in options.seeds:
-        for arm in options.arms:
-            points = race(ARMS[arm], base, options, seed, budget, out / f"{arm}_seed{seed}")
+        for arm in arms:
+            points = race(arms[arm], base, options, seed, budget, out / f"{arm}_seed{seed}")
             found.setdefault(arm, []).append(points)
     show(found, budget)
-
-
-def verifier(base: Path, steps: int, stages: last_letter.Stages) -> Path:
-    """Returns the verifier's model after so many supervised steps, which are taken where it is not there yet."""
-    run = base / ("verifier" if steps == FULL else f"verifier{steps}")
-    if not (run / "model/model.safetensors").exists():
-        sft = last_letter.sft(base, "verifier", base / "generator/model", steps)
-        stages.command(f"SFT of the verifier, {steps} steps", "sft", *sft, f"run.name={run.name}")
-    return run / "model"
 
 
 def race(arm: Arm, base: Path, options: argparse.Namespace, seed: int, budget: float, out: Path) -> list[Point]:
@@ -125,7 +120,7 @@ def settings(arm: Arm, base: Path, options: argparse.Namespace, seed: int, out: 
     if arm.paper:
         updates, start, floor = arm.paper * regime.generator_updates, regime.alpha_start, regime.alpha_min
     own += [
-        f"roles.verifier.model.path={options.verifier}",
+        f"roles.verifier.model.path={options.verifiers[arm.verifier]}",
         f"roles.verifier.optimizer.lr={regime.verifier_lr}", f"recipe.args.generator_updates={updates}",
         f"recipe.args.warmup_updates={regime.warmup_updates}", f"recipe.args.alpha_start={start}",
         f"recipe.args.alpha_min={floor}", "recipe.args.balanced_per_class=64",

@@ -64,8 +64,8 @@ def regimes() -> dict[str, Regime]:
     }
 
 
-def write_model(directory: Path, seed: int, *, heads: int = 4) -> None:
-    """Writes a Qwen2 of 0.16 M parameters with random weights, and its 59-word tokenizer.
+def write_model(directory: Path, seed: int, *, heads: int = 4, layers: int = 3) -> None:
+    """Writes a Qwen2 with random weights, of 0.16 M parameters in 3 `layers`, and its 59-word tokenizer.
 
     A head's width is 64 / `heads`.
     """
@@ -79,7 +79,7 @@ def write_model(directory: Path, seed: int, *, heads: int = 4) -> None:
         vocab_size=len(words),
         hidden_size=64,
         intermediate_size=192,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=2,
         max_position_embeddings=512,

@@ -223,13 +223,14 @@ class Tango(PaperTango):
     """Tango with settings that cost less than the paper's (docs/last_letter.md, "At equal time"): solutions of problems
     that no sample solved are verified, and these alone; they learn from verdicts, and all others from outcomes. Once
     the outcomes of a quarter of the problems say something, none is verified. The tokens of a step get its own
-    verdict's credit, compared with the same step of the problem's other solutions. The verifier is trained a third as
-    often, and only while it is asked."""
+    verdict's credit, compared with the same step of the problem's other solutions. The verifier answers by its
+    likeliest tokens there; it is trained a third as often, and only while it is asked."""
 
     generator_turns: int = 9  # per cycle; a verifier's turn takes the time of two
     reviewed: Reviewed = "failed"
     review_below: float | None = 0.25
     verifier_rests: bool = True
+    likeliest_verdicts: bool = True
     step_credit: StepCredit = StepCredit(span="own", baseline="step")
     alpha_start: float = 1.0
     alpha_min: float = 1.0

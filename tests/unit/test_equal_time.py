@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from test_recipes import per_token, play, segments, solution, table_of, texts
 
-from examples.equal_time.free_verdicts import FreeVerdicts
 from examples.equal_time.majority import MajorityGrpo, with_majority
+from examples.equal_time.means import DynamicTango, ReusingTango, TrustedTango
+from examples.equal_time.own_verdicts import FreeVerdicts, ScoredTango
+from examples.equal_time.together import TogetherTango
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
@@ -28,6 +30,8 @@ ROOT = Path(__file__).parents[2]
 KINDS = {
     **{"grpo": Grpo, "grpo_32": Grpo, "grpo_dynamic": Dapo, "grpo_majority": MajorityGrpo},
     **{"tango_paper": PaperTango, "tango_paper_32": PaperTango, "free_verdicts": FreeVerdicts},
+    **{"scored": ScoredTango, "together": TogetherTango, "reusing": ReusingTango, "trusted": TrustedTango},
+    **{"dynamic": DynamicTango},
 }
 
 
@@ -47,8 +51,9 @@ def race(monkeypatch):
 @pytest.mark.parametrize("regime", ["a", "b"])
 def test_every_arm_is_a_run_that_check_takes(race, regime, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    for name, arm in race.ARMS.items():
-        options = argparse.Namespace(regime=regime, verifier=Path("runs/last_letter/a/verifier/model"))
+    verifiers = {arm: Path("runs/last_letter/a/verifier/model") for arm in race.VERIFIERS}
+    for name, arm in (race.ARMS | race.TRIED).items():
+        options = argparse.Namespace(regime=regime, verifiers=verifiers)
         file, *settings = race.settings(arm, Path("runs/last_letter") / regime, options, 3, tmp_path / name)
         config = config_files.load(TrainConfig, [file], settings)
         config_checks.check(config, 1)

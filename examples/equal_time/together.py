@@ -1,0 +1,99 @@
+"""Tango whose verifier judges two solutions of a problem in one text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_rl.control_tokens import fill_quoting
+from megatron_rl.engines.base import Sampling
+from megatron_rl.evaluation.judging import Judging, Question
+from megatron_rl.recipes.base import Solution
+from megatron_rl.recipes.review import Reviewer, Reviews, Verification
+from megatron_rl.recipes.tango import Tango
+from megatron_rl.rewards.verdicts import Review
+from megatron_rl.training.rollouts import tokenize
+from megatron_rl.training.turns import Source, Table, Turn
+from megatron_rl.types import STEP, Prompt, Rollout
+
+HEAD, EACH, TAIL = "<bos> {question} <q> ", "<sol> {solution} #{num_steps} ", "<ver>"  # together the prompt of one
+END = "</final_verification>"
+SIZE = 2  # solutions in a text
+Pair = Sequence[Solution]  # of one problem; the last of a group may stand alone
+
+
+@dataclass(kw_only=True)
+class TogetherTango(Tango):
+    """A run that trains as Tango does. In a generator's turn solutions are verified in pairs; one verification follows
+    the other in the answer. The verifier must have learned that (verifiers.py)."""
+
+    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
+        alone = self._reviewer
+        if turn.role == self.solver:
+            self._reviewer = ReviewerOfPairs(alone.role, alone.template, alone.gamma)
+        try:
+            return super().play(turn, source, table)
+        finally:
+            self._reviewer = alone
+
+
+class ReviewerOfPairs(Reviewer):
+    """Asks about two solutions at once."""
+
+    def begin(self, table: Table, sampling: Sampling) -> Reviews:
+        return ReviewsOfPairs(self, table, sampling)
+
+
+class ReviewsOfPairs(Reviews):
+    """Verifications of solutions, of which those of one problem are joined as they become known."""
+
+    def __init__(self, reviewer: ReviewerOfPairs, table: Table, sampling: Sampling) -> None:
+        self._reviewer, self._table, self._watch = reviewer, table, table.watch
+        question = Question[Pair, list[Review]](prompt=self._prompt, read=self._read)
+        longer = replace(sampling, max_tokens=SIZE * sampling.max_tokens)
+        self._pairs = Judging(table.engines[reviewer.role], table.tokenizers[reviewer.role], longer, question)
+        self._places: list[int] = []
+        self._open: dict[str, list[tuple[int, Solution]]] = {}  # by problem, what waits for a second one
+        self._asked: dict[int, list[int]] = {}  # first place of a pair -> its places
+
+    def add(self, place: int, solution: Solution) -> None:
+        self._places.append(place)
+        own = self._open.setdefault(solution.rollout.group, [])
+        own.append((place, solution))
+        if len(own) == SIZE:
+            self._ask(self._open.pop(solution.rollout.group))
+
+    def finish(self) -> list[list[Verification]]:
+        for own in self._open.values():
+            self._ask(own)
+        self._open = {}
+        start = time.perf_counter()
+        found: dict[int, list[Verification]] = {}
+        for key, answers in self._pairs.answers():
+            for i, place in enumerate(self._asked[key]):
+                found[place] = [replace(a, item=a.item[i], opinion=a.opinion[i]) for a in answers]
+            self._watch.beat()
+        self._watch.add("review", time.perf_counter() - start)
+        return [found.get(place, []) for place in sorted(self._places)]
+
+    def _ask(self, own: Sequence[tuple[int, Solution]]) -> None:
+        self._asked[own[0][0]] = [place for place, _ in own]
+        self._pairs.ask(own[0][0], [solution for _, solution in own])
+
+    def _prompt(self, pair: Pair) -> Prompt | None:
+        role, rollout = self._reviewer.role, pair[0].rollout
+        tokenizer = self._table.tokenizers[role]
+        text = fill_quoting(tokenizer, HEAD, question=str(rollout.payload["question"]))
+        for solution in pair:
+            steps = str(len(solution.rollout.marks_of(STEP)))
+            text += fill_quoting(tokenizer, EACH, solution=solution.text, num_steps=steps)
+        tokens = tokenize(tokenizer, text + TAIL)
+        if len(tokens) > SIZE * self._table.max_prompt_tokens[role]:
+            return None
+        return Prompt(id=rollout.group, tokens=tokens, payload={})
+
+    def _read(self, pair: Pair, text: str) -> list[Review]:
+        parts = [part + END for part in text.split(END)]
+        parts += [""] * len(pair)
+        return [self._reviewer.read(solution, part) for solution, part in zip(pair, parts, strict=False)]

@@ -1,0 +1,166 @@
+"""Means that were tried to make Tango cheaper or better, each against what its description says."""
+
+import re
+
+import numpy as np
+import pytest
+from test_recipes import TOKENIZER, Problems, play, problems, solution, table_of, texts, turn, verification
+
+from examples.equal_time.means import DynamicTango, ReusingTango, TrustedTango
+from examples.equal_time.own_verdicts import ScoredTango, approval_of
+from examples.equal_time.together import TogetherTango
+from megatron_rl.data.last_letter import solution_text, verification_text
+from megatron_rl.rewards.tags import step_texts
+from megatron_rl.types import STEP
+
+__all__ = ["texts"]  # a fixture
+
+
+class Counted(Problems):
+    """A source of ever new problems, which counts them."""
+
+    def __init__(self, first):
+        self.first, self.taken = first, 0
+
+    def take(self, count=None):
+        start, self.taken = self.taken, self.taken + (count or self.first)
+        return problems(self.taken)[start:]
+
+
+def test_problems_without_signal_are_replaced_once_nothing_is_verified(texts):
+    """Every second problem has a right solution and a wrong one; the others have none that is right."""
+
+    def solve(prompt, i, j, sampling):
+        number = int(re.search(r"Q (\d+)", prompt)[1])
+        return solution(2, "yes" if number % 2 and j else "no")
+
+    recipe = DynamicTango(group_size=2, review_below=0.1, **texts)
+    source, table = Counted(4), table_of(solve, lambda *_: verification("++", "-"))
+    [rollouts] = recipe.play(turn("generator"), source, table).values()
+    assert source.taken == 4 and len(rollouts) == 8, "all problems that nobody solved have verdicts"
+    assert len(table.engines["verifier"].asked) == 4
+    for _ in range(2):
+        source, table = Counted(4), table_of(solve, lambda *_: verification("++", "-"))
+        [rollouts] = recipe.play(turn("generator"), source, table).values()
+    assert not table.engines["verifier"].asked and source.taken == 8
+    assert len({r.group for r in rollouts}) == 4 and len(rollouts) == 8
+    assert {r.rewards["outcome"] for r in rollouts[:2]} == {0.0, 1.0}
+    [own] = recipe.play(turn("verifier"), Counted(4), table_of(solve, lambda *_: verification("++", "-"))).values()
+    assert own == [], "it rests"
+
+
+def test_the_verifiers_turn_is_about_solutions_that_were_judged_before(texts):
+    def solve(prompt, i, j, sampling):
+        return solution(2, "yes" if i == 0 else "no")
+
+    recipe = ReusingTango(group_size=2, verifications=3, **texts)
+    first = table_of(solve, lambda *_: verification("++", "-"))
+    recipe.play(turn("verifier"), Problems(3), first)
+    assert first.engines["generator"].asked, "there is none yet: solutions are drawn"
+    recipe.play(turn("generator"), Problems(3), table_of(solve, lambda *_: verification("++", "-")))
+    source, table = Counted(3), table_of(solve, lambda prompt, i, j, s: verification("++", "+" if j else "-"))
+    [rollouts] = recipe.play(turn("verifier", number=2), source, table).values()
+    assert source.taken == 0 and not table.engines["generator"].asked
+    assert len(rollouts) == 2 * 3, "of the two problems that nobody solved one solution each"
+    assert [r.rewards["agrees"] for r in rollouts] == [1.0, 0.0, 0.0] * 2
+
+
+def test_alpha_follows_how_often_the_verifier_was_right(texts):
+    recipe = TrustedTango(group_size=2, verifications=4, **texts)
+    assert recipe.trust == 0.0
+    table = table_of(lambda p, i, j, s: solution(2, "no"), lambda p, i, j, s: verification("+-", "-"))
+    play(recipe, "generator", 3, table)
+    assert table.notes["generator"]["trust"] == pytest.approx(7 / 8 + 1 / 2 - 1), "six wrong ones, all told"
+    assert table.notes["generator"]["alpha"] == pytest.approx(3 / 8)
+    table = table_of(lambda p, i, j, s: solution(2, "yes"), lambda p, i, j, s: verification("++", "+" if j else "-"))
+    play(recipe, "verifier", 1, table)
+    assert recipe.trust == pytest.approx(7 / 8 + 4 / 6 - 1)
+
+
+def test_an_approval_is_the_text_of_a_teacher_who_finds_all_steps_right():
+    class Never:
+        def random(self):
+            return 1.0
+
+    words = ["abc", "de", "fgh"]
+    written = verification_text(Never(), words, solution_text([word[-1] for word in words]), 0.0)
+    approval = approval_of(step_texts(solution_text(["c", "e", "h"])))
+    assert written.startswith(approval) and approval.count("</step>") == 3
+
+
+def test_a_step_is_right_where_its_approval_is_likely(texts):
+    """Likely are the tokens of the blocks whose number is odd; each block's log-probs are added up."""
+
+    def score(sequences):
+        found = []
+        for tokens in sequences:
+            text, own = "", np.full(len(tokens), -1e-4, np.float32)
+            for place, token in enumerate(tokens):
+                done = text.rpartition("<step_verification>")[2].count("</step>")  # blocks before this token
+                own[place] = -1e-4 if done % 2 == 0 else -0.1
+                text += TOKENIZER.decode([token])
+            found.append(own)
+        return found
+
+    recipe = ScoredTango(group_size=2, **texts)
+    table = table_of(lambda p, i, j, s: solution(3, "yes" if i else "no"), lambda *_: "")
+    table.engines["verifier"].score = score
+    recipe._labels = lambda steps, payload: [True, False, False]
+    rollouts, figures = play(recipe, "generator", 2, table)
+    assert not table.engines["verifier"].asked, "nothing is written"
+    assert [r.marks_of(STEP).scores.tolist() for r in rollouts[:2]] == [[1.0, -1.0, 1.0]] * 2
+    assert all(r.marks_of(STEP).scores is None for r in rollouts[2:]), "that problem is solved"
+    assert figures["step_agreement"] == pytest.approx(2 / 3)
+    short = table_of(lambda p, i, j, s: solution(3, "no"), lambda *_: "", verifier_limit=3)
+    rollouts, _ = play(ScoredTango(group_size=2, **texts), "generator", 1, short)
+    assert all(r.marks_of(STEP).scores is None for r in rollouts), "its prompt is too long"
+
+
+def test_two_solutions_are_verified_in_one_text(texts):
+    """Three solutions of each problem: a pair, and one alone. The verdicts of a text go to their own solutions."""
+
+    def solve(prompt, i, j, sampling):
+        return solution(j + 1, "no")
+
+    def verify(prompt, i, j, sampling):
+        counts = [len(step_texts(part)) for part in prompt.split("<sol>")[1:]]
+        return " ".join(verification("+" * (count - 1) + "-", "-") for count in counts)
+
+    recipe = TogetherTango(group_size=3, verifications=2, **texts)
+    table = table_of(solve, verify)
+    rollouts, figures = play(recipe, "generator", 2, table)
+    asked = [TOKENIZER.decode(tokens).count("<sol>") for tokens, _ in table.engines["verifier"].asked]
+    assert sorted(asked) == [1, 1, 2, 2]
+    assert {sampling.max_tokens for _, sampling in table.engines["verifier"].asked} == {8000}
+    found = [r.marks_of(STEP).scores.tolist() for r in rollouts]
+    assert found == [[-1.0], [1.0, -1.0], [1.0, 1.0, -1.0]] * 2
+    assert figures["verdicts_match"] == 1.0 and figures["reviews_dropped"] == 0
+    cut = table_of(solve, lambda *_: verification("-", "-"))
+    rollouts, _ = play(recipe, "generator", 1, cut)
+    assert rollouts[0].marks_of(STEP).scores.tolist() == [-1.0]
+    assert rollouts[1].marks_of(STEP).scores is None, "the answer ends after the first"
+    alone = table_of(solve, lambda *_: verification("-", "-"))
+    own, _ = play(recipe, "verifier", 2, alone)
+    assert len(own) == 4, "the verifier's own turn is about one solution at a time"
+
+
+def test_texts_of_pairs_are_made_of_two_verifications(monkeypatch, tmp_path):
+    import json
+    import sys
+    from pathlib import Path
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    from examples.equal_time import verifiers
+
+    monkeypatch.setattr(verifiers, "PAIR_STEPS", 4)
+    pool = [{"question": "a b #1", "words": ["ab"], "response": solution_text(["b"])}]
+    verifiers.write_pairs(Path(tmp_path) / "pairs.jsonl", pool, 1)
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 * 32
+    for row in rows:
+        assert row["prompt"].count("<sol>") == row["response"].count("</final_verification>")
+    share = np.mean([row["prompt"].count("<sol>") == 2 for row in rows])
+    assert 0.5 < share < 0.9 and any("a b #1 <q>" in row["prompt"] for row in rows)
+    for name in {"run", "task"} & (set(sys.modules) - before):
+        del sys.modules[name]
