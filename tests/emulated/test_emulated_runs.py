@@ -49,6 +49,7 @@ ACTORS = {
     "cp": actor("qwen2", ranks=2, layout={"cp": 2}),
     "cp-bf16": actor("qwen2", ranks=2, layout={"cp": 2}, **HALF),
     "dp": actor("qwen2", ranks=2, **HALF),
+    "dp-overlap": actor("qwen2", ranks=2, optimizer={"overlap": True}, **HALF),
     "ep": actor("qwen3_moe", ranks=2, layout={"ep": 2}),
 }
 RECOMPUTED = [

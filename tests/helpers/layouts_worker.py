@@ -81,10 +81,13 @@ def own(rollouts: Sequence[Rollout]) -> Sequence[Rollout] | None:
     return rollouts if world().rank == 0 else None
 
 
-def learn(policy: MegatronPolicy, rollouts: Sequence[Rollout] | None = None, loss=None) -> dict[str, float]:
-    """One update. Collective."""
+def learn(
+    policy: MegatronPolicy, rollouts: Sequence[Rollout] | None = None, loss=None, *, each: int | None = None
+) -> dict[str, float]:
+    """One update, of `each` samples in an optimizer step. Collective."""
     rollouts = make_rollouts(policy.arch.vocab) if rollouts is None else rollouts
-    return update(world(), Trainee(policy=policy, loss=loss or WeightedLogprobs()), own(rollouts))
+    trainee = Trainee(policy=policy, loss=loss or WeightedLogprobs(), samples_per_optimizer_step=each)
+    return update(world(), trainee, own(rollouts))
 
 
 def logprobs_of(policy: MegatronPolicy, rollouts: Sequence[Rollout], *, reference: bool = False) -> torch.Tensor:
