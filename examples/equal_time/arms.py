@@ -25,10 +25,10 @@ class Arm:
     evaluate: int = 10  # turns between two evaluations
     # 0, or: it has the regime's warm-up and alpha, which falls over this many times the regime's number of updates.
     paper: int = 0
-    verifier: str = ""  # a name of verifiers.VERIFIERS; that of the regimes
+    verifier: str = ""  # a name of verifiers.VERIFIERS; empty: that of the regimes
 
 
-def other(target: str, *settings: str, verifier: str = "") -> Arm:
+def arm_of(target: str, *settings: str, verifier: str = "") -> Arm:
     """Returns Tango's arm with another recipe."""
     own = [SMALL, f"recipe.target={HERE}.{target}", "recipe.args.warmup_updates=0", *settings]
     return Arm("tango", own, turns=10, verifier=verifier)
@@ -50,11 +50,11 @@ TRIED: Mapping[str, Arm] = {
     "by_chance": Arm("tango", [*OWN, CHANCE], turns=10),
     "votes": Arm("tango", [*OWN, CHANCE, "recipe.args.votes=3"], turns=10),
     "votes_unanimous": Arm("tango", [*OWN, CHANCE, "recipe.args.votes=3", "recipe.args.unanimous=true"], turns=10),
-    "scored": other("own_verdicts:ScoredTango"),
-    "together": other("together:TogetherTango", verifier="pairs"),
-    "reusing": other("means:ReusingTango"),
-    "trusted": other("means:TrustedTango"),
-    "dynamic": other("means:DynamicTango"),
+    "scored": arm_of("own_verdicts:ScoredTango"),
+    "together": arm_of("together:TogetherTango", verifier="pairs"),
+    "reusing": arm_of("means:ReusingTango"),
+    "trusted": arm_of("means:TrustedTango"),
+    "dynamic": arm_of("means:DynamicTango"),
     "one_layer": Arm("tango", OWN, turns=10, verifier="one_layer"),
     "two_layers": Arm("tango", OWN, turns=10, verifier="two_layers"),
     "free_verdicts": Arm(

@@ -41,13 +41,14 @@ class DynamicTango(Tango):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._source: Source | None = None  # of a generator's turn in which nothing is verified
+        self._alike: float | None = None  # share of all problems that such a turn took, whose outcomes were all alike
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         self._source = source if turn.role == self.solver and self._outcomes_suffice() else None
         try:
             return super().play(turn, source, table)
         finally:
-            self._source = None
+            self._source = self._alike = None
 
     def draw(
         self, table: Table, prompts: Sequence[Prompt], sampling: Sampling, then: Then = pass_over
@@ -60,16 +61,21 @@ class DynamicTango(Tango):
             return solve_groups(table, self.solver, more, replace(sampling, seed=seed))
 
         groups, figures = draw_groups(Given(prompts, self._source), draw_round, DynamicSampling(rounds=self.rounds))
+        self._alike = figures["alike"]
         solutions = [solution for group in groups for solution in group.solutions]
         for place, solution in enumerate(solutions):
             then(place, solution)
         return solutions, figures
 
+    def _share_with_signal(self, solutions: Sequence[Solution]) -> float:
+        return super()._share_with_signal(solutions) if self._alike is None else 1 - self._alike
+
 
 @dataclass(kw_only=True)
 class ReusingTango(Tango):
     """A run that trains as Tango does. The verifier's turn is about solutions of the generator's last turn that were
-    verified there, one of each problem, and none is drawn for it."""
+    verified there, one of each problem. As these are of problems that nobody solved, the verifier is then trained on
+    wrong solutions alone. Where none was verified, solutions are drawn for the turn, as in Tango."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,17 +84,19 @@ class ReusingTango(Tango):
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         self._reuses = turn.role != self.solver and bool(self._last)
-        return super().play(turn, Given([], source) if self._reuses else source, table)
+        try:
+            return super().play(turn, Given([], source) if self._reuses else source, table)
+        finally:
+            self._reuses = False
 
     def draw(
         self, table: Table, prompts: Sequence[Prompt], sampling: Sampling, then: Then = pass_over
     ) -> tuple[Sequence[Solution], dict[str, float]]:
         if not self._reuses:
             return super().draw(table, prompts, sampling, then)
-        self._reuses = False
         for place, solution in enumerate(self._last):
             then(place, solution)
-        return self._last, {}
+        return self._last, {"tokens_drawn": 0.0}
 
     def _credit_solutions(
         self, table: Table, turn: Turn, solutions: Sequence[Solution], judged: Judged

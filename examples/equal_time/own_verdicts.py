@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_rl.algorithms.advantages import assign_advantages, step_rewards
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.data.last_letter import CORRECT, MAX_STEPS, NOTHING
 from megatron_rl.recipes.base import VERIFIER, Solution
 from megatron_rl.recipes.review import Judged, Reviewed
@@ -22,8 +23,9 @@ from megatron_rl.types import STEP, Marks, Rollout
 
 @dataclass(kw_only=True)
 class OwnVerdicts(Tango):
-    """A run that trains `generator` as Tango does, by verdicts that `_verdicts` gives. Verifications are written for
-    the verifier's own turns alone."""
+    """A run that trains `generator` as Tango does, by verdicts that `_verdicts` gives on all solutions of problems that
+    nobody solved. Verifications are written for the verifier's own turns alone, so that the arguments for those of a
+    generator's turn (reviewed, agreeing, votes, unanimous, likeliest_verdicts) do nothing."""
 
     @abstractmethod
     def _verdicts(self, table: Table, solutions: Sequence[Solution]) -> list[Sequence[bool]]:
@@ -73,8 +75,13 @@ class FreeVerdicts(OwnVerdicts):
     exist, no verifier is needed. It bounds what can be gained by verdicts, on a task whose labels are known.
     """
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.step_labels is None:
+            raise ConfigError("recipe.args.step_labels = null: these labels are the verdicts; name their function")
+
     def _verdicts(self, table: Table, solutions: Sequence[Solution]) -> list[Sequence[bool]]:
-        assert self._labels is not None, "recipe.args.step_labels is given"
+        assert self._labels is not None  # made of step_labels
         return [self._labels(solution.steps, solution.rollout.payload) for solution in solutions]
 
 

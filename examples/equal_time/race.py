@@ -70,8 +70,10 @@ def main() -> None:
     stages, steps = last_letter.Stages(), options.verifier_steps
     last_letter.prepare(base, options.regime, stages, heads=4)
     arms = {name: (ARMS | TRIED)[name] for name in options.arms}
-    names = {arm.verifier for arm in arms.values()}
-    options.verifiers = {name: VERIFIERS[name](base.parent / "a", stages) for name in names - {""}}
+    names = {arm.verifier for arm in arms.values()} - {""}
+    if names and steps != FULL:
+        parser.error(f"--verifier-steps is for the regimes' verifier, and {sorted(names)} are others: leave them out")
+    options.verifiers = {name: VERIFIERS[name](base.parent / "a", stages) for name in names}
     options.verifiers[""] = plain(base.parent / "a", stages, steps=steps)
     out = options.out / (options.regime if steps == FULL else f"{options.regime}_verifier{steps}")
     found: dict[str, list[list[Point]]] = {}

@@ -26,7 +26,8 @@ Pair = Sequence[Solution]  # of one problem; the last of a group may stand alone
 @dataclass(kw_only=True)
 class TogetherTango(Tango):
     """A run that trains as Tango does. In a generator's turn solutions are verified in pairs; one verification follows
-    the other in the answer. The verifier must have learned that (verifiers.py)."""
+    the other in the answer. The verifier must have learned that (verifiers.py). A pair whose prompt is too long is not
+    verified."""
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         alone = self._reviewer
@@ -94,6 +95,6 @@ class ReviewsOfPairs(Reviews):
         return Prompt(id=rollout.group, tokens=tokens, payload={})
 
     def _read(self, pair: Pair, text: str) -> list[Review]:
-        parts = [part + END for part in text.split(END)]
-        parts += [""] * len(pair)
+        *whole, rest = text.split(END)
+        parts = [*(part + END for part in whole), rest, *[""] * len(pair)]
         return [self._reviewer.read(solution, part) for solution, part in zip(pair, parts, strict=False)]

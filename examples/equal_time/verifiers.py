@@ -35,8 +35,7 @@ def plain(base: Path, stages: last_letter.Stages, *, steps: int = FULL) -> Path:
 
 def small(base: Path, name: str, stages: last_letter.Stages) -> Path:
     """Returns a verifier of fewer layers: it learns solutions first, as the generator does, and then to judge."""
-    layers = LAYERS[name]
-    task.write_model(base / f"task/{name}", last_letter.SFT_SEED, layers=layers)
+    task.write_model(base / f"task/{name}", last_letter.SFT_SEED, layers=LAYERS[name])
     solver = trained(base, f"generator_{name}", "generator", FULL, stages, start=base / f"task/{name}")
     return trained(base, f"verifier_{name}", "verifier", FULL, stages, start=solver)
 
@@ -49,7 +48,6 @@ def of_pairs(base: Path, stages: last_letter.Stages) -> Path:
 
 
 VERIFIERS: dict[str, Callable[[Path, last_letter.Stages], Path]] = {
-    "": plain,
     "pairs": of_pairs,
     **{name: lambda base, stages, name=name: small(base, name, stages) for name in LAYERS},
 }
@@ -66,8 +64,8 @@ def trained(
 
 
 def write_pairs(path: Path, pool: Sequence[Mapping[str, Any]], seed: int) -> None:
-    """Writes texts that judge one or two solutions of a problem, for `PAIR_STEPS` steps. One of half of the problems is
-    the generator's, of `pool`; the others are a noisy teacher's."""
+    """Writes texts that judge one or two solutions of a problem, for `PAIR_STEPS` steps. For half of the problems one
+    solution is the generator's, from `pool`; all others are a noisy teacher's."""
     rng, regime, rows = random.Random(seed), task.regimes()["a"], []
     for _ in range(PAIR_STEPS * task.BATCH):
         problem = rng.choice(pool) if rng.random() < 0.5 else make_problem(rng, regime.sft)

@@ -48,6 +48,8 @@ def _check_gpus(config: Any, ranks: int, *, elsewhere: bool) -> list[str]:
     here = config.launch.nproc if ranks == config.launch.nproc else 1
     if has_gpu(os.environ) and not elsewhere:
         server_gpus.refuse(config, here)
+    if isinstance(config, configs.TrainConfig) and not getattr(config.engine, "gpus", ()):
+        return []  # right on a CPU, and a site's profile may start the servers elsewhere
     return [f"note: refused on a host with GPUs: {one}" for one in server_gpus.device_problems(config, here)]
 
 

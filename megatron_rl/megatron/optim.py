@@ -56,7 +56,7 @@ def wrap(
 
 def gather_late(chunks: list[Any]) -> None:
     """Has the ranks' parts of the new weights gathered beside the next forward pass: each module waits for its own.
-    Nothing but a pass with gradients may read weights before `gather`. Collective."""
+    Before `gather` nothing may read weights but modules that are called, and nothing may change them. Collective."""
     for chunk in chunks:
         if not chunk.remove_forward_pre_hook_handles:
             chunk.enable_forward_pre_hook()

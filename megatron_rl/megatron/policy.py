@@ -94,6 +94,7 @@ class MegatronPolicy:
                     self.config, self.chunks, overlap=role.optimizer.overlap, late=self._gathers_late, fused_sums=sums
                 )
                 self.optimizer, self.scheduler = optim.build(role, self.config, self.chunks, timer=self.timer)
+        self._steps_left = 0  # of an update under way, whose weights are not whole before the last one
         self._calls = {name: vars(self.config).get(name) for name in _OF_ROLE}
         self._asleep, self._placed = False, offload.Weights(self.chunks)
         self._saves = AsyncCallsQueue()
@@ -153,11 +154,13 @@ class MegatronPolicy:
             lr = self.optimizer.param_groups[0]["lr"]
             with self.timer("optimizer"):
                 finite, grad_norm, _ = self.optimizer.step()
-                if self._gathers_late and step + 1 < len(work.steps):
+                finite = finite and (grad_norm is None or np.isfinite(float(grad_norm)))
+                self._steps_left = len(work.steps) - step - 1 if finite and self._gathers_late else 0
+                if self._steps_left:
                     optim.gather_late(self.chunks)
                 elif self._gathers_late:
                     optim.gather(self.chunks)
-        if not finite or (grad_norm is not None and not torch.isfinite(torch.tensor(float(grad_norm)))):
+        if not finite:
             raise FloatingPointError(
                 f"gradient norm {grad_norm}: not a finite number; look at advantages and log-probs of this update"
             )
@@ -184,6 +187,7 @@ class MegatronPolicy:
         candidates = work.flat.values.get(CANDIDATES)
         rows = num_rows(names, 0 if candidates is None else candidates.shape[1])
         into = torch.zeros(rows, work.num_tokens, device=next(self.chunks[0].parameters()).device)
+        self._check_whole()
         with self._active(), self._weights_in_use(reference), torch.no_grad():
             self._run(work, None, core_step.Pass(names=tuple(names), into=into))
         return by_name(names, into.cpu()) if self.groups.is_last_stage else {}
@@ -199,6 +203,7 @@ class MegatronPolicy:
         Collective: consume it to the end. Beside the tensor that it yields it holds one bucket of about `bucket_mib`
         MiB. Adapters are merged into the weights."""
         self._placed.check()
+        self._check_whole()
         named = [*self.shards().items()]
         return export.weights(self.arch, named, self.groups, bucket_mib=bucket_mib, dtype=dtype, read=self._merged)
 
@@ -243,6 +248,7 @@ class MegatronPolicy:
         In the `background` a process of its own writes what stands now, while training goes on; `saved` tells when it
         has. Of a policy with adapters these are what is written, and in `directory`/adapter once more as peft has them.
         """
+        self._check_whole()
         with self._awake(), self._active(), writers.one_save():
             state = saved_state.without_copies(self._sharded_state(loading=False))
             request = dist_checkpointing.save(state, str(directory), async_sharded_save=background, **_OWN_WRITER)
@@ -301,6 +307,11 @@ class MegatronPolicy:
     def present(self) -> contextlib.AbstractContextManager[None]:
         """Has the weights on the device in the block; they leave again where they were away."""
         return self._placed.present()
+
+    def _check_whole(self) -> None:
+        """Raises RuntimeError between two optimizer steps of an update whose weights are gathered late."""
+        if self._steps_left:
+            raise RuntimeError(f"an update is under way: {self._steps_left} optimizer steps of it are left to be taken")
 
     def _check_settings(self) -> None:
         role, path = self.role, self.role.model.path

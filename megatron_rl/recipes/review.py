@@ -155,21 +155,19 @@ def with_verdicts(
     the verifications whose verdicts match its steps, refined as `algorithms.advantages.step_rewards` says.
 
     With `agreeing` a verification whose final verdict is not the solution's outcome does not count. With `unanimous`
-    the reward of a step is 0 where the verdicts that count differ. Without a verification the rollout stays as it is.
+    the reward of a step is 0 where those that count differ, or there is one alone. Without a verification the rollout
+    stays as it is.
     """
     if not verifications:
         return rollout
     first, marks = verifications[0], rollout.marks_of(STEP)
     payload = {**rollout.payload, "verdicts": list(first.opinion.verdicts), "review": first.decoded.text}
-    votes = [list(v.opinion.verdicts) for v in verifications if v.opinion.agrees or not agreeing]
-    rewards = [(own, step_rewards(own, len(marks), refine=refine, credit=credit)) for own in votes]
-    matching = [(own, scores) for own, scores in rewards if scores is not None]
-    scored = None
-    if matching:
-        scored = np.mean([scores for _, scores in matching], axis=0)
-        if unanimous:
-            said = np.array([own for own, _ in matching])
-            scored = np.where((said == said[0]).all(axis=0), scored, 0.0)
+    votes = [v.opinion.verdicts for v in verifications if v.opinion.agrees or not agreeing]
+    rewards = [step_rewards(own, len(marks), refine=refine, credit=credit) for own in votes]
+    matching = [scores for scores in rewards if scores is not None]
+    scored = np.mean(matching, axis=0) if matching else None
+    if unanimous and scored is not None:
+        scored = np.where(np.ptp(matching, axis=0) == 0, scored, 0.0) if len(matching) > 1 else np.zeros_like(scored)
     return replace(rollout, payload=payload, marks={**rollout.marks, STEP: Marks(marks.ranges, scored)})
 
 

@@ -132,9 +132,9 @@ class TangoTurns(Recipe):
         asking = AskByGroup(reviews, self._reviewed(turn), n)
         solutions, figures = self.draw(table, source.take(), own, asking.add)
         judged = asking.finish()
-        written = sum(s.rollout.length for s in solutions)
-        written += sum(len(v.completion.tokens) for group in judged for v in group)
-        figures = {**figures, "tokens_drawn": float(written)}
+        written = figures.get("tokens_drawn", float(sum(s.rollout.length for s in solutions)))
+        answers = {id(v.completion): len(v.completion.tokens) for group in judged for v in group}
+        figures = {**figures, "tokens_drawn": written + sum(answers.values())}
         table.note(turn.role, figures | review_metrics(judged, self._labels, asking.skipped))
         if turn.role == self.solver:
             return {self.solver: self._credit_solutions(table, turn, solutions, judged)}
@@ -179,8 +179,11 @@ class TangoTurns(Recipe):
 
     def _follow(self, solutions: Sequence[Solution]) -> None:
         """Takes a turn's solutions into the moving share of problems whose outcomes differ."""
-        share = 1 - without_signal([s.rollout for s in solutions], "outcome")
-        self._signal += (1 - SIGNAL_DECAY) * (share - self._signal)
+        self._signal += (1 - SIGNAL_DECAY) * (self._share_with_signal(solutions) - self._signal)
+
+    def _share_with_signal(self, solutions: Sequence[Solution]) -> float:
+        """Returns the share of a turn's problems whose outcomes differ."""
+        return 1 - without_signal([s.rollout for s in solutions], "outcome")
 
     def _alpha(self, update: int) -> float:
         total = self.generator_updates

@@ -58,13 +58,18 @@ def run(path: Path, layout: Layout, model: dict) -> dict:
     policy.update(work, 0, loss)
     same = (p.detach() for chunk in policy.chunks for p in chunk.parameters() if getattr(p, "allreduce", True))
     apart = max(apart_of(p, policy) for p in same)  # not of experts, of which ranks have different ones
+    said = ""
+    try:
+        next(iter(policy.weights()))
+    except RuntimeError as error:
+        said = str(error)
     for step in range(1, len(work.steps)):
         losses.append(policy.update(work, step, loss)["loss"])
     left = sum(len(chunk.remove_forward_pre_hook_handles) for chunk in policy.chunks)
     found = {name: tensor.clone() for name, tensor in policy.weights()}
     return {
         "weights": found, "logprobs": logprobs_of(policy, rollouts), "apart": apart, "losses": losses,
-        "steps": len(work.steps), "waits_left": left,
+        "steps": len(work.steps), "waits_left": left, "said": said,
     }  # fmt: skip
 
 
@@ -93,6 +98,7 @@ def main() -> None:
             "apart": [plain["apart"], late["apart"]],
             "steps": late["steps"],
             "waits_left": late["waits_left"],
+            "said": [plain["said"], late["said"]],
         }
     out.write_text(json.dumps(answer))
     dist.barrier()

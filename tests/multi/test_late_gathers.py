@@ -31,5 +31,6 @@ def test_late_gathers_give_the_same_weights(models, ranks, tmp_path):
             plain, late = found["apart"]
             assert plain == 0.0, name
             assert found["waits_left"] == 0, name
+            assert found["said"][0] == "" and "an update is under way" in found["said"][1], name
             if name != "cp":  # its ranks are no replicas of one another
                 assert late > 0.0, f"{name}: between two steps each rank has its own part of the new weights alone"

@@ -17,7 +17,7 @@ from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
-from megatron_rl.config.schema import TrainConfig
+from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.recipes.base import Solution
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.grpo import Grpo
@@ -51,7 +51,7 @@ def race(monkeypatch):
 @pytest.mark.parametrize("regime", ["a", "b"])
 def test_every_arm_is_a_run_that_check_takes(race, regime, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    verifiers = {arm: Path("runs/last_letter/a/verifier/model") for arm in race.VERIFIERS}
+    verifiers = {arm: Path("runs/last_letter/a/verifier/model") for arm in ["", *race.VERIFIERS]}
     for name, arm in (race.ARMS | race.TRIED).items():
         options = argparse.Namespace(regime=regime, verifiers=verifiers)
         file, *settings = race.settings(arm, Path("runs/last_letter") / regime, options, 3, tmp_path / name)
@@ -138,7 +138,10 @@ def test_true_verdicts_credit_steps_by_their_labels_where_no_solution_is_right(t
     def solve(prompt, i, j, sampling):
         return solution(2 if j else 1, "yes" if i == 0 and j == 0 else "no")
 
-    recipe = FreeVerdicts(group_size=3, train_verifier=False, verifier_rests=False, **texts)
+    with pytest.raises(ConfigError, match="step_labels"):
+        FreeVerdicts(**texts)
+    own = "megatron_rl.rewards.last_letter:step_labels"
+    recipe = FreeVerdicts(group_size=3, train_verifier=False, verifier_rests=False, step_labels=own, **texts)
     recipe._labels = labels
     table = table_of(solve, lambda *_: "")
     rollouts, figures = play(recipe, "generator", 2, table)

@@ -278,6 +278,14 @@ def test_a_step_on_which_votes_differ_may_earn_nothing(texts):
     rollouts, _ = play(recipe, "generator", 1, table_of(lambda p, i, j, s: solution(3, "no"), voter))
     for rollout in rollouts:
         assert rollout.marks_of(STEP).scores.tolist() == [1.0, 0.0, 0.0]
+    delta = PaperTango(group_size=2, votes=2, unanimous=True, step_credit=OWN, step_rewards="delta", **texts)
+    said = ("++-", "+--")
+    table = table_of(lambda p, i, j, s: solution(3, "no"), lambda p, i, j, s: verification(said[j], "-"))
+    scores = play(delta, "generator", 1, table)[0][0].marks_of(STEP).scores
+    assert scores.tolist() == [0.0, 0.0, -1.0], "with delta a step's reward holds the next verdict, too"
+    table = table_of(lambda p, i, j, s: solution(3, "no"), lambda p, i, j, s: verification(said[0][: 3 - j], "-"))
+    rollouts, _ = play(replace(delta, step_rewards="none"), "generator", 1, table)
+    assert rollouts[0].marks_of(STEP).scores.tolist() == [0.0] * 3, "one vote alone agrees with nobody"
 
 
 def test_a_vote_that_does_not_match_the_steps_does_not_count(texts):
