@@ -7,8 +7,9 @@ The model is SmolLM2-135M-Instruct, from 4-bit weights (tools/real_model/convert
 and differences (rows/, which make_rows.py made by reasoning-gym's chain_sum). Warm-up teaches the form of a solution
 and of a verification, with wrong steps in it on purpose; what is learned after that is learned from rewards. The arms
 have as many updates as take about the same time. A run that was interrupted goes on where it stood when the same
-command is given again. `--short` makes shorter runs, with smaller batches and evaluations. `--quick` takes a few
-updates of each, to see that every part works; its figures say nothing.
+command is given again. Models train in bfloat16, or in float32 where this CPU is slow in bfloat16 (`--dtype`).
+`--short` makes shorter runs, with smaller batches and evaluations. `--quick` takes a few updates of each, to see that
+every part works; its figures say nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rich.table import Table  # noqa: E402
 from examples.equal_time.clock import cpu_seconds  # noqa: E402  (beside this one)
 from examples.mini_runs import command, console  # noqa: E402
 from examples.real_model import chains  # noqa: E402
+from megatron_rl.megatron import platform  # noqa: E402
 from megatron_rl.run.metrics import MetricsRow, read_metrics  # noqa: E402
 from megatron_rl.run.report_runs import interval  # noqa: E402
 from megatron_rl.training.store import read_rows, turn_files  # noqa: E402
@@ -90,6 +92,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["grpo", "tango"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of reinforcement learning")
     parser.add_argument("--ranks", type=int, default=2, help="of every command; results differ by rounding alone")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of training, instead of what suits this CPU")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--short", action="store_true", help="fewer and smaller updates, 64 held-out problems")
     length.add_argument("--quick", action="store_true", help="two updates of each arm, 16 held-out problems")
@@ -99,27 +102,31 @@ def main() -> None:
     base = BASE / "quick" if options.quick else BASE
     sizes = QUICK if options.quick else SHORT if options.short else {}
     ranks = f"launch.nproc={options.ranks}"
-    prepare(base, ranks, {role for arm in options.arms for role in roles_of(arm)}, quick=options.quick)
+    dtype = options.dtype or ("float32" if platform.multiplies_slowly("bfloat16") else "bfloat16")
+    console.print(f"models train in {dtype}")
+    roles = {role for arm in options.arms for role in roles_of(arm)}
+    prepare(base, [ranks, f"model.dtype={dtype}"], roles, quick=options.quick)
     runs: dict[str, list[Path]] = {arm: [] for arm in options.arms}
     for seed in options.seeds:
         for arm in options.arms:
             way = ARMS[arm]
             updates = QUICK_UPDATES if options.quick else way.short if options.short else way.updates
-            own = [ranks, *way.settings, *sizes.get(way.config, []), f"recipe.args.{UPDATES[way.config]}={updates}"]
+            own = [f"roles.{role}.model.dtype={dtype}" for role in roles_of(arm)]
+            own += [ranks, *way.settings, *sizes.get(way.config, []), f"recipe.args.{UPDATES[way.config]}={updates}"]
             runs[arm].append(train(arm, seed, base, own, short=options.short))
     page = BASE / "comparison.html"
     command("report", *(str(run) for found in runs.values() for run in found), "--out", str(page))
     show(runs)
 
 
-def prepare(base: Path, ranks: str, roles: Container[str], *, quick: bool) -> None:
-    """Makes the pairs, and the start of these roles. What is there is kept."""
+def prepare(base: Path, own: Sequence[str], roles: Container[str], *, quick: bool) -> None:
+    """Makes the pairs, and the start of these roles with further settings. What is there is kept."""
     if not (base / "sft/verifier_sft.jsonl").exists():
         rows = HERE / "rows/train.jsonl"
         chains.write_pairs(rows, base / "sft", count=PAIRS, wrong=0.25, judged_wrong=0.3, misread=0.25)
     for role in ROLES:
         if role in roles and not is_finished(base / role):
-            settings = [f"data.train={base}/sft/{role}_sft.jsonl", f"run.name={role}", f"run.dir={base}", ranks]
+            settings = [f"data.train={base}/sft/{role}_sft.jsonl", f"run.name={role}", f"run.dir={base}", *own]
             command("sft", str(HERE / "sft.yaml"), *settings, *(QUICK["sft"] if quick else []))
 
 

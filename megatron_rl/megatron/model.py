@@ -164,6 +164,17 @@ def uses_fused_sums(model: Model) -> bool:
     return model.kernels != "torch" and torch.cuda.is_available() and products.CAN_SUM_WIDE
 
 
+def warn_of_slow_products(model: Model, control: Any) -> None:
+    """Logs a warning, on the first rank of `control`, where this CPU is far slower in `model.dtype` than in float32."""
+    if platform.multiplies_slowly(model.dtype) and dist.get_rank(control) == 0:
+        _log.warning(
+            "%s: this CPU multiplies matrices of %s tens of times more slowly than those of float32: better set "
+            "model.dtype to float32",
+            model.path,
+            model.dtype,
+        )
+
+
 def check_fp8() -> None:
     """Raises ConfigError on a machine without 8-bit matrix products."""
     if not has_transformer_engine():

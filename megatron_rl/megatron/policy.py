@@ -339,6 +339,7 @@ class MegatronPolicy:
     def _build(self, seed: int, *, deterministic: bool) -> tuple[Any, list[Any]]:
         """Makes the model of this rank with its weights. Returns core's config and the chunks, in their dtype."""
         role, fused = self.role, self._fused
+        models.warn_of_slow_products(role.model, self.groups.control)
         config = models.transformer_config(self.arch, role.model, self.groups, deterministic=deterministic, fused=fused)
         triton = models.uses_triton(role.model, self.groups.control)
         cores = models.build(self.arch, config, temperature=self._temperature, fused=fused, triton=triton)
