@@ -72,7 +72,8 @@ def weights(
         names: Any = mine if sends else None
         source = dist.get_global_rank(groups.pp, number)
         if groups.pp.size() > 1:
-            names = broadcast(names, groups.pp, source=number)
+            # By gloo, so that no rank waits for its GPU: the stages are whole runs of ranks, and each names its own.
+            names = broadcast(names, groups.control, source=number * groups.control.size() // groups.pp.size())
         stage = _Stage((None, groups.tp, groups.experts), groups.pp, source, sends)
         local = (read(name, p) for name, p in own) if sends else iter(())
         device = own[0][1].device

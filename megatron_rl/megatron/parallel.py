@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import Layout
@@ -126,16 +127,17 @@ def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
         )
     before = _snapshot()
     parallel_state.destroy_model_parallel()  # this forgets names only: groups made for other layouts live on as values
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.expert_tp,
-        create_gloo_process_groups=True,
-        distributed_timeout_minutes=max(1, timeout_s // 60),
-    )
+    with _one_backend():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.expert_tp,
+            create_gloo_process_groups=True,
+            distributed_timeout_minutes=max(1, timeout_s // 60),
+        )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     groups = Groups(
@@ -151,6 +153,28 @@ def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
     )
     parallel_state.__dict__.update(before)
     return groups
+
+
+@contextlib.contextmanager
+def _one_backend() -> Iterator[None]:
+    """Makes core's groups for which it names no backend of NCCL alone inside the block, where there is a GPU.
+
+    Without a name torch takes both backends of the world, gloo and NCCL, and gloo connects every rank of a group with
+    every other one as the group is made, for tensors of a CPU that none of these groups carries.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    make = parallel_state.create_group
+
+    def make_of_nccl(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        return make(*args, backend=backend or "nccl", **kwargs)
+
+    parallel_state.create_group = make_of_nccl
+    try:
+        yield
+    finally:
+        parallel_state.create_group = make
 
 
 def _replicas(control: Any, timeout_s: int) -> Replicas:

@@ -90,6 +90,7 @@ def device(own: Path) -> dict[str, str]:
             *(x.view(1, 1, 3, 1) for x in (here, here, there))
         ),
         "gloo": lambda: dist.all_reduce(here, group=dist.new_group(backend="gloo")),
+        "nccl": lambda: dist.all_reduce(there, group=dist.new_group(backend="nccl")),
     }
     errors = {}
     for name, function in tries.items():

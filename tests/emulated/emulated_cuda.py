@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -36,6 +38,11 @@ FACTORIES = (
     *("as_tensor", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_strided"),
     *("eye", "frombuffer", "asarray"),
 )
+COLLECTIVES = (
+    *("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
+    *("all_to_all", "all_to_all_single", "reduce", "gather", "scatter", "send", "recv"),
+    *("_all_gather_base", "_reduce_scatter_base"),
+)
 _library = torch.library.Library("aten", "IMPL")
 _groups: dict[str, str] = {}  # by the name of a group: "cpu" or "cuda", for those that carry one kind of tensor alone
 _peak = [0]
@@ -64,6 +71,10 @@ def carries_device_tensors(group: Any) -> bool:
     if not group._type().qualified_name().endswith("ProcessGroup"):
         return True  # it is the kind of a sum
     return _groups.get(dist.ProcessGroup.unbox(group).group_name) != "cpu"
+
+
+def _carries_device_tensors_alone(group: Any) -> bool:
+    return group is not None and _groups.get(group.group_name) == "cuda"
 
 
 def _register_memory() -> None:
@@ -287,10 +298,48 @@ def _patch_groups() -> None:
         if group is None:
             _groups.clear()  # the next groups have the same names
 
+    object_device = dist.distributed_c10d._get_object_coll_device
+
+    def device_of_objects(group: Any = None) -> str:
+        return "cuda" if _carries_device_tensors_alone(group) else object_device(group)
+
+    for name in COLLECTIVES:
+        setattr(dist, name, _refusing_tensors_of_the_host(getattr(dist, name)))
+    batch = dist.batch_isend_irecv
+
+    def batch_isend_irecv(messages: list[Any]) -> Any:
+        for one in messages:
+            _check_group(one.group, [one.tensor])
+        return batch(messages)
+
+    dist.batch_isend_irecv = batch_isend_irecv
+    dist.distributed_c10d._get_object_coll_device = device_of_objects
     dist.init_process_group, dist.new_group = init_process_group, new_group
     dist.destroy_process_group = destroy_process_group
     dist.distributed_c10d.new_group = new_group
     dist.is_nccl_available = _constant(True)
+
+
+def _refusing_tensors_of_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a collective that raises for tensors of the host in a group that is NCCL's alone, as torch does."""
+    parameters = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = parameters.bind(*args, **kwargs).arguments
+        for value in given.values():
+            _check_group(given.get("group"), value if isinstance(value, list) else [value])
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _check_group(group: Any, values: list[Any]) -> None:
+    """Raises RuntimeError, in torch's words, where a tensor of the host would travel through NCCL."""
+    if _carries_device_tensors_alone(group):
+        for one in values:
+            if isinstance(one, torch.Tensor) and not isinstance(one, DeviceTensor):
+                raise RuntimeError("No backend type associated with device type cpu")
 
 
 def _patch_sharing() -> None:
