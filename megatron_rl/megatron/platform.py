@@ -71,9 +71,12 @@ def is_active() -> bool:
 def multiplies_slowly(dtype: str) -> bool:
     """Says whether products of matrices of this dtype are far slower here than in float32.
 
-    A CPU without AVX-512, or on Arm without bfloat16, has no fast products of bfloat16: 40 times slower was measured.
+    Such are CPUs without AVX-512 (40 times slower was measured), Arm's without bfloat16, and torch without oneDNN, whose
+    products these are.
     """
-    return dtype == "bfloat16" and is_active() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if dtype != "bfloat16" or not is_active():
+        return False
+    return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def install() -> None:
