@@ -71,8 +71,8 @@ def is_active() -> bool:
 def multiplies_slowly(dtype: str) -> bool:
     """Says whether products of matrices of this dtype are far slower here than in float32.
 
-    Such are CPUs without AVX-512 (40 times slower was measured), Arm's without bfloat16, and torch without oneDNN, which
-    computes these products.
+    Such are CPUs without AVX-512 (40 times slower was measured), those of Arm without bfloat16, and any CPU where torch
+    has no oneDNN, which computes these products.
     """
     if dtype != "bfloat16" or not is_active():
         return False
