@@ -44,12 +44,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),  # 76 M
 }
 SP = {"tp": 2, "sequence_parallel": True}
-CASES: list[tuple[int, str, dict[str, Any], dict[str, str]]] = [
+CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (1, "dense", {}, {}),
     (1, "dense", {}, {"dtype": "bfloat16"}),
     (1, "dense", {}, {"recompute": "full"}),
     (1, "dense", {}, {"recompute": "selective", "modules": "mlp"}),
     (1, "dense", {}, {"recompute": "selective", "modules": "core_attn"}),
+    (1, "dense", {}, {"prompt": 32, "group": 5}),
     (2, "dense", {"tp": 2}, {}),
     (2, "dense", SP, {}),
     (2, "dense", SP, {"recompute": "full"}),
@@ -87,7 +88,7 @@ def main() -> None:
     finish(figures, {}, args, limits=limits)
 
 
-def _case(folder: Path, case: tuple[int, str, dict[str, Any], dict[str, str]]) -> dict[str, Any]:
+def _case(folder: Path, case: tuple[int, str, dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
     _, model, layout, kind = case
     modules = kind.get("modules", "core_attn").split()
     return {
@@ -101,7 +102,7 @@ def _case(folder: Path, case: tuple[int, str, dict[str, Any], dict[str, str]]) -
 
 
 def _errors(
-    case: tuple[int, str, dict[str, Any], dict[str, str]], answers: list[dict[str, dict[str, float]]]
+    case: tuple[int, str, dict[str, Any], dict[str, Any]], answers: list[dict[str, dict[str, float]]]
 ) -> dict[str, float]:
     """Returns {case and part: the largest relative error over the ranks}.
 
@@ -109,9 +110,8 @@ def _errors(
     """
     ranks, model, layout, kind = case
     words = [f"{axis}{size}" for axis, size in layout.items() if axis != "sequence_parallel"]
-    label = " ".join(
-        [model, *(words or [f"dp{ranks}"]), *(["sp"] if "sequence_parallel" in layout else []), *kind.values()]
-    )
+    said = ["shared prompts"] if "group" in kind else [*kind.values()]
+    label = " ".join([model, *(words or [f"dp{ranks}"]), *(["sp"] if "sequence_parallel" in layout else []), *said])
     out = {}
     for part in ("weights", "gradients", "optimizer", "activations"):
         pairs = [(answer["expected"][part], answer["found"][part]) for answer in answers]

@@ -106,10 +106,10 @@ def grpo(
     samples, steps, mean, longest = numbers
     shape, cluster = read_shape(model), parse_cluster(where)
     parallel = Parallel(world=cluster.gpus, **layout, sequence_parallel=layout.get("tp", 1) > 1)
-    batch = SequenceBatch(sequences=samples, length=mean, micro_tokens=longest)
+    batch = SequenceBatch(sequences=samples, length=mean, micro_tokens=longest, prompt=PROMPT)
     # two forward passes: the policy's before the update, and the reference's
     passed = 2 * compute.pass_seconds(shape, parallel, cluster, batch, backward=False)
-    part = SequenceBatch(sequences=samples // steps, length=mean, micro_tokens=longest)
+    part = SequenceBatch(sequences=samples // steps, length=mean, micro_tokens=longest, prompt=PROMPT)
     recompute = () if shape.name == "llama-3.1-8b" else [WHOLE]
     passed += steps * compute.pass_seconds(shape, parallel, cluster, part, backward=True, recompute=recompute)
     passed += steps * compute.optimizer_seconds(shape, parallel, cluster, Precision.gpu("bfloat16"))

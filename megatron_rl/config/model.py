@@ -324,7 +324,7 @@ class RoleConfig:
     # For models with experts: train each token with the experts that the engine chose for it. Not with sglang.
     router_replay: bool = False
     # Compute a prompt once for all samples that begin with it, forward and backward, in updates and log-probs
-    # (docs/layouts.md). Needs packed, and cp 1; with Transformer Engine's layers it does nothing.
+    # (docs/layouts.md). Needs packed, and cp 1.
     shared_prefixes: bool = False
     mean_tokens: MeanTokens = field(default_factory=MeanTokens)  # what `plan` takes for the mean lengths
     sleep: bool = False  # move optimizer state and gradients to CPU memory between this role's turns

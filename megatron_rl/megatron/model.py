@@ -260,24 +260,26 @@ def build(
     *,
     temperature: float = 1.0,
     fused: bool = False,
+    attends: bool = True,
     triton: bool = False,
 ) -> list[PolicyModel]:
     """Returns this rank's model chunks: one, or `vpp` of them. Call with the layout's groups active.
 
-    `fused`: layers are Transformer Engine's. `triton`: what has Triton kernels takes them.
+    `fused`: layers are Transformer Engine's, and their attention is SDPAttention where the project `attends`. Layers of
+    the torch spec always have it. `triton`: what has Triton kernels takes them.
     """
     chunks = []
     for stage in range(config.virtual_pipeline_model_parallel_size or 1):
         virtual: dict[str, Any] = {"vp_stage": stage} if config.virtual_pipeline_model_parallel_size else {}
         chunk = PolicyModel(
             config=config,
-            transformer_layer_spec=_layer_spec(arch, config, virtual, fused=fused),
+            transformer_layer_spec=_layer_spec(arch, config, virtual, fused=fused, attends=attends),
             vocab_size=padded_vocab(arch.vocab, config.tensor_model_parallel_size),
             max_sequence_length=arch.config.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **virtual),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **virtual),
             share_embeddings_and_output_weights=arch.tied,
-            **_position_embedding(arch, fused=fused),
+            **_position_embedding(arch, attends=attends),
             **virtual,
         )
         chunk.temperature, chunk.true_vocab = temperature, arch.vocab
@@ -361,21 +363,24 @@ def _scale_embedding(chunk: PolicyModel, scale: float) -> None:
     chunk.embedding.register_forward_hook(scaled)
 
 
-def _position_embedding(arch: Architecture, *, fused: bool) -> dict[str, Any]:
-    """Returns the settings of core's rotary embedding, or of none for the torch spec, which applies its own."""
-    if fused:
-        return core_settings.rotary(arch.features)
-    return {"position_embedding_type": "none"}
+def _position_embedding(arch: Architecture, *, attends: bool) -> dict[str, Any]:
+    """Returns the settings of core's rotary embedding, or of none where SDPAttention attends, which applies its own."""
+    return {"position_embedding_type": "none"} if attends else core_settings.rotary(arch.features)
 
 
-def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str, int], *, fused: bool) -> Any:
+def _layer_spec(
+    arch: Architecture, config: TransformerConfig, virtual: dict[str, int], *, fused: bool, attends: bool
+) -> Any:
     """Returns core's description of the layers: its own with Transformer Engine, otherwise the project's torch spec."""
     if fused:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        return get_gpt_layer_with_transformer_engine_spec(
+        spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=arch.experts or None, moe_grouped_gemm=bool(arch.experts), qk_layernorm=arch.features.qk_norm
         )
+        if attends:
+            cast(Any, spec).submodules.self_attention.submodules.core_attention = _attention(arch)
+        return spec
     first, count = get_transformer_layer_offset(config, **virtual), get_num_layers_to_build(config, **virtual)
     sparse = [arch.is_sparse(number) for number in range(first, first + count)]
     made = {experts: _torch_layer(arch, config, experts=experts) for experts in {*sparse}}
@@ -403,13 +408,18 @@ def _torch_layer(arch: Architecture, config: TransformerConfig, *, experts: bool
     for part in (_submodules(mlp.experts), _submodules(mlp.shared_experts)) if experts else (mlp,):
         part.activation_func = ACTIVATIONS[arch.features.activation][1]
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = ModuleSpec(module=SDPAttention, params={"features": arch.features})
+    attention.core_attention = _attention(arch)
     if latent:
         layer.submodules.self_attention = ModuleSpec(
             module=LatentAttention, params={"features": arch.features}, submodules=attention
         )
     _set_norms(layer.submodules, arch, config)
     return layer
+
+
+def _attention(arch: Architecture) -> ModuleSpec:
+    """Returns the description of the project's own attention."""
+    return ModuleSpec(module=SDPAttention, params={"features": arch.features})
 
 
 def _set_norms(parts: Any, arch: Architecture, config: TransformerConfig) -> None:

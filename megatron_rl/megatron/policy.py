@@ -77,8 +77,8 @@ class MegatronPolicy:
         self.arch = hf.read_architecture(role.model.path)
         self._check_settings()
         self._shape = Shape(name=role.model.path, sizes=self.arch, features=self.arch.features)
-        self._rotary = None if self._fused else RotaryTable(self.arch)
-        self._flash = not self._fused and models.uses_flash(self.arch, role.model)
+        self._rotary = RotaryTable(self.arch) if self._attends else None
+        self._flash = self._attends and models.uses_flash(self.arch, role.model)
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
         with groups.active():
             if base is None:
@@ -114,8 +114,8 @@ class MegatronPolicy:
 
     @property
     def shares_prefixes(self) -> bool:
-        """True when the prompt of several rollouts is computed once. Transformer Engine's attention cannot do that."""
-        return self.role.shared_prefixes and not self._fused
+        """True when the prompt of several rollouts is computed once."""
+        return self.role.shared_prefixes
 
     def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None) -> Shares:
         """Cuts sequences of [S] lengths into micro-batches for the replicas. Not collective."""
@@ -336,13 +336,21 @@ class MegatronPolicy:
         """Tells whether layers are Transformer Engine's."""
         return models.uses_transformer_engine(self.arch, self.role.model.dtype, adapted=self.role.lora is not None)
 
+    @property
+    def _attends(self) -> bool:
+        """Tells whether the project's own attention is in the layers. It is in those of Transformer Engine, too, where
+        prompts are computed once: Transformer Engine has no attention for that."""
+        return not self._fused or self.role.shared_prefixes
+
     def _build(self, seed: int, *, deterministic: bool) -> tuple[Any, list[Any]]:
         """Makes the model of this rank with its weights. Returns core's config and the chunks, in their dtype."""
         role, fused = self.role, self._fused
         models.warn_of_slow_products(role.model, self.groups.control)
         config = models.transformer_config(self.arch, role.model, self.groups, deterministic=deterministic, fused=fused)
         triton = models.uses_triton(role.model, self.groups.control)
-        cores = models.build(self.arch, config, temperature=self._temperature, fused=fused, triton=triton)
+        cores = models.build(
+            self.arch, config, temperature=self._temperature, fused=fused, attends=self._attends, triton=triton
+        )
         self._fill(cores, seed)
         for core in cores if role.router_replay else ():
             replay.install(core)

@@ -73,8 +73,8 @@ class Pass:
 
 
 def make_micro_batch(batch: Batch, rotary: RotaryTable | None, *, cut: Cut, like: Tensor, start: int = 0) -> MicroBatch:
-    """Lays a batch out over the ranks of `cut`. `like` gives dtype and device of the model. `rotary`: None for layers
-    of Transformer Engine, which turn queries and keys themselves. A batch without sequences becomes a dummy without
+    """Lays a batch out over the ranks of `cut`. `like` gives dtype and device of the model. `rotary`: None where core
+    and Transformer Engine turn queries and keys, and attend. A batch without sequences becomes a dummy without
     labels, so that a rank with nothing to do still takes part. Sequences that share a prefix must be packed, on one
     context-parallel rank and with `rotary`."""
     part = batch if batch.num_sequences else batch.dummy(cut.multiple)

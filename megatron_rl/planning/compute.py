@@ -35,10 +35,23 @@ class SequenceBatch:
     length: float
     micro_tokens: int
     full: bool = False  # all lengths are equal and all micro-batches full, as in pre-training
+    prompt: float = 0.0  # tokens at the beginning of each, which have no label: the output layer does not read them
+    per_prompt: float = 1.0  # sequences with one prompt, which is computed once for all of them
+
+    @property
+    def repeated(self) -> float:
+        """Returns the number of prompts that are not computed, because another sequence has the same one."""
+        return self.sequences * (1 - 1 / self.per_prompt)
 
     @property
     def tokens(self) -> float:
-        return self.sequences * self.length
+        """Returns the number of tokens that are computed."""
+        return self.sequences * self.length - self.repeated * self.prompt
+
+    @property
+    def labels(self) -> float:
+        """Returns the number of tokens that go through the output layer."""
+        return self.sequences * (self.length - self.prompt)
 
     def micro_batches(self, parallel: Parallel) -> int:
         """Returns the number of micro-batches that one data-parallel replica computes."""
@@ -57,6 +70,7 @@ class EngineSetup:
     expert_parallel: bool = False
     compiled: bool = True  # true: a server's fused kernels; false: plain torch, one kernel for every operation
     keeps_prefix: bool = True  # the keys and values of a sequence stay for its next answer, as far as there is room
+    shares_prompt: bool = True  # samples with one prompt read it once, and share its keys and values
 
 
 def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
@@ -65,17 +79,26 @@ def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
     Attention is part of the dense layers.
     """
     own = flops.of_token(shape)
-    return own.layers + shape.sizes.num_layers * _attention_flops(shape, length), own.experts, own.head
+    attention = float(flops.attention(shape, [length])[0]) / length if length else 0.0
+    return own.layers + attention, own.experts, own.head
 
 
-def _attention_flops(shape: Shape, length: float) -> float:
-    """Returns one token's operations in a layer's causal attention, in the mean of the sequence and of the layers."""
-    return float(flops.attention(shape, [length])[0]) / length / shape.sizes.num_layers if length else 0.0
+def batch_flops(shape: Shape, batch: SequenceBatch) -> tuple[float, float, float]:
+    """Returns the operations of a token that is computed, in the mean of the batch, as `forward_flops` has them."""
+    own = flops.of_token(shape)
+    layers = own.layers + shape.sizes.num_layers * _batch_attention_flops(shape, batch)
+    return layers, own.experts, own.head * batch.labels / batch.tokens
+
+
+def _batch_attention_flops(shape: Shape, batch: SequenceBatch) -> float:
+    """Returns the operations in a layer's attention of a token that is computed, in the mean of batch and layers."""
+    whole, prompt = flops.attention(shape, [batch.length, batch.prompt]).tolist()
+    return (batch.sequences * whole - batch.repeated * prompt) / batch.tokens / shape.sizes.num_layers
 
 
 def train_flops(shape: Shape, batch: SequenceBatch) -> float:
     """Returns the operations of a forward and backward pass over the batch, without recomputation."""
-    return 3 * sum(forward_flops(shape, batch.length)) * batch.tokens
+    return 3 * sum(batch_flops(shape, batch)) * batch.tokens
 
 
 def pass_seconds(
@@ -96,7 +119,7 @@ def pass_seconds(
     layers = layer_seconds(shape, parallel, cluster, batch, tokens) * (3 if backward else 1)
     layers += recomputed_seconds(shape, parallel, cluster, batch, tokens, recompute) if backward else 0.0
     # the backward pass computes the logits again
-    head = _head_seconds(shape, parallel, cluster, tokens) * (4 if backward else 1)
+    head = _head_seconds(shape, parallel, cluster, tokens * batch.labels / batch.tokens) * (4 if backward else 1)
     stage = (
         layers * shape.sizes.num_layers / parallel.pp
         + head
@@ -108,7 +131,7 @@ def pass_seconds(
 
 def layer_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, batch: SequenceBatch, tokens: float) -> float:
     """Returns the seconds of one layer's forward pass over a micro-batch of `tokens` tokens, in the mean of layers."""
-    dense, _, _ = forward_flops(shape, batch.length)
+    dense, _, _ = batch_flops(shape, batch)
     own = tokens / parallel.cp
     seconds = own * dense / shape.sizes.num_layers / parallel.tp / _dense_rate(cluster, batch, own)
     return (
@@ -128,7 +151,7 @@ def recomputed_seconds(
     sizes, own = shape.sizes, tokens / parallel.cp
     sparse = sizes.expert_layers / sizes.num_layers
     flops = {
-        "core_attn": _attention_flops(shape, batch.length),
+        "core_attn": _batch_attention_flops(shape, batch),
         "mlp": (1 - sparse) * 2.0 * 3 * sizes.hidden * sizes.ffn,
         "shared_experts": sparse * 2.0 * 3 * sizes.hidden * sizes.shared_ffn,
     }
@@ -142,7 +165,7 @@ def _routed_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, batch: S
 
     Layers without experts are in the mean.
     """
-    _, experts, _ = forward_flops(shape, batch.length)
+    _, experts, _ = batch_flops(shape, batch)
     if not experts:
         return _expert_seconds(shape, parallel, cluster, own)
     rate = cluster.device.flops * cluster.device.expert_share * _share(batch, own)
@@ -248,7 +271,9 @@ def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw
     answers, response = draw.episode.answers, draw.response
     own = draw.samples / engine.replicas
     copies = shape.sizes.cache_copies(engine.tp)  # key/value heads are repeated when there are fewer than ranks
-    room = engine.kv_bytes * engine.tp / copies / kv_bytes(shape, width) / draw.length
+    per_prompt = draw.per_prompt if engine.shares_prompt else 1.0
+    held = draw.length - draw.prompt * (1 - 1 / per_prompt)
+    room = engine.kv_bytes * engine.tp / copies / kv_bytes(shape, width) / held
     rows = max(1.0, min(own, engine.max_batch, room))
     waves = own / rows
     context = draw.context(0) / 2 + draw.context(answers - 1) / 2 + response / 2  # in the mean of all answers
@@ -258,7 +283,7 @@ def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw
     late = decode_step_seconds(shape, engine, cluster, rows=max(1.0, rows / 8), context=late_context, width=width)
     kept = engine.keeps_prefix and own <= room
     rate = engine.tp * cluster.device.flops * cluster.device.dense_share * PARTIAL
-    prefill = own * _reading_flops(shape, draw, kept=kept) / rate
+    prefill = own * _reading_flops(shape, draw, kept=kept, per_prompt=per_prompt) / rate
     one = response * answers * full
     return RolloutCost(
         seconds=prefill + waves * one + behind * late, rows=rows, waves=waves,
@@ -277,17 +302,18 @@ def tool_seconds(draw: Draw, alone: float) -> float:
     return max(draw.samples * calls / episode.calls_at_once, alone + calls) if calls else 0.0
 
 
-def _reading_flops(shape: Shape, draw: Draw, *, kept: bool) -> float:
+def _reading_flops(shape: Shape, draw: Draw, *, kept: bool, per_prompt: float) -> float:
     """Returns the operations of reading what stands before the answers of one sample.
 
-    `kept`: of what stands before an answer only what is told after the last one is read, else all of it.
+    `kept`: of what stands before an answer only what is told after the last one is read, else all of it. `per_prompt`
+    samples read the prompt before their first answers once.
     """
     total = 0.0
     for answer in range(draw.episode.answers):
         end = draw.context(answer)
         start = end - draw.episode.told if kept and answer else 0.0
         # a token at place p attends to p others: from start to end as many as in the mean of a sequence of their sum
-        total += (end - start) * sum(forward_flops(shape, start + end)[:2])
+        total += (end - start) * sum(forward_flops(shape, start + end)[:2]) / (1 if answer else per_prompt)
     return total
 
 

@@ -54,6 +54,8 @@ class MicroBatchLoad:
     count: int = 1 << 20  # number of micro-batches in an optimizer step
     # what the backward pass computes again: WHOLE, or modules of a layer (config.schema.Model.recompute_modules)
     recompute: frozenset[str] = frozenset()
+    # tokens of prompts that stand with another sample: attention keeps their keys and values for each of its samples
+    behind: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +157,7 @@ def activations(
         # A x of every token, scaled; an adapter keeps the input of its matrix in place of the frozen matrix
         adapters = 0 if lora is None else len(adapted(shape.sizes, layers[0], lora)) * lora.rank
         whole += numbers.width * adapters * load.tokens / parallel.cp
+        whole += numbers.attended * load.behind * _kept_widths(shape, parallel, numbers)
         if WHOLE in load.recompute:
             kept, own = numbers.width * shape.sizes.hidden * _stream(parallel, load.tokens), whole
         else:
@@ -200,6 +203,13 @@ def _latent(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -
     low = stream * (ranks * (numbers.norm + w) + 4 * (2 if sizes.q_rank else 1) + w * sizes.rope_dim)
     attended = numbers.attended * (2 * sizes.head_dim + 2 * value)
     return low + own * heads * (attended + w * sizes.value_dim + 4)
+
+
+def _kept_widths(shape: Shape, parallel: Parallel, numbers: Precision) -> float:
+    """Returns the elements of a token's keys and values that a rank's attention keeps."""
+    sizes = shape.sizes
+    heads = (sizes.heads if sizes.kv_rank else sizes.kv_heads) / parallel.tp
+    return heads * (sizes.head_dim + (sizes.head_dim if numbers.pads_values else sizes.value_width))
 
 
 def _attention(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:

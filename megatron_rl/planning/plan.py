@@ -316,7 +316,7 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draw
     """Plans a role on the trainer's ranks. `draw`: the role's samples in a turn."""
     role, engine = config.roles[name], config.engine
     numbers, reference = Precision.gpu(role.model.dtype), role.loss.kl_coef > 0
-    held = memory.worst(shape, parallel, _micro(role), numbers, reference=reference, lora=role.lora)
+    held = memory.worst(shape, parallel, _micro(role, draw), numbers, reference=reference, lora=role.lora)
     shared = role.lora is not None and owners(config.roles).get(name, name) != name
     own = float(numbers.width * shapes.adapter_elements(shape, parallel, role.lora)) if role.lora is not None else 0.0
     if shared:  # another role's model is this one's too
@@ -342,8 +342,14 @@ def _frozen(role: RolePlan) -> RolePlan:
     return replace(role, training=held, host=weights if role.leaves else 0.0)
 
 
-def _micro(role: RoleConfig) -> MicroBatchLoad:
-    return MicroBatchLoad(tokens=role.micro_batch_tokens * role.layout.cp, recompute=memory.recomputed(role.model))
+def _micro(role: RoleConfig, draw: Draw | None) -> MicroBatchLoad:
+    """Returns a full micro-batch, and how many tokens of shared prompts its samples see beside their own: with the mean
+    lengths of a draw, for with the longest ones hardly two samples of a prompt fit."""
+    tokens, behind = role.micro_batch_tokens * role.layout.cp, 0.0
+    if role.shared_prefixes and draw is not None:
+        batch = _batch(role, draw, draw.samples)
+        behind = tokens * batch.repeated * batch.prompt / batch.tokens
+    return MicroBatchLoad(tokens=tokens, behind=round(behind), recompute=memory.recomputed(role.model))
 
 
 def _server(
@@ -375,6 +381,7 @@ def _engine(config: TrainConfig, ranks: int, cache: float) -> EngineSetup:
             kv_bytes=cache,
             expert_parallel=settings.expert_parallel,
             keeps_prefix=not NO_CACHE & set(settings.args),
+            shares_prompt=not NO_CACHE & set(settings.args),
         )
     # the embedded engine's cache grows as it must
     return EngineSetup(
@@ -418,12 +425,10 @@ def _turn(
     phases["refit"] = sent.seconds
     drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
     beside = min(drawn, sum(phases.values()) - drawn) if config.rollouts.max_staleness else 0.0
-    batch = SequenceBatch(
-        sequences=draw.samples, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp
-    )
+    batch = _batch(role, draw, draw.samples)
     return TurnPlan(
         role=work.role, times=work.times, phases=phases, hidden=beside,
-        generated=sum(d.samples * d.written for d in work.draws), trained=batch.tokens,
+        generated=sum(d.samples * d.written for d in work.draws), trained=draw.samples * draw.length,
         flops=compute.train_flops(shape, batch), sent=sent.sent, rows=rows, episodes=episodes,
     )  # fmt: skip
 
@@ -465,7 +470,7 @@ def _episode(config: TrainConfig, draw: Draw, found: compute.RolloutCost) -> Epi
     role = config.roles[draw.role]
     return EpisodePlan(
         role=draw.role, estimate=draw.episode, answer=draw.response, longest=longest_context(role, draw.episode),
-        micro_batch=_micro(role).tokens if role.has_policy else None, kept=found.kept, waiting=found.waiting,
+        micro_batch=_micro(role, draw).tokens if role.has_policy else None, kept=found.kept, waiting=found.waiting,
     )  # fmt: skip
 
 
@@ -474,16 +479,19 @@ def _writers(role: RoleConfig) -> int:
     return 1 if role.tandem is None else 2
 
 
+def _batch(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
+    """Returns the batch of one pass over so many samples of a draw."""
+    return SequenceBatch(
+        sequences=sequences, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp,
+        prompt=draw.prompt, per_prompt=draw.per_prompt if role.shared_prefixes else 1.0,
+    )  # fmt: skip
+
+
 def _training(role: RoleConfig, cluster: Cluster, draw: Draw, shape: Shape, parallel: Parallel) -> dict[str, float]:
     """Returns the seconds of an update's phases, rollouts and refit left out."""
     numbers, stage = Precision.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
     steps = -(-draw.samples // (role.samples_per_optimizer_step or draw.samples))
-    batch = SequenceBatch(
-        sequences=draw.samples, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp
-    )
-    part = SequenceBatch(
-        sequences=-(-draw.samples // steps), length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp
-    )
+    batch, part = _batch(role, draw, draw.samples), _batch(role, draw, -(-draw.samples // steps))
     forward = compute.pass_seconds(shape, parallel, cluster, batch, backward=False)
     weights = numbers.width * shapes.counts(shape, parallel, stage).all
     if role.lora is not None:

@@ -25,6 +25,7 @@ class Draw:
     prompt: float  # mean tokens of a prompt
     response: float  # mean tokens of an answer
     longest: int  # most tokens of an answer
+    per_prompt: float = 1.0  # samples with one prompt, in the mean
     episode: EpisodeEstimate = field(default_factory=EpisodeEstimate)
 
     @property
@@ -76,15 +77,17 @@ def step_work(
     if recipe is None:
         turns, group = list(config.roles), config.recipe.args.get("group_size", 1)
         drawn = {name: {name: group} for name in turns}
+        alike: Mapping[str, Mapping[str, int]] = drawn
     else:
         schedule, parts = recipe.schedule(), recipe.roles()
         turns = [name for roles in _middle(schedule) for name in roles]
         drawn = {name: parts[name].drawn or {name: parts[name].samples} for name in turns}
+        alike = {name: parts[name].per_prompt for name in turns}
     own = {
         name: {**drawn[name], **{to: n for (turn, to), n in (draws or {}).items() if turn == name}} for name in turns
     }
     return [
-        TurnWork(role=name, draws=_draws(config, own[name], fills, episodes), times=turns.count(name))
+        TurnWork(role=name, draws=_draws(config, own[name], alike[name], fills, episodes), times=turns.count(name))
         for name in dict.fromkeys(turns)
     ]
 
@@ -182,6 +185,7 @@ def build_recipe(config: TrainConfig) -> tuple[Any | None, list[str]]:
 def _draws(
     config: TrainConfig,
     drawn: Mapping[str, float],
+    alike: Mapping[str, int],
     fills: Mapping[str, float],
     episodes: Mapping[str, EpisodeEstimate],
 ) -> list[Draw]:
@@ -195,6 +199,7 @@ def _draws(
                 prompt=prompt,
                 response=response,
                 longest=longest,
+                per_prompt=max(1.0, min(each, alike.get(name, 1))),
                 episode=episodes[name],
             )
         )

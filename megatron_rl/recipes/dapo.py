@@ -44,7 +44,8 @@ class Dapo(Grpo):
 
     def roles(self) -> Mapping[str, Part]:
         drawn = self.group_size * (self.dynamic_sampling.oversampling if self.dynamic_sampling else 1)
-        return {GENERATOR: Part(samples=self.group_size, drawn={GENERATOR: drawn})}
+        group = {GENERATOR: self.group_size}
+        return {GENERATOR: Part(samples=self.group_size, drawn={GENERATOR: drawn}, per_prompt=group)}
 
     def check(self, config: TrainConfig) -> None:
         if self.overlong is not None:

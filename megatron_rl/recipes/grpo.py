@@ -22,7 +22,8 @@ class Grpo(Recipe):
         check_arguments(self, groups=["group_size"], positive=["updates"], templates={"template": ["question"]})
 
     def roles(self) -> Mapping[str, Part]:
-        return {GENERATOR: Part(samples=self.group_size, drawn={GENERATOR: self.group_size})}
+        group = {GENERATOR: self.group_size}
+        return {GENERATOR: Part(samples=self.group_size, drawn=group, per_prompt=group)}
 
     def schedule(self) -> Schedule:
         return [[(GENERATOR,)]] * self.updates

@@ -53,9 +53,10 @@ class Pairwise(Recipe):
     def roles(self) -> Mapping[str, Part]:
         orders, others = 1 + self.both_orders, self.group_size - 1
         asked = self.judgements * orders
-        judge = Part(trained=self.judge_warmup + self.judge_turns > 0, samples=asked, drawn={JUDGE: asked})
-        drawn = {GENERATOR: self.group_size, JUDGE: others * orders}
-        return {GENERATOR: Part(samples=others, drawn=drawn), JUDGE: judge}
+        trained, alike = self.judge_warmup + self.judge_turns > 0, {JUDGE: self.judgements}
+        judge = Part(trained=trained, samples=asked, drawn={JUDGE: asked}, per_prompt=alike)
+        drawn, alike = {GENERATOR: self.group_size, JUDGE: others * orders}, {GENERATOR: self.group_size}
+        return {GENERATOR: Part(samples=others, drawn=drawn, per_prompt=alike), JUDGE: judge}
 
     def schedule(self) -> Schedule:
         return [[(JUDGE,)]] * self.judge_warmup + [[(GENERATOR,), *[(JUDGE,)] * self.judge_turns]] * self.updates

@@ -71,8 +71,9 @@ class Rubric(Recipe):
     def roles(self) -> Mapping[str, Part]:
         asked = self.group_size * self.criteria * self.judgements
         drawn = {GENERATOR: self.group_size, JUDGE: asked}
-        judge = Part(trained=self.train_judge, samples=asked, drawn=drawn)
-        return {GENERATOR: Part(samples=self.group_size, drawn=drawn), JUDGE: judge}
+        alike = {GENERATOR: self.group_size, JUDGE: self.judgements}
+        judge = Part(trained=self.train_judge, samples=asked, drawn=drawn, per_prompt=alike)
+        return {GENERATOR: Part(samples=self.group_size, drawn=drawn, per_prompt=alike), JUDGE: judge}
 
     def schedule(self) -> Schedule:
         return [[(GENERATOR, JUDGE) if self.train_judge else (GENERATOR,)]] * self.updates

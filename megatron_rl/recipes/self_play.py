@@ -85,10 +85,11 @@ class SelfPlay(Recipe):
 
     def roles(self) -> Mapping[str, Part]:
         drawn = {PROPOSER: self.proposals, SOLVER: self.proposals * self.answers}
+        alike = {PROPOSER: self.proposals, SOLVER: self.answers}
         if not self.proposer_turns:
-            return {role: Part(samples=samples, drawn=drawn) for role, samples in drawn.items()}
-        alone = Part(samples=self.answers, drawn={PROPOSER: 1, SOLVER: self.answers})
-        return {PROPOSER: Part(samples=self.proposals, drawn=drawn), SOLVER: alone}
+            return {role: Part(samples=samples, drawn=drawn, per_prompt=alike) for role, samples in drawn.items()}
+        alone = Part(samples=self.answers, drawn={PROPOSER: 1, SOLVER: self.answers}, per_prompt=alike)
+        return {PROPOSER: Part(samples=self.proposals, drawn=drawn, per_prompt=alike), SOLVER: alone}
 
     def schedule(self) -> Schedule:
         if not self.proposer_turns:

@@ -103,8 +103,13 @@ class TangoTurns(Recipe):
 
     def roles(self) -> Mapping[str, Part]:
         n, own = self.group_size, self.verifications
-        generator = Part(trained=self.train_generator, samples=n, drawn={self.solver: n, VERIFIER: n * self.votes})
-        verifier = Part(trained=self.train_verifier, samples=own, drawn={self.solver: 1, VERIFIER: own})
+        generator = Part(
+            trained=self.train_generator, samples=n, drawn={self.solver: n, VERIFIER: n * self.votes},
+            per_prompt={self.solver: n, VERIFIER: self.votes},
+        )  # fmt: skip
+        verifier = Part(
+            trained=self.train_verifier, samples=own, drawn={self.solver: 1, VERIFIER: own}, per_prompt={VERIFIER: own}
+        )
         return {self.solver: generator, VERIFIER: verifier}
 
     def schedule(self) -> Schedule:

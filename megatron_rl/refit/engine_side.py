@@ -162,5 +162,6 @@ def order_from_json(value: dict[str, Any]) -> RefitOrder:
     return RefitOrder(
         version=value["version"],
         verify=value["verify"],
+        sums_on=value["sums_on"],
         base={int(rank): version for rank, version in value["base"].items()},
     )

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from megatron_rl.refit import delta, messages
@@ -26,6 +25,7 @@ from megatron_rl.refit.base import (
     TransportError,
     as_words,
 )
+from megatron_rl.refit.checksums import Place, checksums
 from megatron_rl.refit.messages import (
     CHECKSUM_BYTES,
     BucketMessage,
@@ -61,6 +61,7 @@ class RefitOrder:
 
     version: int
     verify: Verify = "sample"
+    sums_on: Place = "host"  # where checksums are computed
     base: dict[int, int] = field(default_factory=dict)  # destination -> version that it holds, for deltas to build on
     keeps_sent: bool = False  # whether sources keep what they send, to find the changes against it in the next refit
 
@@ -189,11 +190,11 @@ class Exchange:
         out.local += message.bucket.elements * self._dtype.itemsize
         checked = message.checked(order.verify, order.version)
         out.checked += len(checked)
-        sums = torch.tensor(
-            [checksum(sources.read(m.source_name, m.source), self._dtype) for m in checked], dtype=torch.int64
-        )
+        if not checked:
+            return
+        sums = checksums((sources.read(m.source_name, m.source) for m in checked), self._dtype, order.sums_on)
         try:
-            self._compare(checked, sums.view(torch.uint8), message.bucket)
+            self._compare(checked, sums.view(torch.uint8), message.bucket, order.sums_on)
         except Mismatch as error:
             out.mismatch = out.mismatch or str(error)
 
@@ -240,7 +241,7 @@ class Exchange:
                 )
                 self._last[message.number] = (order.version, kept)
                 out.delta_seconds += time.perf_counter() - begun
-            self._put_checksums(checked, whole[end : end + sums])
+            self._put_checksums(checked, whole[end : end + sums], order.sums_on)
             pieces = self._pieces(alone, whole[end + sums :], transport.streams)
             handle = transport.send(
                 peer, message.label(order.version), whole[: end + sums], size_known=not head, pieces=pieces
@@ -286,7 +287,7 @@ class Exchange:
                 return
             try:
                 whole = handle.wait(deadline).to(self._side.device)
-                self._land(message, joined, loose, whole, size_known, checked, out)
+                self._land(message, joined, loose, whole, size_known, checked, order.sums_on, out)
             except TransportError as error:
                 out.lost_sources.setdefault(bucket.source, str(error))
             except ValueError as error:
@@ -307,6 +308,7 @@ class Exchange:
         whole: Tensor,
         size_known: bool,
         checked: Sequence[SliceMove],
+        sums_on: Place,
         out: ExchangeOutcome,
     ) -> None:
         """Writes a received message to the parameters and checks it.
@@ -329,7 +331,7 @@ class Exchange:
         self._write(loose, whole[end + sums :].view(self._dtype) if loose else values)
         out.received += message.bucket.elements * width if size_known else end
         out.checked += len(checked)
-        self._compare(checked, whole[end : end + sums], message.bucket)
+        self._compare(checked, whole[end : end + sums], message.bucket, sums_on)
 
     def _write(self, runs: Sequence[SliceRun], values: Tensor) -> None:
         """Writes values that lie end to end to the runs they belong to."""
@@ -374,19 +376,23 @@ class Exchange:
         version, old = self._last.get(number, (None, None))
         return delta.encode(values, old if version == base else None, whole)
 
-    def _put_checksums(self, checked: Sequence[SliceMove], place: Tensor) -> None:
+    def _put_checksums(self, checked: Sequence[SliceMove], place: Tensor, sums_on: Place) -> None:
         """Writes the checksums of the checked slices to `place`, uint8 [8 * slices]."""
         if checked:
-            assert self._side.sources is not None
-            sums = [checksum(self._side.sources.read(m.source_name, m.source), self._dtype) for m in checked]
-            place.copy_(torch.tensor(sums, dtype=torch.int64).view(torch.uint8))
+            sources = self._side.sources
+            assert sources is not None
+            own = checksums((sources.read(m.source_name, m.source) for m in checked), self._dtype, sums_on)
+            place.copy_(own.view(torch.uint8))
 
-    def _compare(self, checked: Sequence[SliceMove], sums: Tensor, bucket: RefitBucket) -> None:
-        """Raises Mismatch unless the slices in this rank's parameters have these checksums."""
-        assert self._side.targets is not None
-        wanted = sums.cpu().clone().view(torch.int64).tolist()
-        for move, want in zip(checked, wanted, strict=True):
-            found = checksum(self._side.targets.read(move.destination_name, move.destination), self._dtype)
+    def _compare(self, checked: Sequence[SliceMove], wanted: Tensor, bucket: RefitBucket, sums_on: Place) -> None:
+        """Raises Mismatch unless the slices in this rank's parameters have the `wanted` checksums, uint8 [8 * n]."""
+        if not checked:
+            return
+        targets = self._side.targets
+        assert targets is not None
+        own = checksums((targets.read(m.destination_name, m.destination) for m in checked), self._dtype, sums_on)
+        both = torch.stack([own, wanted.clone().view(torch.int64).to(own.device)]).tolist()
+        for move, found, want in zip(checked, *both, strict=True):
             if found != want:
                 part = move.destination
                 raise Mismatch(
@@ -394,13 +400,6 @@ class Exchange:
                     f"{part.row + part.rows}, is not {move.source_name} of trainer rank {bucket.source}: checksums "
                     f"{found:x} and {want:x} differ"
                 )
-
-
-def checksum(values: Tensor, dtype: torch.dtype) -> int:
-    """Returns the checksum of the bytes of `values` in `dtype`: 64 bits (XXH3) as a signed number."""
-    flat = values.detach().to(dtype).contiguous().view(-1).view(torch.uint8).cpu()
-    number = xxhash.xxh3_64_intdigest(flat.numpy().data)
-    return number - (1 << 64) if number >> 63 else number
 
 
 def _gather(parameters: Readable, parts: Sequence[NamedPart], out: Tensor) -> None:

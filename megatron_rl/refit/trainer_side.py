@@ -20,6 +20,7 @@ from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit import heap
 from megatron_rl.refit.base import Added, Deadline, Mismatch, RefitError, Sums, Tensors, TransportError
 from megatron_rl.refit.board import Address, Board
+from megatron_rl.refit.checksums import place_for
 from megatron_rl.refit.engine_side import Endpoint
 from megatron_rl.refit.exchange import Exchange, ExchangeOutcome, LocalSide, RefitOrder
 from megatron_rl.refit.topology import Topology
@@ -183,6 +184,7 @@ class TrainerSide:
         order = RefitOrder(
             version=version,
             verify=self._settings.verify,
+            sums_on=place_for(self._device),
             base={} if fresh else base,
             keeps_sent=self._delta_pays,
         )

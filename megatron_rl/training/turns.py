@@ -103,6 +103,7 @@ class Part:
     drawn: Mapping[str, int] = field(
         default_factory=dict
     )  # samples per problem that each role draws in a turn of this one; for plans
+    per_prompt: Mapping[str, int] = field(default_factory=dict)  # of these, samples with one prompt; without it: 1
     episode: EpisodeEstimate = field(default_factory=EpisodeEstimate)  # of a role that answers several times; for plans
 
 

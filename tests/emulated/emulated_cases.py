@@ -178,12 +178,14 @@ def actor(own: Path, family: str, case: dict[str, Any], sizes: dict[str, Any] | 
     return {name: float(value) for name, value in errors.items()} | rests(own, policy)
 
 
-def prefixes(own: Path, family: str, dtype: str, sizes: dict[str, Any] | None = None) -> dict[str, float]:
-    """Compares an update that may compute shared prompts once with one that computes all of them."""
+def prefixes(
+    own: Path, family: str, dtype: str, sizes: dict[str, Any] | None = None, layout: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """Compares an update that computes shared prompts once with one that computes all of them."""
     path, found = make(own, family, **({"num_hidden_layers": 2} | (sizes or {}))), {}
     for shared in (True, False):
         with LEDGER.part("build"):
-            policy = make_sharing(path, {"dtype": dtype}, shared=shared)
+            policy = make_sharing(path, {"dtype": dtype, "layout": layout or {}}, shared=shared)
         rollouts = make_groups(VOCAB)
         with LEDGER.part("statistics"):
             logprobs = logprobs_of(policy, rollouts)
@@ -196,6 +198,7 @@ def prefixes(own: Path, family: str, dtype: str, sizes: dict[str, Any] | None = 
         "grad_norm": abs(metrics["grad_norm"] / others["grad_norm"] - 1),
         "shared_tokens": metrics["shared_tokens"],
         "flash": LEDGER.kernels["update", "_varlen_attn"],
+        "fused": float(policy._fused),
     }
 
 
@@ -357,9 +360,11 @@ def growth(decoder: Decoder) -> float:
     return max(seen) / (allocated_bytes() - before)
 
 
-def refit(own: Path, family: str, dtype: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
+def refit(
+    own: Path, family: str, dtype: str, layout: dict[str, Any] | None = None, sizes: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Brings an engine of this process to a policy's weights, before and after an update, with and without deltas."""
-    path = make(own, family)
+    path = make(own, family, **(sizes or {}))
     role = RoleConfig(
         model=Model(path=path, dtype=dtype), layout=Layout(**(layout or {})), loss=LossConfig(kl_coef=0.0),
         optimizer=Optimizer(lr=1e-2), micro_batch_tokens=60,

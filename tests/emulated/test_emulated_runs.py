@@ -224,6 +224,19 @@ def test_a_refit_of_an_engine_in_the_same_process(emulated, name):
     check_waits(found)
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "tp"])
+def test_no_wait_of_a_refit_is_added_to_a_layer(emulated, name):
+    """The host waited for the checksum of each slice. Now the GPU computes them, and the host waits for a message's."""
+    family, dtype, ranks, layout = REFITS[name]
+    two, four = (
+        emulated.run(
+            "refit", ranks=ranks, family=family, dtype=dtype, layout=layout, sizes={"num_hidden_layers": layers}
+        )
+        for layers in (2, 4)
+    )
+    assert not grown(two.waits, four.waits, allowed(), by="layers")
+
+
 def test_a_refit_of_an_engine_in_another_process_on_the_same_gpu(emulated):
     """Messages lie in the GPU's memory, which the engine opens by a handle."""
     found = emulated.run("cuda_ipc", ranks=2)

@@ -7,7 +7,7 @@ from emulated_ledger import allowed, grown
 from emulated_server import Server
 from test_emulated_runs import HALF, TWO, actor, check_actor, check_waits
 
-SP = {"tp": 2, "sequence_parallel": True}
+SP, PP = {"tp": 2, "sequence_parallel": True}, {"pp": 2}
 ACTORS = {
     "packed": actor("qwen2", **HALF),
     "padded": actor("qwen2", packed=False, **HALF),
@@ -37,10 +37,17 @@ def test_an_actor_on_fused_layers_gives_the_numbers_of_transformers(fused, name)
     check_waits(found)
 
 
-def test_fused_layers_compute_a_prompt_for_every_sample(fused):
-    """Transformer Engine has no attention over packed sequences that begin with a common prompt."""
-    (errors,) = fused.run("prefixes", family="qwen2", dtype="bfloat16").answers
-    assert errors["shared_tokens"] == errors["logprobs"] == errors["grad_norm"] == 0.0
+@pytest.mark.parametrize(
+    ("family", "ranks", "layout"), [("qwen2", 1, {}), ("qwen3", 2, SP), ("qwen3_moe", 2, {"ep": 2}), ("llama", 2, PP)]
+)
+def test_fused_layers_compute_a_shared_prompt_once(fused, family, ranks, layout):
+    """The project's own attention stands in them then, for Transformer Engine has none that could do it. The repeated
+    form has Transformer Engine's."""
+    found = fused.run("prefixes", ranks=ranks, family=family, dtype="bfloat16", layout=layout)
+    for errors in found.answers:
+        assert errors["fused"] and errors["shared_tokens"] > 0 and errors["flash"] > 0
+        assert errors["logprobs"] < 0.1 and errors["grad_norm"] < 0.1
+    check_waits(found)
 
 
 def test_the_host_does_not_wait_for_fused_layers(fused):

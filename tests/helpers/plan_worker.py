@@ -1,7 +1,8 @@
 """Runs on every rank: bytes that the actor really holds, for the cases in a JSON file, beside those that
 planning/memory.py expects.
 
-plan_worker.py OUT CASES.json     under run_ranks; a case: {model, layout, dtype, recompute, modules, lengths, micro}
+plan_worker.py OUT CASES.json     under run_ranks; a case: {model, layout, dtype, recompute, modules, lengths, micro},
+and {prompt, group}: so many samples, one after the other, begin with one prompt of so many tokens, computed once.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +74,15 @@ def optimizer_tensors(optimizer: Any):
             yield from (master for master in group if master is not None)
 
 
-def make_rollouts(vocab: int, lengths: list[int]) -> list[Rollout]:
-    g = torch.Generator().manual_seed(0)
-    return [
-        Rollout(
-            role="generator",
-            group=str(i),
-            tokens=torch.randint(0, vocab, (n,), generator=g).numpy(),
-            logprobs=np.zeros(n),
-            spans=spans_of((1, Author.ENVIRONMENT, -1), (n - 1, Author.POLICY, 0)),
-            advantages=1.0,
-        )
-        for i, n in enumerate(lengths)
-    ]
+def make_rollouts(vocab: int, lengths: list[int], prompt: int = 1, group: int = 1) -> list[Rollout]:
+    g, out = torch.Generator().manual_seed(0), []
+    for i, n in enumerate(lengths):
+        tokens = torch.randint(0, vocab, (n,), generator=g).numpy()
+        tokens[:prompt] = out[i - i % group].tokens[:prompt] if i % group else tokens[:prompt]
+        spans = spans_of((prompt, Author.ENVIRONMENT, -1), (n - prompt, Author.POLICY, 0))
+        own = Rollout(role="generator", group=str(i // group), tokens=tokens, logprobs=np.zeros(n), spans=spans)
+        out.append(replace(own, advantages=1.0))
+    return out
 
 
 def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -94,13 +92,14 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     role = RoleConfig(
         model=Model(path=case["model"], dtype=dtype, recompute=recompute, recompute_modules=modules), layout=layout,
         loss=LossConfig(kl_coef=0.0), micro_batch_tokens=case["micro"],
-        lora=Lora(**case["lora"]) if "lora" in case else None,
+        lora=Lora(**case["lora"]) if "lora" in case else None, shared_prefixes="group" in case,
     )  # fmt: skip
     policy = MegatronPolicy(role, parallel.create(layout))
     parameters = storages(p for _, p in models.named_parameters(policy.chunks))
     saved = Saved(set(parameters))
     loss = WeightedLogprobs()
-    work, _ = work_of(policy, make_rollouts(policy.arch.vocab, case["lengths"]), loss)
+    prompts = {name: case[name] for name in ("prompt", "group") if name in case}
+    work, _ = work_of(policy, make_rollouts(policy.arch.vocab, case["lengths"], **prompts), loss)
     packed = [*policy._micro_batches(work, 0)]  # sequences seldom fill the budget
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda kept: kept.tensor):
         policy.update(work, 0, loss)
@@ -112,8 +111,10 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     }
     shape = read_shape(case["model"])
     cut = Parallel.of(layout, dist.get_world_size(), experts=bool(shape.sizes.experts))
+    fullest = max(packed, key=lambda part: part.tokens.numel())
     micro = MicroBatchLoad(
-        tokens=layout.cp * max(part.tokens.numel() for part in packed),
+        tokens=layout.cp * fullest.tokens.numel(),
+        behind=0 if fullest.batch.shared is None else int(fullest.batch.shared.sum()),
         count=len(packed),
         recompute=memory.recomputed(role.model),
     )

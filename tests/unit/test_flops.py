@@ -81,3 +81,14 @@ def test_plans_count_the_same():
     shape = read_shape("qwen3-30b-a3b")
     batch = SequenceBatch(sequences=4, length=512.0, micro_tokens=2048)
     assert compute.train_flops(shape, batch) == pytest.approx(flops.count(shape, np.full(4, 512)).training)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize(("per_prompt", "behind"), [(1, [0, 0, 0, 0]), (2, [0, 200, 0, 200]), (4, [0, 200, 200, 200])])
+def test_plans_count_prompts_and_shared_prompts_the_same(name, per_prompt, behind):
+    """A prompt's tokens do not go through the output layer, and a shared prompt is computed once."""
+    shape, lengths = read_shape(name), np.full(4, 512)
+    batch = SequenceBatch(sequences=4, length=512.0, micro_tokens=2048, prompt=200.0, per_prompt=per_prompt)
+    counted = flops.count(shape, lengths, shared=np.array(behind), labels=4 * 312)
+    assert batch.tokens == lengths.sum() - sum(behind) and batch.labels == 4 * 312
+    assert compute.train_flops(shape, batch) == pytest.approx(counted.training)

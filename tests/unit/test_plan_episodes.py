@@ -86,6 +86,23 @@ def test_what_stands_before_an_answer_is_read_once_where_it_is_kept_and_else_eac
     assert found.kept == (len(read[1]) == 20) and found.rows == pytest.approx(8 if setup.kv_bytes == 4e10 else 7.5)
 
 
+def test_the_prompt_of_a_group_is_read_once_and_its_cache_is_shared():
+    """Four samples of each prompt: a quarter of the prompts is read, and room for seven whole samples holds eight."""
+    draw = replace(THREE, per_prompt=4)
+
+    def seconds(setup, draw):
+        return compute.rollout_cost(SHAPE, setup, CLUSTER, draw, width=2).seconds
+
+    rate = CLUSTER.device.flops * CLUSTER.device.dense_share * compute.PARTIAL
+    spared = seconds(ENGINE, THREE) - seconds(ENGINE, draw)
+    assert spared == pytest.approx(8 * 3 / 4 * reading(range(100)) / rate, rel=1e-6)
+    forgetful = replace(ENGINE, shares_prompt=False)
+    assert seconds(forgetful, draw) == seconds(ENGINE, THREE)
+    tight = replace(ENGINE, kv_bytes=7.5 * 290 * compute.kv_bytes(SHAPE, 2))
+    assert compute.rollout_cost(SHAPE, tight, CLUSTER, draw, width=2).rows == 8
+    assert compute.rollout_cost(SHAPE, tight, CLUSTER, THREE, width=2).rows == pytest.approx(7.5)
+
+
 def test_a_role_that_answers_once_is_planned_as_before():
     draw = Draw(role="", samples=64, prompt=200, response=300, longest=800)
     found = compute.rollout_cost(SHAPE, ENGINE, CLUSTER, draw, width=2)
