@@ -338,18 +338,17 @@ class MegatronPolicy:
 
     @property
     def _attends(self) -> bool:
-        """Tells whether the project's own attention is in the layers. It is in those of Transformer Engine, too, where
-        prompts are computed once: Transformer Engine has no attention for that."""
+        """Tells whether the layers have the project's attention. Transformer Engine has none for shared prompts."""
         return not self._fused or self.role.shared_prefixes
 
     def _build(self, seed: int, *, deterministic: bool) -> tuple[Any, list[Any]]:
         """Makes the model of this rank with its weights. Returns core's config and the chunks, in their dtype."""
-        role, fused = self.role, self._fused
+        role, fused, attends = self.role, self._fused, self._attends
         models.warn_of_slow_products(role.model, self.groups.control)
         config = models.transformer_config(self.arch, role.model, self.groups, deterministic=deterministic, fused=fused)
         triton = models.uses_triton(role.model, self.groups.control)
         cores = models.build(
-            self.arch, config, temperature=self._temperature, fused=fused, attends=self._attends, triton=triton
+            self.arch, config, temperature=self._temperature, fused=fused, attends=attends, triton=triton
         )
         self._fill(cores, seed)
         for core in cores if role.router_replay else ():

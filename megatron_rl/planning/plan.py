@@ -7,21 +7,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_rl.config.episodes import EpisodeEstimate
-from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig, Servers, TrainConfig
+from megatron_rl.config.schema import ConfigError, Embedded, Layout, Servers, TrainConfig
 from megatron_rl.models.adapters import owners
 from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
 from megatron_rl.planning import compute, memory, shapes
-from megatron_rl.planning.compute import EngineSetup, SequenceBatch
+from megatron_rl.planning.compute import EngineSetup
 from megatron_rl.planning.hardware import Cluster
-from megatron_rl.planning.memory import MicroBatchLoad, Precision, TrainingBytes
+from megatron_rl.planning.memory import Precision, TrainingBytes
+from megatron_rl.planning.phases import TurnPlan, colocated, micro_batch, plan_turn, writers_of
 from megatron_rl.planning.shapes import Parallel, Shape
 from megatron_rl.planning.workload import Draw, TurnWork, longest_context
 
-GRADING_S = 0.02  # one of reward.workers grades one response
 PER_NODE = 8  # GPUs of a node where no cluster is named
 ENGINE_WORKSPACE = 3 * memory.GIB  # a server's activations of a prefill and its CUDA graphs, on each GPU
 ASLEEP = 2 * memory.GIB  # of a GPU that a sleeping server keeps: its CUDA context, NCCL's buffers, CUDA graphs. Assumed
-CHANGE_S = 1.0  # the orders to servers and supervisors, and freeing memory, when the GPUs change hands. Assumed
 NO_CACHE = frozenset(["--no-enable-prefix-caching", "--disable-radix-cache"])  # words of engine.args
 
 
@@ -58,61 +57,6 @@ class ServerPlan:
     sequences: float  # number of sequences of the greatest length that fit into one server's cache
     share: float  # bytes of the GPU that it takes while it generates
     asleep: float  # bytes that it keeps while the trainer has its GPU; 0 on GPUs of its own
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpisodePlan:
-    """The assumptions of a turn's plan on a role that answers several times in a sample, and what follows from them."""
-
-    role: str
-    estimate: EpisodeEstimate
-    answer: float  # mean tokens of an answer
-    longest: int  # tokens of the longest sample
-    micro_batch: int | None  # tokens that a micro-batch of the role takes; None: it has no policy
-    kept: bool  # what stands before an answer is kept in the engine
-    waiting: float  # seconds that tools take longer than the generation that runs beside them
-
-    def __str__(self) -> str:
-        own = self.estimate
-        parts = [
-            f"{self.role} is taken to answer {own.answers} times in an episode, in {self.answer:.0f} tokens each",
-            f"between two answers it is told {own.told} tokens, and its longest sample has {self.longest:,}",
-            "an engine keeps what it has read of an episode until the next answer"
-            if self.kept
-            else "before each answer an engine reads again all that stands before it",
-        ]
-        if own.tool_s:
-            beside = f"{self.waiting:,.0f} s longer than generation takes" if self.waiting else "hidden by generation"
-            parts.append(
-                f"tools take {own.tool_s:g} s between two answers, {own.calls_at_once} calls at once, beside the "
-                f"generation of other episodes: {beside}"
-            )
-        if self.micro_batch is not None and self.longest > self.micro_batch:
-            parts.append(
-                f"a sample of more than {self.micro_batch:,} tokens would stop the run: raise "
-                f"roles.{self.role}.micro_batch_tokens, or let episodes end before"
-            )
-        return "; ".join(parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnPlan:
-    """The seconds of one turn by phase, in order, and the tokens of it."""
-
-    role: str
-    times: int  # turns like this one in a step
-    phases: Mapping[str, float]
-    hidden: float  # seconds of generation that run beside training and are not waited for
-    generated: float  # tokens that are generated
-    trained: float  # tokens that are trained on
-    flops: float  # operations of the training itself, all GPUs together
-    sent: float  # bytes that the refit sends
-    rows: Mapping[str, float]  # sequences decoded together at one engine, by role
-    episodes: Sequence[EpisodePlan] = ()  # of the roles that answer several times in one
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.phases.values()) - self.hidden
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +211,7 @@ def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], wor
     owners = config.server_owners
     caches = {server.role: max(server.cache, 1.0) for server in servers}
     engines = {name: _engine(config, ranks, caches.get(owners.get(name, name), 0.0)) for name in config.roles}
-    turns = [_turn(config, cluster, turn, models, parallels, engines) for turn in work]
+    turns = [plan_turn(config, cluster, turn, models, parallels, engines) for turn in work]
     return RunPlan(cluster=cluster, ranks=ranks, roles=roles, servers=servers, turns=turns)
 
 
@@ -296,11 +240,6 @@ def server_gpus(config: TrainConfig) -> int:
     return len(config.server_roles) * engine.replicas * engine.tp
 
 
-def colocated(config: TrainConfig) -> bool:
-    """Tells whether servers stand in the trainer's GPUs."""
-    return isinstance(config.engine, Servers) and config.engine.colocate
-
-
 def check_cut(name: str, shape: Shape, layout: Layout) -> None:
     """Raises ConfigError for a layout that does not divide the model; megatron/ would refuse it when the run starts."""
     if problems := trainer_problems(shape.sizes, Axes.of(layout), shape.name):
@@ -316,16 +255,16 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draw
     """Plans a role on the trainer's ranks. `draw`: the role's samples in a turn."""
     role, engine = config.roles[name], config.engine
     numbers, reference = Precision.gpu(role.model.dtype), role.loss.kl_coef > 0
-    held = memory.worst(shape, parallel, _micro(role, draw), numbers, reference=reference, lora=role.lora)
+    held = memory.worst(shape, parallel, micro_batch(role, draw), numbers, reference=reference, lora=role.lora)
     shared = role.lora is not None and owners(config.roles).get(name, name) != name
     own = float(numbers.width * shapes.adapter_elements(shape, parallel, role.lora)) if role.lora is not None else 0.0
     if shared:  # another role's model is this one's too
         held = replace(held, weights=own)
     embedded, cache = 0.0, 0.0
     if isinstance(engine, Embedded):
-        embedded = float(numbers.width * shapes.total(shape)) * _writers(role)
+        embedded = float(numbers.width * shapes.total(shape)) * writers_of(role)
         rows = min(engine.max_batch, -(-(1 if draw is None else draw.samples) // parallel.world))
-        cache = _writers(role) * float(rows * _longest(config, name, draw) * compute.kv_bytes(shape, numbers.width))
+        cache = writers_of(role) * float(rows * _longest(config, name, draw) * compute.kv_bytes(shape, numbers.width))
     leaves = colocated(config)
     asleep = (held.optimizer if role.sleep or leaves else 0.0) + (held.weights if leaves else 0.0)
     return RolePlan(
@@ -342,16 +281,6 @@ def _frozen(role: RolePlan) -> RolePlan:
     return replace(role, training=held, host=weights if role.leaves else 0.0)
 
 
-def _micro(role: RoleConfig, draw: Draw | None) -> MicroBatchLoad:
-    """Returns a full micro-batch, and how many tokens of shared prompts its samples see beside their own: with the mean
-    lengths of a draw, for with the longest ones hardly two samples of a prompt fit."""
-    tokens, behind = role.micro_batch_tokens * role.layout.cp, 0.0
-    if role.shared_prefixes and draw is not None:
-        batch = _batch(role, draw, draw.samples)
-        behind = tokens * batch.repeated * batch.prompt / batch.tokens
-    return MicroBatchLoad(tokens=tokens, behind=round(behind), recompute=memory.recomputed(role.model))
-
-
 def _server(
     config: TrainConfig, settings: Servers, name: str, shape: Shape, cluster: Cluster, draw: Draw | None
 ) -> ServerPlan:
@@ -360,12 +289,12 @@ def _server(
     problems = engine_problems(shape.sizes, settings.tp, shape.name, expert_parallel=settings.expert_parallel)
     if problems:
         raise ConfigError("\n  ".join(f"engine of {name}: {line}" for line in problems))
-    weights = _writers(role) * width * shapes.total(shape) / settings.tp
+    weights = writers_of(role) * width * shapes.total(shape) / settings.tp
     share = settings.memory_share * cluster.device.memory
     cache = share - weights - ENGINE_WORKSPACE
     longest = _longest(config, name, draw)
     copies = shape.sizes.cache_copies(settings.tp)
-    sequences = max(0.0, cache) * settings.tp / copies / compute.kv_bytes(shape, width) / longest / _writers(role)
+    sequences = max(0.0, cache) * settings.tp / copies / compute.kv_bytes(shape, width) / longest / writers_of(role)
     asleep = ASLEEP if settings.colocate else 0.0
     return ServerPlan(role=name, weights=weights, cache=cache, sequences=sequences, share=share, asleep=asleep)
 
@@ -387,127 +316,3 @@ def _engine(config: TrainConfig, ranks: int, cache: float) -> EngineSetup:
     return EngineSetup(
         replicas=ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False, keeps_prefix=False
     )
-
-
-def _turn(
-    config: TrainConfig, cluster: Cluster, work: TurnWork, models: Mapping[str, Shape],
-    parallels: Mapping[str, Parallel], engines: Mapping[str, EngineSetup],
-) -> TurnPlan:  # fmt: skip
-    phases, rows, episodes, before = {}, {}, [], 0.0
-    servers, together = isinstance(config.engine, Servers), colocated(config)
-    for draw in work.draws:
-        found = _rollout(config, cluster, draw, models[draw.role], engines[draw.role])
-        rows[draw.role] = found.rows
-        seconds = found.seconds
-        # Answers go on to the next role as they come: only the part behind the first counts, unless the servers of both
-        # share their GPUs.
-        if servers and before and not together:
-            seconds = max(seconds - before, seconds / max(1.0, found.waves) / 4)
-        before += seconds
-        waiting = min(found.waiting, seconds)
-        phases[f"rollout {draw.role}"] = seconds - waiting
-        if waiting:
-            phases[f"rollout {draw.role}, waiting for tools"] = waiting
-        if draw.episode.answers > 1:
-            episodes.append(_episode(config, draw, found))
-    phases["reward"] = (
-        sum(draw.samples for draw in work.draws[:1]) * GRADING_S / config.reward.workers / (8 if servers else 1)
-    )
-    role, draw, shape, parallel = config.roles[work.role], work.trained, models[work.role], parallels[work.role]
-    phases |= _training(role, cluster, draw, shape, parallel)
-    if together:
-        phases["sleep and wake"] = _changes_of_place(config, work.role, models, parallel, engines)
-    width = Precision.gpu(role.model.dtype).width
-    sent = compute.refit_cost(
-        shape, parallel, engines[work.role], cluster, width=width,
-        place="ranks" if not servers else "gpus" if together else "elsewhere",
-    )  # fmt: skip
-    phases["refit"] = sent.seconds
-    drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
-    beside = min(drawn, sum(phases.values()) - drawn) if config.rollouts.max_staleness else 0.0
-    batch = _batch(role, draw, draw.samples)
-    return TurnPlan(
-        role=work.role, times=work.times, phases=phases, hidden=beside,
-        generated=sum(d.samples * d.written for d in work.draws), trained=draw.samples * draw.length,
-        flops=compute.train_flops(shape, batch), sent=sent.sent, rows=rows, episodes=episodes,
-    )  # fmt: skip
-
-
-def _changes_of_place(
-    config: TrainConfig, trained: str, models: Mapping[str, Shape], parallel: Parallel,
-    engines: Mapping[str, EngineSetup],
-) -> float:  # fmt: skip
-    """Returns the seconds in which one GPU's memory changes between servers and trainer, for a turn that trains a role.
-
-    Its weights and optimizer come and go. Its servers drop their weights, the others keep theirs in host memory.
-    """
-    role, shape = config.roles[trained], models[trained]
-    numbers, stage = Precision.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
-    moved = numbers.width * shapes.counts(shape, parallel, stage).all
-    moved += memory.optimizer_bytes(shape, parallel, numbers, stage=stage, lora=role.lora)
-    for name in config.server_roles:
-        if name != trained:
-            width = Precision.gpu(config.roles[name].model.dtype).width
-            moved += _writers(config.roles[name]) * width * shapes.total(models[name]) / engines[name].tp
-    return 2 * compute.host_seconds(moved) + 2 * CHANGE_S
-
-
-def _rollout(
-    config: TrainConfig, cluster: Cluster, draw: Draw, shape: Shape, engine: EngineSetup
-) -> compute.RolloutCost:
-    """Returns the cost of generating `draw`. Tools run beside the generation of other samples.
-
-    The two models of a tandem both read every token, one after the other, and share the cache.
-    """
-    role = config.roles[draw.role]
-    width, writers = Precision.gpu(role.model.dtype).width, _writers(role)
-    alone = compute.rollout_cost(shape, replace(engine, kv_bytes=engine.kv_bytes / writers), cluster, draw, width=width)
-    generating, tools = writers * alone.seconds, compute.tool_seconds(draw, writers * alone.alone)
-    return replace(alone, seconds=max(generating, tools), waiting=max(0.0, tools - generating))
-
-
-def _episode(config: TrainConfig, draw: Draw, found: compute.RolloutCost) -> EpisodePlan:
-    role = config.roles[draw.role]
-    return EpisodePlan(
-        role=draw.role, estimate=draw.episode, answer=draw.response, longest=longest_context(role, draw.episode),
-        micro_batch=_micro(role, draw).tokens if role.has_policy else None, kept=found.kept, waiting=found.waiting,
-    )  # fmt: skip
-
-
-def _writers(role: RoleConfig) -> int:
-    """Returns the number of models in an engine of the role; a tandem's junior is taken to be of the senior's size."""
-    return 1 if role.tandem is None else 2
-
-
-def _batch(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
-    """Returns the batch of one pass over so many samples of a draw."""
-    return SequenceBatch(
-        sequences=sequences, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp,
-        prompt=draw.prompt, per_prompt=draw.per_prompt if role.shared_prefixes else 1.0,
-    )  # fmt: skip
-
-
-def _training(role: RoleConfig, cluster: Cluster, draw: Draw, shape: Shape, parallel: Parallel) -> dict[str, float]:
-    """Returns the seconds of an update's phases, rollouts and refit left out."""
-    numbers, stage = Precision.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
-    steps = -(-draw.samples // (role.samples_per_optimizer_step or draw.samples))
-    batch, part = _batch(role, draw, draw.samples), _batch(role, draw, -(-draw.samples // steps))
-    forward = compute.pass_seconds(shape, parallel, cluster, batch, backward=False)
-    weights = numbers.width * shapes.counts(shape, parallel, stage).all
-    if role.lora is not None:
-        weights = numbers.width * shapes.adapter_elements(shape, parallel, role.lora, stage)
-    phases = {}
-    if role.loss.kl_coef > 0:
-        phases["reference log-probs"] = forward + compute.host_seconds(weights)
-    if steps > 1:
-        phases["old log-probs"] = forward
-    passed = compute.pass_seconds(
-        shape, parallel, cluster, part, backward=True, recompute=memory.recomputed(role.model)
-    )
-    phases["forward and backward"] = steps * passed
-    phases["optimizer"] = steps * compute.optimizer_seconds(shape, parallel, cluster, numbers)
-    if role.sleep:
-        phases["sleep and wake"] = 2 * compute.host_seconds(
-            memory.optimizer_bytes(shape, parallel, numbers, stage=stage, lora=role.lora)
-        )
-    return phases

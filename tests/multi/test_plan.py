@@ -20,7 +20,7 @@ from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, Layout, TandemConfig, TrainConfig
 from megatron_rl.main import main
-from megatron_rl.planning import compute, memory, search, shapes
+from megatron_rl.planning import compute, memory, phases, search, shapes
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import DEVICES, GIB, parse_cluster
@@ -274,7 +274,7 @@ def test_servers_and_trainer_have_the_whole_memory_by_turns(capsys):
         assert role["peak"] == pytest.approx(found["reserve"] + alone + 2 * plans.ASLEEP)
     [generator, _] = found["turns"]
     moved = weights / 2 * (1 + 6 / 16) + weights / 4  # its own weights and optimizer, and the verifier's server
-    changes = 2 * moved / 20e9 + 2 * plans.CHANGE_S
+    changes = 2 * moved / 20e9 + 2 * phases.CHANGE_S
     assert generator["phases"]["sleep and wake"] == pytest.approx(changes, rel=0.01)
     assert found["host_per_node"] / 8 == pytest.approx(2 * (weights / 2 * (2 + 6 / 16)) + weights / 4, rel=0.01)
     _, more = planned(capsys, "--cluster", "4x8xA100-80", "engine.memory_share=0.49")

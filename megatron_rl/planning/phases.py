@@ -1,0 +1,212 @@
+"""Plans one turn: the seconds of its phases, and what is assumed of roles that answer several times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_rl.config.episodes import EpisodeEstimate
+from megatron_rl.config.schema import RoleConfig, Servers, TrainConfig
+from megatron_rl.planning import compute, memory, shapes
+from megatron_rl.planning.compute import EngineSetup, SequenceBatch
+from megatron_rl.planning.hardware import Cluster
+from megatron_rl.planning.memory import MicroBatchLoad, Precision
+from megatron_rl.planning.shapes import Parallel, Shape
+from megatron_rl.planning.workload import Draw, TurnWork, longest_context
+
+GRADING_S = 0.02  # one of reward.workers grades one response
+CHANGE_S = 1.0  # the orders to servers and supervisors, and freeing memory, when the GPUs change hands. Assumed
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodePlan:
+    """The assumptions of a turn's plan on a role that answers several times in a sample, and what follows from them."""
+
+    role: str
+    estimate: EpisodeEstimate
+    answer: float  # mean tokens of an answer
+    longest: int  # tokens of the longest sample
+    micro_batch: int | None  # tokens that a micro-batch of the role takes; None: it has no policy
+    kept: bool  # what stands before an answer is kept in the engine
+    waiting: float  # seconds that tools take longer than the generation that runs beside them
+
+    def __str__(self) -> str:
+        own = self.estimate
+        parts = [
+            f"{self.role} is taken to answer {own.answers} times in an episode, in {self.answer:.0f} tokens each",
+            f"between two answers it is told {own.told} tokens, and its longest sample has {self.longest:,}",
+            "an engine keeps what it has read of an episode until the next answer"
+            if self.kept
+            else "before each answer an engine reads again all that stands before it",
+        ]
+        if own.tool_s:
+            beside = f"{self.waiting:,.0f} s longer than generation takes" if self.waiting else "hidden by generation"
+            parts.append(
+                f"tools take {own.tool_s:g} s between two answers, {own.calls_at_once} calls at once, beside the "
+                f"generation of other episodes: {beside}"
+            )
+        if self.micro_batch is not None and self.longest > self.micro_batch:
+            parts.append(
+                f"a sample of more than {self.micro_batch:,} tokens would stop the run: raise "
+                f"roles.{self.role}.micro_batch_tokens, or let episodes end before"
+            )
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnPlan:
+    """The seconds of one turn by phase, in order, and the tokens of it."""
+
+    role: str
+    times: int  # turns like this one in a step
+    phases: Mapping[str, float]
+    hidden: float  # seconds of generation that run beside training and are not waited for
+    generated: float  # tokens that are generated
+    trained: float  # tokens that are trained on
+    flops: float  # operations of the training itself, all GPUs together
+    sent: float  # bytes that the refit sends
+    rows: Mapping[str, float]  # sequences decoded together at one engine, by role
+    episodes: Sequence[EpisodePlan] = ()  # of the roles that answer several times in one
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values()) - self.hidden
+
+
+def colocated(config: TrainConfig) -> bool:
+    """Tells whether servers stand in the trainer's GPUs."""
+    return isinstance(config.engine, Servers) and config.engine.colocate
+
+
+def plan_turn(
+    config: TrainConfig, cluster: Cluster, work: TurnWork, models: Mapping[str, Shape],
+    parallels: Mapping[str, Parallel], engines: Mapping[str, EngineSetup],
+) -> TurnPlan:  # fmt: skip
+    phases, rows, episodes, before = {}, {}, [], 0.0
+    servers, together = isinstance(config.engine, Servers), colocated(config)
+    for draw in work.draws:
+        found = _rollout(config, cluster, draw, models[draw.role], engines[draw.role])
+        rows[draw.role] = found.rows
+        seconds = found.seconds
+        # Answers go on to the next role as they come: only the part behind the first counts, unless the servers of both
+        # share their GPUs.
+        if servers and before and not together:
+            seconds = max(seconds - before, seconds / max(1.0, found.waves) / 4)
+        before += seconds
+        waiting = min(found.waiting, seconds)
+        phases[f"rollout {draw.role}"] = seconds - waiting
+        if waiting:
+            phases[f"rollout {draw.role}, waiting for tools"] = waiting
+        if draw.episode.answers > 1:
+            episodes.append(_episode(config, draw, found))
+    phases["reward"] = (
+        sum(draw.samples for draw in work.draws[:1]) * GRADING_S / config.reward.workers / (8 if servers else 1)
+    )
+    role, draw, shape, parallel = config.roles[work.role], work.trained, models[work.role], parallels[work.role]
+    phases |= _training(role, cluster, draw, shape, parallel)
+    if together:
+        phases["sleep and wake"] = _changes_of_place(config, work.role, models, parallel, engines)
+    width = Precision.gpu(role.model.dtype).width
+    sent = compute.refit_cost(
+        shape, parallel, engines[work.role], cluster, width=width,
+        place="ranks" if not servers else "gpus" if together else "elsewhere",
+    )  # fmt: skip
+    phases["refit"] = sent.seconds
+    drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
+    beside = min(drawn, sum(phases.values()) - drawn) if config.rollouts.max_staleness else 0.0
+    batch = batch_of(role, draw, draw.samples)
+    return TurnPlan(
+        role=work.role, times=work.times, phases=phases, hidden=beside,
+        generated=sum(d.samples * d.written for d in work.draws), trained=draw.samples * draw.length,
+        flops=compute.train_flops(shape, batch), sent=sent.sent, rows=rows, episodes=episodes,
+    )  # fmt: skip
+
+
+def _changes_of_place(
+    config: TrainConfig, trained: str, models: Mapping[str, Shape], parallel: Parallel,
+    engines: Mapping[str, EngineSetup],
+) -> float:  # fmt: skip
+    """Returns the seconds in which one GPU's memory changes between servers and trainer, for a turn that trains a role.
+
+    Its weights and optimizer come and go. Its servers drop their weights, the others keep theirs in host memory.
+    """
+    role, shape = config.roles[trained], models[trained]
+    numbers, stage = Precision.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
+    moved = numbers.width * shapes.counts(shape, parallel, stage).all
+    moved += memory.optimizer_bytes(shape, parallel, numbers, stage=stage, lora=role.lora)
+    for name in config.server_roles:
+        if name != trained:
+            width = Precision.gpu(config.roles[name].model.dtype).width
+            moved += writers_of(config.roles[name]) * width * shapes.total(models[name]) / engines[name].tp
+    return 2 * compute.host_seconds(moved) + 2 * CHANGE_S
+
+
+def _rollout(
+    config: TrainConfig, cluster: Cluster, draw: Draw, shape: Shape, engine: EngineSetup
+) -> compute.RolloutCost:
+    """Returns the cost of generating `draw`. Tools run beside the generation of other samples.
+
+    The two models of a tandem both read every token, one after the other, and share the cache.
+    """
+    role = config.roles[draw.role]
+    width, writers = Precision.gpu(role.model.dtype).width, writers_of(role)
+    alone = compute.rollout_cost(shape, replace(engine, kv_bytes=engine.kv_bytes / writers), cluster, draw, width=width)
+    generating, tools = writers * alone.seconds, compute.tool_seconds(draw, writers * alone.alone)
+    return replace(alone, seconds=max(generating, tools), waiting=max(0.0, tools - generating))
+
+
+def _episode(config: TrainConfig, draw: Draw, found: compute.RolloutCost) -> EpisodePlan:
+    role = config.roles[draw.role]
+    return EpisodePlan(
+        role=draw.role, estimate=draw.episode, answer=draw.response, longest=longest_context(role, draw.episode),
+        micro_batch=micro_batch(role, draw).tokens if role.has_policy else None, kept=found.kept, waiting=found.waiting,
+    )  # fmt: skip
+
+
+def writers_of(role: RoleConfig) -> int:
+    """Returns the number of models in an engine of the role; a tandem's junior is taken to be of the senior's size."""
+    return 1 if role.tandem is None else 2
+
+
+def batch_of(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
+    """Returns the batch of one pass over so many samples of a draw."""
+    return SequenceBatch(
+        sequences=sequences, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp,
+        prompt=draw.prompt, per_prompt=draw.per_prompt if role.shared_prefixes else 1.0,
+    )  # fmt: skip
+
+
+def _training(role: RoleConfig, cluster: Cluster, draw: Draw, shape: Shape, parallel: Parallel) -> dict[str, float]:
+    """Returns the seconds of an update's phases, rollouts and refit left out."""
+    numbers, stage = Precision.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
+    steps = -(-draw.samples // (role.samples_per_optimizer_step or draw.samples))
+    batch, part = batch_of(role, draw, draw.samples), batch_of(role, draw, -(-draw.samples // steps))
+    forward = compute.pass_seconds(shape, parallel, cluster, batch, backward=False)
+    weights = numbers.width * shapes.counts(shape, parallel, stage).all
+    if role.lora is not None:
+        weights = numbers.width * shapes.adapter_elements(shape, parallel, role.lora, stage)
+    phases = {}
+    if role.loss.kl_coef > 0:
+        phases["reference log-probs"] = forward + compute.host_seconds(weights)
+    if steps > 1:
+        phases["old log-probs"] = forward
+    passed = compute.pass_seconds(
+        shape, parallel, cluster, part, backward=True, recompute=memory.recomputed(role.model)
+    )
+    phases["forward and backward"] = steps * passed
+    phases["optimizer"] = steps * compute.optimizer_seconds(shape, parallel, cluster, numbers)
+    if role.sleep:
+        phases["sleep and wake"] = 2 * compute.host_seconds(
+            memory.optimizer_bytes(shape, parallel, numbers, stage=stage, lora=role.lora)
+        )
+    return phases
+
+
+def micro_batch(role: RoleConfig, draw: Draw | None) -> MicroBatchLoad:
+    """Returns a full micro-batch, and how many tokens of shared prompts its samples see beside their own: with the mean
+    lengths of a draw, for with the longest ones hardly two samples of a prompt fit."""
+    tokens, behind = role.micro_batch_tokens * role.layout.cp, 0.0
+    if role.shared_prefixes and draw is not None:
+        batch = batch_of(role, draw, draw.samples)
+        behind = tokens * batch.repeated * batch.prompt / batch.tokens
+    return MicroBatchLoad(tokens=tokens, behind=round(behind), recompute=memory.recomputed(role.model))
