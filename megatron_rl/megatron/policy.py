@@ -77,6 +77,7 @@ class MegatronPolicy:
         self.arch = hf.read_architecture(role.model.path)
         self._check_settings()
         self._shape = Shape(name=role.model.path, sizes=self.arch, features=self.arch.features)
+        self._attends = not self._fused or role.shared_prefixes  # Transformer Engine has no attention for these
         self._rotary = RotaryTable(self.arch) if self._attends else None
         self._flash = self._attends and models.uses_flash(self.arch, role.model)
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
@@ -335,11 +336,6 @@ class MegatronPolicy:
     def _fused(self) -> bool:
         """Tells whether layers are Transformer Engine's."""
         return models.uses_transformer_engine(self.arch, self.role.model.dtype, adapted=self.role.lora is not None)
-
-    @property
-    def _attends(self) -> bool:
-        """Tells whether the layers have the project's attention. Transformer Engine has none for shared prompts."""
-        return not self._fused or self.role.shared_prefixes
 
     def _build(self, seed: int, *, deterministic: bool) -> tuple[Any, list[Any]]:
         """Makes the model of this rank with its weights. Returns core's config and the chunks, in their dtype."""
