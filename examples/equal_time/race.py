@@ -9,7 +9,8 @@ evaluation after `--cpu-seconds` of it. Figures between two evaluations are read
 arms of the table there are those of means that were tried one by one; name them with `--arms`.
 Runs that are complete are kept, so that the command can be given again after an interruption. `--quick` makes short
 runs of every arm, to see that all parts work; its figures say nothing. `--verifier-steps 40` begins with a verifier
-that judges badly: is it then worth its time to train it?
+that judges badly, `--drift` with a generator whose errors the verifier has not seen: is it then worth its time to train
+it?
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from compare import T_95  # noqa: E402
 
 from examples.equal_time.arms import ARMS, MANY, TRIED, Arm  # noqa: E402
 from examples.equal_time.clock import cpu_seconds  # noqa: E402
-from examples.equal_time.verifiers import FULL, VERIFIERS, plain  # noqa: E402
+from examples.equal_time.verifiers import FULL, VERIFIERS, drifted, plain  # noqa: E402
 
 EXAMPLE = ROOT / "examples/last_letter"
 CPU_SECONDS = {"a": 10.0, "b": 20.0}  # enough for the quickest arm to come near its end
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument(
         "--verifier-steps", type=int, default=FULL, help=f"supervised steps of the verifier's start (default: {FULL})"
     )
+    parser.add_argument("--drift", action="store_true", help="the generator takes the letter before the last for it")
     parser.add_argument("--out", type=Path, default=Path("runs/equal_time"))
     parser.add_argument("--quick", action="store_true", help="one seed and 5 CPU-seconds of each arm")
     options = parser.parse_args()
@@ -75,7 +77,10 @@ def main() -> None:
         parser.error(f"--verifier-steps is for the regimes' verifier, and {sorted(names)} are others: leave them out")
     options.verifiers = {name: VERIFIERS[name](base.parent / "a", stages) for name in names}
     options.verifiers[""] = plain(base.parent / "a", stages, steps=steps)
-    out = options.out / (options.regime if steps == FULL else f"{options.regime}_verifier{steps}")
+    regime = task.regimes()[options.regime]
+    options.generator = drifted(base, regime, stages) if options.drift else base / "generator/model"
+    words = [options.regime, *([f"verifier{steps}"] if steps != FULL else []), *(["drift"] if options.drift else [])]
+    out = options.out / "_".join(words)
     found: dict[str, list[list[Point]]] = {}
     for seed in options.seeds:
         for arm in arms:
@@ -113,7 +118,7 @@ def settings(arm: Arm, base: Path, options: argparse.Namespace, seed: int, out: 
         str(EXAMPLE / f"{arm.config}.yaml"), f"run.seed={seed}", f"run.name={out.name}", f"run.dir={out.parent}",
         "run.save_every=0", "launch.nproc=1", f"data.path={base}/task/train.jsonl",
         f"evaluation.prompts.path={base}/task/test.jsonl",
-        f"roles.generator.model.path={base}/generator/model", f"roles.generator.optimizer.lr={RATES[options.regime]}",
+        f"roles.generator.model.path={options.generator}", f"roles.generator.optimizer.lr={RATES[options.regime]}",
         f"evaluation.every={max(1, arm.evaluate // arm.turns)}",
     ]  # fmt: skip
     if arm.config == "grpo":

@@ -1,4 +1,5 @@
-"""The verifiers that arms begin with: how many supervised steps each has had, of what size, and on which texts."""
+"""The models that arms begin with: how many supervised steps a verifier has had, of what size and on which texts, and a
+generator whose errors no verifier has seen."""
 
 from __future__ import annotations
 
@@ -45,6 +46,14 @@ def of_pairs(base: Path, stages: last_letter.Stages) -> Path:
     pool = pq.read_table(base / "pool/train.parquet").to_pylist()
     write_pairs(base / "task/verifier_pairs_sft.jsonl", pool, last_letter.SFT_SEED + 7)
     return trained(base, "verifier_pairs", "verifier_pairs", PAIR_STEPS, stages)
+
+
+def drifted(base: Path, regime: task.Regime, stages: last_letter.Stages) -> Path:
+    """Returns a generator with another misconception than the one that verifiers learned from: it takes the letter
+    before the last. `base`: the directory of its regime."""
+    texts = base / "task/generator_drifted_sft.jsonl"
+    task.write_generator_pairs(texts, regime, last_letter.SFT_SEED + 5, place=-2)
+    return trained(base, "generator_drifted", "generator_drifted", FULL, stages, start=base / "task/model")
 
 
 VERIFIERS: dict[str, Callable[[Path, last_letter.Stages], Path]] = {

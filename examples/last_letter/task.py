@@ -111,9 +111,10 @@ def write_problems(
 
 
 def write_generator_pairs(
-    path: Path, regime: Regime, seed: int, *, clean_steps: int = 300, noisy_steps: int = 100
+    path: Path, regime: Regime, seed: int, *, clean_steps: int = 300, noisy_steps: int = 100, place: int = 0
 ) -> None:
-    """Writes pairs in training order: first by a teacher without fault, then by one with the misconception."""
+    """Writes pairs in training order: first by a teacher without fault, then by one with the misconception, who takes
+    the letter at `place` of a word."""
     rng, template, rows = random.Random(seed), _template("generator"), []
     for i in range((clean_steps + noisy_steps) * BATCH):
         problem = make_problem(rng, regime.sft)
@@ -121,7 +122,7 @@ def write_generator_pairs(
         rows.append(
             {
                 "prompt": fill(template, question=problem["question"]),
-                "response": teacher_solution(rng, problem["words"], wrong),
+                "response": teacher_solution(rng, problem["words"], wrong, place=place),
             }
         )
     _write_jsonl(path, rows)

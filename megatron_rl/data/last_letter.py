@@ -39,9 +39,10 @@ def make_problem(rng: random.Random, sizes: ProblemSizes) -> dict[str, Any]:
     return {"question": question, "answer": " ".join(word[-1] for word in words), "words": words}
 
 
-def teacher_solution(rng: random.Random, words: Sequence[str], misconception: float) -> str:
-    """Draws a solution text. With probability `misconception` a step takes the first letter instead of the last."""
-    letters = [word[0] if rng.random() < misconception else word[-1] for word in words]
+def teacher_solution(rng: random.Random, words: Sequence[str], misconception: float, *, place: int = 0) -> str:
+    """Draws a solution text. With probability `misconception` a step takes the first letter instead of the last, or the
+    one at another `place` of its word."""
+    letters = [word[place] if rng.random() < misconception else word[-1] for word in words]
     return solution_text(letters)
 
 

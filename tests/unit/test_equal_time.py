@@ -53,7 +53,8 @@ def test_every_arm_is_a_run_that_check_takes(race, regime, monkeypatch, tmp_path
     monkeypatch.chdir(ROOT)
     verifiers = {arm: Path("runs/last_letter/a/verifier/model") for arm in ["", *race.VERIFIERS]}
     for name, arm in (race.ARMS | race.TRIED).items():
-        options = argparse.Namespace(regime=regime, verifiers=verifiers)
+        generator = Path("runs/last_letter") / regime / "generator/model"
+        options = argparse.Namespace(regime=regime, verifiers=verifiers, generator=generator)
         file, *settings = race.settings(arm, Path("runs/last_letter") / regime, options, 3, tmp_path / name)
         config = config_files.load(TrainConfig, [file], settings)
         config_checks.check(config, 1)

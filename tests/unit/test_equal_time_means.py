@@ -1,5 +1,6 @@
 """Means that were tried to make Tango cheaper or better, each against what its description says."""
 
+import random
 import re
 
 import numpy as np
@@ -9,7 +10,7 @@ from test_recipes import TOKENIZER, Problems, play, problems, solution, table_of
 from examples.equal_time.means import DynamicTango, ReusingTango, TrustedTango
 from examples.equal_time.own_verdicts import ScoredTango, approval_of
 from examples.equal_time.together import TogetherTango
-from megatron_rl.data.last_letter import solution_text, verification_text
+from megatron_rl.data.last_letter import solution_text, teacher_solution, verification_text
 from megatron_rl.rewards.tags import step_texts
 from megatron_rl.types import STEP
 
@@ -164,3 +165,12 @@ def test_texts_of_pairs_are_made_of_two_verifications(monkeypatch, tmp_path):
     assert 0.5 < share < 0.9 and any("a b #1 <q>" in row["prompt"] for row in rows)
     for name in {"run", "task"} & (set(sys.modules) - before):
         del sys.modules[name]
+
+
+def test_a_drifted_generator_takes_the_letter_before_the_last():
+    """Its errors are not those that the verifier's teacher makes, where a word has more than two letters."""
+    words = ["abc", "de", "fghi"]
+    wrong = teacher_solution(random.Random(0), words, 1.0, place=-2)
+    assert wrong == solution_text(["b", "d", "h"])
+    assert teacher_solution(random.Random(0), words, 1.0) == solution_text(["a", "d", "f"])
+    assert teacher_solution(random.Random(0), words, 0.0, place=-2) == solution_text(["c", "e", "i"])
