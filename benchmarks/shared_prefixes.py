@@ -79,6 +79,7 @@ def make_policy(path: str, args: argparse.Namespace) -> MegatronPolicy:
         optimizer=Optimizer(lr=0.0, weight_decay=0.0),
         loss=LossConfig(kl_coef=0.001, kl="k3"),
         micro_batch_tokens=args.micro_batch_tokens,
+        shared_prefixes=True,  # the attention that can do both forms
     )
     return MegatronPolicy(role, parallel.create(Layout()))
 

@@ -35,13 +35,16 @@ class SequenceBatch:
     length: float
     micro_tokens: int
     full: bool = False  # all lengths are equal and all micro-batches full, as in pre-training
-    prompt: float = 0.0  # tokens at the beginning of each, which have no label: the output layer does not read them
-    per_prompt: float = 1.0  # sequences with one prompt, which is computed once for all of them
+    prompt: float = 0.0  # tokens at the beginning of each
+    told: float = 0.0  # tokens behind it that no model wrote
+    per_prompt: float = 1.0  # sequences with one prompt, which is computed once for those in a micro-batch
 
     @property
     def repeated(self) -> float:
-        """Returns the number of prompts that are not computed, because another sequence has the same one."""
-        return self.sequences * (1 - 1 / self.per_prompt)
+        """Returns the number of prompts that are not computed, because another sequence of the micro-batch has the same
+        one."""
+        fitting = max(1.0, (self.micro_tokens - self.prompt) // max(1.0, self.length - self.prompt))
+        return max(0.0, self.sequences * (1 - math.ceil(self.per_prompt / fitting) / self.per_prompt))
 
     @property
     def tokens(self) -> float:
@@ -50,8 +53,8 @@ class SequenceBatch:
 
     @property
     def labels(self) -> float:
-        """Returns the number of tokens that go through the output layer."""
-        return self.sequences * (self.length - self.prompt)
+        """Returns the number of tokens that go through the output layer: those that a model wrote."""
+        return self.sequences * (self.length - self.prompt - self.told)
 
     def micro_batches(self, parallel: Parallel) -> int:
         """Returns the number of micro-batches that one data-parallel replica computes."""

@@ -157,11 +157,12 @@ def activations(
         # A x of every token, scaled; an adapter keeps the input of its matrix in place of the frozen matrix
         adapters = 0 if lora is None else len(adapted(shape.sizes, layers[0], lora)) * lora.rank
         whole += numbers.width * adapters * load.tokens / parallel.cp
-        whole += numbers.attended * load.behind * _kept_widths(shape, parallel, numbers)
+        seen = numbers.attended * load.behind * _kept_widths(shape, parallel, numbers)
+        whole += seen
         if WHOLE in load.recompute:
             kept, own = numbers.width * shape.sizes.hidden * _stream(parallel, load.tokens), whole
         else:
-            parts = module_bytes(shape, parallel, load.tokens, numbers, sparse=like)
+            parts = module_bytes(shape, parallel, load.tokens, numbers, sparse=like) | {"core_attn": seen}
             own = sum(parts.get(name, 0.0) for name in load.recompute)
             kept = whole - own
         held, again = held + number * kept, max(again, own)
@@ -233,7 +234,8 @@ def module_bytes(
 ) -> dict[str, float]:
     """Returns, by module, the part of `layer_bytes` that is not kept when the module is computed again.
 
-    There is none for core_attn: its kernels keep no scores, and its inputs are kept in place of what it keeps.
+    There is none for core_attn: its kernels keep no scores, and its inputs are kept in place of what it keeps. Keys and
+    values of shared prompts, which it gathers, are counted in `activations`.
     """
     sizes, own, w = shape.sizes, tokens / parallel.cp, numbers.width
     if not sparse:

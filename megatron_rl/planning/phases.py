@@ -172,7 +172,8 @@ def batch_of(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
     """Returns the batch of one pass over so many samples of a draw."""
     return SequenceBatch(
         sequences=sequences, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp,
-        prompt=draw.prompt, per_prompt=draw.per_prompt if role.shared_prefixes else 1.0,
+        prompt=draw.prompt, told=draw.length - draw.prompt - draw.written,
+        per_prompt=draw.per_prompt if role.shared_prefixes else 1.0,
     )  # fmt: skip
 
 
@@ -203,10 +204,11 @@ def _training(role: RoleConfig, cluster: Cluster, draw: Draw, shape: Shape, para
 
 
 def micro_batch(role: RoleConfig, draw: Draw | None) -> MicroBatchLoad:
-    """Returns a full micro-batch, and how many tokens of shared prompts its samples see beside their own: with the mean
-    lengths of a draw, for with the longest ones hardly two samples of a prompt fit."""
+    """Returns a full micro-batch, and how many tokens of shared prompts its samples see beside their own: where what
+    stands behind a prompt of mean length is half as long as in the mean. There are fewer where it is longer."""
     tokens, behind = role.micro_batch_tokens * role.layout.cp, 0.0
     if role.shared_prefixes and draw is not None:
         batch = batch_of(role, draw, draw.samples)
+        batch = replace(batch, length=(batch.prompt + batch.length) / 2)
         behind = tokens * batch.repeated * batch.prompt / batch.tokens
     return MicroBatchLoad(tokens=tokens, behind=round(behind), recompute=memory.recomputed(role.model))

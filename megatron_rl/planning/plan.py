@@ -198,7 +198,7 @@ def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], wor
         name: Parallel.of(role.layout, ranks, experts=bool(models[name].sizes.experts))
         for name, role in config.roles.items()
     }
-    draws = {draw.role: draw for turn in work for draw in turn.draws}
+    draws = {draw.role: draw for turn in work for draw in turn.draws} | {turn.role: turn.trained for turn in work}
     trained = {turn.role for turn in work}
     held = [name for name, role in config.roles.items() if role.has_policy]
     roles = [_role(config, name, models[name], parallels[name], draws.get(name)) for name in held]

@@ -49,8 +49,9 @@ class Agents(OverEpisodes, Recipe):
 
     def roles(self) -> Mapping[str, Part]:
         drawn = {role: self.group_size * count for role, count in self.seats.items()}
+        alike = dict.fromkeys(drawn, self.group_size)  # episodes of a problem begin alike
         return {
-            r: Part(trained=r in self._trained, samples=count, drawn=drawn, episode=self.estimates[r])
+            r: Part(trained=r in self._trained, samples=count, drawn=drawn, per_prompt=alike, episode=self.estimates[r])
             for r, count in drawn.items()
         }
 

@@ -1,7 +1,7 @@
-"""Computes checksums of the values that a refit moves: on the host, or on the GPU that holds them.
+"""Computes checksums of the values that a refit moves: on the host, or on a GPU.
 
-A GPU's are sums of weighted elements, so that the host waits for none of them, and no value leaves the GPU. A rank
-compares all those of a message at once.
+A GPU's are sums of weighted elements, so that the host waits for none of them, and no value leaves the GPU. Values that
+lie in the host's memory go up to it, piece by piece. A rank compares all checksums of a message at once.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def place_for(device: torch.device) -> Place:
     return "device" if device.type == "cuda" else "host"
 
 
-def checksums(slices: Iterable[Tensor], dtype: torch.dtype, sums_on: Place) -> Tensor:
-    """Returns the checksums of slices whose values count as `dtype`, int64 [slices], where `sums_on` says.
+def checksums(slices: Iterable[Tensor], dtype: torch.dtype, sums_on: Place, device: torch.device) -> Tensor:
+    """Returns the checksums of slices, at least one, whose values count as `dtype`, int64 [slices].
 
-    There is at least one slice.
+    They are on this rank's `device` where `sums_on` says so, wherever the slices lie, and else on the CPU.
     """
     whole = _INTEGERS[dtype.itemsize]
     each = (value.detach().to(dtype).contiguous().view(-1).view(whole) for value in slices)  # one at a time in memory
     if sums_on == "device":
-        return torch.stack([_weighted(values) for values in each])
+        return torch.stack([_weighted(values, device) for values in each])
     return torch.tensor([_digest(values) for values in each], dtype=torch.int64)
 
 
@@ -44,13 +44,13 @@ def _digest(values: Tensor) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
-def _weighted(values: Tensor) -> Tensor:
-    """Returns a sum of `values` [n] modulo 2^64, int64 [], each with a factor of its place. The factors are odd: one
-    wrong value always changes the sum."""
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
+def _weighted(values: Tensor, device: torch.device) -> Tensor:
+    """Returns a sum of `values` [n] modulo 2^64, int64 [] on `device`, each with a factor of its place. The factors are
+    odd: one wrong value always changes the sum."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
     for start in range(0, len(values), CHUNK):
-        part = values[start : start + CHUNK].to(torch.int64)
-        total = total * _MIX + (part * _factors(values.device)[: len(part)]).sum()
+        part = values[start : start + CHUNK].to(device, non_blocking=True).to(torch.int64)
+        total = total * _MIX + (part * _factors(device)[: len(part)]).sum()
     return total
 
 

@@ -192,7 +192,9 @@ class Exchange:
         out.checked += len(checked)
         if not checked:
             return
-        sums = checksums((sources.read(m.source_name, m.source) for m in checked), self._dtype, order.sums_on)
+        sums = checksums(
+            (sources.read(m.source_name, m.source) for m in checked), self._dtype, order.sums_on, self._side.device
+        )
         try:
             self._compare(checked, sums.view(torch.uint8), message.bucket, order.sums_on)
         except Mismatch as error:
@@ -381,7 +383,9 @@ class Exchange:
         if checked:
             sources = self._side.sources
             assert sources is not None
-            own = checksums((sources.read(m.source_name, m.source) for m in checked), self._dtype, sums_on)
+            own = checksums(
+                (sources.read(m.source_name, m.source) for m in checked), self._dtype, sums_on, self._side.device
+            )
             place.copy_(own.view(torch.uint8))
 
     def _compare(self, checked: Sequence[SliceMove], wanted: Tensor, bucket: RefitBucket, sums_on: Place) -> None:
@@ -390,7 +394,9 @@ class Exchange:
             return
         targets = self._side.targets
         assert targets is not None
-        own = checksums((targets.read(m.destination_name, m.destination) for m in checked), self._dtype, sums_on)
+        own = checksums(
+            (targets.read(m.destination_name, m.destination) for m in checked), self._dtype, sums_on, self._side.device
+        )
         both = torch.stack([own, wanted.clone().view(torch.int64).to(own.device)]).tolist()
         for move, found, want in zip(checked, *both, strict=True):
             if found != want:

@@ -33,6 +33,7 @@ from megatron_rl.megatron import model as models
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.refit.board import Address, Board
+from megatron_rl.refit.checksums import checksums
 from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
@@ -386,6 +387,16 @@ def refit(
         trained(policy)
     side.close()
     return {"gaps": gaps, "version": made.version}
+
+
+def sums(own: Path) -> dict[str, Any]:
+    """Computes checksums of slices on the GPU and in pinned memory of the host, as a vLLM server with experts has."""
+    plain, experts = torch.randn(7, 5, device="cuda"), torch.randn(6, 4).bfloat16().pin_memory()
+    with LEDGER.part("sums"):
+        found = checksums([plain, experts[2:5], plain[:, 1:4]], torch.bfloat16, "device", torch.device("cuda:0"))
+    cpu = [plain.cpu(), experts[2:5], plain[:, 1:4].cpu()]
+    wanted = checksums(cpu, torch.bfloat16, "device", torch.device("cpu"))
+    return {"device": found.device.type, "same": found.tolist() == wanted.tolist(), "waits": LEDGER.waits_in("sums")}
 
 
 def gap(policy: MegatronPolicy, made: EmbeddedEngine, rollouts: Any) -> float:

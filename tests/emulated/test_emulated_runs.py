@@ -237,6 +237,11 @@ def test_no_wait_of_a_refit_is_added_to_a_layer(emulated, name):
     assert not grown(two.waits, four.waits, allowed(), by="layers")
 
 
+def test_checksums_of_values_on_the_gpu_and_in_the_hosts_memory(emulated):
+    """Experts of a vLLM server land in pinned memory, beside weights on the GPU, in one message. Nothing waits."""
+    assert emulated.run("sums").answers == [{"device": "cuda", "same": True, "waits": 0}]
+
+
 def test_a_refit_of_an_engine_in_another_process_on_the_same_gpu(emulated):
     """Messages lie in the GPU's memory, which the engine opens by a handle."""
     found = emulated.run("cuda_ipc", ranks=2)

@@ -301,6 +301,16 @@ def test_shared_prompts_take_less_time_and_as_much_is_trained(capsys):
             assert 0.58 < once["phases"][phase] / whole["phases"][phase] < 0.72
         same = ("rollout generator", "rollout verifier", "optimizer", "refit", "sleep and wake")
         assert all(once["phases"][phase] == whole["phases"][phase] for phase in same)
+    for once, whole in zip(*(one["roles"] for one in found), strict=True):  # attention keeps prompts for each sample
+        assert once["training"]["activations"] > 1.005 * whole["training"]["activations"]
+
+
+def test_a_prompt_is_shared_by_the_samples_that_fit_into_a_micro_batch():
+    batch = SequenceBatch(sequences=20, length=4000, micro_tokens=26_000, prompt=2000, per_prompt=10)
+    assert batch.repeated == 20 * (1 - 1 / 10) and batch.tokens == 20 * 2000 + 2 * 2000
+    halves = replace(batch, micro_tokens=12_000)  # five of them, and the prompt once
+    assert halves.repeated == 20 - 4 and replace(batch, micro_tokens=4096).repeated == 0
+    assert replace(batch, per_prompt=1.0).repeated == 0
 
 
 @pytest.mark.parametrize(
@@ -308,6 +318,13 @@ def test_shared_prompts_take_less_time_and_as_much_is_trained(capsys):
     [
         ("grpo_qwen2.5_7b", [], {"generator": {"generator": 5}}),
         ("dapo_qwen2.5_32b", [], {"generator": {"generator": 16}}),
+        ("distil_qwen3_1.7b", ["recipe.args.group_size=3"], {"student": {"student": 3}}),
+        ("search_r1_qwen2.5_7b", [], {"agent": {"agent": 5}}),
+        ("rubric_qwen3_30b_a3b", ["recipe.args.judgements=2"], {"generator": {"generator": 8, "judge": 2}}),
+        ("pairwise_qwen3_8b", ["recipe.args.judge_turns=1"], {
+            "generator": {"generator": 8, "judge": 1}, "judge": {"judge": 8},
+        }),
+        ("self_play_r_zero_qwen3_4b", [], {"solver": {"proposer": 1, "solver": 10}}),
         ("tango_qwen2.5_7b", ["recipe.args.votes=3"], {
             "generator": {"generator": 5, "verifier": 3}, "verifier": {"generator": 1, "verifier": 5},
         }),

@@ -8,6 +8,7 @@ import xxhash
 
 from megatron_rl.refit.checksums import CHUNK, Place, checksums, place_for
 
+CPU = torch.device("cpu")
 MIX, WRAP = 0x9E3779B97F4A7C15, 1 << 64
 
 
@@ -28,13 +29,13 @@ def summed(values: list[int]) -> int:
 def test_a_gpus_checksum_is_the_sum_of_weighted_elements(dtype):
     values = torch.randn(37, 5).to(dtype)
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    [found] = checksums([values], dtype, "device").tolist()
+    [found] = checksums([values], dtype, "device", CPU).tolist()
     assert found == summed(values.view(whole).flatten().tolist())
 
 
 def test_a_hosts_checksum_is_xxh3_of_the_bytes():
     values = torch.randn(6, 7)
-    [found] = checksums([values[:, 2:5]], torch.float32, "host").tolist()
+    [found] = checksums([values[:, 2:5]], torch.float32, "host", CPU).tolist()
     assert found % WRAP == xxhash.xxh3_64_intdigest(values[:, 2:5].contiguous().numpy().tobytes())
 
 
@@ -53,17 +54,17 @@ def test_a_checksum_sees_one_wrong_value_an_exchange_and_a_shift(place: Place):
         other[[one, two]] = other[[two, one]]
         wrong.append(other)
     wrong += [values.roll(1), values.flip(0), torch.cat([values[CHUNK:], values[:CHUNK]])]
-    right, *found = checksums([values, *wrong], torch.float32, place).tolist()
+    right, *found = checksums([values, *wrong], torch.float32, place, CPU).tolist()
     assert right not in found and len({*found}) == len(found)
-    [again] = checksums([torch.stack([values, values], 1)[:, 0]], torch.float32, place).tolist()
+    [again] = checksums([torch.stack([values, values], 1)[:, 0]], torch.float32, place, CPU).tolist()
     assert again == right  # its elements do not lie side by side
 
 
 def test_values_count_in_the_dtype_that_travels():
     values = torch.randn(9)
     for place in ("host", "device"):
-        one = checksums([values], torch.bfloat16, place)
-        assert torch.equal(one, checksums([values.bfloat16().float()], torch.bfloat16, place))
+        one = checksums([values], torch.bfloat16, place, CPU)
+        assert torch.equal(one, checksums([values.bfloat16().float()], torch.bfloat16, place, CPU))
 
 
 def test_a_trainer_on_a_gpu_has_its_gpu_compute_them():
