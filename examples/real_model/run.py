@@ -7,7 +7,8 @@ The model is SmolLM2-135M-Instruct, from 4-bit weights (tools/real_model/convert
 and differences (rows/, which make_rows.py made by reasoning-gym's chain_sum). Warm-up teaches the form of a solution
 and of a verification, with wrong steps in it on purpose; what is learned after that is learned from rewards. The arms
 have as many updates as take about the same time. A run that was interrupted goes on where it stood when the same
-command is given again. Models train in bfloat16, or in float32 where this CPU is slow in bfloat16 (`--dtype`).
+command is given again. Models train in bfloat16, or in float32 where this CPU is slow in bfloat16 (`--dtype`), then at
+a lower rate: bfloat16 weights round a part of every step away.
 `--short` makes shorter runs, with smaller batches and evaluations. `--quick` takes a few updates of each, to see that
 every part works; its figures say nothing.
 """
@@ -66,6 +67,7 @@ ARMS: Mapping[str, Arm] = {
     "frozen": Arm("tango", 16, 11, ["recipe.args.train_verifier=false"]),
     "tango_paper": Arm("tango", 9, 6, [f"recipe.target={PAPER}", "recipe.args.alpha_start=0.3"]),
 }
+FLOAT32_RATE = 1e-5  # of reinforcement learning; with the configs' 3e-5 runs are lost (docs/real_model.md)
 UPDATES = {"grpo": "updates", "tango": "generator_updates"}  # how the recipe of a config names them
 FIGURES = {
     "generator/accuracy_sampled": "right answers, sampled",
@@ -112,6 +114,8 @@ def main() -> None:
             way = ARMS[arm]
             updates = QUICK_UPDATES if options.quick else way.short if options.short else way.updates
             own = [f"roles.{role}.model.dtype={dtype}" for role in roles_of(arm)]
+            if dtype == "float32":
+                own += [f"roles.{role}.optimizer.lr={FLOAT32_RATE}" for role in roles_of(arm)]
             own += [ranks, *way.settings, *sizes.get(way.config, []), f"recipe.args.{UPDATES[way.config]}={updates}"]
             runs[arm].append(train(arm, seed, base, own, short=options.short))
     page = BASE / "comparison.html"
