@@ -34,9 +34,7 @@ class Distil(Recipe):
         check_arguments(self, positive=["updates", "group_size"], natural=["top_k"], templates=needed)
 
     def roles(self) -> Mapping[str, Part]:
-        group = {STUDENT: self.group_size}
-        student = Part(samples=self.group_size, drawn=group, per_prompt=group)
-        return {STUDENT: student, TEACHER: Part(trained=False)}
+        return {STUDENT: Part(samples=self.group_size, drawn={STUDENT: self.group_size}), TEACHER: Part(trained=False)}
 
     def schedule(self) -> Schedule:
         return [[(STUDENT,)]] * self.updates

@@ -60,8 +60,7 @@ class Evolve(Recipe):
         n, tried, pooled = self.proposals, self.proposals * self.answers, self.proposals * (self.practice == "pool")
         samples = {PROPOSER: n, SOLVER: pooled or tried, JUDGE: pooled or tried * self.judgements}
         drawn = {PROPOSER: n, SOLVER: tried + pooled, JUDGE: (n + tried) * self.judgements + pooled}
-        alike = {} if pooled else {SOLVER: self.answers, JUDGE: self.judgements}
-        return {role: Part(samples=own, drawn=drawn, per_prompt=alike) for role, own in samples.items()}
+        return {role: Part(samples=own, drawn=drawn) for role, own in samples.items()}
 
     def schedule(self) -> Schedule:
         return [[(PROPOSER, SOLVER, JUDGE)]] * self.updates

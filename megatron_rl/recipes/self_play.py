@@ -80,8 +80,7 @@ class SelfPlay(Recipe):
             raise ConfigError(f"recipe.args.least_accuracy = {least}: give at most most_accuracy, {most}")
         if self.proposer_estimator not in ("hierarchical", "ema"):
             find_estimator(self.proposer_estimator)
-        self._baselines = RoleBaselines()
-        self._rule = AnswerRule(self.rule, self.rule_workers)
+        self._baselines, self._rule = RoleBaselines(), AnswerRule(self.rule, self.rule_workers)
 
     def roles(self) -> Mapping[str, Part]:
         drawn = {PROPOSER: self.proposals, SOLVER: self.proposals * self.answers}

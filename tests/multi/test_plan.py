@@ -318,7 +318,6 @@ def test_a_prompt_is_shared_by_the_samples_that_fit_into_a_micro_batch():
     [
         ("grpo_qwen2.5_7b", [], {"generator": {"generator": 5}}),
         ("dapo_qwen2.5_32b", [], {"generator": {"generator": 16}}),
-        ("distil_qwen3_1.7b", ["recipe.args.group_size=3"], {"student": {"student": 3}}),
         ("search_r1_qwen2.5_7b", [], {"agent": {"agent": 5}}),
         ("rubric_qwen3_30b_a3b", ["recipe.args.judgements=2"], {"generator": {"generator": 8, "judge": 2}}),
         ("pairwise_qwen3_8b", ["recipe.args.judge_turns=1"], {
