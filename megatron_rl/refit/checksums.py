@@ -16,7 +16,8 @@ from torch import Tensor
 
 Place = Literal["host", "device"]  # where all ranks of a refit compute checksums
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# By the bytes of an element: the type that reads its bits as a number.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 20  # elements that are weighted at once: 8 MiB for each of two temporary tensors
 _MIX = -7046029254386353131  # 2^64 divided by the golden ratio, odd, as a signed number
 
@@ -31,7 +32,7 @@ def checksums(slices: Iterable[Tensor], dtype: torch.dtype, sums_on: Place, devi
 
     They are on this rank's `device` where `sums_on` says so, wherever the slices lie, and else on the CPU.
     """
-    whole = _INTEGERS[dtype.itemsize]
+    whole = INTEGERS[dtype.itemsize]
     each = (value.detach().to(dtype).contiguous().view(-1).view(whole) for value in slices)  # one at a time in memory
     if sums_on == "device":
         return torch.stack([_weighted(values, device) for values in each])

@@ -25,7 +25,7 @@ from megatron_rl.refit.base import (
     TransportError,
     as_words,
 )
-from megatron_rl.refit.checksums import Place, checksums
+from megatron_rl.refit.checksums import INTEGERS, Place, checksums
 from megatron_rl.refit.messages import (
     CHECKSUM_BYTES,
     BucketMessage,
@@ -39,7 +39,6 @@ from megatron_rl.weights.reshard import RefitBucket, RefitPlan
 
 ALONE_PART_BYTES = 1 << 16  # slices of at least so many bytes are not packed for a transport that joins pieces
 PROBE_BYTES = 256 << 20  # size of the messages, of all ranks together, that measure the links
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # (source rank, destination rank) -> (transport, number of the other side in it)
 Route = Callable[[int, int], tuple[Transport, int]]
 
@@ -327,7 +326,7 @@ class Exchange:
             begun = time.perf_counter()
             present = torch.empty(message.bucket.elements, dtype=self._dtype, device=self._side.device)
             _gather(self._side.targets, [(run.name, run.part) for run in joined], present)
-            values = delta.decode(whole[:end], present.view(_INTEGERS[width])).view(self._dtype)
+            values = delta.decode(whole[:end], present.view(INTEGERS[width])).view(self._dtype)
             out.delta_seconds += time.perf_counter() - begun
         self._write(joined, values)
         self._write(loose, whole[end + sums :].view(self._dtype) if loose else values)
@@ -371,7 +370,7 @@ class Exchange:
             else torch.empty(elements_of(runs), dtype=self._dtype, device=buffer.device)
         )
         _gather(self._side.sources, [place for run in runs for place in run.sources], values)
-        return values.view(_INTEGERS[self._dtype.itemsize])
+        return values.view(INTEGERS[self._dtype.itemsize])
 
     def _encode(self, number: int, values: Tensor, base: int | None, whole: Tensor) -> int:
         """Writes the message as a delta to what the receiver holds, where that is known. Returns its bytes."""

@@ -250,7 +250,7 @@ def test_a_trainer_does_not_grow_with_every_engine_that_is_killed_and_comes_back
                 appear(tmp_path / f"holds_b{version}_{version}")
         found = finish(ranks, tmp_path)[0]
     assert all(answer["refit/failed_engines"] == 0 for answer in found), found
-    # Of freed memory in the arenas of threads: two of 60 MiB, or one where the second thread begins behind the first.
+    # Of 120 MiB that threads have freed in arenas of their own. 45 were seen on a busy machine, and 0 without the trim.
     assert found[last]["mib_given_back"] > 30, found
     keys = [answer["keys"] - version for version, answer in enumerate(found)]  # a verdict of each refit stays
     assert keys[-1] <= keys[1] + 2, found  # a slot's message may just have been taken
