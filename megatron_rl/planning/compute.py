@@ -16,8 +16,9 @@ from megatron_rl.planning.memory import GRADIENT, MASTER, MOMENTS, WHOLE, Precis
 from megatron_rl.planning.shapes import Parallel, Shape
 from megatron_rl.planning.workload import Draw
 
-STEP_S = 1.5e-3  # the host's part of a decoding step, in addition to the GPU's work
-ROW_S = 20e-6  # a decoding step's cost for each sequence in it: scheduling, sampling, text
+STEP_S = 1.5e-3  # the part of a decoding step in which the GPU waits for the host
+ROW_S = 20e-6  # the host's work in a decoding step for each sequence: scheduling, inputs, text
+SAMPLING_PASSES = 10  # how often sampling and log-probs move the float32 logits of a step through memory. Assumed
 REDUCE_S = 12e-6  # one all-reduce of few bytes within a node
 FAR_REDUCE_S = 120e-6  # one all-reduce of few bytes between nodes
 EXPERTS_S = 0.5e-3  # the host's part of a pass through a layer with experts: it waits to know how many tokens come
@@ -74,6 +75,7 @@ class EngineSetup:
     compiled: bool = True  # true: a server's fused kernels; false: plain torch, one kernel for every operation
     keeps_prefix: bool = True  # the keys and values of a sequence stay for its next answer, as far as there is room
     shares_prompt: bool = True  # samples with one prompt read it once, and share its keys and values
+    overlapped: bool = True  # the host prepares the next decoding step while the GPU computes this one
 
 
 def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
@@ -239,13 +241,11 @@ def decode_step_seconds(
     link = cluster.link(engine.tp)
     # plain torch launches about twenty kernels for each layer, one by one, and as many again for its experts
     kernels_s = 0.5e-3 if sizes.experts else 0.25e-3
-    own = STEP_S if engine.compiled else STEP_S + sizes.num_layers * kernels_s
-    return (
-        max(memory, flops)
-        + calls * (wire / link + (REDUCE_S if engine.tp <= cluster.per_node else FAR_REDUCE_S))
-        + own
-        + ROW_S * rows
-    )
+    waiting = STEP_S if engine.compiled else STEP_S + sizes.num_layers * kernels_s
+    reduced = calls * (wire / link + (REDUCE_S if engine.tp <= cluster.per_node else FAR_REDUCE_S))
+    sampled = SAMPLING_PASSES * 4 * rows * sizes.vocab / (device.hbm * HBM_SHARE)  # on each rank, of all logits
+    computing, host = max(memory, flops) + reduced + sampled, ROW_S * rows
+    return waiting + (max(computing, host) if engine.overlapped else computing + host)
 
 
 def kv_bytes(shape: Shape, width: int) -> int:

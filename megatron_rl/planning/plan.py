@@ -22,6 +22,7 @@ PER_NODE = 8  # GPUs of a node where no cluster is named
 ENGINE_WORKSPACE = 3 * memory.GIB  # a server's activations of a prefill and its CUDA graphs, on each GPU
 ASLEEP = 2 * memory.GIB  # of a GPU that a sleeping server keeps: its CUDA context, NCCL's buffers, CUDA graphs. Assumed
 NO_CACHE = frozenset(["--no-enable-prefix-caching", "--disable-radix-cache"])  # words of engine.args
+NO_OVERLAP = frozenset(["--no-async-scheduling", "--disable-overlap-schedule"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,8 +312,10 @@ def _engine(config: TrainConfig, ranks: int, cache: float) -> EngineSetup:
             expert_parallel=settings.expert_parallel,
             keeps_prefix=not NO_CACHE & set(settings.args),
             shares_prompt=not NO_CACHE & set(settings.args),
+            overlapped=not NO_OVERLAP & set(settings.args),
         )
     # the embedded engine's cache grows as it must
     return EngineSetup(
-        replicas=ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False, keeps_prefix=False
-    )
+        replicas=ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False, keeps_prefix=False,
+        overlapped=False,
+    )  # fmt: skip

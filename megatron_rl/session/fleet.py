@@ -25,6 +25,7 @@ from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.engines.launch import make_token
 from megatron_rl.engines.openai import open_endpoint
 from megatron_rl.engines.pool.pool import Pool
+from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.engines.roster import Roster
 from megatron_rl.engines.server import Adapters
 from megatron_rl.engines.spread import SpreadEngine
@@ -172,9 +173,10 @@ def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
         session.stack.callback(end_supervisors, started)
         for name in started:
             started[name] += [Supervisor(driver.directory.path, name, replica) for replica in range(settings.replicas)]
+    shared = SharedGpus() if settings.colocate else None
     for name in config.engine_roles:
         own = started[config.server_owners[name]]
-        pool = _pool(session, settings, name, own) if session.world.rank == 0 else None
+        pool = _pool(session, settings, name, own, shared) if session.world.rank == 0 else None
         if pool is not None:
             fleet.engines[name] = fleet.pools[name] = pool
         policy = session.policies.get(name)
@@ -218,7 +220,9 @@ def _start_colocated(session: _Session, settings: Servers, started: dict[str, li
     start_servers(session.config, settings, session.world.rank, make)
 
 
-def _pool(session: _Session, settings: Servers, name: str, started: list[Supervisor]) -> Pool:
+def _pool(
+    session: _Session, settings: Servers, name: str, started: list[Supervisor], shared: SharedGpus | None
+) -> Pool:
     """The pool of the servers that answer for one role, its own or those that it shares. Those of a role without a
     policy keep the weights that they are started with."""
     config, directory = session.config, session.driver.directory.path / ENGINES
@@ -230,8 +234,9 @@ def _pool(session: _Session, settings: Servers, name: str, started: list[Supervi
         about = replace(about, adapters=Adapters(place, sharing.index(name), len(sharing)))
     client = connect(settings, token, config.refit.timeout_s, about)
     pool = Pool(
-        name, settings, Roster(directory), client, fixed=name not in session.policies, listed=config.server_owners[name]
-    )
+        name, settings, Roster(directory), client, fixed=name not in session.policies,
+        listed=config.server_owners[name], shared=shared,
+    )  # fmt: skip
     if settings.urls:
         session.stack.callback(Addresses(Roster(directory), name, settings.urls[name], client).close)
     known = started if len(started) == settings.replicas else []  # else other ranks have started some

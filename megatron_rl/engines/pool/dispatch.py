@@ -21,6 +21,7 @@ from megatron_rl.engines.full_prompts import FullPrompts
 from megatron_rl.engines.launch import tail
 from megatron_rl.engines.pool.line import Line, Waiter
 from megatron_rl.engines.pool.membership import Member, Members, Waiting
+from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.engines.server import ServerLost
 
 LONGEST_PAUSE_S = 60.0  # between two attempts, when all servers ask to be left alone for a while
@@ -74,24 +75,27 @@ class Dispatcher:
     """Sends requests to the members. All of them wait on one event loop, in one thread, however many there are.
 
     `tend` is called whenever a caller waits. `refitting` tells whether servers are taking weights, so that some will
-    serve soon. `hopeless` tells why no server will come any more, or None.
+    serve soon. `hopeless` tells why no server will come any more, or None. `shared`: GPUs that the members share with
+    other roles' servers.
     """
 
     def __init__(
         self, members: Members, look_s: float, *, tend: Callable[[], None], refitting: Callable[[], bool],
-        hopeless: Callable[[], str | None],
+        hopeless: Callable[[], str | None], shared: SharedGpus,
     ) -> None:  # fmt: skip
         self.members, self.failures = members, 0  # failures: requests that were sent again
         self.full = FullPrompts(members.role)
         self._look_s, self._tend, self._refitting, self._hopeless = look_s, tend, refitting, hopeless
         descriptors()  # a connection for every request under way
-        self._line = Line(members)
+        self._shared = shared
+        self._line = Line(members, shared)
         self._lookers = concurrent.futures.ThreadPoolExecutor(LOOKERS, f"looks-{members.role}")
         self._looks: dict[Member, asyncio.Future[None]] = {}  # under way
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"requests-{members.role}", daemon=True)
         self._thread.start()
         members.changed = self.look
+        shared.add(members.role, self.look)
 
     def close(self) -> None:
         """Ends what is under way, whose requests have failed: the members were closed before."""
@@ -164,6 +168,7 @@ class Dispatcher:
             finally:
                 with self.members.change:
                     member.load, member.requests = member.load - request.sequences, member.requests - 1
+                self._shared.leave()
                 self._line.admit()
             if pause_s and all(m in failed for m in self.members.serving()):
                 await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))  # as long as servers ask for: all have failed

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.engines.base import EngineError
 from megatron_rl.engines.pool.membership import Member, Members
+from megatron_rl.engines.pool.shared_gpus import SharedGpus
 
 PREFIX_SHARE = 0.25  # of a server's places: a prefix is worth no more of them in use there than elsewhere
 FAILED_S = (
@@ -34,10 +35,13 @@ class Waiter:
 
 
 class Line:
-    """The requests that wait for a place at a server. It is used in one thread, that of the loop in which they wait."""
+    """The requests that wait for a place at a server. It is used in one thread, that of the loop in which they wait.
 
-    def __init__(self, members: Members) -> None:
-        self._members = members
+    Whoever got a place takes its sequences off the member's load at the end, and leaves `shared`.
+    """
+
+    def __init__(self, members: Members, shared: SharedGpus) -> None:
+        self._members, self._shared = members, shared
         self._came = 0
         self._again: list[Waiter] = []  # those that a server has failed
         self._first: dict[int, deque[Waiter]] = {}  # the others, by the number of sequences
@@ -99,7 +103,7 @@ class Line:
         at_once = self._members.limits.at_once
         better = [m for m in serving if m not in waiter.failed] or serving
         free = [m for m in better if not m.load or m.load + waiter.sequences <= at_once]
-        if not free:
+        if not free or not self._shared.enter(self._members.role):
             return False
         member = _best(free, waiter.prefer, at_once)
         member.load, member.requests = member.load + waiter.sequences, member.requests + 1

@@ -16,6 +16,7 @@ from megatron_rl.engines.pool.dispatch import Dispatcher, Outstanding, Request
 from megatron_rl.engines.pool.membership import LOOK_S, Address, Limits, ListedMembers, Member, Members
 from megatron_rl.engines.pool.refits import PoolRefits
 from megatron_rl.engines.pool.session import PoolSession
+from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.engines.roster import Listing, Roster
 from megatron_rl.engines.server import Server, ServerLost
 
@@ -31,13 +32,14 @@ class ServerEngine:
     server will come any more, or None: waiting ends then.
     """
 
-    def __init__(self, members: Members, *, look_s: float = LOOK_S) -> None:
+    def __init__(self, members: Members, *, look_s: float = LOOK_S, shared: SharedGpus | None = None) -> None:
         self.members = members
         self.hopeless: Callable[[], str | None] | None = None
         self._look_s = look_s
         self._dispatcher = Dispatcher(
-            members, look_s, tend=self.tend, refitting=self._refitting, hopeless=self._hopeless
-        )
+            members, look_s, tend=self.tend, refitting=self._refitting, hopeless=self._hopeless,
+            shared=shared or SharedGpus(),
+        )  # fmt: skip
 
     @property
     def version(self) -> int:
@@ -108,12 +110,12 @@ class Pool(ServerEngine):
     under whose name the servers are listed, where roles share them. `fixed`: the servers keep the weights that they are
     started with. `refresh`, when set, brings the given replicas to the current weights
     while others serve. It is called when a server that has none is there, from within the owner's own calls alone,
-    because it is collective.
+    because it is collective. `shared`: the GPUs in which servers of other roles stand too.
     """
 
     def __init__(
         self, role: str, settings: Servers, roster: Roster, connect: Callable[[Listing], Server], *,
-        fixed: bool = False, look_s: float = LOOK_S, listed: str | None = None,
+        fixed: bool = False, look_s: float = LOOK_S, listed: str | None = None, shared: SharedGpus | None = None,
     ) -> None:  # fmt: skip
         self.refresh: Callable[[list[int]], None] | None = None
         # Where the servers stand in the trainer's GPUs: sends all of them to sleep, brings those without current
@@ -123,7 +125,7 @@ class Pool(ServerEngine):
         self._owner = threading.get_ident()
         members = ListedMembers(role, settings, roster, connect, fixed=fixed, look_s=look_s, listed=listed)
         self._refits = PoolRefits(members)
-        super().__init__(members, look_s=look_s)
+        super().__init__(members, look_s=look_s, shared=shared)
 
     def begin_refit(
         self, version: int, address: Address, only: Sequence[int] | None = None, *, wait_s: float
