@@ -228,13 +228,12 @@ def _head(findings: Findings, scale: Scale) -> dict[str, float]:
     for name, way in ways.items():
         found |= {f"{name}_{figure}": value for figure, value in _timed(way, (hidden, weight), scale).items()}
         # the forward product and the two of its gradient; logits that are computed again do not count
-        seconds = found[f"{name}_forward_s"] + found[f"{name}_backward_s"]
-        found[f"{name}_tflops"] = 6 * tokens * width * vocab / seconds / 1e12
+        found[f"{name}_tflops"] = 6 * tokens * width * vocab / found[f"{name}_passes_s"] / 1e12
     return found
 
 
 def _timed(way: Callable[[], Tensor], inputs: tuple[Tensor, ...], scale: Scale) -> dict[str, float]:
-    """Returns the seconds of a function's forward and backward passes, and the memory that both add."""
+    """Returns the seconds of a function's forward pass and of both its passes, and the memory that both add."""
 
     def passes() -> None:
         for one in inputs:
@@ -246,7 +245,7 @@ def _timed(way: Callable[[], Tensor], inputs: tuple[Tensor, ...], scale: Scale) 
     both = clock.median_seconds(passes, rounds=scale.rounds)
     with torch.no_grad():
         only_forward = clock.median_seconds(way, rounds=scale.rounds)
-    return {"forward_s": only_forward, "backward_s": both - only_forward, "added_gib": peak - before}
+    return {"forward_s": only_forward, "passes_s": both, "added_gib": peak - before}
 
 
 def _attention(findings: Findings, scale: Scale, directory: Path, tokens: int) -> dict[str, float]:

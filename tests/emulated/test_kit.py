@@ -35,7 +35,7 @@ def test_updates_are_measured(emulated):
             assert lacking.pop(f"{name}/mfu").startswith(UNKNOWN_PEAK)
             assert told["recomputed"][name] == "none"
             assert told["forms"][name] == FORMS
-    measured = ("device/copy_gb_per_s", "head/torch_forward_s", "head/plain_backward_s", "attention/64/ours_forward_s")
+    measured = ("device/copy_gb_per_s", "head/torch_forward_s", "head/plain_passes_s", "attention/64/ours_forward_s")
     assert all(figures[name] > 0 for name in measured)
     assert {*told["profile"][0]} == {"name", "calls", "ms", "share"} and len(told["profile"]) == 15
     assert lacking.pop("profile/kernels").startswith("the profiler of this torch sees the host alone")
