@@ -14,6 +14,9 @@ from torch import Tensor
 
 from megatron_rl.megatron import optim
 
+ALIGNMENT = 512  # bytes: where a copy begins in a block of pinned memory
+BLOCK = 1 << 28  # bytes of such a block, at least
+
 
 def sleep(chunks: list[Any], optimizer: Any) -> None:
     """Frees the gradient buffers' storage and moves the optimizer's tensors to the CPU. A second call does nothing."""
@@ -25,10 +28,36 @@ def sleep(chunks: list[Any], optimizer: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def host_copy(tensor: Tensor) -> Tensor:
-    """Returns a copy in host memory: pinned, and not yet complete, of a tensor on a GPU."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor.detach(), non_blocking=True)
+def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns copies in host memory, in order: pinned, and not yet complete, of tensors on a GPU.
+
+    torch takes pinned memory in blocks of 2^n bytes (ATen/core/CachingHostAllocator.h). Many copies share each block;
+    one by one those of a 7B model's weights would take nearly twice their size.
+    """
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+    places, blocks = _packed(sizes)
+    locked = any(tensor.is_cuda for tensor in tensors)
+    memory = [torch.empty(size, dtype=torch.uint8, pin_memory=locked) for size in blocks]
+    copies = []
+    for tensor, (block, start) in zip(tensors, places, strict=True):
+        own = memory[block][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copies.append(own.copy_(tensor.detach(), non_blocking=True))
+    return copies
+
+
+def _packed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Places pieces of these sizes into blocks -> the block and the start of each, and the bytes in each block.
+
+    Each goes into the first block with room, the largest first. A block has room for the largest, and for BLOCK bytes.
+    """
+    room = 1 << (max([BLOCK, *sizes]) - 1).bit_length()
+    places, used = dict[int, tuple[int, int]](), list[int]()
+    for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):
+        block = next((n for n, bytes_ in enumerate(used) if bytes_ + sizes[piece] <= room), len(used))
+        used += [0] if block == len(used) else []
+        places[piece] = block, used[block]
+        used[block] += sizes[piece]
+    return [places[piece] for piece in range(len(sizes))], used
 
 
 def wake(chunks: list[Any], optimizer: Any) -> None:
@@ -48,8 +77,9 @@ class Weights:
 
     def __init__(self, chunks: list[Any]) -> None:
         self._chunks, self.away = chunks, False
-        self._held: list[Tensor] = []  # the tensors that own the storage; filled by the first `sleep`, as is `_host`
-        self._host: list[Tensor] = []  # kept: pinned memory is slow to get
+        self._held: list[Tensor] = []  # the tensors that own the storage; filled by the first `sleep`, as all lists
+        self._pieces: list[Tensor] = []  # of them, flat, of BLOCK bytes at most
+        self._host: list[Tensor] = []  # the pieces' copies. Kept: pinned memory is slow to get
 
     def sleep(self) -> None:
         """Moves the weights to host memory and frees their storage. A second call does nothing."""
@@ -57,10 +87,12 @@ class Weights:
             return
         if not self._held:
             self._held = list(_weight_tensors(self._chunks))
-            self._host = [host_copy(tensor) for tensor in self._held]
+            flat = [tensor.detach().view(-1) for tensor in self._held]
+            self._pieces = [piece for one in flat for piece in one.split(BLOCK // one.element_size())]
+            self._host = host_copies(self._pieces)
         else:
-            for tensor, host in zip(self._held, self._host, strict=True):
-                host.copy_(tensor.detach(), non_blocking=True)
+            for piece, host in zip(self._pieces, self._host, strict=True):
+                host.copy_(piece, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         for tensor in self._held:
@@ -74,9 +106,10 @@ class Weights:
         if not self.away:
             return
         with torch.no_grad():
-            for tensor, host in zip(self._held, self._host, strict=True):
+            for tensor in self._held:
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-                tensor.copy_(host, non_blocking=True)
+            for piece, host in zip(self._pieces, self._host, strict=True):
+                piece.copy_(host, non_blocking=True)
         self.away = False
 
     @contextlib.contextmanager
@@ -102,19 +135,21 @@ class Weights:
 
 @contextlib.contextmanager
 def swapped(parameters: Sequence[torch.nn.Parameter], others: Sequence[Tensor]) -> Iterator[None]:
-    """Puts other values into the parameters for the block; theirs come back bit for bit."""
-    live = [host_copy(p) for p in parameters]
+    """Exchanges the values of parameters and of tensors in host memory for the block; all come back bit for bit."""
+    _exchange(parameters, others)
     try:
-        _copy_into(parameters, others)
         yield
     finally:
-        _copy_into(parameters, live)
+        _exchange(parameters, others)
 
 
-def _copy_into(parameters: Sequence[torch.nn.Parameter], values: Sequence[Tensor]) -> None:
+def _exchange(parameters: Sequence[torch.nn.Parameter], others: Sequence[Tensor]) -> None:
+    """Takes the memory of one parameter besides. On a GPU it does not wait: all copies are in one stream's order."""
     with torch.no_grad():
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.copy_(value, non_blocking=True)
+        for parameter, other in zip(parameters, others, strict=True):
+            own = parameter.detach().clone()
+            parameter.copy_(other, non_blocking=True)
+            other.copy_(own, non_blocking=True)
 
 
 def gradient_bytes(chunks: list[Any]) -> int:
@@ -154,21 +189,24 @@ def _move_state(optimizer: Any, device: torch.device) -> None:
 
     Float32 weights are their own masters and stay.
     """
+    states, masters = [], []
     for part in optim.parts(optimizer):
         for state in part.optimizer.state.values():
-            for name in [n for n, value in state.items() if torch.is_tensor(value)]:
-                state[name] = _moved(state[name], device)
-        for group in part.shard_fp32_from_float16_groups:
-            for master in group:
-                if master is not None:
-                    master.data = _moved(master.data, device)
+            states += [(state, name) for name, value in state.items() if torch.is_tensor(value)]
+        masters += [master for group in part.shard_fp32_from_float16_groups for master in group if master is not None]
+    moved = iter(_moved([*(state[name] for state, name in states), *(master.data for master in masters)], device))
+    for state, name in states:
+        state[name] = next(moved)
+    for master in masters:
+        master.data = next(moved)
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor on another device, to or from pinned memory."""
-    if tensor.device == device:
-        return tensor
-    return host_copy(tensor) if device.type == "cpu" else tensor.to(device, non_blocking=True)
+def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Returns tensors on another device, to or from pinned memory; those that are there already as they are."""
+    if device.type != "cpu":
+        return [tensor.to(device, non_blocking=True) for tensor in tensors]
+    copies = iter(host_copies([tensor for tensor in tensors if tensor.device != device]))
+    return [tensor if tensor.device == device else next(copies) for tensor in tensors]
 
 
 def _device(chunks: list[Any]) -> torch.device:

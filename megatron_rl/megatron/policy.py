@@ -101,7 +101,7 @@ class MegatronPolicy:
         self._saves = AsyncCallsQueue()
         self._reference: list[Tensor] | None = None
         if trainable and "reference" in PolicyLoss(role.loss).needs:
-            self._reference = [offload.host_copy(p) for p in self._trained()]
+            self._reference = offload.host_copies([p.detach() for p in self._trained()])
 
     @property
     def replicas(self) -> Replicas:
@@ -461,7 +461,7 @@ class MegatronPolicy:
 
     @contextlib.contextmanager
     def _weights_in_use(self, reference: bool) -> Iterator[None]:
-        """Swaps the reference's weights in for the block; the live ones come back bit for bit."""
+        """Exchanges the reference's weights for the live ones in the block, which come back bit for bit."""
         if not reference:
             yield
             return
