@@ -165,3 +165,15 @@ engine() {
     fi
     again
 }
+
+# Asks a teacher for SFT data. Before the time limit the program is ended, which keeps every part of the answers that it
+# has written, and the job is queued again.
+generate() {
+    local warned=
+    trap 'warned=1; say "time is nearly up"; scancel --signal=TERM "$JOB" || true' USR1
+    step -- generate "$CONFIG"
+    if [ "$STATUS" -ne 0 ] && [ -n "$warned" ]; then
+        again
+    fi
+    exit "$STATUS"
+}

@@ -44,7 +44,9 @@ class Profile:
     environment: Mapping[str, str] = field(default_factory=dict)
     setup: tuple[str, ...] = ()  # shell lines before the program
     python: str = ".venv/bin/python"  # absolute, or from the checkout's root; inside the container
-    engine_python: str = ".venv-vllm/bin/python"
+    # Interpreter that has the engine, in the place of the config's engine.python. null: that one, else the checkout's
+    # .venv-vllm or .venv-sglang. With a container it must be set, to the interpreter inside.
+    engine_python: str | None = None
     container: Container | None = None
     sbatch: tuple[str, ...] = ()  # further options for #SBATCH lines
     srun: tuple[str, ...] = ()  # further options of srun

@@ -17,7 +17,7 @@ SETTINGS, END = "# --- settings", "# --- end of settings"
 class ScriptShape:
     """The nodes, time and array that one batch script asks for."""
 
-    template: str  # train, engines, roles, sweep or eval
+    template: str  # train, engines, roles, sweep, generate or eval
     name: str  # the job's name without its ending -TEMPLATE
     nodes: int = 1
     ranks: int  # ranks on each node

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.settings import METAVAR, load
-from megatron_rl.config.schema import ConfigError, SftConfig, TrainConfig
+from megatron_rl.config.schema import ConfigError, GenerateConfig, SftConfig, TrainConfig
 
 SUBMIT = """A run becomes an array of the trainer's time slices and, with servers (engine.kind), an array of engines:
   megatron-rl submit examples/tango_qwen2.5_7b.yaml job.slices=8 --profile a100 --dry-run
   megatron-rl submit examples/sft_qwen2.5_math_7b.yaml --profile my_site.yaml
+SFT data by a teacher is one job:
+  megatron-rl submit examples/generate_sft_llama3.1_70b.yaml --profile my_site.yaml
 A sweep is one run for each point of a grid, an evaluation one element for each checkpoint and config:
   megatron-rl submit CONFIG.yaml --sweep grid.yaml
   megatron-rl submit math.yaml gsm8k.yaml --checkpoints runs/a/models/generator runs/b/models/generator
@@ -56,12 +58,15 @@ def add_parsers(commands: Any) -> None:
 def _add_submit(commands: Any) -> None:
     parser = commands.add_parser(
         "submit",
-        help="write the batch scripts of a run, a sweep or an evaluation for a Slurm cluster, and submit them",
+        help="write the batch scripts of a run, a sweep, SFT data or an evaluation for Slurm, and submit them",
         description=SUBMIT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "settings", nargs="+", metavar=METAVAR, help="settings of `train`, `sft` or, with --checkpoints, `eval`"
+        "settings",
+        nargs="+",
+        metavar=METAVAR,
+        help="settings of `train`, `sft`, `generate` or, with --checkpoints, `eval`",
     )
     parser.add_argument(
         "--profile", default="a100", help="the site: a name in slurm/profiles, or a YAML file (default: a100)"
@@ -106,37 +111,44 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _submit(args: argparse.Namespace) -> int:
+    from megatron_rl.jobs import submit
+
+    submission, run = _planned(args)
+    if args.dry_run:
+        for name in submission.scripts:
+            print(f"# ---- {submission.directory}/{submit.JOBS}/{name}\n{submission.files[name]}")
+        return 0
+    submit.write(submission)
+    if run is not None:
+        submit.reopen(run)
+    for name, job in submit.send(submission).items():
+        print(f"submitted {submission.directory}/{submit.JOBS}/{name}: job {job}")
+    print(f"megatron-rl status {submission.directory}\nmegatron-rl stop {submission.directory}")
+    return 0
+
+
+def _planned(args: argparse.Namespace) -> tuple[Any, TrainConfig | SftConfig | None]:
+    """Returns the submission that the arguments ask for, and the config of the run where it is a single run."""
     from megatron_rl.cluster import profile
     from megatron_rl.jobs import submit
 
     if sum((args.checkpoints is not None, args.sweep is not None, args.shape == "roles")) > 1:
         raise ConfigError("--checkpoints, --sweep and --shape roles are three kinds of submission: give one of them")
     site = profile.read(args.profile)
-    config = None
     if args.checkpoints:
-        found = submit.evaluations(args.settings, args.checkpoints, args.out)
-        submission = submit.plan_eval(found, site, args.out)
-    else:
-        command, config = load(args.settings)
-        if not isinstance(config, TrainConfig | SftConfig):
-            raise ConfigError(f"this is a config of `{command}`: give --checkpoints to submit evaluations")
-        if args.sweep:
-            grid = submit.read_grid(args.sweep)
-            points = [(point, load([*args.settings, *submit.overrides(point)])[1]) for point in grid]
-            submission = submit.plan_sweep(config, points, site, command=command)
-        else:
-            submission = submit.plan_run(config, site, command=command, as_roles=args.shape == "roles")
-    if args.dry_run:
-        for name in submission.scripts:
-            print(f"# ---- {submission.directory}/{submit.JOBS}/{name}\n{submission.files[name]}")
-        return 0
-    submit.write(submission)
-    if config is not None and not args.sweep:
-        submit.reopen(config)
-    for name, job in submit.send(submission).items():
-        print(f"submitted {submission.directory}/{submit.JOBS}/{name}: job {job}")
-    print(f"megatron-rl status {submission.directory}\nmegatron-rl stop {submission.directory}")
-    return 0
+        return submit.plan_eval(submit.evaluations(args.settings, args.checkpoints, args.out), site, args.out), None
+    command, config = load(args.settings)
+    if isinstance(config, GenerateConfig):
+        if args.sweep or args.shape == "roles":
+            raise ConfigError("SFT data are one job: leave out --sweep and --shape")
+        return submit.plan_generate(config, site), None
+    if not isinstance(config, TrainConfig | SftConfig):
+        raise ConfigError(f"this is a config of `{command}`: give --checkpoints to submit evaluations")
+    if args.sweep:
+        grid = submit.read_grid(args.sweep)
+        points = [(point, load([*args.settings, *submit.overrides(point)])[1]) for point in grid]
+        return submit.plan_sweep(config, points, site, command=command), None
+    return submit.plan_run(config, site, command=command, as_roles=args.shape == "roles"), config
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.settings import load
+from megatron_rl.config.schema import ConfigError, EvalConfig
 
 HELP = "download models and data sets of the Hugging Face hub, or all that a config names, to a shared folder"
 DESCRIPTION = """Downloads models and data sets of the Hugging Face hub, on a host that has a network:
   megatron-rl fetch Qwen/Qwen2.5-7B dataset:openai/gsm8k --to /shared/hub
   megatron-rl fetch my_run.yaml --to /shared/hub
-For a config it prints the overrides with which a run reads from there. A name may have a branch, tag or commit behind
-it (Qwen/Qwen2.5-7B@main); without one, what was fetched before stays as it is. Each folder gets FETCHED.json, with the
-commit and the SHA-256 of every file. Only safetensors, JSON and the tokenizer's files of models are fetched."""
+For a config it prints the overrides with which a run reads from there. Benchmarks of an evaluation are fetched, too. A
+name may have a branch, tag or commit behind it (Qwen/Qwen2.5-7B@main); without one, what was fetched before stays as it
+is. Each folder gets .fetched.json, with the commit and the SHA-256 of every file. Only safetensors, JSON and the
+tokenizer's files of models are fetched."""
 
 
 def add_parser(commands: Any) -> None:
@@ -38,11 +41,12 @@ def run(args: argparse.Namespace) -> int:
 
     settings = [word for word in args.what if "=" in word or Path(word).suffix in (".yaml", ".yml")]
     wanted = [hub.parse(word) for word in args.what if word not in settings]
-    config = hub.wanted_by(load(settings)[1]) if settings else []
-    if settings and not config:
+    config = load(settings)[1] if settings else None
+    named, sets = hub.wanted_by(config), _benchmark_sets(config)
+    if settings and not (named or sets):
         print("the config names nothing of the hub: its models and data are files here")
-    overrides = []
-    for each in [*wanted, *config]:
+    overrides = [f"data_dir={args.to.absolute() / hub.DATASETS}"] if sets else []
+    for each in [*wanted, *named, *(hub.Wanted(name=name, kind="dataset") for name in sets)]:
         done = hub.fetch(each, args.to.absolute())
         verb = "fetched" if done.new else "is here already:"
         print(f"{done.wanted.name} {verb} {len(done.files)} files, {done.size / 1e9:.2f} GB, commit {done.commit[:12]}")
@@ -52,3 +56,21 @@ def run(args: argparse.Namespace) -> int:
         print("with these overrides a run of this config reads from there:")
         print("  " + " \\\n  ".join(shlex.quote(override) for override in overrides))
     return 0
+
+
+def _benchmark_sets(config: Any) -> list[str]:
+    """Returns the hub's names of the data sets that an evaluation's benchmarks are read from, each once.
+
+    There are none where its data_dir has all of them. Raises ConfigError for an unknown benchmark.
+    """
+    if not isinstance(config, EvalConfig):
+        return []
+    from megatron_rl.evaluation.benchmarks import benchmark, source_of
+
+    found = [benchmark(name) for name in config.benchmarks]
+    if config.data_dir is not None:
+        with contextlib.suppress(ConfigError):
+            for one in found:
+                source_of(one, config.data_dir)
+            return []
+    return [*dict.fromkeys(one.hub for one in found)]

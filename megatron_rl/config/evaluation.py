@@ -90,7 +90,9 @@ class EvalConfig:
     model: Model
     families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
     benchmarks: tuple[str, ...] = ()  # names of benchmarks, see docs/evaluation.md
-    data_dir: str | None = None  # directory with local files of the benchmarks; null: the Hugging Face hub
+    # Directory with local files of the benchmarks: one of your own, or DIR/datasets of `megatron-rl fetch --to DIR`.
+    # null: the Hugging Face hub.
+    data_dir: str | None = None
     data: PromptSet | None = None  # a problem set of your own, graded by `reward`
     limit: PositiveInt | None = None  # largest number of problems of each benchmark; null: all
     template: str | None = None  # name or file of the prompt; null: the benchmark's own, and tango_generator for `data`

@@ -29,7 +29,10 @@ from megatron_rl.run.sums import digests, keep
 
 Kind = Literal["model", "dataset"]
 KINDS: dict[str, Kind] = {"model": "model", "dataset": "dataset"}
-RECORD = "FETCHED.json"  # beside the files: the repository, the commit, and each file's size and SHA-256
+# Beside the files: the repository, the commit, and each file's size and SHA-256. It is hidden from the library
+# `datasets`, which takes every other JSON file of a folder for rows.
+RECORD = ".fetched.json"
+DATASETS = "datasets"  # the folder of all data sets in the one that fetch is given
 WEIGHTS = "*.safetensors"
 FILES: dict[Kind, Sequence[str]] = {  # no pickles and no code
     "model": (WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja"),
@@ -209,7 +212,7 @@ def _is_hub_name(name: str) -> bool:
 
 
 def _folder(wanted: Wanted, to: Path) -> Path:
-    return to / wanted.name if wanted.kind == "model" else to / "datasets" / wanted.name
+    return to / wanted.name if wanted.kind == "model" else to / DATASETS / wanted.name
 
 
 def _record(folder: Path) -> dict[str, Any]:

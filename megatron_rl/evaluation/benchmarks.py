@@ -62,21 +62,23 @@ def benchmark(name: str) -> Benchmark:
 
 
 def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = None) -> PromptSet:
-    """Returns where a benchmark's rows are: NAME (a folder), NAME.jsonl or NAME.parquet in data_dir.
+    """Returns where a benchmark's rows are: NAME (a folder), NAME.jsonl or NAME.parquet in data_dir, or the folder of
+    the hub's name there, as `megatron-rl fetch` makes it.
 
     Without a data_dir they are on the hub. Raises ConfigError when data_dir has none of these.
     """
     if data_dir is None:
         return PromptSet(path=found.hub, split=found.split, subset=found.subset, file=found.file, limit=limit)
     base, name = Path(data_dir), found.folder or found.name
-    places = [base / name, base / f"{name}.jsonl", base / f"{name}.parquet"]
+    places = [base / name, base / f"{name}.jsonl", base / f"{name}.parquet", base / found.hub]
     place = next((p for p in places if p.exists()), None)
     if place is None:
         raise ConfigError(
-            f"{data_dir} has no {found.name}: give one of {', '.join(str(p) for p in places)}, or data_dir null for "
-            "the hub"
+            f"{data_dir} has no {found.name}: give one of {', '.join(str(p) for p in places)} (the last one is as "
+            "`megatron-rl fetch` makes it), or data_dir null for the hub"
         )
-    tests = place.is_dir() and any(re.match(r"test([-_.]|$)", p.stem) for p in place.iterdir())
+    own = place.is_dir() and place != base / found.hub  # a folder of the hub's has the hub's splits
+    tests = own and any(re.match(r"test([-_.]|$)", p.stem) for p in place.iterdir())
     split = "test" if tests else found.split
     return PromptSet(path=str(place), split=split, subset=found.subset, file=found.file, limit=limit)
 

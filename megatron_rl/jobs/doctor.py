@@ -74,7 +74,7 @@ def examine(config: Any | None, profile: Profile | None, *, quick: bool, environ
         parts += [lambda: _files(run_directory(config), quick), lambda: _inputs(config, quick)]
         parts += [] if quick else [lambda: _hub(config, environment)]
         parts += (
-            [lambda: _engine(config, profile)]
+            [lambda: _engine(config, profile, environment)]
             if isinstance(config, TrainConfig) and isinstance(config.engine, Servers)
             else []
         )
@@ -281,9 +281,16 @@ def _hub(config: Any, environment: Mapping[str, str]) -> Iterator[Check]:
     )
 
 
-def _engine(config: TrainConfig, profile: Profile | None) -> Iterator[Check]:
+def _engine(config: TrainConfig, profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
     assert isinstance(config.engine, Servers)
-    python = engine_python(config.engine, profile.engine_python) if profile else config.engine.python or sys.executable
+    try:
+        python = engine_python(config.engine, profile) if profile else config.engine.python or sys.executable
+    except ConfigError as error:
+        yield Check("engine.python", "not known", "wrong", str(error))
+        return
+    if profile and profile.container and "SLURM_JOB_ID" not in environment:
+        yield Check("engine.python", f"{python}, in the container", "note", "the run's job looks for it there")
+        return
     package = config.engine.kind
     try:
         there = versions.of_interpreter(python)

@@ -1,4 +1,4 @@
-"""`megatron-rl submit`: writes the batch scripts of a run, a sweep or an evaluation, and gives them to Slurm."""
+"""`megatron-rl submit`: writes the batch scripts of runs, sweeps, SFT data and evaluations, and gives them to Slurm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.cluster import slices, slurm
 from megatron_rl.cluster.job import STOP
@@ -18,7 +18,16 @@ from megatron_rl.cluster.render import ScriptShape, common_settings, script
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import server_gpus
-from megatron_rl.config.schema import ConfigError, EvalConfig, Servers, SftConfig, TrainConfig
+from megatron_rl.config.schema import (
+    ConfigError,
+    EvalConfig,
+    GenerateConfig,
+    Servers,
+    SftConfig,
+    Sglang,
+    TrainConfig,
+    Vllm,
+)
 from megatron_rl.run import lines
 from megatron_rl.run.directory import SWEEP, RunDirectory
 from megatron_rl.run.disk import write_text
@@ -29,15 +38,16 @@ JOBS = "jobs"  # the directory of scripts and configs in the run directory; it h
 SITE, SUBMITTED = "site.yaml", "submitted.jsonl"
 # Files with a job's number each, for slurm/job.sh: the trainer cancels the engines, which do not outlive it.
 TRAINER, ENGINES = "trainer", "engines"
-ENGINE_WARNING_S = 120  # a server may take 30 s to end, and the warning comes up to 30 s late
+ENGINE_WARNING_S = 120  # of jobs that end servers: one may take 30 s to end, and the warning comes up to 30 s late
 MAX_ELEMENTS = 1000  # of an array: Slurm's MaxArraySize is 1001 by default
+Served = TypeVar("Served", TrainConfig, EvalConfig, GenerateConfig)  # configs that may have servers
 
 
 @dataclass(frozen=True)
 class Submission:
-    """The files and batch scripts of a run, a sweep or an evaluation, ready to be written and submitted."""
+    """The files and batch scripts of a run, a sweep, SFT data or an evaluation, ready to be written and submitted."""
 
-    directory: Path  # the run's, the sweep's or the evaluation's
+    directory: Path  # the run's, the sweep's, that of the SFT data or the evaluation's
     files: Mapping[str, str]  # texts by path below directory/jobs
     scripts: Sequence[str]  # names of files, in the order of submission
     after: Mapping[str, str]  # script -> the script whose first element must have begun
@@ -97,9 +107,8 @@ def for_site(config: TrainConfig | SftConfig, profile: Profile, *, to_come: bool
     those in the trainer's GPUs, which its ranks start.
     """
     if isinstance(config, TrainConfig) and isinstance(config.engine, Servers):
-        python = engine_python(config.engine, profile.engine_python)
-        own = replace(config.engine, start=config.engine.colocate, host=profile.host, python=python)
-        config = replace(config, engine=own)
+        own = replace(config.engine, start=config.engine.colocate, host=profile.host)
+        config = _with_site_python(replace(config, engine=own), profile)
     config_checks.check(config, config.job.nodes * profile.ranks_per_node, to_come=to_come)
     return config
 
@@ -129,20 +138,27 @@ def limit_seconds(limit: str) -> int | None:
     return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
 
 
-def engine_python(engine: Servers, otherwise: str) -> str:
-    """Returns the interpreter that has the engine; a relative path counts from the checkout.
+def engine_python(engine: Vllm | Sglang, profile: Profile) -> str:
+    """Returns the interpreter that has the engine on a site; a relative path counts from the checkout.
 
-    `otherwise`: the interpreter where engine.python is not set.
+    The profile's comes first, because a config does not know the site; then the config's, then the environment of
+    `make engines` or `make engines-sglang`. Raises ConfigError where servers run in a container and the profile does
+    not name the interpreter in it.
     """
-    python = engine.python or otherwise
+    if profile.container is not None and profile.engine_python is None:
+        raise ConfigError(
+            f"the profile has the container {profile.container.image} and no engine_python: name the interpreter in it "
+            "that has the engine, such as /opt/vllm/bin/python of slurm/Dockerfile"
+        )
+    python = profile.engine_python or engine.python or f".venv-{engine.kind}/bin/python"
     return str(SHIPPED.parent / python) if "/" in python and not Path(python).is_absolute() else python
 
 
-def _with_site_python(config: EvalConfig, profile: Profile) -> EvalConfig:
-    """Returns an evaluation whose servers, which its first rank starts, have the interpreter of this site."""
-    if not isinstance(config.engine, Servers):
+def _with_site_python(config: Served, profile: Profile) -> Served:
+    """Returns a config whose servers, where it starts any, have the interpreter of this site."""
+    if not isinstance(config.engine, Servers) or config.engine.urls:
         return config
-    return replace(config, engine=replace(config.engine, python=engine_python(config.engine, profile.engine_python)))
+    return replace(config, engine=replace(config.engine, python=engine_python(config.engine, profile)))
 
 
 def plan_sweep(
@@ -198,6 +214,30 @@ def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) 
     settings = {**common_settings(profile, SHIPPED.parent, Path.cwd()), "CONFIGS": str(directory / JOBS)}
     files["eval.sbatch"] = script(shape, profile, settings, Path.cwd())
     return Submission(directory, files, ["eval.sbatch"], {})
+
+
+def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
+    """Plans one job, on one node, that writes SFT data to the config's output. Raises ConfigError.
+
+    One rank starts servers on the node's GPUs; the embedded engine has a rank on each of them.
+    """
+    config, directory = _with_site_python(config, profile), Path(config.output).absolute()
+    ranks = 1 if isinstance(config.engine, Servers) else profile.ranks_per_node
+    config_checks.check(config, ranks)
+    if profile.gpus_per_node:
+        server_gpus.refuse(config, ranks)
+    shape = ScriptShape(
+        template="generate", name=directory.name, ranks=ranks, gpus=profile.gpus_per_node, time=profile.time,
+        array=None, warning_s=ENGINE_WARNING_S, logs=directory / "logs",
+    )  # fmt: skip
+    check_warning("the warning of the job (time of the profile)", shape)
+    settings = {
+        **common_settings(profile, SHIPPED.parent, Path.cwd()),
+        "CONFIG": str(directory / JOBS / "config.yaml"),
+    }
+    files = {"config.yaml": config_files.dump(config)}
+    files["generate.sbatch"] = script(shape, profile, settings, Path.cwd())
+    return Submission(directory, files, ["generate.sbatch"], {})
 
 
 def evaluations(settings: Sequence[str], checkpoints: Sequence[str], out: Path) -> list[EvalConfig]:

@@ -28,12 +28,10 @@ PAGE = ROOT / "docs/first_run_on_a_cluster.md"
 TANGO = "examples/tango_qwen2.5_7b.yaml"
 # Commands that are not run: the environment is that of the tests, and their profile stands in for the copied one.
 LEFT_OUT = {"cd", "git", "slurm/gpu/install.sh", ".", "export", "cp"}
-# Words of the page, and what stands in their place. The nodes of the test have 16 CPUs; one rank runs on each node; the
-# teacher, both roles and the evaluations have embedded engines, for vLLM takes a minute to start.
+# Words of the page, and what stands in their place. One rank runs on each node; the teacher, both roles and the
+# evaluations have embedded engines, for vLLM takes a minute to start.
 REPLACED = {
-    "--cpus-per-task=96": "--cpus-per-task=4",
     "32": "2",  # --ranks
-    "engine.python=.venv-vllm/bin/python": "engine={kind: embedded}",
 }
 TASK = {
     "generator": "examples/last_letter/prompts/generator.txt",
@@ -44,7 +42,7 @@ TASK = {
 SIZES = {
     "examples/generate_sft_llama3.1_70b.yaml": [
         "model.dtype=float32", "data.settings=last_letter", "data.limit=64", f"template={TASK['generator']}",
-        "chat=false", "sampling={max_tokens: 48, temperature: 0.7}", "max_prompt_tokens=64",
+        "chat=false", "sampling={max_tokens: 48, temperature: 0.7}", "max_prompt_tokens=64", "engine={kind: embedded}",
     ],
     "examples/sft_qwen2.5_math_7b.yaml": [
         "model={dtype: float32, recompute: none}", "layout={tp: 1, sequence_parallel: false}", "data.max_tokens=128",
@@ -64,10 +62,8 @@ SIZES = {
         "evaluation.every=0", "run.prompts_per_step=8", "run.save_every=1",
     ],
     "examples/eval_tango_qwen2.5_7b.yaml": [
-        "model.dtype=float32", "benchmarks=[]",
-        "data={path: /shared/me/hub/datasets/HuggingFaceH4/MATH-500, split: test}", "data.settings=last_letter",
-        f"template={TASK['generator']}", f"reward={TASK['reward']}", "sampling={max_tokens: 40, temperature: 0.0}",
-        "engine={kind: embedded}",
+        "model.dtype=float32", "benchmarks=[math500]", f"template={TASK['generator']}",
+        "sampling={max_tokens: 40, temperature: 0.0}", "engine={kind: embedded}",
     ],
 }  # fmt: skip
 
@@ -134,6 +130,8 @@ def steps() -> list[tuple[Block, list[str]]]:
     found = sorted((block for kind in kinds for block in blocks(kind) if block.page == PAGE), key=line_of)
     out: list[tuple[Block, list[str]]] = []
     for block in found:
+        if block.mark == "not a config":
+            continue
         if block.language == "text":
             out[-1][1].extend(block.text.splitlines())
         else:

@@ -18,7 +18,7 @@ FAKES = {
     "scancel": "",
     "sleep": "",
     "srun": 'case "$*" in *doctor*) exit "${DOCTOR:-0}";; '
-    '*serve*) [ -z "${WARN:-}" ] || { kill -USR1 $PPID; /bin/sleep 0.3; };; esac\n'
+    '*serve*|*generate*) [ -z "${WARN:-}" ] || { kill -USR1 $PPID; /bin/sleep 0.3; };; esac\n'
     'exit "${STEP:-0}"',
     "python": 'case "$*" in *where*) echo "$RUN";; *begin*) echo "${BEGIN:-go: now}";; '
     '*over*) echo "${OVER:-goes on}";; '
@@ -120,6 +120,15 @@ def test_a_warned_engine_asks_its_own_server_alone_to_leave(job):
     """The number of the array would reach them all."""
     ran = job("engine 3", WARN="1")
     assert ran.commands == ["scancel --signal=TERM 17_2", "scontrol requeue 17_2"], ran
+
+
+def test_sft_data_go_on_after_the_time_limit_and_end_with_a_fault(job):
+    late = job("generate", WARN="1", STEP="143")
+    assert late.status == 0 and late.commands == ["scancel --signal=TERM 17_2", "scontrol requeue 17_2"]
+    failed = job("generate", STEP="3")
+    assert failed.status == 3 and not failed.commands
+    done = job("generate", WARN="1")
+    assert done.status == 0 and not done.did("scontrol requeue 17_2"), "it had ended by itself"
 
 
 def test_engines_do_not_outlive_a_trainer_that_was_cancelled(job, tmp_path):

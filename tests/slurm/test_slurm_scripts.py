@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from docs_pages import blocks
 from tiny_models import make_model
 
 from megatron_rl.cluster import profile, slices
@@ -20,7 +21,7 @@ from megatron_rl.cluster.job import Leave, SlurmJob, job_from, leave_file
 from megatron_rl.cluster.render import ScriptShape, common_settings, script
 from megatron_rl.cluster.slices import NextAction
 from megatron_rl.config import files as config_files
-from megatron_rl.config.schema import ConfigError, EvalConfig, TrainConfig
+from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, TrainConfig
 from megatron_rl.jobs import submit
 from megatron_rl.main import main
 from megatron_rl.run.checkpoint import write_json
@@ -29,6 +30,7 @@ from megatron_rl.run.directory import RunDirectory
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden/slurm"
 TANGO = ROOT / "examples/tango_qwen2.5_7b.yaml"
+TEACHER = ROOT / "examples/generate_sft_llama3.1_70b.yaml"
 JOB = SlurmJob(id="17_2", restart=1, node="n1", step=None, end=None, warning_s=None)
 EVAL = {"model": {"path": "m"}, "data": {"path": "d"}, "template": "t.txt", "output": "/shared/eval/m.json"}
 
@@ -68,6 +70,9 @@ def plans(monkeypatch) -> dict[str, str]:
             tango("job.nodes=4"), replace_container(pyxis, container), command="train", as_roles=False
         ),
         "cpu_sweep": submit.plan_sweep(sft, [({"run.seed": n}, sft) for n in range(4)], cpu, command="train"),
+        "a100_generate": submit.plan_generate(
+            config_files.load(GenerateConfig, [TEACHER], ["output=/shared/sft_data"]), a100
+        ),
         "cpu_eval": submit.plan_eval(
             [config_files.load(EvalConfig, [], [f"{k}={json.dumps(v)}" for k, v in EVAL.items()])] * 2,
             cpu,
@@ -188,6 +193,45 @@ def test_servers_in_the_trainers_gpus_need_no_job_of_their_own(monkeypatch):
     assert yaml.safe_load(planned.files["config.yaml"])["engine"]["start"] is True
     with pytest.raises(ConfigError, match="no servers outside of the trainer's job"):
         submit.plan_run(config, profile.read("a100"), command="train", as_roles=True)
+
+
+def test_a_profile_says_where_the_engines_interpreter_is_on_its_site(monkeypatch):
+    """The examples' engine.python won over the profile's, so that servers did not start in a container."""
+    monkeypatch.chdir(ROOT)
+    example = config_files.load(TrainConfig, [TANGO], ["run.dir=/shared/runs"])
+    bare = profile.read("a100")
+    assert example.engine.python == ".venv-vllm/bin/python"
+    assert submit.for_site(example, bare).engine.python == str(ROOT / ".venv-vllm/bin/python")
+    container = profile.Container(runtime="pyxis", image="/shared/megatron_rl.sqsh", mounts=("/shared:/shared",))
+    inside = replace(bare, container=container, python="/opt/trainer/bin/python", engine_python="/opt/vllm/bin/python")
+    assert submit.for_site(example, inside).engine.python == "/opt/vllm/bin/python"
+    planned = submit.plan_run(example, inside, command="train")
+    assert yaml.safe_load(planned.files["config.yaml"])["engine"]["python"] == "/opt/vllm/bin/python"
+    assert "PYTHON=/opt/trainer/bin/python\n" in planned.files["train.sbatch"]
+    teacher = submit.plan_generate(config_files.load(GenerateConfig, [TEACHER]), inside)
+    assert yaml.safe_load(teacher.files["config.yaml"])["engine"]["python"] == "/opt/vllm/bin/python"
+    with pytest.raises(ConfigError, match="the container /shared/megatron_rl.sqsh and no engine_python: name the"):
+        submit.for_site(example, replace(inside, engine_python=None))
+    words = [f"{name}={json.dumps(value)}" for name, value in EVAL.items()]
+    asked = config_files.load(EvalConfig, [], [*words, 'engine={kind: vllm, urls: {model: ["http://n1:8000"]}}'])
+    submit.plan_eval([asked], replace(inside, engine_python=None), Path("/shared/eval"))  # its servers run already
+
+
+def test_the_first_run_shows_a_profile_with_a_container(tmp_path):
+    page, mine = ROOT / "docs/first_run_on_a_cluster.md", tmp_path / "mine.yaml"
+    [text] = [block.text for block in blocks("yaml") if block.page == page and block.mark == "not a config"]
+    mine.write_text(text)
+    shown = profile.read(str(mine))
+    assert shown.container is not None and shown.container.runtime == "pyxis"
+    assert (shown.python, shown.engine_python) == ("/opt/trainer/bin/python", "/opt/vllm/bin/python")
+
+
+def test_a_teacher_is_one_job(tmp_path, capsys, fake_slurm):
+    words = ["submit", str(TEACHER), f"output={tmp_path}/pairs", "--profile=cpu"]
+    assert main(words) == 0
+    assert f"submitted {tmp_path}/pairs/jobs/generate.sbatch: job 17" in capsys.readouterr().out
+    assert yaml.safe_load((tmp_path / "pairs/jobs/config.yaml").read_text())["output"] == f"{tmp_path}/pairs"
+    assert main([*words, "--shape=roles"]) == 2 and "SFT data are one job" in capsys.readouterr().err
 
 
 def test_without_sbatch_the_cure_is_named(tmp_path, capsys, monkeypatch):

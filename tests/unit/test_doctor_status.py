@@ -205,9 +205,24 @@ def test_transformer_engine_is_held_to_what_megatron_core_asks_for(tmp_path, mon
 
 def test_a_relative_engine_python_counts_from_the_checkout():
     site = profile.read("a100")
-    servers = tango(Path("runs"), "engine.kind=vllm").engine
-    assert submit.engine_python(servers, site.engine_python) == str(ROOT / ".venv-vllm/bin/python")
-    assert submit.engine_python(replace(servers, python="python3"), "x/y") == "python3"
+    for kind in ("vllm", "sglang"):
+        servers = tango(Path("runs"), f"engine.kind={kind}").engine
+        assert submit.engine_python(servers, site) == str(ROOT / f".venv-{kind}/bin/python")
+        assert submit.engine_python(replace(servers, python="x/y"), site) == str(ROOT / "x/y")
+        assert submit.engine_python(replace(servers, python="python3"), site) == "python3"
+
+
+def test_the_interpreter_of_a_container_is_looked_for_in_the_job(tmp_path):
+    """A login node cannot tell what an image holds, and said that it is wrong."""
+    container = profile.Container(runtime="apptainer", image="/shared/x.sif")
+    inside = replace(profile.read("a100"), container=container, engine_python="/opt/vllm/bin/python")
+    config = tango(tmp_path, "engine.kind=vllm")
+    assert examine(config, inside)["engine.python"] == Check(
+        "engine.python", "/opt/vllm/bin/python, in the container", "note", "the run's job looks for it there"
+    )
+    assert examine(config, inside, **IN_JOB)["engine.python"].verdict == "wrong", "there is none here"
+    unknown = examine(config, replace(inside, engine_python=None))["engine.python"]
+    assert unknown.verdict == "wrong" and "no engine_python: name the interpreter in it" in unknown.cure
 
 
 def test_a_model_that_does_not_fit_is_wrong(tmp_path, gpus):

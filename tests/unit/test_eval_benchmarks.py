@@ -111,8 +111,14 @@ def test_without_a_folder_a_benchmark_is_on_the_hub():
     )
 
 
+def test_a_fetched_benchmark_has_the_splits_of_the_hub(tmp_path):
+    (tmp_path / "Maxwell-Jia/AIME_2024").mkdir(parents=True)
+    (tmp_path / "Maxwell-Jia/AIME_2024/test.jsonl").touch()
+    assert source_of(benchmark("aime24"), str(tmp_path)).split == "train"
+
+
 def test_what_is_missing_is_said(tmp_path):
-    with pytest.raises(ConfigError, match="has no gsm8k: give one of .*gsm8k.jsonl"):
+    with pytest.raises(ConfigError, match="has no gsm8k: give one of .*gsm8k.jsonl, .*/openai/gsm8k .the last one"):
         source_of(benchmark("gsm8k"), str(tmp_path))
     with pytest.raises(ConfigError, match="'gsm9k' is not known; there are math500"):
         benchmark("gsm9k")

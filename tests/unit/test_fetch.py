@@ -13,8 +13,10 @@ import pytest
 from fake_hub import COMMIT, NEWER, Repository, hub
 
 from megatron_rl.config.files import load
-from megatron_rl.config.schema import ConfigError, SftConfig, TrainConfig
+from megatron_rl.config.schema import ConfigError, EvalConfig, PromptSet, SftConfig, TrainConfig
 from megatron_rl.data.hub import RECORD, Wanted, fetch, parse, wanted_by
+from megatron_rl.data.problems import read_rows
+from megatron_rl.evaluation.sets import read_sets
 from megatron_rl.main import main
 from megatron_rl.run import sums
 
@@ -60,7 +62,7 @@ def test_a_download_that_breaks_off_in_the_middle_is_taken_up_where_it_stood(ser
     ranges = [part for file, part in served.downloads() if file == "model.safetensors" and part]
     assert ranges and all(int(part.removeprefix("bytes=").rstrip("-")) > 0 for part in ranges), served.downloads()
     folder = tmp_path / "org/tiny"
-    there = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    there = {path.name for path in folder.iterdir() if path.is_file()}
     assert there == {"config.json", "tokenizer.json", "model.safetensors", RECORD, sums.SUMS}
     assert (folder / "model.safetensors").read_bytes() == large and not sums.wrong_of(folder)
     record = json.loads((folder / RECORD).read_text())
@@ -85,6 +87,59 @@ def test_a_config_is_fetched_and_the_overrides_are_those_that_it_needs(served, t
     assert (Path(config.data.path) / "data/train.parquet").read_bytes() == DATA["data/train.parquet"]
     assert not (Path(role.tokenizer) / "model.safetensors").exists(), "a tokenizer needs no weights"
     assert wanted_by(config) == [], "all of it is here now"
+
+
+def row(**values: object) -> bytes:
+    return json.dumps(values).encode() + b"\n"
+
+
+BENCHMARKS = {  # in the forms of the hub: one file, a folder for each subset, a file that is named in the table
+    "HuggingFaceH4/MATH-500": {"test.jsonl": row(problem="P", answer="1", solution="s")},
+    "openai/gsm8k": {
+        "README.md": b"---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: test, path: main/test-*}\n"
+        b"- config_name: socratic\n  data_files:\n  - {split: test, path: socratic/test-*}\n---\n",
+        "main/test-00000.jsonl": row(question="Q", answer="#### 2"),
+        "socratic/test-00000.jsonl": row(question="another", answer="#### 3"),
+    },
+    "voidful/StrategyQA": {
+        "strategyqa_train.json": b"[" + row(question="P?", answer=True, facts=["F."]) + b"]",
+        "strategyqa_train_paragraphs.json": b"[" + row(title="T") + b"]",
+    },
+    "cruxeval-org/cruxeval": {"data/cases.jsonl": row(code="def f(x): return x", input="1", output="1")},
+}
+EVAL = "model: {path: org/tiny}\nbenchmarks: [math500, gsm8k, strategyqa_train]\n"
+
+
+def test_the_benchmarks_of_an_evaluation_are_fetched_and_read_where_they_lie(served, tmp_path, capsys):
+    """`fetch` knew of models and problem sets alone: on nodes without a network an evaluation had no benchmarks."""
+    pytest.importorskip("datasets")
+    for name, files in BENCHMARKS.items():
+        served.repositories[f"datasets/{name}"] = Repository(files)
+    (tmp_path / "eval.yaml").write_text(EVAL)
+    words, to = ["fetch", str(tmp_path / "eval.yaml")], ["--to", str(tmp_path / "hub")]
+    assert main([*words, *to]) == 0
+    overrides = shlex.split(capsys.readouterr().out.split("reads from there:\n")[1].replace("\\\n", " "))
+    config = load(EvalConfig, [tmp_path / "eval.yaml"], overrides)
+    assert config.data_dir == str(tmp_path / "hub/datasets") and config.model.path == str(tmp_path / "hub/org/tiny")
+    found = {one.name: [problem.values["answer"] for problem in one.problems] for one in read_sets(config)}
+    assert found == {"math500": ["1"], "gsm8k": ["2"], "strategyqa_train": ["true"]}
+    number = len(served.asked)
+    assert main([*words, *overrides, *to]) == 0 and len(served.asked) == number
+    assert "the config names nothing of the hub" in capsys.readouterr().out
+    two = ["benchmarks=[cruxeval,cruxeval_input]", "limit=1"]
+    assert main([*words, *overrides, *two, *to]) == 0
+    assert capsys.readouterr().out.count("cruxeval-org/cruxeval fetched") == 1, "both are of one data set"
+
+
+def test_the_record_is_no_row_of_a_fetched_data_set(served, tmp_path):
+    """`datasets` read FETCHED.json beside the rows of a data set whose files have no split in their names."""
+    pytest.importorskip("datasets")
+    served.repositories["datasets/org/plain"] = Repository(
+        {"problems.json": b"[" + row(question="Q", answer="1") + b"]"}
+    )
+    folder = fetch(parse("dataset:org/plain"), tmp_path).folder
+    [problem] = read_rows(PromptSet(path=str(folder)), lambda values: values)
+    assert problem.values == {"question": "Q", "answer": "1"}
 
 
 def test_what_is_there_needs_no_network(served, tmp_path, capsys):
