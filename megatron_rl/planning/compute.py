@@ -262,6 +262,7 @@ class RolloutCost:
     waves: float  # how many times one engine fills its rows
     alone: float  # seconds of the generation of one sample, among as many others as are decoded at once
     kept: bool  # what stands before an answer was kept since the last one; false: it is read again
+    longest: float  # seconds of the longest answer, all while as many others are decoded
     waiting: float = 0.0  # of the seconds, those in which the engines have nothing to do, because tools run
 
 
@@ -290,7 +291,7 @@ def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw
     one = response * answers * full
     return RolloutCost(
         seconds=prefill + waves * one + behind * late, rows=rows, waves=waves,
-        alone=prefill / waves + one + behind * late, kept=kept,
+        alone=prefill / waves + one + behind * late, kept=kept, longest=draw.longest * full,
     )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ class TrainingBytes:
     optimizer: float
     activations: float
     workspace: float  # the output layer's: logits in chunks, and its gradient
-    swapped: float  # the copy of the live weights while the reference's weights are in their place
+    swapped: float  # a pass of the reference, or one parameter as the reference's weights take the live ones' place
 
     @property
     def resident(self) -> float:
@@ -107,7 +107,7 @@ def training(
         optimizer=optimizer_bytes(shape, parallel, numbers, stage=stage, lora=lora),
         activations=activations(shape, parallel, load, numbers, stage=stage, lora=lora),
         workspace=workspace(shape, parallel, load, numbers, lora=lora) if stage == parallel.pp - 1 else 0.0,
-        swapped=numbers.width * trained + _widest_layer(shape, parallel, load.tokens, numbers) if reference else 0.0,
+        swapped=_reference(shape, parallel, load.tokens, numbers) if reference else 0.0,
     )
 
 
@@ -169,6 +169,13 @@ def activations(
     under_way = _under_way(parallel, load.count, stage) * held
     outside = _ends(shape, parallel, load.tokens, numbers) if stage == parallel.pp - 1 else 0.0
     return under_way + max(outside, again)  # the two never coincide: the model's end is freed before recomputation
+
+
+def _reference(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:
+    """Returns the bytes of the reference's passes: its weights and the live ones are exchanged with host memory, one
+    parameter after the other."""
+    largest = numbers.width * shape.sizes.vocab * shape.sizes.hidden / parallel.tp
+    return max(largest, _widest_layer(shape, parallel, tokens, numbers))
 
 
 def _widest_layer(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:

@@ -57,7 +57,7 @@ class EpisodePlan:
 class TurnPlan:
     """The seconds of one turn by phase, in order, and the tokens of it."""
 
-    role: str
+    role: str  # the roles that it trains, joined by +
     times: int  # turns like this one in a step
     phases: Mapping[str, float]
     hidden: float  # seconds of generation that run beside training and are not waited for
@@ -66,6 +66,7 @@ class TurnPlan:
     flops: float  # operations of the training itself, all GPUs together
     sent: float  # bytes that the refit sends
     rows: Mapping[str, float]  # sequences decoded together at one engine, by role
+    longest: Mapping[str, float]  # seconds of a role's longest answer among as many others
     episodes: Sequence[EpisodePlan] = ()  # of the roles that answer several times in one
 
     @property
@@ -78,20 +79,88 @@ def colocated(config: TrainConfig) -> bool:
     return isinstance(config.engine, Servers) and config.engine.colocate
 
 
+def policy_of(config: TrainConfig, role: str) -> str:
+    """Returns the role whose policy and engines a role has: itself, or the one that it is the same as."""
+    return config.roles[role].same_as or role
+
+
+def engine_of(config: TrainConfig, role: str) -> str:
+    """Returns the role whose engines write a role's answers: that of its policy, or the one that serves its adapter."""
+    policy = policy_of(config, role)
+    return config.server_owners.get(policy, policy)
+
+
 def plan_turn(
     config: TrainConfig, cluster: Cluster, work: TurnWork, models: Mapping[str, Shape],
     parallels: Mapping[str, Parallel], engines: Mapping[str, EngineSetup],
 ) -> TurnPlan:  # fmt: skip
-    phases, rows, episodes, before = {}, {}, [], 0.0
+    """Plans a turn: its roles' answers, and then an update of every policy that it trains, one after the other."""
     servers, together = isinstance(config.engine, Servers), colocated(config)
+    written = _generation(config, cluster, work, models, engines)
+    phases = dict(written.phases)
+    phases["reward"] = (
+        sum(draw.samples for draw in work.draws[:1]) * GRADING_S / config.reward.workers / (8 if servers else 1)
+    )
+    trained: dict[str, list[Draw]] = {}
+    for draw in work.trained:
+        trained.setdefault(policy_of(config, draw.role), []).append(draw)
+    for name, draws in trained.items():
+        update = _training(config.roles[name], cluster, draws, models[name], parallels[name])
+        phases |= {phase: phases.get(phase, 0.0) + seconds for phase, seconds in update.items()}
+    if together:
+        phases["sleep and wake"] = _changes_of_place(config, list(trained), models, parallels, engines)
+    refits = [
+        compute.refit_cost(
+            models[name], parallels[name], engines[name], cluster,
+            width=Precision.gpu(config.roles[name].model.dtype).width,
+            place="ranks" if not servers else "gpus" if together else "elsewhere",
+        )
+        for name in trained
+    ]  # fmt: skip
+    phases["refit"] = sum(refit.seconds for refit in refits)
+    drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
+    beside = min(drawn, sum(phases.values()) - drawn) if config.rollouts.max_staleness else 0.0
+    batches = [(models[d.role], batch_of(config.roles[d.role], d, d.samples)) for d in work.trained]
+    return TurnPlan(
+        role=work.role, times=work.times, phases=phases, hidden=beside,
+        generated=sum(d.samples * d.written for d in work.draws),
+        trained=sum(d.samples * d.length for d in work.trained),
+        flops=sum(compute.train_flops(shape, batch) for shape, batch in batches),
+        sent=sum(refit.sent for refit in refits), rows=written.rows, longest=written.longest,
+        episodes=written.episodes,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Generation:
+    """What a turn's plan has of the answers of all its roles."""
+
+    phases: Mapping[str, float]
+    rows: Mapping[str, float]
+    longest: Mapping[str, float]
+    episodes: Sequence[EpisodePlan]
+
+
+def _generation(
+    config: TrainConfig, cluster: Cluster, work: TurnWork, models: Mapping[str, Shape],
+    engines: Mapping[str, EngineSetup],
+) -> _Generation:  # fmt: skip
+    """Plans the answers of a turn, role after role. What an endpoint answers is left out: its machines are not known.
+
+    Answers go on to the next role as they come: only the part behind the first counts, unless one server, or servers
+    that share their GPUs, write both.
+    """
+    phases, rows, longest, episodes, before, asked = {}, {}, {}, [], 0.0, set[str]()
+    apart = isinstance(config.engine, Servers) and not colocated(config)
     for draw in work.draws:
+        if config.roles[draw.role].endpoint is not None:
+            continue
         found = _rollout(config, cluster, draw, models[draw.role], engines[draw.role])
-        rows[draw.role] = found.rows
-        seconds = found.seconds
-        # Answers go on to the next role as they come: only the part behind the first counts, unless the servers of both
-        # share their GPUs.
-        if servers and before and not together:
+        engine, seconds = engine_of(config, draw.role), found.seconds
+        rows[draw.role], longest[draw.role] = found.rows, found.longest
+        if apart and before and engine not in asked:
             seconds = max(seconds - before, seconds / max(1.0, found.waves) / 4)
+        asked.add(engine)
         before += seconds
         waiting = min(found.waiting, seconds)
         phases[f"rollout {draw.role}"] = seconds - waiting
@@ -99,43 +168,26 @@ def plan_turn(
             phases[f"rollout {draw.role}, waiting for tools"] = waiting
         if draw.episode.answers > 1:
             episodes.append(_episode(config, draw, found))
-    phases["reward"] = (
-        sum(draw.samples for draw in work.draws[:1]) * GRADING_S / config.reward.workers / (8 if servers else 1)
-    )
-    role, draw, shape, parallel = config.roles[work.role], work.trained, models[work.role], parallels[work.role]
-    phases |= _training(role, cluster, draw, shape, parallel)
-    if together:
-        phases["sleep and wake"] = _changes_of_place(config, work.role, models, parallel, engines)
-    width = Precision.gpu(role.model.dtype).width
-    sent = compute.refit_cost(
-        shape, parallel, engines[work.role], cluster, width=width,
-        place="ranks" if not servers else "gpus" if together else "elsewhere",
-    )  # fmt: skip
-    phases["refit"] = sent.seconds
-    drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
-    beside = min(drawn, sum(phases.values()) - drawn) if config.rollouts.max_staleness else 0.0
-    batch = batch_of(role, draw, draw.samples)
-    return TurnPlan(
-        role=work.role, times=work.times, phases=phases, hidden=beside,
-        generated=sum(d.samples * d.written for d in work.draws), trained=draw.samples * draw.length,
-        flops=compute.train_flops(shape, batch), sent=sent.sent, rows=rows, episodes=episodes,
-    )  # fmt: skip
+    return _Generation(phases=phases, rows=rows, longest=longest, episodes=episodes)
 
 
 def _changes_of_place(
-    config: TrainConfig, trained: str, models: Mapping[str, Shape], parallel: Parallel,
+    config: TrainConfig, trained: Sequence[str], models: Mapping[str, Shape], parallels: Mapping[str, Parallel],
     engines: Mapping[str, EngineSetup],
 ) -> float:  # fmt: skip
-    """Returns the seconds in which one GPU's memory changes between servers and trainer, for a turn that trains a role.
+    """Returns the seconds in which one GPU's memory changes between servers and trainer, for a turn that trains these
+    policies.
 
-    Its weights and optimizer come and go. Its servers drop their weights, the others keep theirs in host memory.
+    Their weights and optimizers come and go. Their servers drop their weights, the others keep theirs in host memory.
     """
-    role, shape = config.roles[trained], models[trained]
-    numbers, stage = Precision.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
-    moved = numbers.width * shapes.counts(shape, parallel, stage).all
-    moved += memory.optimizer_bytes(shape, parallel, numbers, stage=stage, lora=role.lora)
+    moved = 0.0
+    for name in trained:
+        role, shape, parallel = config.roles[name], models[name], parallels[name]
+        numbers, stage = Precision.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
+        moved += numbers.width * shapes.counts(shape, parallel, stage).all
+        moved += memory.optimizer_bytes(shape, parallel, numbers, stage=stage, lora=role.lora)
     for name in config.server_roles:
-        if name != trained:
+        if name not in trained:
             width = Precision.gpu(config.roles[name].model.dtype).width
             moved += writers_of(config.roles[name]) * width * shapes.total(models[name]) / engines[name].tp
     return 2 * compute.host_seconds(moved) + 2 * CHANGE_S
@@ -152,7 +204,9 @@ def _rollout(
     width, writers = Precision.gpu(role.model.dtype).width, writers_of(role)
     alone = compute.rollout_cost(shape, replace(engine, kv_bytes=engine.kv_bytes / writers), cluster, draw, width=width)
     generating, tools = writers * alone.seconds, compute.tool_seconds(draw, writers * alone.alone)
-    return replace(alone, seconds=max(generating, tools), waiting=max(0.0, tools - generating))
+    return replace(
+        alone, seconds=max(generating, tools), waiting=max(0.0, tools - generating), longest=writers * alone.longest
+    )
 
 
 def _episode(config: TrainConfig, draw: Draw, found: compute.RolloutCost) -> EpisodePlan:
@@ -177,22 +231,29 @@ def batch_of(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
     )  # fmt: skip
 
 
-def _training(role: RoleConfig, cluster: Cluster, draw: Draw, shape: Shape, parallel: Parallel) -> dict[str, float]:
-    """Returns the seconds of an update's phases, rollouts and refit left out."""
+def _training(
+    role: RoleConfig, cluster: Cluster, draws: Sequence[Draw], shape: Shape, parallel: Parallel
+) -> dict[str, float]:
+    """Returns the seconds of the phases of an update on all of `draws`, rollouts and refit left out."""
     numbers, stage = Precision.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
-    steps = -(-draw.samples // (role.samples_per_optimizer_step or draw.samples))
-    batch, part = batch_of(role, draw, draw.samples), batch_of(role, draw, -(-draw.samples // steps))
-    forward = compute.pass_seconds(shape, parallel, cluster, batch, backward=False)
+    samples = sum(draw.samples for draw in draws)
+    steps = -(-samples // (role.samples_per_optimizer_step or samples))
+    batches = [batch_of(role, draw, draw.samples) for draw in draws]
+    forward = sum(compute.pass_seconds(shape, parallel, cluster, batch, backward=False) for batch in batches)
     weights = numbers.width * shapes.counts(shape, parallel, stage).all
     if role.lora is not None:
         weights = numbers.width * shapes.adapter_elements(shape, parallel, role.lora, stage)
     phases = {}
     if role.loss.kl_coef > 0:
-        phases["reference log-probs"] = forward + compute.host_seconds(weights)
+        phases["reference log-probs"] = forward + 4 * compute.host_seconds(weights)
     if steps > 1:
         phases["old log-probs"] = forward
-    passed = compute.pass_seconds(
-        shape, parallel, cluster, part, backward=True, recompute=memory.recomputed(role.model)
+    again = memory.recomputed(role.model)
+    passed = sum(
+        compute.pass_seconds(
+            shape, parallel, cluster, batch_of(role, draw, -(-draw.samples // steps)), backward=True, recompute=again
+        )
+        for draw in draws
     )
     phases["forward and backward"] = steps * passed
     phases["optimizer"] = steps * compute.optimizer_seconds(shape, parallel, cluster, numbers)

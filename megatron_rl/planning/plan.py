@@ -14,13 +14,16 @@ from megatron_rl.planning import compute, memory, shapes
 from megatron_rl.planning.compute import EngineSetup
 from megatron_rl.planning.hardware import Cluster
 from megatron_rl.planning.memory import Precision, TrainingBytes
-from megatron_rl.planning.phases import TurnPlan, colocated, micro_batch, plan_turn, writers_of
+from megatron_rl.planning.phases import TurnPlan, colocated, engine_of, micro_batch, plan_turn, policy_of, writers_of
 from megatron_rl.planning.shapes import Parallel, Shape
 from megatron_rl.planning.workload import Draw, TurnWork, longest_context
 
 PER_NODE = 8  # GPUs of a node where no cluster is named
 ENGINE_WORKSPACE = 3 * memory.GIB  # a server's activations of a prefill and its CUDA graphs, on each GPU
 ASLEEP = 2 * memory.GIB  # of a GPU that a sleeping server keeps: its CUDA context, NCCL's buffers, CUDA graphs. Assumed
+# Bytes of host memory for a byte of a sleeping server's weights: vLLM copies each block of its own into pinned memory,
+# and torch rounds the size of that up to 2^n. At most; assumed.
+SERVER_COPY = 2.0
 NO_CACHE = frozenset(["--no-enable-prefix-caching", "--disable-radix-cache"])  # words of engine.args
 NO_OVERLAP = frozenset(["--no-async-scheduling", "--disable-overlap-schedule"])
 
@@ -124,6 +127,7 @@ class RunPlan:
         kept = 0.0
         if self.beside:  # in a turn the weights of all servers but those of the role that trains
             kept = sum(server.weights for server in self.servers) - min(server.weights for server in self.servers)
+            kept *= SERVER_COPY
         return (sum(role.host for role in self.roles) + kept) * min(self.cluster.per_node, self.ranks)
 
     @property
@@ -199,19 +203,19 @@ def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], wor
         name: Parallel.of(role.layout, ranks, experts=bool(models[name].sizes.experts))
         for name, role in config.roles.items()
     }
-    draws = {draw.role: draw for turn in work for draw in turn.draws} | {turn.role: turn.trained for turn in work}
-    trained = {turn.role for turn in work}
+    draws = {draw.role: draw for turn in work for draw in turn.draws}
+    draws |= {draw.role: draw for turn in work for draw in turn.draws if draw.role in turn.roles}
+    trained = {policy_of(config, name) for turn in work for name in turn.roles}
     held = [name for name, role in config.roles.items() if role.has_policy]
-    roles = [_role(config, name, models[name], parallels[name], draws.get(name)) for name in held]
+    roles = [_role(config, name, models[name], parallels[name], draws) for name in held]
     roles = [role if role.name in trained else _frozen(role) for role in roles]
     servers = (
-        [_server(config, config.engine, name, models[name], cluster, draws.get(name)) for name in config.server_roles]
+        [_server(config, config.engine, name, models[name], cluster, draws) for name in config.server_roles]
         if isinstance(config.engine, Servers)
         else []
     )
-    owners = config.server_owners
     caches = {server.role: max(server.cache, 1.0) for server in servers}
-    engines = {name: _engine(config, ranks, caches.get(owners.get(name, name), 0.0)) for name in config.roles}
+    engines = {name: _engine(config, ranks, caches.get(engine_of(config, name), 0.0)) for name in config.roles}
     turns = [plan_turn(config, cluster, turn, models, parallels, engines) for turn in work]
     return RunPlan(cluster=cluster, ranks=ranks, roles=roles, servers=servers, turns=turns)
 
@@ -247,16 +251,23 @@ def check_cut(name: str, shape: Shape, layout: Layout) -> None:
         raise ConfigError("\n  ".join(f"{name}: {line}" for line in problems))
 
 
-def _longest(config: TrainConfig, name: str, draw: Draw | None) -> int:
+def _longest(config: TrainConfig, name: str, draws: Mapping[str, Draw]) -> int:
     """Returns the most tokens of one sample of a role; of a role that nothing is drawn of, of one answer."""
-    return longest_context(config.roles[name], draw.episode if draw is not None else EpisodeEstimate())
+    return longest_context(config.roles[name], draws[name].episode if name in draws else EpisodeEstimate())
 
 
-def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draw: Draw | None) -> RolePlan:
-    """Plans a role on the trainer's ranks. `draw`: the role's samples in a turn."""
+def _players(config: TrainConfig, name: str) -> list[str]:
+    """Returns the roles that the engines of role `name` answer for, itself among them."""
+    return [other for other in config.roles if engine_of(config, other) == name]
+
+
+def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draws: Mapping[str, Draw]) -> RolePlan:
+    """Plans a role on the trainer's ranks. `draws`: the samples of each role in a turn."""
     role, engine = config.roles[name], config.engine
     numbers, reference = Precision.gpu(role.model.dtype), role.loss.kl_coef > 0
-    held = memory.worst(shape, parallel, micro_batch(role, draw), numbers, reference=reference, lora=role.lora)
+    own_draws = [draws.get(other) for other in config.roles if policy_of(config, other) == name]
+    micro = max((micro_batch(role, draw) for draw in own_draws), key=lambda batch: batch.behind)
+    held = memory.worst(shape, parallel, micro, numbers, reference=reference, lora=role.lora)
     shared = role.lora is not None and owners(config.roles).get(name, name) != name
     own = float(numbers.width * shapes.adapter_elements(shape, parallel, role.lora)) if role.lora is not None else 0.0
     if shared:  # another role's model is this one's too
@@ -264,8 +275,12 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draw
     embedded, cache = 0.0, 0.0
     if isinstance(engine, Embedded):
         embedded = float(numbers.width * shapes.total(shape)) * writers_of(role)
-        rows = min(engine.max_batch, -(-(1 if draw is None else draw.samples) // parallel.world))
-        cache = writers_of(role) * float(rows * _longest(config, name, draw) * compute.kv_bytes(shape, numbers.width))
+        tokens = max(
+            min(engine.max_batch, -(-(draws[other].samples if other in draws else 1) // parallel.world))
+            * _longest(config, other, draws)
+            for other in _players(config, name)
+        )
+        cache = writers_of(role) * float(tokens * compute.kv_bytes(shape, numbers.width))
     leaves = colocated(config)
     asleep = (held.optimizer if role.sleep or leaves else 0.0) + (held.weights if leaves else 0.0)
     return RolePlan(
@@ -283,7 +298,7 @@ def _frozen(role: RolePlan) -> RolePlan:
 
 
 def _server(
-    config: TrainConfig, settings: Servers, name: str, shape: Shape, cluster: Cluster, draw: Draw | None
+    config: TrainConfig, settings: Servers, name: str, shape: Shape, cluster: Cluster, draws: Mapping[str, Draw]
 ) -> ServerPlan:
     role = config.roles[name]
     width = Precision.gpu(role.model.dtype).width
@@ -293,7 +308,7 @@ def _server(
     weights = writers_of(role) * width * shapes.total(shape) / settings.tp
     share = settings.memory_share * cluster.device.memory
     cache = share - weights - ENGINE_WORKSPACE
-    longest = _longest(config, name, draw)
+    longest = max(_longest(config, other, draws) for other in _players(config, name))
     copies = shape.sizes.cache_copies(settings.tp)
     sequences = max(0.0, cache) * settings.tp / copies / compute.kv_bytes(shape, width) / longest / writers_of(role)
     asleep = ASLEEP if settings.colocate else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from megatron_rl.models.divisibility import Axes, allowed, engine_violations, tr
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning import shapes
 from megatron_rl.planning.hardware import GIB, Cluster
+from megatron_rl.planning.phases import policy_of
 from megatron_rl.planning.plan import RunPlan
 from megatron_rl.planning.shapes import Shape
 from megatron_rl.planning.workload import TurnWork
@@ -23,6 +25,10 @@ PAIRS = 150  # combinations of the roles' layouts that are tried for each choice
 MICRO_BATCHES = (32768, 16384, 8192, 4096)  # tokens of a micro-batch that are tried beside the config's own
 WORTH = 0.03  # share of a step's time that a change must save to be advised
 MOST = 5  # lines of advice on changes that save time
+HOST_MEMORY = 450 * GIB  # of a node, from which it is pointed out: nodes with 512 GiB are the smallest that are common
+# How many times the planned seconds of a longest answer a request should be waited for: it also waits in the server's
+# queue, a refit may stand between, and the plan of generation is right within 30 % at best. Assumed.
+PATIENCE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +53,9 @@ def search(
     for with_engine in engine_choices(config, cluster, models):
         best += _with_engines(with_engine, config, cluster, models, work, keep)
     best = sorted(best, key=lambda found: found.plan.step_s)[:keep]
-    return sorted((_grown(config, one, models, work) for one in best), key=lambda found: found.plan.step_s)
+    grown = [_grown(config, one, models, work) for one in best]
+    different = {tuple(one.overrides): one for one in grown}  # two may have grown to the same
+    return sorted(different.values(), key=lambda found: found.plan.step_s)
 
 
 def advice(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work: Sequence[TurnWork]) -> list[str]:
@@ -68,7 +76,7 @@ def advice(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work
             saved = 1 - tried.step_s / made.step_s
             line = f"{text}: {tried.step_s:.0f} s a step instead of {made.step_s:.0f} ({saved:.0%} less)"
             paying.append((tried.step_s, line))
-    lines += [text for _, text in sorted(paying)[:MOST]]
+    lines += [text for _, text in sorted(paying)[:MOST]] + _waits(config, made)
     node = made.cluster.per_node
     for role in made.roles:
         if role.parallel.tp > node:
@@ -76,12 +84,31 @@ def advice(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work
                 f"{role.name}: tp {role.parallel.tp} is more than a node's {node} GPUs: "
                 "its all-reduces go over the network"
             )
-    if made.host_per_node > 1000 * GIB:
+    if made.host_per_node > HOST_MEMORY:
         lines.append(
             f"roles that sleep and references hold {made.host_per_node / GIB:.0f} GiB of each node's own memory: "
             "check that a node has as much"
         )
     return lines
+
+
+def _waits(config: TrainConfig, made: RunPlan) -> list[str]:
+    """Returns a line for each role whose longest answer may take longer than a request may, and for each endpoint."""
+    lines = []
+    for name in config.roles:
+        own = [turn for turn in made.turns if name in turn.longest]
+        if not own or not isinstance(config.engine, Servers):
+            continue
+        worst, limit = max(own, key=lambda turn: turn.longest[name]), config.engine.request_timeout_s
+        seconds = worst.longest[name]
+        if PATIENCE * seconds > limit:
+            lines.append(
+                f"the longest answer of {name} takes {seconds:.0f} s among the {worst.rows[name]:.0f} that a server "
+                f"decodes at once, and a request ends after engine.request_timeout_s = {limit:g}: set it to "
+                f"{PATIENCE:g} times as much, engine.request_timeout_s={math.ceil(PATIENCE * seconds / 100) * 100}"
+            )
+    away = [name for name, role in config.roles.items() if role.endpoint is not None]
+    return lines + [f"{name} is played by an endpoint: what its answers take is not in this plan" for name in away]
 
 
 def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterator[Layout]:
@@ -107,7 +134,8 @@ def engine_choices(config: TrainConfig, cluster: Cluster, models: Mapping[str, S
     if isinstance(config.engine, Embedded):
         yield config
     settings = config.engine if isinstance(config.engine, Servers) else Vllm()
-    width = max({"bfloat16": 2, "float32": 4}[role.model.dtype] for role in config.roles.values())
+    models = {name: models[name] for name in config.server_roles}
+    width = max({"bfloat16": 2, "float32": 4}[config.roles[name].model.dtype] for name in models)
     largest = max(width * shapes.total(shape) for shape in models.values())
     room = settings.memory_share * cluster.device.memory * 0.75
     seen = set()
@@ -165,17 +193,18 @@ def _with_engines(
 
     First each role is tried alone; then the best layouts of the roles are combined, and those that fit together stay.
     """
-    limit = max(4, int(PAIRS ** (1 / len(config.roles))))
+    names = _with_policy(config)
+    limit = max(4, int(PAIRS ** (1 / len(names))))
     choices: dict[str, list[RoleConfig]] = {}
-    for name in config.roles:
-        turns = [turn for turn in work if turn.role == name]
+    for name in names:
+        turns = [turn for turn in work if name in {policy_of(config, role) for role in turn.roles}]
         fitting = list(_fitting_alone(config, name, cluster, models, turns))
         small = sorted(fitting, key=lambda choice: choice[1])[: limit // 3]
         fast = [choice for choice in sorted(fitting, key=lambda choice: choice[0]) if choice not in small]
         choices[name] = [choice[2] for choice in [*fast[: limit - len(small)], *small]]
     out: list[Proposal] = []
     for chosen in itertools.product(*choices.values()):
-        made_config = replace(config, roles=dict(zip(choices, chosen, strict=True)))
+        made_config = replace(config, roles={**config.roles, **dict(zip(choices, chosen, strict=True))})
         made = _plan_or_none(made_config, cluster, models, work)
         if made is None or made.problems or not _passes(made_config, made.ranks):
             continue
@@ -187,7 +216,7 @@ def _grown(
     asked: TrainConfig, found: Proposal, models: Mapping[str, Shape], work: Sequence[TurnWork]
 ) -> Proposal:  # fmt: skip
     """Returns the proposal with the largest micro-batches that fit beside the other roles and save time."""
-    for name in found.config.roles:
+    for name in _with_policy(found.config):
         role = found.config.roles[name]
         for tokens in _micro_batches(role):
             if tokens <= role.micro_batch_tokens:
@@ -278,7 +307,8 @@ def _passes(config: TrainConfig, ranks: int) -> bool:
 
 def _changes(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape]) -> Iterator[tuple[str, TrainConfig]]:
     """Yields single changes that may save time, as (words, changed config)."""
-    for name, role in config.roles.items():
+    for name in _with_policy(config):
+        role = config.roles[name]
         if role.model.recompute == "full":
             yield (
                 f"{name} fits without recomputation (model.recompute=none)",
@@ -298,7 +328,7 @@ def _changes(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape]) ->
             yield f"{name} with layout.sequence_parallel=true", _with_role(config, name, layout=layout)
     if isinstance(config.engine, Servers) and not config.engine.colocate:
         engine, node = config.engine, made.cluster.per_node
-        more = max(1, node // (engine.tp * len(config.roles)))
+        more = max(1, node // (engine.tp * len(config.server_roles)))
         yield (
             f"add {more} engine replicas to each role, from the trainer's nodes",
             replace(config, engine=replace(engine, replicas=engine.replicas + more)),
@@ -307,8 +337,8 @@ def _changes(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape]) ->
 
 def _cures(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work: Sequence[TurnWork]) -> list[str]:
     """Returns lines on single changes, of one role or of all alike, that make the run fit."""
-    lines = []
-    for names in [[name] for name in config.roles] + ([list(config.roles)] if len(config.roles) > 1 else []):
+    lines, held = [], _with_policy(config)
+    for names in [[name] for name in held] + ([held] if len(held) > 1 else []):
         if lines and len(names) > 1:
             break  # one role's change is enough
         for words, changes in _smaller_roles(config.roles[names[0]], models[names[0]], made):
@@ -326,7 +356,7 @@ def _cures(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work
                 break
     if isinstance(config.engine, Servers):
         return lines
-    replicas = max(1, made.cluster.gpus // 2 // len(config.roles))
+    replicas = max(1, made.cluster.gpus // 2 // len(config.server_roles))
     tried = _plan_or_none(replace(config, engine=Vllm(replicas=replicas)), made.cluster, models, work)
     if tried is not None and not tried.problems:
         lines.append(
@@ -349,6 +379,11 @@ def _smaller_roles(role: RoleConfig, shape: Shape, made: RunPlan) -> Iterator[tu
         yield f"layout {_words(layout)}", {"layout": layout}
 
 
+def _with_policy(config: TrainConfig) -> list[str]:
+    """Returns the roles that the trainer holds a model for: no other role's, and no endpoint's."""
+    return [name for name, role in config.roles.items() if role.has_policy]
+
+
 def _with_role(config: TrainConfig, name: str, **changes: Any) -> TrainConfig:
     return replace(config, roles={**config.roles, name: replace(config.roles[name], **changes)})
 
@@ -362,7 +397,8 @@ def _words(layout: Layout) -> str:
 def _overrides(asked: TrainConfig, config: TrainConfig) -> list[str]:
     """Returns the arguments that turn the config that was asked about into this one."""
     out = []
-    for name, role in config.roles.items():
+    for name in _with_policy(config):
+        role = config.roles[name]
         layout, recompute, before = role.layout, role.model.recompute, asked.roles[name]
         etp = "null" if layout.etp is None else layout.etp
         together = str(layout.sequence_parallel).lower()

@@ -48,6 +48,7 @@ def show_search(found: Sequence[Proposal], asked: RunPlan, console: Console) -> 
         console.print(
             "    " + (" ".join(f"'{word}'" if " " in word else word for word in one.overrides) or "as it is"),
             highlight=False,
+            markup=False,  # [mlp] is a value
             soft_wrap=True,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -45,15 +45,21 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnWork:
-    """A turn: the samples that are drawn in it. The role's own are trained on. A step has it `times` times."""
+    """A turn: the samples that are drawn in it, and those that are trained on. A step has it `times` times."""
 
-    role: str
     draws: Sequence[Draw]
+    trained: Sequence[Draw]  # of each role that the turn trains; `draws` may hold more of its samples
     times: int
 
     @property
-    def trained(self) -> Draw:
-        return next(draw for draw in self.draws if draw.role == self.role)
+    def roles(self) -> list[str]:
+        """Returns the roles that the turn trains."""
+        return [draw.role for draw in self.trained]
+
+    @property
+    def role(self) -> str:
+        """Returns what a plan calls the turn: the roles that it trains."""
+        return " + ".join(self.roles)
 
 
 def step_work(
@@ -68,28 +74,35 @@ def step_work(
 
     `fills`: by role, the mean length as a share of max_prompt_tokens and sampling.max_tokens, what `fills_of` gives.
     Other roles have the lengths of their mean_tokens.
+    Roles that one turn trains draw together, once.
     Without a recipe (there is no torch here to build it) each role has a turn that draws its `group_size`, or one
     sample for each prompt. `episodes`: by role, what `episodes_of` gives; without it, what the recipe says. `draws`:
     what `draws_of` gives, over what the recipe says.
     """
     fills = fills_of(config, ()) if fills is None else fills
     episodes = episodes_of(config, recipe, ()) if episodes is None else episodes
+    turns: list[tuple[str, ...]]
+    alike: Mapping[str, Mapping[str, int]]
     if recipe is None:
-        turns, group = list(config.roles), config.recipe.args.get("group_size", 1)
-        drawn = {name: {name: group} for name in turns}
-        alike: Mapping[str, Mapping[str, int]] = drawn
+        turns = [(name,) for name in config.roles]
+        samples = dict.fromkeys(config.roles, int(config.recipe.args.get("group_size", 1)))
+        alike = drawn = {name: {name: number} for name, number in samples.items()}
     else:
-        schedule, parts = recipe.schedule(), recipe.roles()
-        turns = [name for roles in _middle(schedule) for name in roles]
-        drawn = {name: parts[name].drawn or {name: parts[name].samples} for name in turns}
-        alike = {name: parts[name].per_prompt for name in turns}
-    own = {
-        name: {**drawn[name], **{to: n for (turn, to), n in (draws or {}).items() if turn == name}} for name in turns
-    }
-    return [
-        TurnWork(role=name, draws=_draws(config, own[name], alike[name], fills, episodes), times=turns.count(name))
-        for name in dict.fromkeys(turns)
-    ]
+        turns, parts = [tuple(roles) for roles in _middle(recipe.schedule())], recipe.roles()
+        samples = {name: part.samples for name, part in parts.items()}
+        drawn = {name: part.drawn or {name: part.samples} for name, part in parts.items()}
+        alike = {name: part.per_prompt for name, part in parts.items()}
+    out = []
+    for roles in dict.fromkeys(turns):
+        said, same = (_greatest([counts[name] for name in roles]) for counts in (drawn, alike))
+        own = said | {to: number for (turn, to), number in (draws or {}).items() if turn in roles}
+        found = _draws(config, own, same, fills, episodes)
+        trained = [
+            replace(one, samples=round(one.samples * samples[one.role] / said[one.role]))
+            for one in found if one.role in roles
+        ]  # fmt: skip
+        out.append(TurnWork(draws=found, trained=trained, times=turns.count(roles)))
+    return out
 
 
 def fills_of(config: TrainConfig, settings: Sequence[str]) -> dict[str, float]:
@@ -129,6 +142,12 @@ def _middle(schedule: Sequence[Sequence[Sequence[str]]]) -> Sequence[Sequence[st
     step in the middle of the list may be one of them."""
     ends = list(accumulate(len(step) for step in schedule))
     return schedule[bisect_right(ends, ends[-1] // 2)]
+
+
+def _greatest(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    """Returns the greatest count of each role. Roles that one turn trains draw together: each says what all draw."""
+    names = dict.fromkeys(name for one in counts for name in one)
+    return {name: max(one.get(name, 0) for one in counts) for name in names}
 
 
 def _number(text: str, given: str) -> float:
@@ -185,7 +204,7 @@ def build_recipe(config: TrainConfig) -> tuple[Any | None, list[str]]:
 def _draws(
     config: TrainConfig,
     drawn: Mapping[str, float],
-    alike: Mapping[str, int],
+    alike: Mapping[str, float],
     fills: Mapping[str, float],
     episodes: Mapping[str, EpisodeEstimate],
 ) -> list[Draw]:

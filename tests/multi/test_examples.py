@@ -76,7 +76,7 @@ def test_training_examples_are_valid(name, tmp_path, monkeypatch):
     if name.startswith("search_"):
         pytest.importorskip("bm25s")
     found = load(TrainConfig, name)
-    config_checks.check(found, 32)
+    config_checks.check(found, max(32, 8 * found.job.nodes))
     recipe = plugins.build(found.recipe)
     config_checks.check_recipe(found, recipe)
     assert set(recipe.roles()) == set(found.roles) and len(recipe.schedule()) > 0

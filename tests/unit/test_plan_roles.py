@@ -1,0 +1,167 @@
+"""Plans of turns that train several roles, of roles that share a policy or servers, and of the longest answers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import files as config_files
+from megatron_rl.config import plugins
+from megatron_rl.config.schema import TrainConfig
+from megatron_rl.main import main
+from megatron_rl.planning import plan as plans
+from megatron_rl.planning import search
+from megatron_rl.planning.hardware import parse_cluster
+from megatron_rl.planning.plan import RunPlan
+from megatron_rl.planning.shapes import models_of
+from megatron_rl.planning.workload import build_recipe, draws_of, step_work
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHARED, THREE = "self_play_ssp_qwen2.5_7b", "evolve_three_qwen2.5_3b"
+
+
+def load(example: str, *settings: str) -> TrainConfig:
+    return config_files.load(TrainConfig, [EXAMPLES / f"{example}.yaml"], list(settings))
+
+
+class Apart:
+    """The recipe of a config with one turn for each of its roles in place of one turn for all."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.parts = plugins.build(config.recipe).roles()
+
+    def roles(self):
+        return self.parts
+
+    def schedule(self):
+        return [[(name,) for name in self.parts]]
+
+
+def made(config: TrainConfig, recipe: Apart | None = None) -> RunPlan:
+    work = step_work(config, recipe or build_recipe(config)[0])
+    return plans.make(config, parse_cluster(plans.own_cluster(config)), models_of(config, []), work)
+
+
+def test_a_role_that_shares_a_policy_has_the_cache_of_its_servers():
+    """Its cache was taken for empty, so that a server decoded one of its answers at a time: 7,190 s a step."""
+    found = made(load(SHARED))
+    [turn] = found.turns
+    assert turn.rows["solver"] == 80, "all of 256 x 5 answers to 16 servers"
+    assert turn.phases["rollout solver"] < 2 * turn.phases["rollout proposer"] and found.step_s < 700
+    config = load(SHARED)
+    assert [one.rows["solver"] for one in made(config, Apart(config)).turns] == [80, 80]
+
+
+def test_a_turn_of_several_roles_is_generated_once_and_updates_each_of_them():
+    """It was counted once for each role that it trains, generation and all."""
+    config = load(SHARED)
+    together, apart = made(config), made(config, Apart(config))
+    assert [turn.role for turn in together.turns] == ["proposer + solver"]
+    [both], (proposer, solver) = together.turns, apart.turns
+    assert both.phases["rollout solver"] == proposer.phases["rollout solver"] == solver.phases["rollout solver"]
+    assert both.generated == proposer.generated and both.trained == proposer.trained + solver.trained
+    for phase in ("reference log-probs", "forward and backward"):
+        assert both.phases[phase] == pytest.approx(proposer.phases[phase] + solver.phases[phase], rel=0.05), phase
+    # 256 x (1 + 5) samples in two optimizer steps, and one refit
+    assert both.phases["optimizer"] == pytest.approx(2 * proposer.phases["optimizer"])
+    assert both.sent == proposer.sent and both.phases["sleep and wake"] == proposer.phases["sleep and wake"]
+
+
+def test_a_turn_updates_and_refits_every_policy_that_it_trains():
+    shared, three = made(load("evolve_qwen2.5_3b")), made(load(THREE))
+    [one], [each] = shared.turns, three.turns
+    assert one.role == each.role == "proposer + solver + judge" and three.turns[0].times == 1
+    assert each.sent == pytest.approx(3 * one.sent) and each.trained == one.trained
+    assert each.phases["forward and backward"] == pytest.approx(one.phases["forward and backward"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("example", "role", "drawn", "trained"),
+    [
+        ("dapo_qwen2.5_32b", "generator", 512 * 48, 512 * 16),
+        (THREE, "judge", 128 * 31, 128),
+        ("pairwise_qwen3_8b", "generator", 64 * 8, 64 * 7),
+    ],
+)
+def test_what_is_drawn_beyond_an_update_is_not_trained_on(example, role, drawn, trained):
+    config = load(example)
+    recipe, _ = build_recipe(config)
+    [work] = [turn for turn in step_work(config, recipe) if role in turn.roles]
+    assert {d.role: d.samples for d in work.draws}[role] == drawn
+    assert {d.role: d.samples for d in work.trained}[role] == trained
+    [less] = step_work(
+        config, recipe, draws=draws_of(config, [f"{role}.{role}={drawn / config.run.prompts_per_step / 2}"])
+    )
+    assert {d.role: d.samples for d in less.trained}[role] == trained / 2, "as large a share of what is drawn"
+
+
+def test_memory_holds_the_longest_answers_of_all_roles_of_a_policy():
+    long = {"roles.solver.max_prompt_tokens": 8192, "roles.solver.sampling.max_tokens": 16384}
+    settings = [f"{name}={value}" for name, value in long.items()]
+    short, longer = made(load(SHARED)), made(load(SHARED, *settings))
+    assert longer.servers[0].sequences == pytest.approx(short.servers[0].sequences / 2)
+    embedded = load(SHARED, "engine={kind: embedded}")
+    token = 28 * 2 * 4 * 128 * 2  # bytes of keys and values: layers, both, heads, width, bfloat16
+    assert made(embedded).roles[0].cache == 80 * 12288 * token, "of the solver, which has five samples for one"
+
+
+def test_roles_that_share_servers_are_written_one_after_the_other():
+    own = "replicas: 4, tp: 2, max_batch: 512, max_model_len: 8192, memory_share: 0.9"
+    shared = made(load("tango_lora_qwen2.5_7b", f"engine={{kind: vllm, adapters: served, {own}}}"))
+    apart = made(load("tango_lora_qwen2.5_7b", f"engine={{kind: vllm, adapters: merged, {own}}}"))
+    assert [server.role for server in shared.servers] == ["generator"] and len(apart.servers) == 2
+    assert shared.turns[0].phases["rollout generator"] == apart.turns[0].phases["rollout generator"]
+    assert shared.turns[0].phases["rollout verifier"] > apart.turns[0].phases["rollout verifier"] + 10
+
+
+def test_what_an_endpoint_answers_is_left_out_and_said(capsys):
+    """Its server was taken for one without a cache, which decodes one answer at a time: 172,263 s a step."""
+    config = load("rubric_qwen3_30b_a3b")
+    assert list(made(config).turns[0].rows) == ["generator"]
+    assert main(["plan", str(EXAMPLES / "rubric_qwen3_30b_a3b.yaml"), "--json"]) == 0
+    assert (
+        "judge is played by an endpoint: what its answers take is not in this plan"
+        in (json.loads(capsys.readouterr().out)["advice"])
+    )
+
+
+def test_only_roles_that_the_trainer_holds_are_cut(capsys):
+    """A search of two roles with one policy found every layout twice, and engines for half of the GPUs."""
+    config, cluster = load(SHARED, "engine.colocate=false"), parse_cluster("4x8xA100-80")
+    models, work = models_of(config, []), step_work(config, build_recipe(config)[0])
+    gpus = [plans.server_gpus(one) for one in search.engine_choices(config, cluster, models)]
+    assert max(gpus) == 24, "of one role"
+    found = search.search(config, cluster, models, work)
+    words = [tuple(one.overrides) for one in found]
+    assert len(set(words)) == len(words) > 1 and not any("solver" in word for one in words for word in one)
+    main(["plan", str(EXAMPLES / f"{SHARED}.yaml"), "--cluster", "2x8xA100-40", "--search"])
+    assert "recompute_modules=[" in capsys.readouterr().out, "brackets were taken for a style"
+
+
+def test_a_longest_answer_that_a_request_may_not_wait_for_is_said():
+    """ScaleRL's answers of 14,336 tokens took longer than a request may."""
+    config = load("scalerl_qwen3_8b", "engine.request_timeout_s=600")
+    cluster, models = parse_cluster("2x8xA100-80"), models_of(config, [])
+    work = step_work(config, build_recipe(config)[0])
+    found = plans.make(config, cluster, models, work)
+    seconds = found.turns[0].longest["generator"]
+    assert 400 < seconds < 600, "of 256 rows"
+
+    def said(timeout_s: float) -> list[str]:
+        other = replace(config, engine=replace(config.engine, request_timeout_s=timeout_s))
+        return [line for line in search.advice(other, found, models, work) if "request_timeout_s" in line]
+
+    [line] = said(600)
+    value = int(line.rpartition("engine.request_timeout_s=")[2])
+    assert f"takes {seconds:.0f} s among the 256" in line and 0 <= value - 2 * seconds < 100
+    assert not said(value) and said(2 * seconds - 1)
+
+
+def test_a_tandem_writes_its_longest_answer_with_two_models():
+    alone, pair = load("tango_qwen2.5_7b"), load("tango_qwen2.5_7b", "roles.generator.tandem={}")
+    one, two = (made(config).turns[0] for config in (alone, pair))
+    assert two.longest["generator"] > 1.5 * one.longest["generator"]
+    assert two.longest["verifier"] == one.longest["verifier"]
