@@ -79,3 +79,18 @@ def test_the_engine_is_greedy_like_transformers(tmp_path, family):
         wanted = model(text).logits[0, :-1].log_softmax(-1).gather(1, text[0, 1:, None])[:, 0].detach()
         (scores,) = engine.score(text.numpy())
         assert (torch.from_numpy(scores[1:]) - wanted).abs().max() < TOLERANCE
+
+
+def test_steps_are_captured_anew_whenever_the_cache_has_grown(tmp_path, caplog):
+    """torch 2.11 refused every capture after the first growth, and after it every random number."""
+    from megatron_rl.engines.base import Sampling, complete
+    from megatron_rl.engines.embedded.engine import EmbeddedEngine
+
+    path, found = make_model(tmp_path / "model", "qwen2", vocab_size=VOCAB, num_hidden_layers=2), {}
+    for graphs in (True, False):
+        engine = EmbeddedEngine(path, cuda_graphs=graphs)
+        engine.load_pretrained()
+        sampling = Sampling(max_tokens=150, temperature=0.0)
+        found[graphs] = [complete(engine, [[3, 14, 15]], sampling)[0][0].tokens.tolist() for _ in range(2)]
+    assert found[True] == found[False] and "without CUDA graphs" not in caplog.text
+    assert 0 <= torch.rand(1, device="cuda").item() < 1

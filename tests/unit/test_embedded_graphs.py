@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from fake_cuda_graphs import FakeCuda
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
@@ -35,7 +36,10 @@ class Recorder:
     def __init__(self):
         self.recorded, self.replayed = 0, 0
 
-    def __call__(self, run):
+    def rehearse(self, run):
+        run()
+
+    def record(self, run):
         step, self.recorded = run.__self__, self.recorded + 1
         before = self.memory(step)
 
@@ -87,16 +91,17 @@ def test_a_cache_that_grows_is_not_held_by_the_steps_before(tmp_path, monkeypatc
     engine, steps, alive = loaded(make_model(tmp_path, "qwen2", num_hidden_layers=1), max_batch=3), [], []
     new = Decoder.new_layer_cache
 
-    def recorder(run):
-        steps.append(weakref.ref(run.__self__))
-        return lambda own=steps[-1]: own().run()
+    class Weak(Recorder):
+        def record(self, run):
+            steps.append(weakref.ref(run.__self__))
+            return lambda own=steps[-1]: own().run()
 
     def new_layer_cache(self, slots, columns):
         alive.append(sum(step() is not None for step in steps))
         return new(self, slots, columns)
 
     monkeypatch.setattr(Decoder, "new_layer_cache", new_layer_cache)
-    engine._recorder = recorder
+    engine._recorder = Weak()
     gc.disable()
     try:
         complete(engine, PROMPTS, GREEDY)
@@ -105,10 +110,13 @@ def test_a_cache_that_grows_is_not_held_by_the_steps_before(tmp_path, monkeypatc
     assert len(steps) > 2 and len(alive) > 2 and not any(alive)
 
 
-def test_a_step_that_is_not_captured_is_run_as_it_is(tmp_path, caplog):
+def test_a_step_that_is_not_captured_is_run_as_it_is(tmp_path, caplog, monkeypatch):
     engine = loaded(make_model(tmp_path, "qwen2", num_hidden_layers=1), max_batch=3)
     wanted = [c.tokens.tolist() for (c,) in complete(engine, PROMPTS, GREEDY)]
-    engine._recorder = graphs.GraphRecorder()  # torch raises RuntimeError: no CUDA is here
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    cuda.fails_to_begin = 1
+    engine._recorder = graphs.GraphRecorder()
     assert [c.tokens.tolist() for (c,) in complete(engine, PROMPTS, GREEDY)] == wanted
     assert caplog.text.count("decoding goes on without CUDA graphs") == 1
 

@@ -7,9 +7,11 @@ beyond those in use are computed too, and looked at by nobody.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +22,18 @@ from megatron_rl.engines.embedded.model import Decoder
 
 _log = logging.getLogger(__name__)
 ROW_UNIT = 8  # numbers of rows are 1, 2, 4 and the multiples of this
-# A step -> what does the same with what is there then; None where the step is to be run as it is.
-Recorder = Callable[[Callable[[], None]], Callable[[], None] | None]
+
+
+class Recorder(Protocol):
+    """What records steps. A step is a function that does the same with what is in its memory then."""
+
+    def rehearse(self, step: Callable[[], None]) -> None:
+        """Runs a step for the first time. This also makes what libraries keep for themselves."""
+        ...
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None] | None:
+        """Records a step that was rehearsed, without running it. Returns its replay; None: run the step as it is."""
+        ...
 
 
 def padded_rows(rows: int) -> int:
@@ -30,30 +42,108 @@ def padded_rows(rows: int) -> int:
 
 
 class GraphRecorder:
-    """A recorder whose CUDA graphs share one pool of memory: they are replayed one after the other, and what they draw
-    is copied out of it.
+    """A recorder of CUDA graphs, which share a stream and a pool of memory: they are replayed one after the other, and
+    what they draw is copied out of the pool.
 
     Where a step cannot be captured, it says so once, and this step and all later ones are run without a graph.
     """
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._stream: Any = None  # on which steps are rehearsed and captured
+        self._pool: Any = None  # of the graphs that are alive
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()  # those alive: each is held by its step
         self._refused = False
+        # The graph that was not captured, kept while others live: from torch 2.12 a graph that ends frees cuBLAS's
+        # memory for its stream, which the others still use (pytorch issue 193402).
+        self._failed: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None] | None:
-        """Captures a step that has run before, without running it. Returns the graph's replay, or None."""
+    def rehearse(self, step: Callable[[], None]) -> None:
+        """Runs a step for the first time, on the stream of the captures: the memory that cuBLAS keeps for this stream
+        then lies outside of the graphs' pool, which could not be freed with it (until torch 2.11)."""
+        if self._refused:
+            self._failed = self._failed if self._graphs else None
+            step()
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                step()
+        finally:
+            current.wait_stream(self._stream)
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None] | None:
+        """Captures a step that was rehearsed, without running it. Returns the graph's replay, or None.
+
+        Raises RuntimeError when the step cannot be captured and the GPU cannot be used after that.
+        """
         if self._refused:
             return None
+        if not self._graphs:  # torch refuses a pool whose graphs have all ended, but has not been freed
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
         try:
-            self._pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                step()
+            _capture(graph, step, pool=self._pool, stream=self._stream)
         except RuntimeError as error:  # as torch raises for a wait, for memory that is not there, and otherwise
-            self._refused = True
+            self._refused, self._failed = True, graph
+            _mend_generator()
             _log.warning("decoding goes on without CUDA graphs (engine.cuda_graphs): a step is not captured: %s", error)
             return None
+        self._graphs.add(graph)
         return graph.replay
+
+
+def _capture(graph: torch.cuda.CUDAGraph, step: Callable[[], None], *, pool: Any, stream: Any) -> None:
+    """Captures a step. Raises RuntimeError where it cannot be; the current stream, and where tensors are allocated, are
+    then as before."""
+    current = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            step()
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):  # it was done, or had not begun
+            # CUDAGraph.capture_end does this behind the call that fails; without it empty_cache fails from then on.
+            device = torch.cuda.current_device()
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
+        raise
+    finally:
+        # torch.cuda.graph leaves its stream in this place where a capture fails to begin or to end.
+        torch.cuda.set_stream(current)
+
+
+def _mend_generator() -> None:
+    """Makes random numbers on the GPU drawable again after a capture that failed. What is drawn next is the same.
+
+    As a capture begins, torch until 2.11 marks the state of the default generator as capturing, and takes the mark off
+    at the capture's very end alone. Another draw then raises "Offset increment outside graph capture encountered
+    unexpectedly". A small capture that succeeds takes the mark off, also for the graphs that are alive and know this
+    state. Where it fails, too, a copy of the state, which has no mark, takes the state's place.
+
+    Raises RuntimeError when random numbers, memory or the GPU itself cannot be used all the same.
+    """
+    try:
+        small, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        with contextlib.suppress(RuntimeError):
+            _capture(small, _small_step, pool=pool, stream=torch.cuda.Stream())
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        state = generator.get_state()
+        torch.rand(1, device="cuda")
+        generator.set_state(state)
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "a decoding step was not captured as a CUDA graph, and the GPU cannot be used after that: "
+            "start again with engine.cuda_graphs = false"
+        ) from error
+
+
+def _small_step() -> None:
+    torch.zeros(1, device="cuda")
 
 
 class Step:
@@ -62,8 +152,7 @@ class Step:
 
     `state` [3, rows]: newest tokens, their positions, keys of the random streams; `layers`: a cache as
     `Decoder.new_layer_cache` has it, with at least as many rows. What is drawn is in `state`, `logprobs` and
-    `model_logprobs` until the next call. The first call runs the step as it is, which also makes what libraries keep
-    for themselves; the second one has it recorded.
+    `model_logprobs` until the next call. The first call has the step rehearsed, the second one has it recorded.
     """
 
     def __init__(
@@ -77,9 +166,12 @@ class Step:
         self._replay: Callable[[], None] | None = None  # not `run`: a step that held itself would outlive its use
 
     def __call__(self) -> None:
-        if self._calls == 1:
-            self._replay = self._recorder(self.run)
         self._calls += 1
+        if self._calls == 1:
+            self._recorder.rehearse(self.run)
+            return
+        if self._calls == 2:
+            self._replay = self._recorder.record(self.run)
         if self._replay is None:
             self.run()
         else:
