@@ -20,7 +20,7 @@ setup(
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     package_data={"megatron_rl": ["recipes/prompts/*.txt", "commands/starts/*.yaml", "run/page/*"]},
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.10",  # grouped_mm; products of bfloat16 factors with float32 sums
         "megatron-core>=0.16.1,<0.20",
         "transformers>=4.51",
         "safetensors>=0.5",

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_rl import sdpa
 from megatron_rl.megatron import platform
 from megatron_rl.megatron.kernels import varlen
 from megatron_rl.megatron.parts import Chosen, rotate
@@ -407,12 +408,9 @@ class SDPAttention(Chosen, MegatronModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attends: query [S, H, L, d], key [S, H_kv, M, d], value [S, H_kv, M, v] -> [S, H, L, v]. Causal without a
         mask."""
-        grouped, width, dtype = query.shape[1] != key.shape[1], value.shape[-1], query.dtype
+        width, dtype = value.shape[-1], query.dtype
         if dtype == torch.bfloat16 and query.device.type == "cpu" and key.shape[-2] < WIDENED:
             query, key, value = query.float(), key.float(), value.float()
         if width != key.shape[-1] and not value.is_cuda:  # else torch would keep all scores on a CPU
             value = F.pad(value, (0, key.shape[-1] - width))
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
-        )
-        return out[..., :width].to(dtype)
+        return sdpa.attend(query, key, value, mask=mask, scale=self.scale)[..., :width].to(dtype)

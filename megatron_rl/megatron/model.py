@@ -17,7 +17,7 @@ from megatron_rl.megatron import platform, replay
 from megatron_rl.megatron.attention import SDPAttention
 from megatron_rl.megatron.forward import vocab_parallel_statistics
 from megatron_rl.megatron.joint_norm import JointNorm
-from megatron_rl.megatron.kernels import choice, products, varlen
+from megatron_rl.megatron.kernels import choice, varlen
 from megatron_rl.megatron.latent import LatentAttention
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.megatron.parts import Chosen, GeGLU, NormedAddition, RMSNorm, SwiGLU, choose
@@ -127,16 +127,25 @@ def uses_transformer_engine(arch: Architecture, dtype: str, *, adapted: bool = F
     return has_transformer_engine() and not own
 
 
-def uses_flash(arch: Architecture, model: Model) -> bool:
+def uses_flash(arch: Architecture, model: Model, *, packed: bool) -> bool:
     """Says whether one call attends for all sequences of a packed row, where layers are of the torch spec.
 
-    Raises ConfigError where the settings ask for it and it cannot be had.
+    The first rank logs a warning where rows are packed, in bfloat16, and a GPU is to go without it. Raises ConfigError
+    where the settings ask for it and it cannot be had.
     """
     if model.attention_backend == "sdpa":
         return False
     problem = varlen.obstacle(arch.head_dim, model.dtype)
     if problem is not None and model.attention_backend == "flash":
         raise ConfigError(f"model.attention_backend = 'flash': {problem}; set it to auto or sdpa")
+    slow = problem is not None and packed and model.dtype == "bfloat16" and torch.cuda.is_available()
+    if slow and dist.get_rank() == 0:
+        _log.warning(
+            "%s: packed rows attend by a call for each group of sequences of similar length, which is slower than one "
+            "call of flash attention: %s",
+            model.path,
+            problem,
+        )
     return problem is None
 
 
@@ -161,7 +170,7 @@ def uses_triton(model: Model, control: Any) -> bool:
 
 def uses_fused_sums(model: Model) -> bool:
     """Says whether products of the torch spec's layers add a weight's gradient to its float32 buffer themselves."""
-    return model.kernels != "torch" and torch.cuda.is_available() and products.CAN_SUM_WIDE
+    return model.kernels != "torch" and torch.cuda.is_available()
 
 
 def warn_of_slow_products(model: Model, control: Any) -> None:

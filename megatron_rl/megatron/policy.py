@@ -79,7 +79,7 @@ class MegatronPolicy:
         self._shape = Shape(name=role.model.path, sizes=self.arch, features=self.arch.features)
         self._attends = not self._fused or role.shared_prefixes  # Transformer Engine has no attention for these
         self._rotary = RotaryTable(self.arch) if self._attends else None
-        self._flash = self._attends and models.uses_flash(self.arch, role.model)
+        self._flash = self._attends and models.uses_flash(self.arch, role.model, packed=role.packed)
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
         with groups.active():
             if base is None:

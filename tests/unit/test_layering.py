@@ -17,7 +17,7 @@ LAYERS = [
     ["types", "config", "models", "later"],
     [
         *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "control_tokens", "processes"),
-        *("allocator", "transfers", "timing", "engines.base", "refit.base"),
+        *("allocator", "transfers", "timing", "sdpa", "engines.base", "refit.base"),
         *("evaluation.estimators", "evaluation.confusion", "run.lines", "run.sums", "run.metrics"),
         *("run.checkpoint", "run.disk"),
     ],

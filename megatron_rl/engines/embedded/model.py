@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_rl import sdpa
 from megatron_rl.engines.embedded.feed_forward import add_experts, gated
 from megatron_rl.engines.embedded.weights import FeedForward, Latents, Layer, Weights
 from megatron_rl.types import FREE
@@ -59,10 +60,7 @@ class Decoder:
             kv = kv.unflatten(0, (rows, width)).permute(2, 0, 3, 1, 4)  # [2, B, KV, P, d]
             keys, values = kv if isinstance(layer.qkv, Tensor) else self._expand(kv[0, :, 0], layer.qkv)
             q = q.unflatten(0, (rows, width)).transpose(1, 2)  # [B, H, P, d]
-            mask = masks[kind]
-            y = F.scaled_dot_product_attention(
-                q, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True
-            )
+            y = sdpa.attend(q, keys, values, mask=masks[kind], scale=self._scale)
             chosen += self._finish(x, y.transpose(1, 2).reshape(len(x), -1), layer)
             cache.append(kv)
         return x.unflatten(0, (rows, width)), cache, chosen

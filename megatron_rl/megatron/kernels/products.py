@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Whether torch adds a product of bfloat16 factors to a float32 sum in one kernel: on a GPU, from 2.8.
-CAN_SUM_WIDE = hasattr(torch.ops.aten.addmm, "dtype_out")
-
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds left @ right to `total` [n, m] float32. The factors are [n, k] and [k, m]."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
-    elif total.is_cuda and CAN_SUM_WIDE:
+    elif total.is_cuda:  # torch's CPU kernels have no such product; a GPU's have it from torch 2.10
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += left @ right

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ from megatron_rl.transfers import upload
 
 AMPERE = (8, 0)  # the lowest compute capability that torch's flash attention has kernels for
 HEAD_UNIT, WIDEST_HEAD = 8, 256  # it refuses heads whose elements are no multiple of the first, or more than the second
-NEEDED = {"window_size", "enable_gqa"}  # arguments of torch's function that older versions of torch do not have
+# Arguments of torch's function that older versions of torch do not have: the first, which is needed, comes with 2.11,
+# the second with 2.12. There it must be told that heads are grouped; 2.11 passes any heads on to the same kernel.
+WINDOW, GROUPED = "window_size", "enable_gqa"
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ def attend(
     width = value.shape[-1]
     if width < key.shape[-1]:  # the kernel has one width for both
         value = F.pad(value, (0, key.shape[-1] - width))
-    out: Any = _torch_function()(
+    function, arguments = _torch_function()
+    grouped = {GROUPED: query.shape[1] != key.shape[1]} if GROUPED in arguments else {}
+    out: Any = function(
         query,
         key,
         value,
@@ -68,7 +72,7 @@ def attend(
         runs.most_keys,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),  # keys before a query's own, and behind it
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     return out[..., :width].flatten(1)
 
@@ -81,18 +85,15 @@ def obstacle(head_dim: int, dtype: str) -> str | None:
         return f"heads of {head_dim} elements are no multiple of {HEAD_UNIT} up to {WIDEST_HEAD}"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < AMPERE:
         return "there is no GPU of compute capability 8.0 or more"
-    if _torch_function() is None:
-        return f"torch {torch.__version__} has no varlen_attn with {' and '.join(sorted(NEEDED))}"
+    if WINDOW not in _torch_function()[1]:
+        return f"torch {torch.__version__} has no varlen_attn with {WINDOW}, which comes with torch 2.11"
     return None
 
 
-def _torch_function() -> Any:
-    """Returns torch's function, or None where torch has none that takes all that is needed."""
-    try:
-        module = importlib.import_module("torch.nn.attention.varlen")
-    except ImportError:
-        return None
-    return module.varlen_attn if {*inspect.signature(module.varlen_attn).parameters} >= NEEDED else None
+def _torch_function() -> tuple[Any, Collection[str]]:
+    """Returns torch's function and the names of its arguments."""
+    function = importlib.import_module("torch.nn.attention.varlen").varlen_attn  # torch has it from 2.10
+    return function, inspect.signature(function).parameters
 
 
 class _Taken(torch.autograd.Function):
