@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ def run(findings: Findings, scale: Scale, folder: Path) -> None:
     """Measures everything."""
     directory = subjects.write_config(folder / NAME, NAME, scale)
     findings.take("device", lambda: {"copy_gb_per_s": clock.copy_rate(scale.copied) / 1e9})
+    cudnn = {"ours": False, "generate": torch.backends.cuda.cudnn_sdp_enabled()}  # a run's setting, and torch's own
+    findings.more["cudnn_attention"] = cudnn
     for rows in scale.rows:
-        findings.take(f"rows{rows}", functools.partial(_rollout, scale, directory, rows))
+        findings.take(f"rows{rows}", functools.partial(_rollout, scale, directory, rows, cudnn))
     with subjects.one_rank():
         tokens = scale.tokens[0]
         make = functools.partial(
@@ -40,8 +43,8 @@ def run(findings: Findings, scale: Scale, folder: Path) -> None:
             findings.take(name, lambda n=name, v=verify: _refit(findings, scale, make(), folder / n, v))
 
 
-def _rollout(scale: Scale, directory: Path, rows: int) -> dict[str, float]:
-    """Has both sides write `scale.new` tokens in each of `rows` rows.
+def _rollout(scale: Scale, directory: Path, rows: int, cudnn: Mapping[str, bool]) -> dict[str, float]:
+    """Has both sides write `scale.new` tokens in each of `rows` rows, with cuDNN's attention as `cudnn` allows it.
 
     Ours draws them at temperature 1 with a log-prob of each; `generate` is greedy, which is the least work for it, and
     gives no log-probs.
@@ -65,9 +68,10 @@ def _rollout(scale: Scale, directory: Path, rows: int) -> dict[str, float]:
 
     found: dict[str, float] = {}
     for name, way in (("ours", ours), ("generate", theirs)):
-        way(min(16, scale.new))
         written: list[int] = []
-        seconds = clock.wall_seconds(lambda way=way, written=written: written.append(way(scale.new)))
+        with subjects.cudnn_attention(cudnn[name]):
+            way(min(16, scale.new))
+            seconds = clock.wall_seconds(lambda way=way, written=written: written.append(way(scale.new)))
         if written != [rows * scale.new]:
             raise RuntimeError(f"{name} wrote {written} tokens in {rows} rows of {scale.new}: rows have ended early")
         found |= {f"{name}_s": seconds, f"{name}_tokens_per_s": rows * scale.new / seconds}

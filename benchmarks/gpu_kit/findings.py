@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,10 @@ class NotMeasured(Exception):
     """A figure cannot be had here. The message says why."""
 
 
+class DeviceLost(Exception):
+    """Nothing more can be measured: after an error the device refuses the simplest operation."""
+
+
 class Findings:
     """What was measured so far. It is written to the file after every part, so that a run that is cut off leaves it."""
 
@@ -27,11 +32,15 @@ class Findings:
         self.unmeasured: dict[str, str] = {}
         self.more: dict[str, Any] = {}
         self._bars, self._file, self._end = bars, file, time.monotonic() + 60 * minutes
-        self._minutes = minutes
+        self._minutes, self._unreached = minutes, "nothing measured it"
 
     def take(self, name: str, measure: Callable[[], Mapping[str, float]]) -> None:
-        """Adds the figures that `measure` returns, as NAME/figure, or the reason why there are none."""
-        began = time.monotonic()
+        """Adds the figures that `measure` returns, as NAME/figure, or the reason why there are none.
+
+        An error of any kind is such a reason: the kit is there to find out what fails, and what comes next may not.
+        Raises DeviceLost when the device cannot be used after an error.
+        """
+        began, failed = time.monotonic(), False
         try:
             if began > self._end:
                 raise NotMeasured(f"{self._minutes:g} minutes were over before its turn came")
@@ -41,9 +50,20 @@ class Findings:
             self.lack(name, str(reason))
         except torch.cuda.OutOfMemoryError as error:
             self.lack(name, f"out of memory: {first_sentence(error)}")
-        free_memory()
+        except Exception as error:
+            traceback.print_exc()
+            self.lack(name, f"{type(error).__name__}: {first_line(error)}")
+            failed = True
+        lost = device_problem() if failed else None
+        if lost is None:
+            free_memory()
+        else:
+            self._unreached = f"the device could not be used any more after {name}: {lost}"
+            self.more["stopped"] = self._unreached
         print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
         common.write_json(self._file, self.told())
+        if lost is not None:
+            raise DeviceLost(self._unreached)
 
     def lack(self, name: str, reason: str) -> None:
         """Notes why a figure, or a group of figures, was not measured. Figures of the group that have a bar are named
@@ -55,12 +75,15 @@ class Findings:
         """Returns what the JSON file holds before the run has come to its end."""
         return {"figures": self.figures, "not_measured": self.unmeasured, "complete": False, **self.more}
 
-    def finish(self, args: Any) -> None:
-        """Prints the table and writes the file. With --check it exits with status 1 when a bar is missed."""
+    def finish(self, args: Any, *, complete: bool = True) -> None:
+        """Prints the table and writes the file. With --check it exits with status 1 when a bar is missed.
+
+        `complete`: whether the run has come to its end.
+        """
         for name in self._bars:
             if name not in self.figures and name not in self.unmeasured:
-                self.lack(name, "nothing measured it")
-        more = {"complete": True, **self.more}
+                self.lack(name, self._unreached)
+        more = {"complete": complete, **self.more}
         common.finish(self.figures, self._bars, args, unmeasured=self.unmeasured, more=more)
 
 
@@ -84,6 +107,21 @@ def free_memory() -> None:
     torch.cuda.empty_cache()
 
 
+def device_problem() -> str | None:
+    """Returns the error of the simplest operation on the device, or None where there is none."""
+    try:
+        free_memory()
+        torch.ones(1, device="cuda").add_(1).item()
+    except RuntimeError as error:
+        return first_line(error)
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message."""
+    return (str(error).splitlines() or ["it has no message"])[0]
+
+
 def first_sentence(error: BaseException) -> str:
     """Returns the first sentence of an error's message."""
-    return (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
+    return first_line(error).partition(". ")[0]

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -103,15 +103,16 @@ class RandomPolicy(MegatronPolicy):
 
 
 def make_policy(
-    directory: Path, *, recompute: Recompute, tokens: int, optimizer: bool, lr: float = 1e-6
-) -> RandomPolicy:
+    directory: Path, *, recompute: Recompute, tokens: int, optimizer: bool, lr: float = 1e-6,
+    attention: Literal["auto", "sdpa"] = "auto",
+) -> RandomPolicy:  # fmt: skip
     """Returns a bfloat16 policy that is trained in packed micro-batches of `tokens`.
 
     Without `optimizer` it has gradient buffers alone, of which 7 B parameters and their activations fit on one GPU.
     """
     role = RoleConfig(
-        model=Model(path=str(directory), dtype="bfloat16", **recompute.settings), optimizer=Optimizer(lr=lr),
-        loss=LossConfig(kl_coef=0.0), micro_batch_tokens=tokens,
+        model=Model(path=str(directory), dtype="bfloat16", attention_backend=attention, **recompute.settings),
+        optimizer=Optimizer(lr=lr), loss=LossConfig(kl_coef=0.0), micro_batch_tokens=tokens,
     )  # fmt: skip
     policy = RandomPolicy(role, parallel.create(Layout()), trainable=optimizer)
     if not optimizer:
@@ -179,12 +180,23 @@ def rollouts_of(lengths: list[int], vocab: int, seed: int = 0) -> list[Rollout]:
 
 
 @contextlib.contextmanager
+def cudnn_attention(allowed: bool) -> Iterator[None]:
+    """Lets torch take cuDNN's attention for the block, or not, as a run does not (session/common.py)."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@contextlib.contextmanager
 def one_rank() -> Iterator[None]:
     """Makes this process the only rank for the block, with the settings of a run (session/common.py)."""
-    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield
+        with cudnn_attention(False):
+            yield
     finally:
         dist.destroy_process_group()

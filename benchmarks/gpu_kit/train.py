@@ -65,19 +65,21 @@ class Case:
 
 
 def run(findings: Findings, scale: Scale, folder: Path) -> None:
-    """Measures everything, the figures with bars first."""
+    """Measures everything: models with bars first, and small batches before large ones, whose errors may end it."""
     findings.take("device", functools.partial(_rates, scale))
     directories = {name: subjects.write_config(folder / name, name, scale) for name in scale.models}
     with subjects.one_rank():
         for name in scale.models:
-            for tokens in reversed(scale.tokens):
+            for tokens in scale.tokens:
                 for kind in KINDS:
                     _one_case(findings, Case(scale, directories[name], kind=kind, tokens=tokens))
         longest = scale.tokens[-1]
         findings.take("head", functools.partial(_head, findings, scale))
         attention = functools.partial(_attention, findings, scale, directories["1.5B"], longest)
         findings.take(f"attention/{subjects.count_name(longest)}", attention)
-        findings.take("cudnn", functools.partial(_cudnn, scale, directories["1.5B"], scale.tokens[0]))
+        for tokens in scale.tokens:
+            cudnn = functools.partial(_cudnn, scale, directories["1.5B"], tokens)
+            findings.take(f"cudnn/{subjects.count_name(tokens)}", cudnn)
         findings.take("profile", functools.partial(_profile, findings, scale, directories["1.5B"], longest))
 
 
@@ -291,17 +293,24 @@ def _varlen(lengths: list[int], repeats: int) -> Callable[[Tensor, Tensor, Tenso
 
 
 def _cudnn(scale: Scale, directory: Path, tokens: int) -> dict[str, float]:
-    """Measures passes with cuDNN's attention allowed and not, over lengths that are new each time."""
-    policy = subjects.make_policy(directory, recompute=subjects.RECOMPUTES[0], tokens=tokens, optimizer=False)
+    """Measures passes with cuDNN's attention allowed and not, over lengths that are new each time.
+
+    Attention is torch's SDPA, which may take cuDNN's. Flash attention for variable lengths, which a policy takes by
+    itself, never does.
+    """
+    policy = subjects.make_policy(
+        directory, recompute=subjects.RECOMPUTES[0], tokens=tokens, optimizer=False, attention="sdpa"
+    )
+    if subjects.forms_of(policy)["attention"] != "sdpa":
+        raise NotMeasured("attention is Transformer Engine's here, which torch's setting of cuDNN does not reach")
     found: dict[str, float] = {}
     for name, allowed in (("off", False), ("on", True)):
-        torch.backends.cuda.enable_cudnn_sdp(allowed)
         seeds = range(100 * allowed, 100 * allowed + 1 + 2 * scale.rounds)
         works = [work_of(policy, subjects.lengths_of("varied", tokens, scale, seed), seed) for seed in seeds]
-        both_passes(policy, works[0])
-        seconds = [clock.device_seconds(functools.partial(both_passes, policy, work)) for work in works[1:]]
+        with subjects.cudnn_attention(allowed):
+            both_passes(policy, works[0])
+            seconds = [clock.device_seconds(functools.partial(both_passes, policy, work)) for work in works[1:]]
         found[f"{name}_pass_s"] = statistics.median(seconds)
-    torch.backends.cuda.enable_cudnn_sdp(False)
     return found | {"on_over_off": found["on_pass_s"] / found["off_pass_s"]}
 
 

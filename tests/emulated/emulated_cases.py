@@ -22,6 +22,7 @@ from layouts_worker import reference as by_transformers
 from prefixes_worker import make_groups
 from prefixes_worker import make_policy as make_sharing
 from tiny_models import make_model
+from torch.nn.attention import varlen
 
 from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RefitConfig, RoleConfig
 from megatron_rl.engines.base import Sampling, complete
@@ -46,19 +47,23 @@ VOCAB = 97
 ALONE = ("counting", "programs", "cuda_ipc", "kit_benchmark", "kit_tests")
 
 
-def recorded(step: Callable[[], None]) -> Callable[[], None]:
-    """Stands in for the capture of a CUDA graph: its replay runs the step again, on the same memory, as a part whose
-    waits nothing allows."""
+class Recorder:
+    """Stands in for captures of CUDA graphs: a replay runs the step again, on the same memory, as a part whose waits
+    nothing allows."""
 
-    def replay() -> None:
-        LEDGER.kernel("graph")  # one launch
-        with LEDGER.part("replayed"):
-            step()
+    def rehearse(self, step: Callable[[], None]) -> None:
+        step()
 
-    return replay
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            LEDGER.kernel("graph")  # one launch
+            with LEDGER.part("replayed"):
+                step()
+
+        return replay
 
 
-graphs.GraphRecorder = lambda: recorded
+graphs.GraphRecorder = Recorder
 
 
 def run(case: str, rank: int, ranks: int, own: Path, arguments: dict[str, Any]) -> Any:
@@ -166,6 +171,7 @@ def actor(own: Path, family: str, case: dict[str, Any], sizes: dict[str, Any] | 
         metrics = policy.update(work, 0, loss)
     errors["micro_batches"] = metrics["micro_batches"]
     errors["flash"] = LEDGER.kernels["update", "_varlen_attn"]
+    errors["triton"] = sum(n for (part, name), n in LEDGER.kernels.items() if part == "update" and "triton" in name)
     errors["loss"] = abs(metrics["loss"] - expected_loss)
     with LEDGER.part("export"):
         now = dict(policy.weights(dtype=torch.float32))
@@ -175,8 +181,21 @@ def actor(own: Path, family: str, case: dict[str, Any], sizes: dict[str, Any] | 
     before = allocated_bytes()
     with policy._active(), policy._weights_in_use(True):
         errors["swapped"] = allocated_bytes() - before
-    errors |= {"fused": policy._fused, "fused_sums": fused_sums(policy)}
+    errors |= {"fused": policy._fused, "fused_sums": fused_sums(policy), "unfused_attention": LEDGER.unfused}
     return {name: float(value) for name, value in errors.items()} | rests(own, policy)
+
+
+def actor_of_torch_2_11(own: Path, **arguments: Any) -> dict[str, float]:
+    """Does an actor's case with torch 2.11's function for sequences of varied lengths, as its body is there."""
+
+    def varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+    ):
+        ends, causal = (cu_seq_q, cu_seq_k, max_q, max_k), window_size == (-1, 0)
+        return torch.ops.torch_attn._varlen_attn(query, key, value, *ends, causal, scale, list(window_size))[0]
+
+    varlen.varlen_attn = varlen_attn
+    return actor(own, **arguments)
 
 
 def prefixes(
@@ -342,7 +361,8 @@ def engine(own: Path, family: str, dtype: str = "float32", sizes: dict[str, Any]
     errors = [abs(a - b).max() for a, b in zip(scores, there.score(texts), strict=True)]
     answer["replayed"] = LEDGER.kernels_in("replayed")
     answer["replays"] = sum(count for (_, operation), count in LEDGER.kernels.items() if operation == "graph")
-    return answer | {"scores": float(max(errors)), "growth": growth(here._loaded())}
+    answer |= {"scores": float(max(errors)), "growth": growth(here._loaded())}
+    return answer | {"unfused_attention": LEDGER.unfused}
 
 
 def growth(decoder: Decoder) -> float:

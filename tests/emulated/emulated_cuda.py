@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -59,7 +60,12 @@ def install() -> None:
     _patch_groups()
     _patch_sharing()
     emulated_operations.install()
-    sys.modules["triton"] = None  # type: ignore[assignment] (its kernels want memory of a GPU)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import emulated_triton
+
+        emulated_triton.install()
+    else:
+        sys.modules["triton"] = None  # type: ignore[assignment] (its kernels want memory of a GPU)
     F.scaled_dot_product_attention = _attention  # type: ignore[assignment]
     F.rms_norm = _rms_norm  # type: ignore[assignment]
     torch.compile = _uncompiled  # type: ignore[assignment]
@@ -410,7 +416,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Stands in for torch's scaled_dot_product_attention, and counts the shapes of its calls."""
+    """Stands in for torch's scaled_dot_product_attention, and counts the calls for which a GPU has no fused kernel.
+
+    Flash attention has no masks, no float32 and one width of heads; the memory-efficient kernel has no grouped heads.
+    """
     if not isinstance(query, DeviceTensor):
         return _cpu_attention(
             query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
@@ -420,7 +429,8 @@ def _attention(
     others = [one for one in (key, value, attn_mask) if one is not None and not isinstance(one, DeviceTensor)]
     if others:
         raise RuntimeError("Expected query, key, value and attn_mask to be on the same device, cuda:0")
-    LEDGER.attention[LEDGER.part_now, tuple(query.shape), tuple(key.shape), attn_mask is None] += 1
+    flash = attn_mask is None and query.dtype == torch.bfloat16 and query.shape[-1] == value.shape[-1]
+    LEDGER.unfused += query.shape[1] != key.shape[1] and not flash
     out: Any = _FusedAttention.apply(query, key, value, attn_mask, is_causal, scale or query.shape[-1] ** -0.5)
     return out
 

@@ -28,13 +28,14 @@ class Ledger:
 
     `waits` has (part, what, where) as keys: the part of the case that ran, the kind of wait, and the innermost function
     of this project or of megatron-core that caused it, as `path/of/file.py:function`. `kernels` has (part, operation).
+    `unfused` counts the calls of attention for which torch has no fused kernel: all scores would be kept.
     """
 
     def __init__(self) -> None:
         self.part_now = ""
         self.waits: Counter[tuple[str, str, str]] = Counter()
         self.kernels: Counter[tuple[str, str]] = Counter()
-        self.attention: Counter[tuple[str, tuple[int, ...], tuple[int, ...], bool]] = Counter()
+        self.unfused = 0
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:

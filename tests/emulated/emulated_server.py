@@ -51,15 +51,20 @@ class Outcome:
 class Server:
     """The process that runs the cases. What it was asked before it does not run again."""
 
-    def __init__(self, directory: Path, *, packages: Path | None = None) -> None:
-        """Starts the process. `packages`: a folder with packages that it finds beside those of the environment."""
+    def __init__(self, directory: Path, *, packages: Path | None = None, triton: bool = False) -> None:
+        """Starts the process. `packages`: a folder with packages that it finds beside those of the environment.
+        `triton`: its kernels run, by its interpreter."""
         self._directory, self._done, self._numbers = directory, dict[str, Outcome](), itertools.count()
         folders = [*FOLDERS, *([] if packages is None else [packages])]
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(map(str, folders)),
-            "HF_HUB_OFFLINE": "1",
-        }
+        environment = (
+            os.environ
+            | {
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(map(str, folders)),
+                "HF_HUB_OFFLINE": "1",
+            }
+            | ({"TRITON_INTERPRET": "1"} if triton else {})
+        )
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=environment, cwd=ROOT,
@@ -99,6 +104,8 @@ def serve(directory: Path) -> None:
     emulated_cuda.install()
     import emulated_cases  # noqa: F401 (for the forks)
 
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _try_kernels()
     # Writers of checkpoints report to a process that takes two seconds to start: all cases share one.
     reports = SyncManager(ctx=multiprocessing.get_context("spawn"))
     reports.start(end_with_parent, (signal.SIGKILL, os.getpid()))
@@ -106,6 +113,19 @@ def serve(directory: Path) -> None:
         case, ranks, own, arguments = json.loads(line)
         answers.write(_run_ranks(case, ranks, Path(own), arguments, reports) + "\n")
         answers.flush()
+
+
+def _try_kernels() -> None:
+    """Has the Triton kernels tried in a fork of their own: each process would do it for itself, which takes seconds."""
+    from megatron_rl.megatron.kernels import choice, trial
+
+    process = os.fork()
+    if process == 0:
+        problem = choice.obstacle()
+        print(problem or "the kernels compute what they should", file=sys.stderr)
+        os._exit(0 if problem is None else 1)
+    assert os.waitpid(process, 0)[1] == 0, "the trial of the kernels fails on the pretended device"
+    trial.trouble = lambda device: None
 
 
 def _run_ranks(case: str, ranks: int, own: Path, arguments: dict[str, Any], reports: SyncManager) -> str:

@@ -14,11 +14,19 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def kit_benchmark(own: Path, part: str) -> dict[str, Any]:
-    """Runs `python benchmarks/gpu.py PART --tiny --json FILE`. Returns what the file holds."""
+def kit_benchmark(own: Path, part: str, sleep_fails: bool = False) -> dict[str, Any]:
+    """Runs `python benchmarks/gpu.py PART --tiny --json FILE`. Returns what the file holds.
+
+    `sleep_fails`: whether the measurement of sleep ends with an error, as a kernel's that does not compile would.
+    """
     import gpu
 
+    def fail(*unused: Any) -> dict[str, float]:
+        raise RuntimeError("Triton Error [CUDA]: out of resource: shared memory\nReducing block sizes may help.")
+
     _prepare()
+    if sleep_fails:
+        gpu.engine._sleep = fail
     file = own / f"{part}.json"
     gpu.main([part, "--tiny", "--json", str(file)])
     return json.loads(file.read_text())

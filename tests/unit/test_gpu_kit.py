@@ -8,9 +8,12 @@ import re
 import sys
 from pathlib import Path
 
+import common
+import gpu
 import pytest
 import torch
 from gpu_kit import clock, engine, subjects, train
+from gpu_kit import findings as gpu_findings
 from gpu_kit.findings import Findings, NotMeasured, first_that_fits
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +72,40 @@ def test_a_bar_without_a_figure_is_missed_and_says_why(tmp_path, capsys):
     )
     assert told["not_measured"]["a/y"] == "this machine has none" and told["not_measured"]["c"] == "nothing measured it"
     assert "a/x: not measured (MISSED): this machine has none" in capsys.readouterr().out
+
+
+def fails():
+    raise AssertionError("CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling cublasGemmEx")
+
+
+def test_an_error_is_a_reason_and_what_comes_next_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu_findings, "device_problem", lambda: None)
+    findings = Findings({"a/x": 1.0, "b/x": 0.5}, file=tmp_path / "found.json")
+    findings.take("a", fails)
+    findings.take("b", lambda: {"x": 1})
+    findings.finish(arguments(tmp_path, held=False))
+    told = json.loads((tmp_path / "found.json").read_text())
+    assert told["not_measured"] == {"a/x": "AssertionError: CUBLAS_STATUS_NOT_SUPPORTED"} and told["complete"]
+    assert told["figures"] == {"b/x": 1.0} and told["missed"] == ["a/x"]
+    assert "when calling cublasGemmEx" in capsys.readouterr().err  # the traceback
+
+
+def test_a_device_that_is_lost_ends_the_measurements_and_leaves_those_made(tmp_path, monkeypatch):
+    def run(findings: Findings, scale: object, folder: object) -> None:
+        findings.take("a", lambda: {"x": 1})
+        findings.take("b", fails)
+        raise AssertionError("a lost device was measured")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(common, "machine", dict)
+    monkeypatch.setattr(gpu_findings, "device_problem", lambda: "an illegal memory access was encountered")
+    monkeypatch.setitem(gpu.PARTS, "train", (run, {"a/x": 1.0, "b/x": 1.0, "c/x": 1.0}))
+    with pytest.raises(SystemExit) as end:
+        gpu.main(["train", "--json", str(tmp_path / "found.json")])
+    told = json.loads((tmp_path / "found.json").read_text())
+    lost = "the device could not be used any more after b: an illegal memory access was encountered"
+    assert end.value.code == 1 and told["figures"] == {"a/x": 1.0} and not told["complete"] and told["stopped"] == lost
+    assert told["not_measured"] == {"b/x": "AssertionError: CUBLAS_STATUS_NOT_SUPPORTED", "c/x": lost}
 
 
 def test_nothing_begins_after_the_time_is_over(tmp_path):
