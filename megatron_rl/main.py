@@ -27,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Arrow's own allocator, which it chooses when it is first imported, holds 6 MB for turns of 64 KiB, and moves
         # in steps (docs/log.md).
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+        # Ranks whose messages overlap with products need this order of them. CUDA reads it once, when torch is first
+        # asked for a GPU: some imports do so. Ranks that are started here find it in their environment.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if not {"-h", "--help"} & {*words} and _is_first():
             _tell_start(command, words)
     from megatron_rl.commands.parser import build_parser  # the first line stands before what takes a second to import

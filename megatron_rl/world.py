@@ -167,7 +167,8 @@ class TorchWorld:
         if name not in self._handlers:
             raise ValueError(f"no handler {name!r} is served; known: {', '.join(sorted(self._handlers)) or 'none'}")
         if self.size == 1:
-            return [self._handlers[name](args_per_rank[0])]
+            with self._calling:
+                return [self._handlers[name](args_per_rank[0])]
         if not self._driving:
             raise RuntimeError(
                 "call_all outside from_driver: the other ranks do not listen; call it from a function given to "

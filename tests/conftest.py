@@ -43,8 +43,8 @@ def no_ranks_left() -> Iterator[None]:
 
 
 def program(*arguments: str, timeout_s: float = 300, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Runs `megatron-rl *arguments` from the repository's root, as a user does, in a process that has imported it
-    already."""
+    """Runs `megatron-rl *arguments` from the repository's root, as a user does, where forks are possible in a process
+    that has imported it already."""
     with tempfile.TemporaryDirectory() as directory:
         done = forks.program([*map(str, arguments)], Path(directory), timeout_s)
     if check:

@@ -21,6 +21,7 @@ from megatron_rl.run.start import tell
 from megatron_rl.session import launch
 
 LEFT = 130  # exit status of a run that was asked to save and leave
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # where NVIDIA's driver is: on Linux, on Linux in Windows
 # Environment variables that make the libraries under torch deterministic.
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             tell(args.command, "importing torch, transformers and megatron-core")
     if place is None and config.launch.nproc > 1:
         os.environ["OMP_NUM_THREADS"] = "1"
-        fork = not Path("/dev/nvidiactl").exists()  # a driver that was touched before a fork does not work after it
+        fork = not has_driver()  # a driver that was touched before a fork does not work after it
         if fork:
             _command(args)  # its imports, once for all ranks
             if isinstance(config, configs.TrainConfig):
@@ -64,6 +65,11 @@ def run(args: argparse.Namespace) -> int:
         os.environ.update(DETERMINISTIC)
     place = place or launch.Place(0, 1, 0, "127.0.0.1", 0, launch.job_from(os.environ))
     return _run_on_rank(args, config, place)
+
+
+def has_driver() -> bool:
+    """Tells whether NVIDIA's driver is on this host. Imports that ask torch for a GPU touch it."""
+    return any(driver.exists() for driver in DRIVERS)
 
 
 def _run_on_rank(args: argparse.Namespace, config: Any, place: launch.Place) -> int:

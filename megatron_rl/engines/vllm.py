@@ -409,7 +409,7 @@ class AdapterServer(VllmServer):
             timeout_s=wait_s + MARGIN_S,
         )  # fmt: skip
         with self._understood():
-            if not answer["results"] or not all(answer["results"]):
+            if {str(result) for result in answer["results"]} != {"True"}:  # vLLM writes each rank's answer as a text
                 raise ServerLost(f"{self.url} could not load the adapter of version {version}: see its log")
         self._version = version
 

@@ -133,7 +133,6 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     )
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if torch.cuda.is_available():
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # overlap of tensor-parallel ranks needs this order
         # cuDNN makes a plan for every new shape, in tens of milliseconds, and packed batches have new shapes always.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.cuda.set_device(place.local_rank)

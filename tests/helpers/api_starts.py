@@ -1,4 +1,5 @@
-"""Commands that a Trainer starts, as forks of a process that has imported all of megatron-rl: in milliseconds."""
+"""Commands that a Trainer starts, where possible as forks of a process that has imported all of megatron-rl: in
+milliseconds."""
 
 import os
 import sys
@@ -16,7 +17,7 @@ class ForkedCommand:
         directory.mkdir()
         self._files = (directory / "stdout", directory / "stderr")
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        self._process = forks._fork(forks._program, list(words), variables, *map(str, self._files))
+        self._process = forks.begin(forks._program, list(words), variables, *map(str, self._files))
         self._output = os.dup(output)
         self.pid, self.returncode = self._process.pid, None
 

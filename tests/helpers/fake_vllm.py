@@ -61,6 +61,7 @@ class FakeVllm:
         self.passing: list[list[int]] = []  # prompts that do not stall
         self.joined: dict[str, Any] | None = None
         self.experts = False  # whether it tells which it chose
+        self.loaded: list[bool] = [True]  # what its ranks answer when they are to load an adapter
         self.seen: list[str] = []  # paths, without /health
         self.prompts: list[tuple[int, ...]] = []  # that it was asked
         self.scored: list[int] = []  # sequences of each request
@@ -142,6 +143,9 @@ class FakeVllm:
                         self.cached = self.version
                 case "/resume":
                     self._paused = False
+                case "/collective_rpc":  # the real route writes all but null, dicts and lists as texts
+                    assert body["method"] == "take_adapter"
+                    return {"results": [str(answer) for answer in self.loaded]}
             self._change.notify_all()
         return {"status": "ok"}
 

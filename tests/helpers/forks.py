@@ -1,5 +1,5 @@
 """Starts ranks and other processes of a test as forks of a server that has imported what they need: in milliseconds,
-not seconds.
+not seconds. Where NVIDIA's driver is, each of them begins anew instead.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_rl.cluster.address import free_port
+from megatron_rl.commands.ranks import has_driver
 from megatron_rl.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -49,14 +50,14 @@ def start(log: Path, function: Callable[..., Any], *arguments: Any, **variables:
     `log`.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    return _fork(_run, log, variables, function, arguments)
+    return begin(_run, log, variables, function, arguments)
 
 
 def program(words: Sequence[str], directory: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """Runs `megatron-rl *words` from the repository's root in a process of its own, with this process's environment.
     Its output goes to files of the directory. Raises TimeoutExpired, as subprocess does."""
     out, errors = directory / "stdout", directory / "stderr"
-    process = _fork(_program, words, environment(), str(out), str(errors))
+    process = begin(_program, words, environment(), str(out), str(errors))
     process.join(timeout_s)
     late = process.exitcode is None
     if late:
@@ -66,15 +67,28 @@ def program(words: Sequence[str], directory: Path, timeout_s: float) -> subproce
     return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), errors.read_text())
 
 
-def _fork(target: Callable[..., None], *arguments: Any) -> BaseProcess:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+def begin(target: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Starts a process that runs `target`, and ends with this one. Call it in the main thread: a process that begins
+    anew ends with the thread that started it."""
     with mock.patch.dict(os.environ, environment()):  # for its imports
-        forkserver.ensure_running()
-    process = context.Process(target=target, args=arguments)
-    process.start()
+        process = _context().Process(target=target, args=arguments)
+        process.start()
     atexit.register(process.kill)  # a daemon could not start processes of its own, as saving does
     return process
+
+
+def _context() -> Any:
+    """Returns what starts processes: as forks of the server, which it starts first, or anew.
+
+    What the server imports asks torch whether there is a GPU. Where NVIDIA's driver is, this initializes CUDA, and
+    torch refuses to use CUDA in forks of such a process.
+    """
+    if has_driver():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    forkserver.ensure_running()
+    return context
 
 
 def _program(words: Sequence[str], variables: dict[str, str], out: str, errors: str) -> None:

@@ -1,11 +1,14 @@
 """What rank 0 decides reaches every rank, its errors too, and nothing ever waits for a rank that has left."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from ranks import run_ranks
 
-from megatron_rl.world import OneProcess
+from megatron_rl.world import OneProcess, TorchWorld
 
 WORKER = Path(__file__).parents[1] / "helpers" / "world_worker.py"
 
@@ -64,3 +67,29 @@ def test_one_process_behaves_alike():
     assert world.from_driver(lambda: world.call_all("double", [4])) == [8] and world.broadcast("x") == "x"
     with pytest.raises(ZeroDivisionError):
         world.from_driver(lambda: 1 / 0)
+
+
+@pytest.fixture
+def alone():
+    """A world of one rank that torch.distributed knows."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield TorchWorld()
+    dist.destroy_process_group()
+
+
+def test_threads_of_a_single_rank_put_it_to_work_one_after_the_other(alone):
+    """The embedded engines of two roles wrote at the same time, and would have captured CUDA graphs so."""
+    inside, together = threading.Semaphore(1), threading.Event()
+
+    def work(number):
+        if not inside.acquire(blocking=False):
+            together.set()
+            return number
+        together.wait(0.2)  # the other thread has come by then
+        inside.release()
+        return number
+
+    alone.serve("work", work)
+    with ThreadPoolExecutor(2) as pool:
+        found = alone.from_driver(lambda: list(pool.map(lambda number: alone.call_all("work", [number]), range(2))))
+    assert found == [[0], [1]] and not together.is_set()

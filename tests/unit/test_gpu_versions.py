@@ -114,22 +114,55 @@ def test_both_recipes_install_by_the_same_script():
         assert {"setup.py", "README.md", "constraints.txt"} <= {*copied}
 
 
-def test_the_installation_uses_the_pins_and_refuses_two_torches(tmp_path):
-    """The script runs with an interpreter whose environments have a pip that writes down what it is asked, and a python
-    that says another version in each."""
-    log, python = tmp_path / "asked", tmp_path / "python3"
-    python.write_text(
-        "#!/bin/bash\n"  # it is called as python3 -m venv DIRECTORY
-        "mkdir -p $3/bin\n"
-        f"printf '#!/bin/bash\\necho \"$0 $*\" >>{log}\\n' >$3/bin/pip\n"
-        "printf '#!/bin/bash\\necho version of $0\\n' >$3/bin/python\n"
-        "chmod +x $3/bin/*\n"
-    )
-    python.chmod(0o755)
-    words = [str(GPU / "install.sh"), str(tmp_path / "trainer"), str(tmp_path / "engines")]
-    own = {**os.environ, "PYTHON": str(python), "PIP_CONSTRAINT": "/etc/pip/constraint.txt"}
+# Stands in an environment's pip: writes down what it is asked, and does not build what needs a compiler with FAILS=1.
+PIP = """#!/bin/bash
+echo "$0 $*" >>LOG
+case "$*" in *no-build-isolation*)
+    echo "headers $C_INCLUDE_PATH $CPLUS_INCLUDE_PATH" >>LOG
+    exit "${FAILS:-0}" ;;
+esac
+"""
+# Stands in its python: says where its packages are, and another version in each environment.
+ITS_PYTHON = """#!/bin/bash
+case "$*" in *platlib*) echo "${0%/bin/python}/site" ;; *) echo "version of $0" ;; esac
+"""
+
+
+def install(place: Path, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Runs the script with an interpreter whose environments have such a pip and such a python. Returns what it wrote
+    and what pip was asked."""
+    log, python = place / "asked", place / "python3"
+    (place / "pip").write_text(PIP.replace("LOG", str(log)))
+    (place / "python").write_text(ITS_PYTHON)
+    python.write_text(f"#!/bin/bash\nmkdir -p $3/bin && cp {place}/pip {place}/python $3/bin\n")  # -m venv DIRECTORY
+    for file in ("pip", "python", "python3"):
+        (place / file).chmod(0o755)
+    words = [str(GPU / "install.sh"), str(place / "trainer"), str(place / "engines")]
+    own = {**os.environ, "PYTHON": str(python), "PIP_CONSTRAINT": "/etc/pip/constraint.txt", **variables}
     done = subprocess.run(words, env=own, capture_output=True, text=True)
+    return done, log.read_text().splitlines()
+
+
+def test_the_installation_uses_the_pins_and_refuses_two_torches(tmp_path):
+    done, lines = install(tmp_path)
     assert done.returncode == 1 and "the two environments differ" in done.stderr, done.stdout + done.stderr
-    lines = log.read_text().splitlines()
-    assert len(lines) == 5 and all(f"--constraint {GPU}/versions.txt" in line for line in lines)
-    assert "transformer-engine[core-cu13,pytorch]" in lines[3] and lines[4].startswith(f"{tmp_path}/engines/bin/pip")
+    asked = [line for line in lines if not line.startswith("headers")]
+    assert len(asked) == 5 and all(f"--constraint {GPU}/versions.txt" in line for line in asked)
+    assert "transformer-engine[core-cu13,pytorch]" in asked[4] and asked[0].startswith(f"{tmp_path}/engines/bin/pip")
+
+
+def test_transformer_engine_is_compiled_with_the_headers_of_torchs_cudnn(tmp_path):
+    """A CUDA toolkit has no cudnn.h, and where there is a toolkit Transformer Engine looks for it there alone."""
+    _, lines = install(tmp_path, CPLUS_INCLUDE_PATH="/own", C_INCLUDE_PATH="")
+    wheels = f"{tmp_path}/trainer/site/nvidia"
+    headers = f"{wheels}/cudnn/include:{wheels}/nccl/include"
+    assert lines[-1] == f"headers {headers} {headers}:/own"
+
+
+def test_both_environments_are_there_when_transformer_engine_does_not_compile(tmp_path):
+    """The script ended before it made the engines' environment."""
+    done, lines = install(tmp_path, FAILS="3")
+    assert done.returncode == 3
+    assert [Path(line.split()[0]).parents[1].name for line in lines[:3]] == ["engines", "trainer", "trainer"]
+    _, lines = install(tmp_path, TE="0")
+    assert not any("transformer" in line for line in lines[-3:])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_vllm import FakeVllm
 from safetensors.torch import save_file
 from tiny_models import make_model
 
@@ -24,7 +25,7 @@ from megatron_rl.config.schema import (
     Use,
     Vllm,
 )
-from megatron_rl.engines.server import Adapters
+from megatron_rl.engines.server import Adapters, ServerLost
 from megatron_rl.engines.vllm import AdapterServer
 from megatron_rl.models import registry
 from megatron_rl.models.adapters import adapter_problems, num_elements, projections
@@ -195,3 +196,20 @@ def test_lora_adapters_of_roles_that_share_a_server_have_numbers_and_names_of_th
     assert len({name for name, _, _ in named}) == 6 and named[4][2] == str(tmp_path / "b/v1")
     for server in servers:
         server.close()
+
+
+@pytest.mark.parametrize("answers", [[False], [True, False], []])
+def test_lora_adapter_that_a_server_did_not_load_is_noticed(tmp_path, answers):
+    """vLLM answers "False", a text that is true."""
+    fake = FakeVllm("token")
+    known = {"ends": (), "vocab": 9, "refit_timeout_s": 1.0}
+    server = AdapterServer(fake.url, "token", Vllm(), adapters=Adapters(tmp_path, 0, 1), **known)
+    try:
+        server.update(1, 1.0)
+        fake.loaded = answers
+        with pytest.raises(ServerLost, match="could not load the adapter of version 2: see its log"):
+            server.update(2, 1.0)
+        assert server.version() == 1
+    finally:
+        server.close()
+        fake.close()
