@@ -135,21 +135,26 @@ class Weights:
 
 @contextlib.contextmanager
 def swapped(parameters: Sequence[torch.nn.Parameter], others: Sequence[Tensor]) -> Iterator[None]:
-    """Exchanges the values of parameters and of tensors in host memory for the block; all come back bit for bit."""
-    _exchange(parameters, others)
+    """Exchanges the values of parameters and of tensors in host memory for the block; all come back bit for bit, also
+    when memory runs out halfway.
+    """
+    exchanged: list[tuple[torch.nn.Parameter, Tensor]] = []
     try:
+        for pair in zip(parameters, others, strict=True):
+            _exchange(*pair)
+            exchanged.append(pair)
         yield
     finally:
-        _exchange(parameters, others)
+        for pair in exchanged:
+            _exchange(*pair)
 
 
-def _exchange(parameters: Sequence[torch.nn.Parameter], others: Sequence[Tensor]) -> None:
-    """Takes the memory of one parameter besides. On a GPU it does not wait: all copies are in one stream's order."""
+def _exchange(parameter: torch.nn.Parameter, other: Tensor) -> None:
+    """Takes the memory of the parameter besides. On a GPU it does not wait: all copies are in one stream's order."""
     with torch.no_grad():
-        for parameter, other in zip(parameters, others, strict=True):
-            own = parameter.detach().clone()
-            parameter.copy_(other, non_blocking=True)
-            other.copy_(own, non_blocking=True)
+        own = parameter.detach().clone()
+        parameter.copy_(other, non_blocking=True)
+        other.copy_(own, non_blocking=True)
 
 
 def gradient_bytes(chunks: list[Any]) -> int:

@@ -62,3 +62,21 @@ def test_swapped_weights_are_exchanged_and_come_back_after_an_error():
         raise KeyError
     assert all(torch.equal(p, own) for p, own in zip(parameters, live, strict=True))
     assert all(torch.equal(one, other) for one, other in zip(kept, others, strict=True))
+
+
+def test_weights_come_back_when_the_exchange_stops_halfway(monkeypatch):
+    live, others = ([torch.full((2,), base + n) for n in range(3)] for base in (0.0, 10.0))
+    parameters = [torch.nn.Parameter(own.clone()) for own in live]
+    kept = offload.host_copies(others)
+    whole = offload._exchange
+
+    def runs_out(parameter, other):
+        if parameter is parameters[2]:
+            raise torch.OutOfMemoryError
+        whole(parameter, other)
+
+    monkeypatch.setattr(offload, "_exchange", runs_out)
+    with pytest.raises(torch.OutOfMemoryError), offload.swapped(parameters, kept):
+        raise AssertionError("the block began all the same")
+    assert all(torch.equal(p, own) for p, own in zip(parameters, live, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(kept, others, strict=True))
