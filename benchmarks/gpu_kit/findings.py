@@ -20,7 +20,7 @@ class NotMeasured(Exception):
 
 
 class DeviceLost(Exception):
-    """Nothing more can be measured: after an error the device refuses the simplest operation."""
+    """Nothing more can be measured: after a measurement the device refuses the simplest operation."""
 
 
 class Findings:
@@ -38,14 +38,15 @@ class Findings:
         """Adds the figures that `measure` returns, as NAME/figure, or the reason why there are none.
 
         An error of any kind is such a reason: the kit is there to find out what fails, and what comes next may not.
-        Raises DeviceLost when the device cannot be used after an error.
+        Raises DeviceLost when the device cannot be used afterwards. As errors of a device may show late, figures are
+        not taken then.
         """
         began, failed = time.monotonic(), False
+        found: Mapping[str, float] = {}
         try:
             if began > self._end:
                 raise NotMeasured(f"{self._minutes:g} minutes were over before its turn came")
-            found = measure()
-            self.figures |= {f"{name}/{figure}": float(value) for figure, value in found.items()}
+            found = {f"{name}/{figure}": float(value) for figure, value in measure().items()}
         except NotMeasured as reason:
             self.lack(name, str(reason))
         except torch.cuda.OutOfMemoryError as error:
@@ -54,10 +55,12 @@ class Findings:
             traceback.print_exc()
             self.lack(name, f"{type(error).__name__}: {first_line(error)}")
             failed = True
-        lost = device_problem() if failed else None
+        lost = device_problem() if failed or torch.cuda.is_initialized() else None
         if lost is None:
-            free_memory()
+            self.figures |= found
         else:
+            if found:
+                self.lack(name, f"the device failed: {lost}")
             self._unreached = f"the device could not be used any more after {name}: {lost}"
             self.more["stopped"] = self._unreached
         print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
@@ -108,10 +111,15 @@ def free_memory() -> None:
 
 
 def device_problem() -> str | None:
-    """Returns the error of the simplest operation on the device, or None where there is none."""
+    """Gives back memory, and returns the error of the simplest operation on the device, or None where there is none.
+
+    A full memory is none: what comes next may ask for less, or be told so itself.
+    """
     try:
         free_memory()
         torch.ones(1, device="cuda").add_(1).item()
+    except torch.cuda.OutOfMemoryError:
+        return None
     except RuntimeError as error:
         return first_line(error)
     return None

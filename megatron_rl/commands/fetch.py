@@ -17,8 +17,9 @@ DESCRIPTION = """Downloads models and data sets of the Hugging Face hub, on a ho
   megatron-rl fetch my_run.yaml --to /shared/hub
 For a config it prints the overrides with which a run reads from there. Benchmarks of an evaluation are fetched, too. A
 name may have a branch, tag or commit behind it (Qwen/Qwen2.5-7B@main); without one, what was fetched before stays as it
-is. Each folder gets .fetched.json, with the commit and the SHA-256 of every file. Only safetensors, JSON and the
-tokenizer's files of models are fetched."""
+is, and a download that was cut goes on. When a folder goes to another commit, fetched files that this one does not have
+are removed. Each folder gets .fetched.json, with the commit and the SHA-256 of every file. Only safetensors, JSON and
+the tokenizer's files of models are fetched."""
 
 
 def add_parser(commands: Any) -> None:

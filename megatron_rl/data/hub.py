@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,9 +29,11 @@ from megatron_rl.run.sums import digests, keep
 
 Kind = Literal["model", "dataset"]
 KINDS: dict[str, Kind] = {"model": "model", "dataset": "dataset"}
-# Beside the files: the repository, the commit, and each file's size and SHA-256. It is hidden from the library
-# `datasets`, which takes every other JSON file of a folder for rows.
+# Beside the files: the repository, the commit, and each file's size and SHA-256. While a download is under way it has,
+# instead of these files, the names of those that `fetch` has brought or is bringing (UNFINISHED). It is hidden from the
+# library `datasets`, which takes every other JSON file of a folder for rows.
 RECORD = ".fetched.json"
+UNFINISHED = "unfinished"
 DATASETS = "datasets"  # the folder of all data sets in the one that fetch is given
 WEIGHTS = "*.safetensors"
 FILES: dict[Kind, Sequence[str]] = {  # no pickles and no code
@@ -99,9 +101,10 @@ def wanted_by(config: Any) -> list[Wanted]:
 def fetch(wanted: Wanted, to: Path, *, endpoint: str | None = None) -> Fetched:
     """Downloads a repository to TO/owner/name, a data set to TO/datasets/owner/name, and checks every file's sum.
 
-    Files that are there already are kept, and a connection that breaks is taken up again. `endpoint`: the hub's
-    address, by default that of HF_ENDPOINT. Raises ConfigError, with the cure, for a name that is not there or needs
-    consent, for a hub that cannot be reached, a full disk, and files that are not what the hub says.
+    Files that are there already are kept, and a connection that breaks is taken up again. A download that was cut goes
+    on with its commit. Files of an earlier commit that the new one does not have are removed at the end. `endpoint`:
+    the hub's address, by default that of HF_ENDPOINT. Raises ConfigError, with the cure, for a name that is not there
+    or needs consent, for a hub that cannot be reached, a full disk, and files that are not what the hub says.
     """
     kinds: Sequence[Kind] = (wanted.kind,) if wanted.kind else ("model", "dataset")
     for kind in kinds:
@@ -122,21 +125,27 @@ def fetch(wanted: Wanted, to: Path, *, endpoint: str | None = None) -> Fetched:
 
 
 def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
-    assert wanted.kind is not None
-    revision = wanted.revision or _record(folder).get("commit")
-    ask = api.model_info if wanted.kind == "model" else api.dataset_info
+    kind, known = wanted.kind, _record(folder)
+    assert kind is not None
+    revision, brought = wanted.revision or known.get("commit"), {*known.get("files", ()), *known.get(UNFINISHED, ())}
+    if any(name.endswith(".safetensors") for name in brought):
+        wanted = dataclasses.replace(wanted, weights=True)  # a folder that has weights keeps them
+    ask = api.model_info if kind == "model" else api.dataset_info
     info = ask(wanted.name, revision=revision, files_metadata=True)
     listed = {file.rfilename: file for file in info.siblings or ()}
-    patterns = [p for p in FILES[wanted.kind] if wanted.weights or p != WEIGHTS]
-    left_out = [*LEFT_OUT[wanted.kind]]
+    patterns = [p for p in FILES[kind] if wanted.weights or p != WEIGHTS]
+    left_out = [*LEFT_OUT[kind]]
     names = sorted(filter_repo_objects(listed, allow_patterns=patterns, ignore_patterns=left_out))
     _check_content(wanted, names)
     folder.mkdir(parents=True, exist_ok=True)
     missing = sum(listed[name].size or 0 for name in names if not (folder / name).is_file())
     if missing > (free := shutil.disk_usage(folder).free):
         raise ConfigError(f"{folder} has {free / 1e9:.1f} GB free, {wanted.name} needs {missing / 1e9:.1f}: make room")
+    record = {"repository": wanted.name, "type": kind, "commit": info.sha, "hub": api.endpoint}
+    brought |= {name for name in names if not (folder / name).exists()}
+    _write(folder / RECORD, json.dumps({**record, UNFINISHED: sorted(brought)}, indent=1) + "\n")
     snapshot_download(
-        wanted.name, repo_type=wanted.kind, revision=info.sha, local_dir=folder, endpoint=api.endpoint,
+        wanted.name, repo_type=kind, revision=info.sha, local_dir=folder, endpoint=api.endpoint,
         allow_patterns=patterns, ignore_patterns=left_out,
     )  # fmt: skip
     found = digests(folder, names)
@@ -145,10 +154,21 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
             (folder / name).unlink()
         raise ConfigError(f"{folder}: {', '.join(wrong)} came damaged and was removed; {AGAIN}")
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": found[name]} for name in names}
-    record = {"repository": wanted.name, "type": wanted.kind, "commit": info.sha, "hub": api.endpoint, "files": files}
-    _write(folder / RECORD, json.dumps(record, indent=1) + "\n")
+    _remove(folder, brought.difference(names))
     keep(folder, found)
+    _write(folder / RECORD, json.dumps({**record, "files": files}, indent=1) + "\n")
     return Fetched(wanted=wanted, folder=folder, commit=str(info.sha), files=files, new=True)
+
+
+def _remove(folder: Path, names: Iterable[str]) -> None:
+    """Removes files that an earlier commit has left: `datasets` would read their rows, too.
+
+    A name that leads out of the folder is left alone.
+    """
+    for name in names:
+        file = folder / name
+        if file.parent.resolve().is_relative_to(folder.resolve()) and file.is_file():
+            file.unlink()
 
 
 def _check_content(wanted: Wanted, names: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from fake_hub import COMMIT, NEWER, Repository, hub
 
 from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, EvalConfig, PromptSet, SftConfig, TrainConfig
+from megatron_rl.data import hub as hub_data
 from megatron_rl.data.hub import RECORD, Wanted, fetch, parse, wanted_by
 from megatron_rl.data.problems import read_rows
 from megatron_rl.evaluation.sets import read_sets
@@ -162,6 +163,83 @@ def test_a_folder_stays_at_its_commit_until_a_revision_is_named(served, tmp_path
     assert moved.new and moved.commit == NEWER and (tmp_path / "org/tiny/config.json").read_bytes() == b"{}"
 
 
+SHARDS = {f"train-0000{i}-of-00002.jsonl": row(question=q, answer="1") for i, q in enumerate("AB")}
+WHOLE = {"train-00000-of-00001.jsonl": b"".join(SHARDS.values())}
+
+
+def questions(folder: Path) -> list[str]:
+    return [one.values["question"] for one in read_rows(PromptSet(path=str(folder), split="train"), lambda row: row)]
+
+
+def cut_after(monkeypatch, *names: str) -> None:
+    """Lets the next download end when it has brought these files."""
+    whole = hub_data.snapshot_download
+
+    def cut(name, *, allow_patterns, **settings):
+        monkeypatch.setattr(hub_data, "snapshot_download", whole)
+        if names:
+            whole(name, allow_patterns=[*names], **settings)
+        raise ConnectionError("cut")
+
+    monkeypatch.setattr(hub_data, "snapshot_download", cut)
+
+
+def test_files_that_another_revision_does_not_have_are_removed(served, tmp_path):
+    """`datasets` reads every file of a folder: the rows of the old revision came twice."""
+    pytest.importorskip("datasets")
+    served.repositories["datasets/org/rows"] = Repository({**SHARDS, "own/kept.json": b"[]"})
+    folder = fetch(parse("dataset:org/rows"), tmp_path).folder
+    (folder / "notes.txt").write_text("the user's")
+    (tmp_path / "outside.json").write_text("the user's")
+    record = json.loads((folder / RECORD).read_text())
+    record["files"] |= {"../../../outside.json": {}, str(tmp_path / "outside.json"): {}, "own": {}}
+    (folder / RECORD).write_text(json.dumps(record))
+    newer = Repository({**WHOLE, "own/kept.json": b"[]"}, commits=(COMMIT, NEWER))
+    served.repositories["datasets/org/rows"] = newer
+    assert set(fetch(parse("dataset:org/rows@main"), tmp_path).files) == newer.files.keys()
+    assert questions(folder) == ["A", "B"] and (folder / "own/kept.json").is_file()
+    assert (folder / "notes.txt").is_file() and (tmp_path / "outside.json").is_file()
+    assert not fetch(parse("dataset:org/rows"), tmp_path).new
+
+
+@pytest.mark.parametrize("brought", [[], ["model.safetensors"]])
+def test_a_change_of_revision_that_was_cut_goes_on(served, tmp_path, monkeypatch, brought):
+    """The old record stayed, and the sizes are the same: files of two commits were `here already`."""
+    newer = {**MODEL, "model.safetensors": bytes(reversed(WEIGHTS)), "tokenizer.json": b"[]"}
+    folder = fetch(parse("org/tiny"), tmp_path).folder
+    served.repositories["models/org/tiny"] = Repository(newer, commits=(COMMIT, NEWER))
+    cut_after(monkeypatch, *brought)
+    with pytest.raises(ConfigError, match="give the same command again"):
+        fetch(parse("org/tiny@main"), tmp_path)
+    done = fetch(parse("org/tiny"), tmp_path)
+    assert done.new and done.commit == NEWER and all((folder / n).read_bytes() == newer[n] for n in done.files)
+    assert not fetch(parse("org/tiny"), tmp_path).new and not sums.wrong_of(folder)
+
+
+def test_what_downloads_that_were_cut_have_left_is_removed(served, tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    served.repositories["datasets/org/rows"] = Repository(SHARDS)
+    cut_after(monkeypatch, "train-00000*")
+    with pytest.raises(ConfigError, match="cut"):
+        fetch(parse("dataset:org/rows"), tmp_path)
+    newer = Repository({"train-00000-of-00003.jsonl": row(question="C", answer="1")}, commits=(COMMIT, NEWER))
+    served.repositories["datasets/org/rows"] = newer
+    cut_after(monkeypatch, "train-00000*")
+    with pytest.raises(ConfigError, match="cut"):
+        fetch(parse("dataset:org/rows@main"), tmp_path)
+    served.repositories["datasets/org/rows"] = Repository(WHOLE, commits=(NEWER, "a" * 40))
+    assert questions(fetch(parse("dataset:org/rows@main"), tmp_path).folder) == ["A", "B"]
+
+
+def test_a_first_download_that_was_cut_goes_on_with_its_commit(served, tmp_path, monkeypatch):
+    cut_after(monkeypatch, "config.json", "*.safetensors")
+    with pytest.raises(ConfigError, match="cut"):
+        fetch(parse("org/tiny"), tmp_path)
+    served.repositories["models/org/tiny"] = Repository(MODEL, commits=(COMMIT, NEWER))
+    done = fetch(Wanted(name="org/tiny", weights=False), tmp_path)
+    assert done.new and done.commit == COMMIT and "model.safetensors" in done.files, "weights that are there are kept"
+
+
 def test_a_name_without_a_kind_may_be_a_data_sets(served, tmp_path):
     assert fetch(parse("org/rows"), tmp_path).folder == tmp_path / "datasets/org/rows"
     assert not (tmp_path / "datasets/org/rows/script.py").exists()
@@ -174,7 +252,7 @@ def test_a_file_that_came_damaged_is_removed(served, tmp_path):
         with pytest.raises(ConfigError, match=f"{name} came damaged and was removed; .* give the same command again"):
             fetch(parse("org/tiny"), tmp_path / name)
         folder = tmp_path / name / "org/tiny"
-        assert not (folder / name).exists() and not (folder / RECORD).exists()
+        assert not (folder / name).exists() and "files" not in json.loads((folder / RECORD).read_text())
         served.damaged = set()
         assert fetch(parse("org/tiny"), tmp_path / name).new and (folder / name).read_bytes() == MODEL[name]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from gpu_kit import clock, engine, subjects, train
 from gpu_kit import findings as gpu_findings
-from gpu_kit.findings import Findings, NotMeasured, first_that_fits
+from gpu_kit.findings import DeviceLost, Findings, NotMeasured, first_that_fits
 
 ROOT = Path(__file__).parents[2]
 KIT = ROOT / "tools/gpu_kit"
@@ -106,6 +106,36 @@ def test_a_device_that_is_lost_ends_the_measurements_and_leaves_those_made(tmp_p
     lost = "the device could not be used any more after b: an illegal memory access was encountered"
     assert end.value.code == 1 and told["figures"] == {"a/x": 1.0} and not told["complete"] and told["stopped"] == lost
     assert told["not_measured"] == {"b/x": "AssertionError: CUBLAS_STATUS_NOT_SUPPORTED", "c/x": lost}
+
+
+def test_an_error_of_the_device_that_shows_late_is_noted_at_its_measurement(tmp_path, monkeypatch):
+    """It showed outside of the measurement: of the figures that were missing then, `nothing measured` them."""
+
+    def refuses() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", refuses)
+    findings = Findings({"a/x": 1.0, "b/x": 0.5}, file=tmp_path / "found.json")
+    with pytest.raises(DeviceLost, match="could not be used any more after a: CUDA error: an illegal"):
+        findings.take("a", lambda: {"x": 1})
+    findings.finish(arguments(tmp_path, held=False), complete=False)
+    told = json.loads((tmp_path / "found.json").read_text())
+    error = "CUDA error: an illegal memory access was encountered"
+    lost = f"the device could not be used any more after a: {error}"
+    assert told["not_measured"] == {"a/x": f"the device failed: {error}", "b/x": lost} and told["stopped"] == lost
+    assert not told["figures"]
+
+
+def test_a_full_memory_after_a_measurement_does_not_end_the_others(tmp_path, monkeypatch):
+    def full() -> None:
+        raise torch.cuda.OutOfMemoryError("too much")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", full)
+    findings = Findings({}, file=tmp_path / "found.json")
+    findings.take("a", lambda: {"x": 1})
+    assert findings.figures == {"a/x": 1.0} and not findings.unmeasured
 
 
 def test_nothing_begins_after_the_time_is_over(tmp_path):
