@@ -167,13 +167,16 @@ engine() {
 }
 
 # Asks a teacher for SFT data. Before the time limit the program is ended, which keeps every part of the answers that it
-# has written, and the job is queued again.
+# has written, and the job is queued again, unless `megatron-rl stop` has left its file: CONFIG is jobs/config.yaml of
+# the directory of the data.
 generate() {
-    local warned=
+    local warned="" stop
+    stop=$(dirname "$(dirname "$CONFIG")")/stop
     trap 'warned=1; say "time is nearly up"; scancel --signal=TERM "$JOB" || true' USR1
     step -- generate "$CONFIG"
     if [ "$STATUS" -ne 0 ] && [ -n "$warned" ]; then
-        again
+        [ -e "$stop" ] || again
+        say "not queued again: $stop is there"
     fi
     exit "$STATUS"
 }

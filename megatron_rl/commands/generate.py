@@ -8,7 +8,6 @@ ungraded.parquet.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import random
 import shutil
 import signal
@@ -20,8 +19,7 @@ from typing import Any
 
 from rich.progress import track
 
-from megatron_rl.chat import ASSISTANT, ChatError, problem_text
-from megatron_rl.config import files as config_files
+from megatron_rl.chat import ASSISTANT, ChatError, problem_text, tokenizer_of
 from megatron_rl.config.schema import ConfigError, GenerateConfig
 from megatron_rl.data.problems import Problem, read_problems
 from megatron_rl.data.rows import DataError, write_parquet
@@ -29,6 +27,7 @@ from megatron_rl.engines.base import Engine, complete
 from megatron_rl.evaluation.draw import prompt_tokens
 from megatron_rl.rewards.pool import Graded, GradePool, check_failures
 from megatron_rl.run.checkpoint import read_json, write_json
+from megatron_rl.session import answers
 from megatron_rl.session.common import open_world_for, sampling_of
 from megatron_rl.session.eval_engines import open_teacher
 from megatron_rl.session.launch import Place
@@ -69,20 +68,38 @@ def run(config: GenerateConfig, place: Place, environment: Mapping[str, str] | N
     """Asks the teacher and writes its answers. Every rank runs it. Returns 0.
 
     A row has prompt, response, and every mapped field of the problem. Both are messages where the problem is a
-    conversation, else texts. `environment`: the environment of servers that it starts.
+    conversation, else texts. `environment`: the environment of servers that it starts. The teacher is not asked where
+    the output has its answers already.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: nothing but the chunk at hand is lost
-    parts = Path(config.output) / "parts"
+    asked = list[Asked]()  # on the driver
+
+    def done() -> bool:
+        asked.extend(_asked(config, tokenizer_of(config.model)))
+        if not answers.finished(config, _problems(config, asked)):
+            return False
+        mark = Path(config.output) / answers.MARK
+        print(f"{config.output} has all answers of this config already; remove {mark} to ask the teacher again")
+        return True
+
     with open_world_for(config, place) as world, contextlib.ExitStack() as stack:
+        if world.from_driver(done):
+            return 0
         engine, tokenizer = open_teacher(config, world, stack, environment or {})
 
         def work() -> None:
             assert engine is not None  # it runs on the driver
-            _write(config, _graded(config, _answers(config, engine, tokenizer, parts)))
+            parts = Path(config.output) / answers.PARTS
+            _write(config, _graded(config, _answers(config, asked, engine, tokenizer, parts)), _problems(config, asked))
             shutil.rmtree(parts)
 
         world.from_driver(work)
     return 0
+
+
+def _problems(config: GenerateConfig, asked: Sequence[Asked]) -> str:
+    """Returns the digest of the problems, as the mark of completion has it."""
+    return answers.problems_digest(config, [a.tokens for a in asked], [a.problem.values for a in asked], CHUNK)
 
 
 def _asked(config: GenerateConfig, tokenizer: Any) -> list[Asked]:
@@ -108,12 +125,12 @@ def _asked(config: GenerateConfig, tokenizer: Any) -> list[Asked]:
     return out
 
 
-def _answers(config: GenerateConfig, engine: Engine, tokenizer: Any, parts: Path) -> list[Answered]:
+def _answers(
+    config: GenerateConfig, asked: Sequence[Asked], engine: Engine, tokenizer: Any, parts: Path
+) -> list[Answered]:
     """Asks all problems, with a progress bar, on the driver. Every CHUNK of prompts that is done is kept in the
     directory `parts`, from which the same command, given again, goes on."""
-    asked = _asked(config, tokenizer)
-    what = [config_files.dump(config), *(a.prompt for a in asked)]
-    digest = hashlib.sha256("\0".join(what).encode()).hexdigest()[:16]
+    digest = answers.parts_digest(config, [a.tokens for a in asked], CHUNK)
 
     def one_chunk(start: int) -> list[list[tuple[str, bool]]]:
         kept = parts / f"{digest}_{start:08d}.json"
@@ -160,8 +177,9 @@ def _row(answered: Answered) -> dict[str, Any]:
     return {**values, "prompt": prompt, "response": [{"role": ASSISTANT, "content": text}]}
 
 
-def _write(config: GenerateConfig, found: list[Answered]) -> None:
-    """Writes the pairs and says how many there are. Whole problems are held out, so that no second sample leaks."""
+def _write(config: GenerateConfig, found: list[Answered], problems_digest: str) -> None:
+    """Writes the pairs, marks them as complete, and says how many there are. Whole problems are held out, so that no
+    second sample leaks."""
     rows = [_row(a) for a in found]
     problems = sorted({a.problem.row for a in found})
     chosen = set(random.Random(config.seed).sample(problems, round(config.validation_share * len(problems))))
@@ -171,10 +189,12 @@ def _write(config: GenerateConfig, found: list[Answered]) -> None:
         kept = "validation" if a.problem.row in chosen else "train"
         files["cut" if aside else a.fault or kept].append(row)
     output = Path(config.output)
+    (output / answers.MARK).unlink(missing_ok=True)  # it speaks of the files that are now replaced
     for name, part in files.items():
         (output / f"{name}.parquet").unlink(missing_ok=True)
         if part:
             write_parquet(output / f"{name}.parquet", part)
+    answers.mark_finished(config, problems_digest, [f"{name}.parquet" for name, part in files.items() if part])
     where = "are among them" if config.keep_cut else "stand in cut.parquet"
     print(
         f"{len(files['train'])} training and {len(files['validation'])} validation pairs in {output}; "

@@ -16,12 +16,14 @@ from rich.table import Table
 from megatron_rl.cluster import slices, slurm
 from megatron_rl.cluster.job import STOP
 from megatron_rl.cluster.slices import Slice
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import ConfigError, GenerateConfig
 from megatron_rl.engines.roster import Listing, Roster
-from megatron_rl.jobs.submit import jobs_of, read_sweep, runs_of
+from megatron_rl.jobs.submit import JOBS, jobs_of, read_sweep, runs_of
 from megatron_rl.run.directory import RunDirectory
 from megatron_rl.run.metrics import MetricsRow
 from megatron_rl.run.record import RunRecord
+from megatron_rl.session import answers
 from megatron_rl.session.servers import ENGINES
 
 RECENT = 10  # the last turns, of which seconds per turn are the median
@@ -30,6 +32,8 @@ FOLLOW_S = 1.0
 SHOWN = ("update", "staleness", "version_lag", "skipped", "rests", "loss", "length")  # figures of a role
 REWARD = "reward/"
 NO_JOBS = "no job of it waits or runs"
+RUNS = ("train.sbatch", "roles.sbatch", "sweep.sbatch")  # scripts of what has turns
+DATA, EVALUATIONS = "generate.sbatch", "eval.sbatch"  # scripts of what has answers alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,7 @@ class Status:
     jobs: Sequence[slurm.Queued]
     state: str  # finished, stopped, running, waiting for nodes, or why it is not known
     damage: Sequence[str] = ()  # sentences about files that could not be read
+    answered: str | None = None  # how far SFT data or evaluations are, which have no turns; None for a run
 
     @property
     def remaining_s(self) -> float | None:
@@ -86,16 +91,15 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued
         jobs=jobs,
         state=state,
         damage=record.damage,
+        answered=_answered(directory),
     )
 
 
 def show(status: Status, console: Console) -> None:
     """Prints the status as lines and tables."""
     planned = "" if status.planned is None else f" of {status.planned}"
-    console.print(
-        f"[bold]{status.directory}[/]: {status.state}; "
-        f"{status.turns}{planned} turns, {status.saved} saved{_rates(status)}"
-    )
+    turns = f"{status.turns}{planned} turns, {status.saved} saved{_rates(status)}"
+    console.print(f"[bold]{status.directory}[/]: {status.state}; {status.answered or turns}")
     for sentence in status.damage:
         console.print(f"[red]damaged[/]: {escape(sentence)}")
     if status.jobs:
@@ -125,13 +129,16 @@ def show(status: Status, console: Console) -> None:
 def stop(directory: Path, *, now: bool) -> str:
     """Asks the run to save and leave after its turn, and cancels its jobs that wait. Returns a line to print.
 
-    `now`: cancels all its jobs at once. Raises ConfigError where there is no directory, and SlurmError.
+    `now`: cancels all its jobs at once, as is always done with those of SFT data and evaluations. Raises ConfigError
+    where there is no directory, and SlurmError.
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory} is no run directory")
     for run in runs_of(directory):
         run.mkdir(exist_ok=True)  # a run of a sweep may not have begun yet
         (run / STOP).touch()
+    if _has_answers_alone(directory):
+        return f"{directory}: {_cancel_answers(directory)}"
     slurm.cancel(jobs_of(directory), pending=not now)
     if now:
         saved = ", ".join(str(slices.turns_done(run)) for run in runs_of(directory))
@@ -140,6 +147,56 @@ def stop(directory: Path, *, now: bool) -> str:
         f"{directory}: it saves and leaves after the turn at hand (--now: at once); "
         "`megatron-rl submit` of the same config goes on"
     )
+
+
+def _has_answers_alone(directory: Path) -> bool:
+    """Says whether the directory is one of SFT data or evaluations: their jobs take no turns, and save none."""
+    here = {path.name for path in (directory / JOBS).glob("*.sbatch")}
+    return bool(here & {DATA, EVALUATIONS}) and not here & {*RUNS}
+
+
+def _cancel_answers(directory: Path) -> str:
+    """Cancels jobs that have answers alone, which lose the part at hand. Returns the end of a line to print."""
+    goes_on = "finished parts of the answers are kept, and `megatron-rl submit` of the same config goes on after them"
+    if not slurm.present():
+        return f"there is no Slurm here to cancel its jobs with; they are not queued again; {goes_on}"
+    if not slurm.queue(jobs_of(directory)):
+        return NO_JOBS
+    slurm.cancel(jobs_of(directory))
+    return f"its jobs are cancelled; {goes_on}"
+
+
+def _answered(directory: Path) -> str | None:
+    """Returns how far SFT data or evaluations are; None for a run."""
+    if not _has_answers_alone(directory):
+        return None
+    said = []
+    if (directory / JOBS / DATA).exists():
+        parts = len([*(directory / answers.PARTS).glob("*.json")])
+        said.append("its SFT data are complete" if _complete(directory) else f"parts of its answers written: {parts}")
+    if (directory / JOBS / EVALUATIONS).exists():
+        outputs = [_output(path) for path in (directory / JOBS).glob("[0-9]*.yaml")]
+        have = sum(path is not None and path.exists() for path in outputs)
+        said.append(f"{have} of {len(outputs)} evaluations have their results")
+    return "; ".join(said)
+
+
+def _complete(directory: Path) -> bool:
+    """Returns whether the SFT data that were submitted last are there."""
+    try:
+        config = config_files.load(GenerateConfig, [directory / JOBS / "config.yaml"])
+    except ConfigError:
+        return False
+    return answers.finished(replace(config, output=str(directory)))
+
+
+def _output(config: Path) -> Path | None:
+    """Returns the file that an evaluation writes; None where the config cannot tell."""
+    try:
+        found = config_files.read_yaml(config)
+    except ConfigError:
+        return None
+    return Path(found["output"]) if isinstance(found, Mapping) and found.get("output") else None
 
 
 def log_files(directory: Path) -> list[Path]:

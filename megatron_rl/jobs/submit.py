@@ -32,6 +32,7 @@ from megatron_rl.run import lines
 from megatron_rl.run.directory import SWEEP, RunDirectory
 from megatron_rl.run.disk import write_text
 from megatron_rl.run.record import read_points
+from megatron_rl.session import answers
 from megatron_rl.session.launch import run_directory
 
 JOBS = "jobs"  # the directory of scripts and configs in the run directory; it has the two files below
@@ -51,6 +52,7 @@ class Submission:
     files: Mapping[str, str]  # texts by path below directory/jobs
     scripts: Sequence[str]  # names of files, in the order of submission
     after: Mapping[str, str]  # script -> the script whose first element must have begun
+    finished: str | None = None  # says that the jobs would have nothing to do; None where they have
 
 
 def plan_run(
@@ -204,8 +206,7 @@ def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) 
     configs = [_with_site_python(config, profile) for config in configs]
     for config in configs:
         config_checks.check(config, profile.ranks_per_node)
-        if profile.gpus_per_node:
-            server_gpus.refuse(config, profile.ranks_per_node)
+        _refuse_gpus(config, profile, profile.ranks_per_node)
     files = {f"{index:03d}.yaml": config_files.dump(config) for index, config in enumerate(configs)}
     shape = ScriptShape(
         template="eval", name=directory.name, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,
@@ -224,8 +225,7 @@ def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
     config, directory = _with_site_python(config, profile), Path(config.output).absolute()
     ranks = 1 if isinstance(config.engine, Servers) else profile.ranks_per_node
     config_checks.check(config, ranks)
-    if profile.gpus_per_node:
-        server_gpus.refuse(config, ranks)
+    _refuse_gpus(config, profile, ranks)
     shape = ScriptShape(
         template="generate", name=directory.name, ranks=ranks, gpus=profile.gpus_per_node, time=profile.time,
         array=None, warning_s=ENGINE_WARNING_S, logs=directory / "logs",
@@ -237,7 +237,28 @@ def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
     }
     files = {"config.yaml": config_files.dump(config)}
     files["generate.sbatch"] = script(shape, profile, settings, Path.cwd())
-    return Submission(directory, files, ["generate.sbatch"], {})
+    mark = directory / answers.MARK
+    done = (
+        f"{directory} is finished: it has the answers that this config asks for; give another output, or remove {mark} "
+        "to ask the teacher again, as when the files that data.path names have changed"
+    )
+    finished = done if answers.finished(config) else None
+    return Submission(directory, files, ["generate.sbatch"], {}, finished)
+
+
+def _refuse_gpus(config: EvalConfig | GenerateConfig, profile: Profile, ranks: int) -> None:
+    """Raises ConfigError for numbers of GPUs that the servers of a job cannot have on a node of the profile."""
+    if not profile.gpus_per_node:
+        return
+    server_gpus.refuse(config, ranks)
+    if not isinstance(config.engine, Servers) or config.engine.urls:
+        return
+    if beyond := [number for number in config.engine.gpus if number >= profile.gpus_per_node]:
+        raise ConfigError(
+            f"engine.gpus = {list(config.engine.gpus)}: a node of the profile has {profile.gpus_per_node} GPUs, "
+            f"counted from 0, and not {beyond}. Name GPUs that it has, with engine.replicas and engine.tp for them; or "
+            "set gpus_per_node of the profile"
+        )
 
 
 def evaluations(settings: Sequence[str], checkpoints: Sequence[str], out: Path) -> list[EvalConfig]:
@@ -289,9 +310,11 @@ def overrides(point: Mapping[str, Any]) -> list[str]:
 def write(submission: Submission) -> None:
     """Writes the files, and makes the directories that the jobs write to.
 
-    Raises ConfigError where there is no Slurm, and where a job of this directory still waits or runs: its next start
-    would read the new files.
+    Raises ConfigError where there is no Slurm, where the jobs would have nothing to do, and where a job of this
+    directory still waits or runs: its next start would read the new files.
     """
+    if submission.finished is not None:
+        raise ConfigError(submission.finished)
     slurm.require()
     refuse_busy(submission.directory)
     write_files(submission)

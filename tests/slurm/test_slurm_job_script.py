@@ -131,6 +131,13 @@ def test_sft_data_go_on_after_the_time_limit_and_end_with_a_fault(job):
     assert done.status == 0 and not done.did("scontrol requeue 17_2"), "it had ended by itself"
 
 
+def test_sft_data_that_are_stopped_are_not_queued_again(job, tmp_path):
+    (tmp_path / "a run/stop").touch()
+    ran = job('CONFIG="$RUN/jobs/config.yaml"; generate', WARN="1", STEP="143")
+    assert ran.status == 143 and not ran.did("scontrol requeue 17_2")
+    assert f"not queued again: {tmp_path}/a run/stop is there" in ran.said
+
+
 def test_engines_do_not_outlive_a_trainer_that_was_cancelled(job, tmp_path):
     assert job("engine 0").did("scontrol requeue 17_2"), "by hand nobody says which job the trainer is"
     (tmp_path / "a run/jobs/trainer").write_text("16\n")

@@ -26,6 +26,7 @@ from megatron_rl.jobs import submit
 from megatron_rl.main import main
 from megatron_rl.run.checkpoint import write_json
 from megatron_rl.run.directory import RunDirectory
+from megatron_rl.session.answers import mark_finished
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden/slurm"
@@ -232,6 +233,21 @@ def test_a_teacher_is_one_job(tmp_path, capsys, fake_slurm):
     assert f"submitted {tmp_path}/pairs/jobs/generate.sbatch: job 17" in capsys.readouterr().out
     assert yaml.safe_load((tmp_path / "pairs/jobs/config.yaml").read_text())["output"] == f"{tmp_path}/pairs"
     assert main([*words, "--shape=roles"]) == 2 and "SFT data are one job" in capsys.readouterr().err
+
+
+def test_sft_data_that_are_finished_are_not_submitted_again(tmp_path, capsys, fake_slurm):
+    words = ["submit", str(TEACHER), f"output={tmp_path}/pairs", "--profile=cpu"]
+    (tmp_path / "pairs").mkdir()
+    (tmp_path / "pairs/train.parquet").touch()
+    config = config_files.load(GenerateConfig, [TEACHER], [f"output={tmp_path}/pairs"])
+    mark_finished(config, "digest", ["train.parquet"])
+    assert main(words) == 2
+    assert f"{tmp_path}/pairs is finished" in capsys.readouterr().err
+    assert main([*words, "engine.memory_share=0.9"]) == 2, "no answer would be another one"
+    assert not [line for line in fake_slurm[1]() if line.startswith("sbatch")]
+    assert main([*words, "seed=7"]) == 0
+    (tmp_path / "pairs/train.parquet").unlink()
+    assert main(words) == 0
 
 
 def test_without_sbatch_the_cure_is_named(tmp_path, capsys, monkeypatch):

@@ -159,3 +159,70 @@ def test_trust_answers_that_nobody_graded_are_not_kept_silently(settings, tmp_pa
     assert "3 wrong answers stand in wrong.parquet, and 3 that could not be graded in ungraded.parquet" in said
     with pytest.raises(RewardFailure, match="3 of 10 gradings failed"):
         generated(tmp_path, *words, "reward={target: 'bad_rewards:by_answer', workers: 1}")
+
+
+def killed_before_writing(tmp_path, monkeypatch, *words):
+    """Has all parts of the answers written, and nothing else."""
+
+    def killed(*_):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(generate, "_write", killed)
+        generated(tmp_path, *words)
+
+
+@pytest.mark.parametrize("changed", ["engine.memory_share=0.9", "engine.request_timeout_s=9.0", "validation_share=0.5"])
+def test_parts_outlive_a_setting_that_decides_no_answer(settings, tmp_path, fake, monkeypatch, changed):
+    """The first run's page advises engine.memory_share, and the teacher was asked everything again."""
+    monkeypatch.setattr(generate, "CHUNK", 4)
+    words = [*settings, *served(tmp_path, fake), "keep_cut=true"]
+    killed_before_writing(tmp_path, monkeypatch, *words)
+    assert len(fake.prompts) == COUNT
+    found = generated(tmp_path, *words, changed)
+    assert len(fake.prompts) == COUNT and sum(map(len, found.values())) == COUNT
+
+
+@pytest.mark.parametrize("changed", ["seed=1", "sampling.temperature=0.5", "n=2", "engine.max_model_len=90", "data"])
+def test_parts_of_other_answers_are_not_taken(settings, tmp_path, fake, monkeypatch, changed):
+    words = [*settings, *served(tmp_path, fake)]
+    killed_before_writing(tmp_path, monkeypatch, *words)
+    if changed == "data":
+        problems = tmp_path / "problems.jsonl"
+        problems.write_text(problems.read_text().replace("q0", "Q0"))
+    before = len(fake.prompts)
+    generated(tmp_path, *words, *([changed] if changed != "data" else []))
+    assert len(fake.prompts) > before
+
+
+def test_a_finished_output_is_not_asked_for_again(settings, tmp_path, fake, capsys):
+    """A job that its time limit ended as the servers shut down began anew."""
+    words = [*settings, *served(tmp_path, fake), "keep_cut=true"]
+    first = generated(tmp_path, *words)
+    asked = len(fake.prompts)
+    capsys.readouterr()
+    assert generated(tmp_path, *words, "engine.memory_share=0.9") == first and len(fake.prompts) == asked
+    assert "has all answers of this config already; remove" in capsys.readouterr().out
+    (tmp_path / "pairs/validation.parquet").unlink()
+    assert generated(tmp_path, *words).keys() == first.keys() and len(fake.prompts) == 2 * asked
+    generated(tmp_path, *words, "validation_share=0.5")
+    assert len(fake.prompts) == 3 * asked, "the files are others"
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text(problems.read_text().replace('"answer": "0"', '"answer": "7"'))
+    found = generated(tmp_path, *words, "validation_share=0.5")
+    assert "7" in {row["answer"] for rows in found.values() for row in rows if row["question"] == "q0"}
+
+
+def test_files_that_are_half_replaced_are_not_finished(settings, tmp_path, fake, monkeypatch):
+    words = [*settings, *served(tmp_path, fake), "keep_cut=true"]
+    generated(tmp_path, *words)
+
+    def full(*_):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        patch.setattr(generate, "write_parquet", full)
+        generated(tmp_path, *words, "seed=1")
+    before = len(fake.prompts)
+    generated(tmp_path, *words)
+    assert len(fake.prompts) == before + COUNT

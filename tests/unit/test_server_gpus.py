@@ -116,6 +116,25 @@ def test_a_job_of_an_evaluation_is_refused_before_it_is_queued(tmp_path):
     submit.plan_eval([config], replace(profile, gpus_per_node=0), tmp_path)
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_numbers_that_no_node_of_the_profile_has_are_refused_before_the_queue(name, tmp_path):
+    """The servers failed on the node, after hours in the queue."""
+
+    def plan(gpus: int, *more: str):
+        config = other(name, "engine.replicas=2", "engine.tp=2", f"output={tmp_path}/x.json", *more)
+        profile = replace(Profile(), gpus_per_node=gpus)
+        return (
+            submit.plan_eval([config], profile, tmp_path) if name == "eval" else submit.plan_generate(config, profile)
+        )
+
+    with pytest.raises(ConfigError, match=r"a node of the profile has 4 GPUs, counted from 0, and not \[4, 5\]"):
+        plan(4, "engine.gpus=[2, 3, 4, 5]")
+    for gpus in (0, 6):
+        plan(gpus, "engine.gpus=[2, 3, 4, 5]")
+    plan(4, "engine.gpus=[0, 1, 2, 3]")
+    plan(4, "engine.gpus=[2, 3, 4, 5]", "engine.urls={model: [http://a, http://b]}")
+
+
 def test_too_few_numbers_of_a_run_are_refused_by_check(train):
     with pytest.raises(ConfigError, match=r"engine.gpus = \[1\]: 2 are needed \(roles x"):
         check(train("engine.gpus=[1]"), 1)

@@ -1,0 +1,73 @@
+"""What a directory of SFT data keeps of its answers: the parts that are written, and the mark that all of them are.
+
+Both are known by digests of what decides the answers: where and how they are computed (the engine's memory, its GPUs,
+the number of ranks) decides nothing, so that another setting of it goes on from what is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import GenerateConfig
+from megatron_rl.run.checkpoint import read_json, write_json
+
+PARTS = "parts"  # the directory of the answers that are written, until all are
+MARK = "finished.json"  # stands in the output directory when its files are complete
+_ELSEWHERE = ("output", "engine", "launch")  # settings that decide no answer
+# Settings that decide an answer only by its prompt, or only what becomes of it.
+_BY_PROMPT = ("data", "template", "chat", "max_prompt_tokens")
+_AFTERWARDS = ("validation_share", "keep_cut", "reward")
+
+
+def parts_digest(config: GenerateConfig, prompts: Iterable[Sequence[int]], chunk: int) -> str:
+    """Returns the digest of the answers to these prompts. `chunk`: how many are drawn with one seed."""
+    told = _settings(config, without=(*_ELSEWHERE, *_BY_PROMPT, *_AFTERWARDS))
+    return _digest([told, chunk, *([*map(int, prompt)] for prompt in prompts)])
+
+
+def problems_digest(config: GenerateConfig, prompts: Iterable[Sequence[int]], values: Iterable[Any], chunk: int) -> str:
+    """Returns the digest of the answers and of what is written beside them: `values`, each problem's fields."""
+    return _digest([parts_digest(config, prompts, chunk), *values])
+
+
+def mark_finished(config: GenerateConfig, problems: str, files: Sequence[str]) -> None:
+    """Marks the output as complete. `problems`: the digest of the problems; `files`: names of the files written."""
+    told = {"settings": _settings_digest(config), "problems": problems, "files": [*files]}
+    write_json(Path(config.output) / MARK, told)
+
+
+def finished(config: GenerateConfig, problems: str | None = None) -> bool:
+    """Returns whether the output has all files of this config.
+
+    `problems`: the digest of the problems as they are now; None asks the settings alone.
+    """
+    output = Path(config.output)
+    try:
+        found = read_json(output / MARK)
+        same = found["settings"] == _settings_digest(config) and problems in (None, found["problems"])
+        return same and all((output / name).is_file() for name in found["files"])
+    except (OSError, ValueError, KeyError, TypeError):  # no mark, or one that is damaged
+        return False
+
+
+def _settings_digest(config: GenerateConfig) -> str:
+    return _digest([_settings(config, without=_ELSEWHERE)])
+
+
+def _settings(config: GenerateConfig, *, without: Sequence[str]) -> dict[str, Any]:
+    """Returns the settings but for `without`, and those of the engine that shorten answers or change the model."""
+    told = {name: value for name, value in dataclasses.asdict(config).items() if name not in without}
+    limits = [getattr(config.engine, "max_model_len", None), [*getattr(config.engine, "args", ())]]
+    return told | {"engine": limits}
+
+
+def _digest(values: Iterable[Any]) -> str:
+    made = hashlib.sha256()
+    for value in values:
+        made.update(json.dumps(value, sort_keys=True, default=str).encode() + b"\0")
+    return made.hexdigest()[:16]
