@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+WIDEST = 256  # elements of a head that flash attention takes
+
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scale: float | None) -> Tensor:
     """Attends: query [S, H, L, d], key [S, KV, M, d], value [S, KV, M, v] -> [S, H, L, v]. Causal without a mask.
@@ -25,9 +27,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, sc
 def _takes_groups(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Says whether torch has a kernel for grouped heads here that keeps no scores, or none in any case (on a CPU).
 
-    On a GPU this is flash attention alone, which refuses masks, float32, and values of another width than the keys'.
+    On a GPU this is flash attention alone, which refuses masks, float32, heads of more than WIDEST elements, and values
+    of another width than the keys'.
     The memory-efficient kernel takes all of these, but not grouped heads (sdp_utils.cpp, torch 2.10 to 2.13).
     """
     if not query.is_cuda:
         return True
-    return mask is None and query.dtype == torch.bfloat16 and value.shape[-1] == query.shape[-1]
+    equal = value.shape[-1] == query.shape[-1] <= WIDEST
+    return mask is None and query.dtype == torch.bfloat16 and equal

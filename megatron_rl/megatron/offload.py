@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.megatron import optim
 
 ALIGNMENT = 512  # bytes: where a copy begins in a block of pinned memory
-BLOCK = 1 << 28  # bytes of such a block, at least
+BLOCK = 1 << 28  # bytes for which such a block has room, at least
 
 
 def sleep(chunks: list[Any], optimizer: Any) -> None:
@@ -136,25 +136,31 @@ class Weights:
 @contextlib.contextmanager
 def swapped(parameters: Sequence[torch.nn.Parameter], others: Sequence[Tensor]) -> Iterator[None]:
     """Exchanges the values of parameters and of tensors in host memory for the block; all come back bit for bit, also
-    when memory runs out halfway.
+    when memory runs out in it: what the exchange takes besides, BLOCK bytes at most, is there before it begins.
     """
+    room = max((min(parameter.nbytes, BLOCK) for parameter in parameters), default=0)
+    scratch = torch.empty(room, dtype=torch.uint8, device=parameters[0].device if parameters else "cpu")
     exchanged: list[tuple[torch.nn.Parameter, Tensor]] = []
     try:
         for pair in zip(parameters, others, strict=True):
-            _exchange(*pair)
+            _exchange(*pair, scratch)
             exchanged.append(pair)
         yield
     finally:
-        for pair in exchanged:
-            _exchange(*pair)
+        for pair in reversed(exchanged):
+            _exchange(*pair, scratch)
 
 
-def _exchange(parameter: torch.nn.Parameter, other: Tensor) -> None:
-    """Takes the memory of the parameter besides. On a GPU it does not wait: all copies are in one stream's order."""
+def _exchange(parameter: torch.nn.Parameter, other: Tensor, scratch: Tensor) -> None:
+    """Exchanges the values piece by piece. On a GPU it does not wait: all copies are in one stream's order."""
+    elements = max(1, scratch.nbytes // parameter.element_size())
     with torch.no_grad():
-        own = parameter.detach().clone()
-        parameter.copy_(other, non_blocking=True)
-        other.copy_(own, non_blocking=True)
+        pieces = parameter.detach().view(-1).split(elements), other.view(-1).split(elements)
+        for own, kept in zip(*pieces, strict=True):
+            held = scratch[: own.nbytes].view(own.dtype)
+            held.copy_(own)
+            own.copy_(kept, non_blocking=True)
+            kept.copy_(held, non_blocking=True)
 
 
 def gradient_bytes(chunks: list[Any]) -> int:

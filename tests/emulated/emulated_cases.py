@@ -178,9 +178,9 @@ def actor(own: Path, family: str, case: dict[str, Any], sizes: dict[str, Any] | 
     errors["weights"] = max((now[name] - after[name]).abs().max().item() for name in now)
     with LEDGER.part("reference"):
         errors["reference"] = (logprobs_of(policy, rollouts, reference=True) - logprobs).abs().max().item()
-    before = allocated_bytes()
+    before, largest = allocated_bytes(), max(parameter.nbytes for parameter in policy._trained())
     with policy._active(), policy._weights_in_use(True):
-        errors["swapped"] = allocated_bytes() - before
+        errors["swapped"] = max(0, allocated_bytes() - before - largest)
     errors |= {"fused": policy._fused, "fused_sums": fused_sums(policy), "unfused_attention": LEDGER.unfused}
     return {name: float(value) for name, value in errors.items()} | rests(own, policy)
 

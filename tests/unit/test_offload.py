@@ -64,19 +64,58 @@ def test_swapped_weights_are_exchanged_and_come_back_after_an_error():
     assert all(torch.equal(one, other) for one, other in zip(kept, others, strict=True))
 
 
-def test_weights_come_back_when_the_exchange_stops_halfway(monkeypatch):
-    live, others = ([torch.full((2,), base + n) for n in range(3)] for base in (0.0, 10.0))
-    parameters = [torch.nn.Parameter(own.clone()) for own in live]
-    kept = offload.host_copies(others)
+@pytest.fixture
+def three():
+    """Three parameters, their values, the tensors that take their place, and the values of these."""
+    live, others = ([torch.full((2, 3), base + n) for n in range(3)] for base in (0.0, 10.0))
+    return [torch.nn.Parameter(own.clone()) for own in live], live, offload.host_copies(others), others
+
+
+def unchanged(three) -> bool:
+    parameters, live, kept, others = three
+    return all(map(torch.equal, parameters, live)) and all(map(torch.equal, kept, others))
+
+
+def test_weights_come_back_when_the_exchange_stops_halfway(three, monkeypatch):
+    parameters, _, kept, _ = three
     whole = offload._exchange
 
-    def runs_out(parameter, other):
+    def stops(parameter, *rest):
         if parameter is parameters[2]:
-            raise torch.OutOfMemoryError
-        whole(parameter, other)
+            raise RuntimeError
+        whole(parameter, *rest)
 
-    monkeypatch.setattr(offload, "_exchange", runs_out)
-    with pytest.raises(torch.OutOfMemoryError), offload.swapped(parameters, kept):
+    monkeypatch.setattr(offload, "_exchange", stops)
+    with pytest.raises(RuntimeError), offload.swapped(parameters, kept):
         raise AssertionError("the block began all the same")
-    assert all(torch.equal(p, own) for p, own in zip(parameters, live, strict=True))
-    assert all(torch.equal(one, other) for one, other in zip(kept, others, strict=True))
+    assert unchanged(three)
+
+
+def test_weights_come_back_when_memory_runs_out_in_the_block(three, monkeypatch):
+    def refuses(*_args, **_options):
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError), offload.swapped(three[0], three[2]):
+        for name in ("clone", "new_empty", "to"):
+            monkeypatch.setattr(torch.Tensor, name, refuses)
+        for name in ("empty", "empty_like", "zeros"):
+            monkeypatch.setattr(torch, name, refuses)
+        three[0][0].clone()
+    monkeypatch.undo()
+    assert unchanged(three)
+
+
+@pytest.mark.parametrize("block", [4, 8, 12, 1 << 20])
+def test_weights_are_exchanged_in_pieces_of_a_block_at_most(three, monkeypatch, block):
+    parameters, _, kept, others = three
+    monkeypatch.setattr(offload, "BLOCK", block)
+    with offload.swapped([*parameters, torch.nn.Parameter(torch.empty(0))], [*kept, torch.empty(0)]):
+        assert all(map(torch.equal, parameters, others))
+    assert unchanged(three)
+
+
+def test_a_parameter_that_comes_twice_gets_its_values_back(three):
+    parameters, _, kept, _ = three
+    with offload.swapped([parameters[0], parameters[0]], kept[:2]):
+        pass
+    assert unchanged(three)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_fleet import ADDRESS, LOOK_S, ROLE, TOKEN, Asked, Fleet, fleet_in, until
 
 from megatron_rl.config.schema import Vllm
 from megatron_rl.engines.base import EngineError, Sampling, complete
+from megatron_rl.engines.pool.line import Line, Waiter
+from megatron_rl.engines.pool.membership import Limits, Members
 from megatron_rl.engines.pool.pool import Pool
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.session.servers import connect
@@ -20,7 +25,7 @@ SAMPLING = Sampling(max_tokens=6, seed=3)
 PROMPTS = [[n + 1, 2, 3] for n in range(6)]
 
 
-def test_one_role_at_a_time_and_the_first_that_was_refused_next():
+def test_one_role_at_a_time_and_those_that_were_refused_are_told_in_their_order():
     shared, looked = SharedGpus(), []
     for role in (G, V, "judge"):
         shared.add(role, lambda role=role: looked.append(role))
@@ -131,3 +136,27 @@ def test_a_failed_request_leaves_the_gpus_to_the_other_role(both):
     with pytest.raises(EngineError, match="a request failed"):
         complete(both.pools[G], PROMPTS[:1], SAMPLING)
     assert len(complete(both.pools[V], PROMPTS, SAMPLING)) == 6
+
+
+def test_a_request_that_is_cancelled_with_a_place_gives_it_back():
+    """A place is taken before the request's task goes on, and may be cancelled between the two."""
+    shared = SharedGpus()
+    shared.add(G, lambda: None)
+    shared.add(V, lambda: None)
+    server: Any = SimpleNamespace(url="")
+    members = Members(G, Limits(servers=1, at_once=4), servers=[server])
+
+    async def cancelled() -> None:
+        line = Line(members, shared)
+        assert shared.enter(V)
+        task = asyncio.create_task(line.wait(Waiter(2, set(), None, lambda: False)))
+        await asyncio.sleep(0)
+        shared.leave()
+        line.look()
+        assert members.by_replica[0].load == 2 and not shared.enter(V)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert members.by_replica[0].load == members.by_replica[0].requests == 0 and shared.enter(V)

@@ -113,7 +113,8 @@ def test_a_gpu_that_goes_without_it_is_warned_of_in_bfloat16(monkeypatch, ampere
 
 
 @pytest.mark.parametrize("settings", [{"attention_backend": "sdpa"}, {}])
-def test_nobody_is_warned_who_asked_for_sdpa_or_has_no_gpu(caplog, settings):
+def test_nobody_is_warned_who_asked_for_sdpa_or_has_no_gpu(caplog, settings, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arch: Any = SimpleNamespace(head_dim=128)
     assert not models.uses_flash(arch, Model(path="x", dtype="bfloat16", **settings), packed=True)
     assert not caplog.text

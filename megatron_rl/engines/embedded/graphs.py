@@ -53,15 +53,15 @@ class GraphRecorder:
         self._pool: Any = None  # of the graphs that are alive
         self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()  # those alive: each is held by its step
         self._refused = False
-        # The graph that was not captured, kept while others live: from torch 2.12 a graph that ends frees cuBLAS's
-        # memory for its stream, which the others still use (pytorch issue 193402).
-        self._failed: torch.cuda.CUDAGraph | None = None
+        # The graph that was not captured, and one that mended what it left, kept while others live: from torch 2.12 a
+        # graph that ends frees cuBLAS's memory for its stream, which the others still use (pytorch issue 193402).
+        self._failed: tuple[torch.cuda.CUDAGraph, ...] = ()
 
     def rehearse(self, step: Callable[[], None]) -> None:
         """Runs a step for the first time, on the stream of the captures: the memory that cuBLAS keeps for this stream
         then lies outside of the graphs' pool, which could not be freed with it (until torch 2.11)."""
         if self._refused:
-            self._failed = self._failed if self._graphs else None
+            self._failed = self._failed if self._graphs else ()
             step()
             return
         if self._stream is None:
@@ -87,8 +87,8 @@ class GraphRecorder:
         try:
             _capture(graph, step, pool=self._pool, stream=self._stream)
         except RuntimeError as error:  # as torch raises for a wait, for memory that is not there, and otherwise
-            self._refused, self._failed = True, graph
-            _mend_generator()
+            self._refused, self._failed = True, (graph,)
+            self._failed = graph, _mend_generator()
             _log.warning("decoding goes on without CUDA graphs (engine.cuda_graphs): a step is not captured: %s", error)
             return None
         self._graphs.add(graph)
@@ -96,8 +96,8 @@ class GraphRecorder:
 
 
 def _capture(graph: torch.cuda.CUDAGraph, step: Callable[[], None], *, pool: Any, stream: Any) -> None:
-    """Captures a step. Raises RuntimeError where it cannot be; the current stream, and where tensors are allocated, are
-    then as before."""
+    """Captures a step. Raises RuntimeError where it cannot be; the current stream, and where tensors are allocated on
+    the GPU, are then as before."""
     current = torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream):
@@ -114,8 +114,9 @@ def _capture(graph: torch.cuda.CUDAGraph, step: Callable[[], None], *, pool: Any
         torch.cuda.set_stream(current)
 
 
-def _mend_generator() -> None:
+def _mend_generator() -> torch.cuda.CUDAGraph:
     """Makes random numbers on the GPU drawable again after a capture that failed. What is drawn next is the same.
+    Returns the graph that did it.
 
     As a capture begins, torch until 2.11 marks the state of the default generator as capturing, and takes the mark off
     at the capture's very end alone. Another draw then raises "Offset increment outside graph capture encountered
@@ -135,6 +136,7 @@ def _mend_generator() -> None:
         generator.set_state(state)
         torch.cuda.empty_cache()
         torch.cuda.synchronize()
+        return small
     except RuntimeError as error:
         raise RuntimeError(
             "a decoding step was not captured as a CUDA graph, and the GPU cannot be used after that: "

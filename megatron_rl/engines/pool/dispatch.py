@@ -87,7 +87,6 @@ class Dispatcher:
         self.full = FullPrompts(members.role)
         self._look_s, self._tend, self._refitting, self._hopeless = look_s, tend, refitting, hopeless
         descriptors()  # a connection for every request under way
-        self._shared = shared
         self._line = Line(members, shared)
         self._lookers = concurrent.futures.ThreadPoolExecutor(LOOKERS, f"looks-{members.role}")
         self._looks: dict[Member, asyncio.Future[None]] = {}  # under way
@@ -166,10 +165,7 @@ class Dispatcher:
                     raise EngineError(_with_log(DEADLY.format(lost, request.what, error), member)) from error
                 pause_s = error.retry_after_s * 2.0 ** (len(failures) - 1)
             finally:
-                with self.members.change:
-                    member.load, member.requests = member.load - request.sequences, member.requests - 1
-                self._shared.leave()
-                self._line.admit()
+                self._line.leave(member, request.sequences)
             if pause_s and all(m in failed for m in self.members.serving()):
                 await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))  # as long as servers ask for: all have failed
 

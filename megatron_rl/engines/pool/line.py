@@ -37,7 +37,7 @@ class Waiter:
 class Line:
     """The requests that wait for a place at a server. It is used in one thread, that of the loop in which they wait.
 
-    Whoever got a place takes its sequences off the member's load at the end, and leaves `shared`.
+    Whoever got a place gives it back by `leave`.
     """
 
     def __init__(self, members: Members, shared: SharedGpus) -> None:
@@ -58,7 +58,19 @@ class Line:
         else:
             self._first.setdefault(waiter.sequences, deque()).append(waiter)
         self.admit()
-        return await waiter.place
+        try:
+            return await waiter.place
+        except asyncio.CancelledError:
+            if not waiter.place.cancelled() and waiter.place.exception() is None:  # it was cancelled with a place
+                self.leave(waiter.place.result()[0], waiter.sequences)
+            raise
+
+    def leave(self, member: Member, sequences: int) -> None:
+        """Gives a place back, and gives those who wait what is free then."""
+        with self._members.change:
+            member.load, member.requests = member.load - sequences, member.requests - 1
+        self._shared.leave()
+        self.admit()
 
     def look(self) -> None:
         """Ends what nobody waits for any more, and gives places to the others: after any change of the members."""
@@ -75,7 +87,7 @@ class Line:
         self.admit()
 
     def admit(self) -> None:
-        """Gives places to those who wait, as long as there is room: after a request has ended."""
+        """Gives places to those who wait, as long as there is room."""
         with self._members.change:
             serving = self._members.serving()
             for waiter in [*self._again]:

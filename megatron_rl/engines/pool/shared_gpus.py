@@ -12,8 +12,9 @@ class SharedGpus:
 
     Two processes get a GPU's time in slices of milliseconds, each GPU on its own. A rank of a server of several GPUs
     would wait in a collective for another rank whose GPU works for the other server just then, and a decoding step has
-    dozens of collectives. One role waits until no request of the other is under way: no answer depends on another
-    role's answer, so that this ends. (Source: NVIDIA's documentation of time slices and of MPS; not measured.)
+    dozens of collectives. One role waits until no request of the other is under way, however long others follow: no
+    answer depends on another role's answer, so that this ends. (Source: NVIDIA's documentation of time slices and of
+    MPS; not measured.)
     """
 
     def __init__(self) -> None:
