@@ -9,11 +9,12 @@ from megatron_rl.config.schema import ConfigError, Embedded, Servers, TrainConfi
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning.hardware import Cluster
 from megatron_rl.planning.plan import RunPlan
-from megatron_rl.planning.search import engine_choices, engine_words
+from megatron_rl.planning.search import engine_choices, engine_words, nodes_words, passes
 from megatron_rl.planning.shapes import Shape
 from megatron_rl.planning.workload import TurnWork
 
 SERVED = 3  # choices of servers that are shown, fastest first
+STALENESS = "rollouts.max_staleness"
 AHEAD = "turns generated beside training (rollouts.max_staleness=1)"
 
 
@@ -37,7 +38,7 @@ def alternatives(
     trainer's, and the fastest of those on their own while it generates the next turn beside training.
 
     Layouts are those of the config. An engine beside which the trainer does not fit is planned with full
-    recomputation. Engines that leave GPUs the layouts cannot be cut for are left out.
+    recomputation. Engines that leave GPUs the layouts cannot be cut for are left out, and those that `check` refuses.
     """
     asked = _alternative(config, config, cluster, models, work, [])
     if asked is None:
@@ -45,8 +46,11 @@ def alternatives(
     embedded, served, asked_engine = [], [], None
     if isinstance(config.engine, Servers):
         asked_engine = replace(config.engine, gpus=())
+        words = ["engine={kind: embedded}"]
         own = replace(config, engine=Embedded())
-        embedded = [_alternative(own, config, cluster, models, work, ["engine={kind: embedded}"])]
+        if config.rollouts.max_staleness:  # which it cannot have
+            own, words = replace(own, rollouts=replace(own.rollouts, max_staleness=0)), [*words, f"{STALENESS}=0"]
+        embedded = [_alternative(own, config, cluster, models, work, words)]
     for choice in engine_choices(config, cluster, models):
         engine = choice.engine
         if not isinstance(engine, Servers) or engine == asked_engine:
@@ -65,7 +69,7 @@ def _ahead(
     config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork]
 ) -> list[Alternative]:
     """Returns the fastest run with servers that generates beside training; none where nothing fits."""
-    word, ahead = "rollouts.max_staleness=1", replace(config.rollouts, max_staleness=1)
+    word, ahead = f"{STALENESS}=1", replace(config.rollouts, max_staleness=1)
     tried = []
     if isinstance(config.engine, Servers) and not config.engine.colocate:
         tried.append(_alternative(replace(config, rollouts=ahead), config, cluster, models, work, [word]))
@@ -82,7 +86,8 @@ def _alternative(
     config: TrainConfig, asked: TrainConfig, cluster: Cluster, models: Mapping[str, Shape],
     work: Sequence[TurnWork], overrides: Sequence[str],
 ) -> Alternative | None:  # fmt: skip
-    """Returns the plan of `config` in short; None where its layouts cannot be cut so."""
+    """Returns the plan of `config` in short; None where its layouts cannot be cut so, and where `check` refuses it
+    though not the config asked about."""
     made = _made(config, cluster, models, work)
     if made is None:
         return None
@@ -92,9 +97,16 @@ def _alternative(
             name: replace(config.roles[name], model=replace(config.roles[name].model, recompute="full"))
             for name in names
         }
-        other = _made(replace(config, roles={**config.roles, **roles}), cluster, models, work)
+        smaller = replace(config, roles={**config.roles, **roles})
+        other = _made(smaller, cluster, models, work)
         if other is not None and not other.problems:
-            made, overrides = other, [*overrides, *(f"roles.{name}.model.recompute=full" for name in names)]
+            made, config = other, smaller
+            overrides = [*overrides, *(f"roles.{name}.model.recompute=full" for name in names)]
+    if config is not asked:
+        own = _made(asked, cluster, models, work)
+        if own is not None and passes(asked, own.ranks) and not passes(config, made.ranks):
+            return None
+        overrides = [*overrides, *nodes_words(asked, made)]
     return Alternative(
         engine=_words(config), trainer_gpus=made.ranks, engine_gpus=plans.server_gpus(config), step_s=made.step_s,
         problem=next(iter(made.problems), ""), overrides=overrides,

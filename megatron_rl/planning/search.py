@@ -74,7 +74,8 @@ def advice(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work
         tried = _plan_or_none(other, made.cluster, models, work)
         if tried is not None and not tried.problems and tried.step_s < (1 - WORTH) * made.step_s:
             saved = 1 - tried.step_s / made.step_s
-            line = f"{text}: {tried.step_s:.0f} s a step instead of {made.step_s:.0f} ({saved:.0%} less)"
+            nodes = "".join(f" ({word})" for word in nodes_words(config, tried) if tried.ranks != made.ranks)
+            line = f"{text}{nodes}: {tried.step_s:.0f} s a step instead of {made.step_s:.0f} ({saved:.0%} less)"
             paying.append((tried.step_s, line))
     lines += [text for _, text in sorted(paying)[:MOST]] + _waits(config, made)
     node = made.cluster.per_node
@@ -185,6 +186,12 @@ def engine_words(engine: Vllm | Sglang) -> list[str]:
     return [*words, f"engine.colocate={str(engine.colocate).lower()}", f"engine.memory_share={engine.memory_share:g}"]
 
 
+def nodes_words(asked: TrainConfig, made: RunPlan) -> list[str]:
+    """Returns the argument that gives the trainer the nodes of a plan; none where the config has as many."""
+    nodes = -(-made.ranks // made.cluster.per_node)
+    return [] if nodes == asked.job.nodes else [f"job.nodes={nodes}"]
+
+
 def _with_engines(
     config: TrainConfig, asked: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork],
     keep: int,
@@ -206,9 +213,9 @@ def _with_engines(
     for chosen in itertools.product(*choices.values()):
         made_config = replace(config, roles={**config.roles, **dict(zip(choices, chosen, strict=True))})
         made = _plan_or_none(made_config, cluster, models, work)
-        if made is None or made.problems or not _passes(made_config, made.ranks):
+        if made is None or made.problems or not passes(made_config, made.ranks):
             continue
-        out.append(Proposal(config=made_config, plan=made, overrides=_overrides(asked, made_config)))
+        out.append(Proposal(config=made_config, plan=made, overrides=_overrides(asked, made_config, made)))
     return sorted(out, key=lambda found: found.plan.step_s)[:keep]
 
 
@@ -223,9 +230,9 @@ def _grown(
                 break
             config = _with_role(found.config, name, micro_batch_tokens=tokens)
             made = _plan_or_none(config, found.plan.cluster, models, work)
-            if made is None or made.problems or made.step_s >= found.plan.step_s or not _passes(config, made.ranks):
+            if made is None or made.problems or made.step_s >= found.plan.step_s or not passes(config, made.ranks):
                 continue
-            found = Proposal(config=config, plan=made, overrides=_overrides(asked, config))
+            found = Proposal(config=config, plan=made, overrides=_overrides(asked, config, made))
             break
     return found
 
@@ -297,7 +304,8 @@ def _alone_fits(made: RunPlan, name: str) -> bool:
     )
 
 
-def _passes(config: TrainConfig, ranks: int) -> bool:
+def passes(config: TrainConfig, ranks: int) -> bool:
+    """Tells whether `check` takes the config on so many ranks of the trainer."""
     try:
         config_checks.check(config, ranks, to_come=True)
     except ConfigError:
@@ -330,7 +338,7 @@ def _changes(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape]) ->
         engine, node = config.engine, made.cluster.per_node
         more = max(1, node // (engine.tp * len(config.server_roles)))
         yield (
-            f"add {more} engine replicas to each role, from the trainer's nodes",
+            f"{more} engine replicas more for each role, by engine.replicas={engine.replicas + more}",
             replace(config, engine=replace(engine, replicas=engine.replicas + more)),
         )
 
@@ -359,9 +367,10 @@ def _cures(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work
     replicas = max(1, made.cluster.gpus // 2 // len(config.server_roles))
     tried = _plan_or_none(replace(config, engine=Vllm(replicas=replicas)), made.cluster, models, work)
     if tried is not None and not tried.problems:
+        words = " ".join(["engine.kind=vllm", f"engine.replicas={replicas}", *nodes_words(config, tried)])
         lines.append(
             "vLLM servers on half of the GPUs in place of the embedded engine fit "
-            f"(engine.kind=vllm engine.replicas={replicas}): {tried.step_s:.0f} s a step"
+            f"({words}): {tried.step_s:.0f} s a step"
         )
     return lines
 
@@ -394,8 +403,8 @@ def _words(layout: Layout) -> str:
     return " ".join(words + ([f"etp={layout.etp}"] if layout.etp is not None else []))
 
 
-def _overrides(asked: TrainConfig, config: TrainConfig) -> list[str]:
-    """Returns the arguments that turn the config that was asked about into this one."""
+def _overrides(asked: TrainConfig, config: TrainConfig, made: RunPlan) -> list[str]:
+    """Returns the arguments that turn the config that was asked about into this one, on the nodes of its plan."""
     out = []
     for name in _with_policy(config):
         role = config.roles[name]
@@ -416,4 +425,4 @@ def _overrides(asked: TrainConfig, config: TrainConfig) -> list[str]:
         out += [f"roles.{name}.sleep=true"] if role.sleep != before.sleep else []
     if config.engine != asked.engine and isinstance(config.engine, Vllm | Sglang):
         out += engine_words(config.engine)
-    return out
+    return out + nodes_words(asked, made)

@@ -98,7 +98,7 @@ def step_work(
         own = said | {to: number for (turn, to), number in (draws or {}).items() if turn in roles}
         found = _draws(config, own, same, fills, episodes)
         trained = [
-            replace(one, samples=round(one.samples * samples[one.role] / said[one.role]))
+            replace(one, samples=max(1, round(one.samples * samples[one.role] / said[one.role])))
             for one in found if one.role in roles
         ]  # fmt: skip
         out.append(TurnWork(draws=found, trained=trained, times=turns.count(roles)))
@@ -214,7 +214,7 @@ def _draws(
         out.append(
             Draw(
                 role=name,
-                samples=round(config.run.prompts_per_step * each),
+                samples=max(1, round(config.run.prompts_per_step * each)),
                 prompt=prompt,
                 response=response,
                 longest=longest,

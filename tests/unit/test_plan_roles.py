@@ -165,3 +165,10 @@ def test_a_tandem_writes_its_longest_answer_with_two_models():
     one, two = (made(config).turns[0] for config in (alone, pair))
     assert two.longest["generator"] > 1.5 * one.longest["generator"]
     assert two.longest["verifier"] == one.longest["verifier"]
+
+
+def test_a_role_of_which_next_to_nothing_is_drawn_is_planned(capsys):
+    file = str(EXAMPLES / "tango_qwen2.5_7b.yaml")
+    assert main(["plan", file, "--cluster", "4x8xA100-80", "--draws", "generator.verifier=0.0001", "--json"]) == 0
+    turn = json.loads(capsys.readouterr().out)["turns"][0]
+    assert 0 < turn["phases"]["rollout verifier"] < 20
