@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_rl.config.schema import Lora
 from megatron_rl.planning import flops, shapes
 from megatron_rl.planning.hardware import EXPERT_HBM_SHARE, HBM_SHARE, HOST, NETWORK_SHARE, NVLINK_SHARE, Cluster
 from megatron_rl.planning.memory import GRADIENT, MASTER, MOMENTS, WHOLE, Precision
@@ -101,9 +102,31 @@ def _batch_attention_flops(shape: Shape, batch: SequenceBatch) -> float:
     return (batch.sequences * whole - batch.repeated * prompt) / batch.tokens / shape.sizes.num_layers
 
 
-def train_flops(shape: Shape, batch: SequenceBatch) -> float:
-    """Returns the operations of a forward and backward pass over the batch, without recomputation."""
-    return 3 * sum(batch_flops(shape, batch)) * batch.tokens
+def train_flops(shape: Shape, batch: SequenceBatch, lora: Lora | None = None) -> float:
+    """Returns the operations of a forward and backward pass over the batch, without recomputation.
+
+    With `lora` the model's weights are frozen and have no gradients (`flops.count`).
+    """
+    forward = sum(batch_flops(shape, batch)) * batch.tokens
+    if lora is None:
+        return 3 * forward
+    scores = shape.sizes.num_layers * _batch_attention_flops(shape, batch) * batch.tokens
+    return 2 * (forward - scores) + 3 * (batch.tokens * _adapter_flops(shape, lora) + scores)
+
+
+def _adapter_flops(shape: Shape, lora: Lora) -> float:
+    """Returns the operations of one token's products with adapters in a forward pass."""
+    return 2.0 * shapes.adapter_elements(shape, Parallel(world=1), lora)
+
+
+def _layers_share(shape: Shape, batch: SequenceBatch, lora: Lora | None) -> float:
+    """Returns how many times the layers' forward pass a forward and backward pass takes, recomputation left out."""
+    if lora is None:
+        return 3.0
+    dense, experts, _ = batch_flops(shape, batch)
+    scores = shape.sizes.num_layers * _batch_attention_flops(shape, batch)
+    forward = dense + experts
+    return (2 * (forward - scores) + 3 * (_adapter_flops(shape, lora) + scores)) / forward
 
 
 def pass_seconds(
@@ -114,17 +137,21 @@ def pass_seconds(
     *,
     backward: bool,
     recompute: Collection[str] = (),
+    lora: Lora | None = None,
 ) -> float:
     """Returns the seconds of one pass over the batch, without the optimizer.
 
-    They are matrix products, communication within and between layers, and the pipeline's bubble.
+    They are matrix products, communication within and between layers, and the pipeline's bubble. With `lora` the
+    backward pass computes no gradients of the model's weights.
     """
     count = batch.micro_batches(parallel)
     tokens = batch.tokens / parallel.dp / count
-    layers = layer_seconds(shape, parallel, cluster, batch, tokens) * (3 if backward else 1)
+    layers = layer_seconds(shape, parallel, cluster, batch, tokens)
+    layers *= _layers_share(shape, batch, lora) if backward else 1
     layers += recomputed_seconds(shape, parallel, cluster, batch, tokens, recompute) if backward else 0.0
     # the backward pass computes the logits again
-    head = _head_seconds(shape, parallel, cluster, tokens * batch.labels / batch.tokens) * (4 if backward else 1)
+    again = 1 if not backward else 4 if lora is None else 3
+    head = _head_seconds(shape, parallel, cluster, tokens * batch.labels / batch.tokens) * again
     stage = (
         layers * shape.sizes.num_layers / parallel.pp
         + head
@@ -193,17 +220,23 @@ def _share(batch: SequenceBatch, own: float) -> float:
     return 1.0 if batch.full else PARTIAL * fill
 
 
-def optimizer_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, numbers: Precision) -> float:
+def optimizer_seconds(
+    shape: Shape, parallel: Parallel, cluster: Cluster, numbers: Precision, lora: Lora | None = None
+) -> float:
     """Returns the seconds of one optimizer step, which does not overlap the backward pass.
 
-    Gradients are summed over the replicas, Adam runs on this rank's share, and the weights are gathered.
+    Gradients are summed over the replicas, Adam runs on this rank's share, and the weights are gathered: of the
+    model, or with `lora` of the adapters.
     """
     stage = shapes.heaviest(shape, parallel)
     held, replicas = shapes.counts(shape, parallel, stage), parallel.dp * parallel.cp
+    dense, expert = held.dense, held.expert
+    if lora is not None:
+        dense, expert = shapes.adapter_elements(shape, parallel, lora, stage), 0
     seconds = 0.0
     for number, ranks, stride in (
-        (held.dense, replicas, parallel.tp),
-        (held.expert, parallel.expert_dp, parallel.ep * parallel.etp),
+        (dense, replicas, parallel.tp),
+        (expert, parallel.expert_dp, parallel.ep * parallel.etp),
     ):
         wire = number * (GRADIENT + numbers.width) * (ranks - 1) / ranks
         seconds += wire / cluster.link(ranks, stride)
@@ -211,7 +244,7 @@ def optimizer_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, number
             number / ranks * (2 * (MOMENTS + MASTER) + GRADIENT + numbers.width) / (cluster.device.hbm * HBM_SHARE)
         )
     return (
-        seconds + held.all * GRADIENT / (cluster.device.hbm * HBM_SHARE) * 2
+        seconds + (dense + expert) * GRADIENT / (cluster.device.hbm * HBM_SHARE) * 2
     )  # gradients are zeroed, and their norm is taken
 
 
@@ -331,15 +364,18 @@ class RefitCost:
 
 def refit_cost(
     shape: Shape, parallel: Parallel, engine: EngineSetup, cluster: Cluster, *, width: int,
-    place: Literal["ranks", "gpus", "elsewhere"],
+    place: Literal["ranks", "gpus", "elsewhere"], adapter: Lora | None = None,
 ) -> RefitCost:  # fmt: skip
     """Returns the cost of a refit in which every engine GPU receives its slices once. `width`: bytes of a weight.
+    `adapter`: sent in place of the model's weights.
 
     `place` of the engines: in the trainer's ranks, where each holds the whole model; in other processes on the
     trainer's GPUs; or on GPUs of their own.
     """
     device = cluster.device
     whole = float(width * shapes.total(shape))
+    if adapter is not None:
+        whole = float(width * shapes.adapter_elements(shape, Parallel(world=1), adapter))
     network, nvlink = device.network * NETWORK_SHARE, device.nvlink * NVLINK_SHARE
     if place == "ranks":
         own = width * shapes.counts(shape, parallel, shapes.heaviest(shape, parallel)).all

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.episodes import EpisodeEstimate
-from megatron_rl.config.schema import RoleConfig, Servers, TrainConfig
+from megatron_rl.config.schema import Lora, RoleConfig, Servers, TrainConfig, Vllm
 from megatron_rl.planning import compute, memory, shapes
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import Cluster
@@ -114,21 +114,31 @@ def plan_turn(
             models[name], parallels[name], engines[name], cluster,
             width=Precision.gpu(config.roles[name].model.dtype).width,
             place="ranks" if not servers else "gpus" if together else "elsewhere",
+            adapter=_served_adapter(config, name),
         )
         for name in trained
     ]  # fmt: skip
     phases["refit"] = sum(refit.seconds for refit in refits)
     drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
     beside = min(drawn, sum(phases.values()) - drawn) if config.rollouts.max_staleness else 0.0
-    batches = [(models[d.role], batch_of(config.roles[d.role], d, d.samples)) for d in work.trained]
+    trained_flops = sum(
+        compute.train_flops(models[d.role], batch_of(config.roles[d.role], d, d.samples), config.roles[d.role].lora)
+        for d in work.trained
+    )
     return TurnPlan(
         role=work.role, times=work.times, phases=phases, hidden=beside,
         generated=sum(d.samples * d.written for d in work.draws),
         trained=sum(d.samples * d.length for d in work.trained),
-        flops=sum(compute.train_flops(shape, batch) for shape, batch in batches),
+        flops=trained_flops,
         sent=sum(refit.sent for refit in refits), rows=written.rows, longest=written.longest,
         episodes=written.episodes,
     )  # fmt: skip
+
+
+def _served_adapter(config: TrainConfig, name: str) -> Lora | None:
+    """Returns the role's adapter where servers compute with it beside the model, so that a refit sends it alone."""
+    served = isinstance(config.engine, Vllm) and config.engine.adapters == "served"
+    return config.roles[name].lora if served else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,12 +261,18 @@ def _training(
     again = memory.recomputed(role.model)
     passed = sum(
         compute.pass_seconds(
-            shape, parallel, cluster, batch_of(role, draw, -(-draw.samples // steps)), backward=True, recompute=again
+            shape,
+            parallel,
+            cluster,
+            batch_of(role, draw, -(-draw.samples // steps)),
+            backward=True,
+            recompute=again,
+            lora=role.lora,
         )
         for draw in draws
     )
     phases["forward and backward"] = steps * passed
-    phases["optimizer"] = steps * compute.optimizer_seconds(shape, parallel, cluster, numbers)
+    phases["optimizer"] = steps * compute.optimizer_seconds(shape, parallel, cluster, numbers, role.lora)
     if role.sleep:
         phases["sleep and wake"] = 2 * compute.host_seconds(
             memory.optimizer_bytes(shape, parallel, numbers, stage=stage, lora=role.lora)

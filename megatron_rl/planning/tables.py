@@ -82,10 +82,11 @@ def _memory_table(plan: RunPlan) -> Table:
     others = [sum(o.asleep - o.embedded for o in plan.roles if o is not role) for role in plan.roles]
     table.add_row("other roles, asleep or not", *map(_gib, others))
     table.add_row("reserve (context, NCCL, fragments)", *(_gib(plan.reserve) for _ in plan.roles))
+    if plan.beside:
+        table.add_row("servers that sleep", *(_gib(plan.beside) for _ in plan.roles))
     table.add_row("peak", *(_gib(plan.peak(role)) for role in plan.roles), style="bold")
     table.add_row("itself asleep", *(_gib(role.asleep - role.embedded) for role in plan.roles), style="dim")
     if plan.beside:
-        table.add_row("servers that sleep", *(_gib(plan.beside) for _ in plan.roles))
         table.add_row("peak of its refit", *(_gib(plan.refit_peak(role)) for role in plan.roles), style="dim")
     if any(role.embedded for role in plan.roles):
         table.add_row("keys and values while it generates", *(_gib(role.cache) for role in plan.roles))
