@@ -45,7 +45,7 @@ def alternatives(
         return []
     embedded, served, asked_engine = [], [], None
     if isinstance(config.engine, Servers):
-        asked_engine = replace(config.engine, gpus=())
+        asked_engine = _anywhere(config.engine)
         words = ["engine={kind: embedded}"]
         own = replace(config, engine=Embedded())
         if config.rollouts.max_staleness:  # which it cannot have
@@ -53,9 +53,9 @@ def alternatives(
         embedded = [_alternative(own, config, cluster, models, work, words)]
     for choice in engine_choices(config, cluster, models):
         engine = choice.engine
-        if not isinstance(engine, Servers) or engine == asked_engine:
+        if not isinstance(engine, Servers) or _anywhere(engine) == asked_engine:
             continue
-        words = engine_words(engine)
+        words = engine_words(engine, config.engine)
         served.append(_alternative(choice, config, cluster, models, work, words))
     fitting = [one for one in served if one is not None and not one.problem]
     found = [asked, *(one for one in embedded if one is not None)]
@@ -76,7 +76,7 @@ def _ahead(
     for choice in engine_choices(config, cluster, models):
         engine = choice.engine
         if isinstance(engine, Servers) and not engine.colocate:
-            own = [*engine_words(engine), word]
+            own = [*engine_words(engine, config.engine), word]
             tried.append(_alternative(replace(choice, rollouts=ahead), config, cluster, models, work, own))
     fitting = [one for one in tried if one is not None and not one.problem]
     return sorted(fitting, key=lambda one: one.step_s)[:1]
@@ -106,11 +106,16 @@ def _alternative(
         own = _made(asked, cluster, models, work)
         if own is not None and passes(asked, own.ranks) and not passes(config, made.ranks):
             return None
-        overrides = [*overrides, *nodes_words(asked, made)]
+        overrides = [*overrides, *nodes_words(asked, config, made)]
     return Alternative(
         engine=_words(config), trainer_gpus=made.ranks, engine_gpus=plans.server_gpus(config), step_s=made.step_s,
         problem=next(iter(made.problems), ""), overrides=overrides,
     )  # fmt: skip
+
+
+def _anywhere(engine: Servers) -> Servers:
+    """Returns the servers without where they stand and who starts them."""
+    return replace(engine, gpus=(), urls={}, start=True)
 
 
 def _made(

@@ -187,7 +187,14 @@ class RunPlan:
 
 
 def own_cluster(config: TrainConfig) -> str:
-    """Returns the cluster that a config asks for by itself: job.nodes and its engines' nodes, each with 8 A100-80."""
+    """Returns the cluster that a config asks for by itself: job.nodes and its engines' nodes, each with 8 A100-80.
+
+    Servers that the run starts on engine.gpus share its node where launch.nproc leaves them all that it does not take.
+    """
+    engine, wanted = config.engine, server_gpus(config)
+    shared = isinstance(engine, Servers) and engine.start and engine.gpus and not engine.urls
+    if shared and config.job.nodes == 1 and config.launch.nproc + wanted == PER_NODE:
+        return f"1x{PER_NODE}xA100-80"
     return f"{config.job.nodes + -(-server_gpus(config) // PER_NODE)}x{PER_NODE}xA100-80"
 
 

@@ -74,8 +74,11 @@ def advice(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work
         tried = _plan_or_none(other, made.cluster, models, work)
         if tried is not None and not tried.problems and tried.step_s < (1 - WORTH) * made.step_s:
             saved = 1 - tried.step_s / made.step_s
-            nodes = "".join(f" ({word})" for word in nodes_words(config, tried) if tried.ranks != made.ranks)
-            line = f"{text}{nodes}: {tried.step_s:.0f} s a step instead of {made.step_s:.0f} ({saved:.0%} less)"
+            words = nodes_words(config, other, tried) if tried.ranks != made.ranks else []
+            if isinstance(other.engine, Servers):
+                words += _place_words(other.engine, config.engine)
+            also = f" ({' '.join(words)})" if words else ""
+            line = f"{text}{also}: {tried.step_s:.0f} s a step instead of {made.step_s:.0f} ({saved:.0%} less)"
             paying.append((tried.step_s, line))
     lines += [text for _, text in sorted(paying)[:MOST]] + _waits(config, made)
     node = made.cluster.per_node
@@ -151,7 +154,8 @@ def engine_choices(config: TrainConfig, cluster: Cluster, models: Mapping[str, S
             continue
         seen.add((replicas, tp))
         own = {"colocate": False, "memory_share": OWN_SHARE} if settings.colocate else {}
-        yield replace(config, engine=replace(settings, replicas=replicas, tp=tp, urls={}, gpus=(), **own))
+        engine = replace(settings, replicas=replicas, tp=tp, urls={}, gpus=(), **own)
+        yield _beside_trainer(replace(config, engine=engine), cluster)
     yield from _colocated_choices(config, settings, cluster, models, largest)
 
 
@@ -180,16 +184,43 @@ def _colocated_choices(
         yield replace(config, engine=engine)
 
 
-def engine_words(engine: Vllm | Sglang) -> list[str]:
-    """Returns the arguments that make a config's engine this one."""
+def _beside_trainer(config: TrainConfig, cluster: Cluster) -> TrainConfig:
+    """Returns the config with its servers on the last GPUs of the trainer's node where the cluster has no other one:
+    only a run that starts its servers itself has them there."""
+    engine, wanted = config.engine, plans.server_gpus(config)
+    if not isinstance(engine, Servers) or cluster.nodes > 1 or not 0 < wanted < cluster.per_node:
+        return config
+    gpus = tuple(range(cluster.per_node - wanted, cluster.per_node))
+    return replace(config, engine=replace(engine, gpus=gpus, start=True))
+
+
+def engine_words(engine: Vllm | Sglang, asked: Embedded | Servers) -> list[str]:
+    """Returns the arguments that make `asked`, a config's engine, this one."""
     words = [f"engine.kind={engine.kind}", f"engine.replicas={engine.replicas}", f"engine.tp={engine.tp}"]
-    return [*words, f"engine.colocate={str(engine.colocate).lower()}", f"engine.memory_share={engine.memory_share:g}"]
+    words += [f"engine.colocate={str(engine.colocate).lower()}", f"engine.memory_share={engine.memory_share:g}"]
+    return words + _place_words(engine, asked)
 
 
-def nodes_words(asked: TrainConfig, made: RunPlan) -> list[str]:
-    """Returns the argument that gives the trainer the nodes of a plan; none where the config has as many."""
+def _place_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
+    """Returns the arguments that move the servers of `asked` to where those of `engine` stand. None of them can take
+    `urls` out of a config."""
+    before, words = asked if isinstance(asked, Servers) else Vllm(), []
+    if engine.gpus != before.gpus:
+        words.append(f"engine.gpus=[{','.join(map(str, engine.gpus))}]")
+    if engine.start != before.start:
+        words.append(f"engine.start={str(engine.start).lower()}")
+    return words
+
+
+def nodes_words(asked: TrainConfig, config: TrainConfig, made: RunPlan) -> list[str]:
+    """Returns the arguments that give the trainer the nodes that it has in the plan of `config`, and as many ranks
+    where it shares its node with servers; none where the config asked about has as many."""
     nodes = -(-made.ranks // made.cluster.per_node)
-    return [] if nodes == asked.job.nodes else [f"job.nodes={nodes}"]
+    words = [] if nodes == asked.job.nodes else [f"job.nodes={nodes}"]
+    shared = isinstance(config.engine, Servers) and bool(config.engine.gpus)
+    if nodes == 1 and made.ranks != asked.launch.nproc and (shared or asked.launch.nproc > 1):
+        words.append(f"launch.nproc={made.ranks}")
+    return words
 
 
 def _with_engines(
@@ -337,9 +368,10 @@ def _changes(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape]) ->
     if isinstance(config.engine, Servers) and not config.engine.colocate:
         engine, node = config.engine, made.cluster.per_node
         more = max(1, node // (engine.tp * len(config.server_roles)))
+        other = replace(config, engine=replace(engine, replicas=engine.replicas + more))
         yield (
             f"{more} engine replicas more for each role, by engine.replicas={engine.replicas + more}",
-            replace(config, engine=replace(engine, replicas=engine.replicas + more)),
+            _beside_trainer(other, made.cluster) if engine.gpus else other,
         )
 
 
@@ -365,9 +397,11 @@ def _cures(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work
     if isinstance(config.engine, Servers):
         return lines
     replicas = max(1, made.cluster.gpus // 2 // len(config.server_roles))
-    tried = _plan_or_none(replace(config, engine=Vllm(replicas=replicas)), made.cluster, models, work)
-    if tried is not None and not tried.problems:
-        words = " ".join(["engine.kind=vllm", f"engine.replicas={replicas}", *nodes_words(config, tried)])
+    other = _beside_trainer(replace(config, engine=Vllm(replicas=replicas)), made.cluster)
+    tried = _plan_or_none(other, made.cluster, models, work)
+    if tried is not None and not tried.problems and isinstance(other.engine, Servers):
+        places = _place_words(other.engine, config.engine) + nodes_words(config, other, tried)
+        words = " ".join(["engine.kind=vllm", f"engine.replicas={replicas}", *places])
         lines.append(
             "vLLM servers on half of the GPUs in place of the embedded engine fit "
             f"({words}): {tried.step_s:.0f} s a step"
@@ -424,5 +458,5 @@ def _overrides(asked: TrainConfig, config: TrainConfig, made: RunPlan) -> list[s
         out += [f"roles.{name}.micro_batch_tokens={micro}"] if micro != before.micro_batch_tokens else []
         out += [f"roles.{name}.sleep=true"] if role.sleep != before.sleep else []
     if config.engine != asked.engine and isinstance(config.engine, Vllm | Sglang):
-        out += engine_words(config.engine)
-    return out + nodes_words(asked, made)
+        out += engine_words(config.engine, asked.engine)
+    return out + nodes_words(asked, config, made)
