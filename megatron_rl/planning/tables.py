@@ -46,7 +46,7 @@ def show_search(found: Sequence[Proposal], asked: RunPlan, console: Console) -> 
         layouts = "; ".join(f"{role.name} {role.parallel}" for role in one.plan.roles)
         console.print(f"[bold]{one.plan.step_s:.0f} s a step[/]{saved}: {layouts}", highlight=False)
         console.print(
-            "    " + (" ".join(f"'{word}'" if " " in word else word for word in one.overrides) or "as it is"),
+            "    " + (" ".join(map(_quoted, one.overrides)) or "as it is"),
             highlight=False,
             markup=False,  # [mlp] is a value
             soft_wrap=True,
@@ -61,7 +61,7 @@ def show_alternatives(found: Sequence[Alternative], console: Console) -> None:
     )
     for one in found:
         cost = "does not fit" if one.problem else f"{one.step_s:.0f}"
-        words = "\n".join(one.overrides) or "as it is"
+        words = "\n".join(map(_quoted, one.overrides)) or "as it is"
         table.add_row(one.engine, str(one.engine_gpus or ""), str(one.trainer_gpus), cost, words)
     console.print(table, highlight=False)
 
@@ -137,3 +137,8 @@ def _time_table(plan: RunPlan) -> Table:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f}"
+
+
+def _quoted(word: str) -> str:
+    """Returns an argument as a shell takes it."""
+    return f"'{word}'" if any(mark in word for mark in " [{") else word
