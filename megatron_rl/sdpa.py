@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WIDEST = 256  # elements of a head that flash attention takes
+WIDEST_HEAD = 256  # elements: flash attention takes no wider heads
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -27,11 +27,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, sc
 def _takes_groups(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Says whether torch has a kernel for grouped heads here that keeps no scores, or none in any case (on a CPU).
 
-    On a GPU this is flash attention alone, which refuses masks, float32, heads of more than WIDEST elements, and values
-    of another width than the keys'.
-    The memory-efficient kernel takes all of these, but not grouped heads (sdp_utils.cpp, torch 2.10 to 2.13).
+    On a GPU this is flash attention alone, which refuses masks, float32, heads of more than WIDEST_HEAD elements, and
+    values of another width than the keys'. The memory-efficient kernel takes all of these, but not grouped heads
+    (sdp_utils.cpp, torch 2.10 to 2.13).
     """
     if not query.is_cuda:
         return True
-    equal = value.shape[-1] == query.shape[-1] <= WIDEST
+    equal = value.shape[-1] == query.shape[-1] <= WIDEST_HEAD
     return mask is None and query.dtype == torch.bfloat16 and equal

@@ -17,6 +17,7 @@ GRADIENT = 4  # bytes of a parameter's gradient, which is summed in float32
 # Bytes of a parameter's optimizer state, shared by the ranks that hold it; float32 weights are their own masters.
 MOMENTS, MASTER = 8, 4
 CHUNK = 1 << 27  # logits held at once on a GPU, as in megatron/forward.py
+EXCHANGE = 1 << 28  # bytes through which a reference and the live weights change places, as in megatron/offload.py
 CONTEXT = 2.5 * GIB  # CUDA context, NCCL's buffers, libraries
 WHOLE = "layer"  # recompute a whole layer from its input
 FRAGMENTS = 0.04  # share of the GPU's memory that the allocator loses
@@ -67,7 +68,7 @@ class TrainingBytes:
     optimizer: float
     activations: float
     workspace: float  # the output layer's: logits in chunks, and its gradient
-    swapped: float  # a pass of the reference, or one parameter as the reference's weights take the live ones' place
+    swapped: float  # a pass of the reference, and what its weights are exchanged through
 
     @property
     def resident(self) -> float:
@@ -172,10 +173,10 @@ def activations(
 
 
 def _reference(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:
-    """Returns the bytes of the reference's passes: its weights and the live ones are exchanged with host memory, one
-    parameter after the other."""
+    """Returns the bytes of the reference's passes: one layer, and what its weights and the live ones are exchanged
+    through, piece by piece."""
     largest = numbers.width * shape.sizes.vocab * shape.sizes.hidden / parallel.tp
-    return max(largest, _widest_layer(shape, parallel, tokens, numbers))
+    return min(largest, EXCHANGE) + _widest_layer(shape, parallel, tokens, numbers)
 
 
 def _widest_layer(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:

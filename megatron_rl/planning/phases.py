@@ -143,7 +143,7 @@ def _served_adapter(config: TrainConfig, name: str) -> Lora | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Generation:
-    """What a turn's plan has of the answers of all its roles."""
+    """The answers of all roles in the plan of a turn, in seconds."""
 
     phases: Mapping[str, float]
     rows: Mapping[str, float]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.megatron import offload
+from megatron_rl.planning import memory
 
 MIB = 1 << 20
 # elements of the weights of one of two tensor ranks of Qwen2.5-7B: embedding, output layer, 28 layers
@@ -36,6 +37,7 @@ def test_one_large_buffer_is_copied_in_pieces(elements):
     """As a buffer of all weights is: in one piece it would take up to twice its size."""
     pieces = torch.empty(elements, dtype=torch.bfloat16, device="meta").split(offload.BLOCK // 2)
     _, blocks = offload._packed([piece.nbytes for piece in pieces])
+    assert memory.EXCHANGE == offload.BLOCK, "which a plan counts"
     assert taken([2 * elements]) > 1.5 * 2 * elements and taken(blocks) < 2 * elements + 2 * MIB
 
 

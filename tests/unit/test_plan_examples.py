@@ -40,23 +40,3 @@ def test_an_example_fits_the_cluster_that_it_asks_for(name, capsys):
     found = json.loads(capsys.readouterr().out)
     assert status == 0, found["problems"]
     assert not [line for line in found["advice"] if "request_timeout_s" in line]
-
-
-@pytest.mark.parametrize("name", ["tango_qwen2.5_7b.yaml", "tandem_qwen3_4b.yaml", "distil_qwen3_1.7b.yaml"])
-@pytest.mark.parametrize("settings", [[], ["rollouts.max_staleness=1"]])
-def test_the_settings_of_an_engine_make_the_run_that_was_planned(name, settings, capsys):
-    """They left the trainer's nodes out, and offered the embedded engine with turns generated beside training."""
-    given = [str(EXAMPLES / name), *settings]
-    if settings and name.startswith("tango"):
-        given += ["engine.colocate=false", "engine.replicas=2"]
-    main(["plan", *given, "--json"])
-    engines = json.loads(capsys.readouterr().out)["engines"]
-    assert len(engines) > 3
-    for engine in engines[1:]:
-        main(["plan", *given, *engine["overrides"], "--json"])
-        found = json.loads(capsys.readouterr().out)
-        assert found["trainer_gpus"] == engine["trainer_gpus"] and not found["problems"]
-        assert found["step_s"] == pytest.approx(engine["step_s"], rel=0.01)
-        ranks = str(engine["trainer_gpus"])
-        assert main(["check", *given, *engine["overrides"], "--ranks", ranks, "--elsewhere"]) == 0
-        capsys.readouterr()

@@ -52,9 +52,14 @@ def test_settings_ask_for_the_cluster_that_was_planned_and_pass_the_check(name, 
         ranks = plans.trainer_gpus(config, parse_cluster(own))
         assert ranks == row["trainer_gpus"]
         assert plans.server_gpus(config) == row.get("engine_gpus", plans.server_gpus(config))
-        alone = bool(config.launch.nproc > 1)  # else whole nodes are the trainer's
+        alone = config.launch.nproc > 1  # else whole nodes are the trainer's
         assert ranks == (config.launch.nproc if alone else 8 * config.job.nodes)
         checks.check(config, ranks, to_come=True)
+    for row in found["engines"][1:]:
+        again = planned(capsys, *given, *row["overrides"])
+        assert bool(again["problems"]) == bool(row["problem"]) and again["step_s"] == pytest.approx(
+            row["step_s"], rel=1e-6
+        )
 
 
 def test_the_embedded_engine_is_planned_without_turns_beside_training(capsys):

@@ -25,7 +25,7 @@ ROW_UNIT = 8  # numbers of rows are 1, 2, 4 and the multiples of this
 
 
 class Recorder(Protocol):
-    """What records steps. A step is a function that does the same with what is in its memory then."""
+    """Records steps: functions that do the same, whenever they are called, with what their memory holds then."""
 
     def rehearse(self, step: Callable[[], None]) -> None:
         """Runs a step for the first time. This also makes what libraries keep for themselves."""

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_rl.sdpa import WIDEST_HEAD
 from megatron_rl.transfers import upload
 
 AMPERE = (8, 0)  # the lowest compute capability that torch's flash attention has kernels for
-HEAD_UNIT, WIDEST_HEAD = 8, 256  # it refuses heads whose elements are no multiple of the first, or more than the second
+HEAD_UNIT = 8  # it refuses heads whose elements are no multiple of this, or more than WIDEST_HEAD
 # Arguments of torch's function that older versions of torch do not have: the first, which is needed, comes with 2.11,
 # the second with 2.12. There it must be told that heads are grouped; 2.11 passes any heads on to the same kernel.
 WINDOW, GROUPED = "window_size", "enable_gqa"
