@@ -23,6 +23,14 @@ else:
     torch, Tensor = Later("torch"), Any
 
 LOG_LIMIT = 20.0  # |log r| is bounded so, as in verl: exp of more may be inf, and inf times an advantage of 0 is nan
+EXP_LIMIT = 40.0  # largest argument of exp in a loss: float32 also holds the square of the result, for gradient norms
+
+
+def bounded_exp(values: Tensor, limit: float | Tensor = EXP_LIMIT) -> Tensor:
+    """Returns exp(values), [N]. Beyond `limit`, a number or [N], exp goes on as its tangent there, so that value and
+    gradient stay finite and keep their direction; up to `limit` both are exactly those of exp."""
+    held = torch.clamp(values, max=limit)  # type: ignore[call-overload]
+    return held.exp() * (1 + (values - held))
 
 
 def correction_weights(

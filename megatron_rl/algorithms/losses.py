@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_rl.algorithms import objectives
 from megatron_rl.algorithms.aggregation import aggregate
-from megatron_rl.algorithms.corrections import correction_weights, off_policy_mask
+from megatron_rl.algorithms.corrections import EXP_LIMIT, bounded_exp, correction_weights, off_policy_mask
 from megatron_rl.batches.batch import Batch, Statistics, at
 from megatron_rl.config.schema import ConfigError, LossConfig
 from megatron_rl.later import Later
@@ -68,7 +68,7 @@ class PolicyLoss:
         if config.entropy_coef:
             per_token = per_token - config.entropy_coef * live.entropy
         sums = {
-            "ratio": (live.logprobs.detach() - batch.old).exp(),
+            "ratio": bounded_exp(live.logprobs.detach() - batch.old),
             "entropy": live.entropy.detach(),
             "engine_gap": gap.abs(),
             "engine_kl": k3(-gap, torch.zeros_like(gap)),
@@ -107,7 +107,10 @@ class PolicyLoss:
                 estimate = k2(logprobs, batch.reference_logprobs)
             case "k3":
                 estimate = k3(logprobs, batch.reference_logprobs, clamp=self.config.kl_clamp)
-        return estimate * (logprobs - batch.old).exp() if self.config.kl_bias_correction else estimate
+        if not self.config.kl_bias_correction:
+            return estimate
+        room = EXP_LIMIT - (batch.reference_logprobs - logprobs).detach().clamp(0, EXP_LIMIT)  # k3 is an exp as well
+        return estimate * bounded_exp(logprobs - batch.old, room)
 
     def _complete(self, live: Statistics, batch: Batch) -> Batch:
         """The batch with its old log-probs, and with a reference if one is needed: a rank without sequences may have
@@ -166,6 +169,6 @@ def k3(logprobs: Tensor, other: Tensor, *, clamp: float | None = None) -> Tensor
     """
     difference = other - logprobs
     if clamp is None:
-        return difference.exp() - difference - 1
+        return bounded_exp(difference) - difference - 1
     difference = difference.clamp(-20.0, 20.0)
     return (difference.exp() - difference - 1).clamp(max=clamp)

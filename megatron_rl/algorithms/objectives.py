@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
-from megatron_rl.algorithms.corrections import LOG_LIMIT
+from megatron_rl.algorithms.corrections import LOG_LIMIT, bounded_exp
 from megatron_rl.batches.batch import Batch, Statistics, at
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError
@@ -108,7 +108,7 @@ def clipped(
     log_ratio = live.logprobs - batch.old
     if ratio_bound is not None:
         log_ratio = log_ratio.clamp(-math.log(ratio_bound), math.log(ratio_bound))
-    loss, figures = _clip(log_ratio.exp(), batch.advantages, clip_low, clip_high)
+    loss, figures = _clip(bounded_exp(log_ratio), batch.advantages, clip_low, clip_high)
     if dual_clip is not None:
         most = -dual_clip * batch.advantages
         over = (batch.advantages < 0) & (loss > most)
@@ -136,7 +136,7 @@ def gspo(
     log_ratio = batch.spread(mean) + live.logprobs - live.logprobs.detach()
     if ratio_cap is not None:
         log_ratio = log_ratio.clamp(max=math.log(ratio_cap))
-    return _clip(log_ratio.exp(), batch.advantages, clip_low, clip_high)
+    return _clip(bounded_exp(log_ratio), batch.advantages, clip_low, clip_high)
 
 
 def gmpo(live: Statistics, batch: Batch, *, clip_low: NotNegative = 0.4, clip_high: NotNegative = 0.4) -> Answer:
@@ -149,7 +149,7 @@ def gmpo(live: Statistics, batch: Batch, *, clip_low: NotNegative = 0.4, clip_hi
     """
     log_ratio = live.logprobs - batch.old
     bounded = torch.where(batch.advantages < 0, log_ratio.clamp(min=-clip_low), log_ratio.clamp(max=clip_high))
-    ratio = (batch.sequence_sums(bounded) / _label_counts(batch, bounded.dtype)).exp()
+    ratio = bounded_exp(batch.sequence_sums(bounded) / _label_counts(batch, bounded.dtype))
     return -batch.spread(ratio) * batch.advantages, {"clip_frac": bounded != log_ratio}
 
 
@@ -159,7 +159,7 @@ def cispo(live: Statistics, batch: Batch, *, cap: Positive = 5.0) -> Answer:
     The cap is a ratio itself, as TRL's epsilon_high = 5.0 of this loss. NeMo-RL and verl cap at 1 + theirs, and verl
     clips from below as well.
     """
-    ratio = (live.logprobs - batch.old).exp().detach()
+    ratio = bounded_exp(live.logprobs - batch.old).detach()
     return -ratio.clamp(max=cap) * batch.advantages * live.logprobs, {"clip_frac": ratio > cap}
 
 
@@ -197,7 +197,7 @@ def vespo(
     log_w = batch.spread(batch.sequence_sums(log_ratio).clamp(math.log(LEAST_WEIGHT), LOG_LIMIT))
     positive = batch.advantages >= 0
     k, fall = _by_sign(positive, k_pos, k_neg, log_w), _by_sign(positive, lambda_pos, lambda_neg, log_w)
-    weight = (k * log_w + fall * (1 - log_w.exp())).exp()
+    weight = bounded_exp(k * log_w + fall * (1 - log_w.exp()))
     return -weight * batch.advantages * live.logprobs, {"rollout_weight": weight}
 
 
@@ -230,7 +230,7 @@ def distilled(live: Statistics, batch: Batch, *, max_fall: Positive | None = Non
     is ours with a correction that never binds, and adds 0.001 log(ratio)^2, which is not offered.
     """
     gain = (batch.values["teacher_logprobs"] - live.logprobs).detach()
-    loss, figures = -(live.logprobs - batch.old).exp() * gain, {"teacher_gap": -gain}
+    loss, figures = -bounded_exp(live.logprobs - batch.old) * gain, {"teacher_gap": -gain}
     if max_fall is None:
         return loss, figures
     fall = batch.engine_logprobs.exp() - live.logprobs.detach().exp()
@@ -284,7 +284,7 @@ def rl_plus(live: Statistics, batch: Batch, *, focus: NotNegative = 0.5) -> Answ
     has no gradient, and the ratio 2 p / (p_old + (1 + p_old) / 2). The release sums over tokens and divides by a
     constant (aggregation constant), has no KL, and an estimator that compares own samples alone.
     """
-    own = at(batch.mask, live.logprobs - batch.old).exp()  # a partner's token may be too unlikely for exp
+    own = bounded_exp(at(batch.mask, live.logprobs - batch.old))
     ratio = torch.where(batch.mask, own, 2 * live.logprobs.exp() / (1.5 * batch.old.exp() + 0.5))
     focused = batch.advantages * (1 - live.logprobs.detach().exp()).clamp(min=0) ** focus
     return -ratio * torch.where(batch.mask, batch.advantages, focused)
