@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.util
-import inspect
 import itertools
 import json
 import sys
@@ -14,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
+from megatron_rl.api import by_value
+from megatron_rl.api.by_value import DIGITS
 from megatron_rl.api.config import Settings
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import PromptSet
@@ -25,7 +22,6 @@ from megatron_rl.rewards.functions import CalledFunction, name_of
 from megatron_rl.run.checkpoint import write_text
 
 FUNCTIONS = "megatron_rl.rewards.functions:RewardFunctions"
-DIGITS = 12  # of a digest in a file's name
 _FOUND = (MESSAGES, QUESTION, ANSWER, "prompt")  # columns that need no entry in data.fields
 Rows = Iterable[Mapping[str, Any]]
 Called = Callable[..., Any]
@@ -41,10 +37,13 @@ def data_settings(given: Rows | str | Path, name: str, directory: Path) -> dict[
     if isinstance(given, (str, Path)):
         return {"path": str(given)}
     text = _jsonl(given, name)
-    path = directory / f"{name}-{_digest(text)}.jsonl"
+    content = text.encode("utf-8", "surrogatepass")
+    path = directory / f"{name}-{hashlib.sha256(content).hexdigest()[:DIGITS]}.jsonl"
     if not path.exists():
         directory.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
+    elif path.read_bytes() != content:
+        raise ConfigError(f"{path} was changed after a Trainer wrote it: remove it, and the rows are written again")
     return {"path": str(path)}
 
 
@@ -154,12 +153,7 @@ def _place(function: Any, directory: Path, name: str) -> dict[str, str]:
         return {"target": function}
     if (target := _importable(function)) is not None:
         return {"target": target}
-    path = directory / f"reward-{name}-{_digest(_source(function))}.pkl"
-    directory.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(_pickled(function, name))
-    partial.replace(path)
-    return {"pickled": str(path)}
+    return {"pickled": str(by_value.write(function, directory, name))}
 
 
 def _importable(function: Any) -> str | None:
@@ -170,51 +164,7 @@ def _importable(function: Any) -> str | None:
     here = sys.modules.get(module)
     if module.startswith("__") or here is None or vars(here).get(name) is not function:
         return None
-    return f"{module}:{name}" if _findable(module) else None
-
-
-def _findable(module: str) -> bool:
-    """Returns whether another process finds a module by its name."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def _pickled(function: Any, name: str) -> bytes:
-    """Returns a function by value, with what it uses of its module. Raises ConfigError for one that cannot be."""
-    module = sys.modules.get(inspect.unwrap(function).__module__) if hasattr(function, "__module__") else None
-    by_value = module is not None and module.__name__ != "__main__" and not _findable(module.__name__)
-    try:
-        if by_value:
-            cloudpickle.register_pickle_by_value(module)
-        return cloudpickle.dumps(function)
-    except Exception as error:  # pickling calls what users have written, and raises what that raises
-        raise ConfigError(
-            f"reward {name} cannot be handed to the processes that grade ({type(error).__name__}: {error}): let it "
-            "open files, locks and connections when it is called, or put it into a module"
-        ) from error
-    finally:
-        if by_value:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-def _source(function: Any) -> str:
-    """Returns a text that stands for a function: its source, or its code where there is no source. The same program
-    gives the same text every time, which the bytes of a pickle do not promise."""
-    while isinstance(function, functools.partial):
-        return f"{function.args!r} {function.keywords!r} {_source(function.func)}"
-    if not isinstance(function, types.FunctionType):
-        function = type(function)
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return _code(function.__code__) if isinstance(function, types.FunctionType) else function.__qualname__
-
-
-def _code(code: types.CodeType) -> str:
-    parts = [_code(one) if isinstance(one, types.CodeType) else repr(one) for one in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {' '.join(parts)}"
+    return f"{module}:{name}" if by_value.findable(here) else None
 
 
 def _jsonl(rows: Any, name: str) -> str:
@@ -256,7 +206,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"a {type(value).__name__} is no JSON value")
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:DIGITS]

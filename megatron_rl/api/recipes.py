@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.util
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import pydantic
 
+from megatron_rl.api import by_value
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
 
@@ -53,7 +54,9 @@ def use_of(recipe: Any) -> dict[str, Any]:
             "Grpo(updates=100)"
         )
     kind = type(recipe)
-    if kind.__module__.startswith("__") or importlib.util.find_spec(kind.__module__) is None:
+    module = sys.modules.get(kind.__module__)
+    held = module is not None and vars(module).get(kind.__qualname__) is kind
+    if not held or module is None or not by_value.findable(module):
         raise ConfigError(
             f"recipe {kind.__qualname__} is defined in {kind.__module__}: put the class into a module beside the "
             "program, so that the ranks can import it"
