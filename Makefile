@@ -255,6 +255,10 @@ $(TASKS)/.ready: $(STAMP) # pip builds eleven packages that the library needs; w
 soak: setup ## a tiny Tango run of 2,000 turns in faults: kills, full disks, clock jumps, servers that lie; some 40 minutes (SEED, TURNS=2000)
 	$(PY) benchmarks/soak.py --turns $(or $(TURNS),2000) --seed $(SEED) --check
 
+.PHONY: golden
+golden: setup ## twelve runs, all settings and all shipped configs against those of another commit, bit for bit (BASE=REV)
+	$(PY) tools/golden/golden.py $(or $(BASE),$(error give the commit to compare with: make golden BASE=REV))
+
 fuzz: setup ## hostile inputs in numbers, by area, with a table (SEED, COUNT=1000)
 	PYTHONPATH=$(CURDIR) $(PY) tests/fuzz/run.py --seed $(SEED) --count $(or $(COUNT),1000)
 
