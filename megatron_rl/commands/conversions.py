@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "--shard-gb", type=_size, default=SHARD_GB, help=f"largest size of an output file (default: {SHARD_GB:g})"
     )
     checks = "read the result back and compare bit for bit" + (
-        "; and logits against transformers" if command == "to-hf" else ""
+        "; and logits against transformers, a merged adapter against peft" if command == "to-hf" else ""
     )
     parser.add_argument("--verify", action="store_true", help=checks)
 

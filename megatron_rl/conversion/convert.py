@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import math
@@ -28,6 +29,7 @@ from megatron_rl.weights.rectangles import WHOLE, hf_shapes, kept_float32, megat
 OF_CHECKPOINTS = ("metadata.json", "COMPLETE.json", "state.json")  # JSON files of a checkpoint, not of a model
 EMPTY = [None]  # what megatron-core keeps as extra state of a module that has none
 LOGITS = 1e-3  # largest difference of float32 logits, as a share of the largest logit
+MERGED = 1e-5  # largest difference of merged float32 weights, as a share of a tensor's largest number
 T = TypeVar("T")
 
 
@@ -41,10 +43,10 @@ def to_hf(
 ) -> str:
     """Writes a Hugging Face directory with config and tokenizer, loadable as it stands.
 
-    `verify` reads it back and compares bit for bit, then compares the logits of the checkpoint's Megatron model with
-    those of transformers. Returns what the logits' comparison gave, or why it was not done; "" without `verify`. Raises
-    ConfigError when something is at `target` already, for too little disk space, for a tensor with numbers that are not
-    finite, and when the logits differ.
+    `verify` reads it back and compares bit for bit. Then it compares the logits of a checkpoint's Megatron model with
+    those of transformers, or merged weights with those that peft merges. Returns what that comparison gave, or why it
+    was not done; "" without `verify`. Raises ConfigError when something is at `target` already, for too little disk
+    space, for a tensor with numbers that are not finite, and when the comparison fails.
     """
     sizes = source.sizes
     if source.checkpoint is None:
@@ -62,7 +64,8 @@ def to_hf(
         write_sums(folder)
         if verify:
             _verify(source, hf.DirectoryTensors(folder), dtype)
-            said = _compare_logits(source, sizes, folder, exact=dtype is None)
+            compare = _compare_logits if source.adapter is None else _compare_merged
+            said = compare(source, sizes, folder, exact=dtype is None)
     return said
 
 
@@ -204,6 +207,31 @@ def _compare_logits(source: WeightSource, sizes: Sizes, folder: Path, *, exact: 
             f"the largest logit is {largest:.2e}"
         )
     return f"logits differ from those of transformers by {gap:.1e} at most, of {largest:.1e}"
+
+
+def _compare_merged(source: WeightSource, sizes: Sizes, folder: Path, *, exact: bool) -> str:
+    """Compares every merged tensor with what peft makes of the same base and adapter, and returns a line about it.
+
+    `exact`: raises ConfigError for a difference beyond rounding. A cast model's difference is told and not judged.
+    """
+    if importlib.util.find_spec("peft") is None:
+        return "not compared with peft, which is not installed"
+    from megatron_rl.conversion import parity  # brings megatron-core, which nothing else here needs
+
+    if why := parity.obstacle(sizes):
+        return f"not compared with peft: {why}"
+    assert source.adapter is not None
+    theirs, ours, most = parity.merged_by_peft(source.path, source.adapter, sizes), hf.DirectoryTensors(folder), 0.0
+    for name in ours.stored:
+        own = ours.whole(name)
+        gap, largest = float((own.float() - theirs[name]).abs().max()), float(theirs[name].abs().max())
+        if exact and not gap <= max(MERGED, 2 * torch.finfo(own.dtype).eps) * largest:
+            raise ConfigError(
+                f"{name} differs from what peft makes of {source.adapter} when it loads it by {gap:.2e}; its largest "
+                f"number is {largest:.2e}: the adapter is no plain LoRA adapter"
+            )
+        most = max(most, gap)
+    return f"peft's merged weights differ by {most:.1e} at most"
 
 
 def _steps(items: Iterator[T], total: int, what: str) -> Iterator[T]:

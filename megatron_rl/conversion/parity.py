@@ -1,9 +1,10 @@
-"""Compares the logits of a checkpoint's Megatron model with those of transformers on its Hugging Face directory."""
+"""Computes what a converted model is compared with: logits of Megatron and of transformers, and weights peft merges."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from megatron_rl.megatron.attention import RotaryTable
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
+from megatron_rl.weights.copies import by_expert
 from megatron_rl.weights.rectangles import hf_shapes
 
 POSITIONS = 8
@@ -56,6 +58,15 @@ def logits_gap(checkpoint: Path, model: Path) -> tuple[float, float]:
     finally:
         dist.destroy_process_group()
     return float((ours - theirs).abs().max()), float(theirs.abs().max())
+
+
+def merged_by_peft(base: Path, adapter: Path, sizes: Sizes) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a model, by the names of its files, into which peft has merged an adapter, in float32."""
+    from peft import PeftModel  # it is not needed otherwise
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged: Any = PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)
+    return by_expert(merged.merge_and_unload().state_dict(), sizes)
 
 
 def _logits(checkpoint: Path, model: Path, tokens: torch.Tensor) -> torch.Tensor:

@@ -22,22 +22,21 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # an adapt
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 INWARD = ("self_attention.linear_proj", "mlp.linear_fc2")  # those that tensor ranks cut by columns
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # the targets of a model with experts
-# Settings of peft that change what an adapter computes, with the values under which it is W + alpha / r B A.
+# Keys of peft's adapter_config.json that do not change what a saved adapter computes, whatever their value is: names,
+# settings of its training, and what the tensors say themselves.
+_HARMLESS = {
+    "peft_version", "base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode", "r",
+    "lora_alpha", "target_modules", "exclude_modules", "layers_pattern", "lora_dropout", "eva_config", "megatron_core",
+    "qalora_group_size",
+}  # fmt: skip
+# Values of the other keys under which an adapter is W + alpha / r B A. Keys that are not listed, such as those of later
+# versions of peft, must be off. Ways to initialise that are not listed change W whenever peft loads the adapter.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "use_rslora": (False, None),
-    "use_qalora": (False, None),
     "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layers_to_transform": (None, []),
-    "lora_bias": (False, None),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, []),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
+_OFF = (None, False, [], {})
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,24 @@ class Projection:
 
 
 def not_plain(told: Mapping[str, Any]) -> list[str]:
-    """Returns the settings of peft's adapter_config.json under which an adapter is not W + alpha / r B A."""
-    return [key for key, plain in _PLAIN.items() if key in told and told[key] not in plain]
+    """Returns the settings of peft's adapter_config.json under which an adapter may not be W + alpha / r B A: all that
+    are neither harmless nor off."""
+    return [key for key, value in told.items() if key not in _HARMLESS and value not in _PLAIN.get(key, _OFF)]
+
+
+def refusal(told: Mapping[str, Any], key: str) -> str:
+    """Returns why an adapter with this setting of adapter_config.json is refused, and what to do."""
+    return (
+        f"{CONFIG} says {key} = {told[key]!r}, which changes what the adapter computes, or is not known, and is not "
+        "supported; give a plain LoRA adapter, or the model that peft's merge_and_unload makes"
+    )
+
+
+def target_names(told: Mapping[str, Any]) -> set[str] | None:
+    """Returns the names of the matrices that adapter_config.json lists, without the modules around them; None where it
+    has a pattern or the word all-linear, which say less than the tensors do."""
+    targets = told.get("target_modules")
+    return {str(name).rpartition(".")[2] for name in targets} if isinstance(targets, list) else None
 
 
 @lru_cache(maxsize=4096)
@@ -145,17 +160,12 @@ def _file_problems(lora: Lora, path: str) -> list[str]:
             raise ValueError("it is no object")
     except (OSError, ValueError) as error:
         return [f"lora.path = {path}: {file} cannot be read ({error}); give the directory of an adapter"]
-    found = [
-        f"lora.path = {path}: its {CONFIG} says {key} = {told[key]!r}, which changes what the adapter computes and is "
-        "not supported; give a plain LoRA adapter"
-        for key in not_plain(told)
-    ]
-    targets = told.get("target_modules")
+    found = [f"lora.path = {path}: its {refusal(told, key)}" for key in not_plain(told)]
+    targets = target_names(told)
     own: dict[str, tuple[Any, Any]] = {
         "rank": (told.get("r"), lora.rank),
         "alpha": (told.get("lora_alpha"), lora.alpha),
-        # A pattern or the word all-linear says less than the tensors do, which are compared when they are read.
-        "targets": (sorted(targets), sorted(lora.targets)) if isinstance(targets, list) else (None, None),
+        "targets": (None, None) if targets is None else (sorted(targets), sorted(lora.targets)),
     }
     found += [
         f"lora.{key} = {asked}, and the adapter in lora.path = {path} has {there}: set lora.{key} to that"

@@ -11,19 +11,28 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rl.config.schema import ConfigError, Lora
-from megatron_rl.models.adapters import CONFIG, WEIGHTS, Projection, adapted, not_plain, projections
+from megatron_rl.models.adapters import (
+    CONFIG,
+    WEIGHTS,
+    Projection,
+    adapted,
+    not_plain,
+    projections,
+    refusal,
+    target_names,
+)
 from megatron_rl.models.cuts import ByColumns, ByRows, Cut, Held, Source, Whole
 from megatron_rl.models.rows import HF_LAYER, MEGATRON_LAYER
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights import headers, hf
-from megatron_rl.weights.copies import blocks
+from megatron_rl.weights.copies import all_finite, blocks
 from megatron_rl.weights.rectangles import Shard
 
 DIRECTORY = "adapter"  # of a role's checkpoint: where its adapter lies
@@ -32,6 +41,7 @@ _MODULE = "lora"  # of a layer of Megatron: the module that holds its adapters
 PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}  # this package's names of A and B -> peft's
 _PREFIX = "base_model.model."  # what peft puts before the names of the model's modules
 _NAME = re.compile(rf"decoder\.layers\.(\d+)\.{_MODULE}\.(\w+)\.(lora_[ab])")
+_MATRIX = re.compile(r".*?(\w+)\.lora_[AB]\.weight")  # peft's tensor -> the name of its matrix
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of each file, for the digest of a base
 
 
@@ -70,7 +80,8 @@ def shapes(sizes: Sizes, lora: Lora) -> dict[str, tuple[int, int]]:
 def read(directory: str | Path, sizes: Sizes, lora: Lora) -> dict[str, Tensor]:
     """Reads an adapter that peft, or `write`, wrote. Returns its tensors by peft's names.
 
-    Raises ConfigError for files that are missing or damaged, and for tensors that are not those of `lora`.
+    Raises ConfigError for files that are missing or damaged, for tensors that are not those of `lora`, and for numbers
+    that cannot be computed with.
     """
     file = Path(directory) / WEIGHTS
     try:
@@ -92,6 +103,11 @@ def read(directory: str | Path, sizes: Sizes, lora: Lora) -> dict[str, Tensor]:
                 f"{file}: {name} is {list(found[name].shape)}, lora.rank = {lora.rank} and the model's config.json "
                 f"say {list(shape)}: is it another model's?"
             )
+        if not found[name].is_floating_point() or not all_finite(found[name]):
+            wrong = (
+                "holds numbers that are not finite" if found[name].is_floating_point() else f"is {found[name].dtype}"
+            )
+            raise ConfigError(f"{file}: {name} {wrong}: its training failed, or the file is damaged; give another one")
     return found
 
 
@@ -129,20 +145,18 @@ def write(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str,
 
 
 def read_settings(directory: Path) -> Lora:
-    """Reads the settings of an adapter that `write` wrote. Raises ConfigError when they cannot be read."""
+    """Reads the settings of an adapter that peft, or `write`, wrote. Raises ConfigError when they cannot be read, and
+    for an adapter that is not W + alpha / r B A."""
     file = directory / CONFIG
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
-        lora = Lora(rank=told["r"], alpha=told["lora_alpha"], targets=tuple(told["target_modules"]))
         odd = not_plain(told)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        targets = target_names(told) or {_MATRIX.sub(r"\1", name) for name in headers.read_file(directory / WEIGHTS)}
+        if not odd:
+            return Lora(rank=told["r"], alpha=told["lora_alpha"], targets=cast(Any, tuple(sorted(targets))))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read ({error!r}): is it a LoRA adapter?") from error
-    if odd:
-        raise ConfigError(
-            f"{file} says {odd[0]} = {told[odd[0]]!r}, which changes what the adapter computes and is not supported; "
-            "give a plain LoRA adapter"
-        )
-    return lora
+    raise ConfigError(f"{file}: {refusal(told, odd[0])}")
 
 
 def base_of(directory: Path) -> Path:
