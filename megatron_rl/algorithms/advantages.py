@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_rl.algorithms.estimators import (
     EPSILON,
+    UNGROUPED,
     Estimator,
     EstimatorName,
     find_estimator,
@@ -60,21 +61,24 @@ def assign_advantages(
     as the reward TRAINED, whose mean is logged as reward/trained. `estimator`: see algorithms.estimators. With `alpha`,
     one number or [B], Tango's mixture (arXiv 2505.15034, eq. 7): (1 - alpha) outcome + alpha steps, where `steps` says
     how step rewards become the advantages of tokens; when no rollout has scores on its reasoning steps, the outcome
-    alone. `weights` [B] multiply a rollout's advantages (the verifier's class weights, eq. 9). Raises ValueError for a
+    alone. `weights` [B] multiply a rollout's advantages (the verifier's class weights, eq. 9). A rollout that is the
+    only one of its group, such as one whose siblings' gradings failed, gets 0 from every estimator but those in
+    UNGROUPED, also from one of a user's own, and no other rollout is compared with it. Raises ValueError for a
     missing or non-finite reward, an alpha outside [0, 1], and another number of weights or alphas than rollouts;
     ConfigError for an estimator that cannot be, or that knows no step rewards where `alpha` asks for them.
     """
     if weights is not None and len(weights) != len(rollouts):
         raise ValueError(f"{len(weights)} weights for {len(rollouts)} rollouts: give one per rollout")
     alphas = None if alpha is None else _alphas(alpha, len(rollouts))
-    estimate = find_estimator(estimator)
+    find_estimator(estimator)
     if alpha is not None and word_of(estimator) == w_reinforce.__name__:
         raise ConfigError("estimator w_reinforce tells right answers from wrong ones, and has no rule for step rewards")
     if not rollouts:
         return []
     rewards = np.array([_outcome(rollout, reward) for rollout in rollouts])
     tokens = np.array([rollout.num_trainable for rollout in rollouts], np.int64)
-    outcomes = _estimated(estimate, word_of(estimator), rewards, _groups(rollouts), tokens)
+    groups = _groups(rollouts)
+    outcomes = _estimated(estimator, rewards, groups, tokens, members=np.bincount(groups)[groups])
     factors = np.ones(len(rollouts)) if weights is None else np.asarray(weights, np.float64)
     if alphas is None or all(r.marks_of(STEP).scores is None for r in rollouts):
         return [*map(_credited, rollouts, rewards.tolist(), (outcomes * factors).tolist())]
@@ -123,10 +127,12 @@ def step_advantages(
     All step rewards of a group's rollouts are one set, treated by the estimator apart from the outcomes (eq. 5; tokens
     without a step reward are not in the set); a token then gets the sum over the steps whose last token is at or after
     it (eq. 6), so exactly 0 after the last step. An estimator sees each step as one token. `credit` says otherwise for
-    the set or the sum. rloo: times `rloo_scale`.
+    the set or the sum. rloo: times `rloo_scale`. A set with the steps of one rollout alone gives 0, as
+    `assign_advantages` says of groups.
     reinforce_pp: undiscounted reverse sums of the raw step rewards over the tokens, whitened over the batch's trained
-    tokens (those without a step to come, and rollouts without step rewards, included with return 0), sample std (n - 1)
-    + 1e-6. Raises ValueError for a step that ends outside its rollout.
+    tokens (those without a step to come, and rollouts without steps, included with return 0), sample std (n - 1)
+    + 1e-6. Steps without rewards, whose verification failed, leave their rollout out, with 0. Raises ValueError for a
+    step that ends outside its rollout.
     """
     return [*_step_advantages(rollouts, estimator=estimator, credit=credit, rloo_scale=rloo_scale)]
 
@@ -138,18 +144,23 @@ def _step_advantages(
     estimate = find_estimator(estimator)
     scores = [rollout.marks_of(STEP).scores for rollout in rollouts]
     if estimate is reinforce_pp:
-        return _whitened([_spread(r, s, credit) for r, s in zip(rollouts, scores, strict=True)], rollouts)
+        judged = [own is not None or not len(r.marks_of(STEP)) for r, own in zip(rollouts, scores, strict=True)]
+        spread = (
+            _spread(r, s, credit) if known else None for r, s, known in zip(rollouts, scores, judged, strict=True)
+        )
+        return _whitened([*spread], rollouts)
     sizes = [0 if own is None else len(own) for own in scores]
     rewards = np.concatenate([np.empty(0), *(own for own in scores if own is not None)])
     if len(rewards) == 0:
         return [0.0] * len(rollouts)
-    groups = np.repeat(_groups(rollouts), sizes)
+    own_groups = _groups(rollouts)
+    groups = np.repeat(own_groups, sizes)
+    members = np.bincount(own_groups[np.array(sizes) > 0])[groups]  # rollouts of each group that have step rewards
     if credit.baseline == "step":
         numbers = np.concatenate([np.arange(size) for size in sizes])
         groups = np.unique(np.stack([groups, numbers]), axis=1, return_inverse=True)[1].reshape(-1)
-    compared = _estimated(estimate, word_of(estimator), rewards, groups, np.ones(len(rewards), np.int64))
-    if credit.baseline == "step":
-        compared = np.where(np.bincount(groups)[groups] == 1, 0.0, compared)
+        members = np.bincount(groups)[groups]
+    compared = _estimated(estimator, rewards, groups, np.ones(len(rewards), np.int64), members=members)
     if estimate is rloo:
         compared = compared * rloo_scale
     parts = np.split(compared, np.cumsum(sizes)[:-1])
@@ -174,16 +185,24 @@ def _groups(rollouts: Sequence[Rollout]) -> np.ndarray:
 
 
 def _estimated(
-    estimate: Estimator, name: str, rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray
+    named: EstimatorName, rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray, *, members: np.ndarray
 ) -> np.ndarray:
-    """Calls an estimator. Raises ValueError unless it gives one finite number per reward."""
-    found = np.asarray(estimate(rewards, groups, tokens), np.float64)
-    if found.shape != rewards.shape or not np.isfinite(found).all():
+    """Calls an estimator for [B] rewards. One that compares within groups never sees a reward whose group has less than
+    two of [B] `members`, which gets 0. Raises ValueError unless it gives one finite number per reward."""
+    chosen = (members > 1) | (word_of(named) in UNGROUPED)
+    if not chosen.any():
+        return np.zeros(len(rewards))
+    numbers = np.unique(groups[chosen], return_inverse=True)[1]
+    estimate: Estimator = find_estimator(named)
+    found = np.asarray(estimate(rewards[chosen], numbers, tokens[chosen]), np.float64)
+    if found.shape != numbers.shape or not np.isfinite(found).all():
         raise ValueError(
-            f"estimator {name!r} gave shape {found.shape} for {len(rewards)} rewards, or numbers that are not finite: "
-            "it returns one finite number per reward"
+            f"estimator {word_of(named)!r} gave shape {found.shape} for {len(numbers)} rewards, or numbers that are "
+            "not finite: it returns one finite number per reward"
         )
-    return found
+    advantages = np.zeros(len(rewards))
+    advantages[chosen] = found
+    return advantages
 
 
 def _outcome(rollout: Rollout, reward: str | Mapping[str, float]) -> float:
@@ -217,19 +236,21 @@ def _spread(rollout: Rollout, scores: np.ndarray | None, credit: StepCredit) -> 
     return np.repeat(np.append(values, 0.0), np.diff(ends, prepend=0, append=length))
 
 
-def _whitened(values: Sequence[np.ndarray | float], rollouts: Sequence[Rollout]) -> list[np.ndarray | float]:
-    """Returns (v - mean) / (std + 1e-6), mean and sample std over the trained tokens of the batch."""
-    trained = [np.broadcast_to(v, len(r.tokens))[r.trainable] for v, r in zip(values, rollouts, strict=True)]
+def _whitened(values: Sequence[np.ndarray | float | None], rollouts: Sequence[Rollout]) -> list[np.ndarray | float]:
+    """Returns (v - mean) / (std + 1e-6), mean and sample std over the trained tokens of the batch; 0 for None."""
+    trained = [
+        np.broadcast_to(v, len(r.tokens))[r.trainable] for v, r in zip(values, rollouts, strict=True) if v is not None
+    ]
     count = sum(map(len, trained))
     extremes = {float(edge) for own in trained if len(own) for edge in (own.min(), own.max())}
-    if count < 2:
+    if count == 0:
         mean, std = 0.0, 1.0
     elif len(extremes) == 1:  # the rounded mean may not be the value
         mean, std = extremes.pop(), 0.0
     else:
         mean = math.fsum(float(own.sum()) for own in trained) / count
         std = math.sqrt(math.fsum(float(((own - mean) ** 2).sum()) for own in trained) / (count - 1))
-    return [(v - mean) / (std + EPSILON) for v in values]
+    return [0.0 if v is None else (v - mean) / (std + EPSILON) for v in values]
 
 
 def _credited(rollout: Rollout, reward: float, advantages: np.ndarray | float) -> Rollout:

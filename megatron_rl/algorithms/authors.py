@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,16 +46,19 @@ class Rule:
         if self.max_gap < 1 or self.chunk_size < 1:
             raise ValueError(f"max_gap = {self.max_gap}, chunk_size = {self.chunk_size}: give at least 1 token")
 
-    @property
-    def senior_share(self) -> float | None:
-        """The share of the tokens that the senior is expected to write; None where the text decides."""
-        match self.strategy:
-            case "bernoulli" | "word":
-                return self.p
-            case "alternating" | "chunk":
-                return 0.5
-            case "sentence":
-                return None
+    def senior_share(self, lengths: np.ndarray) -> tuple[float, float] | None:
+        """Returns the share of the tokens that the senior is expected to write of texts with [S] lengths, and an upper
+        bound of that share's standard deviation, 0 where nothing is drawn. None where the text decides, and for no
+        tokens."""
+        total = int(lengths.sum())
+        if self.strategy == "sentence" or not total:
+            return None
+        if self.strategy in ("bernoulli", "word"):  # a draw holds for at most so many tokens
+            most = 1 if self.strategy == "bernoulli" else min(self.max_gap, int(lengths.max()))
+            return self.p, math.sqrt(self.p * (1.0 - self.p) * most / total)
+        size = 1 if self.strategy == "alternating" else self.chunk_size
+        own = lengths // (2 * size) * size + np.minimum(lengths % (2 * size), size)
+        return float(own.sum() / total), 0.0
 
 
 class Pen:

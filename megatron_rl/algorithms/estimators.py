@@ -43,18 +43,15 @@ def rloo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndar
     """Returns r - mean of the *other* rewards of the group = (r - mean of group) n / (n - 1); no std (arXiv
     2402.14740). A reward without others has 0, as in Tango's released code (verl leaves it as it is)."""
     centred, _, sizes = compare(rewards, groups)
-    return np.where(sizes == 1, 0.0, centred * sizes / np.maximum(1, sizes - 1))
+    return centred * sizes / np.maximum(1, sizes - 1)
 
 
 def reinforce_pp(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Returns the rewards whitened over the trained tokens of the batch, each of which has its rollout's reward as
     undiscounted return: (r - mean) / (std + 1e-6), sample std (n - 1). Long answers count more; groups play no part."""
-    total = tokens.sum()
-    if total < 2:
-        return rewards / (1.0 + EPSILON)
-    own = rewards[tokens > 0]
-    if own.min() == own.max():  # the rounded mean may not be the value
-        return rewards - own[0]
+    total, own = tokens.sum(), rewards[tokens > 0]
+    if len(own) == 0 or own.min() == own.max():  # the rounded mean may not be the value
+        return np.zeros_like(rewards)
     centred = rewards - (rewards * tokens).sum() / total
     return centred / (np.sqrt((centred**2 * tokens).sum() / (total - 1)) + EPSILON)
 
@@ -68,8 +65,7 @@ def reinforce_pp_baseline(rewards: np.ndarray, groups: np.ndarray, tokens: np.nd
 def opo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Returns r - sum(tokens r) / sum(tokens) of the group, the baseline of least variance where a gradient's size
     grows with the answer's length (OPO, arXiv 2505.23585); no std."""
-    baseline = _means(rewards, groups, tokens.astype(np.float64))
-    return np.where(np.bincount(groups)[groups] == 1, rewards, rewards - baseline[groups])
+    return rewards - _means(rewards, groups, tokens.astype(np.float64))[groups]
 
 
 def opmd(
@@ -87,14 +83,13 @@ def opmd(
     top = np.full(int(groups.max(initial=-1)) + 1, -np.inf)
     np.maximum.at(top, groups, rewards)
     means = _means(np.exp((rewards - top[groups]) / tau), groups)
-    return np.where(np.bincount(groups)[groups] == 1, rewards, rewards - top[groups] - tau * np.log(means[groups]))
+    return rewards - top[groups] - tau * np.log(means[groups])
 
 
 def asymre(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray, *, baseline_shift: float = -0.1) -> np.ndarray:
     """Returns r - (mean of group + baseline_shift): below 0 the shift makes right answers weigh more than wrong ones,
     for data of older policies (AsymRE, arXiv 2506.20520); no std. It is meant for a loss without ratio and clip."""
-    centred, _, sizes = compare(rewards, groups)
-    return np.where(sizes == 1, centred, centred - baseline_shift)
+    return compare(rewards, groups)[0] - baseline_shift
 
 
 def w_reinforce(
@@ -117,7 +112,8 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
         "w_reinforce": w_reinforce, "reinforce": reinforce,
     }
 )  # fmt: skip
-# Words that give a group of one something to learn from: they compare over the batch, or not at all.
+# Words that may give a rollout that is alone in its group something to learn from: they compare over the batch, or not
+# at all. All others, and functions of a user's own, are not asked about such a rollout (advantages.assign_advantages).
 UNGROUPED = frozenset({"reinforce_pp", "w_reinforce", "reinforce"})
 
 
@@ -149,14 +145,11 @@ def word_of(named: EstimatorName) -> str:
 def compare(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Compares rewards with those of their group. -> [B] r - mean, [B] sample std (n - 1) of the group, [B] its size n.
 
-    Equal rewards have exactly 0 and std 0, whatever rounding does to their mean. A group of one has mean 0 and std 1.
+    Equal rewards have exactly 0 and std 0, whatever rounding does to their mean, and so has a group of one.
     """
     count = np.bincount(groups)
-    mean = _means(rewards, groups)
-    mean[count == 1] = 0.0
-    centred = rewards - mean[groups]
+    centred = rewards - _means(rewards, groups)[groups]
     std = np.sqrt(np.bincount(groups, weights=centred**2) / np.maximum(count - 1, 1))
-    std[count == 1] = 1.0
     return centred, std[groups], count[groups]
 
 

@@ -125,6 +125,12 @@ def _policy_problems(name: str, role: RoleConfig) -> list[str]:
         )
     if role.endpoint is not None and role.tandem is not None:
         problems.append(f"{name}.endpoint with {name}.tandem: an endpoint serves one model; leave one of them out")
+    pair, longest = role.tandem, role.sampling.max_tokens
+    if pair is not None and pair.strategy == "chunk" and pair.chunk_size >= longest:
+        problems.append(
+            f"{name}.tandem.chunk_size = {pair.chunk_size}: the senior begins, and {name}.sampling.max_tokens = "
+            f"{longest} ends every text before the junior's first token; give a smaller chunk_size"
+        )
     if role.lora is not None and role.policy == "none":
         problems.append(
             f"{name}.lora with {name}.policy = 'none': nothing is trained; leave lora out, or set policy to own"

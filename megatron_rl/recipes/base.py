@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from statistics import fmean
 from typing import Any, TypeVar
 
-from megatron_rl.algorithms.estimators import ESTIMATORS, UNGROUPED, find_estimator, word_of
+from megatron_rl.algorithms.estimators import UNGROUPED, find_estimator, word_of
 from megatron_rl.chat import ChatTokenizer, problem_text, tokenizer_of
 from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import ConfigError, TrainConfig
@@ -145,8 +145,7 @@ def check_arguments(
     compares = "estimator" in {each.name for each in fields(recipe)}  # distillation has no rewards
     if compares:
         find_estimator(recipe.estimator)
-    # one of a user's own may compare within a group or not
-    smallest = 2 if compares and word_of(recipe.estimator) in set(ESTIMATORS) - UNGROUPED else 1
+    smallest = 2 if compares and word_of(recipe.estimator) not in UNGROUPED else 1
     for names, floor in ((groups, smallest), (positive, 1), (natural, 0)):
         for name in names:
             if getattr(recipe, name) < floor:

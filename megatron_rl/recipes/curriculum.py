@@ -52,12 +52,13 @@ class Record:
         return source if self.curriculum is None else _Chosen(source, self)
 
     def learn(self, groups: Sequence[Group]) -> None:
-        """Takes note of how often each problem was solved. A problem of which nothing was graded stays as it was."""
+        """Takes note of how often each problem was solved. A problem stays as it was when a grading of its group
+        failed: a single graded sample of eight would retire it for ever."""
         if self.curriculum is None:
             return
         for group in groups:
             rate, (epoch, row) = group.success_rate, place_of(group.prompt)
-            if rate is None:
+            if rate is None or len(group.solutions) < group.drawn:
                 continue
             self.resting.pop(row, None)
             if self.curriculum.retire_at is not None and rate >= self.curriculum.retire_at:

@@ -22,6 +22,7 @@ class Group:
 
     prompt: Prompt
     solutions: Sequence[Solution]
+    drawn: int  # samples of the problem, graded or not
 
     @property
     def success_rate(self) -> float | None:
@@ -49,7 +50,7 @@ def solve_groups(table: Table, role: str, prompts: Sequence[Prompt], sampling: S
     _, figures = solve(table, role, prompts, sampling, then=found.__setitem__)
     places = [range(i * sampling.n, (i + 1) * sampling.n) for i in range(len(prompts))]
     solutions = [[found[place] for place in own if place in found] for own in places]
-    return [Group(prompt=p, solutions=s) for p, s in zip(prompts, solutions, strict=True)], figures
+    return [Group(prompt=p, solutions=s, drawn=sampling.n) for p, s in zip(prompts, solutions, strict=True)], figures
 
 
 @config

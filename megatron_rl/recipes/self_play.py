@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from megatron_rl.algorithms.advantages import assign_advantages
-from megatron_rl.algorithms.estimators import find_estimator
+from megatron_rl.algorithms.estimators import UNGROUPED, find_estimator
 from megatron_rl.algorithms.role_credit import RoleBaselines, compare_peers
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.base import accuracies, check_arguments, question_text, sampling_for, solve
@@ -50,7 +50,7 @@ class SelfPlay(Recipe):
     rule_workers: int = 2  # processes that run it
     # hierarchical: minus the mean over the proposals of the same task, 0 for one that is alone (prime-rl). ema: minus a
     # moving average of the proposer's rewards (SPIRAL, arXiv 2506.24119). Else an estimator over the proposals of a
-    # task; Search Self-Play has grpo with one proposal, which is then alone.
+    # task; Search Self-Play has one proposal, whose advantage is its reward: reinforce.
     proposer_estimator: str = "hierarchical"
     ema_decay: float = 0.95
     estimator: str = "grpo"  # of the solver, over the answers to one question
@@ -68,10 +68,10 @@ class SelfPlay(Recipe):
                 f"recipe.args.proposer_turns = {self.proposer_turns}, solver_turns = {self.solver_turns}: a round has "
                 "turns of both roles; give both at least 1, or both 0"
             )
-        if self.proposer_estimator == "hierarchical" and self.proposals < 2:
+        if self.proposer_estimator not in {"ema"} | UNGROUPED and self.proposals < 2:
             raise ConfigError(
-                f"recipe.args.proposals = {self.proposals}: hierarchical compares the proposals of one task; give at "
-                "least 2, or recipe.args.proposer_estimator: ema"
+                f"recipe.args.proposals = {self.proposals}: {self.proposer_estimator} compares the proposals of one "
+                "task; give at least 2, or recipe.args.proposer_estimator: ema or reinforce"
             )
         if self.ema_decay == 1.0:
             raise ConfigError("recipe.args.ema_decay = 1.0: the average would never move; give less than 1")

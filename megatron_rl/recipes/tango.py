@@ -1,6 +1,7 @@
 """Tango (arXiv 2505.15034): a generator and a generative verifier, trained by turns on each other's current answers."""
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -183,8 +184,12 @@ class TangoTurns(Recipe):
         return [sample for s, one in zip(solutions, credited, strict=True) for sample in s.to_train(one)]
 
     def _follow(self, solutions: Sequence[Solution]) -> None:
-        """Takes a turn's solutions into the moving share of problems whose outcomes differ."""
-        self._signal += (1 - SIGNAL_DECAY) * (self._share_with_signal(solutions) - self._signal)
+        """Takes a turn's solutions into the moving share of problems whose outcomes differ. A problem with one graded
+        solution has no two outcomes that could."""
+        sizes = Counter(s.rollout.group for s in solutions)
+        compared = [s for s in solutions if sizes[s.rollout.group] > 1]
+        if compared:
+            self._signal += (1 - SIGNAL_DECAY) * (self._share_with_signal(compared) - self._signal)
 
     def _share_with_signal(self, solutions: Sequence[Solution]) -> float:
         """Returns the share of a turn's problems whose outcomes differ."""

@@ -19,7 +19,7 @@ from megatron_rl.run.metrics import SECONDS, Stopwatch
 from megatron_rl.training.rollouts import measure, without_signal
 from megatron_rl.training.store import State, TurnStore
 from megatron_rl.training.turns import Played, Recipe, Schedule, Table, Turn
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import Prompt, Rollout, Stop
 
 LOOK_S = 0.5  # between two calls of `idle`
 
@@ -298,6 +298,8 @@ def _check_rollouts(turn: Turn, role: str, rollouts: Sequence[Rollout], *, credi
 def _fault(rollout: Rollout, role: str, credited: bool) -> str | None:
     """Returns what is wrong with a rollout, as the end of a sentence, beyond what Rollout itself checks."""
     length = len(rollout.tokens)
+    if rollout.stop is Stop.ABORTED:
+        return "was cut off by its engine, and is no answer: a session gives completions that are written to their end"
     if rollout.role != role:
         return f"is of role {rollout.role!r}: make it for the role that it is returned for"
     if credited and rollout.advantages is None:

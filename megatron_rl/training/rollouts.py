@@ -16,6 +16,7 @@ from megatron_rl.training.turns import Table
 from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, spans_of
 
 SHARE_SLACK = 0.2  # by which the senior's share of a tandem's tokens may miss what is expected
+SHARE_DEVIATIONS = 3.0  # standard deviations that it may miss it by, where few tokens make these larger
 ROUNDING = 1e-6  # advantages below it are what rounding leaves of equal rewards
 
 
@@ -180,17 +181,18 @@ def mean_reward(rollouts: Sequence[Rollout], reward: str) -> float:
 
 
 def check_senior_share(rollouts: Sequence[Rollout], tandem: TandemSampling | None) -> None:
-    """Raises EngineError when the senior wrote a share of the tokens that its strategy does not give: the mask is wrong
-    then."""
-    expected = None if tandem is None else tandem.rule.senior_share
-    tokens = sum(rollout.length for rollout in rollouts)
-    if expected is None or not tokens:
+    """Raises EngineError when the senior wrote a share of the tokens that its strategy does not give texts of these
+    lengths: the mask is wrong then."""
+    lengths = np.array([rollout.length for rollout in rollouts], np.int64)
+    share = None if tandem is None else tandem.rule.senior_share(lengths)
+    if tandem is None or share is None:
         return
-    found = _senior_share(rollouts)
-    if abs(found - expected) > SHARE_SLACK:
+    (expected, deviation), found = share, _senior_share(rollouts)
+    slack = max(SHARE_SLACK, SHARE_DEVIATIONS * deviation)
+    if abs(found - expected) > slack:
         raise EngineError(
-            f"the senior wrote {found:.2f} of {tokens} tokens, not {expected:g} +- {SHARE_SLACK}: either the engine's "
-            "author mask is wrong, or there are too few tokens for the strategy's turns (raise run.prompts_per_step)"
+            f"the senior wrote {found:.2f} of {lengths.sum()} tokens, not {expected:.2f} +- {slack:.2f}, which the "
+            f"strategy {tandem.rule.strategy} gives texts of these lengths: the engine's author mask is wrong"
         )
 
 

@@ -322,7 +322,7 @@ def test_search_self_play_has_the_released_numbers():
     assert isinstance(recipe, SelfPlay) and recipe.schedule()[0] == [("proposer", "solver")]
     assert (config.run.prompts_per_step, recipe.proposals, recipe.answers) == (256, 1, 5)
     assert (recipe.aim, recipe.unparseable, recipe.key, recipe.cluster_distance) == ("hard", 0.0, "proposed", 0.0)
-    assert (recipe.proposer_estimator, recipe.estimator) == ("grpo", "grpo")
+    assert (recipe.proposer_estimator, recipe.estimator) == ("reinforce", "grpo")
     proposer = config.roles["proposer"]
     assert config.roles["solver"].same_as == "proposer" and proposer.samples_per_optimizer_step == 256 * (1 + 5) // 2
     for role in config.roles.values():

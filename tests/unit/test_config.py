@@ -164,6 +164,10 @@ def test_all_problems_at_once_each_with_its_source(tmp_path, base):
         ("{same_as: nobody}", "roles.c.same_as = 'nobody': name another role"),
         ("{same_as: a, tandem: {}}", "that role's engines hold no junior"),
         ("{model: {path: x}, endpoint: {url: 'http://a', model: b}}", "set policy to none"),
+        (
+            "{model: {path: x}, tandem: {strategy: chunk}, sampling: {max_tokens: 16}}",
+            "before the junior's first token",
+        ),
     ],
 )
 def test_a_role_without_weights_of_its_own_is_told_what_it_lacks(tmp_path, base, role, cure):

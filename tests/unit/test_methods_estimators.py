@@ -51,9 +51,7 @@ def test_opo_takes_off_the_mean_that_lengths_weigh(seed, values):
     advantages = found("opo", rewards, groups, tokens)
     for i in range(len(rewards)):
         peers = own(i, groups)
-        baseline = 0.0
-        if len(peers) > 1:
-            baseline = sum(tokens[j] * rewards[j] for j in peers) / sum(tokens[j] for j in peers)
+        baseline = sum(tokens[j] * rewards[j] for j in peers) / sum(tokens[j] for j in peers)
         assert advantages[i] == pytest.approx(rewards[i] - baseline, abs=1e-12)
     assert set(advantages[groups == 5]) == {0.0}, "equal rewards have exactly 0, whatever rounding does"
 
@@ -66,9 +64,8 @@ def test_opmd_has_the_mean_or_the_log_mean_exp_as_baseline(seed, values, tau):
     soft = found("opmd", rewards, groups, tokens, baseline="log_mean_exp", tau=tau)
     for i in range(len(rewards)):
         peers = [rewards[j] for j in own(i, groups)]
-        alone = len(peers) == 1
-        flat = 0.0 if alone else sum(peers) / len(peers)
-        raised = 0.0 if alone else tau * math.log(sum(math.exp(r / tau) for r in peers) / len(peers))
+        flat = sum(peers) / len(peers)
+        raised = tau * math.log(sum(math.exp(r / tau) for r in peers) / len(peers))
         assert mean[i] == pytest.approx(rewards[i] - flat, abs=1e-12)
         assert soft[i] == pytest.approx(rewards[i] - raised, abs=1e-12)
     assert set(soft[groups == 5]) == {0.0}
@@ -88,7 +85,7 @@ def test_asymre_shifts_the_mean(seed, values, shift):
     advantages = found("asymre", rewards, groups, tokens, baseline_shift=shift)
     for i in range(len(rewards)):
         peers = [rewards[j] for j in own(i, groups)]
-        baseline = 0.0 if len(peers) == 1 else sum(peers) / len(peers) + shift
+        baseline = sum(peers) / len(peers) + shift
         assert advantages[i] == pytest.approx(rewards[i] - baseline, abs=1e-12)
     assert np.array_equal(find_estimator("asymre")(rewards, groups, tokens), found("asymre", rewards, groups, tokens))
 
@@ -107,7 +104,7 @@ def test_reinforce_pp_baseline_whitens_centred_rewards_over_tokens(seed, values)
     rows = []
     for i in range(len(rewards)):
         peers = [rewards[j] for j in own(i, groups)]
-        rows.append(rewards[i] - (0.0 if len(peers) == 1 else sum(peers) / len(peers)))
+        rows.append(rewards[i] - sum(peers) / len(peers))
     spread = [row for row, count in zip(rows, tokens, strict=True) for _ in range(count)]
     mean = math.fsum(spread) / len(spread)
     std = math.sqrt(math.fsum((x - mean) ** 2 for x in spread) / (len(spread) - 1))
@@ -178,7 +175,7 @@ def shouted(rewards, groups, tokens, *, loudness=1.0):
 
 def test_an_estimator_of_ones_own_may_have_arguments():
     named = Use(target=f"{__name__}:shouted", args={"loudness": 3.0})
-    assert [r.advantages for r in assign_advantages([rollout(0.5)], reward="outcome", estimator=named)] == [1.5]
+    assert [r.advantages for r in assign_advantages([rollout(0.5)] * 2, reward="outcome", estimator=named)] == [1.5] * 2
 
 
 def test_rloo_with_one_step_reward_in_a_group_gives_0():

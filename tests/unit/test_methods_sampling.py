@@ -292,7 +292,7 @@ def group(row, rate, *, epoch=0, outcomes=None):
 
     count = 0 if rate is None else 8
     solutions = [Solved(j < round((rate or 0) * 8)) for j in range(count)]
-    return Group(prompt=Prompt(id=f"{epoch}/{row}", tokens=[1], payload={}), solutions=solutions)
+    return Group(prompt=Prompt(id=f"{epoch}/{row}", tokens=[1], payload={}), solutions=solutions, drawn=len(solutions))
 
 
 def taken(record, reader, count):

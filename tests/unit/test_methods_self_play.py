@@ -157,11 +157,13 @@ def test_a_moving_average_is_used_before_a_reward_moves_it_and_is_resumed(texts)
     assert baseline > 0.1 and recipe.state_dict() == {"baselines": {PROPOSER: pytest.approx(baseline)}}
 
 
-def test_one_proposal_of_a_task_with_grpo_has_its_reward_as_advantage(texts):
+def test_one_proposal_of_a_task_has_its_reward_as_advantage(texts):
     """Search Self-Play as released: n 1, and verl's GRPO, which takes no mean of a group of one."""
-    recipe = SelfPlay(updates=1, proposals=1, answers=4, proposer_estimator="grpo", **texts)
+    recipe = SelfPlay(updates=1, proposals=1, answers=4, proposer_estimator="reinforce", **texts)
     found = play(recipe, table_of())
-    assert [r.advantages for r in found[PROPOSER]] == pytest.approx(earned(found), abs=1e-5)
+    assert [r.advantages for r in found[PROPOSER]] == earned(found)
+    with pytest.raises(ConfigError, match="proposals = 1: grpo compares the proposals of one task"):
+        SelfPlay(updates=1, proposals=1, answers=4, proposer_estimator="grpo", **texts)
 
 
 def test_the_rule_refuses_wrong_answers_before_the_solver_sees_them(texts):

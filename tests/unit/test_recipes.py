@@ -490,10 +490,10 @@ def test_settings_are_checked_by_name_value_and_cure(texts):
 
 
 def test_an_estimator_of_ones_own_is_named_in_the_config(texts):
-    args = {"updates": 1, "group_size": 1, "estimator": f"{__name__}:raw", "template": texts["generator_template"]}
+    args = {"updates": 1, "group_size": 2, "estimator": f"{__name__}:raw", "template": texts["generator_template"]}
     recipe = build(Use(target="megatron_rl.recipes.grpo:Grpo", args=args))
     rollouts, _ = play(recipe, "generator", 2, table_of(lambda p, i, j, s: solution(1, "yes" if i else "no")))
-    assert [t.advantages for t in rollouts] == [0.0, 2.0]
+    assert [t.advantages for t in rollouts] == [0.0, 0.0, 2.0, 2.0]
 
 
 def raw(rewards, groups, tokens):
