@@ -6,7 +6,10 @@ RL := $(PY) -m megatron_rl.main
 STAMP := $(VENV)/.ready
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS := 1
-export PYTHONPATH := $(CURDIR)
+# PROCESSOR=avx2 (no AVX-512), sse (no wide vectors), amx (vLLM takes it for one with AMX): tests as on that processor.
+PROCESSOR ?=
+export MEGATRON_RL_TEST_PROCESSOR := $(PROCESSOR)
+export PYTHONPATH := $(CURDIR)$(if $(PROCESSOR),:$(CURDIR)/tests/processors)
 VLLM ?= .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 TORCH ?= torch==2.13.0
@@ -159,6 +162,20 @@ test-alone: setup # what needs no further ranks, or makes them itself
 
 test-ranks: setup # what starts ranks, and whole runs
 	$(PY) -m pytest tests/multi --durations=15
+
+# What computes and compares numbers, of tests/unit and tests/multi.
+NUMBERS = $(wildcard $(patsubst %,tests/unit/test_%.py,advantages batches embedded_engine embedded_experts engines_embedded \
+	head_products losses methods_* micro_batches models offload oracles_losses prefix_cutting refit_* sampler sdpa speed spread \
+	tandem_* trust varlen weights*)) $(patsubst %,tests/multi/test_%.py,actor drift layouts lora oracles_run refit shared_prefixes)
+
+.PHONY: test-processors test-numbers
+test-processors: setup engines ## numbers and servers as on processors without AVX-512, without wide vectors, and with AMX
+	$(MAKE) PROCESSOR=sse test-numbers
+	$(MAKE) PROCESSOR=avx2 test-numbers
+	$(PY) -m pytest tests/servers/test_engines_families.py tests/servers/test_engines_latents.py tests/servers/test_engines_starts.py
+
+test-numbers: setup # what computes and compares numbers, in one process and on several ranks
+	$(PY) -m pytest $(NUMBERS) -q --durations=5
 
 docs: setup ## the site of docs/ into site/ (REPOSITORY_URL=https://... for links to sources); fails for a broken link
 	PYTHONPATH=$(CURDIR) $(PY) -m mkdocs build --strict

@@ -78,6 +78,9 @@ def command(
         # A request with a seed whose prompt is prefilled in parts ends vLLM 0.32 on a CPU:
         # "CPU Generator does not use offset".
         words += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        # On a processor with AMX vLLM would take kernels for attention through latents that refuse float32. This
+        # backend runs on any processor and in any dtype; attention without latents ignores the word.
+        words += ["--attention-backend", "CPU_MLA"]
         if settings.tp == 1:
             # vLLM would put the model into a further process, for a process to have OpenMP's settings before its start.
             # Here the whole server has them, and one process less starts sooner and answers faster.

@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import pytest
+from processors import as_on
 from test_engines_experts import check_before_and_after_an_update
 from test_engines_vllm import PYTHON
 
@@ -19,8 +20,11 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # 
 EXPERTS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def test_gemma_3_answers_with_the_weights_of_a_tensor_parallel_actor(tmp_path):
-    """A prompt of 300 tokens reaches far beyond the window of 20."""
+def test_gemma_3_answers_with_the_weights_of_a_tensor_parallel_actor(tmp_path, monkeypatch):
+    """A prompt of 300 tokens reaches far beyond the window of 20. The server has no AVX-512, and takes vLLM's kernels
+    for AVX2.
+    """
+    as_on(monkeypatch, "avx2")
     check_before_and_after_an_update(tmp_path, "gemma3_text", "{tp: 2}", **HEADS, sliding_window=20)
 
 

@@ -5,6 +5,7 @@ update of the actor and after it.
 from __future__ import annotations
 
 import pytest
+from processors import as_on
 from test_engines_experts import check_before_and_after_an_update
 from test_engines_vllm import PYTHON
 
@@ -19,6 +20,10 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "
 ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
-def test_latents_and_biases_of_experts_reach_the_server(tmp_path):
-    """vLLM makes further matrices of the projection up, and must make them anew after an update."""
+def test_latents_and_biases_of_experts_reach_the_server(tmp_path, monkeypatch):
+    """vLLM makes further matrices of the projection up, and must make them anew after an update.
+
+    The server takes the processor for one with AMX. There vLLM preferred kernels that refuse float32 weights.
+    """
+    as_on(monkeypatch, "amx")
     check_before_and_after_an_update(tmp_path, "deepseek_v3", "{ep: 2}", **SIZES, **LATENT, **ROUTING)
