@@ -18,11 +18,10 @@ from pathlib import Path
 import megatron_rl
 from megatron_rl import processes
 from megatron_rl.config.schema import ConfigError, Servers, Sglang
-from megatron_rl.engines import segments
+from megatron_rl.engines import segments, server_log
 from megatron_rl.engines.base import EngineError
 from megatron_rl.run.parent import end_with_parent
 
-TAIL_LINES, TAIL_BYTES = 15, 1 << 14
 GRACE_S = 20.0  # between asking a server to leave and killing it
 TIDY_S = 5.0  # for the process that removes the shared memory of one that has ended
 TIDY_POLL_S = 0.05
@@ -47,7 +46,7 @@ LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 
 
 class StartError(EngineError):
-    """A server that did not come up; the message has the last lines of its log."""
+    """A server that did not come up; the message has the last lines of its log, and the first error there."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,12 @@ class ServerProcess:
             for name, value in inherited.items()
             if name not in LAUNCHER and not name.startswith(LAUNCHER_PREFIXES)
         }
-        environment = {**kept, "PYTHONPATH": path, **command.environment}
+        # With a fault handler a crash in compiled code leaves the place in the log.
+        environment = {**kept, "PYTHONFAULTHANDLER": "1", "PYTHONPATH": path, **command.environment}
         segments.clear()
         self._segments = segments.Segments()
-        with log.open("ab") as out:
+        with log.open("ab", buffering=0) as out:
+            out.write(server_log.start_line())
             try:
                 self._process = subprocess.Popen(
                     command.words,
@@ -138,7 +139,7 @@ class ServerProcess:
                     if status is None
                     else f"ended with status {status} while it started"
                 )
-                raise StartError(f"the server {what}; the end of {self.log}:\n{tail(self.log)}")
+                raise StartError(f"the server {what}; {server_log.end_of(self.log)}")
             time.sleep(POLL_S)
 
     def stop(self) -> None:
@@ -169,16 +170,6 @@ class ServerProcess:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
-
-
-def tail(log: Path) -> str:
-    """The last lines of a log, indented."""
-    if not log.is_file():
-        return "  (there is no log)"
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join("  " + line for line in lines[-TAIL_LINES:]) or "  (it is empty)"
 
 
 def make_token(path: Path) -> str:

@@ -20,6 +20,7 @@ from megatron_rl.config.schema import ConfigError, Embedded, Servers, TrainConfi
 from megatron_rl.engines import own_families
 from megatron_rl.engines.launch import Command, ServerProcess, StartError, interpreter, make_token
 from megatron_rl.engines.roster import Announcement, Listing, Roster
+from megatron_rl.engines.server_log import newest_error
 from megatron_rl.session.damage import refuse_damaged_models
 from megatron_rl.session.launch import has_gpu, run_directory
 from megatron_rl.session.orders import Orders
@@ -95,7 +96,8 @@ def _keep_alive(server: _Serving, settings: Servers, stop: threading.Event, name
         raise failure
     print(
         f"{name} died {restarts.deaths} times in a row (engine.restarts = {settings.restarts}; the count begins anew "
-        f"when it has answered for engine.restart_reset_s = {settings.restart_reset_s:g} s): see {server.log}",
+        f"when it has answered for engine.restart_reset_s = {settings.restart_reset_s:g} s): see {server.log}"
+        f"{newest_error([server.log])}",
         file=sys.stderr,
     )
     return 1

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_rl.engines.launch import tail
+from megatron_rl.engines import server_log
 from megatron_rl.session.orders import Line
 
 LEAVE_S = 60.0  # a server that is told to leave has so long
@@ -35,7 +35,8 @@ class Supervisor:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         own, other = socket.socketpair()
         # in a session of its own: Ctrl-C is for the run, which needs its servers until the turn's end
-        with self.log.open("ab") as out, other:
+        with self.log.open("ab", buffering=0) as out, other:
+            out.write(server_log.start_line())
             self._process = subprocess.Popen(
                 [*words, "--with-parent"], stdin=other.fileno(), stdout=out, stderr=out, start_new_session=True
             )
@@ -71,5 +72,4 @@ def hopeless(supervisors: Sequence[Supervisor], leave: Callable[[], bool]) -> st
         return "asked to leave while it waited for a server: the same command goes on from the last checkpoint"
     if not supervisors or not all(supervisor.ended() for supervisor in supervisors):
         return None
-    log = supervisors[0].log
-    return f"no server runs, and none is started again (engine.restarts); the end of {log}:\n{tail(log)}"
+    return f"no server runs, and none is started again (engine.restarts); {server_log.end_of(supervisors[0].log)}"

@@ -27,6 +27,16 @@ from megatron_rl.engines.guard import HEADER, TOKEN_FILE
 from megatron_rl.engines.vllm_route import PATH as GENERATE
 from megatron_rl.engines.vllm_route import SCORE_PATH as SCORE
 
+ERROR = "(EngineCore pid=22706) ERROR 11-26 09:54:38 [core.py:1510] "  # how vLLM's logger begins a line
+CAUSE = f"""{ERROR}EngineCore failed to start.
+{ERROR}Traceback (most recent call last):
+{ERROR}  File "/vllm/amx_mla.py", line 303, in process_weights_after_loading
+{ERROR}    self._w_uk_packed = torch.ops._C.convert_weight_packed(w_uk_for_bmm)
+{ERROR}                        ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+{ERROR}  File "/site-packages/torch/_ops.py", line 1279, in __call__
+{ERROR}    return self._op(*args, **kwargs)
+{ERROR}RuntimeError: expect weight to be bfloat16"""
+SAID = "(EngineCore pid=22706) RuntimeError: expect weight to be bfloat16"  # of that cause in a message
 JOIN, PAUSE, UPDATE = "/init_weight_transfer_engine", "/pause", "/update_weights"
 
 
@@ -310,7 +320,7 @@ def main() -> None:
     behaviour = os.environ.get("FAKE", "")
     print(f"the fake starts: {' '.join(sys.argv)}", flush=True)
     if behaviour == "dies":
-        print(*(f"line {i}" for i in range(40)), sep="\n")
+        print(CAUSE, *(f"line {i}" for i in range(40)), sep="\n")
         sys.exit(3)
     if behaviour == "brood" and os.fork() == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from conftest import environment
 from fake_fleet import until
+from fake_vllm import SAID
 from ranks import ROOT
 
 from megatron_rl import main
@@ -27,11 +28,12 @@ from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, TrainConfig, Vllm
 from megatron_rl.engines import launch
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE, Guard
-from megatron_rl.engines.launch import Command, ServerProcess, StartError, make_token, tail
+from megatron_rl.engines.launch import Command, ServerProcess, StartError, make_token
 from megatron_rl.engines.roster import Listing, Roster
 from megatron_rl.session import serving as serve
 from megatron_rl.session.servers import connect
 from megatron_rl.session.serving import check_gpus, visible_gpus
+from megatron_rl.session.supervisors import Supervisor, end_supervisors, hopeless
 
 FAKE = [sys.executable, str(ROOT / "tests/helpers/fake_vllm.py"), "--host", "127.0.0.1", "--port", "0"]
 CONFIG = """
@@ -67,13 +69,15 @@ def test_a_program_that_is_missing(tmp_path):
         start(tmp_path, ["/nowhere/python", "-m", "vllm"])
 
 
-def test_a_server_that_dies_at_its_start_is_known_by_its_last_words(tmp_path):
+def test_a_server_that_dies_at_its_start_is_known_by_its_last_words_and_their_cause(tmp_path):
+    """The first error stands before what the other processes say of it; the message ended in "See root cause above"."""
     process, begin = start(tmp_path, FAKE, FAKE="dies"), time.monotonic()
     with pytest.raises(
-        StartError, match=r"(?s)ended with status 3 while it started; the end of .*engine.log:\n.*  line 39$"
+        StartError, match=r"(?s)ended with status 3 while it started; the end of .*engine.log:\n.*  line 39\n"
     ) as info:
         process.wait_until(never, 600)
     assert time.monotonic() - begin < 20 and "line 10\n" not in str(info.value)
+    assert str(info.value).endswith(f"\nthe first error there:\n  {SAID}\n  at /vllm/amx_mla.py:303")
 
 
 def test_a_server_that_never_answers_is_ended(tmp_path):
@@ -170,19 +174,11 @@ def test_a_servers_environment(tmp_path):
     for _ in range(2):
         process = ServerProcess(command, tmp_path / "log", inherited, imports=tmp_path / "imports")
         until("its end", lambda: process.ended() is not None)  # noqa: B023
-        assert (tmp_path / "log").read_text().splitlines()[-1] == plain, tail(tmp_path / "log")
+        assert (tmp_path / "log").read_text().splitlines()[-1] == plain, (tmp_path / "log").read_text()
     (tmp_path / "imports/megatron_rl").unlink()
     (tmp_path / "imports/megatron_rl").symlink_to("/moved/away")
     assert launch._only_this_package(tmp_path / "imports") == tmp_path / "imports"
     assert (tmp_path / "imports/megatron_rl").resolve() == ROOT / "megatron_rl"
-
-
-def test_tails(tmp_path):
-    assert tail(tmp_path / "none") == "  (there is no log)"
-    (tmp_path / "log").write_bytes(b"")
-    assert tail(tmp_path / "log") == "  (it is empty)"
-    (tmp_path / "log").write_bytes(b"x" * 100_000 + b"\n" + b"\xff bad\n" + b"".join(b"%d\n" % i for i in range(30)))
-    assert tail(tmp_path / "log").splitlines() == [f"  {i}" for i in range(15, 30)]
 
 
 def test_one_token_for_a_job_whoever_makes_it(tmp_path):
@@ -450,7 +446,7 @@ def test_serve_fails_with_the_last_words_of_a_server_that_does_not_start(config,
     assert main.main(["serve", str(config), "--role=generator"]) == 1
     error = capsys.readouterr().err
     assert (
-        error.count("ended with status 3 while it started") == 2
+        error.count("ended with status 3 while it started") == error.count(SAID) == 2
         and "line 39" in error
         and "starting it again (1 of 1)" in error
     )
@@ -468,8 +464,6 @@ def test_serve_ends_a_server_that_lives_and_does_not_answer(config, monkeypatch,
 
 def test_a_run_ends_its_supervisors_and_knows_when_all_have_given_up(config):
     """It waited `engine.wait_s` for servers that nobody started any more."""
-    from megatron_rl.session.supervisors import Supervisor, end_supervisors, hopeless
-
     run = config.parent / "run"
     run.mkdir()
     (run / "config.yaml").write_text(config.read_text())
@@ -489,6 +483,18 @@ def test_a_run_ends_its_supervisors_and_knows_when_all_have_given_up(config):
     assert "and none is started again" in (hopeless(both, stay) or "") and "generator-0 serves at" in (
         hopeless(both, stay) or ""
     )
+
+
+def test_a_run_tells_why_its_servers_did_not_start(config, monkeypatch):
+    """The supervisor's log has the message, whose end has the cause."""
+    monkeypatch.setenv("FAKE", "dies")
+    run = config.parent / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(config.read_text().replace("restarts: 1", "restarts: 0"))
+    supervisor = Supervisor(run, "generator", 0)
+    until("its end", supervisor.ended, START_S)
+    said = hopeless([supervisor], lambda: False) or ""
+    assert said.count(SAID) == 1 and said.endswith("at /vllm/amx_mla.py:303")
 
 
 def test_a_servers_imports_name_the_plug_in_that_vllm_loads(tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -15,7 +16,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 from fake_fleet import ADDRESS, ROLE, TOKEN, Asked, Fleet, expected, fleet_in, until
-from fake_vllm import GENERATE, JOIN, FakeVllm, logprob_of
+from fake_vllm import CAUSE, GENERATE, JOIN, SAID, FakeVllm, logprob_of
 
 from megatron_rl.config.schema import ConfigError, Vllm
 from megatron_rl.engines.base import EngineError, Sampling, complete
@@ -275,11 +276,18 @@ def test_only_a_wait_for_a_server_is_told_as_one(fleet: Fleet):
 
 
 def test_waiting_ends_and_nothing_is_sent_for_who_has_gone(fleet: Fleet):
-    """Requests of a call that had failed still waited for a server, and were sent when one came."""
+    """Requests of a call that had failed still waited for a server, and were sent when one came. A server that another
+    job tried to start has told why in its log.
+    """
     pool = fleet.open(replicas=1, wait_s=0.5)
+    log = pool.members._roster.directory.parent / "logs/engine_generator_0.log"
+    log.parent.mkdir()
+    log.write_text(CAUSE)
     for ask in (lambda: complete(pool, PROMPTS, SAMPLING), lambda: fleet.refit(1)):
         with pytest.raises(
-            EngineError, match=r"no generator engine for 0.5 s \(engine.wait_s\): no generator engine is in"
+            EngineError,
+            match=r"no generator engine for 0.5 s \(engine.wait_s\): no generator engine is in .*; the first error in "
+            rf"{log}, last written .*: {re.escape(SAID)} at /vllm/amx_mla.py:303$",
         ):
             ask()
     fake = fleet.start()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from fake_vllm import GENERATE, FakeVllm
+from fake_vllm import GENERATE, SAID, FakeVllm
 from tiny_models import make_model
 from toys import EOS, characters
 
 from megatron_rl.commands import evaluate
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig
+from megatron_rl.engines.launch import StartError
 from megatron_rl.session.launch import Place
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +56,12 @@ def test_an_evaluation_starts_its_servers_and_ends_them(settings, tmp_path):
     responses = evaluated(tmp_path, *settings, f"engine.python={tmp_path}/python")
     assert len(responses) == 3 and all(responses)
     assert (tmp_path / "out/logs/engine_model_0.log").exists()
+
+
+def test_an_evaluation_tells_why_its_server_did_not_start(settings, tmp_path, monkeypatch):
+    config = config_files.load(EvalConfig, [], [*settings, f"engine.python={tmp_path}/python"])
+    with pytest.raises(StartError, match=re.escape(SAID)):
+        evaluate.run(config, Place(0, 1, 0, "127.0.0.1", 0), {"PATH": "/usr/bin:/bin", "FAKE": "dies"})
 
 
 def test_an_evaluation_finds_servers_that_run(settings, tmp_path, fakes):

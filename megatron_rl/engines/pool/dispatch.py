@@ -18,11 +18,11 @@ from typing import Any, Generic, TypeVar
 from megatron_rl.board.server import descriptors
 from megatron_rl.engines.base import EngineError
 from megatron_rl.engines.full_prompts import FullPrompts
-from megatron_rl.engines.launch import tail
 from megatron_rl.engines.pool.line import Line, Waiter
 from megatron_rl.engines.pool.membership import Member, Members, Waiting
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.engines.server import ServerLost
+from megatron_rl.engines.server_log import end_of
 
 LONGEST_PAUSE_S = 60.0  # between two attempts, when all servers ask to be left alone for a while
 LOST_UNDER = 10  # servers lost under one request, after which it is taken for what kills them
@@ -208,5 +208,4 @@ def _too_often(failures: list[str], member: Member) -> str:
 
 def _with_log(said: str, member: Member) -> str:
     """Returns what is said, and the end of the server's log where there is one."""
-    log = member.listing.log
-    return f"{said}; the end of {log}:\n{tail(Path(log))}" if log else said
+    return f"{said}; {end_of(Path(member.listing.log))}" if member.listing.log else said

@@ -13,6 +13,7 @@ from megatron_rl.config.schema import Servers
 from megatron_rl.engines.base import EngineError
 from megatron_rl.engines.roster import Listing, Roster
 from megatron_rl.engines.server import Server
+from megatron_rl.engines.server_log import newest_error
 
 LOOK_S = 0.5  # between looks at the roster, and at what a wait is for
 FIRST_SAY_S, SAY_S = 5.0, 30.0  # until the first line that says that the run waits, and between the others
@@ -165,7 +166,8 @@ class ListedMembers(Members):
             self._lose(member, why)
 
     def known(self) -> str:
-        return super().known() if self.by_replica else f"no {self.role} engine is in {self._roster.directory}"
+        said = super().known() if self.by_replica else f"no {self.role} engine is in {self._roster.directory}"
+        return said + newest_error((self._roster.directory.parent / "logs").glob(f"engine_{self._listed}_*.log"))
 
     def close(self) -> None:
         super().close()

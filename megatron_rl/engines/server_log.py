@@ -1,0 +1,108 @@
+"""What the log of a server tells about its end: its last lines, and the first error of its processes."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+START = "megatron-rl: a start at "  # of the line before the output of each start; a log holds those of many
+READ_BYTES = 1 << 18  # of the end of a log that are searched for an error
+TAIL_LINES = 15
+MESSAGE_LINES, MESSAGE_CHARACTERS = 6, 500  # of an exception's message that are shown, and of each of these lines
+CALLED = ("/torch/", "/pydantic/")  # libraries whose frames tell less than their caller's
+QUIET = ("DEBUG", "INFO", "WARNING")  # levels of lines that tell no error, also where they show an exception
+TRACEBACK = "Traceback (most recent call last):"
+# A line of a process of vLLM's begins with the process, and one of its logger with the level, time and place.
+LINE = re.compile(
+    r"(?P<process>(?:\([^()]* pid=\d+\) )*)"
+    r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ \S+ \[[^\]]*\] ?)?(?P<text>.*)"
+)
+FRAME = re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
+# A crash in compiled code, and a refusal of the command line.
+CRASH = re.compile(r"Fatal Python error: |terminate called |\S+: error: ")
+CHAINED = ("During handling of ", "The above exception ", "Exception raised from ", "frame #")  # end a message
+
+
+def start_line() -> bytes:
+    """Returns the line that a log gets before the output of a start."""
+    return f"{START}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode()
+
+
+def end_of(log: Path) -> str:
+    """Returns the last lines of a log, indented, and behind them the first error of the last start."""
+    text = _read(log)
+    if text is None:
+        return f"there is no log {log}"
+    lines = text.splitlines()
+    shown = [f"the end of {log}:", *(f"  {line}" for line in lines[-TAIL_LINES:] or ["(it is empty)"])]
+    if error := first_error(lines):
+        shown += ["the first error there:", *(f"  {line}" for line in error)]
+    return "\n".join(shown)
+
+
+def newest_error(logs: Iterable[Path]) -> str:
+    """Returns the end of a sentence: the first error of the last start in the newest of the logs with an error, or
+    nothing.
+    """
+    for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True):
+        if error := first_error((_read(log) or "").splitlines()):
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(log.stat().st_mtime))
+            return f"; the first error in {log}, last written {when}: {' '.join(error)}"
+    return ""
+
+
+def first_error(lines: Iterable[str]) -> list[str]:
+    """Returns the first error in the output of a server's processes: its process, message and place, one a line, as far
+    as they are known. An error that others followed is their cause. An empty list when there is no error.
+    """
+    parsed = [match for line in lines if (match := LINE.fullmatch(line))]
+    spoken: list[str] = []  # the first line of an error's level, for a process that shows no exception
+    for number, line in enumerate(parsed):
+        process, level, text = line["process"], line["level"], line["text"]
+        if level in QUIET or text[:1].isspace():
+            continue
+        rest = (other["text"] for other in parsed[number + 1 :] if other["process"] == process)
+        found: list[str] = []
+        if text.endswith(TRACEBACK):
+            found = _exception(rest)
+        elif CRASH.match(text):
+            found = [text, *_place([match for part in rest if (match := FRAME.match(part))])]
+        if found:
+            return [f"{process}{found[0]}", *found[1:]]
+        if level and not spoken and not text.endswith(TRACEBACK):
+            spoken = [f"{process}{text}"]
+    return spoken
+
+
+def _exception(lines: Iterator[str]) -> list[str]:
+    """Returns the message and the place of an exception. `lines`: those behind the head of its traceback."""
+    frames: list[re.Match[str]] = []
+    message: list[str] = []
+    for text in lines:
+        if not message and (text[:1].isspace() or not text):
+            frames += [match] if (match := FRAME.match(text)) else []
+            continue
+        if not text.strip() or text.endswith(TRACEBACK) or text.startswith(CHAINED) or len(message) == MESSAGE_LINES:
+            break
+        message.append(text if len(text) <= MESSAGE_CHARACTERS else f"{text[:MESSAGE_CHARACTERS]} ...")
+    return [*message, *_place(frames[::-1])] if message else []
+
+
+def _place(frames: Sequence[re.Match[str]]) -> list[str]:
+    """Returns where the code is that raised. `frames`: the innermost first."""
+    callers = (frame for frame in frames if not any(name in frame["file"] for name in CALLED))
+    own = next(callers, frames[0] if frames else None)
+    return [] if own is None else [f"at {own['file']}:{own['line']}"]
+
+
+def _read(log: Path) -> str | None:
+    """Returns the end of a log, from its last start on; None where there is no log."""
+    if not log.is_file():
+        return None
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - READ_BYTES))
+        text = file.read().decode(errors="replace")
+    _, start, last = text.rpartition(START)
+    return last.partition("\n")[2] if start else last

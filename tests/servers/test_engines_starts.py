@@ -1,0 +1,66 @@
+"""Real vLLM servers that do not start: the message has the cause, which stands far before the last line of the log."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from processors import as_on
+from test_engines_latents import LATENT, ROUTING, SIZES
+from test_engines_vllm import PYTHON, VOCAB
+from tiny_models import make_model
+from toys import characters
+
+from megatron_rl.cluster.address import free_port
+from megatron_rl.config.schema import Vllm
+from megatron_rl.engines import vllm
+from megatron_rl.engines.launch import ServerProcess, StartError, make_token
+
+pytestmark = [
+    pytest.mark.servers,
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = make_model(
+        tmp_path_factory.mktemp("model"), "deepseek_v3", vocab_size=VOCAB, **SIZES, **LATENT, **ROUTING
+    )
+    characters().save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        (
+            {"args": ("--attention-backend", "AMX_MLA")},
+            r"\(EngineCore pid=\d+\) RuntimeError: expect weight to be bfloat16, .*\n  at .*/mla/amx_mla.py:\d+",
+        ),
+        (
+            {"kv_cache_gib": 1e6},
+            r"\(EngineCore pid=\d+\) ValueError: Available memory .* is less than requested memory for kv .*\n"
+            r"  at .*/cpu_worker.py:\d+",
+        ),
+        (
+            {"args": ("--hf-overrides", '{"architectures": ["NoSuchModel"]}')},
+            r"ValidationError: 1 .*\n.* \['NoSuchModel'\] are not supported .*\n.*\n  at .*/vllm/.*:\d+",
+        ),
+        ({"args": ("--dtype", "float8")}, r"error: argument --dtype: invalid choice: 'float8' .*"),
+    ],
+    ids=["a dtype that kernels refuse", "too little memory", "an unknown model", "an unknown dtype"],
+)
+def test_a_server_that_does_not_start_tells_the_first_error_of_its_processes(
+    model, tmp_path, monkeypatch, settings, cause
+):
+    """The message ended in "Engine core initialization failed. See root cause above"."""
+    as_on(monkeypatch, "amx")
+    make_token(tmp_path / "token")
+    command = vllm.command(
+        Vllm(**settings), python=str(PYTHON), model=model, dtype="float32", port=free_port("127.0.0.1"),
+        token_file=tmp_path / "token", on_gpu=False,
+    )  # fmt: skip
+    process = ServerProcess(command, tmp_path / "engine.log", os.environ, imports=tmp_path / "imports")
+    with pytest.raises(StartError, match=rf"\nthe first error there:\n.*{cause}$"):
+        process.wait_until(lambda: False, 600)
