@@ -224,6 +224,8 @@ def _slurm(nemo: Any, experiment: Experiment, site: Profile, args: argparse.Name
         _print_scripts(nemo, experiment.name, planned, site)
         return 0
     slurm.require()
+    for name in (left_out := slurm.left_out(os.environ)):
+        del os.environ[name]  # NeMo-Run calls sbatch with this process's environment
     for one in planned:
         if one.submission is not None:
             submit.refuse_busy(one.submission.directory)
@@ -237,6 +239,7 @@ def _slurm(nemo: Any, experiment: Experiment, site: Profile, args: argparse.Name
             submit.record_job(one.submission.directory, f"{one.task.name}_sbatch.sh", ids[one.task.name][0])
     for name, jobs in ids.items():
         print(f"submitted {name}: job {', '.join(jobs)}")
+    print(f"left out of this shell's environment: {', '.join(left_out) or 'nothing'}")
     return _follow(planned, ids, args.every) if args.wait else 0
 
 
@@ -308,6 +311,7 @@ def _slurm_executor(nemo: Any, name: str, step: Step, site: Profile) -> Any:
     words = [*site.srun, f"--container-workdir={here}" if image else f"--chdir={here}"]
     more = {
         "chdir": here,
+        "propagate": "NONE",
         "kill_on_invalid_dep": "yes",
         "qos": site.qos,
         "constraint": site.constraint,

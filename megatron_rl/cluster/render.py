@@ -56,7 +56,7 @@ def script(
 def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
     """Returns the #SBATCH lines: only what the site or the run asks for. The rest is the cluster's default."""
     gpus = f"{profile.gpu_type}:{shape.gpus}" if profile.gpu_type else str(shape.gpus)
-    output = shape.logs / f"{shape.template}-{'%A_%a' if shape.array else '%j'}.out"
+    output = f"{str(shape.logs).replace('%', '%%')}/{shape.template}-{'%A_%a' if shape.array else '%j'}.out"
     words = {
         "job-name": f"{shape.name}-{shape.template}",
         "partition": profile.partition,
@@ -75,6 +75,7 @@ def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
         "chdir": directory,
         "output": output,
         "open-mode": "append",
+        "propagate": "NONE",  # limits of the submitting shell (ulimit) do not hold in the job
     }
     given = {f"#SBATCH --{name}": value for name, value in words.items() if value is not None}
     for option, value in (*given.items(), *(("sbatch of the profile", word) for word in profile.sbatch)):

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config.schema import ConfigError
 
 ANSWER_S = 60.0  # a command that has not answered by then has failed
+# Variables of the calling shell that neither Slurm's commands nor the jobs get. Places (CUDA_HOME, TRITON_CACHE_DIR)
+# stay, and so does what says which Slurm is meant.
+_LEFT_OUT = re.compile(
+    # another job's or another launcher's; options of Slurm's commands, which would override #SBATCH lines
+    r"(?!SLURM_(CONF(_SERVER)?|CLUSTERS|JWT)$)_?(SLURM|SPANK|SBATCH_|SRUN_|SALLOC_|SQUEUE_|SINFO_|SCANCEL_|SACCT_"
+    r"|SCONTROL_|PYXIS_|APPTAINER|SINGULARITY|PMI|PRTE_|PALS_|OMPI_|OPAL_|I_MPI_|MPI|HYD|MV2_|TORCHELASTIC_|MASTER_"
+    r"|MEGATRON_RL_).*"
+    r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|NODE_RANK|\w+_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK"
+    # settings of libraries, of Python and of bash, which change what a run computes or how its script is read
+    r"|(NCCL|GLOO|UCX|UCC|FI|CUDA|CUBLAS|CUDNN|NVIDIA|NVTE|TORCH\w*|PYTORCH|TRITON|VLLM|SGLANG|SGL|OMP|GOMP|KMP|MKL"
+    r"|OPENBLAS)_(?!\w*(HOME|ROOT|PATH|DIR|CACHE|VERSION)$).*"
+    r"|PYTHON.*|LD_PRELOAD|BASH_ENV|ENV|SHELLOPTS|BASHOPTS|CDPATH"
+    # directories of the calling host, and settings of slurm/job.sh
+    r"|TMPDIR|TMP|TEMP|XDG_RUNTIME_DIR|WARNING_S|MAX_FAULTS|RETRY_S"
+)
 _FIELDS = ("%i", "%j", "%T", "%N", "%L", "%r", "%S")  # squeue's: id, name, state, nodes, time left, reason, start
 
 
@@ -42,6 +59,13 @@ def require() -> None:
         raise ConfigError(
             "there is no sbatch here: run this on a login node of the cluster, or print the scripts with --dry-run"
         )
+
+
+def left_out(environment: Mapping[str, str]) -> list[str]:
+    """Returns the names of those variables of a shell that jobs do not get, so that a job depends on the profile and
+    the config and not on the shell that submits it: variables of another job or launcher, options of Slurm's commands,
+    settings of libraries, and places on this host alone."""
+    return sorted(name for name in environment if _LEFT_OUT.fullmatch(name))
 
 
 def submit(script: Path, *, dependency: str | None = None) -> str:
@@ -129,9 +153,11 @@ def cancel(jobs: Sequence[str], *, pending: bool = False) -> None:
 
 
 def run(words: Sequence[str]) -> str:
-    """Runs a command and returns its output. Raises SlurmError when it fails or does not answer."""
+    """Runs a command without the variables in `left_out`, and returns its output. Raises SlurmError when it fails or
+    does not answer."""
+    own = {name: value for name, value in os.environ.items() if not _LEFT_OUT.fullmatch(name)}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S, env=own)
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{words[0]} did not answer within {ANSWER_S:.0f} s: is slurmctld there?") from None
     if done.returncode:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -111,18 +112,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _submit(args: argparse.Namespace) -> int:
+    from megatron_rl.cluster import slurm
     from megatron_rl.jobs import submit
 
     submission, run = _planned(args)
+    left_out = ", ".join(slurm.left_out(os.environ)) or "nothing"
+    said = f"left out of this shell's environment (the profile's `environment` is for what jobs need): {left_out}"
     if args.dry_run:
         for name in submission.scripts:
             print(f"# ---- {submission.directory}/{submit.JOBS}/{name}\n{submission.files[name]}")
+        print(f"# ---- {said}")
         return 0
     submit.write(submission)
     if run is not None:
         submit.reopen(run)
     for name, job in submit.send(submission).items():
         print(f"submitted {submission.directory}/{submit.JOBS}/{name}: job {job}")
+        print("  " + " ".join(re.findall(r"^#SBATCH (.*)$", submission.files[name], re.MULTILINE)))
+    print(said)
     print(f"megatron-rl status {submission.directory}\nmegatron-rl stop {submission.directory}")
     return 0
 

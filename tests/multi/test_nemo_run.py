@@ -69,9 +69,9 @@ def launch(nemo_python, tmp_path):
     """Runs tools/launch.py from the repository's root -> what came of it."""
 
     def run(
-        *words: str, cluster: Cluster | None = None, path: str = os.environ["PATH"], timeout_s: float = 300
+        *words: str, cluster: Cluster | None = None, path: str = os.environ["PATH"], timeout_s: float = 300, **more: str
     ) -> subprocess.CompletedProcess[str]:
-        environment = cluster.environment() if cluster is not None else os.environ | {"PATH": path}
+        environment = (cluster.environment() if cluster is not None else os.environ | {"PATH": path}) | more
         environment |= {"NEMORUN_HOME": str(tmp_path / "nemo"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         environment.pop("PYTHONPATH", None)  # launch.py finds the project by itself
         return subprocess.run(
@@ -354,6 +354,20 @@ def test_the_graph_runs_on_a_slurm_cluster_and_its_tango_as_a_chain_too(launch, 
     assert len((base / "chain_eval/last_letter.jsonl").read_text().splitlines()) == 32
     assert len(slices.read(base / "chain")) == 1
     assert (base / "generator/model/model.safetensors").stat().st_mtime_ns == trained
+
+
+@pytest.mark.multi
+def test_faults_of_the_submitting_shell_do_not_reach_a_job_of_nemo_run(launch, cluster, site, tmp_path):
+    (tmp_path / "tell.py").write_text("import json, os, sys\njson.dump(dict(os.environ), open(sys.argv[1], 'w'))")
+    words = f"['{tmp_path}/tell.py', '{tmp_path}/seen']"
+    own = definition(tmp_path / "own.py", f"Experiment(name='own', tasks=[Program(name='a', words={words})])")
+    hostile = {"SBATCH_PARTITION": "urgent", "SLURM_DISTRIBUTION": "cyclic", "RANK": "3", "NCCL_ALGO": "Tree"}
+    done = launch(
+        str(own), f"--profile={site}", "--executor=slurm", "--wait", "--every=0.5", cluster=cluster, **hostile
+    )
+    assert done.returncode == 0 and "NCCL_ALGO, " in done.stdout, output_of(done)
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert not {"SBATCH_PARTITION", "RANK", "NCCL_ALGO"} & seen.keys() and seen["SLURM_JOB_PARTITION"] == "batch"
 
 
 @pytest.mark.multi

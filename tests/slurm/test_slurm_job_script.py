@@ -165,3 +165,14 @@ def test_a_node_on_which_the_program_does_not_start_is_left(job):
     assert ran.status == 1 and not ran.commands
     unreadable = job("rl() { return 2; }; train train")
     assert unreadable.status == 1 and not unreadable.commands, "a wrong config is one on every node"
+
+
+def test_faults_of_a_shell_in_another_job_do_not_reach_a_script_submitted_by_hand(job):
+    """srun and the ranks took them for the job's own. Without a step, SLURM_DISTRIBUTION is an option of sbatch's."""
+    other = {"SLURM_DISTRIBUTION": "cyclic", "SLURM_STEP_NODELIST": "n9", "SRUN_EXPORT_ENV": "NONE", "RANK": "3"}
+    ran = job('echo "${SLURM_DISTRIBUTION-} ${SLURM_STEP_NODELIST-} ${SRUN_EXPORT_ENV-} ${RANK-}."', **other)
+    assert "cyclic n9  .\n" in ran.said
+    ran = job(
+        'echo ">${SLURM_DISTRIBUTION-}${SLURM_STEP_NODELIST-}${RANK-}<$SLURM_JOB_NODELIST"', **other, SLURM_STEP_ID="0"
+    )
+    assert "><n1\n" in ran.said
