@@ -24,13 +24,16 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """An ASGI application around another. Raises KeyError or OSError at start when there is no token: a server is never
-    open by mistake.
+    """An ASGI application around another. Raises KeyError or OSError at start when there is no token, or another user
+    wrote it: a server is never open by mistake.
     """
 
     def __init__(self, app: Application) -> None:
         self._app = app
-        self._token = Path(os.environ[TOKEN_FILE]).read_bytes().strip()
+        with Path(os.environ[TOKEN_FILE]).open("rb") as file:
+            if (owner := os.fstat(file.fileno()).st_uid) not in (os.geteuid(), 0):
+                raise PermissionError(f"{os.environ[TOKEN_FILE]} belongs to user {owner}: remove it")
+            self._token = file.read().strip()
         if not self._token:
             raise ValueError(f"{os.environ[TOKEN_FILE]} is empty: it must hold the job's token")
 

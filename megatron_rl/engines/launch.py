@@ -20,6 +20,7 @@ from megatron_rl import processes
 from megatron_rl.config.schema import ConfigError, Servers, Sglang
 from megatron_rl.engines import segments, server_log
 from megatron_rl.engines.base import EngineError
+from megatron_rl.run import disk
 from megatron_rl.run.parent import end_with_parent
 
 GRACE_S = 20.0  # between asking a server to leave and killing it
@@ -173,7 +174,10 @@ class ServerProcess:
 
 
 def make_token(path: Path) -> str:
-    """The job's token: made by whoever comes first, readable by its owner alone. -> the token."""
+    """Returns the job's token, which whoever comes first writes to `path`, readable by its owner alone.
+
+    Raises PermissionError when another user planted the file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -184,7 +188,7 @@ def make_token(path: Path) -> str:
             os.link(draft, path)  # whole, or not at all
     finally:
         draft.unlink()
-    return path.read_text().strip()
+    return disk.read_own(path).strip()
 
 
 def _only_this_package(directory: Path) -> Path:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from megatron_rl.run import disk
+
 BEAT_S = 1.0
 _log = logging.getLogger(__name__)
 
@@ -43,10 +45,13 @@ class Listing:
 
 
 class Roster:
-    """The directory. Files are written whole or not at all."""
+    """The directory of listings. Files are written whole or not at all.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    Only files of the users `owners` count (default: this user, or root), since a listing says where prompts are sent.
+    """
+
+    def __init__(self, directory: Path, *owners: int) -> None:
+        self.directory, self._owners = directory, owners
 
     def read(self, role: str) -> list[Listing]:
         """Lists the servers of a role, by replica."""
@@ -55,13 +60,13 @@ class Roster:
         )
 
     def all(self, start: str = "") -> list[Listing]:
-        """Lists the servers whose file's name starts so. Files that are no listings are left
-        out: one may be another version's.
+        """Lists the servers whose file's name begins with `start`. Files that are no listings, as another version may
+        have written, and files of other users are left out.
         """
         found = []
         for path in sorted(self.directory.glob(f"{start}*.json")):
             with contextlib.suppress(OSError, ValueError, TypeError):
-                found.append(Listing(**json.loads(path.read_text())))
+                found.append(Listing(**json.loads(disk.read_own(path, *self._owners))))
         return found
 
     def has(self, listing: Listing) -> bool:

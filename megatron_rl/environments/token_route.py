@@ -34,6 +34,7 @@ MODELS, GENERATE, SESSION = "/v1/models", "/inference/v1/generate", "X-Session-I
 MOST_BYTES = 64 << 20  # of a request's body
 DRAIN_BYTES, DRAIN_S = 1 << 20, 1.0  # of a body that is not read
 MOST_STOPS = 64  # stop tokens that a request may name
+MOST_STRANGERS = 64  # open connections that have not shown the route's token yet
 POLL_S = 0.05  # between two looks whether the route is to be closed
 REASONS = {Stop.EOS: "stop", Stop.STOP: "stop", Stop.LENGTH: "length", Stop.ABORTED: "abort"}
 
@@ -246,13 +247,41 @@ def _choice(completion: Completion) -> dict[str, Any]:
 
 
 class _Listener(ThreadingHTTPServer):
+    """Gives each connection a thread. Of the connections that have not shown the token, it closes the oldest one when
+    there are too many: a client sends its token at once, and any user of this machine can open connections."""
+
     daemon_threads = True
     request_queue_size = 1024  # connections that wait to be taken
+
+    def __init__(self, *args: Any) -> None:
+        self._strangers: dict[socket.socket, None] = {}  # in the order of their connections
+        self._lock = threading.Lock()  # guards the strangers
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            oldest = next(iter(self._strangers)) if len(self._strangers) >= MOST_STRANGERS else None
+            self._strangers[request] = None
+            if oldest is not None:
+                del self._strangers[oldest]
+                with contextlib.suppress(OSError):  # the client is gone
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads an end, and closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.trust(request)
+        super().shutdown_request(request)
+
+    def trust(self, request: socket.socket) -> None:
+        """Keeps a connection however many others there are."""
+        with self._lock:
+            self._strangers.pop(request, None)
 
 
 class _RouteHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
+    server: _Listener
 
     def __init__(self, route: TokenRoute, *args: Any) -> None:
         self._route = route
@@ -292,6 +321,7 @@ class _RouteHandler(BaseHTTPRequestHandler):
             given, own = self.headers.get("Authorization", ""), f"Bearer {self._route.token}"
             if not hmac.compare_digest(given.encode(), own.encode()):
                 raise RouteRefusal(401, "the token is not this run's")
+            self.server.trust(self.connection)
             said = verb()
         except RouteRefusal as refusal:
             status = refusal.status

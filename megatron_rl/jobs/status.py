@@ -264,7 +264,7 @@ def show_sweep(runs: Sequence[tuple[str, str, Status | None]], console: Console)
 
 def _engines(directory: Path, look_s: float) -> list[tuple[Listing, bool]]:
     """Returns the listed engines, each with whether it renewed its listing within `look_s` seconds."""
-    roster = Roster(directory / ENGINES)
+    roster = Roster(directory / ENGINES, directory.stat().st_uid)  # the run may be somebody else's
     before = {(listing.name, listing.incarnation): listing.beat for listing in roster.all()}
     if not before:
         return []

@@ -29,7 +29,8 @@ CALL_NUMBER, MACHINE_NUMBER, FIRST_ARGUMENT, ARGUMENT_BYTES = 0, 4, 16, 8  # whe
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # place in the pairs below, number in audit.h
 
 # System calls without which programs do: their numbers on x86-64 and on aarch64. They lead out of a sandbox where the
-# kernel has a fault, or to another process's memory.
+# kernel has a fault, or to another process's memory, or they take memory that no limit of a process counts (memfd_...,
+# shm..., msg..., sem...).
 REFUSED = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "setns": (308, 268),
@@ -39,6 +40,8 @@ REFUSED = {
     "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "pidfd_getfd": (438, 438), "open_by_handle_at": (304, 265), "kexec_load": (246, 104), "init_module": (175, 105),
     "finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142), "acct": (163, 89),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
+    "semget": (64, 190), "mq_open": (240, 180),
 }  # fmt: skip
 # Without walls these are refused too: they change files, start programs, or reach other processes of the same user.
 # None: aarch64 has no such call.
@@ -61,6 +64,7 @@ REFUSED_WITHOUT_WALLS = {
     "socket": (41, 198), "socketpair": (53, 199), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
     "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186),
     "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447),
 }  # fmt: skip
 SOCKET, CLONE, CLONE3, OPEN, OPENAT = (41, 198), (56, 220), (435, 435), (2, None), (257, 56)
 KILL, TGKILL, PRLIMIT, FCNTL, IOCTL = (62, 129), (234, 131), (302, 261), (72, 25), (16, 29)

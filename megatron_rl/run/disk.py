@@ -1,4 +1,5 @@
-"""Writes files so that they are whole or not there, and on the disk before anything says that they are."""
+"""Writes files so that they are whole or not there, and on the disk before anything says that they are; reads files
+that only a trusted user may have written."""
 
 from __future__ import annotations
 
@@ -16,6 +17,19 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     push([path.parent])
+
+
+def read_own(path: Path, *owners: int) -> str:
+    """Returns the text of a file that belongs to one of the users `owners` (default: this user, or root).
+
+    Any member of a group can put a file into a directory that the group may write to, but cannot give it to another
+    user. Raises PermissionError when the file belongs to another user, and OSError when it cannot be read.
+    """
+    with path.open(encoding="utf-8") as file:
+        owner = os.fstat(file.fileno()).st_uid
+        if owner not in (owners or (os.geteuid(), 0)):
+            raise PermissionError(f"{path} belongs to user {owner}: remove it, and let only this user write there")
+        return file.read()
 
 
 def push(paths: Iterable[Path]) -> None:

@@ -258,6 +258,28 @@ def test_the_c_library_reaches_no_further(way):
     assert ran.output == "[]\n", ran
 
 
+def test_faults_memory_that_no_limit_of_a_process_counts_is_refused(way):
+    """Files in memory, System V's shared memory, queues and semaphores, and POSIX message queues."""
+    x86 = os.uname().machine == "x86_64"
+    ran = run(
+        GUARD + "import ctypes, os, sys\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "shm, queue, semaphores, posix, memory = map(int, sys.argv[1:])\n"
+        "calls = dict(\n"
+        "    shm=libc.syscall(shm, 0, 1 << 20, 0o1600), queue=libc.syscall(queue, 0, 0o1600),\n"
+        "    semaphores=libc.syscall(semaphores, 0, 1, 0o1600), posix=libc.syscall(posix, b'q', 0o102, 0o600, 0),\n"
+        "    memory=libc.syscall(memory, b'm', 0), secret=libc.syscall(447, 0))\n"
+        "print([name for name, result in calls.items() if result != -1 or ctypes.get_errno() != 1])\n"
+        "try: print(os.memfd_create('m'))\n"
+        "except PermissionError: print('refused')\n"
+        "from multiprocessing import shared_memory\n"  # lies in /tmp, whose size is limited
+        "honest = shared_memory.SharedMemory('own', create=True, size=4096)\n"
+        "honest.unlink()\n",
+        arguments=[str(n) for n in ((29, 68, 64, 240, 319) if x86 else (194, 186, 190, 180, 279))],
+    )
+    assert ran.output == "[]\nrefused\n" and not ran.why, ran
+
+
 def test_signals_stay_inside(way):
     ran = run(
         GUARD + "import os, signal, sys, time\n"
