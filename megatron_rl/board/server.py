@@ -30,6 +30,8 @@ BACKLOG = 4096  # the kernel allows less: /proc/sys/net/core/somaxconn
 PAUSE_S = 0.1  # without new connections when the process or the board has no descriptor left
 RECEIVED_AT_ONCE = 1 << 20
 LONGEST_MS = 10**9  # of one wait
+MAX_BYTES = 1 << 30  # of all keys and values: an engine that lies must not fill the driver's memory
+MAX_UNREAD_BYTES = 4 * wire.MAX_BODY  # of answers that a client does not read; a connection with more ends
 IDLE_S = 60  # after so long without traffic the kernel asks whether the other side is alive
 
 
@@ -42,6 +44,7 @@ class BoardServer:
         self._listener.setblocking(False)
         self.address, self.port = address, int(self._listener.getsockname()[1])
         self._secret, self._values = secret, dict[str, bytes]()
+        self._bytes = 0  # of all keys and values
         self._peers: dict[socket.socket, _Peer] = {}
         self._strangers: dict[socket.socket, _Peer] = {}  # oldest first
         self._waits: dict[str, list[_Wait]] = {}  # by a key that is missed
@@ -201,8 +204,10 @@ class BoardServer:
         """Does what needs no waiting. Returns the answer's byte strings."""
         values = self._values
         if verb is Verb.SET:
-            for key, value in zip(arguments[::2], arguments[1::2], strict=True):
-                self._set(key.decode(), value)
+            pairs = [(key.decode(), value) for key, value in zip(arguments[::2], arguments[1::2], strict=True)]
+            self._refuse_too_much(sum(len(key) + len(value) - self._size(key) for key, value in pairs))
+            for key, value in pairs:
+                self._set(key, value)
             return []
         if verb is Verb.CHECK:
             return [b"1" if all(key.decode() in values for key in arguments) else b"0"]
@@ -212,14 +217,14 @@ class BoardServer:
             prefixes = tuple(prefix.decode() for prefix in arguments)
             cleared = [key for key in values if key.startswith(prefixes)]
             for key in cleared:
-                del values[key]
+                self._remove(key)
             return [str(len(cleared)).encode()]
         key = arguments[0].decode()
         if verb is Verb.ADD:
             self._set(key, str(int(values.get(key, b"0")) + int(arguments[1])).encode())
             return [values[key]]
         if verb is Verb.REMOVE:
-            return [b"0" if values.pop(key, None) is None else b"1"]
+            return [b"1" if self._remove(key) else b"0"]
         if verb is Verb.APPEND:
             self._set(key, values.get(key, b"") + arguments[1])
             return []
@@ -229,13 +234,30 @@ class BoardServer:
         return [values.get(key, expected)]
 
     def _set(self, key: str, value: bytes) -> None:
-        """Stores a value, and answers those who waited for its key."""
+        """Stores a value, and answers those who waited for its key. Raises ValueError when the board is full."""
+        self._refuse_too_much(len(key) + len(value) - self._size(key))
+        self._remove(key)
         self._values[key] = value
+        self._bytes += len(key) + len(value)
         for wait in self._waits.pop(key, ()):
             wait.missed.discard(key)
             if not wait.missed and not wait.done:
                 wait.done, wait.peer.wait = True, None
                 self._answer(wait.peer, self._found(wait.verb, wait.keys))
+
+    def _refuse_too_much(self, size: int) -> None:
+        """Raises ValueError when `size` more bytes are more than the board may hold."""
+        if self._bytes + size > MAX_BYTES:
+            raise ValueError(f"the board holds {self._bytes} bytes, and {size} more are above its limit of {MAX_BYTES}")
+
+    def _remove(self, key: str) -> bool:
+        """Removes a key with its value. Returns whether the key was there."""
+        self._bytes -= self._size(key)
+        return self._values.pop(key, None) is not None
+
+    def _size(self, key: str) -> int:
+        """Returns the bytes of a key and its value; 0 for a key that is not there."""
+        return len(key) + len(self._values[key]) if key in self._values else 0
 
     def _wait(self, peer: _Peer, verb: Verb, milliseconds: int, keys: list[str]) -> list[bytes] | None:
         missed = {key for key in keys if key not in self._values}
@@ -275,6 +297,8 @@ class BoardServer:
             self._drop(peer)
 
     def _write(self, peer: _Peer, data: bytes) -> None:
+        if len(peer.outbox) + len(data) > MAX_UNREAD_BYTES:
+            raise WireError("a client does not read its answers")
         idle = not peer.outbox
         peer.outbox += data
         if idle:

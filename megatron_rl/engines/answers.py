@@ -90,7 +90,8 @@ def read_versions(spans: Sequence[tuple[Any, Any]], length: int) -> list[tuple[i
     """
     found = [(start, version) for start, version in spans]
     numbers = [number for span in found for number in span]
-    if any(type(number) is not int or number < -1 for number in numbers):
+    versions = [version for _, version in found]
+    if any(type(number) is not int or number < -1 for number in numbers) or versions != sorted(versions):
         raise AnswerError(f"weight versions {found[:4]}")
     starts = [start for start, _ in found]
     if found and (starts[0] != 0 or starts != sorted(starts) or starts[-1] > length):

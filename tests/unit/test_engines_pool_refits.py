@@ -248,6 +248,16 @@ def test_a_server_with_other_weights_than_it_should_have_is_failing(fleet: Fleet
         complete(pool, PROMPTS, SAMPLING)
 
 
+@pytest.mark.parametrize("told", ["4", str(2**31), str(10**30)])
+def test_faults_a_server_with_a_version_that_nobody_made_is_failing(fleet: Fleet, told):
+    """A version of the future was stored, and made the ages of rollouts negative; beyond int32 it ended the run."""
+    fake = fleet.start(0)
+    pool = fleet.serving(1, version=3)
+    fake.version = told
+    with pytest.raises(EngineError, match=f"answered with version {told} of the weights, and the newest is 3"):
+        complete(pool, PROMPTS, SAMPLING)
+
+
 def test_a_replica_that_fails_its_refit_is_out_while_the_others_serve(fleet: Fleet):
     fakes = [fleet.start(0), fleet.start(1)]
     pool = fleet.serving(2)

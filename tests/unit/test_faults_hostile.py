@@ -12,6 +12,10 @@ import pytest
 from test_engines_pool import listing
 from test_environments_verifiers import Asker
 
+from megatron_rl.board import server as board_server
+from megatron_rl.board.client import BoardClient, BoardError
+from megatron_rl.board.server import BoardServer
+from megatron_rl.engines import answers
 from megatron_rl.engines.guard import TOKEN_FILE, Guard
 from megatron_rl.engines.launch import make_token
 from megatron_rl.engines.roster import Roster
@@ -52,3 +56,30 @@ def test_faults_files_that_a_member_of_the_group_planted_are_not_taken(tmp_path,
     for take in (lambda: make_token(token), lambda: Guard(None)):
         with pytest.raises(PermissionError, match=f"belongs to user {STRANGER}"):
             take()
+
+
+def test_faults_a_client_cannot_fill_the_memory_of_a_board(monkeypatch):
+    """An engine knows its board's secret: it could store values without end, or ask and never read the answers."""
+    monkeypatch.setattr(board_server, "MAX_BYTES", 1 << 20)
+    server = BoardServer("127.0.0.1", b"s" * 32)
+    try:
+        client = BoardClient("127.0.0.1", server.port, b"s" * 32, 10.0)
+        client.set({"a": b"x" * (1 << 19)})
+        with pytest.raises(BoardError, match="above its limit of 1048576"):
+            client.set({"b": b"x" * (1 << 19), "c": b"x"})
+        assert client.check(["a"]) and not client.check(["b"])
+        client.remove("a")
+        client.set({"b": b"x" * (1 << 19)})
+        for _ in range(3):  # a value that is written over counts once
+            client.set({"b": b"y" * (1 << 19)})
+        with pytest.raises(BoardError):
+            client.append("b", b"x" * (1 << 19))
+    finally:
+        server.close()
+
+
+def test_faults_versions_of_a_completion_go_up():
+    assert answers.read_versions([(0, 3), (2, 3), (3, 4)], 5) == [(0, 3), (2, 3), (3, 4)]
+    for spans in ([(0, 4), (2, 3)], [(0, -2)], [(0, 2.0)]):
+        with pytest.raises(answers.AnswerError):
+            answers.read_versions(spans, 5)

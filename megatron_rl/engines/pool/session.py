@@ -173,7 +173,7 @@ class PoolSession:
 
     def _checked(self, member: Member, version: int, answer: Completion, naps: int) -> Completion:
         """Returns a completion with the versions that wrote it, none of which is older than the server's when it was
-        asked. `naps`: how often the servers had been put to sleep then.
+        asked, or newer than the pool's now. `naps`: how often the servers had been put to sleep when it was asked.
         """
         members = self._dispatcher.members
         if members.fixed:
@@ -181,6 +181,10 @@ class PoolSession:
         oldest = min((v for _, v in answer.versions), default=version)
         if oldest < version:
             raise ServerLost(f"{member.server.url} answered with version {oldest} of the weights, not {version}")
+        newest = max((v for _, v in answer.versions), default=version)
+        if newest > members.version:
+            told = f"version {newest} of the weights, and the newest is {members.version}"
+            raise ServerLost(f"{member.server.url} answered with {told}")
         if answer.stop is Stop.ABORTED and members.serves(member, version) and members.naps == naps:
             raise ServerLost(f"{member.server.url} ended a request early, though no refit had begun")
         return dated(answer, version)
