@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +13,25 @@ from loops import VOCAB, Log, Questions, graded, make, without_engine
 from ranks import run_ranks
 
 from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.config.schema import Gate, LossConfig
+from megatron_rl.config.schema import (
+    Debug,
+    Evaluation,
+    Gate,
+    LossConfig,
+    Model,
+    PromptSet,
+    Reward,
+    RoleConfig,
+    Rollouts,
+    Run,
+    TrainConfig,
+    Use,
+)
 from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.session import train as session
 from megatron_rl.training import gate, loop
 from megatron_rl.training.memory import DeviceMemory
-from megatron_rl.types import Outcome
+from megatron_rl.types import Author, Outcome, spans_of
 
 
 @pytest.fixture
@@ -232,6 +247,69 @@ def test_ages_are_in_updates_of_the_policy(template, tmp_path):
     setup, progress = make(template, log, tmp_path / "turns", recipe=Late(updates=2, group_size=8, template=template))
     loop.train(setup, loop.Plan(steps=2), progress)
     assert log.series("version_lag") == [1.0, 1.0] and log.series("staleness") == [1.0, 1.0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed(Grpo):
+    """Says of every second rollout that the version before wrote its first token, with a log-prob that is far off."""
+
+    def play(self, turn, source, table):
+        found = super().play(turn, source, table)["generator"]
+        return {"generator": [self.older(r) if i % 2 and r.length > 1 else r for i, r in enumerate(found)]}
+
+    @staticmethod
+    def older(rollout):
+        first, last = rollout.start, len(rollout.tokens)
+        spans = spans_of((first, Author.ENVIRONMENT, -1), (1, Author.POLICY, 3), (last - first - 1, Author.POLICY, 4))
+        logprobs = rollout.logprobs.copy()
+        logprobs[first] -= 5.0
+        return replace(rollout, spans=spans, logprobs=logprobs)
+
+
+def test_rollouts_of_several_versions_are_kept_or_scored_anew_or_dropped_as_the_plan_says(template, tmp_path):
+    """`mixed` of a run: the figures of the first update, whose rollouts are the same in all three."""
+    found = {}
+    for mixed in ("keep", "rescore", "drop"):
+        log = Log()
+        recipe = Mixed(updates=1, group_size=8, template=template)
+        setup, progress = make(template, log, tmp_path / mixed, recipe=recipe)
+        loop.train(setup, loop.Plan(steps=1, mixed=mixed, evaluate_at_start=False), progress)
+        found[mixed] = {name: log.series(name)[0] for name in ("trained_tokens", "engine_gap", "mixed_versions")}
+    share = found["keep"]["mixed_versions"]
+    assert 0.2 < share < 0.5 and {own["mixed_versions"] for own in found.values()} == {share}
+    tokens = {mixed: own["trained_tokens"] for mixed, own in found.items()}
+    assert tokens["keep"] == tokens["rescore"] == tokens["drop"] + 2 * share * 80, "a mixed rollout has two tokens"
+    assert found["keep"]["engine_gap"] > 0.5 and max(found[m]["engine_gap"] for m in ("rescore", "drop")) < 1e-5
+
+
+def test_the_loop_has_the_settings_of_its_config():
+    """The plan of a run, each of whose settings differs from its default."""
+    args = {"updates": 1}
+    config = TrainConfig(
+        roles={"generator": RoleConfig(model=Model(path="m"))},
+        recipe=Use(target="megatron_rl.recipes.grpo:Grpo", args=args),
+        data=PromptSet(path="d"),
+        evaluation=Evaluation(every=3, at_start=False),
+        run=Run(save_every=5, train_without_signal=True),
+        rollouts=Rollouts(mixed="drop"),
+        gate=Gate(num_prompts=2, max_logprob_gap=0.25),
+        reward=Reward(target="r", wrong_answer="w", answer_format="f{answer}", range=(-1.0, 2.0)),
+    )
+    recipe = Grpo(**args)
+    models = SimpleNamespace(readers={"generator": SimpleNamespace(restarted=Questions)}, held_out=[])
+    first = Questions().take(2)
+    checks = gate.GatePlan(
+        settings=config.gate, prompts=first, wrong_answer="w", answer_format="f{answer}", bounds=(-1.0, 2.0)
+    )
+    plan = loop.Plan(
+        steps=7, evaluate_every=3, evaluate_at_start=False, save_every=5, gate=checks, mixed="drop",
+        train_without_signal=True,
+    )  # fmt: skip
+    assert [p.id for p in session._plan(config, models, recipe, 7).gate.prompts] == [p.id for p in first]
+    models.held_out = first
+    assert session._plan(config, models, recipe, 7) == plan
+    for off in (replace(config, gate=Gate(enabled=False)), replace(config, debug=Debug(replay="run"))):
+        assert session._plan(off, models, recipe, 7) == replace(plan, gate=None)
 
 
 def gated(template, log, directory, *, reward=True, prompts=None, **settings):
