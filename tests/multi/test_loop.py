@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from fake_policy import TablePolicy
-from loops import VOCAB, Log, Questions, graded, make, without_engine
+from loops import TOKENIZER, VOCAB, Log, Questions, graded, make, without_engine
 from ranks import run_ranks
 
+from megatron_rl.algorithms.authors import Rule
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.config.schema import (
+    CorrectionConfig,
     Debug,
     Evaluation,
     Gate,
@@ -24,10 +26,14 @@ from megatron_rl.config.schema import (
     RoleConfig,
     Rollouts,
     Run,
+    SamplingConfig,
+    TandemConfig,
     TrainConfig,
     Use,
 )
 from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.run.metrics import Stopwatch
+from megatron_rl.session import parts
 from megatron_rl.session import train as session
 from megatron_rl.training import gate, loop
 from megatron_rl.training.memory import DeviceMemory
@@ -310,6 +316,50 @@ def test_the_loop_has_the_settings_of_its_config():
     assert session._plan(config, models, recipe, 7) == plan
     for off in (replace(config, gate=Gate(enabled=False)), replace(config, debug=Debug(replay="run"))):
         assert session._plan(off, models, recipe, 7) == replace(plan, gate=None)
+
+
+def test_recipes_play_with_the_settings_of_the_config():
+    """The table of a run whose second role shares the first one's engine."""
+    first = RoleConfig(
+        model=Model(path="m"), max_prompt_tokens=7, sampling=SamplingConfig(max_tokens=5, temperature=0.5, top_k=3),
+        tandem=TandemConfig(strategy="chunk", p=0.25, max_gap=9, chunk_size=4, junior_weight=0.125),
+    )  # fmt: skip
+    config = TrainConfig(
+        roles={"a": first, "b": RoleConfig(same_as="a", max_prompt_tokens=9)},
+        recipe=Use(target="r"),
+        data=PromptSet(path="d"),
+        run=Run(seed=11),
+        reward=Reward(target="r", range=(-1.0, 4.0), max_failure_share=0.75),
+    )
+    engine, watch = object(), Stopwatch()
+    table = parts.table(config, {"a": engine}, {"a": TOKENIZER, "b": TOKENIZER}, len, SimpleNamespace(watch=watch))
+    assert table.engines == {"a": engine, "b": engine} and table.max_prompt_tokens == {"a": 7, "b": 9}
+    assert table.partner_weights == {"a": 0.125} and table.grade is len and table.watch is watch
+    assert (table.seed, table.half, table.max_failure_share) == (11, 1.5, 0.75)
+    a, b = table.samplings["a"], table.samplings["b"]
+    assert (a.max_tokens, a.temperature, a.top_k) == (5, 0.5, 3) and b.tandem is None
+    assert a.tandem.rule == Rule(strategy="chunk", p=0.25, max_gap=9, chunk_size=4)
+
+
+@pytest.mark.parametrize("staleness, high", [(0, None), (1, 2.0)])
+def test_a_policy_is_trained_with_the_settings_of_its_role(staleness, high):
+    role = RoleConfig(
+        model=Model(path="m"), samples_per_optimizer_step=6, sleep=True, sampling=SamplingConfig(max_tokens=5),
+        loss=LossConfig(kl_coef=0.25, aggregation="constant"),
+    )  # fmt: skip
+    config = TrainConfig(
+        roles={"a": role}, recipe=Use(target="r"), data=PromptSet(path="d"), run=Run(peak_tflops=3.0),
+        rollouts=Rollouts(max_staleness=staleness),
+    )  # fmt: skip
+    policy, refit = object(), print
+    found = parts.trainee(config, "a", policy, refit)
+    assert (found.policy, found.refit, found.samples_per_optimizer_step) == (policy, refit, 6)
+    assert found.sleeps and found.peak_flops == 3e12
+    correction = None if high is None else CorrectionConfig(kind="truncate", high=high)
+    assert found.loss.config == replace(role.loss, max_tokens=5, correction=correction)
+    own = replace(role, loss=replace(role.loss, max_tokens=8, correction=CorrectionConfig(kind="none")))
+    kept = parts.trainee(replace(config, roles={"a": own}), "a", policy, refit)
+    assert kept.loss.config == own.loss
 
 
 def gated(template, log, directory, *, reward=True, prompts=None, **settings):

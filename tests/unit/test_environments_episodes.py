@@ -77,8 +77,9 @@ class Echo(Environment):
 
 def test_what_a_model_wrote_and_what_it_was_told_stand_in_one_sample_token_for_token():
     engine = speaker("ab", "c", "def")
-    [one] = play(Echo(), table_of({"agent": engine}))
+    [one] = play(Echo(), replace(table_of({"agent": engine}), partner_weights={"agent": 0.25}))
     [rollout] = one.rollouts
+    assert rollout.partner_weight == 0.25
     want = [*told(TEXT, "q0:ab"), EOS, *told(TEXT, "[ab]c"), EOS, *told(TEXT, "[c]def"), EOS]
     assert rollout.tokens.tolist() == want
     authors = "".join("EPe"[a] if a else "P" for a in rollout.authors)

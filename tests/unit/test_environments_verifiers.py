@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import fake_verifiers
@@ -79,7 +80,7 @@ def route():
 
 
 def test_an_answer_has_the_clients_form_and_the_record_the_engines_numbers(route):
-    table = table_of()
+    table = replace(table_of(), partner_weights={"student": 0.25})
     with route.serving(table, SAMPLINGS, [17]) as play:
         status, said = Asker(route)("POST", GENERATE, asked([1, 2]), play.session_id(0, "solver"))
     [choice] = said["choices"]
@@ -89,6 +90,7 @@ def test_an_answer_has_the_clients_form_and_the_record_the_engines_numbers(route
     whole = np.array([1, 2, *tokens], np.int32)
     answer = play.answer(0, "solver", whole, 2)
     assert answer is not None and answer.role == "student" and answer.versions == (VERSION,)
+    assert answer.partner_weight == 0.25
     expected = table.engines["student"].score([whole])[0][2:]
     assert answer.logprobs[2:].tolist() == expected.tolist()  # bit for bit
     assert np.float32([entry["logprob"] for entry in choice["logprobs"]["content"]]).tolist() == expected.tolist()

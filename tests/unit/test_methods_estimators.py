@@ -98,6 +98,12 @@ def test_w_reinforce_weighs_right_answers_less_and_nsr_not_at_all():
     assert found("w_reinforce", rewards, *numbers, positive_weight=0).tolist() == [0.0, -1.0, -1.0, 0.0]
 
 
+def test_w_reinforce_takes_an_answer_for_right_above_a_half_alone():
+    rewards = np.array([0.5, np.nextafter(0.5, 1.0), 0.0, np.nextafter(0.5, 0.0)])
+    found = find_estimator("w_reinforce")(rewards, np.zeros(4, int), np.ones(4, int))
+    assert found.tolist() == [-1.0, 0.1, -1.0, -1.0]
+
+
 @pytest.mark.parametrize(("seed", "values"), SETS)
 def test_reinforce_pp_baseline_whitens_centred_rewards_over_tokens(seed, values):
     rewards, groups, tokens = batch(seed, values)

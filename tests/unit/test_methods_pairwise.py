@@ -1,5 +1,7 @@
 """Comparison within a group: outcomes by hand, the judge's bias for a place, what leaves, a judge that learns."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from judges import asked, play, problems, said, table_of
@@ -180,9 +182,10 @@ def test_a_judge_learns_known_preferences_and_the_form(texts):
     recipe = Pairwise(updates=2, **settings, **texts)
     assert recipe.schedule() == [[("judge",)], *[[("generator",), ("judge",), ("judge",)]] * 2]
     assert recipe.roles()["judge"].trained and not Pairwise(updates=1, **texts).roles()["judge"].trained
-    table = table_of(generator=writes, judge=unsure)
+    table = replace(table_of(generator=writes, judge=unsure), partner_weights={"judge": 0.25})
     played, notes = play(recipe, ("judge",), problems(3, answer="good", rejected="bad"), table)
     judged = played["judge"]
+    assert {r.partner_weight for r in judged} == {0.25}
     assert list(played) == ["judge"] and len(judged) == 3 * 2 * 4 and len({r.group for r in judged}) == 3 * 2
     assert [r.rewards["total"] for r in judged] == [1.5, 1.0, 0.5, 0.0] * 6
     spread = np.array([1.5, 1.0, 0.5, 0.0])

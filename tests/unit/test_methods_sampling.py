@@ -24,7 +24,7 @@ from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.hints import INTRODUCTION, Hints
 from megatron_rl.recipes.lengths import Brevity, Overlong
 from megatron_rl.recipes.remax import Remax
-from megatron_rl.recipes.sampling import DynamicSampling, Group
+from megatron_rl.recipes.sampling import DynamicSampling, Group, merged
 from megatron_rl.training import loop
 from megatron_rl.training.player import Player, ReaderSource, TurnPlayer, upcoming
 from megatron_rl.training.store import TurnStore
@@ -164,6 +164,11 @@ def test_figures_of_rounds_are_those_of_one_draw(template):
     recipe = Dapo(updates=1, group_size=2, template=template, dynamic_sampling=DynamicSampling(rounds=2))
     _, m = play(recipe, reader_of(4), table_of(script, grade=graded(rule)), per_step=2)
     assert m["graded/error"] == 3 and m["graded/timeout"] == 0 and m["steps_per_solution"] == 2 / 8
+
+
+def test_a_figure_that_some_draws_lack_is_the_mean_of_the_others():
+    rounds = [{"a": 1.0, "graded/error": 1.0}, {"graded/error": 2.0, "b": 4.0}, {"a": 3.0}]
+    assert merged(rounds) == {"a": 2.0, "graded/error": 3.0, "b": 4.0} and merged([]) == {}
 
 
 RECIPES = {
@@ -332,6 +337,17 @@ def test_a_run_without_problems_left_says_so_and_does_not_turn_for_ever(shuffle)
     record.learn([group(row, 1.0) for row in range(4)])
     with pytest.raises(DataError, match="4 are retired.*retire_at"):
         taken(record, reader, 1)
+
+
+@pytest.mark.parametrize(("rest_at", "epochs"), [(None, 3), (0.0, 6)])
+def test_a_run_without_problems_left_ends_after_a_whole_epoch_and_the_longest_rest(rest_at, epochs):
+    """What rests may come again; without `rest_at` nothing rests, whatever rest_epochs is."""
+    record, reader = Record(Curriculum(rest_at=rest_at, rest_epochs=3)), reader_of(4)
+    taken(record, reader, 4)
+    record.learn([group(row, 1.0) for row in range(4)])
+    with pytest.raises(DataError, match="no problem is left"):
+        taken(record, reader, 1)
+    assert reader.state_dict()["epoch"] == epochs
 
 
 def test_a_curriculum_wants_problems_of_a_data_set():

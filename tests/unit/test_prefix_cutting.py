@@ -86,6 +86,13 @@ def test_replicas_get_whole_groups_where_that_is_even_and_parts_where_it_is_not(
     assert max(loads) < 1000 + 5 * 16, "some parts cost less than the whole, though all of them repeat the prompt"
 
 
+def test_the_least_loaded_replica_gets_the_dearest_micro_batch():
+    shares = micro_batches([10, 5, 4, 1], max_tokens=10, replicas=2, multiple=2)
+    assert shares.sequences == [[[0], [3]], [[1], [2]]] and shares.replica_imbalance == pytest.approx(0.1)
+    shares = micro_batches([9, 9, 9, 8, 1, 1, 1, 1], max_tokens=9, replicas=4, multiple=2)
+    assert shares.sequences[3] == [[3], [4]], "of equal loads the first replica comes first"
+
+
 def test_thousands_of_sequences_are_cut_in_no_time():
     draw = np.random.default_rng(0)
     lengths, prefixes = make([(500, draw.integers(1, 3000, 16).tolist()) for _ in range(500)])

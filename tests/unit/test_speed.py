@@ -23,6 +23,7 @@ from megatron_rl.run.metrics import SPEED, Tracker, read_metrics
 from megatron_rl.session import parts
 from megatron_rl.timing import Timer
 from megatron_rl.training.update import Trainee, update
+from megatron_rl.training.update import _speed as speed_of
 from megatron_rl.types import Author, Rollout, spans_of
 from megatron_rl.world import OneProcess
 
@@ -92,6 +93,26 @@ def test_rates_are_of_all_passes_over_what_is_computed():
     assert speed["model_tflops"] * 1e12 * seconds == pytest.approx(whole.training + 2 * whole.forward, rel=1e-6)
     assert speed["mfu"] == pytest.approx(speed["model_tflops"] / 1000)
     assert speed["tokens_per_second"] * seconds == pytest.approx(lengths.sum(), rel=1e-6)
+
+
+class ThreeRanks(OneProcess):
+    """A world of three ranks, of which this process does all the work."""
+
+    size = 3
+
+
+def test_rates_are_those_of_one_rank():
+    figures = update(ThreeRanks(), Trainee(policy=Counting(VOCAB), loss=LOSS, peak_flops=1e15), rollouts(9))
+    speed = {name.removeprefix(SPEED): value for name, value in figures.items() if name.startswith(SPEED)}
+    seconds = sum(value for name, value in speed.items() if name.startswith("seconds/"))
+    assert speed["tokens_per_second"] * seconds * 3 == pytest.approx(figures["packed_tokens"], rel=1e-6)
+    assert speed_of(10.0, {"a": 4.0}, ranks=4, flops=8e13, peak=1e13) == {
+        f"{SPEED}seconds/a": 4.0, f"{SPEED}seconds/waiting": 6.0, f"{SPEED}model_tflops": 2.0, f"{SPEED}mfu": 0.2,
+    }  # fmt: skip
+    assert speed["mfu"] == pytest.approx(speed["model_tflops"] / 1000)
+    assert speed_of(1.0, {"a": 2.0}, ranks=1, flops=None, peak=1.0) == {
+        f"{SPEED}seconds/a": 2.0, f"{SPEED}seconds/waiting": 0.0,
+    }  # fmt: skip
 
 
 def test_a_shared_prompt_counts_as_often_as_it_is_computed():

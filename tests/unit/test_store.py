@@ -296,6 +296,18 @@ def test_files_of_others_and_of_another_format_are_not_read(tmp_path, caplog):
     assert store.get(TURN) is None and "its format is 99, and this version reads 3" in caplog.text
 
 
+@pytest.mark.parametrize("rows", [{"generator": 1, "verifier": 2}, {"generator": 3, "verifier": 0}, {"judge": 3}])
+def test_a_file_whose_rows_are_of_other_roles_than_it_says_is_not_read(tmp_path, caplog, rows):
+    store = TurnStore(tmp_path)
+    path = store.put(TURN, played(rollout(), rollout(), verifier=[bare(role="verifier")]), {})
+    assert store.get(TURN) is not None
+    table = pq.read_table(path)
+    head = {**json.loads(table.schema.metadata[b"megatron_rl"]), "rows": rows}
+    pq.write_table(table.replace_schema_metadata({b"megatron_rl": json.dumps(head)}), path)
+    store_module._seal(path)
+    assert store.get(TURN) is None and "is played again" in caplog.text
+
+
 def put_turns(store: TurnStore, count: int, first: int = 0) -> None:
     for number in range(first, count):
         store.put(Turn(step=number, index=0, roles=("generator",), number=number), played(rollout()), {"n": number})
