@@ -196,6 +196,33 @@ def test_what_needs_all_ranks_has_its_chance_while_rollouts_are_waited_for(tmp_p
     player.close()
 
 
+class Watched(threading.Condition):
+    """A condition that tells when somebody begins to wait for it without a time limit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = threading.Semaphore(0)
+
+    def wait(self, timeout=None):
+        if timeout is None:
+            self.waits.release()
+        return super().wait(timeout)
+
+
+def test_a_thread_that_waits_to_play_goes_on_after_an_update_and_ends_when_the_player_is_closed(tmp_path):
+    maker = Counting()
+    player = make(tmp_path, maker, k=1)
+    change = player._exchange.change = Watched()
+    player.take(next(upcoming(SCHEDULE, START)))
+    assert change.waits.acquire(timeout=30) and maker.played == 2, "it waits for the first update"
+    player.trained()
+    maker.wait_until_began(3)
+    assert change.waits.acquire(timeout=30) and maker.played == 3
+    player.close()
+    player._thread.join(30)
+    assert not player._thread.is_alive() and maker.played == 3
+
+
 def test_closing_waits_for_a_turn_that_is_being_written(tmp_path):
     """A process that ended in the middle of it would lose the turn, or die in a library's thread."""
     writing, allowed = threading.Event(), threading.Event()

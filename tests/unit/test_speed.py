@@ -102,14 +102,17 @@ class ThreeRanks(OneProcess):
 
 
 def test_rates_are_those_of_one_rank():
-    figures = update(ThreeRanks(), Trainee(policy=Counting(VOCAB), loss=LOSS, peak_flops=1e15), rollouts(9))
+    made = rollouts(9)
+    figures = update(ThreeRanks(), Trainee(policy=Counting(VOCAB), loss=LOSS, peak_flops=1e15), made)
     speed = {name.removeprefix(SPEED): value for name, value in figures.items() if name.startswith(SPEED)}
     seconds = sum(value for name, value in speed.items() if name.startswith("seconds/"))
     assert speed["tokens_per_second"] * seconds * 3 == pytest.approx(figures["packed_tokens"], rel=1e-6)
     assert speed_of(10.0, {"a": 4.0}, ranks=4, flops=8e13, peak=1e13) == {
         f"{SPEED}seconds/a": 4.0, f"{SPEED}seconds/waiting": 6.0, f"{SPEED}model_tflops": 2.0, f"{SPEED}mfu": 0.2,
     }  # fmt: skip
-    assert speed["mfu"] == pytest.approx(speed["model_tflops"] / 1000)
+    labels = sum(int((r.weights[1:] > 0).sum()) for r in made)
+    whole = flops.count(SHAPE, np.array([len(r.tokens) for r in made]), labels=labels)
+    assert speed["model_tflops"] * 3e12 * seconds == pytest.approx(whole.training + whole.forward, rel=1e-6)
     assert speed_of(1.0, {"a": 2.0}, ranks=1, flops=None, peak=1.0) == {
         f"{SPEED}seconds/a": 2.0, f"{SPEED}seconds/waiting": 0.0,
     }  # fmt: skip
