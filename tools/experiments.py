@@ -19,6 +19,7 @@ from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, SftConfig, TrainConfig
 from megatron_rl.jobs import submit
 from megatron_rl.jobs.submit import Submission
+from megatron_rl.run.directory import SWEEP
 from megatron_rl.session.launch import run_directory
 
 SCHEMAS: dict[str, Any] = {"train": TrainConfig, "sft": SftConfig, "eval": EvalConfig}
@@ -186,7 +187,7 @@ def _on_cluster(task: Task, site: Profile, why: str) -> Planned:
             why = "has engines beside its trainer, an array"
     if why:
         return Planned(task=task, steps=[], submission=submission, why=why, slices=slices)
-    return replace(_single(task, config, task.after), submission=Submission(submission.directory, files, [], {}))
+    return replace(_single(task, config, task.after), submission=Submission(submission.directory, files, []))
 
 
 def _single(task: Task, config: Any, after: Sequence[str]) -> Planned:
@@ -200,9 +201,7 @@ def _single(task: Task, config: Any, after: Sequence[str]) -> Planned:
         name=task.name, words=words, after=after, directory=directory, nodes=job.nodes if job else 1,
         time=job.time if job else None,
     )  # fmt: skip
-    return Planned(
-        task=task, steps=[step], submission=Submission(directory, {CONFIG: config_files.dump(config)}, [], {})
-    )
+    return Planned(task=task, steps=[step], submission=Submission(directory, {CONFIG: config_files.dump(config)}, []))
 
 
 def _on_this_machine(task: Task, after: Sequence[str]) -> Planned:
@@ -210,24 +209,20 @@ def _on_this_machine(task: Task, after: Sequence[str]) -> Planned:
     if not task.points:
         config_checks.check(config, config.launch.nproc, to_come=bool(task.after))
         return _single(task, config, after)
-    site = Profile(ranks_per_node=config.launch.nproc, gpus_per_node=0)
-    submission = submit.plan_sweep(
-        config,
-        [(point, _read(task, point)) for point in task.points],
-        site,
-        command=task.command,
-        to_come=bool(task.after),
-    )
+    configs, listing = submit.sweep_configs(config, [(point, _read(task, point)) for point in task.points])
+    for own in configs:
+        config_checks.check(own, own.launch.nproc, to_come=bool(task.after))
     # with these files `megatron-rl status` and `report` know the sweep
-    files = {name: text for name, text in submission.files.items() if name not in submission.scripts}
+    files = {f"{own.run.name}.yaml": config_files.dump(own) for own in configs} | {f"../{SWEEP}": listing}
+    directory = _directory(config)
     steps = [
         Step(
-            name=f"{task.name}_{index:03d}", after=after, directory=submission.directory / f"{index:03d}",
-            words=_megatron_rl(task, submission.directory / submit.JOBS / f"{index:03d}.yaml"),
+            name=f"{task.name}_{own.run.name}", after=after, directory=directory / own.run.name,
+            words=_megatron_rl(task, directory / submit.JOBS / f"{own.run.name}.yaml"),
         )
-        for index in range(len(task.points))
+        for own in configs
     ]  # fmt: skip
-    return Planned(task=task, steps=steps, submission=Submission(submission.directory, files, [], {}))
+    return Planned(task=task, steps=steps, submission=Submission(directory, files, []))
 
 
 def _program(task: Program, after: Sequence[str]) -> Planned:

@@ -427,8 +427,8 @@ def _follow(planned: Sequence[Planned], ids: Mapping[str, Sequence[str]], every_
 
 
 def _succeeded(one: Planned, jobs: Sequence[str], states: Mapping[str, str]) -> bool:
-    if isinstance(one.task, Task) and one.submission is not None and one.task.command != "eval" and not one.task.points:
-        return slices.finished(one.submission.directory)
+    if isinstance(one.task, Task) and one.submission is not None and one.task.command != "eval":
+        return all(slices.finished(run) for run in submit.runs_of(one.submission.directory))
     return {state for element, state in states.items() if element.partition("_")[0] in jobs} == {"COMPLETED"}
 
 

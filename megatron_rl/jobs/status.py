@@ -242,7 +242,7 @@ def sweep_status(directory: Path) -> list[tuple[str, str, Status | None]] | None
         return None
     jobs, out = slurm.queue(jobs_of(directory)), []
     for index, point in enumerate(points):
-        element = [job for job in jobs if job.id.endswith(f"_{index}")]
+        element = [job for job in jobs if job.id.endswith(f"_{index}") and job.name.endswith("-sweep")]  # not engines
         own = directory / point["run"]
         changes = ", ".join(f"{name}={value}" for name, value in point["changes"].items())
         out.append(

@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,7 +51,8 @@ class Submission:
     directory: Path  # the run's, the sweep's, that of the SFT data or the evaluation's
     files: Mapping[str, str]  # texts by path below directory/jobs
     scripts: Sequence[str]  # names of files, in the order of submission
-    after: Mapping[str, str]  # script -> the script whose first element must have begun
+    # script of engines -> the script of their trainer, and the element of a sweep that is it (None: the whole chain)
+    trainers: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
     finished: str | None = None  # says that the jobs would have nothing to do; None where they have
 
 
@@ -74,32 +75,66 @@ def plan_run(
     settings = {**shared, "WARNING_S": str(own.warning_s), "COMMAND": command, "PROFILE": str(directory / JOBS / SITE)}
     files = {"config.yaml": config_files.dump(config), SITE: config_files.dump(profile)}
     check_warning("job.warning_s", own)
-    if not isinstance(config, TrainConfig) or not isinstance(config.engine, Servers) or config.engine.colocate:
-        if as_roles:
+    servers = _engine_jobs(config)
+    if as_roles:
+        if servers is None:
             raise ConfigError(
                 "--shape roles: the config has no servers outside of the trainer's job, so only the trainer is left; "
                 "omit --shape"
             )
-        files["train.sbatch"] = script(own, profile, settings, Path.cwd())
-        return Submission(directory, files, ["train.sbatch"], {})
-    servers = {"ROLES": config.server_roles, "REPLICAS": str(config.engine.replicas)}
-    count = len(config.server_roles) * config.engine.replicas
-    if as_roles:
         if job.nodes > 1 or job.slices > 1:
             raise ConfigError(
                 "--shape roles is one array whose elements are alike: set job.nodes=1 and job.slices=1, or omit --shape"
             )
-        whole = replace(own, template="roles", array=f"0-{count}")
-        files["roles.sbatch"] = script(whole, profile, settings | servers, Path.cwd())
-        return Submission(directory, files, ["roles.sbatch"], {})
-    engines = replace(
-        own, template="engines", nodes=1, ranks=1, gpus=config.engine.tp if profile.gpus_per_node else 0,
-        exclusive=False, time=job.engine_time or own.time, array=f"0-{count - 1}", warning_s=ENGINE_WARNING_S,
-    )  # fmt: skip
-    check_warning("the warning of engines (job.engine_time)", engines)
+        whole = replace(own, template="roles", array=f"0-{servers.count}")
+        files["roles.sbatch"] = script(whole, profile, settings | servers.settings, Path.cwd())
+        return Submission(directory, files, ["roles.sbatch"])
     files["train.sbatch"] = script(own, profile, settings, Path.cwd())
-    files["engines.sbatch"] = script(engines, profile, shared | servers | {"TRAINER": ""}, Path.cwd())
-    return Submission(directory, files, ["train.sbatch", "engines.sbatch"], {"engines.sbatch": "train.sbatch"})
+    if servers is None:
+        return Submission(directory, files, ["train.sbatch"])
+    files["engines.sbatch"] = _engines_script(servers, job.engine_time, profile, own, shared)
+    return Submission(directory, files, ["train.sbatch", "engines.sbatch"], {"engines.sbatch": ("train.sbatch", None)})
+
+
+@dataclass(frozen=True)
+class _EngineJobs:
+    """The servers of a run that are jobs of their own."""
+
+    roles: Sequence[str]
+    engine: Servers
+
+    @property
+    def count(self) -> int:
+        return len(self.roles) * self.engine.replicas
+
+    @property
+    def settings(self) -> dict[str, str | Sequence[str]]:
+        """Returns what the batch scripts have to know of the servers."""
+        return {"ROLES": self.roles, "REPLICAS": str(self.engine.replicas)}
+
+
+def _engine_jobs(config: TrainConfig | SftConfig) -> _EngineJobs | None:
+    """Returns the servers that jobs of their own start; None where the run has no such servers."""
+    if not isinstance(config, TrainConfig) or not isinstance(config.engine, Servers):
+        return None
+    return None if config.engine.colocate or config.engine.urls else _EngineJobs(config.server_roles, config.engine)
+
+
+def _engines_script(
+    servers: _EngineJobs, time: str | None, profile: Profile, trainer: ScriptShape,
+    settings: Mapping[str, str | Sequence[str]],
+) -> str:  # fmt: skip
+    """Returns the batch script of a run's servers, an array. Raises ConfigError.
+
+    `time`: the time limit, None for the trainer's. `settings`: those that it shares with the trainer, CONFIG among
+    them.
+    """
+    shape = replace(
+        trainer, template="engines", nodes=1, ranks=1, gpus=servers.engine.tp if profile.gpus_per_node else 0,
+        exclusive=False, time=time or trainer.time, array=f"0-{servers.count - 1}", warning_s=ENGINE_WARNING_S,
+    )  # fmt: skip
+    check_warning("the warning of engines (job.engine_time)", shape)
+    return script(shape, profile, {**settings, **servers.settings, "TRAINER": ""}, Path.cwd())
 
 
 def for_site(config: TrainConfig | SftConfig, profile: Profile, *, to_come: bool = False) -> Any:
@@ -163,41 +198,65 @@ def _with_site_python(config: Served, profile: Profile) -> Served:
     return replace(config, engine=replace(config.engine, python=engine_python(config.engine, profile)))
 
 
+def sweep_configs(
+    config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[str, Any], Any]]
+) -> tuple[list[Any], str]:
+    """Returns the config of each run of a sweep, in a directory of its own, and the text of the sweep's file SWEEP.
+
+    `points`: (the settings that differ, the whole config of that run). Raises ConfigError for runs that would send
+    their weights to the same servers.
+    """
+    directory = str(run_directory(config).absolute())
+    configs = [
+        replace(own, run=replace(own.run, dir=directory, name=f"{index:03d}")) for index, (_, own) in enumerate(points)
+    ]
+    engines = [own.engine for own in configs if isinstance(own, TrainConfig) and isinstance(own.engine, Servers)]
+    urls = [url for engine in engines for listed in engine.urls.values() for url in listed]
+    if twice := sorted({url for url in urls if urls.count(url) > 1}):
+        raise ConfigError(
+            f"engine.urls: several runs of the sweep would send their weights to {', '.join(twice)}; leave urls out, "
+            "so that each run has servers of its own, or give each point of the sweep urls of its own"
+        )
+    found = [{"run": own.run.name, "changes": dict(changes)} for own, (changes, _) in zip(configs, points, strict=True)]
+    return configs, json.dumps(found, indent=1) + "\n"
+
+
 def plan_sweep(
     config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[str, Any], Any]], profile: Profile, *,
     command: str, to_come: bool = False,
 ) -> Submission:  # fmt: skip
-    """Plans an array with one run for each point. Raises ConfigError.
+    """Plans an array with one run for each point, and an array of engines for each run that has servers in jobs of
+    their own. Raises ConfigError.
 
     `points`: (the settings that differ, the whole config of that run). `to_come`: an earlier job writes the models.
     """
-    directory = run_directory(config).absolute()
-    files, found = dict[str, str](), []
-    for index, (changes, own) in enumerate(points):
-        own = for_site(
-            replace(own, run=replace(own.run, dir=str(directory), name=f"{index:03d}")), profile, to_come=to_come
-        )
-        if isinstance(own, TrainConfig) and isinstance(own.engine, Servers):
-            raise ConfigError(
-                f"a sweep starts runs with embedded engines; with engine.kind {own.engine.kind!r} submit each alone"
-            )
-        files[f"{index:03d}.yaml"] = config_files.dump(own)
-        found.append({"run": own.run.name, "changes": dict(changes)})
-    files[SITE] = config_files.dump(profile)
-    files[f"../{SWEEP}"] = json.dumps(found, indent=1) + "\n"
-    job = config.job
+    directory, job = run_directory(config).absolute(), config.job
+    configs, listing = sweep_configs(config, points)
+    configs = [for_site(own, profile, to_come=to_come) for own in configs]
     shape = ScriptShape(
         template="sweep", name=config.run.name, nodes=job.nodes, ranks=profile.ranks_per_node,
         gpus=profile.gpus_per_node, time=job.time or profile.time, array=f"0-{len(points) - 1}",
         warning_s=job.warning_s or profile.warning_s, exclusive=profile.exclusive, logs=directory / "logs",
     )  # fmt: skip
     check_warning("job.warning_s", shape)
+    shared = common_settings(profile, SHIPPED.parent, Path.cwd())
     settings = {
-        **common_settings(profile, SHIPPED.parent, Path.cwd()), "CONFIGS": str(directory / JOBS),
-        "WARNING_S": str(shape.warning_s), "COMMAND": command, "PROFILE": str(directory / JOBS / SITE),
+        **shared, "CONFIGS": str(directory / JOBS), "WARNING_S": str(shape.warning_s), "COMMAND": command,
+        "PROFILE": str(directory / JOBS / SITE),
     }  # fmt: skip
+    files = {f"../{SWEEP}": listing, SITE: config_files.dump(profile)}
     files["sweep.sbatch"] = script(shape, profile, settings, Path.cwd())
-    return Submission(directory, files, ["sweep.sbatch"], {})
+    trainers = dict[str, tuple[str, int | None]]()
+    for index, own in enumerate(configs):
+        files[f"{own.run.name}.yaml"] = config_files.dump(own)
+        if servers := _engine_jobs(own):
+            name = f"{own.run.name}_engines.sbatch"
+            trainers[name] = ("sweep.sbatch", index)
+            files[name] = _engines_script(
+                servers, own.job.engine_time, profile, replace(shape, name=f"{config.run.name}-{own.run.name}"),
+                {**shared, "CONFIG": str(directory / JOBS / f"{own.run.name}.yaml")},
+            )  # fmt: skip
+    return Submission(directory, files, ["sweep.sbatch", *trainers], trainers)
 
 
 def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) -> Submission:
@@ -214,7 +273,7 @@ def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) 
     )  # fmt: skip
     settings = {**common_settings(profile, SHIPPED.parent, Path.cwd()), "CONFIGS": str(directory / JOBS)}
     files["eval.sbatch"] = script(shape, profile, settings, Path.cwd())
-    return Submission(directory, files, ["eval.sbatch"], {})
+    return Submission(directory, files, ["eval.sbatch"])
 
 
 def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
@@ -243,7 +302,7 @@ def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
         "to ask the teacher again, as when the files that data.path names have changed"
     )
     finished = done if answers.finished(config) else None
-    return Submission(directory, files, ["generate.sbatch"], {}, finished)
+    return Submission(directory, files, ["generate.sbatch"], finished=finished)
 
 
 def _refuse_gpus(config: EvalConfig | GenerateConfig, profile: Profile, ranks: int) -> None:
@@ -347,23 +406,27 @@ def send(submission: Submission, *, dependency: str | None = None) -> dict[str, 
     `dependency`: sbatch's, for the scripts that do not wait for another one of the submission.
     """
     allow_start(submission.directory)
-    for name in (TRAINER, ENGINES):
-        (submission.directory / JOBS / name).unlink(missing_ok=True)
+    runs = runs_of(submission.directory)
+    for run in runs:
+        for name in (TRAINER, ENGINES):
+            (run / JOBS / name).unlink(missing_ok=True)
     ids: dict[str, str] = {}
     for name in submission.scripts:
-        first = submission.after.get(name)
+        first, element = submission.trainers.get(name, (None, None))
         try:
             ids[name] = slurm.submit(
-                submission.directory / JOBS / name, dependency=f"after:{ids[first]}_0" if first else dependency
+                submission.directory / JOBS / name,
+                dependency=f"after:{ids[first]}_{element or 0}" if first else dependency,
             )
         except slurm.SlurmError:
             slurm.cancel([*ids.values()])
             raise
         record_job(submission.directory, name, ids[name])
-        if "engines.sbatch" in submission.scripts:
-            write_text(
-                submission.directory / JOBS / (ENGINES if name == "engines.sbatch" else TRAINER), ids[name] + "\n"
-            )
+        if first is not None:
+            jobs = runs[element or 0] / JOBS
+            jobs.mkdir(parents=True, exist_ok=True)
+            write_text(jobs / TRAINER, ids[first] + ("" if element is None else f"_{element}") + "\n")
+            write_text(jobs / ENGINES, ids[name] + "\n")
     return ids
 
 

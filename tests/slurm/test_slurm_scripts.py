@@ -71,6 +71,9 @@ def plans(monkeypatch) -> dict[str, str]:
             tango("job.nodes=4"), replace_container(pyxis, container), command="train", as_roles=False
         ),
         "cpu_sweep": submit.plan_sweep(sft, [({"run.seed": n}, sft) for n in range(4)], cpu, command="train"),
+        "a100_vllm_sweep": submit.plan_sweep(
+            tango(*servers), [({"run.seed": n}, tango(*servers)) for n in range(2)], a100, command="train"
+        ),
         "a100_generate": submit.plan_generate(
             config_files.load(GenerateConfig, [TEACHER], ["output=/shared/sft_data"]), a100
         ),
@@ -286,6 +289,34 @@ def test_engines_learn_which_job_the_trainer_is(tmp_path, fake_slurm):
     assert main(["submit", str(TANGO), *SERVED, f"run.dir={tmp_path}", "run.name=a"]) == 0
     assert [(tmp_path / "a/jobs" / name).read_text() for name in ("trainer", "engines")] == ["17\n", "18\n"]
     assert any("--dependency=after:17_0" in line for line in asked())
+
+
+def test_each_run_of_a_sweep_has_engines_of_its_own(tmp_path, fake_slurm):
+    """A sweep with servers outside of the trainer's GPUs was refused, and so was one with servers in them."""
+    answers, asked = fake_slurm
+    answers(sbatch='case "$*" in *000_engines.sbatch*) echo 18;; *001_engines.sbatch*) echo 19;; *) echo 17;; esac')
+    grid, sweep = tmp_path / "grid.yaml", tmp_path / "rates"
+    grid.write_text("run.seed: [0, 1]\n")
+    words = ["submit", str(TANGO), f"run.dir={tmp_path}", "run.name=rates", "--sweep", str(grid)]
+    assert main([*words, *SERVED]) == 0
+    assert [(sweep / run / "jobs" / name).read_text() for run in ("000", "001") for name in ("trainer", "engines")] == [
+        "17_0\n", "18\n", "17_1\n", "19\n",
+    ]  # fmt: skip
+    assert [f"--dependency=after:17_{n}" in line for n, line in enumerate(asked()[-2:])] == [True, True]
+    assert yaml.safe_load((sweep / "jobs/001.yaml").read_text())["engine"]["start"] is False
+    assert submit.jobs_of(sweep) == ["17", "18", "19"]
+    assert main([*words, "job.nodes=4"]) == 0, "the example's servers stand in the trainer's GPUs"
+    assert submit.jobs_of(sweep)[3:] == ["17"] and not (sweep / "000/jobs/engines").exists()
+
+
+def test_runs_of_a_sweep_do_not_share_servers_that_run_already(capsys, tmp_path):
+    (tmp_path / "grid.yaml").write_text("run.seed: [0, 1]\n")
+    urls = "engine.urls={generator: ['http://n1:8000'], verifier: ['http://n2:8000']}"
+    words = ["submit", str(TANGO), *SERVED, urls, "engine.start=false", "engine.replicas=1", "--dry-run"]
+    assert main([*words, "--sweep", str(tmp_path / "grid.yaml")]) == 2
+    assert "would send their weights to http://n1:8000, http://n2:8000; leave urls out" in capsys.readouterr().err
+    assert main(words) == 0
+    assert "engines.sbatch" not in capsys.readouterr().out, "servers that run already are not started"
 
 
 def test_a_finished_run_is_submitted_to_go_on_alone(tmp_path, capsys, fake_slurm):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -351,14 +352,19 @@ def test_a_sweep_is_stopped_and_shown_run_by_run(run, fake_slurm, capsys):
     answers, _ = fake_slurm
     sweep = run.parent
     (run / "jobs" / submit.SUBMITTED).unlink()
+    shutil.copytree(run, sweep / "001")
     run.rename(sweep / "000")
     write_json(sweep / "sweep.json", [{"run": f"{n:03d}", "changes": {"run.seed": n}} for n in range(2)])
     (sweep / "jobs").mkdir()
     (sweep / "jobs" / submit.SUBMITTED).write_text('{"script": "sweep.sbatch", "job": "17", "time": 0}\n')
-    answers(squeue=RUNNING)
+    engines = RUNNING.replace("17_0", "18_1").replace("a-train", "a-000-engines")
+    answers(squeue=f"{RUNNING.replace('a-train', 'a-sweep')}; {engines}")
     assert main(["status", str(sweep)]) == 0
-    said = capsys.readouterr().out
-    assert "running" in said and "2 of 4" in said and "not begun" in said and "run.seed=1" in said
+    first, second = [line for line in capsys.readouterr().out.splitlines() if "run.seed" in line]
+    assert "running" in first and "2 of 4" in first
+    assert "running" not in second, "the second server of the first run is not the second run"
+    (sweep / "001/config.yaml").unlink()
+    assert main(["status", str(sweep)]) == 0 and "not begun" in capsys.readouterr().out
     assert main(["stop", str(sweep)]) == 0
     assert [(sweep / name / "stop").exists() for name in ("000", "001")] == [True, True]
     assert submit.runs_of(sweep) == [sweep / "000", sweep / "001"]
