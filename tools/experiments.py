@@ -167,7 +167,7 @@ def _on_cluster(task: Task, site: Profile, why: str) -> Planned:
     slices = 1
     if isinstance(config, EvalConfig):
         submission = submit.plan_eval([config], site, _directory(config))
-        files = {CONFIG: config_files.dump(config)}
+        files = {CONFIG: submission.files["000.yaml"]}
     elif task.points:
         submission = submit.plan_sweep(
             config,

@@ -68,12 +68,12 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # since Slurm 22.05 srun does no
 TAKEN = "/nemo_run"  # NeMo-Run replaces this by the job's directory, wherever it stands in a batch script
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Launches an experiment.
 
     Returns 0 (all tasks succeeded or were submitted), 1 (one failed) or 2 (wrong definition, config or arguments).
     """
-    args = _parser().parse_intermixed_args()
+    args = _parser().parse_intermixed_args(argv)
     nemo_words = [args.experiment, *args.settings]
     files = [word for word in nemo_words if word.endswith(".py") and "=" not in word]
     try:
@@ -82,8 +82,7 @@ def main() -> int:
         site = profile.read(args.profile or {"local": "cpu", "slurm": "a100"}[args.executor])
         found = load(Path(files[0]), Options(small=args.small, dir=args.dir))
         found = with_overrides(found, [word for word in nemo_words if word not in files])
-        nemo = _nemo_run()
-        return _local(nemo, found, site, args) if args.executor == "local" else _slurm(nemo, found, site, args)
+        return _local(found, site, args) if args.executor == "local" else _slurm(found, site, args)
     except ConfigError as error:
         print(f"launch: {error}", file=sys.stderr)
         return 2
@@ -138,7 +137,7 @@ def _nemo_run() -> Any:
     return nemo_run
 
 
-def _local(nemo: Any, experiment: Experiment, site: Profile, args: argparse.Namespace) -> int:
+def _local(experiment: Experiment, site: Profile, args: argparse.Namespace) -> int:
     if site.setup or site.container:
         raise ConfigError(
             "setup and container of a profile are for batch scripts: with --executor local do these in your shell"
@@ -151,6 +150,7 @@ def _local(nemo: Any, experiment: Experiment, site: Profile, args: argparse.Name
         for step in (step for one in planned for step in one.steps):
             print(f"# {step.name}{_behind(step.after)}\n{shlex.join([str(python), *step.words])}")
         return 0
+    nemo = _nemo_run()
     with _Forwarded() as signals:
         states = _run_steps(
             nemo,
@@ -217,13 +217,14 @@ def _run_steps(
     return states
 
 
-def _slurm(nemo: Any, experiment: Experiment, site: Profile, args: argparse.Namespace) -> int:
+def _slurm(experiment: Experiment, site: Profile, args: argparse.Namespace) -> int:
     planned = for_slurm(experiment, site)
     _refuse_taken([step for one in planned for step in one.steps], site)
     if args.dryrun:
-        _print_scripts(nemo, experiment.name, planned, site)
+        _print_scripts(_nemo_run(), experiment.name, planned, site)
         return 0
     slurm.require()
+    nemo = _nemo_run()
     for name in (left_out := slurm.left_out(os.environ)):
         del os.environ[name]  # NeMo-Run calls sbatch with this process's environment
     for one in planned:

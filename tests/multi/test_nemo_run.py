@@ -69,9 +69,9 @@ def launch(nemo_python, tmp_path):
     """Runs tools/launch.py from the repository's root -> what came of it."""
 
     def run(
-        *words: str, cluster: Cluster | None = None, path: str = os.environ["PATH"], timeout_s: float = 300, **more: str
+        *words: str, cluster: Cluster | None = None, timeout_s: float = 300, **more: str
     ) -> subprocess.CompletedProcess[str]:
-        environment = (cluster.environment() if cluster is not None else os.environ | {"PATH": path}) | more
+        environment = (cluster.environment() if cluster is not None else dict(os.environ)) | more
         environment |= {"NEMORUN_HOME": str(tmp_path / "nemo"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         environment.pop("PYTHONPATH", None)  # launch.py finds the project by itself
         return subprocess.run(
@@ -157,80 +157,6 @@ def test_dry_runs_are_as_the_golden_files_have_them(launch, tmp_path):
     assert {path.name: path.read_text() for path in GOLDEN.iterdir()} == found
     assert sorted(ROOT.glob("runs/*")) == before, "a dry run writes nothing"
     assert not list((tmp_path / "nemo").rglob("*.sh"))
-
-
-def test_help_is_there_without_nemo_run():
-    done = subprocess.run([sys.executable, "tools/launch.py", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "make nemo-run" in done.stdout and "TASK.a.b=c" in done.stdout
-
-
-def test_without_nemo_run_the_cure_is_named():
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", NO_NEMO, GRAPH, "--small"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "make nemo-run" in done.stderr, output_of(done)
-
-
-NO_NEMO = """
-import runpy, site, sys
-site.main()
-sys.modules["nemo_run"] = None
-sys.path.insert(0, "tools")
-sys.argv[0] = "tools/launch.py"
-runpy.run_path("tools/launch.py", run_name="__main__")
-"""
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "the following arguments are required"),
-        (["nothing.py"], "no definition nothing.py"),
-        (["examples/last_letter/sft.yaml"], "give one definition, a .py file"),
-        (["tools/experiments.py"], "has no function experiment"),
-        ([GRAPH, "--small", "tango.run.sede=1"], "task 'tango': .*did you mean 'seed'"),
-        ([GRAPH, "tanga.run.seed=1"], "'tanga.run.seed=1': give TASK.a.b=c, with a task of sft, tango, math"),
-        ([GRAPH, "--profile=b200"], "give one of a100, cpu"),
-        ([GRAPH, "--small", "eval.output=null"], "task 'eval': no output"),
-        (
-            [GRAPH, "--small", "eval.output=runs/sft_tango_eval/tango/x.json"],
-            "'tango' and 'eval' both have the directory",
-        ),
-        ([GRAPH, "--small", "--at-once=0"], "--at-once 0: give 1 or more"),
-        ([GRAPH, "--executor=slurm", "tango.layout=3"], "task 'tango'"),
-        ([GRAPH, "--executor=slurm", "sft.run.dir=runs/nemo_run"], "runs/nemo_run/.*take a path without it"),
-    ],
-)
-def test_bad_input_is_named(launch, words, message):
-    done = launch(*words)
-    assert done.returncode == 2 and re.search(message, done.stderr), output_of(done)
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("tasks", "message"),
-    [
-        ("Experiment(name='x', tasks=[])", "an experiment without tasks"),
-        (
-            "Experiment(name='x', tasks=[Program(name='a', words=['a.py'], after=['b'])])",
-            "waits for 'b', which is none of the tasks above",
-        ),
-        ("Experiment(name='x', tasks=[Program(name='a', words=['a.py'])] * 2)", "give each task a name of its own"),
-        (
-            "Experiment(name='x', tasks=[Task(name='a', command='serve', settings=[])])",
-            "command 'serve': give one of train, sft, eval",
-        ),
-        ("[]", "returned list; return an experiments.Experiment"),
-    ],
-)
-def test_bad_definitions_are_named(launch, tmp_path, tasks, message):
-    done = launch(str(definition(tmp_path / "own.py", tasks)))
-    assert done.returncode == 2 and message in done.stderr, output_of(done)
-
-
-def test_without_sbatch_the_login_node_is_named(launch, site, tmp_path):
-    done = launch(GRAPH, "--small", "--executor=slurm", f"--profile={site}", path=str(tmp_path))
-    assert done.returncode == 2 and "login node" in done.stderr, output_of(done)
 
 
 @pytest.mark.slow
@@ -321,8 +247,7 @@ def test_a_sweep_runs_here_and_is_one_report(launch, site, tmp_path):
     assert len(set(losses)) == 4
 
 
-@pytest.mark.multi
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_graph_runs_on_a_slurm_cluster_and_its_tango_as_a_chain_too(launch, cluster, site, tmp_path):
     """First by NeMo-Run, Tango on two nodes; then with Tango as an array through slurm/, and what is done is not done
     again.
@@ -356,7 +281,7 @@ def test_the_graph_runs_on_a_slurm_cluster_and_its_tango_as_a_chain_too(launch, 
     assert (base / "generator/model/model.safetensors").stat().st_mtime_ns == trained
 
 
-@pytest.mark.multi
+@pytest.mark.matrix
 def test_faults_of_the_submitting_shell_do_not_reach_a_job_of_nemo_run(launch, cluster, site, tmp_path):
     (tmp_path / "tell.py").write_text("import json, os, sys\njson.dump(dict(os.environ), open(sys.argv[1], 'w'))")
     words = f"['{tmp_path}/tell.py', '{tmp_path}/seen']"
@@ -370,8 +295,7 @@ def test_faults_of_the_submitting_shell_do_not_reach_a_job_of_nemo_run(launch, c
     assert not {"SBATCH_PARTITION", "RANK", "NCCL_ALGO"} & seen.keys() and seen["SLURM_JOB_PARTITION"] == "batch"
 
 
-@pytest.mark.multi
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_failed_job_takes_what_waits_for_it_with_it(launch, cluster, site, tmp_path):
     """This is so by NeMo-Run's dependencies, and from there on by those of our own scripts; values of the profile's
     environment arrive as they are.
@@ -398,7 +322,7 @@ def test_a_failed_job_takes_what_waits_for_it_with_it(launch, cluster, site, tmp
     assert not slices.read(tmp_path / "chain")
 
 
-@pytest.mark.multi
+@pytest.mark.matrix
 def test_what_sbatch_refuses_is_said_and_nothing_stays_submitted(launch, cluster, site, tmp_path):
     site.write_text(SITE + "partition: nowhere\n")
     done = launch(GRAPH, "--small", "--executor=slurm", f"--profile={site}", f"--dir={tmp_path}", cluster=cluster)
