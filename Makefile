@@ -26,7 +26,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: docs fuzz soak demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds equal-time test test-slurm test-servers test-alone test-ranks test-unit test-resume test-hosts test-families test-mcore-latest test-emulated test-emulated-runs test-emulated-parts test-gpu test-gpu-here gpu-kit-wheels gpu-kit-site test-nemo-run check bench tandem arms gsm8k clean
+.PHONY: docs fuzz soak demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds equal-time test test-slurm test-servers test-alone test-ranks test-unit test-resume test-hosts test-families test-mcore-latest test-emulated test-emulated-runs test-emulated-parts test-gpu test-gpu-here test-more test-verifiers test-sglang gpu-kit-wheels gpu-kit-site test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -147,9 +147,14 @@ test: setup ## everything that CI runs: checks, then all tests, with real vLLM s
 	$(MAKE) check
 	@if nvidia-smi >/dev/null 2>&1 || [ "$$(uname -sm)" = "Linux x86_64" ]; then $(MAKE) engines; \
 	else echo "there is no build of vLLM for CPUs of $$(uname -sm): its tests are skipped"; fi
+	@$(MAKE) --no-print-directory nemo-run || \
+	{ rm -rf $(NEMO); echo "NeMo-Run could not be installed (pip says why above): its tests are skipped"; }
 	@$(MAKE) --no-print-directory slurm
 	@shared=$$(mktemp -d) && trap 'rm -rf "$$shared"' EXIT && MEGATRON_RL_TEST_SHARED="$$shared" \
 		$(MAKE) --jobs=2 --keep-going --output-sync=line test-alone test-slurm test-ranks test-servers
+
+test-more: setup ## all that `make test` leaves out, before a release: hours; a table at the end, logs in runs/test_more
+	$(PY) tools/run_targets.py
 
 test-slurm: setup ## runs on a real Slurm cluster; they wait more than they compute, so `make test` has them beside the others
 	$(PY) -m pytest tests/slurm --durations=15
@@ -195,12 +200,17 @@ test-hosts: setup engines ## vLLM servers on another host than the trainer, in n
 test-families: setup engines ## a real vLLM server of every model family, and of one in a package of its own
 	$(PY) -m pytest tests/servers/test_engines_families.py -m matrix
 
-test-mcore-latest: setup ## the actor's tests on megatron-core 0.19.x, in an environment of its own
-	test -d .venv-latest || $(PYTHON) -m venv .venv-latest
-	.venv-latest/bin/python -m pip install --quiet "$(TORCH)"
-	.venv-latest/bin/python -m pip install --quiet -e ".[dev]"
-	.venv-latest/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
-	.venv-latest/bin/python -m pytest tests/multi/test_layouts.py tests/multi/test_actor.py -q
+LATEST ?= .venv-latest
+LATEST_PIP := $(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check
+test-mcore-latest: $(LATEST)/.ready ## the actor's tests on megatron-core 0.19.x, in an environment of its own
+	$(LATEST)/bin/python -m pytest tests/multi/test_layouts.py tests/multi/test_actor.py -q
+
+$(LATEST)/.ready: setup.py
+	$(PYTHON) -m venv $(LATEST)
+	$(LATEST_PIP) "$(TORCH)"
+	$(LATEST_PIP) -e ".[dev]"
+	$(LATEST_PIP) --no-deps --ignore-requires-python megatron-core==0.19.2
+	touch $@
 
 .PHONY: engines-sglang
 SGLANG ?= .venv-sglang
@@ -217,9 +227,12 @@ $(SGLANG)/.ready: tools/engines/sglang-cpu.txt tools/engines/sglang-cpu-wheel.tx
 	$(SGLANG)/bin/python -c "import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler" >$(SGLANG)/import.log 2>&1 || (tail $(SGLANG)/import.log; exit 1)
 	touch $@
 
+test-sglang: setup engines-sglang ## SGLang's real server, on stubbed kernels
+	$(PY) -m pytest tests/servers/test_engines_sglang.py
+
 test-nemo-run: setup nemo-run ## tools/launch.py by NeMo-Run: dry runs, graphs and sweeps here, and on real Slurm where it can be had
 	@$(MAKE) --no-print-directory slurm
-	MEGATRON_RL_NEMO_PYTHON=$(abspath $(NEMO))/bin/python $(PY) -m pytest tests -q -k nemo_run
+	MEGATRON_RL_NEMO_PYTHON=$(abspath $(NEMO))/bin/python $(PY) -m pytest tests/multi/test_nemo_run.py -m "matrix or not matrix"
 
 .PHONY: oracles
 ORACLES ?= .venv-oracles
@@ -254,6 +267,9 @@ $(VERIFIERS)/.tasks: $(VERIFIERS)/.ready # is tried again by the next `make veri
 	@if GIT_TERMINAL_PROMPT=0 $(VERIFIERS_PIP) --no-deps $(foreach name,kuhn_poker proposer_solver reverse_text,"$(VERIFIERS_TASKS)#subdirectory=environments/$(name)"); \
 	then touch $@; else echo "The task sets for the tests are not to be had from $(VERIFIERS_TASKS), and the tests that play them are skipped." \
 		"Give a clone that you have: make verifiers VERIFIERS_TASKS=git+file:///path/of/the/clone"; fi
+
+test-verifiers: setup verifiers ## environments of the library verifiers, played by the library itself
+	$(PY) -m pytest tests/unit/test_environments_verifiers.py tests/multi/test_environments_verifiers_program.py
 
 .PHONY: test-task-sets
 TASKS ?= .venv-tasks

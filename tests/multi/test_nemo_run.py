@@ -26,6 +26,7 @@ from megatron_rl.run.metrics import read_metrics
 
 GOLDEN = Path(__file__).parents[1] / "golden/nemo_run"
 GRAPH, SWEEP = "examples/nemo_run/sft_tango_eval.py", "examples/nemo_run/sweep.py"
+VLLM = Path(os.environ.get("MEGATRON_RL_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 DONE = "SUCCEEDED"
 QUICK = ["generator.steps=30", "generator.optimizer.decay_steps=40", "verifier.steps=10",
          "verifier.optimizer.decay_steps=40", "tango.recipe.args.generator_updates=2"]  # fmt: skip
@@ -293,6 +294,31 @@ def test_faults_of_the_submitting_shell_do_not_reach_a_job_of_nemo_run(launch, c
     assert done.returncode == 0 and "NCCL_ALGO, " in done.stdout, output_of(done)
     seen = json.loads((tmp_path / "seen").read_text())
     assert not {"SBATCH_PARTITION", "RANK", "NCCL_ALGO"} & seen.keys() and seen["SLURM_JOB_PARTITION"] == "batch"
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(not VLLM.exists(), reason=f"no vLLM: there is no {VLLM}; `make engines` installs it")
+def test_each_run_of_a_sweep_has_its_own_servers_on_a_slurm_cluster(launch, cluster, site, last_letter, tmp_path):
+    settings = [
+        "examples/last_letter/grpo.yaml", f"run.dir={tmp_path}", "run.name=rates", "engine.kind=vllm",
+        f"engine.python={VLLM}", f"roles.generator.model.path={last_letter}/generator/model",
+        f"data.path={last_letter}/task/train.jsonl", f"evaluation.prompts.path={last_letter}/task/test.jsonl",
+        "recipe.args.updates=2", "run.prompts_per_step=8",
+    ]  # fmt: skip
+    points = [{"run.seed": seed} for seed in (0, 1)]
+    task = f"Task(name='rates', command='train', settings={settings}, points={points})"
+    own = definition(tmp_path / "own.py", f"Experiment(name='own', tasks=[{task}])")
+    done = launch(str(own), "--executor=slurm", f"--profile={site}", "--wait", "--every=1", cluster=cluster)
+    assert done.returncode == 0 and "all tasks are done" in done.stdout, output_of(done)
+    runs = [tmp_path / "rates" / name for name in ("000", "001")]
+    servers = [(run / "jobs/engines").read_text().strip() for run in runs]
+    assert len(set(servers)) == 2
+    for run, job in zip(runs, servers, strict=True):
+        assert slices.finished(run) and len(slices.read(run)) == 1
+        assert len([row for row in read_metrics(run) if row.scope == "generator"]) == 2
+        assert (run / f"logs/engines-{job}_0-r0.out").exists()
+    rewards = [[row.metrics for row in read_metrics(run)] for run in runs]
+    assert rewards[0] != rewards[1], "the seeds differ"
 
 
 @pytest.mark.matrix
