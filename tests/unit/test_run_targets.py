@@ -18,7 +18,7 @@ IN_TEST = {
     "test-unit",
 }  # `make test`, and parts of it
 GPU = {"test-gpu", "test-gpu-here"}  # need a GPU
-PARTS = {"test-emulated-runs", "test-emulated-parts"}  # of test-emulated
+PARTS = {"test-emulated-runs", "test-emulated-parts", "test-numbers"}  # of test-emulated and test-processors
 
 
 def test_a_failed_target_does_not_stop_the_others_and_is_named(tmp_path):

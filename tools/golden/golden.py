@@ -1,8 +1,8 @@
 """Compares the runs of this tree with those of another commit, bit for bit: `make golden BASE=REV`.
 
 Both sides run on this machine, one after the other, because the last bit of a result depends on the processor. What is
-compared: metrics and trained weights of twelve runs (`runs.py`), and the settings of the four commands. All shipped
-configs must pass `megatron-rl check`. Names that changed between the two commits stand in `renames.yaml`.
+compared: metrics and trained weights of twelve runs (`golden_runs.py`), and the settings of the four commands. All
+shipped configs must pass `megatron-rl check`. Names that changed between the two commits stand in `renames.yaml`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import runs
+import golden_runs
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -41,9 +41,9 @@ def main(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as directory, _checkout(args.base, Path(directory) / "base") as other:
         out = Path(directory)
         (out / "inputs").mkdir()
-        runs.write_inputs(out / "inputs")
+        golden_runs.write_inputs(out / "inputs")
         (out / "inputs/token").write_text("5ecret" * 8)
-        names = args.only or list(runs.configs(out / "inputs", []))
+        names = args.only or list(golden_runs.configs(out / "inputs", []))
         faults = _compare_settings(other) + _check_configs()
         for name in names:
             started = time.monotonic()
@@ -79,7 +79,7 @@ def _run(side: Path, name: str, out: Path, *, old: bool) -> Path:
     home = out / ("old" if old else "new")
     home.mkdir(exist_ok=True)
     with _servers(side, out) if name == AHEAD else _no_servers() as urls:
-        config = runs.configs(out / "inputs", urls)[name]
+        config = golden_runs.configs(out / "inputs", urls)[name]
         config["run"]["dir"] = str(home)
         file = home / f"{name}.yaml"
         file.write_text(json.dumps(_old_names(config) if old else config))
@@ -95,7 +95,7 @@ def _run(side: Path, name: str, out: Path, *, old: bool) -> Path:
 
 @contextmanager
 def _servers(side: Path, out: Path) -> Iterator[list[str]]:
-    command = [sys.executable, str(HERE / "serve.py"), str(out / "inputs/token"), str(len(runs.SOLVER))]
+    command = [sys.executable, str(HERE / "serve.py"), str(out / "inputs/token"), str(len(golden_runs.SOLVER))]
     with subprocess.Popen(
         command, env=_environment(side), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:
