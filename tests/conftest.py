@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from emulated_server import Server
 from forks import environment  # noqa: F401 (tests import it from here)
+from limits import RUN_S
 from slurm_cluster import Cluster, missing_commands
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +43,7 @@ def no_ranks_left() -> Iterator[None]:
         pytest.fail("the test left this process a rank of a process group")
 
 
-def program(*arguments: str, timeout_s: float = 300, check: bool = True) -> subprocess.CompletedProcess[str]:
+def program(*arguments: str, timeout_s: float = RUN_S, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Runs `megatron-rl *arguments` from the repository's root, as a user does, where forks are possible in a process
     that has imported it already."""
     with tempfile.TemporaryDirectory() as directory:

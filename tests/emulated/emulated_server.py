@@ -20,6 +20,8 @@ from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
+from limits import RUN_S
+
 from megatron_rl.run.parent import end_with_parent
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +29,6 @@ FOLDERS = (
     *(ROOT, ROOT / "tests/helpers", ROOT / "tests/emulated", ROOT / "tests/multi", ROOT / "examples/last_letter"),
     ROOT / "benchmarks",
 )
-TIMEOUT_S = 240
 
 
 @dataclass(frozen=True)
@@ -136,14 +137,14 @@ def _run_ranks(case: str, ranks: int, own: Path, arguments: dict[str, Any], repo
         if process == 0:
             _in_fork(case, rank, ranks, own, arguments, reports)
         processes[process] = rank
-    end, problem = time.monotonic() + TIMEOUT_S, ""
+    end, problem = time.monotonic() + RUN_S, ""
     while processes:
         process, status = os.waitpid(-1, os.WNOHANG)
         if process in processes:
             rank = processes.pop(process)
             problem = problem or ("" if status == 0 else f"rank {rank} failed")
         elif time.monotonic() > end:
-            problem = problem or f"ranks {sorted(processes.values())} were not done after {TIMEOUT_S} s"
+            problem = problem or f"ranks {sorted(processes.values())} were not done after {RUN_S} s"
         else:
             time.sleep(0.01)
         for other in processes if problem else ():

@@ -244,7 +244,7 @@ def run_all(base: Path, every: Sequence[tuple[Mapping[str, Any], int | None]]) -
         files.append([str(base / f"{i}.yaml"), free_port("127.0.0.1"), leave_after])
     for first in range(0, len(files), AT_ONCE):
         some = files[first : first + AT_ONCE]
-        statuses = run_ranks(WORKER, 2, base / f"ranks{first}", json.dumps(some), timeout_s=600)
+        statuses = run_ranks(WORKER, 2, base / f"ranks{first}", json.dumps(some))
         assert statuses == [[0 if leave_after is None else 130 for _, _, leave_after in some]] * 2
 
 

@@ -27,6 +27,7 @@ import psutil
 import torch
 import urllib3
 from layouts_worker import learn
+from limits import PROCESS_S, RUN_S
 from toys import characters
 
 from megatron_rl.cluster.watchdog import Watchdog
@@ -49,7 +50,6 @@ from megatron_rl.weights import hf
 ROLE = "generator"
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 LONG = Sampling(max_tokens=480, n=16)
-WAIT_S = 400
 
 
 class Directory:
@@ -81,7 +81,7 @@ def _plain(value: Any) -> Any:
 
 
 def wait_for(what: str, condition) -> None:
-    end = time.monotonic() + WAIT_S
+    end = time.monotonic() + RUN_S
     while not condition():
         assert time.monotonic() < end, f"{what} did not come"
         time.sleep(0.1)
@@ -127,7 +127,7 @@ class Scenario:
         assert self.pool is not None
         for member in self.pool.members.living():
             answers = [
-                asyncio.run(member.server.generate(np.array(p, np.int32), GREEDY, seed=0, timeout_s=60))
+                asyncio.run(member.server.generate(np.array(p, np.int32), GREEDY, seed=0, timeout_s=PROCESS_S))
                 for p in prompts(self.vocab)
             ]
             self.found[f"{name}_{member.listing.replica}"] = plain(answers)

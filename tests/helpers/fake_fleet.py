@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_vllm import FakeVllm, token_at
+from limits import PROCESS_S
 from ranks import ROOT
 
 from megatron_rl.cluster.address import free_port
@@ -31,7 +32,7 @@ ROLE, TOKEN, LOOK_S = "generator", "5ecret" * 8, 0.02
 ADDRESS = ("127.0.0.1", 1, "s3")
 
 
-def until(what: str, condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
+def until(what: str, condition: Callable[[], Any], timeout_s: float = PROCESS_S) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, f"{what}: not within {timeout_s} s"
@@ -168,7 +169,7 @@ class Asked:
         except Exception as error:  # for the test to look at
             self._error = error
 
-    def result(self, timeout_s: float = 30.0) -> list[list[Completion]]:
+    def result(self, timeout_s: float = PROCESS_S) -> list[list[Completion]]:
         self._thread.join(timeout_s)
         assert not self._thread.is_alive(), "no answer"
         if self._error is not None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import forks
 from forks import ROOT
+from limits import RUN_S
 
 
-def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: float = 900) -> list[Any]:
+def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: float = RUN_S) -> list[Any]:
     """Runs `script OUT/rank{r}.json *arguments` on `world` ranks.
 
     Returns what each wrote; fails with the failed ranks' output.

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from limits import RUN_S
 from numbered import numbered
 
 from megatron_rl.config.schema import RefitConfig
@@ -349,7 +350,7 @@ def pair(kind: str) -> tuple[int, Board, PointToPoint | Tcp]:
 
 
 def wait_for(directory: Path, names: list[str] | None) -> None:
-    end = time.monotonic() + 180
+    end = time.monotonic() + RUN_S
     while names and not all((directory / n).exists() for n in names):
         assert time.monotonic() < end, names
         time.sleep(0.02)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from limits import RUN_S
 
 from megatron_rl.session.common import open_world
 from megatron_rl.session.launch import Place
@@ -17,7 +18,7 @@ from megatron_rl.session.launch import Place
 
 def main(out: str, shared: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    end = time.monotonic() + 60
+    end = time.monotonic() + RUN_S
     while rank and not Path(shared, "strangers_were_there").exists():  # the others come late
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
+from limits import RUN_S
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])  # where Debian puts daemons
@@ -124,7 +125,7 @@ class Cluster:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def start(self, *, timeout_s: float = 300.0) -> Cluster:
+    def start(self, *, timeout_s: float = RUN_S) -> Cluster:
         """Starts all daemons and returns once every node is idle.
 
         Raises SlurmError with the logs' ends; then nothing is left running.
@@ -162,7 +163,7 @@ class Cluster:
         kept = {name: value for name, value in os.environ.items() if not foreign.match(name)}
         return kept | {"SLURM_CONF": str(self.conf), "PATH": PATH}
 
-    def run(self, *words: str | Path, timeout_s: float = 300.0, cwd: Path | None = None) -> str:
+    def run(self, *words: str | Path, timeout_s: float = RUN_S, cwd: Path | None = None) -> str:
         """Runs one of Slurm's commands, in the cluster's directory unless `cwd` is given -> its output.
 
         SlurmError where it fails.
@@ -207,7 +208,7 @@ class Cluster:
             for line in self.run("sinfo", "--noheader", "--Node", "--partition=batch", "--format=%N %T").splitlines()
         )
 
-    def wait(self, job: str, states: str | Iterable[str] = ENDED, timeout_s: float = 300.0) -> dict[str, str]:
+    def wait(self, job: str, states: str | Iterable[str] = ENDED, timeout_s: float = RUN_S) -> dict[str, str]:
         """Waits until the job, and of an array each element, is in one of `states` -> `states(job)`.
 
         SlurmError after `timeout_s`.
@@ -232,7 +233,7 @@ class Cluster:
         kill_all(lambda: processes(self.conf, name))
         self._daemons.pop(name).wait()
 
-    def start_node(self, name: str, timeout_s: float = 300.0) -> None:
+    def start_node(self, name: str, timeout_s: float = RUN_S) -> None:
         """Brings a crashed node back, and waits until it takes jobs."""
         if name in self._daemons or name not in self.names:
             raise ValueError(
@@ -245,7 +246,7 @@ class Cluster:
             f"{name} back", lambda: self._started(name) != before and self.node_states()[name] in ready, timeout_s
         )
 
-    def reset(self, timeout_s: float = 300.0) -> None:
+    def reset(self, timeout_s: float = RUN_S) -> None:
         """Between tests: cancels every job, brings crashed nodes back, and waits until all are idle."""
         self.run("scancel", f"--user={getpass.getuser()}")
         for name in self.names:

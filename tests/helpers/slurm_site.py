@@ -11,12 +11,11 @@ from pathlib import Path
 
 import psutil
 from conftest import ROOT, environment
+from limits import RUN_S
 from slurm_cluster import Cluster
 
 from megatron_rl.cluster import slices
 from megatron_rl.run.metrics import read_metrics
-
-RESTART_S = 300.0  # from a fault to the next checkpoint, on a busy machine
 
 
 def submit(site: tuple[Cluster, Path], *words: str) -> list[str]:
@@ -24,7 +23,7 @@ def submit(site: tuple[Cluster, Path], *words: str) -> list[str]:
     cluster, profile = site
     done = subprocess.run(
         [sys.executable, "-m", "megatron_rl.main", "submit", *words, f"--profile={profile}"],
-        cwd=ROOT, env=environment() | cluster.environment(), capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env=environment() | cluster.environment(), capture_output=True, text=True, timeout=RUN_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return re.findall(r"job (\d+)$", done.stdout, re.MULTILINE)
@@ -34,7 +33,7 @@ def said(cluster: Cluster, *words: str) -> str:
     """Returns what a command of the program prints on the cluster."""
     return subprocess.run(
         [sys.executable, "-m", "megatron_rl.main", *words],
-        cwd=ROOT, env=environment() | cluster.environment(), capture_output=True, text=True, timeout=300, check=True,
+        cwd=ROOT, env=environment() | cluster.environment(), capture_output=True, text=True, timeout=RUN_S, check=True,
     ).stdout  # fmt: skip
 
 
@@ -65,9 +64,9 @@ def works(run: Path, starts: int) -> None:
 
 def wait(what: str, condition: Callable[[], bool]) -> None:
     """Looks now and then: the runs need the processor."""
-    end = time.monotonic() + RESTART_S
+    end = time.monotonic() + RUN_S
     while not condition():
-        assert time.monotonic() < end, f"{what}: not within {RESTART_S} s"
+        assert time.monotonic() < end, f"{what}: not within {RUN_S} s"
         time.sleep(0.2)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from api_starts import forked_start
 from conftest import ROOT, environment
+from limits import RUN_S
 
 from megatron_rl import Callback, RunFailed, Trainer
 from megatron_rl.api import process
@@ -193,7 +194,7 @@ def test_an_interrupt_has_the_run_save_and_leave(make, tmp_path, interrupts):
     assert make(letters("e")).train().finished
 
 
-def script(path, directory, *, timeout_s=200):
+def script(path, directory, *, timeout_s=RUN_S):
     done = subprocess.run(
         [sys.executable, str(path)], cwd=directory, env=environment(), capture_output=True, text=True, timeout=timeout_s
     )
@@ -230,7 +231,7 @@ def test_the_notebook_of_the_docs_runs(tmp_path):
         said = script(tmp_path / "cells.py", tmp_path)
     else:
         page = nbformat.read(ROOT / "docs/quickstart.ipynb", as_version=4)
-        nbclient.NotebookClient(page, timeout=200, resources={"metadata": {"path": tmp_path}}).execute()
+        nbclient.NotebookClient(page, timeout=int(RUN_S), resources={"metadata": {"path": tmp_path}}).execute()
         outputs = [output for cell in page.cells for output in cell.get("outputs", ())]
         said = "".join(output.get("text", "") for output in outputs)
     assert "update 8 of 8: reward" in said and "reward/different/kinds [" in said

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, environment, program, tango_settings
+from limits import RUN_S
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -34,7 +35,7 @@ def run(last_letter, tmp_path_factory):
 
 def tool(name, *arguments, status=0):
     command = [sys.executable, str(ROOT / "tools" / name), *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr

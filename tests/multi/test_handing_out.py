@@ -14,7 +14,7 @@ pytestmark = pytest.mark.multi
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     worker = Path(__file__).parents[1] / "helpers" / "handing_out_worker.py"
-    return run_ranks(worker, 4, tmp_path_factory.mktemp("handing_out"), timeout_s=180)
+    return run_ranks(worker, 4, tmp_path_factory.mktemp("handing_out"))
 
 
 def test_ranks_of_a_replica_hold_its_rollouts_and_no_others(answers):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment, program, tango_settings
+from limits import RUN_S
 
 from megatron_rl.run.checkpoint import Checkpoint, Checkpoints, known_digests
 from megatron_rl.run.sums import wrong
@@ -44,7 +45,7 @@ def test_hostile_full_disk_in_a_checkpoint(last_letter, whole, tmp_path):
     before = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
     done = subprocess.run(
         [sys.executable, "-m", "megatron_rl.main", "train", *settings, "run.resume=must", "run.keep=3"],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False,
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=RUN_S, check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)),
     )  # fmt: skip
     assert done.returncode == 1, done.stderr[-3000:]
@@ -72,7 +73,7 @@ def test_hostile_kill_in_the_middle_of_a_background_checkpoint(last_letter, whol
             [sys.executable, "-m", "megatron_rl.main", "train", *settings],
             cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-    end = time.monotonic() + 200
+    end = time.monotonic() + RUN_S
     try:
         while not begun(place):
             assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()[-3000:]

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from conftest import ROOT, environment
+from limits import RUN_S
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
@@ -17,7 +18,7 @@ def test_hostile_soak_of_a_few_turns(tmp_path):
     words = ["--turns", "20", "--runs", "struck", "--kills", "1", "--fills", "0", "--out", str(tmp_path / "soak")]
     done = subprocess.run(
         [sys.executable, "benchmarks/soak.py", *words, "--json", str(tmp_path / "soak.json")],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False,
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=RUN_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     told = json.loads((tmp_path / "soak.json").read_text())

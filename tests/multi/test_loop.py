@@ -160,7 +160,7 @@ def test_three_ranks_generate_exactly_what_one_does_and_learn_the_same(template,
     setup, progress = make(template, log, tmp_path / "turns")
     loop.train(setup, loop.Plan(steps=4, evaluate_every=2), progress)
     worker = Path(__file__).parents[1] / "helpers" / "loop_worker.py"
-    ranks = run_ranks(worker, 3, tmp_path / "ranks", template, timeout_s=120)
+    ranks = run_ranks(worker, 3, tmp_path / "ranks", template)
     table = setup.trainees["generator"].policy.table.detach().numpy()
     for rank in ranks:
         np.testing.assert_allclose(np.array(rank["table"]), table, atol=1e-5)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from limits import PROCESS_S, RUN_S
 from slurm_cluster import Cluster
 
 from megatron_rl.cluster import profile, slices
@@ -70,7 +71,7 @@ def launch(nemo_python, tmp_path):
     """Runs tools/launch.py from the repository's root -> what came of it."""
 
     def run(
-        *words: str, cluster: Cluster | None = None, timeout_s: float = 300, **more: str
+        *words: str, cluster: Cluster | None = None, timeout_s: float = RUN_S, **more: str
     ) -> subprocess.CompletedProcess[str]:
         environment = (cluster.environment() if cluster is not None else dict(os.environ)) | more
         environment |= {"NEMORUN_HOME": str(tmp_path / "nemo"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
@@ -223,7 +224,7 @@ def test_a_signal_reaches_the_task_and_nothing_more_is_started(nemo_python, site
     )  # fmt: skip
     assert (tmp_path / "started").read_text() == "yes"
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[0].splitlines()
+    said = process.communicate(timeout=PROCESS_S)[0].splitlines()
     assert process.returncode == 128 + signal.SIGTERM and said[-2:] == ["a: FAILED", "b: NOT STARTED"], said
     assert (tmp_path / "left").exists()
 
@@ -263,7 +264,7 @@ def test_the_graph_runs_on_a_slurm_cluster_and_its_tango_as_a_chain_too(launch, 
         "--wait",
         "--every=0.5",
     ]
-    done = launch(*words, "tango.job.nodes=2", cluster=cluster, timeout_s=400)
+    done = launch(*words, "tango.job.nodes=2", cluster=cluster)
     assert done.returncode == 0 and "all tasks are done" in done.stdout, output_of(done)
     base = tmp_path / "sft_tango_eval"
     assert len((base / "eval/last_letter.jsonl").read_text().splitlines()) == 32
@@ -271,7 +272,7 @@ def test_the_graph_runs_on_a_slurm_cluster_and_its_tango_as_a_chain_too(launch, 
     trained = (base / "generator/model/model.safetensors").stat().st_mtime_ns
 
     chain = ["tango.run.name=chain", "tango.job.slices=2", f"eval.model.path={base}/chain/models/generator"]
-    done = launch(*words, *chain, f"eval.output={base}/chain_eval/last_letter.json", cluster=cluster, timeout_s=400)
+    done = launch(*words, *chain, f"eval.output={base}/chain_eval/last_letter.json", cluster=cluster)
     assert (
         done.returncode == 0
         and "tango is a chain of 2 slices" in done.stdout

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from chats import CHATML, chat_tokenizer, said
 from conftest import ROOT, environment, program, tango_settings
+from limits import RUN_S
 from tiny_models import make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -174,7 +175,7 @@ def test_tango_under_torchrun_with_two_layouts_and_a_replay(last_letter, tmp_pat
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port,
          "-m", "megatron_rl.main", "train", *arguments],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=RUN_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -17,6 +17,7 @@ import torch
 from forks import answers, start, start_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import RUN_S
 from tiny_models import make_model
 
 from megatron_rl.models.sizes import Sizes
@@ -25,7 +26,6 @@ from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import VERDICTS
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 
-TIMEOUT_S = 200
 DENSE = Sizes(family="qwen2", num_layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
 FOUR = Sizes(family="qwen2", num_layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
 MOE = Sizes(
@@ -68,7 +68,7 @@ def run(tmp_path, case):
 
 
 def finish(ranks, tmp_path):
-    return [answer["answers"] for answer in answers(ranks, tmp_path, TIMEOUT_S)]
+    return [answer["answers"] for answer in answers(ranks, tmp_path, RUN_S)]
 
 
 def start_trainer(tmp_path, case):
@@ -154,7 +154,7 @@ def test_weights_of_megatron_actors_reach_the_engines(tmp_path):
     ):
         path = make_model(tmp_path / family, family, **sizes)
         cases.append({"path": str(path), "layout": layout, "whole": whole, "settings": {"verify": "full"}})
-    for found in answers(start_ranks(refit_worker.actors, 4, tmp_path, cases), tmp_path, TIMEOUT_S):
+    for found in answers(start_ranks(refit_worker.actors, 4, tmp_path, cases), tmp_path, RUN_S):
         assert [a["equal"] for a in found] == [[True, True]] * len(cases)
         assert all(a["figures"]["refit/checked_slices"] > 0 for a in found)
 
@@ -182,7 +182,7 @@ def held(directory, name):
 
 def appear(path):
     """Waits until the file exists."""
-    end = time.monotonic() + TIMEOUT_S
+    end = time.monotonic() + RUN_S
     while not path.exists():
         assert time.monotonic() < end, f"{path} did not come"
         time.sleep(0.02)
@@ -322,7 +322,7 @@ def test_weights_of_living_engines_are_not_lost_behind_one_that_hangs(tmp_path, 
 @pytest.mark.parametrize("kind", ["tcp", "gloo"])
 def test_weights_that_come_too_late_do_not_land_any_more(tmp_path, kind):
     """A long slice is received into the parameter itself, which the next refit may already have written."""
-    sent, landed = answers(start_ranks(refit_worker.late, 2, tmp_path, kind), tmp_path, TIMEOUT_S)
+    sent, landed = answers(start_ranks(refit_worker.late, 2, tmp_path, kind), tmp_path, RUN_S)
     assert not landed
     assert sent != "sent" or kind == "tcp"  # over TCP the kernel takes a small message
 
@@ -332,7 +332,7 @@ def test_weights_that_come_too_late_do_not_land_any_more(tmp_path, kind):
 def test_weights_in_long_slices_are_not_copied(tmp_path, kind, sizes):
     """Over TCP the sender does not copy them either: an engine's experts are one parameter, the trainer's are many."""
     one = case(sizes, TrainerLayout(tp=1), EngineLayout(tp=1), long=1024, part=256, kind=kind)
-    sent, received = answers(start_ranks(refit_worker.one_exchange, 2, tmp_path, one), tmp_path, TIMEOUT_S)
+    sent, received = answers(start_ranks(refit_worker.one_exchange, 2, tmp_path, one), tmp_path, RUN_S)
     assert sent["bytes"] == received["bytes"] == sent["planned"]
     assert received["checked"] == sent["slices"] and received["mismatch"] is None and received["holds"]
     assert received["copied"] < 0.05 * received["bytes"]

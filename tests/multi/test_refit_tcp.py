@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from conftest import environment
+from limits import PROCESS_S
 
 from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.base import Deadline, TransportError
@@ -259,6 +260,6 @@ for end in ends.values():
 def test_refit_messages_that_are_late_do_not_abort_the_process_at_its_end(kind):
     """torch aborts the process when Python exits under a thread that is inside its calls."""
     done = subprocess.run(
-        [sys.executable, "-c", LATE, kind], env=environment(), capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", LATE, kind], env=environment(), capture_output=True, text=True, timeout=PROCESS_S
     )
     assert done.returncode == 0 and "no answer within 0.2 s" in done.stdout, done.stdout + done.stderr

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ROOT, environment, program, tango_settings
+from limits import RUN_S
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
@@ -34,7 +35,7 @@ def start(arguments, log: Path) -> subprocess.Popen:
         )
 
 
-def wait_for_lines(process: subprocess.Popen, path: Path, count: int, timeout_s: float = 120) -> None:
+def wait_for_lines(process: subprocess.Popen, path: Path, count: int, timeout_s: float = RUN_S) -> None:
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline:
         if path.exists() and len(path.read_bytes().splitlines()) >= count:
@@ -77,7 +78,7 @@ def test_resume_after_sigkill_is_bit_for_bit_the_uninterrupted_run(last_letter, 
             time.sleep(rng.random())
             if one_rank and process.poll() is None:  # the other rank must not wait for it for ever
                 killed = kill_rank(process, 1)
-                assert process.wait(60) == (137 if killed else 0)
+                assert process.wait(RUN_S) == (137 if killed else 0)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -106,7 +107,7 @@ def test_resume_after_an_interrupt_and_with_a_half_written_checkpoint(last_lette
         process.send_signal(signal.SIGINT)  # to it alone: it passes it on
     else:
         os.killpg(process.pid, signal.SIGTERM)  # to all, also to what writes a checkpoint at that moment
-    assert process.wait(120) == 130
+    assert process.wait(RUN_S) == 130
     saved = sorted((tmp_path / "run/checkpoints").glob("step_*"))
     assert saved, "an interrupted run saves before it leaves"
     damaged = tmp_path / "run/checkpoints/step_000099"

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
+from limits import RUN_S
 
 from megatron_rl.config.schema import ConfigError, Model
 from megatron_rl.megatron import model as models
@@ -25,7 +26,7 @@ def run(script: str, folder, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/helpers" / script), str(folder / "out.json"), str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **environment},
-        capture_output=True, text=True, timeout=900, check=False,
+        capture_output=True, text=True, timeout=RUN_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "out.json").read_text())

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import two_hosts
 from conftest import ROOT, environment, tango_settings
+from limits import RUN_S
 from test_engines_vllm import PYTHON
 
 PROGRAM = [sys.executable, "-m", "megatron_rl.main"]
@@ -31,7 +32,7 @@ def hosts():
             command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
         )
         try:
-            _, said = started.communicate(timeout=400)
+            _, said = started.communicate(timeout=RUN_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(started.pid, signal.SIGKILL)

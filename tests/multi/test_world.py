@@ -16,7 +16,7 @@ WORKER = Path(__file__).parents[1] / "helpers" / "world_worker.py"
 @pytest.fixture(scope="module", params=[2, 3])
 def answers(request, tmp_path_factory):
     """[ranks][cases] of world_worker.cases."""
-    return run_ranks(WORKER, request.param, tmp_path_factory.mktemp(f"world{request.param}"), timeout_s=60)
+    return run_ranks(WORKER, request.param, tmp_path_factory.mktemp(f"world{request.param}"))
 
 
 def test_the_drivers_result_is_every_ranks(answers):

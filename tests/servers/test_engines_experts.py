@@ -44,7 +44,7 @@ def check_before_and_after_an_update(
     config = base / "run/config.yaml"
     config.write_text(CONFIG.format(base=base, python=PYTHON, layout=layout, families=[*families]))
     worker = Path(__file__).parents[1] / "helpers" / "engines_worker.py"
-    found = run_ranks(worker, 2, base / "ranks", str(config), "update", timeout_s=500)[0]
+    found = run_ranks(worker, 2, base / "ranks", str(config), "update")[0]
     check_answers(base, found)
 
 

@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from limits import RUN_S
 from ranks import ROOT
 
 PYTHON = Path(os.environ.get("MEGATRON_RL_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -55,7 +56,7 @@ def test_the_experts_of_a_server_are_not_on_its_gpu_twice():
     """Those of a model with 30 billion parameters took 29 GB beside the memory that vLLM had taken for itself."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests/emulated")))
     done = subprocess.run(
-        [PYTHON, "-c", SCRIPT], capture_output=True, text=True, timeout=300, cwd=ROOT,
+        [PYTHON, "-c", SCRIPT], capture_output=True, text=True, timeout=RUN_S, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

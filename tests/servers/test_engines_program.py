@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment, program, tango_settings
+from limits import RUN_S
 from test_engines_vllm import PYTHON
 
 pytestmark = [
@@ -46,12 +47,12 @@ def run(last_letter, tmp_path_factory):
         first.wait()
         kept = sorted(p.name for p in (out / "run/rollouts").glob("turn_*"))
         before = {p.name: p.stat().st_mtime_ns for p in (out / "run/rollouts").glob("turn_*")}
-        program("train", *arguments, timeout_s=400)
+        program("train", *arguments)
     finally:
         for server in servers:
             server.terminate()
         for server in servers:
-            server.wait(60)
+            server.wait(RUN_S)
     return out / "run", kept, before
 
 
@@ -76,7 +77,7 @@ def turns(directory: Path) -> int:
     return sum(json.loads(line)["scope"] in ROLES for line in path.read_text().splitlines()) if path.exists() else 0
 
 
-def wait_for(condition, process: subprocess.Popen, log: Path, timeout_s: float = 600) -> None:
+def wait_for(condition, process: subprocess.Popen, log: Path, timeout_s: float = RUN_S) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert process.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
@@ -123,7 +124,7 @@ def test_eval_gives_the_same_by_a_server_as_by_the_embedded_engine(last_letter, 
     ]  # fmt: skip
     rows = {}
     for name, engine in (("embedded", []), ("vllm", ["engine.kind=vllm", f"engine.python={PYTHON}"])):
-        text = program("eval", *shared, *engine, f"output={tmp_path}/{name}.json", timeout_s=400).stdout
+        text = program("eval", *shared, *engine, f"output={tmp_path}/{name}.json").stdout
         rows[name] = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         assert "accuracy" in text and len(rows[name]) == 32 and (tmp_path / f"{name}.html").exists()
     assert rows["vllm"] == rows["embedded"] and any(row["score"] for row in rows["vllm"])

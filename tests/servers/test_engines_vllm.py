@@ -58,7 +58,7 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(base):
     script, config = Path(__file__).parents[1] / "helpers" / "engines_worker.py", base / "run/config.yaml"
-    return run_ranks(script, 4, base / "ranks", str(config), timeout_s=900)[0]
+    return run_ranks(script, 4, base / "ranks", str(config))[0]
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def run(base, worker, *arguments, adapters, verifier=""):
     config, verifier = base / "run/config.yaml", verifier.format(base=base, more=MORE)
     config.write_text(CONFIG.format(base=base, python=PYTHON, adapters=adapters, more=MORE, verifier=verifier))
     helper = Path(__file__).parents[1] / "helpers" / worker
-    return run_ranks(helper, 2, base / "ranks", str(config), *arguments, timeout_s=380)[0]
+    return run_ranks(helper, 2, base / "ranks", str(config), *arguments)[0]
 
 
 @pytest.mark.parametrize("adapters", ["served", "merged"])

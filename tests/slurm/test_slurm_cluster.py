@@ -103,23 +103,23 @@ def test_more_gpus_than_a_node_has_are_refused(slurm):
 
 def test_a_serial_array_ends_with_its_pending_elements(slurm, submitted):
     job = submitted.serial
-    assert slurm.wait(job, timeout_s=300) == {f"{job}_0": "COMPLETED", f"{job}_1": "COMPLETED", job: "CANCELLED"}
+    assert slurm.wait(job) == {f"{job}_0": "COMPLETED", f"{job}_1": "COMPLETED", job: "CANCELLED"}
     assert lines(slurm, job) == [f"{what} {element} of {job}" for element in (0, 1) for what in ("start", "end")]
 
 
 def test_a_requeued_job_knows_that_it_is_one(slurm, submitted):
-    assert slurm.wait(submitted.requeued, timeout_s=300) == {submitted.requeued: "COMPLETED"}
+    assert slurm.wait(submitted.requeued) == {submitted.requeued: "COMPLETED"}
     assert [line.split()[1] for line in lines(slurm, submitted.requeued)] == ["0", "1"]
     assert slurm.field(submitted.requeued, "Restarts") == "1"
 
 
 def test_a_warning_reaches_the_batch_shell_before_the_time_limit(slurm, submitted):
-    assert slurm.wait(submitted.warned, timeout_s=300) == {submitted.warned: "COMPLETED"}
+    assert slurm.wait(submitted.warned) == {submitted.warned: "COMPLETED"}
     assert lines(slurm, submitted.warned) == ["warned", "saved"]
 
 
 def test_a_crashed_nodes_job_comes_back_on_another(slurm, submitted):
-    assert slurm.wait(submitted.crashed, timeout_s=300) == {submitted.crashed: "COMPLETED"}
+    assert slurm.wait(submitted.crashed) == {submitted.crashed: "COMPLETED"}
     (first, zero), (second, one) = (line.split() for line in lines(slurm, submitted.crashed))
     assert (first, zero, one) == (submitted.crashed_node, "0", "1") and second != first
     assert slurm.node_states()[first] == "down*"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment
+from limits import RUN_S
 
 from megatron_rl.cluster import slurm as slurm_commands
 
@@ -64,7 +65,7 @@ def test_faults_of_the_submitting_shell_do_not_reach_the_job(slurm, tmp_path):
     done = subprocess.run(
         ["srun", "--nodes=1", "--ntasks=1", "--distribution=cyclic", "bash", "-c",
          f"ulimit -n 99; {exports}; exec {shlex.join(words)}"],
-        cwd=ROOT, env=own, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env=own, capture_output=True, text=True, timeout=RUN_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     job = re.findall(r"job (\d+)$", done.stdout, re.MULTILINE)[0]

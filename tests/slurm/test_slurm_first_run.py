@@ -18,6 +18,7 @@ from conftest import ROOT, environment
 from docs_pages import Block, blocks, commands
 from example_home import make_home
 from fake_hub import Repository, hub
+from limits import RUN_S
 from slurm_site import logs, works
 
 from megatron_rl.cluster import slices
@@ -106,7 +107,7 @@ def test_every_command_of_the_first_run_does_what_the_page_says(site, served, tm
             if words[0] in LEFT_OUT:
                 continue
             words = replaced(words, home)
-            done = subprocess.run(words, cwd=home, env=own, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(words, cwd=home, env=own, capture_output=True, text=True, timeout=RUN_S)
             assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}\n{logs(run)}"
             said += done.stdout
             jobs += re.findall(r"^submitted .*: job (\d+)$", done.stdout, re.MULTILINE)

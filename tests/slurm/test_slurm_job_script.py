@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from limits import PROCESS_S
 
 ROOT = Path(__file__).parents[2]
 # Each writes its words into $LOG and answers what the variable of its name says.
@@ -70,7 +71,7 @@ def job(tmp_path):
             "PATH": f"{fakes}:{os.environ['PATH']}",
         }
         done = subprocess.run(
-            ["bash", "-c", SCRIPT + lines], env=slurm | own | answers, capture_output=True, text=True, timeout=60
+            ["bash", "-c", SCRIPT + lines], env=slurm | own | answers, capture_output=True, text=True, timeout=PROCESS_S
         )
         commands = [line for line in log.read_text().splitlines() if line.startswith(("scontrol", "scancel"))]
         return Ran(done.returncode, done.stdout + done.stderr, commands)

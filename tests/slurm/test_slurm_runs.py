@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment, program, tango_settings
+from limits import RUN_S
 from slurm_site import figures, logs, rank_process, running, said, submit, wait, works
 
 from megatron_rl.cluster import slices
@@ -43,7 +43,7 @@ def test_a_chain_outlives_every_fault_and_measures_what_an_undisturbed_run_does(
     works(run, 5)
     cluster.run("scancel", "--batch", "--signal=USR1", running(cluster, job))
     wait("the run's end", lambda: slices.finished(run))
-    cluster.wait(job, timeout_s=300)
+    cluster.wait(job)
 
     causes = [one.cause or "" for one in slices.read(run)]
     assert len(causes) == 6, logs(run)
@@ -64,7 +64,7 @@ def test_a_chain_without_progress_stops_and_says_why(site, last_letter, tmp_path
     (job,) = submit(
         site, *tango_settings(last_letter, tmp_path, "stuck"), "reward.target=answers_nothing:grade", "job.slices=8"
     )
-    states = cluster.wait(job, timeout_s=300)
+    states = cluster.wait(job)
     assert states.pop(f"{job}_0") == "FAILED" and set(states.values()) == {"CANCELLED"}, states
     (only,) = slices.read(tmp_path / "stuck")
     assert only.status == 2 and "the config or the command line is wrong" in (only.cause or "")
@@ -77,10 +77,10 @@ def test_a_stopped_run_saves_leaves_and_goes_on_when_submitted_again(site, last_
     (job,) = submit(site, *settings, "job.slices=4")
     works(run, 1)
     assert "leaves after the turn" in said(cluster, "stop", str(run))
-    cluster.wait(job, timeout_s=300)
+    cluster.wait(job)
     assert len(slices.read(run)) == 1 and not slices.finished(run)
     (again,) = submit(site, *settings, "job.slices=4")
-    cluster.wait(again, timeout_s=300)
+    cluster.wait(again)
     assert slices.finished(run), logs(run)
     assert slices.read(run)[1].turns_before >= 1
 
@@ -95,7 +95,7 @@ def test_a_sweep_of_four_gives_four_runs_and_one_report(site, last_letter, tmp_p
         "optimizer.decay_steps=4", "optimizer.warmup_steps=1", "run.name=grid", f"run.dir={tmp_path}",
         "--sweep", str(grid),
     )  # fmt: skip
-    states = cluster.wait(job, timeout_s=300)
+    states = cluster.wait(job)
     assert set(states.values()) == {"COMPLETED"}, logs(tmp_path / "grid")
     points = json.loads((tmp_path / "grid/sweep.json").read_text())
     assert [point["changes"] for point in points] == [
@@ -126,7 +126,7 @@ def test_an_evaluation_array_does_what_is_not_done(site, last_letter, tmp_path):
     done.parent.mkdir()
     done.write_text("{}")
     (job,) = submit(site, *words, *models)
-    states = cluster.wait(job, timeout_s=300)
+    states = cluster.wait(job)
     assert set(states.values()) == {"COMPLETED"}, logs(tmp_path / "eval")
     results = sorted((tmp_path / "eval").glob("*.json"))
     assert len(results) == 4 and done.read_text() == "{}"
@@ -138,13 +138,13 @@ def test_ranks_in_which_nothing_moves_write_their_stacks_and_end(last_letter, tm
     (tmp_path / "slow_reward.py").write_text(
         "import time\n\ndef grade(response, payload):\n    time.sleep(3600)\n    return 0.0\n"
     )
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "megatron_rl.main", "train", *tango_settings(last_letter, tmp_path, "hung"),
          "reward.target=slow_reward:grade", "reward.timeout_s=3600", "run.hang_after_s=4", "gate.enabled=false"],
-        cwd=ROOT, env=environment() | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}, capture_output=True, text=True, timeout=400,
+        cwd=ROOT, env=environment() | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}, capture_output=True, text=True,
+        timeout=RUN_S,
     )  # fmt: skip
     assert done.returncode == slices.HUNG, done.stdout + done.stderr
-    assert "run.hang_after_s" in done.stderr and time.monotonic() - start < 380
+    assert "run.hang_after_s" in done.stderr
     stacks = sorted((tmp_path / "hung/logs").glob("stacks_*"))
     assert len(stacks) == 2 and "grade" in stacks[0].read_text()

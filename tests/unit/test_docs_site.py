@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from docs_pages import PAGES, ROOT, blocks, prose
+from limits import RUN_S
 
 from megatron_rl.commands.settings import SCHEMAS
 from megatron_rl.config.describe import describe
@@ -37,7 +38,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     """Strict counts the warnings that are logged, so that --quiet would let every one pass."""
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "REPOSITORY_URL": "https://example.org/repository"}
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=RUN_S)
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "site/writing_a_recipe.html").read_text()
     assert "https://example.org/repository/blob/main/megatron_rl/recipes/grpo.py" in page

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment
+from limits import PROCESS_S
 from rich.console import Console
 
 from megatron_rl.cluster import profile, slices
@@ -145,7 +146,7 @@ def test_two_nodes_look_at_one_run_directory_at_a_time(tmp_path):
     code += "print([c for _ in range(60) for c in _files(Path(sys.argv[1]), True) if c.verdict == 'wrong'])"
     words = [sys.executable, "-c", code, str(tmp_path)]
     both = [subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [process.communicate(timeout=60)[0] for process in both] == ["[]\n", "[]\n"]
+    assert [process.communicate(timeout=PROCESS_S)[0] for process in both] == ["[]\n", "[]\n"]
     assert not [*tmp_path.iterdir()]
 
 
@@ -387,7 +388,7 @@ def test_following_ends_with_the_run(run, monkeypatch):
     log.write_text("before\n")
     thread = threading.Thread(target=lambda: found.extend(status.follow(run, "train")))
     thread.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PROCESS_S
     while thread.is_alive() and time.monotonic() < deadline:
         with log.open("a") as file:
             file.write("after\n")

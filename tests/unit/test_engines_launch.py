@@ -21,6 +21,7 @@ import pytest
 from conftest import environment
 from fake_fleet import until
 from fake_vllm import SAID
+from limits import PROCESS_S
 from ranks import ROOT
 
 from megatron_rl import main
@@ -44,7 +45,6 @@ engine: {{kind: vllm, python: {base}/python, replicas: 3, restarts: 1}}
 run: {{dir: {base}, name: run}}
 """
 WITH = "--with-parent"
-START_S = 300.0  # of a Python process that imports torch, on a machine that does much else
 
 
 def gone(pid: int) -> bool:
@@ -333,7 +333,7 @@ class Serving:
             listings = Roster(self.base / "run/engines").read("generator")
             return [x for x in listings if x.replica == self.replica and x.incarnation != other_than and x.beat > 0]
 
-        until(f"a listing; {self.out.read_text()}", lambda: found() or self.process.poll() is not None, START_S)
+        until(f"a listing; {self.out.read_text()}", lambda: found() or self.process.poll() is not None, PROCESS_S)
         assert self.process.poll() is None, self.out.read_text()
         self.engines.add(self.engine())
         return found()[0]
@@ -349,7 +349,7 @@ class Serving:
         raise AssertionError(f"no engine: {self.out.read_text()}")
 
     def end(self) -> int:
-        status = self.process.wait(START_S)
+        status = self.process.wait(PROCESS_S)
         for pid in self.engines:
             until("the engine's end", lambda: gone(pid))  # noqa: B023
         assert not (self.base / f"run/engines/generator-{self.replica}.json").exists()
@@ -431,7 +431,7 @@ def test_serve_leaves_when_it_is_told_to(config):
 
 def test_serve_leaves_while_its_server_starts(config):
     with Serving(config, FAKE="silent") as serving:
-        until("the engine's start", lambda: (config.parent / "run/logs/engine_generator_0.log").exists(), START_S)
+        until("the engine's start", lambda: (config.parent / "run/logs/engine_generator_0.log").exists(), PROCESS_S)
         until(
             "the engine", lambda: "the fake starts" in (config.parent / "run/logs/engine_generator_0.log").read_text()
         )
@@ -471,7 +471,9 @@ def test_a_run_ends_its_supervisors_and_knows_when_all_have_given_up(config):
     assert os.getpgid(both[0]._process.pid) != os.getpgid(0), (
         "Ctrl-C is for the run, which needs its servers until the turn's end"
     )
-    until("both", lambda: len(Roster(run / "engines").read("generator")) == 2 or any(s.ended() for s in both), START_S)
+    until(
+        "both", lambda: len(Roster(run / "engines").read("generator")) == 2 or any(s.ended() for s in both), PROCESS_S
+    )
     stay = lambda: False  # noqa: E731
     assert (
         hopeless(both, stay) is None
@@ -492,7 +494,7 @@ def test_a_run_tells_why_its_servers_did_not_start(config, monkeypatch):
     run.mkdir()
     (run / "config.yaml").write_text(config.read_text().replace("restarts: 1", "restarts: 0"))
     supervisor = Supervisor(run, "generator", 0)
-    until("its end", supervisor.ended, START_S)
+    until("its end", supervisor.ended, PROCESS_S)
     said = hopeless([supervisor], lambda: False) or ""
     assert said.count(SAID) == 1 and said.endswith("at /vllm/amx_mla.py:303")
 

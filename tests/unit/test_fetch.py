@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fake_hub import COMMIT, NEWER, Repository, hub
+from limits import PROCESS_S
 
 from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, EvalConfig, PromptSet, SftConfig, TrainConfig
@@ -58,7 +59,7 @@ def test_a_download_that_breaks_off_in_the_middle_is_taken_up_where_it_stood(ser
     served.breaks["model.safetensors"] = len(large) - 1000
     words = [sys.executable, "-m", "megatron_rl.main", "fetch", "org/tiny", "--to", str(tmp_path)]
     environment = {**os.environ, "HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=PROCESS_S)
     assert done.returncode == 0, done.stderr
     ranges = [part for file, part in served.downloads() if file == "model.safetensors" and part]
     assert ranges and all(int(part.removeprefix("bytes=").rstrip("-")) > 0 for part in ranges), served.downloads()

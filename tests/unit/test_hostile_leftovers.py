@@ -17,6 +17,7 @@ import bad_rewards
 import ordinary_user
 import pytest
 from fake_fleet import until
+from limits import PROCESS_S
 
 from megatron_rl import processes
 from megatron_rl.config.schema import Reward
@@ -314,4 +315,4 @@ def test_security_keeper_ends_as_its_worker_did(mark):
     for code, status in (("os._exit(3)", 3), ("os.kill(os.getpid(), 11)", -11), ("os.kill(os.getpid(), 9)", -9)):
         start = f"import os; from megatron_rl.rewards import keeper, worker; worker.main = lambda k: {code}; "
         process = subprocess.Popen([sys.executable, "-c", f"{start}keeper.main()"], cwd=ROOT, start_new_session=True)
-        assert process.wait(30) == status
+        assert process.wait(PROCESS_S) == status

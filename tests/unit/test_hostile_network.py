@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_vllm import FakeVllm
+from limits import PROCESS_S
 
 from megatron_rl.board import client as board_client
 from megatron_rl.board import server as board_server
@@ -227,7 +228,7 @@ def test_hostile_connections_leave_descriptors_for_a_checkpoint():
     port = int(child.stdout.readline())
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(150)]
     time.sleep(0.2)
-    out, errors = child.communicate("\n", timeout=30)
+    out, errors = child.communicate("\n", timeout=PROCESS_S)
     assert 0 < int(out) <= 300 - board_server.KEPT_BACK, errors
     for each in silent:
         each.close()

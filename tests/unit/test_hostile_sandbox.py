@@ -14,6 +14,7 @@ from pathlib import Path
 import ordinary_user
 import pytest
 import sandbox_attacks
+from limits import PROCESS_S, RUN_S
 from ordinary_user import ROOT
 
 from megatron_rl.rewards import sandbox_calls, sandbox_ways
@@ -34,7 +35,7 @@ def attacked(user: str) -> dict[str, str | dict[str, str]]:
             os.chown(own, 0, 0)
         words = [ordinary_user.python(), str(place / SCRIPT.name), str(own), *WAYS]
         done = subprocess.run(
-            words, capture_output=True, text=True, timeout=240, cwd=place,
+            words, capture_output=True, text=True, timeout=RUN_S, cwd=place,
             env={"PATH": os.environ["PATH"], "PYTHONPATH": str(place)}, **identity,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -69,7 +70,7 @@ def test_hostile_code_of_an_ordinary_user_gets_walls_where_the_kernel_has_them()
     )
     with ordinary_user.package() as place:
         done = subprocess.run(
-            [ordinary_user.python(), "-c", code], capture_output=True, text=True, timeout=60, cwd=place,
+            [ordinary_user.python(), "-c", code], capture_output=True, text=True, timeout=PROCESS_S, cwd=place,
             env={"PATH": os.environ["PATH"], "PYTHONPATH": str(place)}, **ordinary_user.identity(),
         )  # fmt: skip
     refused = "this machine can build no sandbox" in done.stdout and "accept_no_wall: true" in done.stdout

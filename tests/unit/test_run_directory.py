@@ -9,6 +9,7 @@ import time
 
 import pytest
 from conftest import ROOT
+from limits import PROCESS_S
 
 from megatron_rl.config.schema import Run
 from megatron_rl.run.checkpoint import Checkpoints
@@ -159,7 +160,7 @@ def test_the_second_interrupt_leaves_at_once_with_130(waiter):
     time.sleep(2 * Interrupts.SAME_PRESS_S)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130
+    assert process.wait(PROCESS_S) == 130
 
 
 def test_interrupts_end_a_main_thread_that_never_returns_to_python(waiter):
@@ -207,4 +208,4 @@ def test_a_run_waits_for_one_that_was_killed_a_moment_ago(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", holder, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
     assert child.stdout and child.stdout.readline() == "held\n"
     with only_one(tmp_path / "run"):
-        assert child.wait(10) == 0
+        assert child.wait(PROCESS_S) == 0
