@@ -254,35 +254,6 @@ def test_reinforce_pp_step_returns_run_over_tokens_not_over_the_verification_axi
     assert [given(t) for t in mixed] != [[0.5 * a for a in given(t)] for t in outcome]
 
 
-@pytest.mark.parametrize(
-    "scores, expected",
-    [
-        ([0.7], [0.7 / (1 + 1e-6)]),  # one trained token: there is no deviation to divide by
-        ([0.2, 0.8], [-0.3 / (0.18**0.5 + 1e-6), 0.3 / (0.18**0.5 + 1e-6)]),
-        ([0.1, 0.1, 0.1], [0.0, 0.0, 0.0]),  # exactly, although the mean of three times 0.1 is not 0.1
-        ([0.1, 0.1], [0.0, 0.0]),
-    ],
-)
-def test_whitening_over_few_or_equal_tokens_divides_by_nothing_small(scores, expected):
-    made = [
-        Rollout(
-            role="g", group=str(i), tokens=[1, 2], logprobs=[0.0, 0.0], marks={STEP: Marks([(1, 2)], [score])},
-            spans=spans_of((1, Author.ENVIRONMENT, NO_VERSION), (1, Author.POLICY, 0)),
-        )
-        for i, score in enumerate(scores)
-    ]  # fmt: skip
-    found = [values[1] for values in step_values(made, estimator="reinforce_pp")]
-    assert found == (expected if not any(expected) else pytest.approx(expected, rel=1e-12))
-
-
-def test_whitening_of_a_batch_without_a_trained_token_leaves_its_values():
-    silent = Rollout(
-        role="g", group="0", tokens=[1, 2], logprobs=[0.0, 0.0], marks={STEP: Marks([(1, 2)], [0.7])},
-        spans=spans_of((2, Author.ENVIRONMENT, NO_VERSION)),
-    )  # fmt: skip
-    assert step_values([silent], estimator="reinforce_pp") == [[pytest.approx(0.7)] * 2]
-
-
 def test_reinforce_pp_outcomes_are_whitened_over_tokens_so_that_long_answers_count_more():
     group = [solution("++++", 1.0), solution("+", 0.0), solution("+-", 0.0, group="other")]
     found = assign_advantages(group, reward="outcome", estimator="reinforce_pp")

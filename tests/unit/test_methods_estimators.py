@@ -268,3 +268,33 @@ def test_peers_of_equal_reward_have_exactly_0_and_roles_are_apart():
     credited = compare_peers(rows, ["x"] * 7, "outcome")
     assert [r.advantages for r in credited[:3]] == [0.0] * 3
     assert credited[6].advantages == pytest.approx(0.45)
+
+
+@pytest.mark.parametrize(
+    "scores, expected",
+    [
+        ([0.7], [0.0]),  # one trained token has nothing to be compared with
+        ([0.2, 0.8], [-0.3 / (0.18**0.5 + 1e-6), 0.3 / (0.18**0.5 + 1e-6)]),
+        ([0.1, 0.1, 0.1], [0.0, 0.0, 0.0]),  # exactly, although the mean of three times 0.1 is not 0.1
+        ([0.1, 0.1], [0.0, 0.0]),
+    ],
+)
+def test_whitening_over_few_or_equal_tokens_divides_by_nothing_small(scores, expected):
+    made = [
+        Rollout(
+            role="g", group=str(i), tokens=[1, 2], logprobs=[0.0, 0.0], marks={STEP: Marks([(1, 2)], [score])},
+            spans=spans_of((1, Author.ENVIRONMENT, -1), (1, Author.POLICY, 0)),
+        )
+        for i, score in enumerate(scores)
+    ]  # fmt: skip
+    found = [values[1] for values in step_advantages(made, estimator="reinforce_pp")]
+    assert found == (expected if not any(expected) else pytest.approx(expected, rel=1e-12))
+
+
+def test_whitening_of_a_batch_without_a_trained_token_leaves_its_values():
+    silent = Rollout(
+        role="g", group="0", tokens=[1, 2], logprobs=[0.0, 0.0], marks={STEP: Marks([(1, 2)], [0.7])},
+        spans=spans_of((2, Author.ENVIRONMENT, -1)),
+    )  # fmt: skip
+    [values] = step_advantages([silent], estimator="reinforce_pp")
+    assert values.tolist() == pytest.approx([0.7] * 2)

@@ -307,13 +307,6 @@ def test_a_verification_is_trained_on_whole_and_its_prompt_is_not(texts):
     assert first.payload["verdicts"] == [True, True] and first.payload["answer"] == "yes"
 
 
-def test_a_tandem_verifiers_partner_weighs_what_its_role_says(texts):
-    table = table_of(mixed_generator, mixed_verifier, partner_weights={"verifier": 0.25, "generator": 0.5})
-    for role, weight in (("verifier", 0.25), ("generator", 0.5)):
-        rollouts, _ = play(PaperTango(verifications=3, **texts), role, 1, table)
-        assert {r.partner_weight for r in rollouts} == {weight}
-
-
 def test_class_counts_move_slowly_and_survive_a_checkpoint(texts):
     recipe = PaperTango(verifications=3, **texts)
     play(recipe, "verifier", 4, table_of(mixed_generator, mixed_verifier))

@@ -9,7 +9,22 @@ import pytest
 import torch
 from fake_engines import ScriptedEngine
 from fake_policy import TablePolicy
-from test_recipes import TOKENIZER, Problems, by_answer, ids, judged, play, problems, solution, turn, verification
+from test_recipes import (
+    TOKENIZER,
+    Problems,
+    by_answer,
+    ids,
+    judged,
+    mixed_generator,
+    mixed_verifier,
+    play,
+    problems,
+    solution,
+    table_of,
+    texts,  # noqa: F401 (a fixture)
+    turn,
+    verification,
+)
 from toys import EOS, graded
 
 from megatron_rl.algorithms.authors import Rule
@@ -252,3 +267,11 @@ def test_sglang_offers_no_tandem():
     with pytest.raises(ConfigError, match=r"roles.generator.tandem with engine.kind = 'sglang'"):
         check(load(TrainConfig, overrides=settings), 1)
     check(load(TrainConfig, overrides=[*settings[:-1], "engine.kind=vllm"]), 1)
+
+
+def test_a_tandem_verifiers_partner_weighs_what_its_role_says(texts):  # noqa: F811
+    recipe = PaperTango(verifications=3, **texts)
+    table = table_of(mixed_generator, mixed_verifier, partner_weights={"verifier": 0.25, "generator": 0.5})
+    for role, weight in (("verifier", 0.25), ("generator", 0.5)):
+        rollouts, _ = play(recipe, role, 1, table)
+        assert {r.partner_weight for r in rollouts} == {weight}
