@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -68,7 +69,8 @@ def first_error(lines: Iterable[str]) -> list[str]:
         if text.endswith(TRACEBACK):
             found = _exception(rest)
         elif CRASH.match(text):
-            found = [text, *_place([match for part in rest if (match := FRAME.match(part))])]
+            stack = itertools.dropwhile(lambda part: not part.startswith("Current thread "), rest)
+            found = [text, *_place([match for part in stack if (match := FRAME.match(part))])]
         if found:
             return [f"{process}{found[0]}", *found[1:]]
         if level and not spoken and not text.endswith(TRACEBACK):

@@ -33,6 +33,9 @@ RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.
 CRASH = """(EngineCore pid=9) INFO 11-26 09:54:38 [core.py:1] loads
 Fatal Python error: Illegal instruction
 
+Thread 0x00007f (most recent call first):
+  File "/lib/python3.11/threading.py", line 327 in wait
+
 Current thread 0x00007f (most recent call first):
   File "/site-packages/torch/_ops.py", line 1279 in __call__
   File "/vllm/_custom_ops.py", line 3000 in weight_packed_linear_cpu
