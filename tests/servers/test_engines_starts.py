@@ -1,4 +1,4 @@
-"""Real vLLM servers that do not start: the message has the cause, which stands far before the last line of the log."""
+"""Real servers that do not start: the message has the cause, which stands far before the last line of the log."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import os
 import pytest
 from processors import as_on
 from test_engines_latents import LATENT, ROUTING, SIZES
+from test_engines_sglang import PYTHON as SGLANG
 from test_engines_vllm import PYTHON, VOCAB
 from tiny_models import make_model
 from toys import characters
 
 from megatron_rl.cluster.address import free_port
-from megatron_rl.config.schema import Vllm
-from megatron_rl.engines import vllm
+from megatron_rl.config.schema import Sglang, Vllm
+from megatron_rl.engines import sglang, vllm
 from megatron_rl.engines.launch import ServerProcess, StartError, make_token
 
-pytestmark = [
-    pytest.mark.servers,
-    pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),
-]
+pytestmark = pytest.mark.servers
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +29,7 @@ def model(tmp_path_factory):
     return directory
 
 
+@pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it")
 @pytest.mark.parametrize(
     ("settings", "cause"),
     [
@@ -56,11 +55,23 @@ def test_a_server_that_does_not_start_tells_the_first_error_of_its_processes(
 ):
     """The message ended in "Engine core initialization failed. See root cause above"."""
     as_on(monkeypatch, "amx")
-    make_token(tmp_path / "token")
-    command = vllm.command(
-        Vllm(**settings), python=str(PYTHON), model=model, dtype="float32", port=free_port("127.0.0.1"),
-        token_file=tmp_path / "token", on_gpu=False,
+    check(vllm, Vllm(**settings), PYTHON, model, tmp_path, cause)
+
+
+@pytest.mark.skipif(not SGLANG.exists(), reason=f"no SGLang: there is no {SGLANG}; `make engines-sglang` installs it")
+def test_a_server_of_sglang_tells_so_too(tmp_path):
+    make_model(tmp_path / "model", vocab_size=VOCAB, num_hidden_layers=1)
+    characters().save_pretrained(tmp_path / "model")
+    cause = r"RuntimeError: Not enough memory\. .*\n  at .*/pool_configurator.py:\d+"
+    check(sglang, Sglang(kv_cache_gib=1e-8), SGLANG, tmp_path / "model", tmp_path, cause)
+
+
+def check(engine, settings, python, model, directory, cause):
+    make_token(directory / "token")
+    command = engine.command(
+        settings, python=str(python), model=model, dtype="float32", port=free_port("127.0.0.1"),
+        token_file=directory / "token", on_gpu=False,
     )  # fmt: skip
-    process = ServerProcess(command, tmp_path / "engine.log", os.environ, imports=tmp_path / "imports")
+    process = ServerProcess(command, directory / "engine.log", os.environ, imports=directory / "imports")
     with pytest.raises(StartError, match=rf"\nthe first error there:\n.*{cause}$"):
         process.wait_until(lambda: False, 600)
