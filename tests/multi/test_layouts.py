@@ -266,26 +266,23 @@ FURTHER: dict[int, list[dict]] = {  # cases that `make test` has no time for
         {"name": "deepseek_v3-tp2sp-cp2-ep2-packed", "model": "deepseek_v3", "layout": SP | CP | EP, "packed": True},
     ],
 }
-GRADIENTS = 2e-6  # largest error over largest gradient
-BOUNDS = {  # absolute, fp32, one Adam step of lr 1e-2
-    "logits": 4e-6,
-    "logprobs": 2e-6,
-    "reference": 2e-6,
+# The bounds are twice the largest error that was seen on three sets of instructions (`make test-processors`), for each
+# adds in an order of its own. A part that is rounded to bfloat16 is off by a thousand times as much.
+GRADIENTS = 4e-6  # largest error over largest gradient
+STEP = 100.0  # lr / eps: one Adam step makes at most so many times a gradient's error of it
+BOUNDS = {  # absolute, fp32
+    "logits": 6e-6,
+    "logprobs": 4e-6,  # four steps of float32 between 8 and 16
+    "reference": 4e-6,
     "loss": 5e-7,
     "loss_forward": 5e-7,
-    "entropy": 1e-6,
-    "grad_norm": 1e-6,  # of itself where it is above 1: the gradients that make it differ by 5e-7 of the largest
-    "weights": 2e-6,
+    "entropy": 2e-6,
+    "grad_norm": 1e-6,  # of itself where it is above 1
     "names": 0.0,
     "swap": 0.0,
     "buckets": 0.0,
     "cast": 0.0,
 }
-# Gemma multiplies embedded tokens by the root of the hidden size, and so the gradients of the embedding: one Adam step
-# makes lr / eps = 100 times a gradient's error. V3 weighs experts by 2.5.
-# OLMo 2 norms what attention and feed-forward give, which is small in these models: dividing by it magnifies gradients
-# and their errors alike.
-BOUNDS_OF = dict.fromkeys(("gemma3", "olmo2", "deepseek_v3"), BOUNDS | {"weights": 4e-6})
 BF16 = {
     # The root mean square, as a multiple of what transformers in bfloat16 is off from float32 on the same weights.
     "logprobs": 1.5,
@@ -435,5 +432,5 @@ def check(answers, name):
         assert errors["largest_gradient"] > 1e-2
         relative = errors["gradients"] / errors["largest_gradient"]
         assert relative <= GRADIENTS, f"rank {rank}: gradients are off by {relative:.1e} of the largest"
-        for what, bound in BOUNDS_OF.get(name.partition("-")[0], BOUNDS).items():
+        for what, bound in (BOUNDS | {"weights": 1e-6 + STEP * errors["gradients"]}).items():
             assert errors[what] <= bound, f"rank {rank}: {what} is off by {errors[what]:.2e}, bound {bound:.0e}"

@@ -42,9 +42,12 @@ CASES: dict[int, list[dict]] = {
         {"name": "pp2-dp2", "model": "qwen2", "layout": {"pp": 2}, "loss": "distilled"},
     ],
 }
-SAME = 1e-6  # float32: the difference by the size of what differs, of gradients by their norm
-WORST = 2e-6  # the largest error of a gradient over the largest gradient, as in test_layouts
-COMPARED = ("logprobs", "loss", "update_loss", "entropy", "grad_norm", "gradients")
+SAME = 1e-6  # float32: the difference by the size of what differs
+# Gradients of a prompt are sums in another order: twice the largest that was seen on three sets of instructions.
+GRADIENTS = 2e-6  # of all gradients, by their norm; of one by the largest
+COMPARED = dict.fromkeys(("logprobs", "loss", "update_loss", "entropy"), SAME) | dict.fromkeys(
+    ("grad_norm", "gradients", "worst_gradient"), GRADIENTS
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +69,8 @@ def test_an_update_is_that_of_repeated_prompts(results, world, name):
     for rank, answer in enumerate(results(world)):
         found = answer[name]
         assert found["largest_gradient"] > 1e-3
-        for what in COMPARED:
-            assert found[what] <= SAME, f"rank {rank}: {what} is off by {found[what]:.1e}"
-        assert found["worst_gradient"] <= WORST, f"rank {rank}: {found['worst_gradient']:.1e} of the largest gradient"
+        for what, bound in COMPARED.items():
+            assert found[what] <= bound, f"rank {rank}: {what} is off by {found[what]:.1e}"
 
 
 @pytest.mark.multi
