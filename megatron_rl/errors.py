@@ -8,7 +8,7 @@ from megatron_rl.engines.base import EngineError
 from megatron_rl.engines.server import RequestRefused
 from megatron_rl.rewards.pool import RewardFailure
 from megatron_rl.run.checkpoint import CheckpointError
-from megatron_rl.run.directory import RunError
+from megatron_rl.run.directory import RunBusy
 from megatron_rl.run.lines import DiskError
 from megatron_rl.training.gate import GateFailure
 from megatron_rl.training.loop import NothingTrained
@@ -30,6 +30,6 @@ EXPECTED = (
     PlayError,
     RequestRefused,
     RewardFailure,
-    RunError,
+    RunBusy,
     StoreError,
 )

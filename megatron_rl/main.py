@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not {"-h", "--help"} & {*words} and _is_first():
             _tell_start(command, words)
     from megatron_rl.commands.parser import build_parser  # the first line stands before what takes a second to import
-    from megatron_rl.config.base import ConfigError
+    from megatron_rl.config.base import ConfigError, without_passwords
+    from megatron_rl.run.directory import RunBusy
     from megatron_rl.run.lines import DiskError
 
     parser = build_parser(command)
@@ -44,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.settings += rest  # settings that stand behind an option
     try:
         return _call(args)
-    except (ConfigError, DiskError) as error:
-        print(f"megatron-rl {args.command}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, DiskError) else 2
+    except (ConfigError, DiskError, RunBusy) as error:
+        print(f"megatron-rl {args.command}: {without_passwords(str(error))}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 def _is_first() -> bool:

@@ -23,6 +23,7 @@ class SlurmJob:
     step: str | None  # number of the srun step; None in the batch script
     end: float | None  # the time limit in seconds since the epoch
     warning_s: float | None  # how long before the end the batch script asks the run to leave
+    scripted: bool = False  # a batch script of ours runs it, and reads the stop file when the run has left
 
     @property
     def name(self) -> str:
@@ -42,6 +43,7 @@ def job_from(environment: Mapping[str, str]) -> SlurmJob | None:
         step=environment.get("SLURM_STEP_ID"),
         end=float(end) if end else None,
         warning_s=float(warning) if warning else None,
+        scripted=END in environment,
     )
 
 
@@ -84,7 +86,7 @@ class Leave:
         if self.asked():
             stopped = (self._directory / STOP).exists()
             self._say(
-                f"stopped by {self._directory / STOP} (remove it to go on)"
+                f"stopped by {self._directory / STOP}; the same command, or `megatron-rl submit`, goes on from here"
                 if stopped
                 else "the time limit is near: leaving now"
             )
@@ -100,6 +102,12 @@ class Leave:
     def saved(self, seconds: float) -> None:
         """Notes how many seconds a checkpoint took."""
         self._longest_save = max(self._longest_save, seconds)
+
+    def done(self) -> None:
+        """Removes the stop file when the run leaves, so that the next start is not stopped at once. A batch script
+        reads the file after the run; there `megatron-rl submit` removes it."""
+        if self._job is None or not self._job.scripted:
+            (self._directory / STOP).unlink(missing_ok=True)
 
     def _needed(self) -> float:
         return MARGIN * (self._longest_turn + self._longest_save)

@@ -78,7 +78,10 @@ def begin(directory: Path, job: SlurmJob, nodes: str, stalled: int) -> tuple[Nex
     if finished(directory):
         return NextAction.DONE, f"{directory} is finished"
     if (directory / STOP).exists():
-        return NextAction.STOPPED, f"{directory / STOP} is there: somebody stopped this run (remove it to go on)"
+        return (
+            NextAction.STOPPED,
+            f"{directory / STOP} is there: somebody stopped this run; `megatron-rl submit` removes it",
+        )
     turns = turns_done(directory)
     new = Slice(job=job.id, restart=job.restart, nodes=nodes, began=time.time(), turns_before=turns)
     before = [

@@ -12,11 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.cluster.job import SlurmJob, job_from
 from megatron_rl.commands import settings
 from megatron_rl.config import absent, plugins, server_gpus
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
+from megatron_rl.config.base import without_passwords
+from megatron_rl.run.directory import check_start, only_one
 from megatron_rl.run.start import tell
 from megatron_rl.session import launch
 
@@ -50,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         if launch.has_gpu(os.environ):
             server_gpus.refuse(config, launch.ranks_on_host(place, config.launch.nproc, os.environ))
         absent.refuse(config)
+        if isinstance(config, configs.TrainConfig | configs.SftConfig):
+            _refuse_start(config, job_from(os.environ))
         if "torch" not in sys.modules:  # a rank that was started here has the modules of its parent
             tell(args.command, "importing torch, transformers and megatron-core")
     if place is None and config.launch.nproc > 1:
@@ -63,8 +68,16 @@ def run(args: argparse.Namespace) -> int:
         return launch.start_ranks(functools.partial(run, args), config.launch.nproc, fork=fork)
     if isinstance(config, configs.TrainConfig | configs.SftConfig) and config.run.deterministic:
         os.environ.update(DETERMINISTIC)
-    place = place or launch.Place(0, 1, 0, "127.0.0.1", 0, launch.job_from(os.environ))
+    place = place or launch.Place(0, 1, 0, "127.0.0.1", 0, job_from(os.environ))
     return _run_on_rank(args, config, place)
+
+
+def _refuse_start(config: Any, job: SlurmJob | None) -> None:
+    """Refuses what the run's directory refuses, before imports that take half a minute. Raises ConfigError, and
+    RunBusy."""
+    check_start(config.run, config_files.dump(config))
+    with only_one(launch.run_directory(config), job="" if job is None else job.id, restart=job.restart if job else 0):
+        pass
 
 
 def has_driver() -> bool:
@@ -84,7 +97,7 @@ def _run_on_rank(args: argparse.Namespace, config: Any, place: launch.Place) -> 
     except errors.EXPECTED as error:
         if place.local_rank == 0 and not isinstance(error, errors.DriverError):
             where = f"rank {place.rank}: " if place.rank else ""
-            print(f"megatron-rl {args.command}: {where}{error}", file=sys.stderr)
+            print(f"megatron-rl {args.command}: {where}{without_passwords(str(error))}", file=sys.stderr)
             _tell(args, error)
         return 2 if isinstance(error, configs.ConfigError) else 1
 

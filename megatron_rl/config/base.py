@@ -11,11 +11,30 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 import pydantic
 
 C = TypeVar("C")
+LONGEST_NAME = 200  # bytes of a file's name: file systems take 255, and some files add an ending
+_USER = re.compile(r"://[^/\s@'\"]+@")  # user and password of a URL
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]  # a fraction of a whole, 0 to 1
 
 
 class ConfigError(ValueError):
     """A setting that cannot be used. The message names the key, the value and the cure."""
+
+
+def check_path(setting: str, path: str) -> None:
+    """Raises ConfigError for a path that programs or file systems refuse or take for something else."""
+    if not path.isprintable() or not path.strip():
+        raise ConfigError(f"{setting} = {path!r}: give a name without line breaks or other control characters")
+    if path.startswith("-"):
+        raise ConfigError(f"{setting} = {path!r}: a name that begins with - looks like an option; put ./ before it")
+    if long := [part for part in path.split("/") if len(part.encode()) > LONGEST_NAME]:
+        raise ConfigError(
+            f"{setting}: {long[0][:40]!r}... has {len(long[0].encode())} bytes; give a name of up to {LONGEST_NAME}"
+        )
+
+
+def without_passwords(text: str) -> str:
+    """Returns the text with *** in the place of the user and the password of each URL in it."""
+    return _USER.sub("://***@", text)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

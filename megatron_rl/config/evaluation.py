@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_rl.config.base import ConfigError, Share, config
+from megatron_rl.config.base import ConfigError, Share, check_path, config
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Embedded, Sglang, Vllm
 from megatron_rl.config.model import Model, SamplingConfig
@@ -143,5 +143,7 @@ class EvalConfig:
             raise ConfigError(
                 f"measures = {list(self.measures)}: legibility and drift read the texts that solve writes; add solve"
             )
+        if self.output is not None:
+            check_path("output", self.output)
         if self.output is not None and not self.output.endswith(".json"):
             raise ConfigError(f"output = {self.output!r}: give NAME.json; NAME.jsonl and NAME.html go beside it")

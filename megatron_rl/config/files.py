@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import pydantic
 import yaml
 
+from megatron_rl.config.base import without_passwords
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import registry
 
@@ -145,6 +146,7 @@ def load(
     """
     sources = _sources(files, trees, overrides)
     tree = _merged(schema, sources)
+    _refuse_passwords(tree, "")
     try:
         # JSON mode is strict about types and still takes lists for tuples.
         made = _adapter(schema).validate_json(json.dumps(_with_defaults(schema, _with_kinds(tree, [schema]))))
@@ -159,6 +161,21 @@ def load(
     where = _origin(["families"], sources)
     registry.add(vars(made).get("families", ()), f"{where}: families")
     return made
+
+
+def _refuse_passwords(value: Any, where: str) -> None:
+    """Raises ConfigError for a URL with a user or a password, which the run's files and logs would show."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _refuse_passwords(inner, f"{where}.{key}" if where else key)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _refuse_passwords(inner, where)
+    elif isinstance(value, str) and without_passwords(value) != value:
+        raise ConfigError(
+            f"{where} = {without_passwords(value)}: a user or password in a URL would stand in the run's files, which "
+            "others read; take it out, and give the secret by a variable of the environment or a file"
+        )
 
 
 @functools.cache

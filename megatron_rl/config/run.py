@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_rl.config.base import ConfigError, config
+from megatron_rl.config.base import ConfigError, check_path, config
 
 
 @config
@@ -42,11 +42,12 @@ class Run:
     hang_after_s: NonNegativeFloat = 7200.0
 
     def __post_init__(self) -> None:
-        for name, value in (("name", self.name), ("dir", self.dir)):
-            if not value.isprintable() or not value.strip():
-                raise ConfigError(
-                    f"run.{name} = {value!r}: give a name without line breaks or other control characters"
-                )
+        check_path("run.dir", self.dir)
+        check_path("run.name", self.name)
+        if "/" in self.name or self.name in (".", ".."):
+            raise ConfigError(
+                f"run.name = {self.name!r}: give one name, without / and neither . nor ..; run.dir is for directories"
+            )
 
 
 @config

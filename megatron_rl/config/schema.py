@@ -12,7 +12,7 @@ from typing import Annotated
 import pydantic
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_rl.config.base import ConfigError, Share, Use, config
+from megatron_rl.config.base import ConfigError, Share, Use, check_path, config
 from megatron_rl.config.datasets import Generated, PromptSet, SftData
 from megatron_rl.config.engines import Embedded, EndpointConfig, RefitConfig, Rollouts, Servers, Sglang, Vllm
 from megatron_rl.config.evaluation import EvalConfig, Evaluation, GradingConfig, JudgingConfig, Reward
@@ -215,3 +215,7 @@ class GenerateConfig:
     # The engine that writes the answers: the embedded one holds the whole teacher on every rank.
     engine: Annotated[Embedded | Vllm | Sglang, pydantic.Field(discriminator="kind")] = field(default_factory=Embedded)
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for an output that is no usable path."""
+        check_path("output", self.output)

@@ -145,7 +145,7 @@ def stop(directory: Path, *, now: bool) -> str:
         return f"{directory}: its jobs are cancelled; the newest checkpoint has {saved} turns"
     return (
         f"{directory}: it saves and leaves after the turn at hand (--now: at once); "
-        "`megatron-rl submit` of the same config goes on"
+        "the same command, or `megatron-rl submit` of the same config, goes on"
     )
 
 

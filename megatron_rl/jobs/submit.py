@@ -18,6 +18,7 @@ from megatron_rl.cluster.render import ScriptShape, common_settings, script
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import server_gpus
+from megatron_rl.config.base import check_path
 from megatron_rl.config.schema import (
     ConfigError,
     EvalConfig,
@@ -29,7 +30,7 @@ from megatron_rl.config.schema import (
     Vllm,
 )
 from megatron_rl.run import lines
-from megatron_rl.run.directory import SWEEP, RunDirectory
+from megatron_rl.run.directory import SWEEP, RunDirectory, check_start
 from megatron_rl.run.disk import write_text
 from megatron_rl.run.record import read_points
 from megatron_rl.session import answers
@@ -147,7 +148,9 @@ def for_site(config: TrainConfig | SftConfig, profile: Profile, *, to_come: bool
         own = replace(config.engine, start=config.engine.colocate, host=profile.host)
         config = _with_site_python(replace(config, engine=own), profile)
     config_checks.check(config, config.job.nodes * profile.ranks_per_node, to_come=to_come)
-    return config
+    check_start(config.run, config_files.dump(config))
+    # a job that is queued again finds its own run
+    return replace(config, run=replace(config.run, resume="auto")) if config.run.resume == "never" else config
 
 
 def check_warning(name: str, shape: ScriptShape) -> None:
@@ -261,6 +264,7 @@ def plan_sweep(
 
 def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) -> Submission:
     """Plans an array with one element for each config; all have an output. Raises ConfigError."""
+    check_path("--out", str(directory))
     directory = directory.absolute()
     configs = [_with_site_python(config, profile) for config in configs]
     for config in configs:

@@ -28,14 +28,19 @@ FREE_KEYS = (
     "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.async_save", "run.save_rollouts_every",
     "run.hang_after_s", "run.peak_tflops", "sinks", "job",
 )  # fmt: skip
+WANDB_ID = "wandb_id"  # file of the logs that keeps all starts of a run in one run of Weights & Biases
 SWEEP = "sweep.json"  # in a sweep's directory: [{"run": name of its directory, "changes": {setting: value}}]
 ENDING_S = 3.0  # for the last process of a run that was killed
 _END = b"\0"  # ends the thread that reads signals' numbers: no signal has number 0
 _log = logging.getLogger(__name__)
 
 
-class RunError(RuntimeError):
+class RunError(ConfigError):
     """A run that cannot start where it was told to; the message names what is in the way and the cure."""
+
+
+class RunBusy(RuntimeError):
+    """Raised where another process has the run directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,55 +106,79 @@ class RunDirectory:
         return merged
 
 
-def open_run(run: Run, config_text: str) -> RunDirectory:
-    """Makes or re-enters run.dir/run.name for the resolved config. The driver calls it before it touches the directory.
+def check_start(run: Run, config_text: str) -> list[str]:
+    """Checks whether a run of this config may start in its directory, and touches nothing.
 
     `run.resume`:
       auto   starts in an empty directory; continues in one that holds the same config (from its newest complete
-             checkpoint, or from the beginning when it has none)
+             checkpoint, or from the beginning when it has none); starts anew where a run with another config has left
+             no complete checkpoint
       never  starts in an empty directory only
-      must   continues, also under a changed config; there has to be a complete checkpoint. The old config is kept as
-             config.1.yaml, config.2.yaml, ...
-    Some settings (FREE_KEYS) never count as a change. Raises RunError otherwise; it names the settings that differ.
+      must   continues, also under a changed config; there has to be a complete checkpoint
+    Returns `key: old -> new` for the settings that differ from those of the run there; some (FREE_KEYS) never count.
+    Raises RunError otherwise, which names them.
     """
     directory = RunDirectory(Path(run.dir) / run.name)
     old_text = directory.config.read_text(encoding="utf-8", errors="replace") if directory.config.exists() else None
-    if run.resume == "must":
-        if Checkpoints(directory.checkpoints).newest() is None:
-            raise RunError(
-                f"run.resume=must, but {directory.checkpoints} holds no complete checkpoint: start with run.resume=auto"
-            )
-    elif run.resume == "never" and (old_text is not None or directory.metrics.exists()):
+    saved = Checkpoints(directory.checkpoints).newest() is not None
+    if run.resume == "must" and not saved:
+        raise RunError(
+            f"run.resume=must, but {directory.checkpoints} holds no complete checkpoint: start with run.resume=auto"
+        )
+    if run.resume == "never" and (old_text is not None or directory.metrics.exists()):
         raise RunError(
             f"run.resume=never, but {directory.path} holds a run: "
             "give another run.name, or continue it with run.resume=auto"
         )
-    elif old_text is None and directory.metrics.exists():
+    if run.resume != "must" and old_text is None and directory.metrics.exists():
         raise RunError(f"{directory.path} has metrics of a run but no config.yaml: give another run.name")
-    # A run that failed before it did anything has nothing that could be mixed up.
-    changes = config_changes(old_text, config_text) if old_text is not None and directory.has_begun() else []
-    if changes and run.resume != "must":
+    changes = config_changes(old_text, config_text) if old_text is not None else []
+    if changes and saved and run.resume != "must":
         listed = "\n  ".join(changes)
         raise RunError(
             f"{directory.path} holds a run with another config:\n  {listed}\n"
             "give another run.name, put the values back, or continue with the new ones by run.resume=must"
         )
-    for place in (directory.path, directory.checkpoints, directory.rollouts, directory.logs):
-        place.mkdir(parents=True, exist_ok=True)
-    if changes:
+    return changes
+
+
+def open_run(run: Run, config_text: str) -> RunDirectory:
+    """Makes or re-enters run.dir/run.name for the resolved config. The driver calls it before it touches the directory.
+
+    Under a changed config the old one is kept as config.1.yaml, config.2.yaml, ...; a former start that left no
+    checkpoint is moved to former.1, former.2, ... Raises RunError as `check_start` does.
+    """
+    changes, directory = check_start(run, config_text), RunDirectory(Path(run.dir) / run.name)
+    old_text = directory.config.read_text(encoding="utf-8", errors="replace") if changes else None
+    if changes and run.resume != "must" and (directory.has_begun() or [*directory.rollouts.glob("*")]):
+        _log.warning("a former start with another config is kept in %s", _set_aside(directory.path))
+    elif changes and run.resume == "must":
         _log.warning("%s continues with a changed config: %s", directory.path, "; ".join(changes))
         kept = len(list(directory.path.glob("config.*.yaml"))) + 1
         write_text(directory.path / f"config.{kept}.yaml", old_text or "")
-    if old_text != config_text:
-        write_text(directory.config, config_text)
+    for place in (directory.path, directory.checkpoints, directory.rollouts, directory.logs):
+        place.mkdir(parents=True, exist_ok=True)
+    write_text(directory.config, config_text)
     return directory
+
+
+def _set_aside(run: Path) -> Path:
+    """Moves what a start has written into a directory of its own, and returns that directory. Logs and the records of
+    jobs stay where they are: this start writes to them already."""
+    place = run / f"former.{len(list(run.glob('former.*'))) + 1}"
+    place.mkdir()
+    for name in ("metrics.jsonl", "refits.jsonl", "summary.json", "rollouts", "checkpoints", f"logs/{WANDB_ID}"):
+        if (run / name).exists():
+            os.rename(run / name, place / Path(name).name)
+    os.rename(run / "config.yaml", place / "config.yaml")  # the last one: where this was cut, it is done again
+    return place
 
 
 @contextlib.contextmanager
 def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[None]:
     """Holds the run directory for this process, until it ends in whatever way; `job` and `restart` are its Slurm job's.
 
-    Raises RunError when another process has it, and still has it after ENDING_S, in which one that was killed ends: two
+    Raises RunBusy when another process has it, and still has it after ENDING_S, in which one that was killed ends: two
     trainers would write the same files and bring the same engines to different weights.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -160,7 +189,7 @@ def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[No
         except locks.Taken as error:
             file.seek(0)
             cure = f", or, {error.cure}" if error.cure else ""
-            raise RunError(f"{directory} is being run by {str(error) or _who(file)}: end that first{cure}") from None
+            raise RunBusy(f"{directory} is being run by {str(error) or _who(file)}: end that first{cure}") from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config import files as config_files
+from megatron_rl.run.directory import WANDB_ID
 from megatron_rl.run.metrics import MetricsRow, Sample, Sink, flat
 
 SAMPLE_COLUMNS = ("turn", "group", "prompt", "response", "rewards", "length")
@@ -24,7 +25,6 @@ HELPS = {  # the families of Prometheus's figures, without the prefix
     "speed": "rates of the newest update, and seconds of its parts",
     "engine": "what each engine server does: lives, serves, version of its weights, sequences and requests under way",
 }
-ID = "wandb_id"  # file of the logs that keeps all starts of a run in one run of Weights & Biases
 _LABEL = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
@@ -91,7 +91,7 @@ class WandB:
         import wandb
 
         self._directory.mkdir(parents=True, exist_ok=True)
-        kept = self._directory / ID
+        kept = self._directory / WANDB_ID
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex[:12])
         self._run = wandb.init(

@@ -218,7 +218,10 @@ def _opened(
             tracker.truncate(done)
             if newest is not None:
                 console.message(f"going on from {driver.resumed} ({done} turns done)")
-            yield driver
+            try:
+                yield driver
+            finally:
+                leave.done()
 
 
 def _newest(world: TorchWorld, checkpoints: Checkpoints) -> Checkpoint | None:

@@ -24,7 +24,7 @@ from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, TrainConfig
 from megatron_rl.jobs import submit
 from megatron_rl.main import main
-from megatron_rl.run.checkpoint import write_json
+from megatron_rl.run.checkpoint import Checkpoints, write_json
 from megatron_rl.run.directory import RunDirectory
 from megatron_rl.session.answers import mark_finished
 
@@ -323,6 +323,7 @@ def test_a_finished_run_is_submitted_to_go_on_alone(tmp_path, capsys, fake_slurm
     words = ["submit", str(TANGO), "job.nodes=4", f"run.dir={tmp_path}", "run.name=a"]
     (tmp_path / "a").mkdir()
     write_json(tmp_path / "a/summary.json", {"finished": True})
+    Checkpoints(tmp_path / "a/checkpoints").write(1, lambda path: (path / "x").touch())
     assert main(words) == 2 and "is finished" in capsys.readouterr().err
     assert main([*words, "run.resume=must", "run.steps=900"]) == 0
     assert not slices.finished(tmp_path / "a")
@@ -383,7 +384,7 @@ def test_the_job_is_read_from_the_environment():
     assert plain == SlurmJob(id="5", restart=0, node="", step=None, end=None, warning_s=None) and plain.name == "5.0"
     element = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_RESTART_COUNT": "3"}
     found = job_from(element | {"MEGATRON_RL_JOB_END": "100", "MEGATRON_RL_WARNING_S": "", "SLURMD_NODENAME": "n4"})
-    assert found == SlurmJob(id="5_2", restart=3, node="n4", step=None, end=100.0, warning_s=None)
+    assert found == SlurmJob(id="5_2", restart=3, node="n4", step=None, end=100.0, warning_s=None, scripted=True)
 
 
 class Clock:
@@ -422,7 +423,7 @@ def test_files_ask_a_run_to_leave(tmp_path):
     leave_file(tmp_path, JOB).unlink()
     (tmp_path / "stop").touch()
     assert leave()
-    assert "time limit" in said[0] and f"{tmp_path}/stop (remove it" in said[1]
+    assert "time limit" in said[0] and f"{tmp_path}/stop; the same command" in said[1]
 
 
 def saved(run: Path, turns: int) -> None:

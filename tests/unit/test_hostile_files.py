@@ -21,6 +21,7 @@ from megatron_rl.evaluation.samples import Samples, read_samples
 from megatron_rl.jobs import status
 from megatron_rl.jobs.submit import jobs_of
 from megatron_rl.run import lines
+from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.directory import RunDirectory, RunError, open_run
 from megatron_rl.run.metrics import Tracker, read_metrics
 from megatron_rl.run.record import RunRecord
@@ -158,6 +159,7 @@ def test_hostile_list_of_jobs_is_read_as_far_as_it_goes(tmp_path):
 def test_hostile_config_of_a_run_is_not_trained_on_unseen(whole, tmp_path, damage):
     """A run whose config is damaged goes on where that is asked for, and is refused otherwise."""
     run = flip(whole, tmp_path / "run", {"config.yaml": lambda _: damage})
+    Checkpoints(run / "checkpoints").write(1, lambda path: (path / "x").write_text("x"))
     with pytest.raises(RunError, match="config"):
         open_run(Run(dir=str(run.parent), name="run"), "seed: 1\n")
 

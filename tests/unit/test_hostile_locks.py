@@ -20,7 +20,7 @@ from megatron_rl.jobs.doctor import _files
 from megatron_rl.refit.slots import SharedMemory
 from megatron_rl.rewards import sandbox_calls
 from megatron_rl.run import locks
-from megatron_rl.run.directory import RunError, only_one
+from megatron_rl.run.directory import RunBusy, only_one
 
 FLOCK = (73, 32)  # its number on x86-64 and aarch64
 
@@ -82,7 +82,7 @@ def test_hostile_file_system_without_flock_has_one_trainer_too(tmp_path, number)
     held = tmp_path / "lock.held"
     second = Child(visit, tmp_path, number=number)
     said = second.hear()
-    assert said.startswith(f"RunError: {tmp_path} is being run by process {first.pid} on "), said
+    assert said.startswith(f"RunBusy: {tmp_path} is being run by process {first.pid} on "), said
     assert f"when that process is gone, remove {held}" in said
     second.end()
     first.end(signal.SIGKILL)
@@ -123,7 +123,7 @@ def test_hostile_leftover_of_a_lock_is_taken_over_only_from_one_that_is_gone(tmp
     said = child.hear()
     assert (said == "in") is is_in and child.end() == (0 if is_in else 256), said
     assert path.exists() is not is_in
-    assert is_in or "RunError" in said
+    assert is_in or "RunBusy" in said
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"host": "a", "boot": "", "space": "", "pid": "x"}'])
@@ -150,7 +150,7 @@ def test_hostile_rush_for_a_leftover_lock_lets_one_in_at_a_time(tmp_path):
                     os.close(file)
                 say("in")
                 return
-            except RunError:
+            except RunBusy:
                 time.sleep(0.001)
         say("late")
 

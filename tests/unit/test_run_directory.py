@@ -47,7 +47,7 @@ def test_auto_goes_on_under_the_same_config_and_ignores_what_changes_nothing(tmp
 
 
 def test_another_config_is_refused_with_both_values_and_the_cure(tmp_path):
-    open_run(run_at(tmp_path), CONFIG).metrics.write_text("{}\n")
+    Checkpoints(open_run(run_at(tmp_path), CONFIG).checkpoints).write(3, save_something)
     changed = CONFIG.replace("seed: 0", "seed: 1").replace("optimizer: {lr: 1.0e-06}", "packed: true")
     with pytest.raises(RunError) as error:
         open_run(run_at(tmp_path), changed)
