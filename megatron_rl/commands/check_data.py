@@ -15,9 +15,15 @@ from megatron_rl.data.conversations import MESSAGES, QUESTION
 from megatron_rl.data.problems import Problem, fields_of, read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.sft import Conversation, SftSample, read_samples, sft_rollouts
-from megatron_rl.training.prompts import HELD_OUT, asked_tokenizers, read_sets, training_sets, try_prompts
+from megatron_rl.training.prompts import (
+    HELD_OUT,
+    asked_tokenizers,
+    read_sets,
+    readers_of,
+    training_sets,
+    try_prompts,
+)
 
-TRIED = 1000  # samples for fine-tuning that are tokenised
 ROWS = 1000  # problems of a set that are read without --deep
 
 
@@ -59,6 +65,8 @@ def _train_lines(config: TrainConfig, deep: bool, rows: int | None) -> list[str]
         sets[HELD_OUT] = config.evaluation.prompts
     sets = {name: _first(source, rows) for name, source in sets.items() if _has_rows(source)}
     problems = read_sets(sets, recipe, tokenizers.get(role), held_out=HELD_OUT)
+    if role in tokenizers:
+        readers_of(config, recipe, tokenizers[role], sets, problems)
     model, chat = config.roles[role].model, config.roles[role].chat
     tried = role in tokenizers
     return [f"{name}: {_prompts(sets[name], own, model, chat=chat, tried=tried)}" for name, own in problems.items()]
@@ -72,6 +80,10 @@ def _asked_lines(config: EvalConfig | GenerateConfig, source: PromptSet, deep: b
     if tried:
         tokenizer = tokenizer_of(config.model)
         try_prompts("data", problems, ChatTokenizer(tokenizer) if config.chat else tokenizer)
+        if isinstance(config, GenerateConfig):
+            from megatron_rl.commands.generate import asked_of  # it imports torch
+
+            asked_of(config, tokenizer, problems)
     return [f"data: {_prompts(source, problems, config.model, chat=config.chat, tried=tried)}"]
 
 
@@ -85,7 +97,7 @@ def _sft_lines(config: SftConfig, deep: bool) -> list[str]:
         kinds = {len(samples): "conversations, with the loss on the assistant's turns", 0: "pairs of texts"}
         line = f"data.{name}: {len(samples)} samples: {kinds[chats]}"
         if deep and _is_here(config.model):
-            line += f"; {_trained_share(config, samples[:TRIED])}"
+            line += f"; {_trained_share(config, samples)}"
         out.append(line)
     return out
 
@@ -98,7 +110,7 @@ def _trained_share(config: SftConfig, samples: Sequence[SftSample]) -> str:
         max_bad_share=data.max_bad_share,
     )  # fmt: skip
     tokens, trained = sum(len(r.tokens) for r in rollouts), sum(r.num_trainable for r in rollouts)
-    return f"of the first {len(samples)}, {len(rollouts)} are usable, and {trained} of {tokens} tokens are trained on"
+    return f"{len(rollouts)} are usable, and {trained} of {tokens} tokens are trained on"
 
 
 def _prompts(source: PromptSet, problems: Sequence[Problem], model: Model, *, chat: bool, tried: bool) -> str:

@@ -22,7 +22,7 @@ from rich.progress import track
 from megatron_rl.chat import ASSISTANT, ChatError, problem_text, tokenizer_of
 from megatron_rl.config.schema import ConfigError, GenerateConfig
 from megatron_rl.data.problems import Problem, read_problems
-from megatron_rl.data.rows import DataError, write_parquet
+from megatron_rl.data.rows import BadRow, DataError, refuse, write_parquet
 from megatron_rl.engines.base import Engine, complete
 from megatron_rl.evaluation.draw import prompt_tokens
 from megatron_rl.rewards.pool import Graded, GradePool, check_failures
@@ -75,7 +75,7 @@ def run(config: GenerateConfig, place: Place, environment: Mapping[str, str] | N
     asked = list[Asked]()  # on the driver
 
     def done() -> bool:
-        asked.extend(_asked(config, tokenizer_of(config.model)))
+        asked.extend(asked_of(config, tokenizer_of(config.model), read_problems(config.data)))
         if not answers.finished(config, _problems(config, asked)):
             return False
         mark = Path(config.output) / answers.MARK
@@ -102,26 +102,28 @@ def _problems(config: GenerateConfig, asked: Sequence[Asked]) -> str:
     return answers.problems_digest(config, [a.tokens for a in asked], [a.problem.values for a in asked], CHUNK)
 
 
-def _asked(config: GenerateConfig, tokenizer: Any) -> list[Asked]:
-    """Returns the problems that are asked: all but those whose prompt is longer than max_prompt_tokens, which are
-    counted. Raises ConfigError for `chat` without a chat template, DataError when no problem is left."""
-    problems = read_problems(config.data)
+def asked_of(config: GenerateConfig, tokenizer: Any, problems: Sequence[Problem]) -> list[Asked]:
+    """Returns the problems that are asked: all but those whose prompt is longer than max_prompt_tokens, which a warning
+    names. Raises ConfigError for `chat` without a chat template, DataError when they are more than data.max_bad_share
+    or no problem is left."""
     if config.template is None and any("messages" not in problem.values for problem in problems):
         raise ConfigError("template is null, and the problems are no conversations: name a text file with {question}")
     template = "" if config.template is None else read_template(config.template)
-    out = []
+    out, long, most = [], list[BadRow](), config.max_prompt_tokens
     for problem in problems:
         values = {name: problem.values[name] for name in ("question", "messages") if name in problem.values}
         try:
             tokens = prompt_tokens(tokenizer, template, values, chat=config.chat)
         except ChatError as error:
             raise DataError(f"problem {problem.row}: {error}") from None
-        if config.max_prompt_tokens is None or len(tokens) <= config.max_prompt_tokens:
+        if most is None or len(tokens) <= most:
             out.append(Asked(problem, str(problem_text(template, values)), tokens))
+        else:
+            why = f"its prompt has {len(tokens)} tokens: raise max_prompt_tokens = {most}"
+            long.append(BadRow(f"problem {problem.row}", why))
+    refuse(long, len(problems), config.data.max_bad_share, config.data.path)
     if not out:
-        raise DataError(f"every prompt is longer than max_prompt_tokens = {config.max_prompt_tokens}: raise it")
-    if left_out := len(problems) - len(out):
-        print(f"{left_out} of {len(problems)} prompts are longer than max_prompt_tokens and are left out")
+        raise DataError(f"every prompt is longer than max_prompt_tokens = {most}: raise it")
     return out
 
 

@@ -30,6 +30,8 @@ from megatron_rl.data.conversations import (
 from megatron_rl.data.rows import BadRow, DataError, NotThere, reach, refuse, rows_of, text_at
 from megatron_rl.types import Prompt
 
+MEASURED = 10_000  # most problems of a set whose prompts are measured before a run
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -136,6 +138,19 @@ class PromptReader:
         self._seed, self._shuffle, self._max = seed, shuffle, max_prompt_tokens
         self._epoch, self._position, self.dropped = 0, 0, 0
         self._order = self._order_of(0)
+
+    def refuse_long(self, setting: str, max_bad_share: float, where: str) -> None:
+        """Warns of problems whose prompts are too long, and so left out. Raises DataError when they are more than
+        `max_bad_share`. `setting`: the key of max_prompt_tokens; `where`: what the problems are called. Of more than
+        MEASURED problems equally many are measured, evenly spread."""
+        chosen = self._problems[:: -(-len(self._problems) // MEASURED)]
+        lengths = [(problem.row, len(self._tokens(problem))) for problem in chosen]
+        long = [
+            BadRow(f"problem {row}", f"its prompt has {tokens} tokens: raise {setting} = {self._max}")
+            for row, tokens in lengths
+            if tokens > self._max
+        ]
+        refuse(long, len(chosen), max_bad_share, where)
 
     def restarted(self) -> PromptReader:
         """Returns a new reader over the same data, at its beginning."""

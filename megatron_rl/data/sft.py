@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ from megatron_rl.training.rollouts import tokenize
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
 
 _RESPONSES = ("response", "completion")
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +85,9 @@ def sft_rollouts(
     (`chat.conversation_tokens`).
 
     The texts of a pair are tokenised apart, so that the border between them is the same as in generation. Samples
-    longer than `max_tokens` are dropped with a warning. Raises DataError when none is left, and when the chat template
-    fails for more than `max_bad_share` of them; ConfigError for conversations without a chat template.
+    longer than `max_tokens` are dropped with a warning. Raises DataError when none is left, and when more than
+    `max_bad_share` of them are too long or make the chat template fail; ConfigError for conversations without a chat
+    template.
     """
     if append_eos and tokenizer.eos_token_id is None and any(isinstance(sample, TextPair) for sample in samples):
         raise DataError(
@@ -106,15 +105,14 @@ def sft_rollouts(
                     tokenizer, sample.messages, first=sample.first, tools=sample.tools
                 )
         except ChatError as error:
-            bad.append(BadRow(sample.where if isinstance(sample, Conversation) else "", str(error)))
+            bad.append(BadRow(_place(sample, number), str(error)))
             continue
         if len(tokens) <= max_tokens:
             out.append(_rollout(str(number), tokens, trained))
+        else:
+            why = f"it has {len(tokens)} tokens: raise data.max_tokens = {max_tokens}"
+            bad.append(BadRow(_place(sample, number), why))
     refuse(bad, len(samples), max_bad_share, "the data")
-    if dropped := len(samples) - len(bad) - len(out):
-        _log.warning(
-            "%d of %d samples are longer than data.max_tokens = %d and were dropped", dropped, len(samples), max_tokens
-        )
     if not out:
         raise DataError(f"no sample is left: all {len(samples)} are longer than data.max_tokens = {max_tokens}")
     return out
@@ -146,6 +144,11 @@ def _conversation(messages: Sequence[Message], first: int, row: Mapping[str, Any
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise DataError(f"'tools' is a {type(tools).__name__}: give a list of JSON schemas")
     return Conversation(messages=messages, first=first, tools=tools or None, where=where)
+
+
+def _place(sample: SftSample, number: int) -> str:
+    """Returns what a sample is called in a message: its file and line, or its number."""
+    return sample.where if isinstance(sample, Conversation) and sample.where else f"sample {number}"
 
 
 def _pair_tokens(pair: TextPair, tokenizer: Any, append_eos: bool) -> tuple[np.ndarray, np.ndarray]:

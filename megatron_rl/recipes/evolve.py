@@ -104,11 +104,12 @@ class Evolve(Recipe):
         }
 
     def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
-        """Measures the solver, on the problems that are not too long for it."""
+        """Measures the solver, on the problems that are not too long for it; solver/too_long counts the others."""
         texts = [fill(self._templates["solver_template"], question=str(p.payload["question"])) for p in prompts]
         own = [put(table, SOLVER, text) for text in texts]
         fitting = [replace(p, tokens=o.tokens) for p, o in zip(prompts, own, strict=True) if o is not None]
-        return accuracies(table, SOLVER, fitting)[0] if fitting else {}
+        left_out = {f"{SOLVER}/too_long": float(len(prompts) - len(fitting))}
+        return accuracies(table, SOLVER, fitting)[0] | left_out if fitting else left_out
 
     def state_dict(self) -> dict[str, Any]:
         return {"pool": list(self._pool)}

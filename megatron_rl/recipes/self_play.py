@@ -131,10 +131,11 @@ class SelfPlay(Recipe):
         return out
 
     def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
-        """Measures the solver, on the problems that are not too long for it."""
+        """Measures the solver, on the problems that are not too long for it; solver/too_long counts the others."""
         own = [put(table, SOLVER, question_text(self.solver_template, prompt.payload)) for prompt in prompts]
         fitting = [replace(p, tokens=o.tokens) for p, o in zip(prompts, own, strict=True) if o is not None]
-        return accuracies(table, SOLVER, fitting)[0] if fitting else {}
+        left_out = {f"{SOLVER}/too_long": float(len(prompts) - len(fitting))}
+        return accuracies(table, SOLVER, fitting)[0] | left_out if fitting else left_out
 
     def state_dict(self) -> dict[str, Any]:
         return {"baselines": dict(self._baselines.values)}

@@ -18,7 +18,7 @@ from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.models.adapters import owners
 from megatron_rl.planning import hardware
 from megatron_rl.session.common import Driver, sampling_of
-from megatron_rl.training.prompts import HELD_OUT, asked_tokenizers, encoder, read_sets, training_sets
+from megatron_rl.training.prompts import HELD_OUT, asked_tokenizers, read_sets, readers_of, training_sets
 from megatron_rl.training.turns import Grade, Recipe, Table
 from megatron_rl.training.update import Trainee
 from megatron_rl.types import Prompt
@@ -30,7 +30,7 @@ def prompts(
     """A reader for every role's turns (one and the same where a role has no data of its own), and the held-out
     prompts.
 
-    Raises what training.prompts.read_sets raises.
+    Raises what training.prompts.read_sets and readers_of raise.
     """
     role = next(iter(recipe.roles()))
     tokenizer = asked_tokenizers(config, tokenizers)[role]
@@ -38,13 +38,7 @@ def prompts(
     if held is not None and not config.debug.replay:  # a replay has no engine to evaluate with
         sets[HELD_OUT] = held
     problems = read_sets(sets, recipe, tokenizer, held_out=HELD_OUT)
-    readers = {
-        name: PromptReader(
-            problems[name], encoder(recipe, tokenizer), seed=config.run.seed, shuffle=source.shuffle,
-            max_prompt_tokens=config.roles[role].max_prompt_tokens,
-        )
-        for name, source in sets.items()
-    }  # fmt: skip
+    readers = readers_of(config, recipe, tokenizer, sets, problems)
     held_out = readers[HELD_OUT].once(config.evaluation.num_prompts) if HELD_OUT in readers else []
     return {name: readers.get(f"roles.{name}.data", readers["data"]) for name in config.roles}, held_out
 

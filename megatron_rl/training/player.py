@@ -31,6 +31,8 @@ class PlayError(RuntimeError):
 class Reader(Protocol):
     """An endless stream of prompts with a place in it: data.problems.PromptReader."""
 
+    dropped: int  # prompts so far that were too long, and left out
+
     def take(self, count: int) -> list[Prompt]: ...
 
     def state_dict(self) -> State: ...
@@ -95,7 +97,11 @@ class TurnPlayer(_Position):
         Raises PlayError for rollouts that cannot be trained on.
         """
         table = replace(self.table, notes={}, watch=self.own_watch or self.table.watch)
-        found = self.recipe.play(turn, ReaderSource(self.readers[turn.role], self.prompts_per_step), table)
+        reader = self.readers[turn.role]
+        dropped = reader.dropped
+        found = self.recipe.play(turn, ReaderSource(reader, self.prompts_per_step), table)
+        if reader.dropped > dropped:
+            table.note(turn.role, {"prompts_too_long": float(reader.dropped - dropped)})
         _check_roles(turn, found)
         rollouts = {role: list(found[role]) for role in turn.roles}
         for role in turn.roles:

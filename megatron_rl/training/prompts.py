@@ -8,7 +8,7 @@ from typing import Any
 from megatron_rl.chat import ChatError, ChatTokenizer, UserText, problem_text
 from megatron_rl.config.schema import ConfigError, PromptSet, TrainConfig
 from megatron_rl.data.conversations import MESSAGES, shape_of
-from megatron_rl.data.problems import Problem, read_problems
+from megatron_rl.data.problems import Problem, PromptReader, read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.training.rollouts import tokenize
 from megatron_rl.training.turns import Recipe
@@ -66,6 +66,25 @@ def read_sets(
                 f"{str(chat).lower()}, so that a model is measured as it is trained, or to {str(not chat).lower()}"
             )
     return problems
+
+
+def readers_of(
+    config: TrainConfig, recipe: Recipe, tokenizer: Any, sets: Mapping[str, PromptSet],
+    problems: Mapping[str, Sequence[Problem]],
+) -> dict[str, PromptReader]:  # fmt: skip
+    """Returns a reader for each problem set, by the names of their settings. Raises DataError for a set of which more
+    than its max_bad_share have a prompt that is longer than the recipe's first role takes."""
+    role = next(iter(recipe.roles()))
+    longest, encode = config.roles[role].max_prompt_tokens, encoder(recipe, tokenizer)
+    readers = {
+        name: PromptReader(
+            problems[name], encode, seed=config.run.seed, shuffle=source.shuffle, max_prompt_tokens=longest
+        )
+        for name, source in sets.items()
+    }
+    for name, reader in readers.items():
+        reader.refuse_long(f"roles.{role}.max_prompt_tokens", sets[name].max_bad_share, f"{name} ({sets[name].path})")
+    return readers
 
 
 def try_prompts(name: str, problems: Sequence[Problem], tokenizer: Any) -> None:

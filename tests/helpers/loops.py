@@ -34,6 +34,8 @@ right = graded(
 class Questions:
     """An endless stream of prompts, by its place."""
 
+    dropped = 0
+
     def __init__(self, place=0):
         self.place = place
 

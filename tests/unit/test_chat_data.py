@@ -413,7 +413,7 @@ def test_check_counts_the_tokens_that_fine_tuning_trains_on(model, tmp_path):
     [line] = lines(SftConfig, f"model.path={model}", f"data.train={ended}")
     tokens, trained = len(chat_tokenizer().apply_chat_template(ENDED, return_dict=False)), len("2e\n")
     assert line == (
-        "data.train: 2 samples: conversations, with the loss on the assistant's turns; of the first 2, 2 are usable, "
+        "data.train: 2 samples: conversations, with the loss on the assistant's turns; 2 are usable, "
         f"and {2 * trained} of {2 * tokens} tokens are trained on"
     )
     texts = jsonl(tmp_path / "texts.jsonl", {"prompt": "p", "completion": "c"})

@@ -409,10 +409,14 @@ def test_sft_trains_the_response_and_its_end_alone(tokenizer):
 
 def test_sft_drops_long_pairs_whole_and_says_how_many(tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
-        kept = sft_rollouts(pairs(("a", "b"), ("a b c", "a b c"), ("b", "c")), tokenizer, append_eos=True, max_tokens=4)
-    assert [r.tokens.tolist() for r in kept] == [[2, 3, 1], [3, 4, 1]] and "1 of 3 samples" in caplog.text
+        limits = {"append_eos": True, "max_tokens": 4}
+        three = pairs(("a", "b"), ("a b c", "a b c"), ("b", "c"))
+        kept = sft_rollouts(three, tokenizer, **limits, max_bad_share=0.4)
+    assert [r.tokens.tolist() for r in kept] == [[2, 3, 1], [3, 4, 1]] and "1 of 3 rows" in caplog.text
+    with pytest.raises(DataError, match="sample 1: it has 7 tokens: raise data.max_tokens = 4\nthat is more than"):
+        sft_rollouts(three, tokenizer, **limits, max_bad_share=0.3)
     with pytest.raises(DataError, match="no sample is left"):
-        sft_rollouts(pairs(("a b c", "a b c")), tokenizer, append_eos=True, max_tokens=4)
+        sft_rollouts(pairs(("a b c", "a b c")), tokenizer, **limits, max_bad_share=1.0)
 
 
 def test_sft_without_an_end_token_is_refused(tokenizer):

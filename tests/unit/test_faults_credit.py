@@ -285,7 +285,7 @@ def test_faults_an_aborted_sample_is_refused_before_it_is_trained_on(texts):
     )  # fmt: skip
     recipe = Grpo(updates=1, group_size=2, template=texts["g"])
     reader = Problems(1)
-    reader.state_dict = dict
+    reader.state_dict, reader.dropped = dict, 0
     player = TurnPlayer(recipe=recipe, readers={"generator": reader}, table=table, prompts_per_step=1)
     with pytest.raises(PlayError, match=r"rollout 0 \(group '0:p0'\) was cut off by its engine"):
         player.play(turn("generator"))

@@ -83,16 +83,18 @@ def test_answers_that_were_cut_are_set_aside_unless_they_are_kept(settings, tmp_
     assert len(kept["validation"]) == 2
 
 
-def test_long_prompts_are_left_out(settings, tmp_path, fake, capsys):
+def test_long_prompts_are_left_out(settings, tmp_path, fake, caplog):
     limit = len("ask q5xxxxx")
-    words = [*settings, *served(tmp_path, fake), "keep_cut=true"]
+    words = [*settings, *served(tmp_path, fake), "keep_cut=true", "data.max_bad_share=0.7"]
     found = generated(tmp_path, *words, f"max_prompt_tokens={limit}")
     assert {row["answer"] for row in found["train"] + found["validation"]} == {str(i) for i in range(6)}
-    assert "4 of 10 prompts are longer than max_prompt_tokens" in capsys.readouterr().out
+    assert "4 of 10 rows" in caplog.text and f"tokens: raise max_prompt_tokens = {limit}" in caplog.text
     generated(tmp_path, *words, "chat=true", f"max_prompt_tokens={limit}")
-    assert "7 of 10 prompts" in capsys.readouterr().out, "the chat template counts"
+    assert "7 of 10 rows" in caplog.text, "the chat template counts"
     with pytest.raises(DataError, match="max_prompt_tokens = 3: raise it"):
-        generated(tmp_path, *words, "max_prompt_tokens=3")
+        generated(tmp_path, *words, "max_prompt_tokens=3", "data.max_bad_share=1.0")
+    with pytest.raises(DataError, match="4 of 10 rows (.|\n)*more than max_bad_share = 0.01"):
+        generated(tmp_path, *words, f"max_prompt_tokens={limit}", "data.max_bad_share=0.01")
 
 
 def test_conversations_are_asked_as_they_are_and_become_pairs_of_messages(settings, tmp_path, fake):

@@ -274,6 +274,8 @@ def test_a_turn_that_is_played_after_closing_is_not_written(tmp_path):
 class Numbers:
     """An endless stream of prompts 0, 1, 2, ..."""
 
+    dropped = 0
+
     def __init__(self, name: str) -> None:
         self.name, self.place = name, 0
 

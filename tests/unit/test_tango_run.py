@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[2]
 class Reader(Problems):
     """Two problems, again and again; it has no place."""
 
+    dropped = 0
+
     def state_dict(self):
         return {}
 
