@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.run.metrics import EVAL
+
 
 @dataclass(kw_only=True)
 class RunState:
@@ -16,7 +18,7 @@ class RunState:
     turns: int  # turns of the whole run
     turn: int = 0  # turns that are done
     step: int = 0  # step of the recipe that the last line belongs to
-    # Lines of metrics.jsonl since this start, flat: turn, step, scope (a role, eval or gate), and each figure by name.
+    # Lines since this start as `TrainResult.history` has them: turn, step, scope, and each figure by its name.
     history: list[dict[str, Any]] = field(default_factory=list)
     last: dict[str, dict[str, float]] = field(default_factory=dict)  # the newest figures by scope
     stopping: bool = False  # a callback has asked to stop
@@ -53,10 +55,11 @@ def take_event(state: RunState, event: dict[str, Any], callbacks: Sequence[Callb
             for one in callbacks:
                 one.on_train_begin(state)
         case "metrics":
-            figures = event["metrics"]
-            state.step, state.last[event["scope"]] = event["step"], figures
-            state.history.append({name: event[name] for name in ("turn", "step", "scope")} | figures)
-            if event["scope"] == "eval":
+            figures, before = event["metrics"], event["scope"] == EVAL  # see metrics.MetricsRow.place
+            turn, step = event["turn"] - before, event["step"] - before
+            state.step, state.last[event["scope"]] = max(0, step), figures
+            state.history.append({"turn": turn, "step": step, "scope": event["scope"]} | figures)
+            if before:
                 for one in callbacks:
                     one.on_evaluate(state)
         case "turn":

@@ -23,7 +23,8 @@ class TrainResult:
     # Figures of the whole run: ROLE_FIGURE_start and ROLE_FIGURE_end of the first and last evaluation, turns, updates
     # by policy, seconds.
     figures: Mapping[str, Any]
-    # Lines of metrics.jsonl, flat: turn, step, scope (a role, eval or gate), and each figure by its name. Made for
+    # Lines of metrics.jsonl, flat: turn, step, scope (a role, eval or gate), and each figure by its name. Turns and
+    # steps count from 0; an evaluation has those of the last turn before it, and -1 before the first. Made for
     # pandas.DataFrame(result.history).
     history: list[dict[str, Any]]
     models: Mapping[str, Path]  # Hugging Face directories of the trained models, by policy
@@ -46,7 +47,8 @@ def read_result(config: TrainConfig) -> TrainResult:
     directory = RunDirectory(Path(config.run.dir) / config.run.name)
     summary = directory.read_summary()
     history = [
-        {"turn": row.turn, "step": row.step, "scope": row.scope, **row.metrics} for row in read_metrics(directory.path)
+        {"turn": row.place[0], "step": row.place[1], "scope": row.scope, **row.metrics}
+        for row in read_metrics(directory.path)
     ]
     found = sorted((directory.path / MODELS).glob("*/config.json"))
     return TrainResult(

@@ -111,7 +111,8 @@ class Trainer:
         self, dataset: inputs.Rows | str | Path | None = None, *, n: int = 1, temperature: float = 0.0
     ) -> dict[str, float]:
         """Measures the first role's model, trained or as it started, by the run's reward on `dataset` (None: the eval
-        dataset), `n` samples of each problem. Returns `accuracy`, which is the mean reward, and further figures.
+        dataset), `n` samples of each problem. Returns `accuracy` (the share that is right), `reward` (the mean) and
+        further figures, as `megatron-rl eval` calls them.
 
         Raises ConfigError where there is no data, or the recipe plays episodes of an environment; RunFailed.
         """

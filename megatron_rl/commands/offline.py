@@ -55,7 +55,9 @@ def grade_completions(config: GradingConfig, source: Path, directory: Path) -> i
     with GradePool(reward) as pool:
         summary = completions.grade_file(source, directory, pool.grade, say=say)
     print(f"{'graded by':12} {reward.target}")
-    print(f"{'rows':12} {summary['rows']}\n{'mean score':12} {summary['mean_score']:.4f}")
+    print(f"{'rows':12} {summary['rows']}")
+    for figure in ("accuracy", "reward"):
+        print(f"{figure:12} {summary[figure]:.4f}")
     for outcome, count in sorted(summary["outcomes"].items()):
         print(f"{outcome:12} {count}")
     print(f"{directory / completions.GRADED} ({time.monotonic() - start:.1f} s)")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.evaluation.figures import RIGHT
 from megatron_rl.rewards.pool import Graded
 from megatron_rl.run.disk import write_text
 
@@ -36,7 +37,8 @@ class CompletionRow:
 def grade_file(
     source: Path, directory: Path, grade: Grade, *, say: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
-    """Grades rows {"id", "answer", "completion"} and returns the summary: rows, counts by outcome, mean score.
+    """Grades rows {"id", "answer", "completion"} and returns the summary: rows, accuracy (the share that is right),
+    reward (the mean score) and counts by outcome.
 
     Writes DIR/graded.jsonl, rows {"id", "score", "outcome"} in the same order, and DIR/summary.json. Other fields of a
     row reach the grader too. `outcome` is score, timeout, error or bad_row; the last three have score 0.0 and a
@@ -49,6 +51,7 @@ def grade_file(
     out = directory / GRADED
     done = _done(out)
     counts, total = Counter(row["outcome"] for row in done), sum(row["score"] for row in done)
+    right = sum(row["score"] > RIGHT for row in done)
     rows = _rows(source)
     for number, old in enumerate(done, start=1):
         row = next(rows, None)
@@ -65,13 +68,14 @@ def grade_file(
             os.fsync(file.fileno())
             counts.update(answer["outcome"] for answer in answers)
             total += sum(answer["score"] for answer in answers)
+            right += sum(answer["score"] > RIGHT for answer in answers)
             say(sum(counts.values()))
     count = sum(counts.values())
     if not count:
         raise ConfigError(
             f"--completions {source}: it has no rows; a row is {{'id': ..., 'answer': ..., 'completion': ...}}"
         )
-    summary = {"rows": count, "mean_score": total / count, "outcomes": dict(counts)}
+    summary = {"rows": count, "accuracy": right / count, "reward": total / count, "outcomes": dict(counts)}
     write_text(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary
 

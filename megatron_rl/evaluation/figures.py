@@ -79,23 +79,25 @@ def figures_of(samples: Samples, name: str, title: str, measure: str, *, ks: Seq
 def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict[str, list[float]]:
     """Returns figures of graded answers, with one value for each problem. `groups`: [P][n] samples.
 
-    They are accuracy (mean@n), pass@k, maj@n, best_of_n and vote_of_n by a verifier's weights, and lengths.
+    They are accuracy (mean@n: the share that is right), reward (the mean score), pass@k, maj@n, best_of_n and vote_of_n
+    by a verifier's weights, which count right answers too, and lengths.
     """
     n = min((len(group) for group in groups), default=0)
-    scores = [[row["score"] for row in group] for group in groups]
-    out = {"accuracy": [fmean(s) for s in scores]}
+    right = [[float(row["score"] > RIGHT) for row in group] for group in groups]
+    out = {"accuracy": [fmean(own) for own in right]}
+    out |= {"reward": [fmean(row["score"] for row in group) for group in groups]}
     out |= {
-        f"pass@{k}": [pass_at_k(len(s), sum(x > RIGHT for x in s), k) for s in scores]
+        f"pass@{k}": [pass_at_k(len(own), round(sum(own)), k) for own in right]
         for k in ks
         if k <= n and (n > 1 or k > 1)
     }
     if n > 1:
         keys = [[row["key"] for row in group] for group in groups]
-        out[f"maj@{n}"] = [majority(k, s) for k, s in zip(keys, scores, strict=True)]
+        out[f"maj@{n}"] = [majority(k, own) for k, own in zip(keys, right, strict=True)]
         if "confidence" in groups[0][0]:
             weights = [[row["confidence"] for row in group] for group in groups]
-            out[f"best_of_{n}"] = [best_of_n(s, w) for s, w in zip(scores, weights, strict=True)]
-            out[f"vote_of_{n}"] = [weighted_vote(k, s, w) for k, s, w in zip(keys, scores, weights, strict=True)]
+            out[f"best_of_{n}"] = [best_of_n(own, w) for own, w in zip(right, weights, strict=True)]
+            out[f"vote_of_{n}"] = [weighted_vote(k, own, w) for k, own, w in zip(keys, right, weights, strict=True)]
     out["finished"] = [fmean(float(row["finished"]) for row in group) for group in groups]
     out["tokens"] = [fmean(row["tokens"] for row in group) for group in groups]
     if groups and "turns" in groups[0][0]:

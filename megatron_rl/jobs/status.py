@@ -119,7 +119,7 @@ def show(status: Status, console: Console) -> None:
         )
     for scope, row in status.last.items():
         chosen = {name: value for name, value in row.metrics.items() if name in SHOWN or name.startswith(REWARD)}
-        chosen |= {name: value for name, value in row.metrics.items() if "accuracy" in name}
+        chosen |= {name: value for name, value in row.metrics.items() if "accuracy" in name or "reward_" in name}
         if chosen:
             place = f"after step {row.step}" if scope == "eval" else f"at turn {row.turn + 1} (step {row.step + 1})"
             figures = ", ".join(f"{name} {value:.4g}" for name, value in chosen.items())

@@ -109,15 +109,18 @@ def sampling_for(table: Table, turn: Turn, role: str, n: int) -> Sampling:
 
 
 def accuracies(table: Table, role: str, prompts: Sequence[Prompt]) -> tuple[dict[str, float], list[Solution]]:
-    """Measures the accuracy of one draw per problem at temperature 1, and of greedy decoding; an answer that could not
-    be graded is not right. -> ({figure: value}, the sampled solutions)."""
+    """Measures one draw per problem at temperature 1, and greedy decoding: accuracy (the share that is right), reward
+    (the mean of the grader's scores) and ungraded (answers without a score, which are not right and have the reward 0).
+    -> ({figure: value}, the sampled solutions)."""
     own, seed = table.samplings[role], table.seed
     sampled, _ = solve(table, role, prompts, plain(own, seed=seed))
     likeliest, _ = solve(table, role, prompts, greedy(own, seed=seed))
-    figures = {
-        f"{role}/accuracy_{name}": sum(s.correct for s in solutions) / len(prompts)
-        for name, solutions in (("sampled", sampled), ("greedy", likeliest))
-    }
+    figures: dict[str, float] = {}
+    for name, solutions in (("sampled", sampled), ("greedy", likeliest)):
+        figures[f"{role}/accuracy_{name}"] = sum(s.correct for s in solutions) / len(prompts)
+        figures[f"{role}/reward_{name}"] = sum(s.rollout.rewards["outcome"] for s in solutions) / len(prompts)
+        if ungraded := len(prompts) - len(solutions):
+            figures[f"{role}/ungraded_{name}"] = float(ungraded)
     return figures | {f"{role}/num_problems": float(len(prompts))}, sampled
 
 

@@ -31,7 +31,7 @@ class EpisodesGraded:
 
     episodes: Sequence[Episode]
     rollouts: list[Rollout]  # with all their rewards; the payload names the episode
-    figures: dict[str, float]  # turns, tool_calls, cuts, episodes/timeout, episodes/error
+    figures: dict[str, float]  # answers (of all seats), tool_calls, cuts, episodes/timeout, episodes/error
 
 
 @dataclass(kw_only=True)
@@ -118,8 +118,9 @@ class OverEpisodes(EpisodeSettings):
 
     def measure_episodes(self, table: Table, prompts: Sequence[Prompt]) -> tuple[dict[str, float], EpisodesGraded]:
         """Plays one episode of each problem at temperature 1, and one by the likeliest tokens. -> the mean of each
-        reward over the seats of a role, where an episode that failed counts with 0, and the turns of an episode; and
-        what was played at temperature 1."""
+        reward over the seats of a role, where a seat without one, as of an episode that failed, counts with 0 and as
+        ungraded; of the run's reward function's alone, which is called reward, also accuracy (the share that is right);
+        and the answers of an episode, of all its seats. And what was played at temperature 1."""
         figures: dict[str, float] = {}
         seeds = [table.seed_for("evaluation", i) for i in range(len(prompts))]
         played = []
@@ -130,9 +131,16 @@ class OverEpisodes(EpisodeSettings):
             for role, count in self._seats.items():
                 for name in self.rewards:  # a frozen role may have none
                     gained = [r.rewards[name] for r in last if r.role == role and name in r.rewards]
-                    if gained or role in self._rewarded:
-                        figures[f"{role}/{name}_{kind}"] = sum(gained) / (len(prompts) * count)
-            figures[f"episodes/answers_{kind}"] = found.figures["turns"]
+                    if not gained and role not in self._rewarded:
+                        continue
+                    seats = len(prompts) * count
+                    figures[f"{role}/{'reward' if name == OUTCOME else name}_{kind}"] = sum(gained) / seats
+                    if len(gained) < seats:
+                        figures[f"{role}/ungraded_{kind}"] = float(seats - len(gained))
+                    if [*self.rewards] == [OUTCOME]:
+                        right = sum(value > table.half for value in gained)
+                        figures[f"{role}/accuracy_{kind}"] = right / seats
+            figures[f"episodes/answers_{kind}"] = found.figures["answers"]
             played.append(found)
         return figures, played[0]
 
@@ -158,7 +166,8 @@ def _grade(table: Table, episodes: Sequence[Episode]) -> dict[tuple[int, str], G
 
 def _figures(episodes: Sequence[Episode]) -> dict[str, float]:
     count = max(1, len(episodes))
-    figures = {name: sum(getattr(one, name) for one in episodes) / count for name in ("turns", "tool_calls", "cuts")}
+    names = {"answers": "turns", "tool_calls": "tool_calls", "cuts": "cuts"}  # figure -> what an episode has of it
+    figures = {figure: sum(getattr(one, own) for one in episodes) / count for figure, own in names.items()}
     for kind in (Outcome.TIMEOUT, Outcome.ERROR):
         figures[f"episodes/{kind.value}"] = float(sum(one.outcome is kind for one in episodes))
     return figures

@@ -108,8 +108,9 @@ class Evolve(Recipe):
         texts = [fill(self._templates["solver_template"], question=str(p.payload["question"])) for p in prompts]
         own = [put(table, SOLVER, text) for text in texts]
         fitting = [replace(p, tokens=o.tokens) for p, o in zip(prompts, own, strict=True) if o is not None]
-        left_out = {f"{SOLVER}/too_long": float(len(prompts) - len(fitting))}
-        return accuracies(table, SOLVER, fitting)[0] | left_out if fitting else left_out
+        figures = accuracies(table, SOLVER, fitting)[0] if fitting else {}
+        too_long = len(prompts) - len(fitting)
+        return figures | ({f"{SOLVER}/too_long": float(too_long)} if too_long else {})
 
     def state_dict(self) -> dict[str, Any]:
         return {"pool": list(self._pool)}

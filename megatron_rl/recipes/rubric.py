@@ -17,7 +17,7 @@ from megatron_rl.recipes.base import GENERATOR, check_arguments, check_fields, q
 from megatron_rl.recipes.judge_role import JUDGE, judge_prompt, judge_rollout
 from megatron_rl.rewards.rubric import PASS, Criterion, read_rubric, rubric_reward, vetoed
 from megatron_rl.text import decode
-from megatron_rl.training.rollouts import Draws, greedy, mean_reward, plain
+from megatron_rl.training.rollouts import Draws, greedy, plain
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
 from megatron_rl.types import Prompt, Rollout
 
@@ -96,12 +96,14 @@ class Rubric(Recipe):
         return learned
 
     def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
-        """Measures one draw per problem at temperature 1, and greedy responses, by a greedy judge."""
+        """Measures one draw per problem at temperature 1, and greedy responses, by a greedy judge: reward (the mean of
+        what the rubrics give), fulfilled and vetoed. A response without a grade counts with 0, and as ungraded."""
         own, judge = table.samplings[GENERATOR], greedy(table.samplings[JUDGE], seed=table.seed)
         found: dict[str, float] = {}
         for name, sampling in (("sampled", plain(own, seed=table.seed)), ("greedy", greedy(own, seed=table.seed))):
             graded, _, figures = self._judged(table, prompts, sampling, judge)
-            figures |= {reward: mean_reward(graded, reward) for reward in ("outcome", "fulfilled", "vetoed")}
+            names = {"reward": "outcome", "fulfilled": "fulfilled", "vetoed": "vetoed"}  # figure -> reward
+            figures |= {figure: sum(r.rewards[own] for r in graded) / len(prompts) for figure, own in names.items()}
             found |= {f"{GENERATOR}/{figure}_{name}": value for figure, value in figures.items()}
         return found
 

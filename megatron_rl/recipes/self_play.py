@@ -134,8 +134,9 @@ class SelfPlay(Recipe):
         """Measures the solver, on the problems that are not too long for it; solver/too_long counts the others."""
         own = [put(table, SOLVER, question_text(self.solver_template, prompt.payload)) for prompt in prompts]
         fitting = [replace(p, tokens=o.tokens) for p, o in zip(prompts, own, strict=True) if o is not None]
-        left_out = {f"{SOLVER}/too_long": float(len(prompts) - len(fitting))}
-        return accuracies(table, SOLVER, fitting)[0] | left_out if fitting else left_out
+        figures = accuracies(table, SOLVER, fitting)[0] if fitting else {}
+        too_long = len(prompts) - len(fitting)
+        return figures | ({f"{SOLVER}/too_long": float(too_long)} if too_long else {})
 
     def state_dict(self) -> dict[str, Any]:
         return {"baselines": dict(self._baselines.values)}

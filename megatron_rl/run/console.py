@@ -30,7 +30,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "loss": ("loss", "train_loss"),
     "val": ("validation_loss",),
     "length": ("length", "tokens_per_sample"),
-    "answers": ("turns",),  # of the seats of an episode
+    "answers": ("answers",),
     "entropy": ("entropy",),
     "kl": ("kl_ref", "kl"),
     "gap": ("engine_gap",),

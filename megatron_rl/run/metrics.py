@@ -24,6 +24,7 @@ from megatron_rl.run.lines import read as read_lines
 SECONDS = "seconds/"  # metrics with this prefix are times, which are written apart
 SPEED = "speed/"  # and so are those that say how fast an update was
 FILE_NAME = "metrics.jsonl"
+EVAL = "eval"  # scope of the lines of evaluations
 _log = logging.getLogger(__name__)
 
 
@@ -31,12 +32,19 @@ _log = logging.getLogger(__name__)
 class MetricsRow:
     """One line of metrics.jsonl."""
 
-    turn: int  # number of the turn, over all roles, from 0 (SFT: optimizer steps)
-    step: int  # steps of the recipe (SFT: optimizer steps)
+    turn: int  # number of the turn, over all roles, from 0 (SFT: optimizer steps); of an evaluation, turns done
+    step: int  # number of the recipe's step, from 0 (SFT: optimizer steps); of an evaluation, steps done
     scope: str  # origin of the figures: a role, "eval", "sft", ...
     time: Mapping[str, float]  # seconds by phase
     metrics: Mapping[str, float]
     speed: Mapping[str, float] = field(default_factory=dict)  # of the update: rates, and seconds of its parts
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The last turn and the last step, from 0, that the figures know of. An evaluation's line counts the turns and
+        steps that were done before it, so that these are one less: -1 for the model as it was given."""
+        before = self.scope == EVAL
+        return self.turn - before, self.step - before
 
 
 class Sink(Protocol):

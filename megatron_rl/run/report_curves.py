@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.run.report_read import EVAL, GATE, SFT, Clock, Curve, Key, RunFigures
+from megatron_rl.run.metrics import EVAL
+from megatron_rl.run.report_read import GATE, SFT, Clock, Curve, Key, RunFigures
 
 MAX_POINTS = 2000  # most values of one line: the least and the greatest of each bucket of turns
 PAGE_POINTS = 400_000  # most values of all lines of a page; with many lines each has fewer
@@ -27,7 +28,7 @@ _SORTED = (
     (TIME, r"^seconds|^speed"),
     (
         LEARN,
-        r"^reward|^turns|^tool_calls|^cuts|^episodes|^groups_without_signal|^finished|^graded|^steps_per_solution"
+        r"^reward|^answers|^tool_calls|^cuts|^episodes|^groups_without_signal|^finished|^graded|^steps_per_solution"
         r"|^length",
     ),
     (VERIFY, r"confusion|f1|aligned|predicted_positive|verdict|agree|review|judge|^says_|^rests$|^signal$"),
@@ -42,7 +43,7 @@ _SORTED = (
 _FIRST = ("accuracy", "outcome", "reward", "f1", "loss", "kl_ref", "entropy", "grad_norm", "engine_gap", "seconds")
 # What the figures mean whose names say too little.
 MEANINGS = {
-    "turns": "answers in an episode",
+    "answers": "answers in an episode, of all its seats",
     "tool_calls": "calls of tools in an episode",
     "cuts": "cut transcripts in an episode",
     "episodes": "episodes that failed",
@@ -196,25 +197,25 @@ def thin(curve: Curve, width: int) -> Thinned:
     if (np.diff(buckets) < 0).any():
         order = np.argsort(buckets, kind="stable")
         buckets, values = buckets[order], values[order]
-    starts = np.flatnonzero(np.diff(buckets, prepend=-1))
+    starts = np.flatnonzero(np.diff(buckets, prepend=buckets[0] - 1))
     counts = np.diff(starts, append=len(values))
     means = np.add.reduceat(values / np.repeat(counts, counts), starts)  # divided first: sums of large values overflow
     low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-    return Thinned((buckets[starts] * width).tolist(), rounded(means), rounded(low), rounded(high))
+    return Thinned(np.maximum(buckets[starts] * width, -1).tolist(), rounded(means), rounded(low), rounded(high))
 
 
 def thin_clock(clock: Clock, most: int = MAX_POINTS // 2) -> dict[str, Any]:
-    """Returns the steps and hours at some turns, between which a page may interpolate."""
+    """Returns the steps, counted from 1, and hours at some turns, between which a page may interpolate."""
     if not clock.turns:
         return {"turn": [], "step": [], "hours": []}
     turns = np.frombuffer(clock.turns, np.intc)
-    last = np.flatnonzero(np.diff(turns, append=-1))  # the last line of each turn
+    last = np.flatnonzero(np.diff(turns, append=turns[-1] + 1))  # the last line of each turn
     if len(last) > most:
         last = last[np.linspace(0, len(last) - 1, most).astype(int)]
     steps, seconds = np.frombuffer(clock.steps, np.int64), np.frombuffer(clock.seconds, np.float64)
     return {
         "turn": turns[last].tolist(),
-        "step": steps[last].tolist(),
+        "step": (steps[last] + 1).tolist(),
         "hours": rounded(np.nan_to_num(seconds[last] / 3600)),
     }
 

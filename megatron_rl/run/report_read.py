@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.run.metrics import SPEED, MetricsRow
+from megatron_rl.run.metrics import EVAL, SPEED, MetricsRow
 from megatron_rl.run.record import RunRecord
 
-EVAL, GATE, SFT = "eval", "gate", "sft"  # scopes of metrics lines that are no roles
+GATE, SFT = "gate", "sft"  # with EVAL, the scopes of metrics lines that are no roles
 MOST_TURNS = 2**31 - 1  # a larger number of a turn is damage
 Key = tuple[str, str]  # (scope, name of the figure)
 
 
 @dataclass(slots=True)
 class Curve:
-    """One figure of a run over its turns, in the order of the file. Values that are not finite are counted instead."""
+    """One figure of a run over its turns (metrics.MetricsRow.place), in the order of the file. Values that are not
+    finite are counted instead."""
 
     turns: array[int] = field(default_factory=lambda: array("i"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -148,13 +149,14 @@ class _Columns:
         """Adds a line. Raises ValueError for one whose turn or step cannot be."""
         if not (0 <= row.turn <= MOST_TURNS and abs(row.step) < 2**62):
             raise ValueError(f"turn {row.turn} and step {row.step} are out of range")
-        _add(self._curves.setdefault(row.scope, {}), row.turn, row.metrics)
-        _add(self._seconds.setdefault(row.scope, {}), row.turn, row.time)
+        turn, step = row.place
+        _add(self._curves.setdefault(row.scope, {}), turn, row.metrics)
+        _add(self._seconds.setdefault(row.scope, {}), turn, row.time)
         if row.speed:
-            _add(self._curves.setdefault(row.scope, {}), row.turn, {f"{SPEED}{n}": v for n, v in row.speed.items()})
+            _add(self._curves.setdefault(row.scope, {}), turn, {f"{SPEED}{n}": v for n, v in row.speed.items()})
         spent = sum(value for value in row.time.values() if math.isfinite(value))
-        self.clock.turns.append(row.turn)
-        self.clock.steps.append(row.step)
+        self.clock.turns.append(turn)
+        self.clock.steps.append(step)
         self.clock.seconds.append(self.clock.total + spent)
         if row.scope not in (EVAL, GATE):
             self.updates[row.scope] = self.updates.get(row.scope, 0) + 1

@@ -111,7 +111,7 @@ def runs_table(runs: Sequence[RunFigures], found: Sequence[Arm]) -> str:
     arm_of = {place: arm.label for arm in found for place in arm.runs}
     for place, run in enumerate(runs):
         own = ends(run)
-        turns = len(set(run.clock.turns))
+        turns = max(run.clock.turns, default=-1) + 1
         state = "finished" if run.finished else f"{turns} turns so far" if turns else "not begun"
         seed = {**run.settings, **run.changes}.get(SEED, "")
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in (arm_of[place], str(seed), state))

@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron_rl.run.console import COLUMNS
 from megatron_rl.run.html_page import grid, show, table
-from megatron_rl.run.report_read import EVAL, GATE, SFT, Curve, RunFigures, flatten
+from megatron_rl.run.metrics import EVAL
+from megatron_rl.run.report_read import GATE, SFT, Curve, RunFigures, flatten
 
 # Settings that the head of the page shows, as patterns of their names.
 FACTS = (
@@ -32,7 +33,7 @@ LARGEST = 1e300  # whole numbers beyond it are no floats, and differences of flo
 # The figures of an evaluation that say most of a role, best first.
 MAIN = (
     r"accuracy_sampled$",
-    r"outcome_sampled$",
+    r"reward_sampled$",
     r"accuracy$",
     r"outcome_f1$",
     r"exploitability$",
@@ -104,7 +105,7 @@ def evaluation_gains(run: RunFigures) -> list[Gain]:
         role = name.rpartition("/")[0]
         number = counts.get(f"{role}/num_problems" if role else "num_problems")
         problems = None if number is None or not number.values else int(min(number.values[-1], 1e9))
-        if len(curve.values) > 1 and re.search("accuracy|outcome_(sampled|greedy)", name) is None:
+        if len(curve.values) > 1 and re.search("accuracy|reward_(sampled|greedy)", name) is None:
             problems = None
         if len(curve.values) > 1:
             out.append(Gain(name, curve.values[0], curve.values[-1], problems, curve))

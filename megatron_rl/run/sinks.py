@@ -48,7 +48,7 @@ class TensorBoard:
 
     def log(self, row: MetricsRow) -> None:
         for name, value in flat(row).items():
-            self._writer.add_scalar(name, value, row.turn)
+            self._writer.add_scalar(name, value, row.place[0])
         self._writer.flush()
 
     def show(self, turn: int, scope: str, samples: Sequence[Sample]) -> None:
@@ -102,7 +102,8 @@ class WandB:
         self._run.define_metric("*", step_metric="turn")
 
     def log(self, row: MetricsRow) -> None:
-        self._run.log({**flat(row), "turn": row.turn, "step": row.step})
+        turn, step = row.place
+        self._run.log({**flat(row), "turn": turn, "step": step})
 
     def show(self, turn: int, scope: str, samples: Sequence[Sample]) -> None:
         """Sends a table of the samples."""
@@ -184,8 +185,9 @@ class Prometheus:
             rows = dict(self._rows)
         parts: dict[str, list[tuple[dict[str, str], float]]] = {name: [] for name in HELPS}
         for scope, row in rows.items():
-            parts["turn"].append(({"scope": scope}, float(row.turn + 1)))
-            parts["step"].append(({"scope": scope}, float(row.step + 1)))
+            turn, step = row.place
+            parts["turn"].append(({"scope": scope}, float(turn + 1)))
+            parts["step"].append(({"scope": scope}, float(step + 1)))
             parts["figure"] += [({"scope": scope, "name": name}, value) for name, value in row.metrics.items()]
             parts["seconds"] += [({"scope": scope, "phase": name}, value) for name, value in row.time.items()]
             parts["speed"] += [({"scope": scope, "name": name}, value) for name, value in row.speed.items()]

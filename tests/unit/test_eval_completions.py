@@ -34,7 +34,7 @@ def test_every_row_has_a_grade_in_its_place(tmp_path):
     assert graded == [{"id": f"r{i}", "score": float(i % 2), "outcome": "score"} for i in range(600)]
     assert (
         summary
-        == {"rows": 600, "mean_score": 0.5, "outcomes": {"score": 600}}
+        == {"rows": 600, "accuracy": 0.5, "reward": 0.5, "outcomes": {"score": 600}}
         == json.loads((tmp_path / "out/summary.json").read_text())
     )
 
@@ -79,7 +79,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path):
     summary = grade_file(rows, tmp_path / "cut", counting)
     assert (tmp_path / "cut/graded.jsonl").read_bytes() == whole and summary["rows"] == 700 and 340 < len(asked) < 360
     asked.clear()
-    assert grade_file(rows, tmp_path / "cut", counting)["mean_score"] == 1.0 and not asked
+    assert grade_file(rows, tmp_path / "cut", counting)["reward"] == 1.0 and not asked
 
 
 def test_grades_of_other_rows_are_not_gone_on_with(tmp_path):
@@ -129,7 +129,7 @@ def test_the_program_grades_a_file_with_a_benchmarks_grader(tmp_path, capsys):
     rows = write(tmp_path / "c.jsonl", [{**row(1, "yes", "\\boxed{Yes}"), "choices": ["yes", "no"]}])
     words = ["eval", "--completions", str(rows), "--out", str(tmp_path / "out")]
     assert main([*words, "benchmark=strategyqa"]) == 0
-    assert "mean score   1.0000" in capsys.readouterr().out
+    assert "reward       1.0000" in capsys.readouterr().out
     assert main(["eval", "--completions", str(rows)]) == 2 and "give --out DIR" in capsys.readouterr().err
     assert main(["eval"]) == 2 and "give a config" in capsys.readouterr().err
 
@@ -142,4 +142,4 @@ def test_two_thousand_rows_take_less_than_a_minute_of_one_core(tmp_path):
         pool.grade(["\\boxed{1}"], [{"answer": "1"}])
         start = time.monotonic()
         summary = grade_file(rows, tmp_path / "out", pool.grade)
-    assert summary["mean_score"] == 0.5 and time.monotonic() - start < 60
+    assert summary["reward"] == 0.5 and time.monotonic() - start < 60

@@ -213,7 +213,7 @@ def test_a_judge_that_is_trained_earns_form_and_agreement(texts):
 def test_evaluation_measures_drawn_and_greedy_responses(texts):
     table = table_of(generator=lambda prompt, key, j: ["ae", "ae@"][key], judge=judges)
     figures = Rubric(updates=1, group_size=5, **texts).evaluate(problems(2, rubric=RUBRIC), table)
-    assert figures["generator/outcome_greedy"] == figures["generator/outcome_sampled"] == pytest.approx(2.5 / 2)
+    assert figures["generator/reward_greedy"] == figures["generator/reward_sampled"] == pytest.approx(2.5 / 2)
     assert figures["generator/vetoed_greedy"] == 0.5 and figures["generator/ungraded_sampled"] == 0
     temperatures = {role: [s.temperature for _, s in table.engines[role].asked] for role in ("generator", "judge")}
     assert temperatures == {"generator": [1, 1, 0, 0], "judge": [0] * 12}

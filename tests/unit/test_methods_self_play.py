@@ -313,9 +313,8 @@ def test_nothing_to_play_is_no_error(texts):
 def test_evaluation_measures_the_solver(texts):
     problems = [Prompt(id=q, tokens=[1], payload={"question": q, "answer": "2"}) for q in ("1+1", "2+2")]
     figures = recipe_of(texts).evaluate(problems, table_of())
-    assert figures == {"solver/accuracy_sampled": 0.5, "solver/accuracy_greedy": 0.5, "solver/num_problems": 2.0} | {
-        "solver/too_long": 0.0
-    }
+    kinds = {f"solver/{name}_{kind}": 0.5 for name in ("accuracy", "reward") for kind in ("sampled", "greedy")}
+    assert figures == {**kinds, "solver/num_problems": 2.0}
 
 
 @pytest.mark.parametrize(

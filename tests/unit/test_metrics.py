@@ -391,5 +391,5 @@ def test_the_headline_takes_the_best_known_name():
     assert headline({"reward/b": 1.0, "reward/a": 2.0}) == {"reward": 2.0}
     assert headline({"reward/outcome": 1.0, "reward/trained": 2.0}) == {"reward": 2.0}
     assert headline({"generator/accuracy": 1.0}) == {"generator/accuracy": 1.0}
-    assert headline({"turns": 2.5, "tool_calls": 1.0, "length": 8.0}) == {"length": 8.0, "answers": 2.5}
+    assert headline({"answers": 2.5, "tool_calls": 1.0, "length": 8.0}) == {"length": 8.0, "answers": 2.5}
     assert line(row(metrics={"kl_ref": 0.00001}), None) == "turn 12 (step 5)  generator  kl 1.0e-05"

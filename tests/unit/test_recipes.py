@@ -410,6 +410,8 @@ def test_evaluation_measures_both_players_by_hand(texts):
     assert figures == {
         "generator/accuracy_sampled": 0.5,
         "generator/accuracy_greedy": 1.0,
+        "generator/reward_sampled": 0.5,
+        "generator/reward_greedy": 1.0,
         "generator/num_problems": 6.0,
         "verifier/num_right": 3.0,
         "verifier/num_wrong": 3.0,

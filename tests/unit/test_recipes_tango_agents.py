@@ -173,7 +173,7 @@ def test_turns_become_steps_and_the_verifier_reads_the_whole_conversation(recipe
         "Q q0 S 1) =no K 1.",
         "Q q0 S 1) x tool: [x] 2) =no K 2.",
     ]
-    assert (figures["verdicts_match"], figures["turns"], figures["alpha"]) == (1.0, 2.0, 0.1)
+    assert (figures["verdicts_match"], figures["answers"], figures["alpha"]) == (1.0, 2.0, 0.1)
     assert [r.payload["correct"] for r in rollouts] == [True, False, False]
     assert [r.rewards for r in rollouts] == [
         {"turns": float(len(texts)), "outcome": outcome, TRAINED: outcome}
@@ -361,7 +361,7 @@ def test_evaluation_measures_both_and_keeps_its_conversations(recipe):
     own = recipe(balanced_per_class=2, balanced_rounds=3, step_labels=f"{__name__}:labels")
     table = table_of(writer(writes), by_verdicts)
     figures = own.evaluate(problems(3), table)
-    wanted = {"generator/outcome_sampled": 2 / 3, "generator/outcome_greedy": 2 / 3, "episodes/answers_sampled": 8 / 3}
+    wanted = {"generator/reward_sampled": 2 / 3, "generator/accuracy_greedy": 2 / 3, "episodes/answers_sampled": 8 / 3}
     assert {name: figures[name] for name in wanted} == pytest.approx(wanted)
     assert (figures["verifier/num_right"], figures["verifier/num_wrong"]) == (2.0, 2.0)
     assert figures["verifier/outcome_f1"] == figures["verifier/aligned"] == 1.0
@@ -390,7 +390,7 @@ def test_a_kept_conversation_that_was_cut_has_all_its_turns(recipe):
 def test_an_episode_that_failed_counts_with_0_in_an_evaluation_and_is_not_judged(recipe):
     table = table_of(writer((("=yes",), ("!",))), lambda *_: verification("+", "+"))
     figures = recipe(balanced_per_class=1, balanced_rounds=1).evaluate(problems(2), table)
-    assert figures["generator/outcome_sampled"] == 0.5
+    assert figures["generator/reward_sampled"] == 0.5
     assert (figures["verifier/num_right"], figures["verifier/num_wrong"]) == (1.0, 0.0)
 
 

@@ -311,7 +311,7 @@ def test_a_change_within_chance_is_not_called_learning():
     assert far.error == pytest.approx(1.96 * math.sqrt(0.2 * 0.8 / 100 + 0.5 * 0.5 / 100))
     assert report_tables.Gain("exploitability", 0.4, 0.1).better is True
     assert report_tables.Gain("accuracy", 1.0, 1.0).better is None
-    assert report_tables.Gain("turns", 1.0, 2.0).better is None, "nothing says that more answers are better"
+    assert report_tables.Gain("answers", 1.0, 2.0).better is None, "nothing says that more answers are better"
 
 
 def test_smoothing_shifts_nothing():
