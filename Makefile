@@ -295,6 +295,10 @@ golden: setup ## twelve runs, all settings and all shipped configs against those
 fuzz: setup ## hostile inputs in numbers, by area, with a table (SEED, COUNT=1000)
 	PYTHONPATH=$(CURDIR) $(PY) tests/fuzz/run.py --seed $(SEED) --count $(or $(COUNT),1000)
 
+.PHONY: mutants
+mutants: setup ## changes the core in 150 places, one at a time, and fails where tests miss more than 3 %; 20 minutes (SEED)
+	$(PY) tools/mutants.py --seed $(SEED)
+
 test-emulated: setup ## the same code on a pretended CUDA device, and Transformer Engine's layers on a stand-in, without a GPU
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-emulated-runs test-emulated-parts
 

@@ -20,7 +20,7 @@ TARGETS = [  # the shortest first
     "docs", "test-task-sets", "test-verifiers", "oracles", "rubric-mini", "ssrl-mini", "pairwise-mini", "poker-mini",
     "python-mini", "search-mini", "demo-agent", "tango-agent-mini", "evolve-mini", "self-play-mini", "gsm8k",
     "demo-vllm", "demo-sglang", "test-sglang", "test-emulated", "test-nemo-run", "test-hosts", "test-families",
-    "test-mcore-latest", "test-processors", "fuzz", "test-resume", "test-layouts", "test-real-model", "soak",
+    "test-mcore-latest", "test-processors", "fuzz", "mutants", "test-resume", "test-layouts", "test-real-model", "soak",
 ]  # fmt: skip
 COUNTS = re.compile(r"^(?:=+ )?(\d+ (?:passed|failed|skipped|errors?|deselected).*?) in [\d.]+s", re.MULTILINE)
 

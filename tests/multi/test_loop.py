@@ -60,6 +60,19 @@ def test_grpo_learns_the_table(template, tmp_path):
     assert set(log.series("version_lag")) == {0.0} and max(log.series("engine_gap")) < 1e-5
 
 
+def test_a_run_says_what_takes_time(template, tmp_path):
+    said = []
+    setup, progress = make(template, Log(), tmp_path / "turns")
+    setup = replace(setup, hooks=replace(setup.hooks, say=said.append))
+    loop.train(setup, loop.Plan(steps=2, gate=None), progress)
+    assert said == [
+        "giving the engines the policies' weights",
+        "evaluating 5 held-out problems after step 0",
+        "writing the first rollouts",
+        "evaluating 5 held-out problems after step 2",
+    ]
+
+
 def test_several_optimizer_steps_keep_the_first_ones_log_probs(template, tmp_path):
     log = Log()
     setup, progress = make(template, log, tmp_path / "turns", samples_per_optimizer_step=32)

@@ -14,6 +14,7 @@ from conftest import environment
 from limits import PROCESS_S
 
 from megatron_rl.config.schema import RefitConfig
+from megatron_rl.refit import tcp
 from megatron_rl.refit.base import Deadline, TransportError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.slots import Slots
@@ -62,6 +63,23 @@ def test_refit_messages_go_over_tcp_between_hosts_and_through_shared_memory_with
             assert torch.equal(coming.wait(soon()), numbers(4))
             coming.release()
             sending.wait(soon())
+
+
+def test_refit_connection_that_fails_at_its_first_words_is_closed_and_the_message_says_why(ends, monkeypatch):
+    made, connect = [], socket.create_connection
+
+    def recorded(*args, **settings):
+        made.append(connect(*args, **settings))
+        return made[-1]
+
+    def gone(*_):
+        raise OSError("the network is gone")
+
+    monkeypatch.setattr(socket, "create_connection", recorded)
+    monkeypatch.setattr(tcp, "hello", gone)
+    with pytest.raises(TransportError, match="the network is gone"):
+        ends[0].send(1, "a bucket", numbers(5), size_known=True).wait(soon())
+    assert [connection.fileno() for connection in made] == [-1]
 
 
 def test_refit_messages_over_tcp_come_in_order_and_with_their_pieces(ends):

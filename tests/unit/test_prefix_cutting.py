@@ -17,6 +17,7 @@ from megatron_rl.batches.work import Work
 from megatron_rl.config.schema import Layout, Model, RoleConfig
 from megatron_rl.megatron.replay import pooled
 from megatron_rl.models.setting_limits import prefix_problems
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.types import FREE, Author, Rollout, spans_of
 
 
@@ -91,6 +92,28 @@ def test_the_least_loaded_replica_gets_the_dearest_micro_batch():
     assert shares.sequences == [[[0], [3]], [[1], [2]]] and shares.replica_imbalance == pytest.approx(0.1)
     shares = micro_batches([9, 9, 9, 8, 1, 1, 1, 1], max_tokens=9, replicas=4, multiple=2)
     assert shares.sequences[3] == [[3], [4]], "of equal loads the first replica comes first"
+
+
+def test_a_sequence_costs_what_its_model_computes():
+    """A layer with experts in three of four: weights are counted by what a token meets."""
+    sizes = Sizes(
+        family="x", num_layers=4, hidden=8, heads=4, kv_heads=2, head_dim=3, value_dim=5, ffn=32, vocab=9, tied=True,
+        experts=6, expert_ffn=10, shared_ffn=7, dense_layers=1,
+    )  # fmt: skip
+    weights = 2 * 8 * (4 + 2) * 3 + 3 * 8 * (0.75 * (10 * 2 + 7) + 0.25 * 32)
+    cost = Cost.of_model(sizes, 2)
+    assert cost.balance == pytest.approx(weights / (4 * (3 + 5) / 2))
+    assert cost.of(np.array([0, 2 * cost.balance])) == pytest.approx([0.0, 6 * cost.balance])
+    assert Cost().of(np.array([3, 4])).tolist() == [3.0, 4.0]
+
+
+def test_what_follows_a_shared_prompt_costs_the_rest_of_its_sequence():
+    lengths, prefixes = make([(5, [5]), (5, [15])])  # 10 + 10 and 20 + 40 tokens that attend to nothing
+    shares = micro_batches(lengths, max_tokens=20, replicas=2, cost=Cost(10), prefixes=prefixes)
+    assert shares.replica_imbalance == pytest.approx(60 / 40 - 1)
+    lengths, prefixes = make([(10, [10, 10]), (10, [30])])  # 20 + 2 x 40 and 200
+    shares = micro_batches(lengths, max_tokens=40, replicas=1, cost=Cost(10), prefixes=prefixes)
+    assert shares.micro_batch_imbalance == pytest.approx(200 / 150 - 1)
 
 
 def test_thousands_of_sequences_are_cut_in_no_time():
