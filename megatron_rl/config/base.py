@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import pydantic
@@ -13,6 +15,7 @@ import pydantic
 C = TypeVar("C")
 LONGEST_NAME = 200  # bytes of a file's name: file systems take 255, and some files add an ending
 _USER = re.compile(r"://[^/\s@'\"]+@")  # user and password of a URL
+MOST_JSON_BYTES = 64 << 20  # of a file that describes a model or an adapter
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]  # a fraction of a whole, 0 to 1
 
 
@@ -43,6 +46,26 @@ def config(cls: type[C]) -> type[C]:
     strict = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     cls.__pydantic_config__ = strict  # type: ignore[attr-defined]
     return dataclass(frozen=True, kw_only=True)(cls)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file.
+
+    Raises ConfigError when the file cannot be read, is larger than MOST_JSON_BYTES, or holds anything else.
+    """
+    try:
+        if (size := file.stat().st_size) > MOST_JSON_BYTES:
+            raise ConfigError(f"{file} has {size} bytes, and at most {MOST_JSON_BYTES} are read: is it another file?")
+        found: Any = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON ({error}): fetch it again") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} holds {str(found)[:40]!r} where a JSON object must stand: fetch it again")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise json.JSONDecodeError(f"{name} is no number of JSON", name, 0)
 
 
 @config

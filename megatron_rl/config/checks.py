@@ -6,12 +6,12 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.absent import prompt_sets
+from megatron_rl.config.base import read_object
 from megatron_rl.config.colocation import colocation_problems
 from megatron_rl.config.data_settings import ALL, TEST, TRAIN, generated_name, generated_names, resolve
 from megatron_rl.config.schema import (
@@ -356,7 +356,7 @@ def _adapters(role: RoleConfig) -> str:
     file = Path(role.model.path) / "config.json"
     if not file.is_file():
         return text
-    found = num_elements(registry.read(json.loads(file.read_text(encoding="utf-8")), str(file)), role.lora)
+    found = num_elements(registry.read(read_object(file), str(file)), role.lora)
     return f"{text}: {found / 1e6:.2f} million numbers; {role.model.path} stays as it is"
 
 
@@ -470,9 +470,7 @@ def _read_model(name: str, path: str, to_come: bool) -> tuple[list[str], tuple[S
             return [f"{name}: no {file}: model.path is a Hugging Face model directory or a hub name"], None
         return [], None
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
+        facts = read_object(file)
         return [], (registry.read(facts, str(file)), registry.features(facts, str(file)))
     except ConfigError as error:
         return [f"{name}: {error}"], None
-    except (ValueError, TypeError) as error:
-        return [f"{name}: {file} is not a model's config ({error}): look at model.path"], None

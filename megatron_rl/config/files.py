@@ -29,6 +29,7 @@ MAX_DEPTH = 64  # of values within values
 MAX_VALUES = 50_000  # of one text, with its aliases written out
 MAX_BYTES = 2 << 20  # of one file
 MAX_FILES = 100  # that one config is made of
+MAX_INT = 2**63 - 1
 
 
 class _Source(NamedTuple):
@@ -146,7 +147,7 @@ def load(
     """
     sources = _sources(files, trees, overrides)
     tree = _merged(schema, sources)
-    _refuse_passwords(tree, "")
+    _refuse_harmful(tree, "")
     try:
         # JSON mode is strict about types and still takes lists for tuples.
         made = _adapter(schema).validate_json(json.dumps(_with_defaults(schema, _with_kinds(tree, [schema]))))
@@ -163,19 +164,24 @@ def load(
     return made
 
 
-def _refuse_passwords(value: Any, where: str) -> None:
-    """Raises ConfigError for a URL with a user or a password, which the run's files and logs would show."""
+def _refuse_harmful(value: Any, where: str) -> None:
+    """Raises ConfigError for a URL with a user or a password, which the run's files and logs would show, and for a
+    whole number of more than 64 bits, which no setting can mean."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            _refuse_passwords(inner, f"{where}.{key}" if where else key)
+            _refuse_harmful(inner, f"{where}.{key}" if where else key)
     elif isinstance(value, list | tuple):
-        for inner in value:
-            _refuse_passwords(inner, where)
+        for number, inner in enumerate(value):
+            _refuse_harmful(inner, f"{where}[{number}]")
     elif isinstance(value, str) and without_passwords(value) != value:
         raise ConfigError(
             f"{where} = {without_passwords(value)}: a user or password in a URL would stand in the run's files, which "
             "others read; take it out, and give the secret by a variable of the environment or a file"
         )
+    elif type(value) is int and abs(value) > MAX_INT:
+        # Python writes no huge number in base 10.
+        told = str(value) if abs(value) < 10**40 else f"{value:#x}"[:40] + "..."
+        raise ConfigError(f"{where} = {told}: give a number of at most 64 bits")
 
 
 @functools.cache

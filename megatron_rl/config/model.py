@@ -17,6 +17,9 @@ Strategy = Literal["bernoulli", "alternating", "chunk", "sentence", "word"]  # a
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+MOST_RANKS = 1 << 16  # of one axis of a layout
+
+
 @config
 class Layout:
     """The way one role's model lies over the ranks. The data-parallel size is what remains: ranks / (tp x cp x pp)."""
@@ -36,8 +39,8 @@ class Layout:
     def __post_init__(self) -> None:
         sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.expert_tp}
         for name, number in sizes.items():
-            if number < 1:
-                raise ConfigError(f"layout.{name} = {number}: give a number of ranks, at least 1")
+            if not 1 <= number <= MOST_RANKS:
+                raise ConfigError(f"layout.{name} = {number}: give a number of ranks, from 1 to {MOST_RANKS}")
         if self.sequence_parallel and self.tp == 1:
             raise ConfigError(
                 "layout.sequence_parallel = true with layout.tp = 1: set tp above 1 or sequence_parallel to false"

@@ -14,6 +14,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
+from megatron_rl.config.base import read_object
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion.source import WeightSource
 from megatron_rl.conversion.target import copy_side_files, fresh
@@ -161,7 +162,7 @@ def _pickled_empty_state() -> bytes:
 
 def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
     """Writes the dtype, where weights were cast, into a config.json."""
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_object(file)
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")

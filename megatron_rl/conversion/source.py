@@ -4,7 +4,6 @@ adapter (LoRA) with the model that it changes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_rl.config.base import read_object
 from megatron_rl.config.files import read_yaml
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import registry
@@ -78,12 +78,7 @@ def read_sizes(model: Path) -> Sizes:
     Raises ConfigError for a config.json that is missing, damaged or of an unknown architecture.
     """
     file = model / "config.json"
-    try:
-        return registry.read(json.loads(file.read_text(encoding="utf-8")), str(file))
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{file} cannot be read ({error}): give a model directory") from error
+    return registry.read(read_object(file), str(file))
 
 
 def find(path: Path, *, role: str | None = None, model: Path | None = None, trust: bool = False) -> WeightSource:

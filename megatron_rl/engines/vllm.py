@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.algorithms.authors import fingerprint, replay
+from megatron_rl.config.base import read_object
 from megatron_rl.config.schema import ConfigError, Strategy, Vllm
 from megatron_rl.engines import answers, frames, sampler
 from megatron_rl.engines.base import Completion, Sampling, TandemSampling, TopScores
@@ -96,7 +97,7 @@ def with_tandem(start: Command, *, model: Path, junior: Path, tokenizer: Path) -
     """The command of a server whose model is a senior (`model`) and a frozen junior. Its imports need vLLM's plug-in:
     launch.PLUGIN. Raises ConfigError for a model that does not name its class.
     """
-    architectures = json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures")
+    architectures = read_object(model / "config.json").get("architectures")
     if not architectures:
         raise ConfigError(
             f"{model}/config.json has no `architectures`: "

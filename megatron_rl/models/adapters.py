@@ -5,13 +5,13 @@ Nothing here imports torch: config checks, planning and the trainer ask it alike
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.base import ConfigError, read_object
 from megatron_rl.config.schema import Lora, RoleConfig
 from megatron_rl.models.registry import layer_rows
 from megatron_rl.models.sizes import Sizes
@@ -155,11 +155,9 @@ def _file_problems(lora: Lora, path: str) -> list[str]:
     """Returns what is wrong with the adapter that training is to start from, as far as its settings tell."""
     file = Path(path) / CONFIG
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(told, dict):
-            raise ValueError("it is no object")
-    except (OSError, ValueError) as error:
-        return [f"lora.path = {path}: {file} cannot be read ({error}); give the directory of an adapter"]
+        told = read_object(file)
+    except ConfigError as error:
+        return [f"lora.path = {path}: {error}; give the directory of an adapter"]
     found = [f"lora.path = {path}: its {refusal(told, key)}" for key in not_plain(told)]
     targets = target_names(told)
     own: dict[str, tuple[Any, Any]] = {

@@ -27,6 +27,8 @@ KEYS = {  # of config.json, by the field of Sizes that they give
     "expert_ffn": "moe_intermediate_size",
     "shared_ffn": "shared_expert_intermediate_size",
 }
+ALWAYS = ("num_layers", "hidden", "heads", "kv_heads", "ffn", "vocab")  # fields that are above 0 in every model
+MOST, MOST_LAYERS = 10**8, 10**4  # the largest size, and the largest count of layers, that a config.json may name
 # Keys of config.json that switch arithmetic, with the one value that is supported; a key that is absent or null is too.
 SETTLED: Mapping[str, Any] = {
     "mlp_bias": False,
@@ -57,13 +59,26 @@ class Family:
         Raises ConfigError, with the key, for what is missing, and for what is not supported: it would be ignored, and
         the model would be another one.
         """
+        self._refuse_odd_numbers(config, where)
         for key, value in self.settled.items():
             if config.get(key, value) not in (value, None):
                 raise ConfigError(f"{where}: {key} = {config[key]!r} is not supported, only {value!r} is")
         try:
-            return self.sizes(config)
+            sizes = self.sizes(config)
+            self.features(config)
         except KeyError as error:
             raise ConfigError(f"{where}: {error} is missing, which a {self.model_type} model must have") from None
+        except (AttributeError, OverflowError, TypeError, ValueError) as error:
+            raise ConfigError(f"{where} is not the config.json of a {self.model_type} model: {error}") from None
+        return sizes
+
+    def _refuse_odd_numbers(self, config: Mapping[str, Any], where: str) -> None:
+        """Raises ConfigError for a size that no model has, before anything counts up to it."""
+        for field, key in self.keys.items():
+            value, least = config.get(key), int(field in ALWAYS)
+            most = MOST_LAYERS if field == "num_layers" else MOST
+            if value is not None and (type(value) is not int or not least <= value <= most):
+                raise ConfigError(f"{where}: {key} = {str(value)[:40]}: give a whole number from {least} to {most}")
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
         """Returns the sizes in a config.json that is supported. Raises KeyError for a key that is missing."""

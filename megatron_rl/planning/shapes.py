@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,8 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
 
+from megatron_rl.config.base import read_object
 from megatron_rl.config.schema import ConfigError, Layout, Lora, TrainConfig
 from megatron_rl.models import registry
 from megatron_rl.models.adapters import adapted
@@ -210,10 +209,7 @@ def guess_notes(models: Mapping[str, Shape]) -> list[str]:
 
 
 def _from_file(file: Path) -> Shape:
-    try:
-        facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as a model's config.json: {error}") from error
+    facts = read_object(file)
     name = file.parent.name if file.name == "config.json" else file.stem
     where = str(file)
     return Shape(name=name, sizes=registry.read(facts, where), features=registry.features(facts, where))

@@ -137,22 +137,27 @@ def question_text(template: str, payload: Mapping[str, object]) -> str:
     return problem_text(read_template(template), asked)
 
 
+MOST = 10**6  # of updates, group sizes and the like: a schedule is a list with a row for each update
+
+
 def check_arguments(
     recipe: Any, *, groups: Sequence[str] = (), positive: Sequence[str] = (), natural: Sequence[str] = (),
     shares: Sequence[str] = (), templates: Mapping[str, Sequence[str]] | None = None, one_of: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Raises ConfigError for the first argument of a recipe, of those named, that cannot be: group sizes that are too
-    small for recipe.estimator, numbers below 1 (positive) or 0 (natural), shares outside [0, 1], templates that are not
-    there or lack a name that they need, which stands in braces (templates: argument -> names), and switches of which
-    none is on (one_of). Conversations are put without a template, but one that is given must do for a text."""
+    small for recipe.estimator, numbers below 1 (positive) or 0 (natural), numbers above MOST, shares outside [0, 1],
+    templates that are not there or lack a name that they need, which stands in braces (templates: argument -> names),
+    and switches of which none is on (one_of). Conversations are put without a template, but one that is given must do
+    for a text."""
     compares = "estimator" in {each.name for each in fields(recipe)}  # distillation has no rewards
     if compares:
         find_estimator(recipe.estimator)
     smallest = 2 if compares and word_of(recipe.estimator) not in UNGROUPED else 1
     for names, floor in ((groups, smallest), (positive, 1), (natural, 0)):
         for name in names:
-            if getattr(recipe, name) < floor:
-                raise ConfigError(f"recipe.args.{name} = {getattr(recipe, name)}: give at least {floor}")
+            if not floor <= getattr(recipe, name) <= MOST:
+                asked = f"recipe.args.{name} = {getattr(recipe, name)}"
+                raise ConfigError(f"{asked}: give at least {floor}, and at most {MOST}")
     for name in shares:
         if not 0.0 <= getattr(recipe, name) <= 1.0:
             raise ConfigError(f"recipe.args.{name} = {getattr(recipe, name)}: it is a share, from 0 to 1")

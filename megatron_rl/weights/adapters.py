@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_rl.config.base import read_object
 from megatron_rl.config.schema import ConfigError, Lora
 from megatron_rl.models.adapters import (
     CONFIG,
@@ -149,7 +150,7 @@ def read_settings(directory: Path) -> Lora:
     for an adapter that is not W + alpha / r B A."""
     file = directory / CONFIG
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
+        told = read_object(file)
         odd = not_plain(told)
         targets = target_names(told) or {_MATRIX.sub(r"\1", name) for name in headers.read_file(directory / WEIGHTS)}
         if not odd:
@@ -164,7 +165,7 @@ def base_of(directory: Path) -> Path:
     here."""
     file = directory / CONFIG
     try:
-        return hf.local_directory(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
+        return hf.local_directory(read_object(file)["base_model_name_or_path"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{directory}: the model that it was trained on is not found ({error}); name it by --model"
@@ -193,7 +194,7 @@ def other_base(directory: Path, path: str | Path) -> str | None:
     """Returns a sentence when the adapter in `directory` was trained on other weights than those at `path`."""
     file = directory / BASE
     try:
-        told: Any = json.loads(file.read_text(encoding="utf-8"))
+        told = read_object(file)
         digest, trained_on = told["digest"], told["path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{file} cannot be read ({error!r}): the checkpoint is not one of adapters, or it is damaged"

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_rl.config.base import read_object
 from megatron_rl.config.schema import ConfigError
 
 INDEX = "model.safetensors.index.json"
@@ -35,10 +36,8 @@ def read_directory(directory: Path) -> dict[str, Stored]:
             )
         return read_file(single)
     try:
-        places = {
-            str(name): str(file) for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        places = {str(name): str(file) for name, file in read_object(index)["weight_map"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} cannot be read ({error!r}): fetch the model again") from error
     files: dict[str, dict[str, Stored]] = {}
     for name, file in places.items():
@@ -78,7 +77,7 @@ def read_file(file: Path) -> dict[str, Stored]:
         entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
         found = {name: Stored(file, str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
         ends = {name: start + int(entry["data_offsets"][1]) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ConfigError(
             f"{file} has a header that cannot be read ({error!r}): it is damaged; fetch it again"
         ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megatron_rl.config.base import read_object
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import registry
 from megatron_rl.models.blocks import EMBEDDING, HEAD
@@ -228,7 +228,7 @@ def eos_tokens(directory: str | Path, arch: Architecture) -> frozenset[int]:
     generation = Path(directory) / "generation_config.json"
     sources = [arch.config.eos_token_id]
     if generation.exists():
-        sources.append(json.loads(generation.read_text()).get("eos_token_id"))
+        sources.append(read_object(generation).get("eos_token_id"))
     for source in sources:
         ids |= set(source) if isinstance(source, (list, tuple)) else set() if source is None else {source}
     return frozenset(ids)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import random
+import signal
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 
 SHOWN = 5  # defects of an area whose tracebacks are kept
+LIMIT_S = 2.0  # processor time that one input may take, when it is tried a second time
+
+
+class Hang(RuntimeError):
+    """An input that takes longer than LIMIT_S."""
 
 
 @dataclass
@@ -27,14 +35,41 @@ class Tally:
 
 def tally(seed: int, count: int, one: Callable[[random.Random], str]) -> Tally:
     """Tries `count` inputs. `one` makes an input from the generator it is given, tries it, and returns the name of the
-    outcome; whatever it raises is a defect. Input i is the same in every call with the same seed.
+    outcome; whatever it raises is a defect, and so is an input that takes longer than LIMIT_S. Input i is the same in
+    every call with the same seed.
     """
     found = Tally()
     for i in range(count):
         try:
-            found.outcomes[one(random.Random(f"{seed}/{i}"))] += 1
+            found.outcomes[_in_time(one, f"{seed}/{i}")] += 1
         except Exception:
             found.defects += 1
             if len(found.shown) < SHOWN:
                 found.shown.append(f"input {i} of seed {seed}:\n{traceback.format_exc()}")
     return found
+
+
+def _in_time(one: Callable[[random.Random], str], seed: str) -> str:
+    """Tries an input, a second time when it was slow: the first try may have imported modules."""
+    try:
+        with _limited():
+            return one(random.Random(seed))
+    except Hang:
+        with _limited():
+            return one(random.Random(seed))
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raises Hang in the block once this process has used LIMIT_S of processor time."""
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise Hang(f"it takes more than {LIMIT_S:g} s of processor time")
+
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

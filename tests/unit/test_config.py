@@ -147,7 +147,7 @@ def test_all_problems_at_once_each_with_its_source(tmp_path, base):
     assert sorted(lines) == sorted(
         [
             f"{file}: run.sed: unknown key; did you mean 'seed'?",
-            f"{file}: roles.b.layout.tp = 0: give a number of ranks, at least 1",
+            f"{file}: roles.b.layout.tp = 0: give a number of ranks, from 1 to 65536",
             f"{file}: zzz: unknown key; known here: roles, families, recipe, data, evaluation, engine, reward, run, "
             "launch, refit, rollouts, "
             "gate, debug, sinks, job",
@@ -374,7 +374,7 @@ LONGROPE = DENSE | {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}
         (YARN, [], None),
         (DENSE, ["roles.a.model.fp8=true"], None),
         (LONGROPE, [], "rope_type 'longrope' of .* is not supported: default, linear, dynamic, yarn, llama3 are"),
-        (GEMMA | {"layer_types": ["chunked_attention"] * 3}, [], "is not a model's config"),
+        (GEMMA | {"layer_types": ["chunked_attention"] * 3}, [], "is not the config.json of a gemma3_text model"),
         ({k: v for k, v in EXPERTS.items() if k != "num_experts_per_tok"}, [], "'num_experts_per_tok' is missing"),
         (DENSE, ["engine.kind=vllm", "engine.tp=3"], "engine of a: num_attention_heads = 4 of .* by tp = 3"),
         (DENSE, ["engine.kind=vllm", "engine.expert_parallel=true"], "engine of a: .* has no experts"),

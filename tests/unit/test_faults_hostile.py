@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import re
 import socket
 from dataclasses import asdict
 
@@ -15,12 +17,16 @@ from test_environments_verifiers import Asker
 from megatron_rl.board import server as board_server
 from megatron_rl.board.client import BoardClient, BoardError
 from megatron_rl.board.server import BoardServer
+from megatron_rl.config.base import ConfigError
+from megatron_rl.conversion.source import read_sizes
+from megatron_rl.data.tiny import write_tiny_model, write_tiny_problems
 from megatron_rl.engines import answers
 from megatron_rl.engines.guard import TOKEN_FILE, Guard
 from megatron_rl.engines.launch import make_token
 from megatron_rl.engines.roster import Roster
 from megatron_rl.environments import token_route
 from megatron_rl.environments.token_route import MODELS, TokenRoute
+from megatron_rl.main import main
 
 STRANGER = 12345  # the number of another user
 
@@ -83,3 +89,53 @@ def test_faults_versions_of_a_completion_go_up():
     for spans in ([(0, 4), (2, 3)], [(0, -2)], [(0, 2.0)]):
         with pytest.raises(answers.AnswerError):
             answers.read_versions(spans, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("null", "holds 'None' where a JSON object must stand"),
+        ("[]", "where a JSON object must stand"),
+        ("[" * 100_000 + "]" * 100_000, "cannot be read as JSON"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0: give a whole number from 1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: give a whole number from 1 to 10000"),
+        ({"vocab_size": "64"}, "vocab_size = 64: give a whole number"),
+        ({"hidden_size": 1e300}, "hidden_size = 1e+300: give a whole number"),
+        ({"rope_theta": math.inf}, "cannot be read as JSON"),
+        ({"rope_parameters": [1]}, "is not the config.json of a qwen2 model"),
+        ({"rms_norm_eps": "x"}, "is not the config.json of a qwen2 model"),
+    ],
+)
+def test_faults_a_config_json_that_no_model_has_is_refused_by_name(tmp_path, capsys, text, said):
+    """These ended in tracebacks, or in counting to a billion layers."""
+    model = write_tiny_model(tmp_path / "model")
+    file = model / "config.json"
+    file.write_text(text if isinstance(text, str) else json.dumps(json.loads(file.read_text()) | text))
+    for words in (["plan", *_grpo(tmp_path), "--cluster", "1x8xA100-80"], ["check", *_grpo(tmp_path)]):
+        assert main(words) == 2 and said in " ".join(capsys.readouterr().err.split()), words
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        read_sizes(model)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("roles.generator.layout.tp=1000000000", "layout.tp = 1000000000: give a number of ranks, from 1 to 65536"),
+        ("recipe.args.updates=1000000000", "recipe.args.updates = 1000000000: give at least 1, and at most 1000000"),
+        (f"run.prompts_per_step={10**30}", "run.prompts_per_step = 1000000000000000000000000000000: give a number of"),
+        (f"recipe.args.anything={{x: [1, {-(10**30)}]}}", "recipe.args.anything.x[1] = -10000000"),
+    ],
+)
+def test_faults_numbers_without_bounds_are_refused_before_something_counts_to_them(tmp_path, capsys, given, said):
+    write_tiny_model(tmp_path / "model")
+    assert main(["check", *_grpo(tmp_path), given]) == 2 and said in " ".join(capsys.readouterr().err.split())
+
+
+def _grpo(base) -> list[str]:
+    """Returns arguments of a small run whose model is in `base`/model."""
+    write_tiny_problems(base / "data.jsonl", 4)
+    return [
+        f"roles.generator.model.path={base}/model", "recipe.target=megatron_rl.recipes.grpo:Grpo",
+        "recipe.args.updates=3", "recipe.args.template=boxed_answer", f"data.path={base}/data.jsonl",
+        "reward.target=megatron_rl.rewards.tiny_task:grade",
+    ]  # fmt: skip
