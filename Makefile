@@ -171,7 +171,8 @@ test-ranks: setup # what starts ranks, and whole runs
 # What computes and compares numbers, of tests/unit and tests/multi.
 NUMBERS = $(wildcard $(patsubst %,tests/unit/test_%.py,advantages batches embedded_engine embedded_experts engines_embedded \
 	head_products losses methods_* micro_batches models offload oracles_losses prefix_cutting refit_* sampler sdpa speed spread \
-	tandem_* trust varlen weights*)) $(patsubst %,tests/multi/test_%.py,actor drift layouts lora oracles_run refit shared_prefixes)
+	tandem_* trust varlen weights*)) $(patsubst %,tests/multi/test_%.py,actor drift layouts lora oracles_run refit shared_prefixes \
+	slow_products)
 
 .PHONY: test-processors test-numbers
 test-processors: setup engines ## numbers and servers as on processors without AVX-512, without wide vectors, and with AMX
