@@ -15,6 +15,7 @@ from megatron_rl.algorithms.objectives import objective
 from megatron_rl.batches import dealing
 from megatron_rl.batches.batch import pack
 from megatron_rl.batches.cutting import micro_batches
+from megatron_rl.batches.flat import _join
 from megatron_rl.batches.work import Work
 from megatron_rl.config.schema import LossConfig
 from megatron_rl.training.update import Trainee, hand_out, mean_loss, policy_logprobs, update
@@ -287,3 +288,11 @@ def test_completions_without_advantages_are_learned():
 def test_split_is_even_and_complete():
     assert [len(p) for p in dealing.split(80, 32)] == [26, 27, 27] and dealing.split(4, None) == [range(4)]
     assert [i for p in dealing.split(7, 3) for i in p] == list(range(7))
+
+
+def test_what_is_joined_ends_with_0_whatever_stood_there():
+    buffer = np.full(4, 7)
+    _join(buffer, [np.array([1, 2]), np.array([3])])
+    assert buffer.tolist() == [1, 2, 3, 0]
+    _join(buffer[:1], [])
+    assert buffer.tolist() == [0, 2, 3, 0]

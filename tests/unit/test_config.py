@@ -24,6 +24,7 @@ from megatron_rl.config.schema import (
     EvalConfig,
     GenerateConfig,
     GradingConfig,
+    RoleConfig,
     Rollouts,
     SftConfig,
     TrainConfig,
@@ -451,9 +452,12 @@ def test_a_run_that_trains_nothing_is_refused(base, override):
 def test_what_the_numbers_mean(base):
     role = load(TrainConfig, [base], ["roles.b.samples_per_optimizer_step=64"]).roles["b"]
     line = config_checks.explain_role("b", role, prompts=32, group_size=5, ranks=8)
-    assert "32 prompts x 5 samples = 160 samples" in line
-    assert "160 / 64 = 3 optimizer steps" in line
-    assert "4 data-parallel" in line
+    assert line == (
+        "b: 32 prompts x 5 samples = 160 samples per update; 160 / 64 = 3 optimizer steps; at most 655360 tokens, that "
+        "is up to 20 micro-batches of 8192 tokens on each of 4 data-parallel replicas (tp 2, pp 1)"
+    )
+    whole = config_checks.explain_role("a", RoleConfig(), prompts=3, group_size=5, ranks=8)
+    assert "15 / 15 = 1 optimizer steps" in whole
 
 
 def test_sft_configs_read_and_check(tmp_path):
