@@ -127,7 +127,6 @@ class AskByGroup:
         verified."""
         for own in self._waiting.values():
             self._decide(own)
-        self._waiting = {}
         return self._reviews.finish()
 
     def _decide(self, solutions: Mapping[int, Solution]) -> None:

@@ -1,0 +1,61 @@
+"""What a run says and when it ends while no server serves."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.engines.base import EngineError
+from megatron_rl.engines.pool import membership
+from megatron_rl.engines.pool.membership import FIRST_SAY_S, SAY_S, Members, Waiting
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr(membership, "time", SimpleNamespace(monotonic=lambda: now.s))
+    return now
+
+
+def members(wait_s):
+    return SimpleNamespace(
+        check_open=lambda: None, limits=SimpleNamespace(wait_s=wait_s), role="solver", known=lambda: "none is known",
+        waits=lambda: None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("wait_s, first", [(1000.0, FIRST_SAY_S), (8.0, 2.0)])
+def test_a_wait_is_told_soon_then_now_and_then_and_ends_with_its_limit(clock, caplog, wait_s, first):
+    waiting, said = Waiting(members(wait_s), lambda: None), []
+    with pytest.raises(EngineError, match=f"no solver engine for {wait_s:g} s .engine.wait_s.: none is known"):
+        for tick in range(2 * int(wait_s) + 10):
+            clock.s = 100.0 + tick / 2
+            before = len(caplog.records)
+            waiting.on()
+            said += [tick / 2] * (len(caplog.records) - before)
+    assert tick / 2 == wait_s + 0.5, "the limit itself still counts"
+    assert said[0] == first + 0.5 and len(said) == (33 if wait_s == 1000 else 1)
+    assert {later - sooner for sooner, later in zip(said, said[1:], strict=False)} <= {SAY_S + 0.5}
+
+
+def test_a_wait_begins_anew_after_a_server_served(clock, caplog):
+    caplog.set_level(logging.WARNING)
+    waiting = Waiting(members(10.0), lambda: None)
+    waiting.on()
+    clock.s += 9
+    waiting.over()
+    waiting.on()
+    clock.s += 9
+    waiting.on()
+    assert [record.message for record in caplog.records] == ["waiting for a solver engine for 9 s: none is known"]
+
+
+def test_a_wait_that_is_hopeless_ends_at_once(clock):
+    with pytest.raises(EngineError, match="all have left"):
+        Waiting(members(10.0), lambda: "all have left").on()
+
+
+def test_closed_members_are_asked_nothing():
+    closing = SimpleNamespace(role="solver", closing=SimpleNamespace(is_set=lambda: True))
+    with pytest.raises(EngineError, match="the pool of solver engines was closed"):
+        Members.check_open(closing)
