@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -22,10 +22,14 @@ class ControlTokens:
     def __init__(self, tokenizer: Any, frame: str = "") -> None:
         """`frame`: a conversation as the chat template renders it. Control tokens are the special tokens, and those
         other added ones that stand there: `<｜User｜>` of DeepSeek-R1's distilled Qwen models is not special."""
-        added = [(token.content, token.special) for token in tokenizer.added_tokens_decoder.values()]
+        tokens = tokenizer.added_tokens_decoder.values()
+        added = [(token.content, token.special) for token in tokens]
         special = [text for text, is_special in added if is_special]
         in_frame = [text for text, is_special in added if not is_special and text.strip() and text in frame]
-        self._special, self._all = _Speller(special), _Speller([*special, *in_frame])
+        # Tokens that are looked for in what a tokenizer normalised have other spellings: NFKC makes < of ＜.
+        normalizer = tokenizer.backend_tokenizer.normalizer if any(token.normalized for token in tokens) else None
+        normalise = None if normalizer is None else normalizer.normalize_str
+        self._special, self._all = _Speller(special, normalise), _Speller([*special, *in_frame], normalise)
 
     def spell(self, text: str) -> str:
         """Returns a text without control tokens."""
@@ -55,16 +59,29 @@ def _control_tokens(tokenizer: Any) -> ControlTokens:
 
 
 class _Speller:
-    """Finds some texts in others, and puts a space behind the first character of each."""
+    """Finds some texts in others, and puts a space behind the first character of each.
 
-    def __init__(self, texts: Iterable[str]) -> None:
+    `normalise` is what the tokenizer does to a text before it looks for the texts; None: nothing.
+    """
+
+    def __init__(self, texts: Iterable[str], normalise: Callable[[str], str] | None = None) -> None:
         """One character is a letter or a mark rather than a control token, and is left."""
+        self._normalise = normalise
         found = {text for text in texts if len(text) > 1}
         longest_first = sorted(found, key=lambda text: (-len(text), text))
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._starts = sorted({text[:2] for text in found})  # few, and looked for much faster than the pattern
 
     def spell(self, text: str) -> str:
+        text = self._spaced(text)
+        if self._normalise is None or not self._pattern.search(normalised := self._normalise(text)):
+            return text
+        text = self._spaced(normalised)
+        if self._pattern.search(self._normalise(text)):  # the tokenizer takes spaces out
+            return self._pattern.sub("", normalised)
+        return text
+
+    def _spaced(self, text: str) -> str:
         if not any(start in text for start in self._starts):
             return text
         return self._pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)

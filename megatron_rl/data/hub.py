@@ -134,7 +134,7 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
     info = ask(wanted.name, revision=revision, files_metadata=True)
     listed = {file.rfilename: file for file in info.siblings or ()}
     patterns = [p for p in FILES[kind] if wanted.weights or p != WEIGHTS]
-    left_out = [*LEFT_OUT[kind]]
+    left_out = [*LEFT_OUT[kind], RECORD]  # a repository must not say what was fetched
     names = sorted(filter_repo_objects(listed, allow_patterns=patterns, ignore_patterns=left_out))
     _check_content(wanted, names)
     folder.mkdir(parents=True, exist_ok=True)
@@ -239,7 +239,7 @@ def _record(folder: Path) -> dict[str, Any]:
     """Returns what RECORD says; nothing where it is missing or damaged."""
     try:
         found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -23,6 +23,7 @@ SHOWN = 5  # most bad rows named in a message
 LARGEST = 1e300  # numbers from here on are no answers
 # A directory's files belong to a split when their names begin with one of these.
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+BATCH_ROWS, MOST_BATCH_BYTES = 1024, 1 << 30  # rows of a Parquet file that are read at once, and their bytes
 # The name of a data set on the hub, `name` or `owner/name`, but not that of a file.
 _HUB_NAME = re.compile(r"(?!.*\.(jsonl?|parquet|csv)$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _log = logging.getLogger(__name__)
@@ -151,10 +152,13 @@ def _saved_by_datasets(place: Path) -> bool:
 def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
     if file.suffix == ".parquet":
         try:
-            for number, row in enumerate(
-                (row for batch in pq.ParquetFile(file).iter_batches() for row in batch.to_pylist()), start=1
-            ):
-                yield f"{file}:{number}", row
+            first = 1
+            for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS):
+                if batch.nbytes > MOST_BATCH_BYTES:
+                    large = f"{len(batch)} rows from {first} on have more than {MOST_BATCH_BYTES} bytes"
+                    raise ValueError(f"{large} when they are unpacked")
+                yield from ((f"{file}:{number}", row) for number, row in enumerate(batch.to_pylist(), start=first))
+                first += len(batch)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{file} cannot be read as Parquet: {error}; make it again") from error
         return

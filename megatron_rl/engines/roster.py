@@ -65,7 +65,7 @@ class Roster:
         """
         found = []
         for path in sorted(self.directory.glob(f"{start}*.json")):
-            with contextlib.suppress(OSError, ValueError, TypeError):
+            with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
                 found.append(Listing(**json.loads(disk.read_own(path, *self._owners))))
         return found
 
@@ -82,7 +82,7 @@ class Roster:
     def remove(self, listing: Listing) -> None:
         """Unless another incarnation has taken its place."""
         path = self._path(listing)
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             if json.loads(path.read_text())["incarnation"] == listing.incarnation:
                 path.unlink()
 

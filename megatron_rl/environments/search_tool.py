@@ -180,7 +180,8 @@ def _document(line: bytes, stamp: Stamp) -> tuple[str, str]:
     """Returns the title and the text of a document. Raises ValueError for a line that has none."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+        json.dumps(row, ensure_ascii=False).encode()  # an escape such as \\ud800 is no character
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
@@ -204,7 +205,7 @@ def _words(texts: Sequence[str], stopwords: str | None, *, ids: bool) -> Any:
 def _stamp_of(place: Path) -> Mapping[str, Any] | None:
     try:
         return json.loads((place / _STAMP).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich import markup
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -79,7 +80,7 @@ def console(rows: Sequence[Compared]) -> Table:
     for column in ("set", "first", "second", "scores", "difference", "better / worse", "p (signs)", "p (McNemar)"):
         shown.add_column(column, justify="left" if column in ("set", "first", "second") else "right")
     for row in rows:
-        shown.add_row(*_cells(row))
+        shown.add_row(*map(markup.escape, _cells(row)))
     return shown
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megatron_rl.cluster import slurm
@@ -97,7 +98,7 @@ def show(checks: list[Check], console: Console, *, only_wrong: bool, environment
     )
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[red]wrong[/]"}
     for check in sorted(chosen, key=lambda check: ("ok", "note", "wrong").index(check.verdict)):
-        table.add_row(marks[check.verdict], check.what, check.found, check.cure)
+        table.add_row(marks[check.verdict], *map(escape, (check.what, check.found, check.cure)))
     console.print(table)
 
 

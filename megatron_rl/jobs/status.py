@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from megatron_rl.cluster import slices, slurm
 from megatron_rl.cluster.job import STOP
@@ -99,7 +100,7 @@ def show(status: Status, console: Console) -> None:
     """Prints the status as lines and tables."""
     planned = "" if status.planned is None else f" of {status.planned}"
     turns = f"{status.turns}{planned} turns, {status.saved} saved{_rates(status)}"
-    console.print(f"[bold]{status.directory}[/]: {status.state}; {status.answered or turns}")
+    console.print(f"[bold]{escape(str(status.directory))}[/]: {escape(f'{status.state}; {status.answered or turns}')}")
     for sentence in status.damage:
         console.print(f"[red]damaged[/]: {escape(sentence)}")
     if status.jobs:
@@ -107,7 +108,7 @@ def show(status: Status, console: Console) -> None:
         console.print(_table("jobs", ("job", "name", "state", "nodes, or why it waits", "time left"), rows))
     if status.engines:
         rows = [
-            (e.name, "lives" if lives else "[red]silent[/]", e.node, e.job, e.url, e.incarnation[:8])
+            (e.name, "lives" if lives else Text("silent", style="red"), e.node, e.job, e.url, e.incarnation[:8])
             for e, lives in status.engines
         ]
         console.print(_table("engines", ("engine", "", "node", "job", "address", "incarnation"), rows))
@@ -316,7 +317,7 @@ def _slice_cells(one: Slice) -> tuple[str, ...]:
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     table = Table(*head, title=title, title_justify="left")
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return table
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megatron_rl.planning import shapes
@@ -28,11 +29,11 @@ def show(plan: RunPlan, advice: Sequence[str], console: Console, *, notes: Seque
     )
     assumed = [f"in {turn.role}'s turn {one}" for turn in plan.turns for one in turn.episodes]
     for line in [*notes, *assumed]:
-        console.print(f"[yellow]note[/] {line}", highlight=False)
+        console.print(f"[yellow]note[/] {escape(line)}", highlight=False)
     for problem in plan.problems:
-        console.print(f"[red]does not fit[/] {problem}", highlight=False)
+        console.print(f"[red]does not fit[/] {escape(problem)}", highlight=False)
     for line in advice:
-        console.print(f"- {line}", highlight=False)
+        console.print(f"- {escape(line)}", highlight=False)
 
 
 def show_search(found: Sequence[Proposal], asked: RunPlan, console: Console) -> None:

@@ -41,6 +41,7 @@ from megatron_rl.rewards.sandbox import Ran, SandboxFailure, SandboxSettings
 
 MEMORY_MIB = 1024  # of one process of an answer; reward.memory_mib, if that is less
 OUTPUT_BYTES = 16 << 20
+MOST_BYTES = 256 << 20  # of unpacked test cases
 _BLOCK = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 _MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
@@ -275,12 +276,18 @@ def _plain(value: Any) -> Any:
         return json.loads(value)
     except ValueError:
         try:
-            packed = zlib.decompress(base64.b64decode(value, validate=True))
+            unpacking = zlib.decompressobj()
+            packed = unpacking.decompress(base64.b64decode(value, validate=True), MOST_BYTES)
         except (binascii.Error, zlib.error):
             raise ValueError(f"{value[:60]!r} is no JSON") from None
+    if not unpacking.eof:
+        raise ValueError(f"it is cut short, or has more than {MOST_BYTES} bytes when it is unpacked")
     try:
-        return json.loads(_TextUnpickler(io.BytesIO(packed)).load())
-    except (pickle.UnpicklingError, EOFError) as error:
+        text = _TextUnpickler(io.BytesIO(packed)).load()
+        if not isinstance(text, str):
+            raise ValueError(f"it holds a {type(text).__name__} where a text must stand")
+        return json.loads(text)
+    except (pickle.UnpicklingError, EOFError, RecursionError) as error:
         raise ValueError(f"it is packed in another way: {error}") from None
 
 

@@ -200,8 +200,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file."""
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    """Returns the value in a JSON file. Raises OSError, and ValueError for a file that is damaged."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
 
 
 def _files(directory: Path) -> list[Path]:

@@ -156,7 +156,7 @@ def _remove(path: Path, here: Holder) -> None:
 
 def _read(path: Path) -> Holder | None:
     """Returns who made the file; None for one that is gone, not written yet, or damaged."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         found = Holder(**json.loads(path.read_text()))
         if isinstance(found.pid, int) and isinstance(found.start, int) and isinstance(found.restart, int):
             return found

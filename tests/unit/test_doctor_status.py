@@ -326,6 +326,22 @@ def test_a_busy_slurmctld_hides_the_jobs_alone(run, fake_slurm):
     assert "1 saved" in said and "it runs, or has just ended" in said
 
 
+def test_faults_status_prints_names_as_they_are_and_leaves_deep_files_out(run, fake_slurm):
+    """`[/]` in a name ended in a MarkupError, and a file that is nested without end in a RecursionError."""
+    answers, _ = fake_slurm
+    answers(squeue=RUNNING)
+    told = Listing(
+        role="generator", replica=0, url="http://[/bold]:1", incarnation="a" * 10, log="", node="[red]n", job="[/]"
+    )
+    Roster(run / ENGINES).write(told)
+    (run / ENGINES / "generator-1.json").write_text("[" * 100_000)
+    with RunDirectory(run).metrics.open("a") as file:
+        file.write("[" * 100_000 + "\n")
+    odd = run.rename(run.with_name("run[red]"))
+    said = shown(odd, look_s=0.0)
+    assert all(text in said for text in ("http://[/bold]:1", "[red]n", "[/]", "run[red]", "damaged"))
+
+
 def test_engines_that_beat_live_and_others_are_silent(run, fake_slurm):
     roster = Roster(run / ENGINES)
     alive = Listing(

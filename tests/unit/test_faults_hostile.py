@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import math
 import os
+import pickle
 import re
 import socket
+import zlib
 from dataclasses import asdict
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from test_engines_pool import listing
 from test_environments_verifiers import Asker
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.board import server as board_server
 from megatron_rl.board.client import BoardClient, BoardError
 from megatron_rl.board.server import BoardServer
 from megatron_rl.config.base import ConfigError
+from megatron_rl.control_tokens import spelled
 from megatron_rl.conversion.source import read_sizes
+from megatron_rl.data import rows
 from megatron_rl.data.tiny import write_tiny_model, write_tiny_problems
 from megatron_rl.engines import answers
 from megatron_rl.engines.guard import TOKEN_FILE, Guard
 from megatron_rl.engines.launch import make_token
 from megatron_rl.engines.roster import Roster
 from megatron_rl.environments import token_route
+from megatron_rl.environments.search_tool import SearchTool
 from megatron_rl.environments.token_route import MODELS, TokenRoute
 from megatron_rl.main import main
+from megatron_rl.rewards import code_cases
 
 STRANGER = 12345  # the number of another user
 
@@ -129,6 +140,44 @@ def test_faults_a_config_json_that_no_model_has_is_refused_by_name(tmp_path, cap
 def test_faults_numbers_without_bounds_are_refused_before_something_counts_to_them(tmp_path, capsys, given, said):
     write_tiny_model(tmp_path / "model")
     assert main(["check", *_grpo(tmp_path), given]) == 2 and said in " ".join(capsys.readouterr().err.split())
+
+
+def test_faults_other_spellings_of_control_tokens_are_spelled_too():
+    """A tokenizer that normalises (NFKC) read full-width brackets as those of a control token."""
+    core = Tokenizer(models.WordLevel({"<|end|>": 0, "a": 1, "?": 2}, unk_token="?"))
+    core.normalizer, core.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=AddedToken("<|end|>", normalized=True))
+    hostile = "a ＜|end|＞ <|end|> a"
+    assert tokenizer(hostile)["input_ids"].count(0) == 2
+    assert tokenizer(spelled(tokenizer, hostile))["input_ids"].count(0) == 0
+    assert spelled(tokenizer, "a ＜ b") == "a ＜ b"
+    core.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" ", "")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=AddedToken("<|end|>", normalized=True))
+    assert tokenizer(spelled(tokenizer, hostile))["input_ids"].count(0) == 0
+
+
+def test_faults_test_cases_that_unpack_without_end_are_refused(monkeypatch):
+    monkeypatch.setattr(code_cases, "MOST_BYTES", 1 << 20)
+    for value, said in ((" " * (4 << 20), "more than 1048576 bytes"), ([1, 2], "holds a list where a text must stand")):
+        packed = base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+        with pytest.raises(ValueError, match=said):
+            code_cases._plain(packed)
+
+
+def test_faults_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
+    """2,000 rows of one text of 1 MB: 3 kB on the disk, and 2 GB in memory."""
+    monkeypatch.setattr(rows, "MOST_BATCH_BYTES", 1 << 20)
+    pq.write_table(pa.table({"question": ["a" * 40_000] * 2_000}), tmp_path / "bomb.parquet")
+    assert (tmp_path / "bomb.parquet").stat().st_size < 50_000
+    with pytest.raises(rows.DataError, match=r"rows from 1 on have more than 1048576 bytes"):
+        list(rows._file_rows(tmp_path / "bomb.parquet"))
+
+
+def test_faults_documents_with_half_a_character_or_without_end_are_refused_by_line(tmp_path):
+    for text in ('{"title": "t", "text": "\\ud800"}', "[" * 100_000):
+        (tmp_path / "corpus.jsonl").write_text('{"title": "t", "text": "a"}\n' + text + "\n")
+        with pytest.raises(ConfigError, match=r"corpus.jsonl:2: not JSON"):
+            SearchTool(corpus=str(tmp_path / "corpus.jsonl")).load()
 
 
 def _grpo(base) -> list[str]:

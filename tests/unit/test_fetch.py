@@ -31,6 +31,7 @@ MODEL = {
     "pytorch_model.bin": b"a pickle",
     "modeling_own.py": b"code",
     "original/params.json": b"{}",
+    RECORD: b'{"commit": "one that was never fetched"}',  # a file of the repository, which is not taken
 }
 DATA = {"README.md": b"---\n---\n", "data/train.parquet": WEIGHTS[:1000], "script.py": b"code"}
 CONFIG = """
