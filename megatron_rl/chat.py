@@ -6,6 +6,7 @@ tokenised without the special tokens that a tokenizer puts around a text: the te
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.model import Model
 from megatron_rl.text import fill, load_tokenizer
+from megatron_rl.vocabulary import Vocabulary, vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +27,11 @@ SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 # A key of a message beside role and content: [[start, end], ...] of those stretches of the content that another one
 # than its author wrote, see `environments.moves.quoting`.
 QUOTED = "quoted"
+# A key of a message beside role and content: 0 where an assistant's turn is not trained on. Left out otherwise.
+WEIGHT = "weight"
 SYSTEMS = (SYSTEM, "developer")  # roles of a conversation's first message that instructs the model
+# Keys of a message that a chat template may leave out: what it does not write says nothing to the model.
+_UNWRITTEN = {"role", "content", "tool_call_id", "id"}
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -72,7 +78,7 @@ class ChatTokenizer:
 
 def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
     """Loads a model's tokenizer, with the chat template that `model.chat_template` names in place of its own. Raises
-    ConfigError for a file that cannot be read."""
+    ConfigError for a file that cannot be read, and for a token in use that the model has no row for."""
     tokenizer = load_tokenizer(model.tokenizer or model.path)
     if model.chat_template is not None:
         try:
@@ -82,6 +88,7 @@ def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
                 f"model.chat_template = {model.chat_template!r} cannot be read ({error}): give a file with a Jinja "
                 "template, or null for the tokenizer's own"
             ) from error
+    vocabulary_of(model, tokenizer)
     return tokenizer
 
 
@@ -117,10 +124,13 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """Renders a conversation as a prompt -> its tokens. The template's header of an assistant's turn ends it; where the
     last turn is the assistant's, that turn stays open, and the model continues it (as in TRL).
 
-    Raises ConfigError for a tokenizer without a chat template, ChatError for a conversation that it does not render.
+    Raises ConfigError for a tokenizer without a chat template, ChatError for a conversation that it does not render, or
+    of which it leaves something out.
     """
     continued = messages[-1]["role"] == ASSISTANT
-    return _ids(tokenizer, render(tokenizer, messages, header=not continued, continued=continued))
+    text = render(tokenizer, messages, header=not continued, continued=continued)
+    _refuse_left_out(tokenizer, messages, None, text)
+    return _ids(tokenizer, text)
 
 
 def render(
@@ -144,23 +154,68 @@ def conversation_tokens(
     the template writes it (TRL's rule for completions): the conversation before the turn, with the header, and the one
     up to its end are rendered by themselves, and their tokens must be the beginning of the whole conversation's.
 
+    A turn whose message has WEIGHT is not trained on.
+
     Raises ConfigError for a tokenizer without a chat template; ChatError for a conversation that it does not render, or
-    not so, and for one in which an assistant wrote nothing.
+    not so, or of which it leaves something out, and for one in which an assistant wrote nothing.
     """
-    if _MARKS.search(_template(tokenizer, tools)):
+    text = render(tokenizer, messages, tools=tools)
+    _refuse_left_out(tokenizer, messages, tools, text)
+    marked = _MARKS.search(_template(tokenizer, tools)) is not None
+    if marked:
         tokens, written = _by_marks(tokenizer, messages, tools)
         written[: _beginning(tokenizer, messages, tokens, first, tools)] = False
     else:
-        tokens = np.array(_ids(tokenizer, render(tokenizer, messages, tools=tools)), np.int32)
+        tokens = np.array(_ids(tokenizer, text), np.int32)
         written = np.zeros(len(tokens), bool)
-        for place in range(first, len(messages)):
-            if messages[place]["role"] == ASSISTANT:
-                start = _beginning(tokenizer, messages, tokens, place, tools, header=True)
-                written[start : _beginning(tokenizer, messages, tokens, place + 1, tools)] = True
+    for place in range(first, len(messages)):
+        trained = messages[place]["role"] == ASSISTANT and WEIGHT not in messages[place]
+        if messages[place]["role"] == ASSISTANT and trained != marked:
+            start = _beginning(tokenizer, messages, tokens, place, tools, header=not marked)
+            written[start : _beginning(tokenizer, messages, tokens, place + 1, tools)] = trained
     written[:1] = False  # nothing predicts the first token
     if not written.any():
         raise ChatError("an assistant wrote none of its tokens, so that there is nothing to train on")
     return tokens, written
+
+
+def refuse_endless(vocabulary: Vocabulary, trained: np.ndarray) -> None:
+    """Raises ChatError for the trained tokens [T] of a conversation of which none ends a text: a model that learns from
+    such conversations writes without an end."""
+    if vocabulary.ends and not np.isin(trained, list(vocabulary.ends)).any():
+        raise ChatError(
+            "the chat template ends no assistant's turn with a token at which the model stops (ids "
+            f"{', '.join(map(str, sorted(vocabulary.ends)))}), so that the model would never learn to stop: give "
+            "model.chat_template a template that writes one behind such turns, within {% generation %} marks where it "
+            "has marks, or name the token that it writes as eos_token of the tokenizer"
+        )
+
+
+def _refuse_left_out(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, text: str
+) -> None:
+    """Raises ChatError for what a chat template leaves out of the text that it makes of a conversation: a key of a
+    message, its content, or the tools. What an assistant thought (up to </think>) may be left out."""
+    template = _template(tokenizer, tools)
+    cure = "take it out of the rows, or give model.chat_template a template that writes it"
+    if tools and not _mentions(template, "tools"):
+        raise ChatError(f"the chat template does not write 'tools': {cure}")
+    for place, message in enumerate(messages):
+        told = f"message {place + 1}, of role {message['role']}"
+        unwritten = _UNWRITTEN | ({"name"} if message["role"] == TOOL else set())
+        for key in sorted(message.keys() - unwritten - {WEIGHT}):
+            if message[key] not in ("", [], {}) and not _mentions(template, key):
+                raise ChatError(f"{told} has {key!r}, which the chat template does not write: {cure}")
+        content = str(message.get("content", ""))
+        wanted = (content.split("</think>")[-1] if message["role"] == ASSISTANT else content).strip()
+        if not any(
+            form in text for form in (wanted, json.dumps(wanted)[1:-1], json.dumps(wanted, ensure_ascii=False)[1:-1])
+        ):
+            raise ChatError(f"the chat template does not write the content of {told}: {cure}")
+
+
+def _mentions(template: str, key: str) -> bool:
+    return re.search(rf"\b{re.escape(key)}\b", template) is not None
 
 
 def _by_marks(
@@ -203,7 +258,8 @@ def _applied(
 
     _template(tokenizer, tools)
     try:
-        return tokenizer.apply_chat_template([dict(message) for message in messages], tools=tools, **settings)
+        shown = [{key: value for key, value in message.items() if key != WEIGHT} for message in messages]
+        return tokenizer.apply_chat_template(shown, tools=tools, **settings)
     except (TemplateError, ValueError, TypeError, KeyError) as error:  # a template raises what it likes
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ChatError(f"the chat template does not render messages of {roles}: {error}") from error

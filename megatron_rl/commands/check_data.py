@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.chat import ASSISTANT, ChatTokenizer, tokenizer_of
+from megatron_rl.chat import ASSISTANT, ChatTokenizer, problem_text, tokenizer_of
 from megatron_rl.config import plugins
 from megatron_rl.config.data_settings import generated_name
 from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Model, PromptSet, SftConfig, TrainConfig
@@ -23,6 +23,8 @@ from megatron_rl.training.prompts import (
     training_sets,
     try_prompts,
 )
+from megatron_rl.training.rollouts import tokenize
+from megatron_rl.vocabulary import vocabulary_of
 
 ROWS = 1000  # problems of a set that are read without --deep
 
@@ -59,12 +61,14 @@ def _train_lines(config: TrainConfig, deep: bool, rows: int | None) -> list[str]
     recipe = plugins.build(config.recipe)
     role = next(iter(recipe.roles()))
     here = {name: own.model for name, own in config.roles.items() if deep and _is_here(own.model)}
-    tokenizers = asked_tokenizers(config, {name: tokenizer_of(model) for name, model in here.items()})
+    plain = {name: tokenizer_of(model) for name, model in here.items()}
+    tokenizers = asked_tokenizers(config, plain)
+    vocabulary = vocabulary_of(here[role], plain[role]) if role in here else None
     sets = training_sets(config)
     if config.evaluation.prompts is not None:
         sets[HELD_OUT] = config.evaluation.prompts
     sets = {name: _first(source, rows) for name, source in sets.items() if _has_rows(source)}
-    problems = read_sets(sets, recipe, tokenizers.get(role), held_out=HELD_OUT)
+    problems = read_sets(sets, recipe, tokenizers.get(role), held_out=HELD_OUT, vocabulary=vocabulary)
     if role in tokenizers:
         readers_of(config, recipe, tokenizers[role], sets, problems)
     model, chat = config.roles[role].model, config.roles[role].chat
@@ -79,7 +83,12 @@ def _asked_lines(config: EvalConfig | GenerateConfig, source: PromptSet, deep: b
     problems = read_problems(source)
     if tried:
         tokenizer = tokenizer_of(config.model)
-        try_prompts("data", problems, ChatTokenizer(tokenizer) if config.chat else tokenizer)
+        asked = ChatTokenizer(tokenizer) if config.chat else tokenizer
+
+        def encode(values: Mapping[str, Any]) -> list[int]:
+            return tokenize(asked, problem_text("{question}", values))
+
+        try_prompts("data", problems, encode, vocabulary_of(config.model, tokenizer))
         if isinstance(config, GenerateConfig):
             from megatron_rl.commands.generate import asked_of  # it imports torch
 
@@ -104,10 +113,11 @@ def _sft_lines(config: SftConfig, deep: bool) -> list[str]:
 
 def _trained_share(config: SftConfig, samples: Sequence[SftSample]) -> str:
     """Tokenises samples. Raises ConfigError or DataError for those that training would refuse."""
-    data = config.data
+    data, tokenizer = config.data, tokenizer_of(config.model)
+    vocabulary = vocabulary_of(config.model, tokenizer)
     rollouts = sft_rollouts(
-        samples, tokenizer_of(config.model), append_eos=data.append_eos, max_tokens=data.max_tokens,
-        max_bad_share=data.max_bad_share,
+        samples, tokenizer, append_eos=data.append_eos, max_tokens=data.max_tokens, max_bad_share=data.max_bad_share,
+        vocabulary=vocabulary,
     )  # fmt: skip
     tokens, trained = sum(len(r.tokens) for r in rollouts), sum(r.num_trainable for r in rollouts)
     return f"{len(rollouts)} are usable, and {trained} of {tokens} tokens are trained on"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import signal
 import sys
 import time
@@ -18,10 +19,11 @@ from rich.console import Console
 from megatron_rl.chat import ChatTokenizer
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, Launch, Reward
+from megatron_rl.data.rows import DataError
 from megatron_rl.evaluation import report
 from megatron_rl.evaluation.draw import ProblemSet, prompt_tokens
 from megatron_rl.evaluation.figures import SetFigures, figures_of, gradings, macro
-from megatron_rl.evaluation.handoff import HANDOFF, HandOff, check_vocabularies
+from megatron_rl.evaluation.handoff import HANDOFF, HandOff
 from megatron_rl.evaluation.judge import JUDGE, Judge, verifier_values
 from megatron_rl.evaluation.samples import Sample, Samples
 from megatron_rl.evaluation.sets import GradedSet, read_sets
@@ -33,6 +35,7 @@ from megatron_rl.session.common import open_world_for, sampling_of
 from megatron_rl.session.eval_engines import Cast, open_cast
 from megatron_rl.session.launch import Place
 from megatron_rl.text import read_template
+from megatron_rl.vocabulary import check_vocabularies, vocabulary_of
 
 CHUNK = 256  # number of problems that are asked at once
 ASKED = ("question", "messages")  # of a problem, what its prompt is made of
@@ -122,6 +125,8 @@ def _task(config: EvalConfig, tokenizer: Any, source: GradedSet) -> Task:
         prompts = [prompt_tokens(tokenizer, text, v, chat=config.chat) for v in values]
     except FileNotFoundError as error:
         raise ConfigError(f"template: {error}") from None
+    if why := vocabulary_of(config.model, tokenizer).missing(itertools.chain(*prompts)):
+        raise DataError(f"{source.title}: a prompt has {why}")
     problems = ProblemSet(name=source.name, title=source.title, problems=source.problems, prompts=prompts)
     return Task(problems=problems, reward=source.reward, judged=source.judged)
 
@@ -155,10 +160,8 @@ def _measures(
         )  # fmt: skip
     if config.junior is None:
         return
-    try:
-        check_vocabularies(tokenizer, cast.tokenizers[config.junior])
-    except ValueError as error:
-        raise ConfigError(f"junior.path = {config.junior.path}: {error}") from None
+    why = f"token ids pass between the models of model.path and junior.path = {config.junior.path}"
+    check_vocabularies(tokenizer, cast.tokenizers[config.junior], why)
     if HANDOFF in wanted:
         pair = (engine, cast.engines[config.junior])
         yield (

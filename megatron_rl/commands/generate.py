@@ -33,6 +33,7 @@ from megatron_rl.session.eval_engines import open_teacher
 from megatron_rl.session.launch import Place
 from megatron_rl.text import read_template
 from megatron_rl.types import Outcome
+from megatron_rl.vocabulary import vocabulary_of
 
 CHUNK = 512  # prompts answered between two moves of the progress bar
 
@@ -110,12 +111,15 @@ def asked_of(config: GenerateConfig, tokenizer: Any, problems: Sequence[Problem]
         raise ConfigError("template is null, and the problems are no conversations: name a text file with {question}")
     template = "" if config.template is None else read_template(config.template)
     out, long, most = [], list[BadRow](), config.max_prompt_tokens
+    vocabulary = vocabulary_of(config.model, tokenizer)
     for problem in problems:
         values = {name: problem.values[name] for name in ("question", "messages") if name in problem.values}
         try:
             tokens = prompt_tokens(tokenizer, template, values, chat=config.chat)
         except ChatError as error:
             raise DataError(f"problem {problem.row}: {error}") from None
+        if why := vocabulary.missing(tokens):
+            raise DataError(f"problem {problem.row}: its prompt has {why}")
         if most is None or len(tokens) <= most:
             out.append(Asked(problem, str(problem_text(template, values)), tokens))
         else:

@@ -19,6 +19,7 @@ from megatron_rl.session.launch import Place
 from megatron_rl.session.parts import peak_flops
 from megatron_rl.training.update import Trainee, mean_loss, update
 from megatron_rl.types import Rollout
+from megatron_rl.vocabulary import vocabulary_of
 from megatron_rl.weights.plain_data import refuse_code
 from megatron_rl.world import TorchWorld
 
@@ -99,7 +100,7 @@ def _read(config: SftConfig, samples: list[Rollout], validation: list[Rollout]) 
     data, tokenizer = config.data, tokenizer_of(config.model)
     make = functools.partial(
         sft_rollouts, tokenizer=tokenizer, append_eos=data.append_eos, max_tokens=data.max_tokens,
-        max_bad_share=data.max_bad_share,
+        max_bad_share=data.max_bad_share, vocabulary=vocabulary_of(config.model, tokenizer),
     )  # fmt: skip
     samples += make(read_samples(data))
     if data.validation is not None:

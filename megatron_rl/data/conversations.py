@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rl.chat import ASSISTANT, SYSTEMS, TOOL, USER, Message, last_user, with_system
+from megatron_rl.chat import ASSISTANT, SYSTEMS, TOOL, USER, WEIGHT, Message, last_user, system_of, with_system
 from megatron_rl.config.schema import PromptSet
 from megatron_rl.data.rows import DataError, NotThere, reach
 
@@ -15,6 +16,10 @@ CONVERSATIONS = (MESSAGES, "conversations")  # keys of whole conversations
 _PROMPT = "prompt"
 _ANSWERS = (ANSWER, "reward_model.ground_truth", "ground_truth")  # keys of answers, the first that a row has
 _PASSED_ON = ("data_source", "extra_info")  # verl's columns for the reward function
+_SYSTEM = "system"  # a row's column with the system message of its conversation, in ShareGPT's form
+_UNREAD = ("chat_template_kwargs", "images", "videos", "audios")  # columns that change a conversation
+# Keys by which a message says whether its turn is trained on: OpenAI's, axolotl's and ms-swift's.
+_TRAINED = (WEIGHT, "train", "loss")
 _SHAREGPT = {"human": USER, "gpt": ASSISTANT, "function_response": TOOL}
 
 
@@ -64,13 +69,38 @@ def read_messages(value: Any, key: str) -> list[Message]:
     return [_message(one, f"{key}.{place}") for place, one in enumerate(value)]
 
 
-def prompt_messages(value: Any, key: str, *, continued: bool, system: str | None) -> list[Message]:
-    """Returns the messages of a prompt, with `system` in front where they have no system message.
+def without_nulls(value: Any) -> Any:
+    """Returns a value of a row without the entries that are null: Parquet fills them in."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [without_nulls(one) for one in value]
+    return value
+
+
+def with_columns(row: Mapping[str, Any], messages: Sequence[Message]) -> list[Message]:
+    """Returns a row's conversation with the text of its column `system` in front. Raises DataError for another system
+    message, and for columns that would change the conversation and are not read."""
+    if unread := [key for key in _UNREAD if row.get(key)]:
+        raise DataError(f"{unread[0]!r} is not read: leave the column out, and the rows that need it")
+    system = row.get(_SYSTEM)
+    if not isinstance(system, str) or not system.strip():
+        return [*messages]
+    if system_of(messages) not in (None, system):
+        raise DataError(f"{_SYSTEM!r} and the first message are two system messages: leave one of them out")
+    return with_system(messages, system)
+
+
+def prompt_messages(
+    row: Mapping[str, Any], value: Any, key: str, *, continued: bool, system: str | None
+) -> list[Message]:
+    """Returns the messages of a row's prompt, with `system` in front where it has no system message.
 
     `continued`: the last message may be an assistant's, which the model goes on with. Raises DataError as
-    `read_messages` does, and for a conversation that no model can answer.
+    `read_messages` and `with_columns` do, and for a conversation that no model can answer.
     """
-    messages = read_messages(value, key)
+    read = [{name: one for name, one in message.items() if name != WEIGHT} for message in read_messages(value, key)]
+    messages = with_columns(row, read)
     last = messages[-1]["role"]
     if last not in (USER, TOOL, ASSISTANT):
         raise DataError(f"the last message of {key!r} is a {last}'s: a prompt ends with a user's or a tool's message")
@@ -101,7 +131,7 @@ def shape_of(values: Mapping[str, Any]) -> tuple[str, ...]:
 def _message(one: Any, key: str) -> Message:
     if not isinstance(one, Mapping):
         raise DataError(f"{key} is {_shown(one)}, not a message with role and content")
-    message = _without_nulls(one)
+    message = without_nulls(one)
     if "from" in message and "role" not in message:
         role = message.pop("from")
         message = {"role": _SHAREGPT.get(role, role), "content": message.pop("value", None), **message}
@@ -111,7 +141,43 @@ def _message(one: Any, key: str) -> Message:
     if content is None and not message.get("tool_calls"):
         raise DataError(f"{key} has no content; it has {', '.join(map(str, one))}")
     text = {} if content is None else {"content": _text_of(content, f"{key}.content")}
-    return {**message, "role": role, **text}
+    if role == ASSISTANT and not text.get("content", "").strip() and not message.get("tool_calls"):
+        raise DataError(f"{key}.content is empty: an assistant's turn without words is nothing to learn; leave it out")
+    if "tool_calls" in message:
+        message["tool_calls"] = _calls(message["tool_calls"], f"{key}.tool_calls")
+    return {**_weighed(message, key), "role": role, **text}
+
+
+def _weighed(message: dict[str, Any], key: str) -> dict[str, Any]:
+    """Returns a message without the keys that say whether its turn is trained on, and with WEIGHT 0 where it is not."""
+    told = {name: message.pop(name) for name in _TRAINED if name in message}
+    for name, value in told.items():
+        if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+            raise DataError(f"{key}.{name} is {_shown(value)}: a turn is trained on (1, true) or not (0, false)")
+        if value and message.get("role") != ASSISTANT:
+            raise DataError(f"{key}.{name} is {value!r}, and turns of assistants alone are trained on: leave it out")
+    return message | ({WEIGHT: 0} if told and not all(told.values()) else {})
+
+
+def _calls(calls: Any, key: str) -> list[dict[str, Any]]:
+    """Returns the calls of tools in a message, with arguments that are JSON text, as in OpenAI's form, parsed."""
+    if not isinstance(calls, list) or any(not isinstance(call, Mapping) for call in calls):
+        raise DataError(f"{key} is {_shown(calls)}, not a list of calls of tools")
+    out = []
+    for place, call in enumerate(calls):
+        function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(f"{key}.{place} is no call of a tool: give a name and arguments")
+        arguments = function.get("arguments", {})
+        try:
+            parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{key}.{place}: the arguments {arguments[:60]!r} are not JSON ({error})") from error
+        if not isinstance(parsed, Mapping):
+            raise DataError(f"{key}.{place}: the arguments {_shown(arguments)} are no JSON object")
+        own = {**function, "arguments": parsed}
+        out.append({**call, "function": own} if "function" in call else own)
+    return out
 
 
 def _text_of(content: Any, key: str) -> str:
@@ -128,14 +194,6 @@ def _text_of(content: Any, key: str) -> str:
     except UnicodeEncodeError as error:
         raise DataError(f"{key} has a lone surrogate: {error}") from error
     return content
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [_without_nulls(one) for one in value]
-    return value
 
 
 def _shown(value: Any) -> str:

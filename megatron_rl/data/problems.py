@@ -271,7 +271,11 @@ def _asked(row: Mapping[str, Any], source: PromptSet, fields: Mapping[str, str])
         return {QUESTION: question} | ({MESSAGES: as_conversation(question, source.system)} if source.chat else {})
     key = fields[MESSAGES]
     continued = key == "prompt" or MESSAGES in source.fields
-    messages = prompt_messages(reach(row, key), key, continued=continued, system=source.system)
+    if row.get("tools") and "tools" not in source.fields.values():
+        raise DataError(
+            "'tools' is not read: prompts are put without tools, which an environment gives; leave the column out"
+        )
+    messages = prompt_messages(row, reach(row, key), key, continued=continued, system=source.system)
     place = last_user(messages)
     question = _shortened(messages[place]["content"], source)
     messages[place] = {**messages[place], "content": question}

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from megatron_rl.chat import ASSISTANT, ChatError, Message, conversation_tokens
+from megatron_rl.chat import ASSISTANT, WEIGHT, ChatError, Message, conversation_tokens, refuse_endless
 from megatron_rl.config.schema import SftData
-from megatron_rl.data.conversations import CONVERSATIONS, is_conversation, read_messages
+from megatron_rl.data.conversations import (
+    CONVERSATIONS,
+    is_conversation,
+    read_messages,
+    with_columns,
+    without_nulls,
+)
 from megatron_rl.data.rows import BadRow, DataError, NotThere, reach, refuse, rows_of, text_at
 from megatron_rl.training.rollouts import tokenize
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
+from megatron_rl.vocabulary import Vocabulary
 
 _RESPONSES = ("response", "completion")
 
@@ -25,6 +32,7 @@ class TextPair:
 
     prompt: str
     response: str
+    where: str = field(default="", compare=False)  # file and line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +87,22 @@ def sample_fields(data: SftData, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def sft_rollouts(
-    samples: Sequence[SftSample], tokenizer: Any, *, append_eos: bool, max_tokens: int, max_bad_share: float = 0.0
+    samples: Sequence[SftSample],
+    tokenizer: Any,
+    *,
+    append_eos: bool,
+    max_tokens: int,
+    max_bad_share: float = 0.0,
+    vocabulary: Vocabulary | None = None,
 ) -> list[Rollout]:
     """Turns samples into rollouts. The loss is on the response and its EOS token, or on what an assistant wrote
     (`chat.conversation_tokens`).
 
     The texts of a pair are tokenised apart, so that the border between them is the same as in generation. Samples
     longer than `max_tokens` are dropped with a warning. Raises DataError when none is left, and when more than
-    `max_bad_share` of them are too long or make the chat template fail; ConfigError for conversations without a chat
-    template.
+    `max_bad_share` of them cannot be used: one is too long, the chat template fails, the model of `vocabulary` has no
+    row for a token, or a conversation would not teach this model to stop. Raises ConfigError for conversations without
+    a chat template.
     """
     if append_eos and tokenizer.eos_token_id is None and any(isinstance(sample, TextPair) for sample in samples):
         raise DataError(
@@ -104,6 +119,10 @@ def sft_rollouts(
                 tokens, trained = conversation_tokens(
                     tokenizer, sample.messages, first=sample.first, tools=sample.tools
                 )
+                if vocabulary is not None:
+                    refuse_endless(vocabulary, tokens[trained])
+            if vocabulary is not None and (why := vocabulary.missing(tokens)):
+                raise ChatError(f"it has {why}")
         except ChatError as error:
             bad.append(BadRow(_place(sample, number), str(error)))
             continue
@@ -126,7 +145,7 @@ def _sample(row: Mapping[str, Any], fields: Sequence[str], where: str) -> SftSam
         return _conversation(read_messages(values[0], fields[0]), 0, row, where)
     prompt, response = fields
     if not any(isinstance(value, (list, tuple)) for value in values):
-        return TextPair(prompt=text_at(row, "prompt", prompt), response=text_at(row, "response", response))
+        return TextPair(prompt=text_at(row, "prompt", prompt), response=text_at(row, "response", response), where=where)
     if texts := [key for key, value in zip(fields, values, strict=True) if not isinstance(value, (list, tuple))]:
         raise DataError(f"{texts[0]!r} is no list of messages, as the other of {prompt!r} and {response!r} is")
     before = read_messages(values[0], prompt)
@@ -134,21 +153,23 @@ def _sample(row: Mapping[str, Any], fields: Sequence[str], where: str) -> SftSam
 
 
 def _conversation(messages: Sequence[Message], first: int, row: Mapping[str, Any], where: str) -> Conversation:
-    if not any(message["role"] == ASSISTANT for message in messages[first:]):
+    if not any(message["role"] == ASSISTANT and WEIGHT not in message for message in messages[first:]):
         raise DataError("no message of an assistant to train on: look at data.messages_field and data.response_field")
-    tools = row.get("tools")
+    framed = with_columns(row, messages)
+    first += len(framed) - len(messages) if first else 0
+    tools = without_nulls(row.get("tools"))
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
     except (ValueError, RecursionError) as error:
         raise DataError(f"'tools' is not JSON ({error}): give a list of JSON schemas") from error
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise DataError(f"'tools' is a {type(tools).__name__}: give a list of JSON schemas")
-    return Conversation(messages=messages, first=first, tools=tools or None, where=where)
+    return Conversation(messages=framed, first=first, tools=tools or None, where=where)
 
 
 def _place(sample: SftSample, number: int) -> str:
     """Returns what a sample is called in a message: its file and line, or its number."""
-    return sample.where if isinstance(sample, Conversation) and sample.where else f"sample {number}"
+    return sample.where or f"sample {number}"
 
 
 def _pair_tokens(pair: TextPair, tokenizer: Any, append_eos: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -135,14 +135,3 @@ def _append(chain: Chain, turn: Completion, tokenizer: Any) -> None:
     switched = turn.stop is Stop.STOP and SWITCH in str(tokenizer.decode(turn.tokens, skip_special_tokens=False))
     if not switched:
         chain.stop = turn.stop
-
-
-def check_vocabularies(first: Any, second: Any) -> None:
-    """Raises ValueError unless both tokenizers give every text the same ids, as far as their vocabularies say."""
-    one, other = first.get_vocab(), second.get_vocab()
-    if one != other:
-        differing = sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
-        raise ValueError(
-            f"the two models' vocabularies differ in {len(differing)} tokens, such as {differing[0]!r}: a hand-off "
-            "passes token ids from one to the other and needs models of one family"
-        )

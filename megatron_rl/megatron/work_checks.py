@@ -8,7 +8,16 @@ from megatron_rl.weights.hf import Architecture
 
 
 def check(work: Work, arch: Architecture, path: str) -> None:
-    """Raises ValueError for work that another model's engine, or another vocabulary, has made. `path`: the model's."""
+    """Raises ValueError for work that another model's engine, or another vocabulary, has made. `path`: the model's.
+
+    Tensor ranks that cut an embedding would take a token without a row for one of another rank, and read zeros.
+    """
+    tokens = work.flat.tokens
+    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < arch.vocab:
+        raise ValueError(
+            f"the rollouts hold tokens {tokens.min()} to {tokens.max()}, and the embedding of {path} has {arch.vocab} "
+            "rows: a tokenizer, or an engine, of another model wrote them"
+        )
     _check_experts(work, arch, path)
     _check_candidates(work, arch, path)
 

@@ -22,6 +22,7 @@ from megatron_rl.training.prompts import HELD_OUT, asked_tokenizers, read_sets, 
 from megatron_rl.training.turns import Grade, Recipe, Table
 from megatron_rl.training.update import Trainee
 from megatron_rl.types import Prompt
+from megatron_rl.vocabulary import vocabulary_of
 
 
 def prompts(
@@ -37,7 +38,8 @@ def prompts(
     sets, held = training_sets(config), config.evaluation.prompts
     if held is not None and not config.debug.replay:  # a replay has no engine to evaluate with
         sets[HELD_OUT] = held
-    problems = read_sets(sets, recipe, tokenizer, held_out=HELD_OUT)
+    vocabulary = vocabulary_of(config.roles[role].model, tokenizers[role])
+    problems = read_sets(sets, recipe, tokenizer, held_out=HELD_OUT, vocabulary=vocabulary)
     readers = readers_of(config, recipe, tokenizer, sets, problems)
     held_out = readers[HELD_OUT].once(config.evaluation.num_prompts) if HELD_OUT in readers else []
     return {name: readers.get(f"roles.{name}.data", readers["data"]) for name in config.roles}, held_out

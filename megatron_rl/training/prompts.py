@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_rl.chat import ChatError, ChatTokenizer, UserText, problem_text
+from megatron_rl.chat import ChatError, ChatTokenizer, UserText
 from megatron_rl.config.schema import ConfigError, PromptSet, TrainConfig
 from megatron_rl.data.conversations import MESSAGES, shape_of
 from megatron_rl.data.problems import Problem, PromptReader, read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.training.rollouts import tokenize
 from megatron_rl.training.turns import Recipe
+from megatron_rl.vocabulary import Vocabulary
 
 HELD_OUT = "evaluation.prompts"
 Encode = Callable[[Mapping[str, Any]], list[int]]  # a problem's values -> its prompt's tokens
@@ -38,14 +39,20 @@ def encoder(recipe: Recipe, tokenizer: Any) -> Encode:
 
 
 def read_sets(
-    sets: Mapping[str, PromptSet], recipe: Recipe, tokenizer: Any | None, *, held_out: str | None = None
+    sets: Mapping[str, PromptSet],
+    recipe: Recipe,
+    tokenizer: Any | None,
+    *,
+    held_out: str | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> dict[str, list[Problem]]:
     """Reads the problem sets of a run, by the names of their settings, and tries one prompt of each form: each sequence
     of roles. Without a tokenizer no prompt is tried.
 
     Raises what read_problems raises; ConfigError for a tokenizer without a chat template, for conversations where the
     recipe makes its prompts of texts alone, and where `held_out` is asked in another form than the others; DataError
-    for a conversation that the chat template does not render.
+    for a conversation that the chat template does not render, and for a token that the model of `vocabulary` has no row
+    for.
     """
     problems = {name: read_problems(source) for name, source in sets.items()}
     for name, own in problems.items():
@@ -56,7 +63,7 @@ def read_sets(
                 f"{name}.chat to false, and roles.{first}.chat to true where that text shall be a user's message"
             )
         if tokenizer is not None:
-            try_prompts(name, own, tokenizer)
+            try_prompts(name, own, encoder(recipe, tokenizer), vocabulary)
     chats = {name: MESSAGES in own[0].values for name, own in problems.items() if own}
     for name, chat in chats.items():
         if held_out in chats and chat != chats[held_out] and sets[held_out].chat is None:
@@ -87,14 +94,18 @@ def readers_of(
     return readers
 
 
-def try_prompts(name: str, problems: Sequence[Problem], tokenizer: Any) -> None:
-    """Renders one problem of each form of conversation: each sequence of roles. Raises what `read_sets` raises."""
-    for shape, problem in {shape_of(problem.values): problem for problem in reversed(problems)}.items():
+def try_prompts(name: str, problems: Sequence[Problem], encode: Encode, vocabulary: Vocabulary | None) -> None:
+    """Encodes one problem of each form of conversation: each sequence of roles; all problems where the tokenizer has
+    tokens that the model of `vocabulary` has no row for. Raises what `read_sets` raises."""
+    tried = {shape_of(problem.values): problem for problem in reversed(problems)}
+    all_of_them = vocabulary is not None and vocabulary.without_row
+    for problem in problems if all_of_them else [one for shape, one in tried.items() if shape]:
         try:
-            if shape:
-                tokenize(tokenizer, problem_text("", problem.values))
+            tokens = encode(problem.values)
         except ChatError as error:
             raise DataError(f"{name}, problem {problem.row}: {error}") from error
+        if vocabulary is not None and (why := vocabulary.missing(tokens)):
+            raise DataError(f"{name}, problem {problem.row}: its prompt has {why}")
 
 
 def training_sets(config: TrainConfig) -> dict[str, PromptSet]:

@@ -22,7 +22,7 @@ from megatron_rl.engines.base import Sampling, complete
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.evaluation import text_scores
 from megatron_rl.evaluation.draw import ProblemSet, draw_within, limit
-from megatron_rl.evaluation.handoff import SWITCH, Chain, check_vocabularies, write
+from megatron_rl.evaluation.handoff import SWITCH, Chain, write
 from megatron_rl.evaluation.judge import judged, reading, verifier_values, vote
 from megatron_rl.evaluation.samples import Samples, read_samples
 from megatron_rl.evaluation.sets import read_sets
@@ -32,6 +32,7 @@ from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.main import main
 from megatron_rl.session.launch import Place
 from megatron_rl.types import Stop
+from megatron_rl.vocabulary import check_vocabularies
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 97, "eos_token_id": EOS}
 HERE = Place(0, 1, 0, "127.0.0.1", 0)
@@ -259,7 +260,7 @@ def test_two_chains_with_the_same_index_are_both_written(engines):
 
 def test_models_of_two_vocabularies_are_refused():
     with pytest.raises(ValueError, match="vocabularies differ in"):
-        check_vocabularies(TOKENIZER, characters("abc"))
+        check_vocabularies(TOKENIZER, characters("abc"), "ids pass")
 
 
 def reference_logprobs(model, sequence):

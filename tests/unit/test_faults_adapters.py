@@ -125,4 +125,4 @@ def test_faults_numbers_of_an_adapter_that_cannot_be_computed_with_are_refused_b
         tensors[name] = tensors[name].to(getattr(torch, broken))
     save_file(tensors, there / WEIGHTS)
     with pytest.raises(ConfigError, match=f"{re.escape(name)} (holds numbers that are not finite|is torch.{broken})"):
-        adapters.read(there, read_sizes(base), own(there).lora)
+        adapters.read(there, read_sizes(base), adapters.read_settings(there))

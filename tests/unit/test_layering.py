@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 LAYERS = [
     ["types", "config", "models", "later"],
     [
-        *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "control_tokens", "processes"),
+        *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "control_tokens", "vocabulary"),
+        "processes",
         *("allocator", "transfers", "timing", "sdpa", "engines.base", "refit.base"),
         *("evaluation.estimators", "evaluation.confusion", "run.lines", "run.sums", "run.metrics"),
         *("run.checkpoint", "run.disk"),

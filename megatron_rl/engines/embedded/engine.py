@@ -120,14 +120,16 @@ class EmbeddedEngine:
         """Does nothing: there are no servers."""
 
     def check_ask(self, tokens: np.ndarray, sampling: Sampling, key: int) -> None:
-        """Raises ValueError for an empty prompt, a token outside the vocabulary, an impossible sampling setting,
-        stop strings without a tokenizer, and a tandem without a junior."""
+        """Raises ValueError for an empty prompt, a token or stop token outside the vocabulary, an impossible sampling
+        setting, stop strings without a tokenizer, and a tandem without a junior."""
         sampler.check(sampling)
         if sampling.stop_strings and self._tokenizer is None:
             raise ValueError(f"stop_strings {sampling.stop_strings} need a tokenizer: give one to EmbeddedEngine")
         if sampling.tandem is not None:
             self._check_tandem(sampling.tandem)
         self._check_tokens(tokens, f"prompt {key}")
+        if sampling.stop_tokens:
+            self._check_tokens(np.array(sampling.stop_tokens), "stop_tokens")
 
     @torch.inference_mode()
     def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:

@@ -1,0 +1,92 @@
+"""Compares a tokenizer with the model beside it: tokens without a row of the embedding, and tokens that end a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.model import Model
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a model, as its config.json, generation_config.json and tokenizer say together."""
+
+    path: str  # the model's
+    rows: int | None  # of the embedding; None where there is no config.json that tells
+    ends: frozenset[int]  # ids that end a text
+    without_row: Mapping[int, str]  # {id: token} of the tokenizer's tokens beyond the embedding
+
+    def missing(self, tokens: Iterable[int] | np.ndarray) -> str | None:
+        """Returns a sentence about the first token id that the embedding has no row for; None where all have one."""
+        ids = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens), np.int64)
+        if self.rows is None or not len(ids) or ids.max() < self.rows:
+            return None
+        first = int(ids[ids >= self.rows][0])
+        return (
+            f"token {first} ({self.without_row.get(first, '?')!r}), and the embedding of {self.path} has {self.rows} "
+            "rows (vocab_size): resize the embedding to the tokenizer, or give the tokenizer that belongs to the model"
+        )
+
+
+def vocabulary_of(model: Model, tokenizer: Any) -> Vocabulary:
+    """Reads the files of a model. Raises ConfigError for an EOS or padding token, a token that ends a text, and a token
+    of the chat template that the embedding has no row for. Tokens of the tokenizer that nothing uses may have none."""
+    facts, generation = (_read(model.path, name) for name in ("config.json", "generation_config.json"))
+    rows = facts.get("vocab_size", (facts.get("text_config") or {}).get("vocab_size"))
+    told = {
+        "eos_token of the tokenizer": tokenizer.eos_token_id,
+        "eos_token_id of config.json": facts.get("eos_token_id"),
+        "eos_token_id of generation_config.json": generation.get("eos_token_id"),
+    }
+    ends = {name: {*ids} if isinstance(ids, list) else {ids} - {None} for name, ids in told.items()}
+    found = Vocabulary(model.path, rows, frozenset().union(*ends.values()), {})
+    if rows is None:
+        return found
+    names = {i: name for name, i in tokenizer.get_vocab().items() if i >= rows}
+    found = Vocabulary(found.path, rows, found.ends, names)
+    used = {**ends, "pad_token of the tokenizer": {tokenizer.pad_token_id} - {None}, **_of_template(tokenizer, names)}
+    for name, ids in used.items():
+        if why := found.missing(sorted(ids)):
+            raise ConfigError(f"{model.tokenizer or model.path}: {name} is {why}")
+    return found
+
+
+def check_vocabularies(first: Any, second: Any, why: str) -> None:
+    """Raises ConfigError for two tokenizers that give an id different tokens. `why`: who passes ids from a model of one
+    to a model of the other, as the beginning of the message."""
+    one, other = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (first, second))
+    if differing := sorted(i for i in one.keys() & other.keys() if one[i] != other[i]):
+        i = differing[0]
+        raise ConfigError(
+            f"{why}, and their vocabularies differ in {len(differing)} tokens, such as {i}, which is {one[i]!r} and "
+            f"{other[i]!r}: take models of one family"
+        )
+
+
+def _of_template(tokenizer: Any, names: Mapping[int, str]) -> dict[str, set[int]]:
+    """Returns the ids without a row that a chat template writes, and those that the tokenizer puts around a text."""
+    around = {*tokenizer("")["input_ids"]}
+    template = str(tokenizer.chat_template or "")
+    if "bos_token" in template:
+        around |= {tokenizer.bos_token_id} - {None}
+    written = {i for i, token in names.items() if token in template and i in tokenizer.added_tokens_decoder}
+    return {"a token that the tokenizer puts around texts": around, "a token of the chat template": written}
+
+
+def _read(directory: str, name: str) -> dict[str, Any]:
+    """Returns the contents of a JSON file beside a model; nothing where the file is missing or damaged, which is found
+    when the model is read."""
+    from megatron_rl.weights.hf import local_directory  # not needed to import the others
+
+    try:
+        found = json.loads((Path(local_directory(directory)) / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

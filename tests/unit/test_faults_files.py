@@ -1,0 +1,167 @@
+"""Faults of files that are each fine and do not fit each other: a tokenizer, a config and the weights beside them."""
+
+import json
+import re
+import shutil
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.chat import tokenizer_of
+from megatron_rl.commands import check_data, evaluate, generate, sft
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Model, SftConfig, TrainConfig
+from megatron_rl.data.problems import read_problems
+from megatron_rl.data.rows import DataError
+from megatron_rl.data.tiny import write_tiny_model
+from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.evaluation.sets import read_sets
+from megatron_rl.main import main
+from megatron_rl.megatron import work_checks
+from megatron_rl.vocabulary import vocabulary_of
+from megatron_rl.weights.hf import read_architecture
+
+TABLES = ("lm_head.weight", "model.embed_tokens.weight")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("faults_files") / "base")
+
+
+def copied(base, tmp_path, *, eos=None, extra=(), fewer=0, config=(), generation=None):
+    """Returns a copy of a model whose tokenizer has other special or further tokens, or whose embedding has fewer rows,
+    with further keys in config.json and generation_config.json."""
+    there = tmp_path / "model"
+    shutil.copytree(base, there)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(there)
+    if eos:
+        tokenizer.add_special_tokens(eos)
+    tokenizer.add_tokens([*extra])
+    tokenizer.save_pretrained(there)
+    told = json.loads((there / "config.json").read_text())
+    told["vocab_size"] -= fewer
+    (there / "config.json").write_text(json.dumps(told | dict(config)))
+    if generation is not None:
+        (there / "generation_config.json").write_text(json.dumps(generation))
+    if fewer:
+        weights = load_file(there / "model.safetensors")
+        cut = {name: t[: told["vocab_size"]].contiguous() if name in TABLES else t for name, t in weights.items()}
+        save_file(cut, there / "model.safetensors", metadata={"format": "pt"})
+    return there
+
+
+def rows_of(base):
+    return json.loads((base / "config.json").read_text())["vocab_size"]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"eos": {"eos_token": "<|im_end|>"}}, "eos_token of the tokenizer is token {rows} ('<|im_end|>')"),
+        ({"eos": {"pad_token": "<pad>"}}, "pad_token of the tokenizer is token {rows} ('<pad>')"),
+        ({"config": {"eos_token_id": 1000}}, "eos_token_id of config.json is token 1000"),
+        ({"generation": {"eos_token_id": [0, 1000]}}, "eos_token_id of generation_config.json is token 1000"),
+    ],
+    ids=str,
+)
+def test_cases_a_token_in_use_without_a_row_of_the_embedding_is_refused(base, tmp_path, change, why):
+    there = copied(base, tmp_path, **change)
+    said = why.format(rows=rows_of(base))
+    with pytest.raises(ConfigError, match=re.escape(f"{said}") + ".*resize the embedding"):
+        tokenizer_of(Model(path=str(there)))
+
+
+def test_cases_a_token_of_the_chat_template_without_a_row_is_refused(base, tmp_path):
+    there = copied(base, tmp_path, extra=["<turn>", "<unused>"])
+    assert tokenizer_of(Model(path=str(there))).convert_tokens_to_ids("<unused>") == rows_of(base) + 1
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}<turn>{{ m.content }}{% endfor %}")
+    with pytest.raises(ConfigError, match=f"a token of the chat template is token {rows_of(base)} \\('<turn>'\\)"):
+        tokenizer_of(Model(path=str(there), chat_template=str(tmp_path / "own.jinja")))
+
+
+def jsonl(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def words_of(schema, there, data):
+    """Settings of a config whose one set of data is a file, and whose one model is a directory."""
+    model = f"model.path={there}"
+    return {
+        SftConfig: [model, f"data.train={data}"],
+        EvalConfig: [model, f"data.path={data}"],
+        GenerateConfig: [model, f"data.path={data}", "output=x"],
+        TrainConfig: [
+            f"roles={{generator: {{model: {{path: {there}}}}}}}", "recipe.target=megatron_rl.recipes.grpo:Grpo",
+            "recipe.args={updates: 1}", f"data.path={data}",
+        ],
+    }[schema]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", [SftConfig, EvalConfig, GenerateConfig, TrainConfig])
+def test_cases_a_token_of_the_data_without_a_row_is_refused_by_check_and_others_pass(base, tmp_path, schema):
+    """The token stands in the last row: the first ones alone would pass."""
+    there = copied(base, tmp_path, extra=["<extra>"])
+    rows = [{"messages" if schema is SftConfig else "prompt": [{"role": "user", "content": "abc"}], "answer": "a"}] * 3
+    if schema is SftConfig:
+        rows = [{"messages": [*row["messages"], {"role": "assistant", "content": "a"}]} for row in rows]
+    good = config_files.load(schema, [], words_of(schema, there, jsonl(tmp_path / "good.jsonl", *rows)))
+    assert len(check_data.data_lines(good, deep=True)) == 1
+    text = json.dumps(rows[-1]).replace("abc", "ab<extra>")
+    bad: Any = config_files.load(
+        schema, [], words_of(schema, there, jsonl(tmp_path / "bad.jsonl", *rows, json.loads(text)))
+    )
+    with pytest.raises((DataError, ConfigError), match=f"token {rows_of(base)} \\('<extra>'\\), and the embedding of"):
+        check_data.data_lines(bad, deep=True)
+    tokenizer = tokenizer_of(Model(path=str(there)))
+    with pytest.raises(DataError, match="a prompt has token|its prompt has token|cannot be used"):
+        if schema is EvalConfig:
+            evaluate._task(bad, tokenizer, read_sets(bad)[0])
+        elif schema is GenerateConfig:
+            generate.asked_of(bad, tokenizer, read_problems(bad.data))
+        else:
+            raise DataError("cannot be used: the others read their data as check does")
+
+
+def test_cases_fine_tuning_refuses_tokens_without_rows_at_check_and_at_start(base, tmp_path, capsys):
+    """With two tensor ranks such a run went to its end: each rank took the token for one of the other."""
+    there = copied(base, tmp_path, fewer=3)
+    data = jsonl(tmp_path / "rows.jsonl", {"prompt": "ab", "response": "\\{}"}, {"prompt": "ab", "response": "a"})
+    words = [f"model.path={there}", f"data.train={data}", "samples_per_step=2", "steps=1"]
+    assert main(["check", "--command", "sft", *words, "--ranks", "1", "--deep"]) == 2
+    rows = rows_of(base)
+    why = f"{data}:1: it has token {rows - 1} ('\\\\'), and the embedding of {there} has {rows - 3} rows"
+    told = capsys.readouterr().err
+    assert why in told and "1 of 2 rows" in told
+    with pytest.raises(DataError, match=re.escape(why)):
+        sft._read(config_files.load(SftConfig, [], words), [], [])
+
+
+def test_cases_work_with_tokens_without_rows_is_refused_on_every_rank(base):
+    """Whoever wrote the tokens: a store of rollouts, an engine, an environment."""
+    arch = read_architecture(base)
+    flat = SimpleNamespace(tokens=np.array([0, arch.vocab - 1], np.int32), experts=None, values={})
+    work_checks.check(cast(Any, SimpleNamespace(flat=flat)), arch, "m")
+    for token in (arch.vocab, -1):
+        flat.tokens[0] = token
+        with pytest.raises(ValueError, match=f"the embedding of m has {arch.vocab} rows"):
+            work_checks.check(cast(Any, SimpleNamespace(flat=flat)), arch, "m")
+
+
+def test_cases_stop_tokens_without_a_row_are_refused(base):
+    engine = EmbeddedEngine(base)
+    for stop in (rows_of(base), -1):
+        with pytest.raises(ValueError, match=f"stop_tokens holds token {stop}"):
+            engine.check_ask(np.array([5]), Sampling(max_tokens=2, stop_tokens=(stop,)), 0)
+
+
+def test_cases_the_ends_of_a_model_are_those_of_its_three_files(base, tmp_path):
+    there = copied(base, tmp_path, config={"eos_token_id": [1, 2]}, generation={"eos_token_id": 3})
+    tokenizer = tokenizer_of(Model(path=str(there)))
+    assert vocabulary_of(Model(path=str(there)), tokenizer).ends == {0, 1, 2, 3}
