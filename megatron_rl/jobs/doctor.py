@@ -31,6 +31,7 @@ from megatron_rl.models.adapters import num_elements
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.run import locks
 from megatron_rl.run.checkpoint import read_json
+from megatron_rl.run.directory import RunDirectory
 from megatron_rl.session.launch import run_directory
 from megatron_rl.weights.rectangles import hf_shapes
 
@@ -72,7 +73,8 @@ def examine(config: Any | None, profile: Profile | None, *, quick: bool, environ
         lambda: _network(config, profile, environment),
     ]
     if config is not None:
-        parts += [lambda: _files(run_directory(config), quick), lambda: _inputs(config, quick)]
+        parts += [lambda: _files(run_directory(config), quick), lambda: _space(config, quick)]
+        parts += [lambda: _inputs(config, quick)]
         parts += [] if quick else [lambda: _hub(config, environment)]
         parts += (
             [lambda: _engine(config, profile, environment)]
@@ -221,13 +223,37 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
         "run directory", f"{directory}: writes {rate:.0f} MiB/s, renames, {'locks' if locks_here else 'has no flock'}",
         "note" if cures else "ok", "; ".join(cures),
     )  # fmt: skip
-    free = shutil.disk_usage(directory).free / GIB
-    yield Check(
-        "space there",
-        f"{free:.0f} GiB free",
-        "ok" if free > 1 else "wrong",
-        "" if free > 1 else "make room: checkpoints go there",
-    )
+
+
+def _space(config: Any, quick: bool) -> Iterator[Check]:
+    """Compares the free space of the run directory's file system with the checkpoints that will stand there at once:
+    run.keep and the one that is being written, less those that are there, and the models at the end."""
+    directory = place = run_directory(config)
+    while not place.exists():
+        place = place.absolute().parent
+    free, need, said = shutil.disk_usage(place).free / GIB, 1.0, ""
+    if isinstance(config, TrainConfig | SftConfig) and not quick:
+        with contextlib.suppress(ConfigError, ValueError):  # _inputs tells of it
+            own = [_saved_bytes(role) for _, role in _roles(config) if role.has_policy]
+            one, models = sum(saved for saved, _ in own) / GIB, sum(model for _, model in own) / GIB
+            there = len([*RunDirectory(directory).checkpoints.glob("step_*")])
+            count = max(1, config.run.keep + 1 - there)
+            need = max(need, count * one + models)
+            said = f"; {count} more checkpoints of {one:.3g} GiB (run.keep + 1), and models at the end: {need:.3g} GiB"
+    enough = free > need
+    cure = "" if enough else "make room, lower run.keep, or give a run.dir on another file system"
+    yield Check("space there", f"{free:.3g} GiB free{said}", "ok" if enough else "wrong", cure)
+
+
+def _saved_bytes(role: Any) -> tuple[float, float]:
+    """Returns the bytes of a role's checkpoint, and of its exported model. Raises ConfigError, also where the model's
+    config.json is not here."""
+    found = _sizes(role.model)
+    if found is None:
+        raise ConfigError(f"{role.model.path}: no config.json here")
+    weight = 2 if role.model.dtype == "bfloat16" else 4
+    trained = _parameters(found) if role.lora is None else num_elements(found, role.lora)
+    return trained * (weight + MASTER), _parameters(found) * weight
 
 
 def _inputs(config: Any, quick: bool) -> Iterator[Check]:

@@ -29,6 +29,7 @@ from megatron_rl.config.schema import (
     TrainConfig,
     Vllm,
 )
+from megatron_rl.jobs import site
 from megatron_rl.run import lines
 from megatron_rl.run.directory import SWEEP, RunDirectory, check_start
 from megatron_rl.run.disk import write_text
@@ -148,6 +149,7 @@ def for_site(config: TrainConfig | SftConfig, profile: Profile, *, to_come: bool
         own = replace(config.engine, start=config.engine.colocate, host=profile.host)
         config = _with_site_python(replace(config, engine=own), profile)
     config_checks.check(config, config.job.nodes * profile.ranks_per_node, to_come=to_come)
+    site.refuse(config, profile)
     check_start(config.run, config_files.dump(config))
     # a job that is queued again finds its own run
     return replace(config, run=replace(config.run, resume="auto")) if config.run.resume == "never" else config
@@ -310,7 +312,9 @@ def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
 
 
 def _refuse_gpus(config: EvalConfig | GenerateConfig, profile: Profile, ranks: int) -> None:
-    """Raises ConfigError for numbers of GPUs that the servers of a job cannot have on a node of the profile."""
+    """Raises ConfigError for what a node of the profile, or its container, does not have, and for numbers of GPUs that
+    the servers of a job cannot have there."""
+    site.refuse(config, profile)
     if not profile.gpus_per_node:
         return
     server_gpus.refuse(config, ranks)

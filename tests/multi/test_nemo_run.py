@@ -118,7 +118,7 @@ def rendered(launch, tmp_path) -> dict[str, str]:
     pyxis.write_text(
         "account: lab\npartition: gpu\ngpu_type: a100\nmemory: '0'\nsetup: [module load slurm]\nsbatch: "
         "['--comment=a word']\nenvironment: {NCCL_DEBUG: 'INFO, all'}\npython: /opt/venv/bin/python\n"
-        "container: {runtime: pyxis, image: /shared/megatron_rl.sqsh, mounts: ['/shared:/shared']}\n"
+        f"container: {{runtime: pyxis, image: /shared/a.sqsh, mounts: ['/shared:/shared', '{ROOT}:{ROOT}']}}\n"
     )
     words = {
         "graph_a100": [GRAPH, "--executor=slurm", "--profile=a100"],

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, environment
@@ -238,6 +239,17 @@ def test_a_model_that_does_not_fit_is_wrong(tmp_path, gpus):
     gpus(8)
     assert examine(tango(tmp_path, *models, "job.nodes=4"), profile.read("a100"))["memory"].verdict != "wrong"
     assert examine(tango(tmp_path))["memory"].verdict == "note", "the model is not here"
+
+
+def test_faults_of_a_disk_that_holds_fewer_checkpoints_than_run_keep_are_wrong(tmp_path, monkeypatch):
+    """A 7B role in bfloat16 saves 14 bytes a parameter: 100 GiB; only the first GiB of free space was looked at."""
+    (tmp_path / "model").mkdir()
+    write_json(tmp_path / "model/config.json", QWEN)
+    words = [f"roles.{role}.model.path={tmp_path}/model" for role in ("generator", "verifier")]
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=600 * 2**30))
+    wrong = examine(tango(tmp_path, *words, "run.keep=2"), profile.read("a100"))["space there"]
+    assert wrong.verdict == "wrong" and "3 more checkpoints of 199 GiB" in wrong.found and "run.keep" in wrong.cure
+    assert examine(tango(tmp_path, *words, "run.keep=1"), profile.read("a100"))["space there"].verdict == "ok"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megatron_rl.cluster.job import Leave, job_from
 from megatron_rl.cluster.profile import Profile, read
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Run, SftConfig, TrainConfig
-from megatron_rl.jobs import submit
+from megatron_rl.jobs import doctor, submit
 from megatron_rl.main import main
 from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.directory import RunError, check_start, only_one, open_run
@@ -151,7 +151,13 @@ def test_faults_of_a_stopped_run_on_a_laptop_that_would_not_go_on(settings):
     assert program("sft", *settings, check=False).returncode == 130
     assert Checkpoints(run / "checkpoints").newest().number == 1 and not (run / "stop").exists()
     program("sft", *settings)
-    assert Checkpoints(run / "checkpoints").newest().number == 3
+    newest = Checkpoints(run / "checkpoints").newest()
+    assert newest.number == 3
+    found = sum(path.stat().st_size for path in newest.path.rglob("*") if path.is_file())
+    planned, model = doctor._saved_bytes(config_files.load(SftConfig, [SFT], settings[1:]).trained)
+    assert planned == pytest.approx(found, rel=0.2) and model == pytest.approx(
+        (run / "model/model.safetensors").stat().st_size, rel=0.2
+    )
 
 
 def test_faults_of_a_start_are_said_before_torch_is_imported(settings, tmp_path):
@@ -184,3 +190,28 @@ def test_faults_of_never_in_a_job_that_is_queued_again(tmp_path):
     with pytest.raises(ConfigError, match="run.resume=never"):
         submit.plan_run(never, read("cpu"), command="sft")
     assert config.run.resume == "auto"
+
+
+def test_cases_of_what_a_node_or_its_container_does_not_have_are_refused(tmp_path):
+    words = [f"run.dir={tmp_path}/runs", "job.nodes=1", "engine.kind=vllm", "engine.colocate=false"]
+    config = config_files.load(TrainConfig, [ROOT / "examples/tango_qwen2.5_7b.yaml"], [*words, "engine.tp=16"])
+    with pytest.raises(ConfigError, match="engine.tp = 16: a node of the profile has 8 GPUs"):
+        submit.plan_run(config, read("a100"), command="train")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/rows.jsonl").touch()
+    sft = config_files.load(SftConfig, [SFT], [f"run.dir={tmp_path}/runs", f"data.train={tmp_path}/data/rows.jsonl"])
+    for mounts, hidden in (
+        ([], ["the checkout", "this directory", "the run directory", "data.train"]),
+        ([f"{tmp_path}:/elsewhere", f"{ROOT}:{ROOT}"], ["the run directory", "data.train"]),
+        ([f"{ROOT}:{ROOT}:ro", f"{tmp_path}/runs:{tmp_path}/runs"], ["data.train"]),
+        ([f"{ROOT}", f"{tmp_path}/:{tmp_path}"], []),
+    ):
+        tree = {"runtime": "pyxis", "image": "i.sqsh", "mounts": mounts}
+        site = config_files.load(Profile, [], [f"container={json.dumps(tree)}", "gpus_per_node=0"])
+        if not hidden:
+            submit.plan_run(sft, site, command="sft")
+            continue
+        with pytest.raises(ConfigError, match="container.mounts of the profile") as error:
+            submit.plan_run(sft, site, command="sft")
+        lines = [line.strip() for line in str(error.value).splitlines() if line.startswith("  ")]
+        assert [line.rpartition(" ")[0] for line in lines] == hidden
