@@ -16,6 +16,11 @@ POWERS = 4  # of powers within powers
 EXPONENT = 10_000  # largest number in an exponent
 FACTORIAL = 9_999  # largest number before an exclamation mark, and largest of a binomial
 SUM_POWER = 60  # largest power of a sum with letters or roots: it would be written out
+TERMS = 2_500  # largest number in a text with a sum, as it may be its bound
+FACTORS = 100  # largest number in a text with a product, and largest below a binomial of something else than a number
+CELLS = 20  # of a determinant
+BARS = 20  # of absolute values, which the grammar tries to pair in every way
+SETS = 6  # of sets within sets, whose brackets the grammar tries to read in every way
 LETTERS = 60  # subscripts, and letters next to each other without a word of LaTeX: each would be a factor
 
 _RUN = re.compile(r"\d[\d,_]*")
@@ -23,7 +28,10 @@ _EXPONENT = re.compile(r"(?:\^|\*\*)\s*[{(\[]*\s*[-+]?\s*(\d+)")
 _FLOAT = re.compile(r"\d[eE][-+]?(\d{3,})")
 _FACTORIAL = re.compile(r"(\d+)\s*[})\]]*\s*!")
 _FACTORIALS = re.compile(r"[\d})\]]\s*!\s*(?:\\right\s*)?(?:[})\]]\s*)*!")
-_BINOMIAL = re.compile(r"\\[dt]?binom\s*(?:\{\s*)?(\d+)")
+_BINOMIAL = re.compile(r"\\(?:[dt]?binom|Gamma)\s*(?:\\left)?\s*(?:[{(]\s*)?(\d+)")
+_BELOW = re.compile(r"\\[dt]?binom\s*(?:\{[^{}]*[^{}\d][^{}]*\}|[a-z])\s*\{?\s*(\d+)")
+_DIGITS = re.compile(r"\d+")
+_SETS = re.compile(rf"(?:\\\{{\s*){{{SETS + 1},}}")
 _POWER_IN_POWER = re.compile(
     r"(?<![\d.])(?=(\d+(?:\.\d+)?)\s*[})\]]*\s*(?:\^|\*\*)\s*[{(\[]*\s*[-+]?\s*(\d+))"
 )  # overlapping
@@ -32,13 +40,20 @@ _COMMAND = re.compile(r"\\[a-zA-Z]+(?:\{[a-zA-Z ]*\})?")
 _LETTERS = re.compile(rf"(?:[a-zA-Z]\s*){{{LETTERS},}}")
 
 
-def too_costly(answer: str) -> str | None:
-    """Returns why the text of an answer is not to be given to sympy; None where it may be."""
-    if len(answer) > LONGEST:
+def too_costly(answer: str, known: str = "") -> str | None:
+    """Returns why the text of an answer is not to be given to sympy; None where it may be.
+
+    `known`: the right answer. An answer may be twice as long, and has many letters where the known one has.
+    """
+    if len(answer) > max(LONGEST, 2 * len(known)):
         return f"it has {len(answer)} characters"
-    if answer.count("_") > LETTERS or _LETTERS.search(_COMMAND.sub(" . ", answer)):
+    if _many_letters(answer) and not _many_letters(known):
         return "it is a product of too many letters"
     return too_costly_anywhere(answer)
+
+
+def _many_letters(text: str) -> bool:
+    return text.count("_") > LETTERS or _LETTERS.search(_COMMAND.sub(" . ", text)) is not None
 
 
 def too_costly_anywhere(text: str) -> str | None:
@@ -52,6 +67,8 @@ def too_costly_anywhere(text: str) -> str | None:
         return f"its powers are {powers} deep"
     if _FACTORIALS.search(text):
         return "it has a factorial of a factorial"
+    if any(map(_costly_formula, re.split(r"[\n$]", text))):
+        return "it has a sum, product, binomial or determinant that is too large, or too many bars or braces"
     for pattern, limit in ((_EXPONENT, EXPONENT), (_FACTORIAL, FACTORIAL), (_BINOMIAL, FACTORIAL), (_FLOAT, EXPONENT)):
         if any(int(number) > limit for number in pattern.findall(text)):
             return f"a number in it is above {limit} where that explodes"
@@ -62,38 +79,39 @@ def too_costly_anywhere(text: str) -> str | None:
     return None
 
 
-def boxed(response: str) -> str | None:
-    r"""Returns what stands in the last \boxed{}; None where there is none, or it does not end."""
-    start = response.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for place in range(start + len("\\boxed"), len(response)):
-        depth += {"{": 1, "}": -1}.get(response[place], 0)
-        if depth == 0:
-            return response[start + len("\\boxed{") : place]
-    return None
+def _costly_formula(text: str) -> bool:
+    """Returns whether one formula has too many bars, braces or cells for the grammar, or a bound that explodes."""
+    if text.count("|") > BARS or _SETS.search(text):
+        return True
+    if text.count("&") > CELLS and ("vmatrix" in text or "\\det" in text):
+        return True
+    bounds = {"\\sum": TERMS, "\\prod": FACTORS, "binom": FACTORIAL}
+    largest = min((bound for name, bound in bounds.items() if name in text), default=0)
+    if largest and any(int(number) > largest for number in _DIGITS.findall(text)):
+        return True
+    return any(int(number) > FACTORS for number in _BELOW.findall(text))
 
 
 def _depths(answer: str) -> tuple[int, int]:
     """Returns how deep brackets lie in brackets, and powers in the exponents of powers."""
-    deepest = powers = 0
+    deepest = powers = above = 0  # above: open brackets that are exponents
     opened: list[bool] = []  # by open bracket: whether it is an exponent
     exponent = False  # whether the next thing is one
     chain = 0  # powers without brackets: 2^3^4
     for character in answer.replace("**", "^"):
         if character in "{[(":
             opened.append(exponent)
+            above += exponent
             exponent = False
         elif character in "}])" and opened:
-            opened.pop()
+            above -= opened.pop()
         elif character == "^":
             exponent, chain = True, chain + 1
         elif not character.isspace():
             exponent = False
             chain = chain if character.isalnum() else 0
         deepest = max(deepest, len(opened))
-        powers = max(powers, sum(opened) + max(exponent, chain))
+        powers = max(powers, above + max(exponent, chain))
     return deepest, powers
 
 

@@ -20,6 +20,7 @@ from megatron_rl.config.schema import Reward
 from megatron_rl.rewards.last_letter import grade as grade_letters
 from megatron_rl.rewards.last_letter import step_labels
 from megatron_rl.rewards.math_answer import grade as grade_math
+from megatron_rl.rewards.math_answer import grade_released
 from megatron_rl.rewards.pool import Graded, GradePool, Outcome, RewardFailure, check_failures
 
 ROOT = Path(__file__).parents[2]
@@ -340,7 +341,7 @@ def test_math_answers(response, answer, score):
 def test_units_intervals_and_sets_are_graded_as_the_release_of_rl_tango_grades_them(response, answer, score):
     """What compute_score of kaiwenzha/RL-Tango 411ed83, verl/utils/reward_score/math_verify.py, gives with the
     math-verify that is installed here. Its math_metric leaves allow_set_relation_comp off."""
-    assert grade_math(response, {"answer": answer}) == score
+    assert grade_released(response, {"answer": answer}) == score
 
 
 def test_a_known_answer_that_cannot_be_read_is_an_error_not_a_wrong_answer():

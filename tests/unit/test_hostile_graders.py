@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatron_rl.config.schema import Reward
-from megatron_rl.rewards.cheap import boxed, too_costly
+from megatron_rl.rewards.cheap import too_costly
 from megatron_rl.rewards.math_answer import grade
 from megatron_rl.rewards.pool import GradePool, RewardFailure, check_failures
 from megatron_rl.types import Outcome
@@ -18,6 +18,8 @@ COSTLY = [
     "((10!)!)", r"\left(1000!\right)!", r"\binom{1000000000}{500000000}", r"\dbinom {99999} 3", "10000000!",
     "1e100000000", "9" * 5000, "{" * 500 + "1" + "}" * 500, "(" * 300 + "1" + ")" * 300,
     r"\sqrt{" * 99 + "2" + "}" * 99,
+    "|1|" * 40, r"\{" * 20 + "1" + r"\}" * 20, r"\prod_{i=1}^{9999} (i+x)", r"\binom{x}{9999}", r"\Gamma(99999999)",
+    r"\begin{vmatrix}" + " & ".join(f"x_{i}" for i in range(49)) + r"\end{vmatrix}", r"\sum_{i=1}^{9999} i!",
     "+".join(["x"] * 3000), "(x+1)^{9999}", "(x+y+z)**{500}", r"(\sqrt{2}+\sqrt{3})^{1000}", "10**-99999999",
 ]  # fmt: skip
 FAIR = [
@@ -55,14 +57,6 @@ def test_hostile_thought_does_not_cost_the_answer():
 def test_hostile_known_answer_is_compared_as_text(known):
     assert grade(rf"\boxed{{{known}}}", {"answer": known.replace("{", "{ ")}) == 1.0
     assert grade(r"\boxed{5}", {"answer": known}) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [(r"\boxed{a{b}c} and \boxed{1}", "1"), (r"\boxed{a{b}c}", "a{b}c"), (r"\boxed{a", None), ("", None)],
-)
-def test_hostile_box_that_does_not_end(text, found):
-    assert boxed(text) == found
 
 
 def pool_of(**settings) -> GradePool:

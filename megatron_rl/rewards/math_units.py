@@ -1,0 +1,92 @@
+r"""Separates a mathematical answer from its unit (`15\text{ cm}^2`, `\$15`, `3:45 pm`), and tells units apart."""
+
+from __future__ import annotations
+
+import re
+
+# Each group has the names of one unit, without the plural's s.
+_UNITS = {
+    name: names.split()[0]
+    for names in (
+        "mm millimeter millimetre", "cm centimeter centimetre", "dm decimeter decimetre", "m meter metre",
+        "km kilometer kilometre", "in inch inche", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram gm",
+        "kg kilogram", "ton tonne", "lb pound", "oz ounce", "ms millisecond", "s sec second", "min minute",
+        "h hr hour", "day", "week", "month", "yr year", "L l liter litre", "mL ml milliliter millilitre", "gal gallon",
+        "N newton", "J joule", "kJ kilojoule", "W watt", "kW kilowatt", "V volt", "A amp ampere", "Hz hertz",
+        "K kelvin", "Pa pascal", "mol mole", "eV", "rad radian", "deg degree", "degC", "degF", "mph", "acre",
+        "hectare ha", "dollar usd", "cent", "euro", "rupee", "yen", "yuan", "am a.m. a.m", "pm p.m. p.m", "percent",
+        "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+        "December", "red", "blue", "green", "north", "south", "east", "west", "left", "right", "positive", "negative",
+    )
+    for name in names.split()
+}  # fmt: skip
+_SEPARATOR = r"(?:\\[,;:! ]|~|\s|/|\\cdot(?![a-z])|-)"
+_TEXT = r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox|rm|operatorname)\s*\{[^{}]*\}"
+_POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
+_IN_TEXT = re.compile(rf"((?:{_SEPARATOR}*{_TEXT}{_POWER})+)\s*$")
+_PLAIN = re.compile(rf"(?<=[\d}}])(\s*(?:\\[,;:! ]|~)?\s*[a-zA-Z][a-zA-Z. ]*{_POWER}(?:\s*/\s*[a-zA-Z]+{_POWER})*)\s*$")
+_VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
+_CURRENCY = {"\\$": "dollar", "€": "euro", "£": "poundsterling", "¥": "yen", "₹": "rupee"}
+_MONEY = re.compile(rf"^\s*-?({'|'.join(map(re.escape, _CURRENCY))})|({'|'.join(map(re.escape, _CURRENCY))})\s*$")
+_ENDS_OPEN = re.compile(r"(?:[-=+^_(,<>|*/&:;]|\\[a-zA-Z]+)\s*$")
+
+
+def split_unit(text: str, *, letters: bool = False) -> tuple[str, str]:
+    r"""Returns an answer without its unit, and the unit: `9.8 \text{ m}/\text{s}^2` gives `9.8` and `m/s^2`.
+
+    The unit is "" where there is none.
+
+    A single letter without \text is a unit only with `letters`, and behind a space: it may be a variable.
+    """
+    money = _MONEY.search(text)
+    if money:
+        return text[: money.start()] + money[0].replace(money[1] or money[2], "") + text[money.end() :], _CURRENCY[
+            money[1] or money[2]
+        ]
+    found = _IN_TEXT.search(text)
+    if found and (value := text[: found.start()].strip()) and not _ENDS_OPEN.search(value.removesuffix("\\pi")):
+        return value, _name(found[1])
+    found = _PLAIN.search(text)
+    if found and not _VARIABLE.search(value := text[: found.start()].strip()):
+        unit = _name(found[1])
+        words = re.findall(r"[a-zA-Z.]+", unit)
+        spaced = found[1][0] in " \\~"
+        if len(unit) == 1:
+            known = letters and spaced and value[-1].isdigit() and unit in _UNITS
+        else:
+            known = _spelled(unit) is not None or (spaced and all(len(word) > 3 or _spelled(word) for word in words))
+        if known:
+            return value, unit
+    return text, ""
+
+
+def clash(one: str, other: str) -> bool:
+    """Returns whether two units are known, and not the same."""
+    first, second = _spelled(one), _spelled(other)
+    return first is not None and second is not None and first != second
+
+
+def _name(unit: str) -> str:
+    """Returns a unit without LaTeX: `\\text{ m}/\\text{s}^{2}` is `m/s^2`."""
+    unit = re.sub(r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox|rm|operatorname)\s*\{([^{}]*)\}", r"\1", unit)
+    return re.sub(r"\s*([/^])\s*", r"\1", re.sub(r"\\cdot|\\[,;:! ]|[~{}]", " ", unit)).strip()
+
+
+def _spelled(unit: str) -> str | None:
+    """Returns a unit in one spelling (`square meters` is `m^2`); None where a part of it is not known."""
+    unit = re.sub(r"\b(?:sq\.?|square)\s+([A-Za-z]+)", r"\1^2", re.sub(r"\bper\b", "/", unit))
+    unit = re.sub(r"\bcubic\s+([A-Za-z]+)", r"\1^3", unit)
+    words = []
+    for word in re.findall(r"[A-Za-z.]+|[/^]|-?\d+", unit):
+        if word[0].isalpha():
+            word = next((_UNITS[form] for form in _forms(word) if form in _UNITS), "")
+            if not word:
+                return None
+        words.append(word)
+    return " ".join(words) or None
+
+
+def _forms(word: str) -> list[str]:
+    """Returns the forms of a word by which a unit may be known."""
+    lower = word.lower()
+    return [word, word.removesuffix("s"), lower, lower.removesuffix("s"), lower.capitalize()]
