@@ -186,6 +186,7 @@ def test_a_judge_learns_known_preferences_and_the_form(texts):
     played, notes = play(recipe, ("judge",), problems(3, answer="good", rejected="bad"), table)
     judged = played["judge"]
     assert {r.partner_weight for r in judged} == {0.25}
+    assert all(0 <= seconds < 60 for seconds in table.watch.take().values())
     assert list(played) == ["judge"] and len(judged) == 3 * 2 * 4 and len({r.group for r in judged}) == 3 * 2
     assert [r.rewards["total"] for r in judged] == [1.5, 1.0, 0.5, 0.0] * 6
     spread = np.array([1.5, 1.0, 0.5, 0.0])

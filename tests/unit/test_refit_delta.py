@@ -18,3 +18,11 @@ def test_a_delta_that_is_cheaper_whole_is_read_whole_though_some_values_are_as_t
     message = torch.zeros(delta.HEADER + new.numel() * new.element_size(), dtype=torch.uint8)
     length = delta.encode(new, old, message)
     assert torch.equal(delta.decode(message[:length], old.clone()), new)
+
+
+def test_bytes_are_copied_only_where_they_do_not_lie_at_a_multiple_of_their_width():
+    data = torch.arange(16, dtype=torch.uint8)
+    there = delta._as_numbers(data[4:12], torch.int32)
+    assert there.data_ptr() == data[4:].data_ptr()
+    moved = delta._as_numbers(data[3:11], torch.int32)
+    assert moved.view(torch.uint8).tolist() == list(range(3, 11))

@@ -275,3 +275,6 @@ def test_a_tandem_verifiers_partner_weighs_what_its_role_says(texts):  # noqa: F
     for role, weight in (("verifier", 0.25), ("generator", 0.5)):
         rollouts, _ = play(recipe, role, 1, table)
         assert {r.partner_weight for r in rollouts} == {weight}
+    spent = table.watch.take()
+    assert {"seconds/rollout", "seconds/reward", "seconds/review"} <= set(spent)
+    assert all(0 <= seconds < 60 for seconds in spent.values()), "durations, not times of the day"
