@@ -203,13 +203,13 @@ test-families: setup engines ## a real vLLM server of every model family, and of
 
 LATEST ?= .venv-latest
 LATEST_PIP := $(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check
-test-mcore-latest: $(LATEST)/.ready ## the actor's tests on megatron-core 0.19.x, in an environment of its own
+test-mcore-latest: $(LATEST)/.ready ## the actor's tests on megatron-core 0.19.x, in an environment of its own on top of .venv
 	$(LATEST)/bin/python -m pytest tests/multi/test_layouts.py tests/multi/test_actor.py -q
 
-$(LATEST)/.ready: setup.py
+$(LATEST)/.ready: $(STAMP) # all but megatron-core is that of .venv
 	$(PYTHON) -m venv $(LATEST)
-	$(LATEST_PIP) "$(TORCH)"
-	$(LATEST_PIP) -e ".[dev]"
+	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$($(LATEST)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
 	$(LATEST_PIP) --no-deps --ignore-requires-python megatron-core==0.19.2
 	touch $@
 
