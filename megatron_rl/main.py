@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ ON_RANKS = ("train", "drift", "sft", "generate", "eval")  # commands that start,
 
 def program() -> int:
     """Runs the command that Python was started with. Returns the exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a character that the locale lacks ends no run
     if sys.argv[1:2] and sys.argv[1] in ON_RANKS:
         from megatron_rl.allocator import restart_without_thread_caches
 

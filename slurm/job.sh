@@ -34,7 +34,8 @@ setup() {
     [ -z "$end" ] || MEGATRON_RL_JOB_END=$(date -d "$end" +%s 2>/dev/null || true)
     # Since Slurm 22.05 srun does not take the number of CPUs from the job by itself.
     [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-    export MEGATRON_RL_JOB_END MEGATRON_RL_WARNING_S=${WARNING_S:-} PYTHONUNBUFFERED=1
+    # In another locale than the login node's, the names of directories would have other bytes.
+    export MEGATRON_RL_JOB_END MEGATRON_RL_WARNING_S=${WARNING_S:-} PYTHONUNBUFFERED=1 PYTHONUTF8=1
     say "on $SLURM_JOB_NODELIST, until ${MEGATRON_RL_JOB_END:+$(date -d "@$MEGATRON_RL_JOB_END" '+%F %T')}"
 }
 

@@ -79,6 +79,11 @@ def job(tmp_path):
     return runs
 
 
+def test_faults_of_a_locale_do_not_give_a_run_another_directory(job):
+    """In a shell with LANG=de_DE.ISO-8859-1 a run named ä was one of other bytes than on the login node."""
+    assert "utf8=1\n" in job('echo "utf8=${PYTHONUTF8-}"').said
+
+
 def test_a_silent_queue_is_no_end_of_the_job_at_midnight(job):
     assert "end=\n" in job("", END_TIME="").said
     assert "end=\n" in job("", END_TIME="N/A").said

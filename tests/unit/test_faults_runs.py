@@ -215,3 +215,13 @@ def test_cases_of_what_a_node_or_its_container_does_not_have_are_refused(tmp_pat
             submit.plan_run(sft, site, command="sft")
         lines = [line.strip() for line in str(error.value).splitlines() if line.startswith("  ")]
         assert [line.rpartition(" ")[0] for line in lines] == hidden
+
+
+def test_faults_of_a_locale_end_no_command(tmp_path):
+    """A UnicodeEncodeError ended it when it printed a character that the terminal's encoding lacks."""
+    words = ["check", str(SFT), "--elsewhere", f"model.path={tmp_path}/\u6f22", "data.train=x"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.main", *words], cwd=ROOT, text=True, capture_output=True, timeout=60,
+        env=environment() | {"PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0 and "\\u6f22" in done.stdout, done.stderr
