@@ -328,7 +328,8 @@ def _root(error: BaseException) -> BaseException:
 
 def export_model(world: TorchWorld, weights: Iterable[tuple[str, Tensor]], model: configs.Model, target: Path) -> None:
     """Writes a Hugging Face directory: weights, config and tokenizer, with the chat template that it was trained with.
-    All of it is on the disk on return. Collective (the stream is)."""
+    All of it is on the disk on return. Collective (the stream is). Raises lines.DiskError when the disk does not take
+    it."""
     tensors = {name: tensor.detach().clone() for name, tensor in weights if world.rank == 0}
 
     def write() -> None:
@@ -341,7 +342,18 @@ def export_model(world: TorchWorld, weights: Iterable[tuple[str, Tensor]], model
             shutil.copyfile(model.chat_template, target / "chat_template.jinja")
         push_tree(target)
 
-    world.from_driver(write)
+    def write_or_tell() -> None:
+        try:
+            write()
+        except OSError as error:
+            shutil.rmtree(target, ignore_errors=True)
+            free = shutil.disk_usage(target.parent).free
+            raise lines.DiskError(
+                f"the trained model cannot be written to {target}, where {free / 1e9:.1f} GB are free ({error}); its "
+                f"weights are safe in the last checkpoint: {lines.RESUME}"
+            ) from error
+
+    world.from_driver(write_or_tell)
 
 
 def sampling_of(settings: configs.SamplingConfig, *, n: int = 1, seed: int = 0) -> Sampling:

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, environment, program, tango_settings
 from limits import RUN_S
+from transformers import AutoModelForCausalLM
 
+from megatron_rl.data.tiny import write_tiny_model
 from megatron_rl.run.checkpoint import Checkpoint, Checkpoints, known_digests
 from megatron_rl.run.sums import wrong
 
@@ -93,3 +95,24 @@ def test_hostile_kill_in_the_middle_of_a_background_checkpoint(last_letter, whol
 def begun(place: Path) -> list[str]:
     """Returns the names of checkpoints that are being written behind a complete one."""
     return [path.name for path in place.glob(".step_*.tmp") if [*place.glob("step_*")] and [*path.glob("*/*")]]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a small disk")
+def test_faults_a_full_disk_under_the_final_model_is_told_and_the_same_command_writes_it(tmp_path):
+    base = write_tiny_model(tmp_path / "base")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 4)
+    words = [
+        "sft", f"model.path={base}", f"data.train={tmp_path}/rows.jsonl", "steps=2", "run.name=run",
+        f"run.dir={tmp_path}", "launch.nproc=1",
+    ]  # fmt: skip
+    small = tmp_path / "run/model"
+    small.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], check=True)
+    try:
+        done = program(*words, check=False)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    assert f"the trained model cannot be written to {small}" in done.stderr and "last checkpoint" in done.stderr
+    program(*words)
+    AutoModelForCausalLM.from_pretrained(small)
