@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_rl.config.base import ConfigError, read_object
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPTS = Path(__file__).parent / "recipes" / "prompts"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKENIZERS = 16  # whose tables of pieces are kept
 TEMPLATES = 64  # whose texts are kept
 WIDTH = 16  # bytes; longer pieces of a vocabulary are rare
@@ -27,16 +30,22 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how a vocabulary with byte fallback
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a model directory or hub name. A tokenizer.json is taken as it is: transformers 5 rebuilds
     a model type's own kind of tokenizer instead (a word-level one beside a Qwen2 config becomes byte-level BPE), and
-    ids would change."""
+    ids would change. Raises ConfigError for files that are damaged."""
     # imported here: reading a template needs neither of the two, and they take seconds
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from megatron_rl.weights.hf import local_directory
 
     local = local_directory(directory)
-    if (local / "tokenizer.json").is_file():
-        return PreTrainedTokenizerFast.from_pretrained(local)
-    return AutoTokenizer.from_pretrained(local)
+    kind = PreTrainedTokenizerFast if (local / "tokenizer.json").is_file() else AutoTokenizer
+    for file in (path for name in TOKENIZER_FILES if (path := local / name).is_file()):
+        read_object(file)
+    try:
+        tokenizer = kind.from_pretrained(local)
+        tokenizer("a")  # some wrong values are noticed only here
+    except Exception as error:  # a border: the library `tokenizers` raises plain Exceptions
+        raise ConfigError(f"the tokenizer in {local} cannot be read ({error}): fetch it again") from error
+    return tokenizer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.base import ConfigError
+from megatron_rl.config.base import ConfigError, read_object
 from megatron_rl.config.model import Model
 
 
@@ -45,7 +44,7 @@ def vocabulary_of(model: Model, tokenizer: Any) -> Vocabulary:
         "eos_token_id of config.json": facts.get("eos_token_id"),
         "eos_token_id of generation_config.json": generation.get("eos_token_id"),
     }
-    ends = {name: {*ids} if isinstance(ids, list) else {ids} - {None} for name, ids in told.items()}
+    ends = {name: _ids(model.path, name, value) for name, value in told.items()}
     found = Vocabulary(model.path, rows, frozenset().union(*ends.values()), {})
     if rows is None:
         return found
@@ -80,13 +79,21 @@ def _of_template(tokenizer: Any, names: Mapping[int, str]) -> dict[str, set[int]
     return {"a token that the tokenizer puts around texts": around, "a token of the chat template": written}
 
 
+def _ids(path: str, name: str, value: Any) -> set[int]:
+    """Returns the token ids that a JSON value names: one, several in a list, or none. Raises ConfigError for another
+    value."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+        raise ConfigError(f"{path}: {name} is {str(value)[:40]!r}: give a token id, or a list of token ids")
+    return {*ids}
+
+
 def _read(directory: str, name: str) -> dict[str, Any]:
-    """Returns the contents of a JSON file beside a model; nothing where the file is missing or damaged, which is found
-    when the model is read."""
+    """Returns the contents of a JSON file beside a model; nothing where there is no such file."""
     from megatron_rl.weights.hf import local_directory  # not needed to import the others
 
     try:
-        found = json.loads((Path(local_directory(directory)) / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        file = Path(local_directory(directory)) / name
+    except OSError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return read_object(file) if file.is_file() else {}
