@@ -54,11 +54,12 @@ def write(function: Any, directory: Path, name: str) -> Path:
 def findable(module: types.ModuleType) -> bool:
     """Returns whether another process that has this one's sys.path imports the same file by the module's name."""
     places: Any = None
+    spec: importlib.machinery.ModuleSpec | None = None
     try:
         for count in range(1, module.__name__.count(".") + 2):
             full = ".".join(module.__name__.split(".")[:count])
             found = (finder.find_spec(full, places) for finder in sys.meta_path)
-            spec: importlib.machinery.ModuleSpec | None = next((one for one in found if one is not None), None)
+            spec = next((one for one in found if one is not None), None)
             if spec is None:
                 return False
             places = spec.submodule_search_locations
@@ -106,7 +107,7 @@ class _Canonical(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Returns what cloudpickle makes of a function or class, without its file and its random id."""
-        found = super().reducer_override(obj)
+        found: Any = super().reducer_override(obj)
         if not isinstance(found, tuple):
             return found
         make, arguments, *rest = found

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import json
 import signal
 import sys
 import time
@@ -25,12 +26,14 @@ from megatron_rl.evaluation.draw import ProblemSet, prompt_tokens
 from megatron_rl.evaluation.figures import SetFigures, figures_of, gradings, macro
 from megatron_rl.evaluation.handoff import HANDOFF, HandOff
 from megatron_rl.evaluation.judge import JUDGE, Judge, verifier_values
-from megatron_rl.evaluation.samples import Sample, Samples
+from megatron_rl.evaluation.samples import PARTIAL, Sample, Samples
 from megatron_rl.evaluation.sets import GradedSet, read_sets
 from megatron_rl.evaluation.solve import SOLVE, Grade, Solver
 from megatron_rl.evaluation.text_scores import BASE, DRIFT, JUNIOR, LEGIBILITY, Texts, drift, legibility
 from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.rewards.pool import GradePool, check_failures
+from megatron_rl.run import inputs
+from megatron_rl.run.inputs import InputRecord
 from megatron_rl.session.common import open_world_for, sampling_of
 from megatron_rl.session.eval_engines import Cast, open_cast
 from megatron_rl.session.launch import Place
@@ -83,7 +86,8 @@ def _evaluate(config: EvalConfig, cast: Cast) -> None:
     start = time.monotonic()
     tasks = [_task(config, cast.tokenizers[config.model], source) for source in read_sets(config)]
     output = None if config.output is None else Path(config.output)
-    samples = Samples(None if output is None else output.with_suffix(".jsonl"), _digest(config, tasks))
+    place = None if output is None else output.with_suffix(".jsonl")
+    samples = Samples(place, _digest(config, tasks, {} if output is None else _read(config, output)))
     if samples.resumed:
         print(f"{samples.resumed} problems were done before: going on from there", file=sys.stderr, flush=True)
     sets: list[SetFigures] = []
@@ -131,12 +135,27 @@ def _task(config: EvalConfig, tokenizer: Any, source: GradedSet) -> Task:
     return Task(problems=problems, reward=source.reward, judged=source.judged)
 
 
-def _digest(config: EvalConfig, tasks: Sequence[Task]) -> str:
-    """Returns a hash of everything that the samples depend on: the settings and the prompts."""
+def _read(config: EvalConfig, output: Path) -> Mapping[str, Any]:
+    """Returns what is read, and says what has changed since a part of the samples was drawn."""
+    begun = Path(f"{output.with_suffix('.jsonl')}{PARTIAL}").exists()
+    record = InputRecord(
+        output.with_suffix(".inputs.json"), done="a part of the samples" if begun else None, accept=True
+    )
+    found = inputs.read_files(config) | inputs.read_revisions(config)
+    for change in record.compare(inputs.FILES, found):
+        print(f"changed since samples were drawn, which are drawn again: {change}", file=sys.stderr, flush=True)
+    return found
+
+
+def _digest(config: EvalConfig, tasks: Sequence[Task], read: Mapping[str, Any]) -> str:
+    """Returns a hash of everything that the samples depend on: the settings, the files that are read, and the
+    problems."""
     asked = replace(config, output=None, launch=Launch())
     digest = hashlib.sha256(config_files.dump(asked).encode())
+    digest.update(json.dumps(read, sort_keys=True).encode())
     for task in tasks:
-        digest.update(repr((task.problems.name, task.problems.prompts)).encode())
+        values = [problem.values for problem in task.problems.problems]
+        digest.update(repr((task.problems.name, task.problems.prompts, values)).encode())
     return digest.hexdigest()[:16]
 
 

@@ -26,7 +26,9 @@ from megatron_rl.data.rows import BadRow, DataError, refuse, write_parquet
 from megatron_rl.engines.base import Engine, complete
 from megatron_rl.evaluation.draw import prompt_tokens
 from megatron_rl.rewards.pool import Graded, GradePool, check_failures
+from megatron_rl.run import inputs
 from megatron_rl.run.checkpoint import read_json, write_json
+from megatron_rl.run.inputs import InputRecord
 from megatron_rl.session import answers
 from megatron_rl.session.common import open_world_for, sampling_of
 from megatron_rl.session.eval_engines import open_teacher
@@ -73,11 +75,12 @@ def run(config: GenerateConfig, place: Place, environment: Mapping[str, str] | N
     the output has its answers already.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: nothing but the chunk at hand is lost
-    asked = list[Asked]()  # on the driver
+    asked, read = list[Asked](), dict[str, Any]()  # on the driver
 
     def done() -> bool:
         asked.extend(asked_of(config, tokenizer_of(config.model), read_problems(config.data)))
-        if not answers.finished(config, _problems(config, asked)):
+        read.update(_read(config))
+        if not answers.finished(config, _problems(config, asked, read)):
             return False
         mark = Path(config.output) / answers.MARK
         print(f"{config.output} has all answers of this config already; remove {mark} to ask the teacher again")
@@ -91,16 +94,29 @@ def run(config: GenerateConfig, place: Place, environment: Mapping[str, str] | N
         def work() -> None:
             assert engine is not None  # it runs on the driver
             parts = Path(config.output) / answers.PARTS
-            _write(config, _graded(config, _answers(config, asked, engine, tokenizer, parts)), _problems(config, asked))
+            found = _graded(config, _answers(config, asked, read, engine, tokenizer, parts))
+            _write(config, found, _problems(config, asked, read))
             shutil.rmtree(parts)
 
         world.from_driver(work)
     return 0
 
 
-def _problems(config: GenerateConfig, asked: Sequence[Asked]) -> str:
+def _read(config: GenerateConfig) -> Mapping[str, Any]:
+    """Returns what is read, and says what has changed since a part of the answers was written."""
+    output = Path(config.output)
+    begun = (output / answers.MARK).exists() or (output / answers.PARTS).exists()
+    record = InputRecord(output / inputs.FILE, done="a part of the answers" if begun else None, accept=True)
+    found = inputs.read_files(config) | inputs.read_revisions(config)
+    for change in record.compare(inputs.FILES, found):
+        print(f"changed since answers were written, which are asked or graded again: {change}", file=sys.stderr)
+    return found
+
+
+def _problems(config: GenerateConfig, asked: Sequence[Asked], read: Mapping[str, Any]) -> str:
     """Returns the digest of the problems, as the mark of completion has it."""
-    return answers.problems_digest(config, [a.tokens for a in asked], [a.problem.values for a in asked], CHUNK)
+    parts = answers.parts_digest(config, read, [a.tokens for a in asked], CHUNK)
+    return answers.problems_digest(config, read, [a.problem.values for a in asked], parts)
 
 
 def asked_of(config: GenerateConfig, tokenizer: Any, problems: Sequence[Problem]) -> list[Asked]:
@@ -132,11 +148,11 @@ def asked_of(config: GenerateConfig, tokenizer: Any, problems: Sequence[Problem]
 
 
 def _answers(
-    config: GenerateConfig, asked: Sequence[Asked], engine: Engine, tokenizer: Any, parts: Path
+    config: GenerateConfig, asked: Sequence[Asked], read: Mapping[str, Any], engine: Engine, tokenizer: Any, parts: Path
 ) -> list[Answered]:
     """Asks all problems, with a progress bar, on the driver. Every CHUNK of prompts that is done is kept in the
     directory `parts`, from which the same command, given again, goes on."""
-    digest = answers.parts_digest(config, [a.tokens for a in asked], CHUNK)
+    digest = answers.parts_digest(config, read, [a.tokens for a in asked], CHUNK)
 
     def one_chunk(start: int) -> list[list[tuple[str, bool]]]:
         kept = parts / f"{digest}_{start:08d}.json"

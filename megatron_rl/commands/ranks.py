@@ -22,6 +22,7 @@ from megatron_rl.config.base import without_passwords
 from megatron_rl.run.directory import check_start, only_one
 from megatron_rl.run.start import tell
 from megatron_rl.session import launch
+from megatron_rl.user_code import told
 
 LEFT = 130  # exit status of a run that was asked to save and leave
 DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # where NVIDIA's driver is: on Linux, on Linux in Windows
@@ -98,18 +99,23 @@ def _run_on_rank(args: argparse.Namespace, config: Any, place: launch.Place) -> 
         if place.local_rank == 0 and not isinstance(error, errors.DriverError):
             where = f"rank {place.rank}: " if place.rank else ""
             print(f"megatron-rl {args.command}: {where}{without_passwords(str(error))}", file=sys.stderr)
-            _tell(args, error)
+            _tell(args, error, str(error))
         return 2 if isinstance(error, configs.ConfigError) else 1
+    except BaseException as error:  # Python prints its traceback
+        if place.local_rank == 0:
+            print(f"megatron-rl {args.command}: {without_passwords(told(error))}", file=sys.stderr)
+            _tell(args, error, told(error))
+        raise
 
 
-def _tell(args: argparse.Namespace, error: BaseException) -> None:
+def _tell(args: argparse.Namespace, error: BaseException, why: str) -> None:
     """Tells the program that started this one, where there is such a one, why the run ended."""
     if args.command != "train" or args.events is None:
         return
     from megatron_rl.session.listening import Listener
 
     with contextlib.suppress(OSError):  # it is gone
-        Listener.at(args.events).failed(error)
+        Listener.at(args.events).failed(error, why)
 
 
 def _command(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_rl.algorithms.losses import CompletionLoss
 from megatron_rl.chat import tokenizer_of
@@ -45,6 +47,7 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
         Interrupts(announce=place.rank == 0) as interrupts,
         open_driver(config, world, place, total_turns=steps) as driver,
     ):
+        world.from_driver(driver.compare, config, _told(config, samples, validation))
         if driver.finished:
             return 0
         driver.say(
@@ -113,6 +116,17 @@ def _read(config: SftConfig, samples: list[Rollout], validation: list[Rollout]) 
             "that makes zero steps; lower samples_per_step"
         )
     return steps, bool(validation)
+
+
+def _told(config: SftConfig, samples: Sequence[Rollout], validation: Sequence[Rollout]) -> dict[str, dict[str, Any]]:
+    """Returns path, rows and sha256 of each data set by its setting, for the record of inputs."""
+    told = {}
+    for name, path, rows in (("train", config.data.train, samples), ("validation", config.data.validation, validation)):
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(row.tokens.tobytes() + row.trainable.tobytes())
+        told[f"rows of data.{name}"] = {"path": path, "rows": len(rows), "sha256": digest.hexdigest()}
+    return told
 
 
 def _samples_of(samples: Sequence[Rollout], step: int, config: SftConfig) -> list[Rollout]:

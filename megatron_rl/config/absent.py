@@ -126,7 +126,7 @@ def prompt_sets(config: Any) -> list[tuple[str, PromptSet]]:
 
 def _models(config: Any) -> Iterator[tuple[str, str]]:
     """Yields (setting, path) of the model directories."""
-    for name, own in _model_sections(config):
+    for name, own in model_sections(config):
         yield f"{name}.path", own.path
         if own.tokenizer is not None:
             yield f"{name}.tokenizer", own.tokenizer
@@ -135,7 +135,8 @@ def _models(config: Any) -> Iterator[tuple[str, str]]:
             yield f"roles.{name}.tandem.junior", role.tandem.junior
 
 
-def _model_sections(config: Any) -> Iterator[tuple[str, Model]]:
+def model_sections(config: Any) -> Iterator[tuple[str, Model]]:
+    """Yields (setting, section) of the models that a config's command reads."""
     for name, role in vars(config).get("roles", {}).items():
         if role.same_as is None and (role.endpoint is None or role.model.path):
             yield f"roles.{name}.model", role.model
@@ -151,7 +152,7 @@ def _files(config: Any) -> Iterator[tuple[str, str]]:
     """Yields (setting, path) of files that no hub has."""
     if isinstance(config, TrainConfig) and config.debug.replay:
         yield "debug.replay", config.debug.replay
-    for name, own in _model_sections(config):
+    for name, own in model_sections(config):
         if own.chat_template is not None:
             yield f"{name}.chat_template", own.chat_template
     engine = vars(config).get("engine")

@@ -33,3 +33,9 @@ def is_cached(name: str, kind: Kind) -> bool:
     """Returns whether the cache holds a snapshot of `owner/name`."""
     snapshots = cache() / f"{kind}--{name.replace('/', '--')}" / "snapshots"
     return snapshots.is_dir() and any(snapshots.iterdir())
+
+
+def head(name: str, kind: Kind) -> str | None:
+    """Returns the commit that the cache has as the newest of `owner/name`; None where it has none."""
+    file = cache() / f"{kind}--{name.replace('/', '--')}" / "refs" / "main"
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None

@@ -1,14 +1,17 @@
-"""Finds the files that decide what the rollouts of a config are: plug-ins with what they import, prompts, templates,
-data, tokenizers, and this package's own code. Nothing is imported for it but the packages that plug-ins lie in.
+"""Finds the files that a run of a config reads: plug-ins with what they import, prompts, templates, data, models, and
+this package's own code.
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
+import contextlib
+import functools
 import importlib.machinery
 import importlib.util
 import os
+import pickletools
+import re
 import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,38 +23,37 @@ PACKAGE = Path(__file__).parents[1]
 # Rooms of this package that only start, watch and describe runs: a change there makes no rollout another one.
 WATCHING = ("api", "commands", "conversion", "jobs", "planning", "run")
 CODE = (".py", ".txt", ".jinja")
-TOKENIZER = ("chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-WHOLE_BYTES = 16 << 20  # files up to this size count whole; of larger ones, data sets, size, beginning and end
-END_BYTES = 1 << 20
+MODULE = "module "  # before a module's name, in the names of sources
+# Sections of a config whose texts name nothing that is trained on.
+NOT_READ = ("run", "output", "engine", "launch", "job", "sinks", "debug", "data_dir")
+MODELS = ("path", "tokenizer", "junior")  # settings that name directories of models, tokenizers and adapters
+READ = (  # endings of the files of such a directory that are read; data of a directory are compared row by row
+    "config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", ".index.json",
+    "merges.txt", "vocab.txt", ".jinja", ".model", ".tiktoken", ".safetensors",
+)  # fmt: skip
 _LONGEST_PATH = 4096  # a longer text names no file
 
 
-def digest(tree: Any) -> str:
-    """Returns a text that differs where a file does that the rollouts of a config depend on. `tree`: the config as
-    JSON values."""
-    whole = hashlib.sha256()
-    for name, content in (*sorted(set(sources(tree))), *own_code()):
-        whole.update(f"{name} {len(content)}\n".encode() + content)
-    return whole.hexdigest()
+def sources(tree: Any) -> dict[str, Path]:
+    """Returns {name: file} of the files that a run of a config reads. `tree`: the config as JSON values.
 
-
-def sources(tree: Any) -> Iterator[tuple[str, bytes]]:
-    """Yields (name, contents) of the files that the strings in a config's JSON tree name.
-
-    These are modules of plug-ins, and the modules that they import in turn as far as they lie outside the standard
-    library, this package, and other packages that were installed; any file, such as a prompt, a chat template or data;
-    and a model directory's tokenizer. A file that is opened by its name inside a plug-in is not found.
+    Files that a setting names, such as data, a prompt, a chat template or a corpus, have the setting's name; files of
+    models and adapters SETTING/FILE; and modules "module NAME". Modules are those of plug-ins and of pickled
+    functions, and those that they import in turn as far as they lie outside the standard library, this package, and
+    other packages that were installed. Not found are files that a plug-in opens by a name of its own, and directories
+    that an argument of a plug-in names, which it may write to. Nothing is imported but the packages that plug-ins lie
+    in.
     """
-    texts = set(_texts(tree))
-    targets = {text.partition(":")[0] for text in texts if is_target(text)}
-    yield from _modules(targets)
-    for text in texts:
-        place = Path(text)
-        if not 0 < len(text) <= _LONGEST_PATH or "\n" in text or "\0" in text:
-            continue
-        for file in (place, *(place / name for name in TOKENIZER)):
-            if os.path.isfile(file):
-                yield str(file), _content(file)
+    texts = {setting: text for setting, text in _texts(tree, "") if setting.partition(".")[0] not in NOT_READ}
+    found = {name: file for setting, text in texts.items() for name, file in _files(setting, text)}
+    named = [name for setting, file in found.items() if setting.endswith(".pickled") for name in _names_in(file)]
+    targets = {text.partition(":")[0] for text in texts.values() if is_target(text)}
+    return found | {f"{MODULE}{name}": file for name, file in _modules(targets, {*named})}
+
+
+def is_code(name: str) -> bool:
+    """Returns whether a source, by its name, is a program and no data."""
+    return name.startswith(MODULE)
 
 
 def own_code() -> list[tuple[str, bytes]]:
@@ -61,40 +63,51 @@ def own_code() -> list[tuple[str, bytes]]:
     return [(str(path), file.read_bytes()) for path, file in named if path.parts[0] not in WATCHING]
 
 
-def _texts(tree: Any) -> Iterator[str]:
-    if isinstance(tree, Mapping):
-        tree = [*tree.values()]
-    if isinstance(tree, list):
-        for part in tree:
-            yield from _texts(part)
-    elif isinstance(tree, str):
-        yield tree
+def _texts(tree: Any, setting: str) -> Iterator[tuple[str, str]]:
+    """Yields (setting, text) for each text in a config's tree, such as ("data.path", "rows.jsonl")."""
+    if isinstance(tree, str):
+        yield setting, tree
+    parts = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
+    for name, part in parts:
+        yield from _texts(part, f"{setting}.{name}" if setting else str(name))
 
 
-def _content(file: Path) -> bytes:
-    size = file.stat().st_size
-    if size <= WHOLE_BYTES:
-        return file.read_bytes()
-    with file.open("rb") as opened:
-        first = opened.read(END_BYTES)
-        opened.seek(-END_BYTES, os.SEEK_END)
-        return f"{size}\n".encode() + first + opened.read()
+def _files(setting: str, text: str) -> Iterator[tuple[str, Path]]:
+    """Yields (name, file) of the file or directory that a setting names."""
+    place = Path(text)
+    if not 0 < len(text) <= _LONGEST_PATH or "\n" in text or "\0" in text:
+        return
+    if os.path.isfile(place):
+        yield (MODULE if place.suffix == ".py" else "") + setting, place
+    elif os.path.isdir(place) and setting.rpartition(".")[2] in MODELS:
+        for file in sorted(place.iterdir()):
+            if file.name.endswith(READ) and not file.name.startswith("."):
+                yield f"{setting}/{file.name}", file
 
 
-def _modules(targets: set[str]) -> Iterator[tuple[str, bytes]]:
-    """Yields (module, contents) of plug-ins' modules and of what they import, each once."""
+def _names_in(pickled: Path) -> set[str]:
+    """Returns the texts in a pickled function that may name modules which it uses. Nothing is unpickled."""
+    found: set[str] = set()
+    with contextlib.suppress(ValueError):  # whoever unpickles it says what is wrong with it
+        found |= {text for _, text, _ in pickletools.genops(pickled.read_bytes()) if isinstance(text, str)}
+    return {text for text in found if all(part.isidentifier() for part in text.split("."))}
+
+
+def _modules(targets: set[str], others: set[str]) -> Iterator[tuple[str, Path]]:
+    """Yields (module, file) of plug-ins' modules, of `others` that are the user's own, and of what these import, each
+    once."""
     look_here()
     tops = {target.partition(".")[0] for target in targets}
     waiting = [(name, module_file(name)) for name in sorted(targets)]
-    seen = set(targets)
+    waiting += [(name, _own_file(name, tops)) for name in sorted(others - targets)]
+    seen = targets | others
     while waiting:
         name, file = waiting.pop()
-        if file is None or not file.is_file():
+        if file is None or not file.is_file() or PACKAGE in file.parents:
             continue
-        content = file.read_bytes()
-        yield name, content
+        yield name, file
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-        for imported in _imports(content, package) - seen:
+        for imported in _imports(file.read_bytes(), package) - seen:
             seen.add(imported)
             waiting.append((imported, _own_file(imported, tops)))
 
@@ -127,19 +140,26 @@ def _own_file(name: str, tops: set[str]) -> Path | None:
     if top == PACKAGE.name:
         return None
     try:
-        spec = importlib.util.find_spec(top)
-        full = top
+        spec = first = importlib.util.find_spec(top)
         for part in rest:
             if spec is None or spec.submodule_search_locations is None:
                 return None
-            full = f"{full}.{part}"
-            spec = importlib.machinery.PathFinder.find_spec(full, [*spec.submodule_search_locations])
+            # by the last part of its name: a package without __init__.py asks for its parent, which is not imported
+            spec = importlib.machinery.PathFinder.find_spec(part, [*spec.submodule_search_locations])
     except (ImportError, ValueError):
         return None
-    if spec is None or not spec.has_location or spec.origin is None or not spec.origin.endswith(".py"):
+    if first is None or spec is None or not spec.has_location or not (spec.origin or "").endswith(".py"):
         return None
-    installed = {"site-packages", "dist-packages"} & set(Path(spec.origin).parts)
+    origin, [place, *_] = str(spec.origin), first.submodule_search_locations or [str(first.origin)]
+    installed = {"site-packages", "dist-packages"} & set(Path(origin).parts) or top in _installed(Path(place).parent)
     libraries = tuple(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib"))
-    if (installed and top not in tops) or (not installed and spec.origin.startswith(libraries)):
+    if (installed and top not in tops) or (not installed and origin.startswith(libraries)):
         return None
-    return Path(spec.origin)
+    return Path(origin)
+
+
+@functools.cache
+def _installed(folder: Path) -> frozenset[str]:
+    """Returns the top-level names of the packages that pip installed into a folder, such as one of `--target`."""
+    records = [file.read_text(encoding="utf-8").splitlines() for file in folder.glob("*.dist-info/RECORD")]
+    return frozenset(re.split("[/,]", row)[0].removesuffix(".py") for rows in records for row in rows)

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from megatron_rl.data.rows import BadRow, DataError, NotThere, reach, refuse, ro
 from megatron_rl.types import Prompt
 
 MEASURED = 10_000  # most problems of a set whose prompts are measured before a run
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,18 +189,15 @@ class PromptReader:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place in the stream, as plain numbers and text."""
-        place = {"epoch": self._epoch, "position": self._position, "dropped": self.dropped}
-        return place | {"problems": len(self._problems), "digest": self._digest}
+        return {"epoch": self._epoch, "position": self._position, "dropped": self.dropped, "order": self._told_order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved place. Raises DataError when it was saved over other data."""
-        if state["digest"] != self._digest:
-            raise DataError(
-                f"the checkpoint was made over {state['problems']} problems, these are {len(self._problems)}, and "
-                "rows, "
-                "seed or shuffle differ: put the data and run.seed back, or start a new run"
-            )
+        """Goes to a saved place; over other data, or with another seed, to the beginning of the next epoch. Whether a
+        run may go on with other data is decided before (run.inputs)."""
         self._epoch, self._position, self.dropped = state["epoch"], state["position"], state["dropped"]
+        if state["order"] != self._told_order:
+            self._epoch, self._position = self._epoch + 1, 0
+            _log.warning("the data, run.seed or data.shuffle have changed: epoch %d begins with them", self._epoch)
         self._order = self._order_of(self._epoch)
 
     def _tokens(self, problem: Problem) -> list[int]:
@@ -221,11 +220,16 @@ class PromptReader:
         return order
 
     @functools.cached_property
-    def _digest(self) -> str:
-        digest = hashlib.sha256(f"{self._seed} {self._shuffle}".encode())
+    def told(self) -> dict[str, Any]:
+        """Returns the number of problems, and a digest of them."""
+        digest = hashlib.sha256()
         for problem in self._problems:
             digest.update(json.dumps(dict(problem.values), sort_keys=True, default=str).encode())
-        return digest.hexdigest()[:16]
+        return {"rows": len(self._problems), "sha256": digest.hexdigest()}
+
+    @property
+    def _told_order(self) -> str:
+        return f"{self.told['sha256']} {self._seed} {self._shuffle}"
 
 
 def _rows(source: PromptSet) -> Iterator[tuple[str, Any]]:

@@ -23,6 +23,7 @@ from megatron_rl.environments.refusals import check_move, checked_end, checked_m
 from megatron_rl.environments.seats import Seat
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Outcome, Prompt
+from megatron_rl.user_code import told
 
 if TYPE_CHECKING:
     from megatron_rl.environments.base import Environment, EpisodeSettings
@@ -137,7 +138,7 @@ class EpisodesPlay:
             except Exception as error:  # whatever an environment raises is its episode's failure
                 result = error
             except SystemExit as error:  # a library's way to give up; it would end the worker, and nobody would hear
-                result = EnvironmentFailure(f"SystemExit: {error}")
+                result = EnvironmentFailure(told(error))
             self._events.put(("result", number, stamp, result))
 
         self._workers.do(work)
@@ -295,6 +296,7 @@ class EpisodesPlay:
             answers=over.answers,
             outcome=over.outcome,
             why=over.why,
+            trace=over.trace,
             turns=sum(seat.answers for seat in seats),
             tool_calls=running.calls,
             cuts=sum(seat.cuts for seat in seats),

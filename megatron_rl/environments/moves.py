@@ -97,6 +97,7 @@ class Over:
     answers: Mapping[str, str] = field(default_factory=dict)  # by seat: a text for the run's reward function to grade
     outcome: Outcome = Outcome.SCORE  # TIMEOUT, ERROR: the samples of all seats are dropped
     why: str = ""  # of another outcome than SCORE
+    trace: str = ""  # the traceback, where the environment raised
     payload: Mapping[str, Any] = field(default_factory=dict)  # JSON values that are kept with every seat's sample
 
 
@@ -113,6 +114,7 @@ class Episode:
     answers: Mapping[str, str] = field(default_factory=dict)  # by seat: what is still to be graded, see Over
     outcome: Outcome = Outcome.SCORE
     why: str = ""  # of another outcome
+    trace: str = ""  # the traceback, where the environment raised
     turns: int = 0  # answers of all seats
     tool_calls: int = 0
     cuts: int = 0  # of transcripts whose template renders the past in another way once a turn follows

@@ -13,6 +13,7 @@ from megatron_rl.chat import QUOTED
 from megatron_rl.config.base import ConfigError
 from megatron_rl.environments.moves import SEAT, EnvironmentFailure, Episode, Move, Over, Tool
 from megatron_rl.types import Outcome
+from megatron_rl.user_code import place_of, traceback_of
 
 MESSAGE = '{"role": "user", "content": "..."}'  # as refusals show a message
 SHOWN = 500  # characters of a failure's reason
@@ -97,12 +98,13 @@ def checked_end(over: Over, seats: Mapping[str, int]) -> Over:
 
 def failed(error: Exception, before: str = "") -> Over:
     """Returns the end of an episode in which something raised. The reason is cut where it is long, and has `before` in
-    front."""
+    front and the place in the environment's code behind."""
+    place = place_of(error)
     try:
-        why = f"{before}{type(error).__name__}: {error}"
+        why, trace = f"{before}{type(error).__name__}: {error}", traceback_of(error)
     except Exception:  # its own text raises, too
-        why = f"{before}{type(error).__name__}"
-    return Over(outcome=Outcome.ERROR, why=why[:SHOWN])
+        why, trace = f"{before}{type(error).__name__}", ""
+    return Over(outcome=Outcome.ERROR, why=why[:SHOWN] + (f" ({place})" if place else ""), trace=trace)
 
 
 def refused(error: EnvironmentFailure) -> Over:

@@ -51,6 +51,7 @@ class Status:
     engines: Sequence[tuple[Listing, bool]]  # each with whether it lives
     jobs: Sequence[slurm.Queued]
     state: str  # finished, stopped, running, waiting for nodes, or why it is not known
+    failed: str | None = None  # why the last start failed
     damage: Sequence[str] = ()  # sentences about files that could not be read
     answered: str | None = None  # how far SFT data or evaluations are, which have no turns; None for a run
 
@@ -73,7 +74,8 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued
     record = RunRecord(directory)
     rows = [row for row in record.metrics() if row.scope != "gate"]
     turns = [row for row in rows if row.scope != "eval"]
-    planned, trouble = record.summary().get("planned"), ""
+    summary, trouble = record.summary(), ""
+    planned, failed = summary.get("planned"), summary.get("failed")
     try:
         jobs = slurm.queue(jobs_of(directory)) if jobs is None else jobs
     except slurm.SlurmError as error:  # slurmctld is busy; the directory still tells most
@@ -91,6 +93,7 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued
         engines=_engines(directory, look_s),
         jobs=jobs,
         state=state,
+        failed=failed if isinstance(failed, str) else None,
         damage=record.damage,
         answered=_answered(directory),
     )
@@ -101,6 +104,8 @@ def show(status: Status, console: Console) -> None:
     planned = "" if status.planned is None else f" of {status.planned}"
     turns = f"{status.turns}{planned} turns, {status.saved} saved{_rates(status)}"
     console.print(f"[bold]{escape(str(status.directory))}[/]: {escape(f'{status.state}; {status.answered or turns}')}")
+    if status.failed:
+        console.print(f"[red]its last start failed[/]: {escape(status.failed)}")
     for sentence in status.damage:
         console.print(f"[red]damaged[/]: {escape(sentence)}")
     if status.jobs:

@@ -97,7 +97,7 @@ class OverEpisodes(EpisodeSettings):
             episodes = self._maker.play(table, tasks, [seed for seed in seeds for _ in range(each)], samplings, self)
         check_seats(episodes, self._seats)
         episodes = [with_rewards(one, self.rewards, self._rewarded, OUTCOME) for one in episodes]
-        ended = [Graded(one.outcome, detail=one.why) for one in episodes]
+        ended = [Graded(one.outcome, detail=one.why, trace=one.trace) for one in episodes]
         check_failures(ended, table.max_failure_share, what="episodes", cure=CURE)
         scores = _grade(table, episodes)
         rollouts = []

@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.user_code import told, traceback_of
+
 Item = tuple[str, Mapping[str, Any]]  # a response and its problem's payload
 PROMPTS, COMPLETIONS = "prompts", "completions"  # parameters of a function that grades batches
 UNKNOWN = ("completion_ids", "completions_ids", "prompt_ids", "trainer_state")  # TRL has them; texts alone come here
 RESERVED = ("outcome", "trained")  # rewards that recipes name so
 REWARD = "reward"  # the key of a function's result that is its reward; other keys are figures
+GIVEN_UP = (Exception, SystemExit, KeyboardInterrupt)  # whatever user code raises; sys.exit ends its grading alone
 _OWN = ("messages", "prompt")  # of a payload: no columns of their own
 
 
@@ -36,6 +39,7 @@ class Result:
     score: float | None
     figures: Mapping[str, float] = field(default_factory=dict)
     why: str = ""
+    trace: str = ""  # the traceback, where the function raised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +61,8 @@ class Function:
             raise ValueError(f"functions: {self.name or 'one of them'} needs either a target or a pickled file")
         try:
             found = _imported(where) if self.pickled is None else pickle.loads(Path(where).read_bytes())
-        except Exception as error:  # the border to user code: whatever an import or an unpickling raises is told
-            raise ValueError(f"the reward {where!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        except GIVEN_UP as error:  # the border to user code: whatever an import or an unpickling raises is told
+            raise ValueError(f"the reward {where!r} cannot be loaded: {told(error)}") from error
         if not callable(found):
             raise ValueError(f"the reward {where!r} is a {type(found).__name__}, not a function")
         return functools.partial(found, **self.args) if self.args else found
@@ -202,7 +206,7 @@ class Grader:
                 return await call()
             except MemoryError:
                 raise
-            except Exception as error:  # the border to user rewards
+            except GIVEN_UP as error:  # the border to user rewards
                 return error
 
         async def values(one: CalledFunction) -> Any:
@@ -223,8 +227,8 @@ class Grader:
         """Adds up what the functions returned for one item; a function that returned None has no part in it."""
         total, parts, figures = 0.0, 0, {}
         for one, value in zip(self._functions, row, strict=True):
-            if isinstance(value, Exception):
-                return Result(None, why=f"{type(value).__name__}: {str(value)[:500]}")
+            if isinstance(value, BaseException):
+                return Result(None, why=told(value), trace=traceback_of(value))
             try:
                 score, own = read_result(value, bounds=self._bounds)
             except ValueError as error:
@@ -323,14 +327,14 @@ def _attempt(call: Callable[..., Any], *arguments: Any) -> Any:
         return call(*arguments)
     except MemoryError:
         raise
-    except Exception as error:  # the border to user rewards
+    except GIVEN_UP as error:  # the border to user rewards
         return error
 
 
 def _listed(one: CalledFunction, value: Any, count: int) -> list[Any]:
     """Returns the [B] results of a batch; the error for each item where it is no list of B. Raises BatchFailed where
     the function raised on several items."""
-    if isinstance(value, Exception):
+    if isinstance(value, BaseException):
         if count > 1:
             raise BatchFailed(one.name) from value
         return [value]

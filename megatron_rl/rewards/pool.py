@@ -26,6 +26,7 @@ from megatron_rl.rewards import keeper
 from megatron_rl.rewards.worker import APART, HEADER, TOGETHER, frame
 from megatron_rl.types import Outcome
 
+FIRST = 8  # gradings of a call, spread over it, that are waited for before the others begin
 CHUNK = 16  # most gradings that a worker holds at once
 START_TIMEOUT_S = 120.0  # seconds to import the reward's module
 START_TRIES = 4  # of workers in a row that cannot be started, though others were
@@ -60,6 +61,7 @@ class Graded:
     excused: bool = False
     half: float = 0.5  # the middle of reward.range
     figures: Mapping[str, float] = field(default_factory=dict)  # further numbers that the reward told, by name
+    trace: str = ""  # the traceback, where the reward raised
 
     @property
     def right(self) -> bool:
@@ -81,6 +83,7 @@ class _Worker:
     apart: bool = False  # the function raised on the batch that it holds
     ended: str = ""  # why nothing more comes from the worker
     refusal: str = ""  # why the worker cannot use the function
+    trace: str = ""  # of that refusal
 
     @property
     def busy(self) -> bool:
@@ -136,8 +139,22 @@ class GradePool:
 
         A model may write what no reward can grade in time. Where a grading was cut off, the reward is tried with the
         problem's own answer: when it grades that well, the text is to blame, and `reward.cut_off` says what becomes
-        of it. Raises RewardFailure when the function cannot be imported.
+        of it. Raises RewardFailure when the function cannot be imported, and when each of the FIRST gradings is cut off
+        and speaks against it: thousands of time-outs, or of workers that end, would last for hours.
         """
+        count = len(responses)
+        first = range(0, count, -(-count // FIRST)) if count > FIRST and self.reward.max_failure_share < 1 else range(0)
+        tried = self._settled([responses[i] for i in first], [payloads[i] for i in first])
+        if tried and all(one.cut_off and not one.excused for one in tried):
+            check_failures(tried, 0.0, what="gradings, which were tried before the others,")
+        found = dict(zip(first, tried, strict=True))
+        rest = [i for i in range(count) if i not in found]
+        others = self._settled([responses[i] for i in rest], [payloads[i] for i in rest])
+        found |= zip(rest, others, strict=True)
+        return [found[i] for i in range(count)]
+
+    def _settled(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
+        """Grades [B] responses, and settles what becomes of those whose grading was cut off."""
         graded = self._grade(responses, payloads)
         if not any(one.cut_off for one in graded):
             return graded
@@ -268,19 +285,20 @@ class GradePool:
             if worker.ready:
                 self._proven, self._failed_starts = True, 0
             else:
-                worker.refusal = worker.ended = str(answer)
+                worker.refusal, worker.trace = answer
+                worker.ended = worker.refusal
             return
         if answer == APART:
             worker.apart = True
             return
-        serial, score, detail, seconds, exhausted, figures = answer
+        serial, score, detail, seconds, exhausted, figures, trace = answer
         if not worker.held or serial != self._items_before + worker.held[0]:
             raise ValueError(f"an answer to item {serial}, which the worker does not hold")
         if score is not None:
             self._least = min(self._least, score)
         results[worker.held.popleft()] = Graded(
             Outcome.ERROR if score is None else Outcome.SCORE, score or 0.0, detail, seconds, cut_off=exhausted,
-            half=self.reward.half, figures=figures,
+            half=self.reward.half, figures=figures, trace=trace,
         )  # fmt: skip
         if exhausted:
             worker.ended = EXHAUSTED
@@ -326,7 +344,7 @@ class GradePool:
             status = worker.process.returncode
             killed = ended == "ended" and status == -signal.SIGKILL  # by somebody else, which says nothing about it
             if not worker.ready and self._gives_up(killed=killed):
-                raise RewardFailure(self._why_not(worker, status))
+                raise _failure(self._why_not(worker, status), worker.trace)
             if worker.together and len(worker.held) > 1:
                 self._alone.update(worker.held)
             elif worker.held and killed and worker.held[0] not in self._again:
@@ -383,10 +401,19 @@ def check_failures(
     if len(failed) <= max(forgiven, max_share * len(graded)):
         return
     late = sum(g.outcome is Outcome.TIMEOUT for g in failed)
-    raise RewardFailure(
+    raise _failure(
         f"{len(failed)} of {len(graded)} {what} failed ({late} time-outs, {len(failed) - late} errors), more than "
-        f"reward.max_failure_share = {max_share}; the first: {failed[0].detail}. {cure}"
+        f"reward.max_failure_share = {max_share}; the first: {failed[0].detail}. {cure}",
+        failed[0].trace,
     )
+
+
+def _failure(message: str, trace: str) -> RewardFailure:
+    """Returns an error that shows the traceback of the user's code below its own."""
+    error = RewardFailure(message)
+    if trace:
+        error.add_note(trace)
+    return error
 
 
 def _frames(buffer: bytearray) -> list[bytes]:

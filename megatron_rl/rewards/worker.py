@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # else `_find` imports it, once `main` knows where to look
     from megatron_rl.rewards.functions import Grader
 
 from megatron_rl import processes
+from megatron_rl.user_code import told, traceback_of
 
 HEADER = struct.Struct("<I")  # a frame's length
 TOGETHER = "together"  # instead of null: a function grades batches, which can fail as a whole only
@@ -38,6 +39,7 @@ class Answer:
     seconds: float
     exhausted: bool = False  # the process ran out of memory and must not be used again
     figures: dict[str, float] = field(default_factory=dict)  # further numbers that the reward told, by name
+    trace: str = ""  # the traceback, where the reward raised
 
 
 def frame(data: bytes) -> bytes:
@@ -49,8 +51,8 @@ def main(keeper: int | None) -> None:
     """Reads pickled frames from standard input and writes JSON frames to standard output.
 
     In: (target, args, memory_mib, (least score, greatest score), sys.path), then batches, lists of items. Out: null,
-    TOGETHER or why the target cannot be used, then [serial, score or null, detail, seconds, exhausted, figures] for
-    each item, or APART for a batch.
+    TOGETHER or [why the target cannot be used, traceback], then [serial, score or null, detail, seconds, exhausted,
+    figures, traceback] for each item, or APART for a batch.
 
     `keeper` is the process that started this one. With one, what a grading started and what then left this process, by
     a session of its own or by its parent's end, is gone before the answer is given.
@@ -65,8 +67,8 @@ def main(keeper: int | None) -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     found = _find(target, args, bounds)
     _limit_memory(memory_mib)
-    _write(answers, found if isinstance(found, str) else TOGETHER if found.together else None)
-    while not isinstance(found, str) and (data := _read(requests)):
+    _write(answers, found if isinstance(found, list) else TOGETHER if found.together else None)
+    while not isinstance(found, list) and (data := _read(requests)):
         for serial, answer in _grade(found, pickle.loads(data), memory_mib):
             if os.getpid() != own:
                 os._exit(1)  # the function forked and came back twice
@@ -75,7 +77,8 @@ def main(keeper: int | None) -> None:
             if answer is None:
                 _write(answers, APART)
                 break
-            _write(answers, [serial, answer.score, answer.detail, answer.seconds, answer.exhausted, answer.figures])
+            told = [answer.score, answer.detail, answer.seconds, answer.exhausted, answer.figures, answer.trace]
+            _write(answers, [serial, *told])
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -119,12 +122,12 @@ def _write(stream: BinaryIO, value: Any) -> None:
     stream.flush()
 
 
-def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Grader | str:
-    """Returns what grades with the target, or why it cannot be used.
+def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Grader | list[str]:
+    """Returns what grades with the target, or why it cannot be used and the traceback.
 
     This is a border to user code: whatever its import raises is reported.
     """
-    from megatron_rl.rewards.functions import CalledFunction, Grader, RewardFunctions
+    from megatron_rl.rewards.functions import GIVEN_UP, CalledFunction, Grader, RewardFunctions
 
     module, _, name = target.partition(":")
     try:
@@ -135,10 +138,10 @@ def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Gra
             found.grader.limits = None if bounds == (0.0, 1.0) else bounds  # what is set by default is nobody's wish
             return found.grader
         if not callable(found):
-            return f"it is a {type(found).__name__}, not a function"
+            return [f"it is a {type(found).__name__}, not a function", ""]
         return Grader([CalledFunction.of(functools.partial(found, **args) if args else found)], bounds=bounds)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    except GIVEN_UP as error:
+        return [told(error), traceback_of(error)]
 
 
 def _grade(
@@ -163,4 +166,4 @@ def _grade(
             yield serial, Answer(None, detail, time.perf_counter() - start, exhausted=True)
             return
         seconds = time.perf_counter() - start
-        yield serial, Answer(result.score, result.why, seconds, figures=dict(result.figures))
+        yield serial, Answer(result.score, result.why, seconds, figures=dict(result.figures), trace=result.trace)

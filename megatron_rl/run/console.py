@@ -38,7 +38,6 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 ROLE, SMOOTH, SECONDS = "role", "smooth", "s"  # further columns of the live table
 NOTES = ("eval", "gate")  # scopes whose rows are not turns
-QUIET_S = 0.25  # least seconds between two plain lines on the screen; the log file has all lines
 SMOOTHING = 0.9  # weight of the past in the running mean
 RECENT = 10  # turns that the time to go is judged by
 NARROW = 80  # columns that the table fits in, whatever the terminal has
@@ -73,7 +72,6 @@ class RunConsole:
         self._scopes: dict[str, _Scope] = {}
         self._evaluations: list[MetricsRow] = []  # the first and the last
         self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)  # (turns done, time) at the ends of turns
-        self._printed = 0.0  # time (time.monotonic) of the last plain line of a turn
         self._handler: logging.Handler | None = None
         self._file: TextIO | None = None
         self._live: Live | None = None
@@ -115,11 +113,11 @@ class RunConsole:
         if self._live is not None:
             self._live.update(self._render())
             return
-        now = time.monotonic()
-        due = row.turn + 1 == self._total or now - self._printed >= QUIET_S
-        if row.scope in NOTES or due:
-            self._printed = self._printed if row.scope in NOTES else now
-            self._rich.print(line(row, self._total), markup=False, highlight=False)
+        self._rich.print(line(row, self._total), markup=False, highlight=False)
+
+    def note(self, text: str) -> None:
+        """Writes plain text into the log file alone."""
+        self._to_file(text)
 
     def message(self, text: str) -> None:
         """Prints plain text above the table and into the log file."""

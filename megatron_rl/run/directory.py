@@ -167,7 +167,8 @@ def _set_aside(run: Path) -> Path:
     jobs stay where they are: this start writes to them already."""
     place = run / f"former.{len(list(run.glob('former.*'))) + 1}"
     place.mkdir()
-    for name in ("metrics.jsonl", "refits.jsonl", "summary.json", "rollouts", "checkpoints", f"logs/{WANDB_ID}"):
+    written = ("metrics.jsonl", "refits.jsonl", "summary.json", "inputs.json", "rollouts", "checkpoints")
+    for name in (*written, f"logs/{WANDB_ID}"):
         if (run / name).exists():
             os.rename(run / name, place / Path(name).name)
     os.rename(run / "config.yaml", place / "config.yaml")  # the last one: where this was cut, it is done again

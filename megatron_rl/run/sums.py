@@ -13,12 +13,34 @@ from megatron_rl.run.disk import write_text
 
 SUMS = "SHA256SUMS"  # beside a model's weights, as coreutils' sha256sum writes and checks it
 THREADS = 4  # that read files at once
+WHOLE_BYTES = 64 << 20  # files up to this size are read whole for a quick digest
+_SAMPLES, _SAMPLE_BYTES = 256, 1 << 16  # of a larger file
 
 
 def digest(file: Path) -> str:
     """Returns the SHA-256 of a file's contents."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def quick_digest(file: Path) -> str:
+    """Returns the SHA-256 of a file of up to 64 MiB, and of a larger file's size and samples: 64 KiB at 256 places, its
+    beginning and end among them.
+
+    A start must not read terabytes. Of a model of 671 billion parameters in 163 files this reads 2.6 GB, in seconds;
+    the safetensors headers are among the samples. It tells another model, another training of the same one, and any
+    change of a tensor that is as long as the gap between two samples (17 MiB in a file of 4.3 GB); a smaller edit in
+    between is not seen. Times of files do not count, as copies change them. Checksums (SHA256SUMS) see every bit.
+    """
+    size = file.stat().st_size
+    if size <= WHOLE_BYTES:
+        return digest(file)
+    found = hashlib.sha256(f"{size}\n".encode())
+    with file.open("rb") as opened:
+        for sample in range(_SAMPLES):
+            opened.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+            found.update(opened.read(_SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, str]:

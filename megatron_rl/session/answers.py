@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import GenerateConfig
+from megatron_rl.config.sources import is_code
 from megatron_rl.run.checkpoint import read_json, write_json
 
 PARTS = "parts"  # the directory of the answers that are written, until all are
@@ -24,15 +26,21 @@ _BY_PROMPT = ("data", "template", "chat", "max_prompt_tokens")
 _AFTERWARDS = ("validation_share", "keep_cut", "reward")
 
 
-def parts_digest(config: GenerateConfig, prompts: Iterable[Sequence[int]], chunk: int) -> str:
-    """Returns the digest of the answers to these prompts. `chunk`: how many are drawn with one seed."""
+def parts_digest(
+    config: GenerateConfig, inputs: Mapping[str, Any], prompts: Iterable[Sequence[int]], chunk: int
+) -> str:
+    """Returns the digest of the answers to these prompts. `inputs`: all that is read (run.inputs), of which the model
+    decides the answers. `chunk`: how many are drawn with one seed."""
     told = _settings(config, without=(*_ELSEWHERE, *_BY_PROMPT, *_AFTERWARDS))
-    return _digest([told, chunk, *([*map(int, prompt)] for prompt in prompts)])
+    model = {name: own for name, own in inputs.items() if re.match(r"model\b", name)}
+    return _digest([told, model, chunk, *([*map(int, prompt)] for prompt in prompts)])
 
 
-def problems_digest(config: GenerateConfig, prompts: Iterable[Sequence[int]], values: Iterable[Any], chunk: int) -> str:
-    """Returns the digest of the answers and of what is written beside them: `values`, each problem's fields."""
-    return _digest([parts_digest(config, prompts, chunk), *values])
+def problems_digest(config: GenerateConfig, inputs: Mapping[str, Any], values: Iterable[Any], parts: str) -> str:
+    """Returns the digest of the answers and of what is written beside them. `inputs`: all that is read; `values`: each
+    problem's fields; `parts`: the digest of the parts."""
+    code = {name: own for name, own in inputs.items() if is_code(name)}
+    return _digest([parts, code, *values])
 
 
 def mark_finished(config: GenerateConfig, problems: str, files: Sequence[str]) -> None:

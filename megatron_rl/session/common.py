@@ -32,9 +32,10 @@ from megatron_rl.cluster.meeting import meet
 from megatron_rl.cluster.watchdog import Watchdog
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
+from megatron_rl.config.base import without_passwords
 from megatron_rl.conversion.target import copy_side_files
 from megatron_rl.engines.base import Sampling
-from megatron_rl.run import lines, sums
+from megatron_rl.run import inputs, lines, sums
 from megatron_rl.run.checkpoint import (
     STATE,
     Checkpoint,
@@ -47,15 +48,18 @@ from megatron_rl.run.checkpoint import (
 from megatron_rl.run.console import RunConsole
 from megatron_rl.run.directory import RunDirectory, only_one, open_run
 from megatron_rl.run.disk import push_tree
+from megatron_rl.run.inputs import InputRecord
 from megatron_rl.run.metrics import Sample, Stopwatch, Tracker
 from megatron_rl.run.record import RunRecord
 from megatron_rl.run.sinks import configured_sinks
 from megatron_rl.session.damage import refuse_damaged_models
 from megatron_rl.session.launch import Place, run_directory
+from megatron_rl.user_code import told, traceback_of
 from megatron_rl.weights import hf
 from megatron_rl.world import DriverError, TorchWorld
 
 TIMEOUT = timedelta(hours=2)  # of one collective: a slow reward on the driver is not a dead rank
+CHANGED = "changed since the newest checkpoint, and used from here on:"
 MEET = timedelta(minutes=10)  # for all ranks to start
 
 
@@ -76,6 +80,7 @@ class Driver:
     checkpoints: Checkpoints
     resumed: Path | None  # the checkpoint to go on from
     resumed_number: int  # turns done in it
+    record: InputRecord  # of what the run reads, on rank 0
     finished: bool  # all turns were done before, and the end was written
     watch: Stopwatch
     leave: Leave  # asked on rank 0
@@ -86,6 +91,15 @@ class Driver:
         times = self.watch.take()
         if self.tracker is not None:
             self.tracker.log(step, scope, {**metrics, **times}, turn=turn)
+
+    def compare(self, config: Any, rows: Mapping[str, Mapping[str, Any]]) -> None:
+        """Compares with the record what is known once data are read, and says what has changed. The driver calls it.
+
+        `rows`: path, rows and sha256 of each data set, by name. Raises RunError for data, and models of the hub, that
+        the run did not begin with.
+        """
+        for change in self.record.compare(inputs.LATER, {**inputs.read_revisions(config), **rows}):
+            self.say(f"{CHANGED} {change}")
 
     def refitted(self, figures: Mapping[str, Any]) -> None:
         """A line in refits.jsonl: what moved, how long it took, and how long the link needs for as many bytes. Not part
@@ -203,7 +217,11 @@ def _opened(
     done = newest.number if newest else 0
     finished = world.from_driver(lambda: done == total_turns and bool(directory.read_summary().get("finished")))
     watch, leave = Stopwatch(watchdog.beat), Leave(directory.path, place.job, lambda text: driver.say(text))
-    driver = Driver(directory, checkpoints, newest.path if newest else None, done, finished, watch, leave)
+    record = InputRecord(
+        directory.path / inputs.FILE, done=f"{done} turns" if done else None, accept=config.run.resume == "must"
+    )
+    changes = world.from_driver(lambda: record.compare(inputs.FILES, inputs.read_files(config)))
+    driver = Driver(directory, checkpoints, newest.path if newest else None, done, record, finished, watch, leave)
     if world.rank != 0:
         yield driver
         return
@@ -211,6 +229,8 @@ def _opened(
         sinks = [console, *configured_sinks(config, directory.logs, first_turn=done, say=console.message)]
         with Tracker(directory.metrics, sinks) as tracker:
             driver.tracker, driver.console = tracker, console
+            for change in changes:
+                console.message(f"{CHANGED} {change}")
             if finished:
                 console.message(f"{directory.path} is finished: all {done} turns are done")
                 yield driver
@@ -219,9 +239,27 @@ def _opened(
             if newest is not None:
                 console.message(f"going on from {driver.resumed} ({done} turns done)")
             try:
-                yield driver
+                with _noting_failure(directory, console):
+                    yield driver
             finally:
                 leave.done()
+
+
+@contextlib.contextmanager
+def _noting_failure(directory: RunDirectory, console: RunConsole) -> Iterator[None]:
+    """Writes why the block ended with an error: the reason to summary.json, as `failed`, which `megatron-rl status`
+    shows, and the whole traceback to driver.log. Raises RuntimeError for a SystemExit, which only code of a user raises
+    there: it would end the run with a status of its own, or with that of success."""
+    directory.update_summary({"failed": None})
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # a full disk may be why
+            directory.update_summary({"failed": without_passwords(told(error))})
+            console.note(without_passwords(traceback_of(error)))
+        if isinstance(error, SystemExit):
+            raise RuntimeError(told(error)) from error
+        raise
 
 
 def _newest(world: TorchWorld, checkpoints: Checkpoints) -> Checkpoint | None:

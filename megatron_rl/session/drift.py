@@ -186,7 +186,7 @@ def _run(config: TrainConfig, world: TorchWorld, place: Place, recipe: Recipe, u
     with contextlib.ExitStack() as stack:
         driver = stack.enter_context(open_driver(config, world, place, total_turns=None))
         tokenizers = {n: tokenizer_of(role.model) for n, role in config.roles.items()}
-        readers, _ = parts.prompts(config, recipe, tokenizers)
+        readers, _, _ = parts.prompts(config, recipe, tokenizers)
         policies = parts.policies(config, recipe)
         quiet = replace(driver, tracker=None)  # the run's refits.jsonl is not ours
         fleet = open_fleet(config, world, tokenizers, policies, quiet, stack)

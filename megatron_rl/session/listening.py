@@ -39,9 +39,9 @@ class Listener:
         """Tells that `turn` turns are done."""
         self._ask({"event": "turn", "turn": turn})
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException, why: str) -> None:
         """Tells why the run ended."""
-        self._ask({"event": "error", "type": type(error).__name__, "message": str(error)})
+        self._ask({"event": "error", "type": type(error).__name__, "message": why})
 
     def _ask(self, event: Mapping[str, Any]) -> None:
         """Sends an event, and takes from the answer whether the run is to stop."""

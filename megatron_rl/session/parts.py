@@ -27,9 +27,9 @@ from megatron_rl.vocabulary import vocabulary_of
 
 def prompts(
     config: TrainConfig, recipe: Recipe, tokenizers: Mapping[str, Any]
-) -> tuple[dict[str, PromptReader], list[Prompt]]:
-    """A reader for every role's turns (one and the same where a role has no data of its own), and the held-out
-    prompts.
+) -> tuple[dict[str, PromptReader], list[Prompt], dict[str, dict[str, Any]]]:
+    """A reader for every role's turns (one and the same where a role has no data of its own), the held-out prompts, and
+    path, rows and sha256 of each data set by its setting.
 
     Raises what training.prompts.read_sets and readers_of raise.
     """
@@ -42,7 +42,9 @@ def prompts(
     problems = read_sets(sets, recipe, tokenizer, held_out=HELD_OUT, vocabulary=vocabulary)
     readers = readers_of(config, recipe, tokenizer, sets, problems)
     held_out = readers[HELD_OUT].once(config.evaluation.num_prompts) if HELD_OUT in readers else []
-    return {name: readers.get(f"roles.{name}.data", readers["data"]) for name in config.roles}, held_out
+    by_role = {name: readers.get(f"roles.{name}.data", readers["data"]) for name in config.roles}
+    told = {name: {"path": source.path, **readers[name].told} for name, source in sets.items()}
+    return by_role, held_out, {f"rows of {name}": own for name, own in told.items()}
 
 
 def policies(config: TrainConfig, recipe: Recipe) -> dict[str, MegatronPolicy]:

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_rl.chat import tokenizer_of
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
@@ -28,6 +26,7 @@ from megatron_rl.rewards.pool import Graded, GradePool
 from megatron_rl.run.checkpoint import STATE, read_json
 from megatron_rl.run.console import before_after
 from megatron_rl.run.directory import Interrupts
+from megatron_rl.run.inputs import Input
 from megatron_rl.run.lines import DiskError
 from megatron_rl.run.metrics import Sample, Stopwatch
 from megatron_rl.session import parts
@@ -87,7 +86,7 @@ def _run(
             pool.start()  # its workers import the reward while models are read
         for line in config_checks.explain_recipe(config, recipe, place.world_size):
             driver.say(line)
-        models = _open_models(config, recipe, driver)
+        models = _open_models(config, recipe, driver, world)
         progress = _restore(driver, config, recipe, models, world)
         leave = lambda: interrupts.requested or driver.leave.asked()  # noqa: E731
         driver.say(f"opening the engines ({config.engine.kind}) of {', '.join(config.engine_roles)}")
@@ -129,10 +128,11 @@ def _run(
     return 0 if whole else 130
 
 
-def _open_models(config: TrainConfig, recipe: Recipe, driver: Driver) -> _Models:
+def _open_models(config: TrainConfig, recipe: Recipe, driver: Driver, world: TorchWorld) -> _Models:
     driver.say(f"reading tokenizers and data: {config.data.path}")
     tokenizers = {n: tokenizer_of(role.model) for n, role in config.roles.items()}
-    readers, held_out = parts.prompts(config, recipe, tokenizers)
+    readers, held_out, rows = parts.prompts(config, recipe, tokenizers)
+    world.from_driver(driver.compare, config, rows)
     driver.say(f"reading models: {', '.join(n for n, role in config.roles.items() if role.has_policy)}")
     return _Models(
         tokenizers=tokenizers, readers=readers, held_out=held_out, policies=parts.policies(config, recipe)
@@ -247,8 +247,9 @@ def _store(
     Turns that were played under other settings or by other code are not taken from it, nor any turn where the run is
     to be `fresh`: all that is not of the machine counts, and the form of the file.
     """
+    own = _fingerprint(config, driver.record.inputs)
     store = TurnStore(
-        driver.directory.path / ROLLOUTS, _fingerprint(config), keep_every=config.run.save_rollouts_every,
+        driver.directory.path / ROLLOUTS, own, keep_every=config.run.save_rollouts_every,
         decode=lambda role, tokens: decode(models.tokenizers[role], tokens),
     )  # fmt: skip
     left = store.clean(progress.number, fresh=fresh)
@@ -265,16 +266,15 @@ def _store(
     return store
 
 
-def _fingerprint(config: TrainConfig) -> str:
+def _fingerprint(config: TrainConfig, inputs: Mapping[str, Input]) -> str:
     """Returns a text that stands for what rollouts may depend on: the settings but those of the machine and of how
-    often is saved, and the contents of the files that they name, and of this package.
+    often is saved, the `inputs` that the run reads, and this package's code.
     """
     free = {"steps": None, "keep": 1, "save_every": 0, "async_save": False, "save_rollouts_every": 0, "resume": "auto"}
     run_settings = dataclasses.replace(config.run, **free, hang_after_s=0.0)
     roles = {name: dataclasses.replace(role, mean_tokens=MeanTokens()) for name, role in config.roles.items()}
     plain = dataclasses.replace(config, roles=roles, launch=Launch(), sinks=Sinks(), job=JobConfig(), run=run_settings)
-    settings = config_files.dump(plain)
-    return fingerprint(f"{settings}\n{sources.digest(yaml.safe_load(settings))}")
+    return fingerprint(f"{config_files.dump(plain)}\n{sorted(map(repr, inputs.items()))}\n{sources.own_code()}")
 
 
 def _one_at_a_time(grade: Grade) -> Grade:

@@ -32,6 +32,7 @@ from megatron_rl.models.adapters import (
 from megatron_rl.models.cuts import ByColumns, ByRows, Cut, Held, Source, Whole
 from megatron_rl.models.rows import HF_LAYER, MEGATRON_LAYER
 from megatron_rl.models.sizes import Sizes
+from megatron_rl.run.sums import quick_digest
 from megatron_rl.weights import headers, hf
 from megatron_rl.weights.copies import all_finite, blocks
 from megatron_rl.weights.rectangles import Shard
@@ -43,7 +44,6 @@ PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}  # this package's names of A an
 _PREFIX = "base_model.model."  # what peft puts before the names of the model's modules
 _NAME = re.compile(rf"decoder\.layers\.(\d+)\.{_MODULE}\.(\w+)\.(lora_[ab])")
 _MATRIX = re.compile(r".*?(\w+)\.lora_[AB]\.weight")  # peft's tensor -> the name of its matrix
-_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of each file, for the digest of a base
 
 
 def parameter_name(layer: int, projection: str, part: str) -> str:
@@ -173,20 +173,11 @@ def base_of(directory: Path) -> Path:
 
 
 def base_digest(path: str | Path) -> str:
-    """Returns a digest of a model's weights files: of names and sizes, and of samples of each, headers among them.
-
-    It tells another model, and another training of the same one. It does not replace checksums (SHA256SUMS): a model of
-    hundreds of gigabytes is read in a second.
-    """
+    """Returns a digest of a model's weights files: of their names and quick digests (run.sums)."""
     directory, found = hf.local_directory(path), hashlib.sha256()
     # config.json itself is left out: tools rewrite it (dtype, version of transformers) beside the same weights
     for file in sorted({stored.file for stored in headers.read_directory(directory).values()}):
-        size = file.stat().st_size
-        found.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as opened:
-            for sample in range(_SAMPLES):
-                opened.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-                found.update(opened.read(_SAMPLE_BYTES))
+        found.update(f"{file.name} {quick_digest(file)}\n".encode())
     return found.hexdigest()
 
 

@@ -30,6 +30,7 @@ from megatron_rl.evaluation.solve import Solver
 from megatron_rl.evaluation.text_scores import Texts
 from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.main import main
+from megatron_rl.run.inputs import read_files
 from megatron_rl.session.launch import Place
 from megatron_rl.types import Stop
 from megatron_rl.vocabulary import check_vocabularies
@@ -129,7 +130,8 @@ def test_what_was_killed_goes_on_and_ends_the_same(models, data, capsys, monkeyp
     out = data.parent / "out"
     whole, figures = (out / "eval.jsonl").read_bytes(), json.loads((out / "eval.json").read_text())
     # A kill leaves some problems behind, and a last line that was cut in half.
-    digest = evaluate._digest(config, [evaluate._task(config, TOKENIZER, source) for source in read_sets(config)])
+    tasks = [evaluate._task(config, TOKENIZER, source) for source in read_sets(config)]
+    digest = evaluate._digest(config, tasks, read_files(config))
     partial = Samples(out / "eval.jsonl", digest)
     rows = read_samples(out / "eval.jsonl")
     partial.add([rows[i : i + 2] for i in range(0, 14, 2)])

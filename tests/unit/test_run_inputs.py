@@ -1,0 +1,163 @@
+"""What a run reads is remembered by digest: other content behind an unchanged path is refused or told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import make_model
+from toys import characters
+
+from megatron_rl.api.inputs import reward_settings
+from megatron_rl.config import schema as configs
+from megatron_rl.config.sources import sources
+from megatron_rl.run import inputs, sums
+from megatron_rl.run.directory import RunError
+from megatron_rl.run.inputs import InputRecord, read_files
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A directory, in which the test stands, with a model and files of each kind that a run reads."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "model", "qwen2")
+    characters().save_pretrained(tmp_path / "model")
+    for name in ("rows.jsonl", "held.jsonl", "own.jinja", "corpus.jsonl", "prompt.txt", "space/deep/helper.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\n")
+    (tmp_path / "mine_rewards.py").write_text("import mine_helper\nfrom space.deep import helper\n\ngrade = len\n")
+    (tmp_path / "mine_helper.py").write_text("VALUE = 1\n")
+    (tmp_path / "adapter").mkdir()
+    save_file({"a": torch.zeros(3)}, tmp_path / "adapter/adapter_model.safetensors")
+    return tmp_path
+
+
+def config():
+    role = configs.RoleConfig(
+        model=configs.Model(path="model", chat_template="own.jinja"), lora=configs.Lora(path="adapter")
+    )
+    corpus = {"environment": {"target": "mine_rewards:grade", "args": {"corpus": "corpus.jsonl"}}}
+    return configs.TrainConfig(
+        roles={"solver": role},
+        recipe=configs.Use(target="megatron_rl.recipes.grpo:Grpo", args={"template": "prompt.txt", **corpus}),
+        reward=configs.Reward(target="mine_rewards:grade"),
+        data=configs.PromptSet(path="rows.jsonl"),
+        evaluation=configs.Evaluation(prompts=configs.PromptSet(path="held.jsonl")),
+    )
+
+
+def compared(done="3 turns", accept=False):
+    record = InputRecord(Path("run/inputs.json"), done=done, accept=accept)
+    return record.compare(inputs.FILES, read_files(config()))
+
+
+NAMES = {
+    "rows.jsonl": "data.path",
+    "held.jsonl": "evaluation.prompts.path",
+    "own.jinja": "roles.solver.model.chat_template",
+    "corpus.jsonl": "recipe.args.environment.args.corpus",
+    "prompt.txt": "recipe.args.template",
+    "model/config.json": "roles.solver.model.path/config.json",
+    "model/tokenizer.json": "roles.solver.model.path/tokenizer.json",
+    "adapter/adapter_model.safetensors": "roles.solver.lora.path/adapter_model.safetensors",
+}
+
+
+@pytest.mark.parametrize("file", NAMES)
+def test_other_content_behind_an_unchanged_path(file, here):
+    """A run that was stopped went on with other rows, another template or another model, and said nothing."""
+    assert compared(done=None) == [] and compared() == []
+    kept = (here / file).read_bytes()
+    (here / file).write_bytes(kept + b" ")
+    size = len(kept)
+    with pytest.raises(RunError) as refused:
+        compared()
+    assert f"\n  {NAMES[file]} ({file}): bytes {size} -> {size + 1}, sha256 " in str(refused.value)
+    assert "on other inputs for 3 turns" in str(refused.value) and "run.resume=must" in str(refused.value)
+    [told] = compared(accept=True)
+    assert told.startswith(f"{NAMES[file]} ({file}): bytes") and compared() == [], "what was accepted is remembered"
+    (here / file).write_bytes(kept)
+    assert compared(done=None) == [], "nothing was trained, so that nothing can be mixed up"
+
+
+def test_a_file_that_came_or_went_is_another_content(here):
+    compared(done=None)
+    (here / "model/chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(RunError, match=r"model.path/chat_template.jinja \(model/chat_template.jinja\): was not there"):
+        compared()
+    compared(accept=True)
+    (here / "model/chat_template.jinja").unlink()
+    with pytest.raises(RunError, match="is not there any more"):
+        compared()
+
+
+@pytest.mark.parametrize("module", ["mine_rewards", "mine_helper", "space.deep.helper"])
+def test_code_that_was_mended_is_used_and_told(module, here):
+    """A user mends a reward, or a helper beside it, and goes on: that is said, and kept in the record."""
+    compared(done=None)
+    file = Path(f"{module.replace('.', '/')}.py")
+    file.write_text(file.read_text() + "# mended\n")
+    [told] = compared()
+    assert told.startswith(f"module {module} (") and compared() == []
+    assert '"after": "3 turns"' in Path("run/inputs.json").read_text()
+
+
+def test_one_tensor_of_a_model(here):
+    compared(done=None)
+    from safetensors.torch import load_file
+
+    tensors = load_file(here / "model/model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] += 1e-3
+    save_file(tensors, here / "model/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunError, match=r"roles.solver.model.path/model.safetensors \(.*\): sha256 \w+... -> \w+...\n"):
+        compared()
+
+
+def test_a_large_file_is_read_in_samples(tmp_path, monkeypatch):
+    """Any change that is as long as the gap between samples is seen, wherever it is."""
+    monkeypatch.setattr(sums, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(sums, "_SAMPLE_BYTES", 1 << 8)
+    file = tmp_path / "large"
+    file.write_bytes(bytes(4 << 20))
+    gap, seen = -(-(4 << 20) // 255), {sums.quick_digest(file)}
+    for start in range(0, (4 << 20) - gap, 400_009):
+        whole = bytearray(4 << 20)
+        whole[start : start + gap] = b"x" * gap
+        file.write_bytes(whole)
+        seen.add(sums.quick_digest(file))
+    file.write_bytes(bytes((4 << 20) + 1))
+    assert len({*seen, sums.quick_digest(file)}) == 2 + len(range(0, (4 << 20) - gap, 400_009))
+
+
+def test_packages_in_a_folder_with_another_name_than_site_packages(tmp_path, monkeypatch):
+    """`pip install --target` of math-verify: every run ended with KeyError, as one of its packages has no __init__.py;
+    and all of it counted as the user's own code."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "libraries"), *sys.path])
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "libraries/a_library/__init__.py": "from a_library.gen import parser\n",
+        "libraries/a_library/gen/parser.py": "X = 1\n",
+        "libraries/a_library-1.0.dist-info/RECORD": "a_library/__init__.py,sha256=x,1\nsingle_library.py,,\n",
+        "libraries/single_library.py": "",
+        "mine_rewards.py": "import a_library.gen.parser, single_library\nfrom mine_space.deep import helper\n",
+        "mine_space/deep/helper.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert {*sources(["mine_rewards:grade"])} == {"module mine_rewards", "module mine_space.deep.helper"}
+    of_library = {"module a_library", "module a_library.gen.parser"}
+    assert {*sources(["a_library:grade"])} == of_library, "a plug-in's own package counts"
+
+
+def test_modules_that_a_pickled_function_uses(tmp_path, here, monkeypatch):
+    monkeypatch.syspath_prepend(here)
+    import mine_helper
+
+    section, _ = reward_settings(lambda response, payload: mine_helper.VALUE, tmp_path / "inputs")
+    assert "module mine_helper" in sources({"reward": section})
+    del sys.modules["mine_helper"]
