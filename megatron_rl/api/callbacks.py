@@ -17,7 +17,7 @@ class RunState:
     run: Path  # the run's directory
     turns: int  # turns of the whole run
     turn: int = 0  # turns that are done
-    step: int = 0  # step of the recipe that the last line belongs to
+    step: int = 0  # step of the recipe that the last line belongs to; after an evaluation, steps that are done
     # Lines since this start as `TrainResult.history` has them: turn, step, scope, and each figure by its name.
     history: list[dict[str, Any]] = field(default_factory=list)
     last: dict[str, dict[str, float]] = field(default_factory=dict)  # the newest figures by scope
@@ -57,7 +57,7 @@ def take_event(state: RunState, event: dict[str, Any], callbacks: Sequence[Callb
         case "metrics":
             figures, before = event["metrics"], event["scope"] == EVAL  # see metrics.MetricsRow.place
             turn, step = event["turn"] - before, event["step"] - before
-            state.step, state.last[event["scope"]] = max(0, step), figures
+            state.step, state.last[event["scope"]] = event["step"], figures
             state.history.append({"turn": turn, "step": step, "scope": event["scope"]} | figures)
             if before:
                 for one in callbacks:

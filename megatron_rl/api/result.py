@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import TrainConfig
-from megatron_rl.run.directory import RunDirectory
+from megatron_rl.run.directory import FAILED, RunDirectory
 from megatron_rl.run.metrics import read_metrics
 
 MODELS = "models"  # in a run's directory: one Hugging Face directory for each trained policy
@@ -20,6 +20,7 @@ class TrainResult:
 
     run: Path  # the run's directory
     finished: bool  # all turns are done; else `train()` goes on
+    failed: str | None  # why the last start failed, in a line; None where it did not
     # Figures of the whole run: ROLE_FIGURE_start and ROLE_FIGURE_end of the first and last evaluation, turns, updates
     # by policy, seconds.
     figures: Mapping[str, Any]
@@ -52,6 +53,6 @@ def read_result(config: TrainConfig) -> TrainResult:
     ]
     found = sorted((directory.path / MODELS).glob("*/config.json"))
     return TrainResult(
-        run=directory.path, finished=bool(summary.get("finished")), figures=summary, history=history,
-        models={file.parent.name: file.parent for file in found},
+        run=directory.path, finished=bool(summary.get("finished")), failed=summary.get(FAILED), figures=summary,
+        history=history, models={file.parent.name: file.parent for file in found},
     )  # fmt: skip

@@ -22,7 +22,7 @@ from megatron_rl.config.schema import ConfigError, GenerateConfig
 from megatron_rl.engines.roster import Listing, Roster
 from megatron_rl.jobs.submit import JOBS, jobs_of, read_sweep, runs_of
 from megatron_rl.run.directory import RunDirectory
-from megatron_rl.run.metrics import MetricsRow
+from megatron_rl.run.metrics import MetricsRow, unlearned
 from megatron_rl.run.record import RunRecord
 from megatron_rl.session import answers
 from megatron_rl.session.servers import ENGINES
@@ -50,9 +50,10 @@ class Status:
     slices: Sequence[Slice]
     engines: Sequence[tuple[Listing, bool]]  # each with whether it lives
     jobs: Sequence[slurm.Queued]
-    state: str  # finished, stopped, running, waiting for nodes, or why it is not known
+    state: str  # finished, running, waiting for nodes, failed, stopped, or why it is not known
     failed: str | None = None  # why the last start failed
     damage: Sequence[str] = ()  # sentences about files that could not be read
+    unlearned: Sequence[str] = ()  # a sentence for each role that had turns and no update
     answered: str | None = None  # how far SFT data or evaluations are, which have no turns; None for a run
 
     @property
@@ -81,6 +82,7 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued
     except slurm.SlurmError as error:  # slurmctld is busy; the directory still tells most
         jobs, trouble = [], f"what its jobs do is not known ({error})"
     state = _state(directory, jobs, trouble)
+    alive = state not in (NO_JOBS, "stopped", "failed")
     recent = [sum(row.time.values()) for row in turns[-RECENT:]]
     return Status(
         directory=directory,
@@ -89,12 +91,13 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued
         saved=slices.turns_done(directory),
         seconds_per_turn=median(recent) if recent else None,
         last={row.scope: row for row in rows},
-        slices=_with_accounting(slices.read(directory, alive=state not in (NO_JOBS, "stopped")), jobs_of(directory)),
+        slices=_with_accounting(slices.read(directory, alive=alive), jobs_of(directory)),
         engines=_engines(directory, look_s),
         jobs=jobs,
         state=state,
         failed=failed if isinstance(failed, str) else None,
         damage=record.damage,
+        unlearned=_unlearned(turns),
         answered=_answered(directory),
     )
 
@@ -123,6 +126,8 @@ def show(status: Status, console: Console) -> None:
                 "starts", ("job", "restart", "nodes", "began", "turns", "ended by"), [*map(_slice_cells, status.slices)]
             )
         )
+    for sentence in status.unlearned:
+        console.print(f"[red]{escape(sentence)}[/]")
     for scope, row in status.last.items():
         chosen = {name: value for name, value in row.metrics.items() if name in SHOWN or name.startswith(REWARD)}
         chosen |= {name: value for name, value in row.metrics.items() if "accuracy" in name or "reward_" in name}
@@ -298,9 +303,16 @@ def _state(directory: Path, jobs: Sequence[slurm.Queued], trouble: str) -> str:
         return "waiting for nodes"
     if trouble:
         return trouble
+    if RunRecord(directory).failed() is not None:
+        return "failed"
     if (directory / STOP).exists():
         return "stopped"
     return NO_JOBS if slurm.present() else "no Slurm here to ask for its jobs"
+
+
+def _unlearned(rows: Sequence[MetricsRow]) -> list[str]:
+    done = {row.scope: row.metrics["update"] for row in rows if "update" in row.metrics}
+    return unlearned({role: len({row.turn for row in rows if row.scope == role}) for role in done}, done)
 
 
 def _rates(status: Status) -> str:

@@ -31,6 +31,7 @@ FREE_KEYS = (
 WANDB_ID = "wandb_id"  # file of the logs that keeps all starts of a run in one run of Weights & Biases
 SWEEP = "sweep.json"  # in a sweep's directory: [{"run": name of its directory, "changes": {setting: value}}]
 ENDING_S = 3.0  # for the last process of a run that was killed
+FAILED = "failed"  # in the summary: why the run's last start failed, in a line; null where it did not
 _END = b"\0"  # ends the thread that reads signals' numbers: no signal has number 0
 _log = logging.getLogger(__name__)
 

@@ -47,6 +47,14 @@ class MetricsRow:
         return self.turn - before, self.step - before
 
 
+def unlearned(turns: Mapping[str, int], updates: Mapping[str, float]) -> list[str]:
+    """Returns a sentence for each role that had turns and no update. `updates`: by role, the figure `update` of its
+    last line; a role without it is no trained one."""
+    return [
+        f"{role} never learned: {turns[role]} turns and no update." for role, done in updates.items() if not done > 0
+    ]
+
+
 class Sink(Protocol):
     """A further place that receives every line.
 

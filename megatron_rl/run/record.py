@@ -10,7 +10,7 @@ from megatron_rl.config.files import read_yaml
 from megatron_rl.config.schema import ConfigError, Reward
 from megatron_rl.run import lines
 from megatron_rl.run.checkpoint import read_json
-from megatron_rl.run.directory import RunDirectory
+from megatron_rl.run.directory import FAILED, RunDirectory
 from megatron_rl.run.metrics import MetricsRow, each_metric, read_metric_lines
 from megatron_rl.training.store import StoreError, read_rows, turn_files
 
@@ -49,6 +49,11 @@ class RunRecord:
         except (OSError, *lines.UNREADABLE) as error:
             self.damage.append(f"{self.directory.summary} cannot be read ({_short(error)}) and is left out")
             return {}
+
+    def failed(self) -> str | None:
+        """Returns why the run's last start failed; None where it did not."""
+        found = self.summary().get(FAILED)
+        return found if isinstance(found, str) else None
 
     def config_text(self) -> str:
         """Returns config.yaml as it is; empty where there is none."""

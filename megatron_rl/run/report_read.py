@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.run.metrics import EVAL, SPEED, MetricsRow
+from megatron_rl.run.metrics import EVAL, SPEED, MetricsRow, unlearned
 from megatron_rl.run.record import RunRecord
 
 GATE, SFT = "gate", "sft"  # with EVAL, the scopes of metrics lines that are no roles
@@ -69,6 +69,22 @@ class RunFigures:
     @property
     def finished(self) -> bool:
         return bool(self.summary.get("finished"))
+
+    @property
+    def failed(self) -> str | None:
+        """Returns why the run's last start failed; None where it did not."""
+        return self.record.failed()
+
+    @property
+    def turns(self) -> int:
+        """Returns how many turns have a line; evaluations and gates are none."""
+        own = (curve.turns[-1] for (scope, _), curve in self.curves.items() if scope in self.updates and curve.turns)
+        return max(own, default=-1) + 1
+
+    def unlearned(self) -> list[str]:
+        """Returns a sentence for each role that had turns and no update."""
+        found = {role: curve.values[-1] for (role, name), curve in self.curves.items() if name == "update"}
+        return unlearned(self.updates, found)
 
     def evaluated(self) -> dict[str, Curve]:
         """Returns the held-out figures by name, such as `generator/accuracy_sampled`, counts aside."""

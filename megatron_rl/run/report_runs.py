@@ -111,8 +111,9 @@ def runs_table(runs: Sequence[RunFigures], found: Sequence[Arm]) -> str:
     arm_of = {place: arm.label for arm in found for place in arm.runs}
     for place, run in enumerate(runs):
         own = ends(run)
-        turns = max(run.clock.turns, default=-1) + 1
+        turns = run.turns
         state = "finished" if run.finished else f"{turns} turns so far" if turns else "not begun"
+        state = f"failed after {turns} turns" if run.failed else state
         seed = {**run.settings, **run.changes}.get(SEED, "")
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in (arm_of[place], str(seed), state))
         cells += "".join(_end_cell(own.get(name), best.get(name)) for name in names)

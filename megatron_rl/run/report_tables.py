@@ -94,7 +94,9 @@ def headline(run: RunFigures) -> str:
     cards += _progress_cards(run)
     rest = [gain for gain in gains if gain not in chosen]
     more = f"<details><summary>{len(rest)} more held-out figures</summary>{_gain_table(rest)}</details>" if rest else ""
-    return f'<p class="verdict">{_sentence(chosen, rewards)}</p><div class="cards">{"".join(cards)}</div>{more}'
+    first = [f"The run failed: {run.failed}"] if run.failed else []
+    bad = "".join(f'<b class="bad">{escape(text)}</b> ' for text in [*first, *run.unlearned()])
+    return f'<p class="verdict">{bad}{_sentence(chosen, rewards)}</p><div class="cards">{"".join(cards)}</div>{more}'
 
 
 def evaluation_gains(run: RunFigures) -> list[Gain]:
@@ -201,8 +203,12 @@ def facts(run: RunFigures) -> str:
 
 
 def subtitle(run: RunFigures) -> str:
-    """Returns the number of updates by role and the measured time."""
-    parts = [f"{count:,} {escape(scope)} updates" for scope, count in run.updates.items()]
+    """Returns the number of turns and updates by role and the measured time."""
+    parts = []
+    for scope, count in run.updates.items():
+        done = run.curves.get((scope, "update"))
+        own = f" turns, {done.values[-1]:,.0f} updates" if done is not None and done.values else " updates"
+        parts.append(f"{count:,} {escape(scope)}{own}")
     return " · ".join([*parts, f"{duration(run.clock.total)} measured"])
 
 
@@ -336,7 +342,7 @@ def _card(gain: Gain, kind: str) -> str:
 
 
 def _progress_cards(run: RunFigures) -> list[str]:
-    turns = max((turn for turn in run.clock.turns), default=-1) + 1
+    turns = run.turns
     planned = run.summary.get("planned")
     of = f" of {planned:,}" if type(planned) is int and 0 < planned < 10**12 else ""
     done = sum(run.updates.values())

@@ -46,7 +46,7 @@ from megatron_rl.run.checkpoint import (
     write_json,
 )
 from megatron_rl.run.console import RunConsole
-from megatron_rl.run.directory import RunDirectory, only_one, open_run
+from megatron_rl.run.directory import FAILED, RunDirectory, only_one, open_run
 from megatron_rl.run.disk import push_tree
 from megatron_rl.run.inputs import InputRecord
 from megatron_rl.run.metrics import Sample, Stopwatch, Tracker
@@ -250,12 +250,12 @@ def _noting_failure(directory: RunDirectory, console: RunConsole) -> Iterator[No
     """Writes why the block ended with an error: the reason to summary.json, as `failed`, which `megatron-rl status`
     shows, and the whole traceback to driver.log. Raises RuntimeError for a SystemExit, which only code of a user raises
     there: it would end the run with a status of its own, or with that of success."""
-    directory.update_summary({"failed": None})
+    directory.update_summary({FAILED: None})
     try:
         yield
     except BaseException as error:
         with contextlib.suppress(OSError):  # a full disk may be why
-            directory.update_summary({"failed": without_passwords(told(error))})
+            directory.update_summary({FAILED: without_passwords(told(error))})
             console.note(without_passwords(traceback_of(error)))
         if isinstance(error, SystemExit):
             raise RuntimeError(told(error)) from error

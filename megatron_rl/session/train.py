@@ -120,6 +120,8 @@ def _run(
         finished = loop.train(setup, _plan(config, models, recipe, len(schedule)), progress)
         driver.summary(_summary(progress, before + time.monotonic() - started))
         whole = finished or world.broadcast(listener is not None and listener.stopped and not listener.gone)
+        for sentence in loop.never_learned(progress, setup.policy_of):
+            driver.say(f"WARNING: {sentence}")
         if not finished:
             driver.say(f"saved after turn {progress.number} of {turns}; the same command goes on from there")
         if whole:

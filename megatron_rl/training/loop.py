@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal, Protocol
@@ -182,14 +182,30 @@ def _leave(setup: Setup, progress: Progress) -> None:
     _settle(setup, wait=True)
 
 
-def _why_nothing(progress: Progress) -> str:
-    """Returns why no turn had anything to learn from, by the figures of the last turn that show it."""
+def never_learned(progress: Progress, policy_of: Mapping[str, str]) -> list[str]:
+    """Returns a sentence for each trained role that had turns, and whose policy had no update."""
+    idle = [role for role, name in policy_of.items() if progress.turns.get(role) and not progress.updates.get(name)]
+    return [
+        f"{role} never learned: {progress.turns[role]} turns and no update, as every group of its samples had equal "
+        f"rewards, or was left out{_last_figures(progress, [role])}"
+        for role in idle
+    ]
+
+
+def _last_figures(progress: Progress, roles: Iterable[str]) -> str:
+    """Returns the figures of the roles' last turns that show why there was nothing to learn from, in brackets."""
     shown = {
         role: ", ".join(f"{name} = {found[name]:.4g}" for name in TELLING if name in found)
-        for role, found in progress.last_figures.items()
+        for role in roles
+        if (found := progress.last_figures.get(role))
     }
     figures = "; ".join(f"{role}: {text}" for role, text in shown.items() if text)
-    told = f" (the last turn's figures: {figures})" if figures else ""
+    return f" (the last turn's figures: {figures})" if figures else ""
+
+
+def _why_nothing(progress: Progress) -> str:
+    """Returns why no turn had anything to learn from, by the figures of the last turn that show it."""
+    told = _last_figures(progress, progress.last_figures)
     return (
         f"{progress.number} turns and no update: every group of samples had equal rewards, or was left out{told}. "
         "Where the reward is the least there is, the model solves nothing, or the reward does not understand its "

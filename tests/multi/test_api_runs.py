@@ -122,7 +122,7 @@ def test_a_stop_that_is_asked_for_in_an_evaluation_acts_before_another_turn(make
     diary.stop_at, diary.told = None, []
     whole = trainer.train()
     assert [entry[:2] for entry in diary.told] == [("begin", 2), ("eval", 2), ("turn", 3), ("eval", 3), ("end", 3)]
-    assert whole.finished and [row["step"] for row in whole.history if row["scope"] == "eval"] == [0, 1, 2, 3]
+    assert whole.finished and [row["step"] for row in whole.history if row["scope"] == "eval"] == [-1, 0, 1, 2]
 
 
 def test_the_yaml_file_of_a_trainer_gives_the_same_run(make, tmp_path, capsys):

@@ -133,7 +133,7 @@ def test_faults_evaluations_stand_at_the_turn_that_they_measure(run):
     for row in map(json.loads, run.metrics.read_text().splitlines()):
         event = {"event": "metrics", **{name: row[name] for name in ("turn", "step", "scope", "metrics")}}
         take_event(state, event, [Callback()])
-    assert state.history == history and state.step == 1
+    assert state.history == history and state.step == 2
     found = read_run(run.path)
     curve = found.curves["eval", "g/accuracy_sampled"]
     assert list(curve.turns) == [-1, 1, 2] and list(found.clock.turns) == [-1, 0, 1, 1, 2, 2]
