@@ -97,6 +97,24 @@ def test_a_message_that_is_started_late_still_comes(nccl, board):
     transport.close()
 
 
+def test_a_message_that_failed_or_never_ends_is_an_error_of_the_transport(nccl, board, monkeypatch):
+    transport = PointToPoint(board, 0, 2, backend="nccl", settings=SETTINGS)
+    group, failed = Group.made[0], RuntimeError("the peer is gone\nand much else")
+    for works, said in (
+        (SimpleNamespace(is_completed=lambda: True, exception=lambda: failed), "bucket 0 to 1: the peer is gone"),
+        (
+            SimpleNamespace(is_completed=lambda: False, exception=lambda: failed),
+            "bucket 0 to 1: no answer within 0.3 s",
+        ),
+    ):
+        monkeypatch.setattr(group, "send", lambda *_, works=works: works)
+        handle = transport.send(1, "bucket 0", torch.zeros(8, dtype=torch.uint8), size_known=True)
+        with pytest.raises(TransportError) as error:
+            handle.wait(Deadline.start(60.0, SETTINGS.message_timeout_s))
+        assert str(error.value) == said
+    transport.close()
+
+
 def seating(trainer: str, engine: str) -> Seating:
     return Seating([RankSeat("a", "t", "GPU-0", trainer)], {0: RankSeat("a", "e", "GPU-1", engine)})
 
