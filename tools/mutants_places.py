@@ -112,6 +112,8 @@ class Finder:
     def walk(self, node: ast.AST, names: tuple[str, ...], probes: Probes, constant: str = "constant") -> None:
         """Visits a node and those in it, but for messages and what only type checkers read."""
         text = ast.unparse(node)[:100] if isinstance(node, ast.Expr | ast.If | ast.ClassDef) else ""
+        if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip: an assertion, as the skipped asserts are
+            return
         if isinstance(node, SKIPPED) or "(Protocol" in text or text.startswith(("_log.", "log.", "if TYPE_CHECKING")):
             return
         for target, kind, new in changes(node, constant):

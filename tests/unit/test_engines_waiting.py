@@ -4,6 +4,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+from fake_fleet import fleet_in, until
 
 from megatron_rl.engines.base import EngineError
 from megatron_rl.engines.pool import membership
@@ -59,3 +60,10 @@ def test_closed_members_are_asked_nothing():
     closing = SimpleNamespace(role="solver", closing=SimpleNamespace(is_set=lambda: True))
     with pytest.raises(EngineError, match="the pool of solver engines was closed"):
         Members.check_open(closing)
+
+
+def test_the_pool_looks_around_although_nothing_happens(tmp_path):
+    with fleet_in(tmp_path) as fleet:
+        line, looks = fleet.open()._dispatcher._line, []
+        line.look = lambda: looks.append(1)
+        until("it looks", lambda: len(looks) >= 3)

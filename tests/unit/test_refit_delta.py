@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_rl.refit import delta
+from megatron_rl.refit.trainer_side import TrainerSide
 
 
 @pytest.mark.parametrize("changed", [0, 1, 40, 900, 960, 999, 1000])
@@ -26,3 +29,18 @@ def test_bytes_are_copied_only_where_they_do_not_lie_at_a_multiple_of_their_widt
     assert there.data_ptr() == data[4:].data_ptr()
     moved = delta._as_numbers(data[3:11], torch.int32)
     assert moved.view(torch.uint8).tolist() == list(range(3, 11))
+
+
+@pytest.mark.parametrize(
+    "probe, seconds, pays",
+    [
+        ((10, 1.0), 0.5, True),  # 5 bytes less are half a second less
+        ((10, 1.0), 0.6, False),
+        ((0, 0.0), 0.6, False),  # nothing was sent to measure the link by: no time is known to be saved
+    ],
+)
+def test_deltas_are_off_once_finding_them_takes_longer_than_they_save(probe, seconds, pays):
+    side = SimpleNamespace(_probes=[probe], _delta_pays=True, _rank=1)
+    outcome = SimpleNamespace(full=10, sent=5, delta_seconds=seconds)
+    TrainerSide._weigh_delta(side, SimpleNamespace(sides=[(outcome, None)]))
+    assert side._delta_pays is pays
