@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
         absent.refuse(config)
         if isinstance(config, configs.TrainConfig | configs.SftConfig):
             _refuse_start(config, job_from(os.environ))
+        if args.command == "train" and isinstance(config, configs.TrainConfig):
+            _refuse_plugins(config)
         if "torch" not in sys.modules:  # a rank that was started here has the modules of its parent
             tell(args.command, "importing torch, transformers and megatron-core")
     if place is None and config.launch.nproc > 1:
@@ -79,6 +81,14 @@ def _refuse_start(config: Any, job: SlurmJob | None) -> None:
     check_start(config.run, config_files.dump(config))
     with only_one(launch.run_directory(config), job="" if job is None else job.id, restart=job.restart if job else 0):
         pass
+
+
+def _refuse_plugins(config: configs.TrainConfig) -> None:
+    """Refuses a recipe or a reward that the config cannot have, before the imports. Raises ConfigError."""
+    plugins.look_at(configs.Use(target=config.reward.target, args=config.reward.args))  # its workers alone import it
+    recipe = plugins.build(config.recipe)
+    config_checks.check_recipe(config, recipe)
+    absent.refuse(config, *absent.absent_recipe_files(recipe))
 
 
 def has_driver() -> bool:

@@ -18,8 +18,7 @@ from megatron_rl.chat import tokenizer_of
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins, sources
-from megatron_rl.config.absent import absent_recipe_files
-from megatron_rl.config.schema import ConfigError, JobConfig, Launch, MeanTokens, Sinks, TrainConfig, Use
+from megatron_rl.config.schema import JobConfig, Launch, MeanTokens, Sinks, TrainConfig
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.rewards.pool import Graded, GradePool
@@ -51,10 +50,6 @@ def run(config: TrainConfig, place: Place, *, fresh: bool = False, events: str |
     of a program that is told of the run (session.listening). Returns 0 when all steps are done or that program asked to
     stop, 130 when a signal asked to leave (everything is saved)."""
     recipe: Recipe = plugins.build(config.recipe)
-    plugins.look_at(Use(target=config.reward.target, args=config.reward.args))  # its workers alone import it
-    config_checks.check_recipe(config, recipe)
-    if absent := absent_recipe_files(recipe):
-        raise ConfigError("\n  ".join(str(one.problem) for one in absent))
     with open_world_for(config, place, deterministic=config.run.deterministic) as world:
         listener = Listener.at(events) if events is not None and world.rank == 0 else None
         return _run(config, place, world, recipe, fresh=fresh, listener=listener)

@@ -181,6 +181,21 @@ def test_faults_of_a_start_are_said_before_torch_is_imported(settings, tmp_path)
     assert status == 1 and "is being run by process" in text
 
 
+def test_faults_of_plug_ins_are_said_before_torch_is_imported(settings, tmp_path):
+    model, data = settings[1].partition("=")[2], settings[2].partition("=")[2]
+    words = [
+        str(ROOT / "examples/last_letter/grpo.yaml"), f"roles.generator.model.path={model}", f"data.path={data}",
+        f"evaluation.prompts.path={data}", f"run.dir={tmp_path}",
+    ]  # fmt: skip
+    code = "import sys; sys.modules['torch'] = None; from megatron_rl.main import main; sys.exit(main(sys.argv[1:]))"
+    for wrong, said in (("reward.target=nowhere:grade", "nowhere"), ("run.steps=99999", "the recipe plans")):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "train", *words, wrong], cwd=ROOT, env=environment(), capture_output=True,
+            text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
 def test_faults_of_never_in_a_job_that_is_queued_again(tmp_path):
     """It refused its own run."""
     config = config_files.load(TrainConfig, [ROOT / "examples/last_letter/grpo.yaml"], [f"run.dir={tmp_path}"])
