@@ -338,17 +338,17 @@ def compare(method, correction, aggregation, *, seed, by_token):
     return sums, outside, batch
 
 
-@pytest.mark.parametrize("by_token", [False, True], ids=["one advantage", "advantages by token"])
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-@pytest.mark.parametrize("correction", ["none", "truncate by sequence"])
+@pytest.mark.parametrize(
+    ("correction", "aggregation", "by_token"),
+    [("none", "token_mean", False), ("truncate by sequence", "sequence_mean", True)],
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_value_and_gradient_of_a_method_are_its_formulas(method, correction, aggregation, by_token):
     for seed in range(3):
         compare(method, correction_of(method, correction), aggregation, seed=seed, by_token=by_token)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-@pytest.mark.parametrize("method", ["clipped", "gmpo"])
+@pytest.mark.parametrize(("method", "aggregation"), [("clipped", "token_mean"), ("gmpo", "sequence_mean")])
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_a_correction_weighs_by_its_formula_and_logs_the_share_outside(correction, method, aggregation):
     seen, tokens, config = 0, 0, CORRECTIONS[correction]
