@@ -11,6 +11,7 @@ from megatron_rl.chat import USER
 from megatron_rl.config.base import ConfigError
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.moves import Move, Over, Said
+from megatron_rl.rewards.tags import block_texts
 from megatron_rl.text import fill, read_template
 
 RENDERED = "ansi"  # the render mode of gymnasium that is a text
@@ -118,7 +119,7 @@ class GymnasiumText(Environment):
     def _action(self, text: str) -> Any:
         """Returns the action in a text: all of it, or the last number or name of an action; None without one."""
         if self.tag is not None:
-            found = re.findall(rf"<{re.escape(self.tag)}>(.*?)</{re.escape(self.tag)}>", text, re.DOTALL)
+            found = block_texts(text, self.tag)
             if not found:
                 return None
             text = found[-1]

@@ -56,8 +56,6 @@ class ToolTask(Environment):
             )
         if self.calls == "tags":
             self._arguments = {name: _argument(tool) for name, tool in self._tools.items()}
-            tags = "|".join(map(re.escape, [*self._tools, self.answer]))
-            self._tag = re.compile(rf"<({tags})>(.*?)</\1>", re.DOTALL)
 
     def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[Move] | Over:
         self._texts: list[str] = []
@@ -99,14 +97,14 @@ class ToolTask(Environment):
 
     def _after_tags(self, text: str) -> Sequence[Move] | Over:
         """Runs the first call in a text. -> the next move, or the end where the text has an answer or neither."""
-        found = self._tag.search(text)
+        found = first_call(text, [*self._tools, self.answer])
         if found is None and self.reminder is not None:
             self._made += 1
             return self._ask([{"role": USER, "content": self.reminder}])
-        if found is None or found[1] == self.answer:
+        if found is None or found[0] == self.answer:
             return self._over()
-        content = textwrap.dedent(found[2]).strip()
-        result = self._result(Call(name=found[1], arguments={self._arguments[found[1]]: content}))
+        content = textwrap.dedent(found[1]).strip()
+        result = self._result(Call(name=found[0], arguments={self._arguments[found[0]]: content}))
         return self._ask([quoting(USER, self.result, result=result)])
 
     def _after_calls(self, calls: Sequence[Call]) -> Sequence[Move] | Over:
@@ -153,6 +151,18 @@ class ToolTask(Environment):
     def _over(self) -> Over:
         text = "\n".join(self._texts) if self.graded == "all" else self._texts[-1]
         return Over(answers={self.role: text}, rewards={self.role: {"tool_calls": float(self._run_calls)}})
+
+
+def first_call(text: str, names: Sequence[str]) -> tuple[str, str] | None:
+    """Returns the name and the content of the first block <name>...</name> of one of the names; None without one.
+
+    An opening tag that no closing tag follows is passed over. The time grows with the length of the text alone.
+    """
+    last = {name: text.rfind(f"</{name}>") for name in names}
+    for found in re.finditer(f"<({'|'.join(map(re.escape, names))})>", text):
+        if last[found[1]] >= found.end():
+            return found[1], text[found.end() : text.index(f"</{found[1]}>", found.end())]
+    return None
 
 
 def _read_prompt(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,11 +11,10 @@ import numpy as np
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.recipes.base import GENERATOR, sampling_for, solve
 from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.rewards.tags import block_spans
 from megatron_rl.text import decode
 from megatron_rl.training.turns import Source, Table, Turn
 from megatron_rl.types import NO_VERSION, Author, Rollout
-
-_INFORMATION = re.compile(rb"<information>.*?</information>", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,7 @@ def without_information(rollout: Rollout, tokenizer: Any) -> Rollout:
     break.)
     """
     decoded = decode(tokenizer, rollout.response)
-    ranges = rollout.positions(decoded.tokens_of([match.span() for match in _INFORMATION.finditer(decoded.raw)]))
+    ranges = rollout.positions(decoded.tokens_of(block_spans(decoded.raw, "information")))
     if len(ranges) == 0:
         return rollout
     masked = np.zeros(len(rollout.tokens), bool)

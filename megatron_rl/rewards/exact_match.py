@@ -11,6 +11,8 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_rl.rewards.tags import block_texts
+
 _PUNCTUATION = str.maketrans("", "", string.punctuation)  # of ASCII
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
@@ -25,7 +27,7 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
 
 def exact_match(response: str, known: Sequence[str]) -> float:
     """Returns 1.0 when the last <answer> block is one of the known answers in normal form, else 0.0."""
-    blocks = re.findall("<answer>(.*?)</answer>", response, re.DOTALL)
+    blocks = block_texts(response, "answer")
     return float(bool(blocks) and normal_form(blocks[-1]) in map(normal_form, known))
 
 

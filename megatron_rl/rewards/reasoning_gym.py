@@ -17,12 +17,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.config.base import ConfigError
-from megatron_rl.rewards.tags import boxed
+from megatron_rl.rewards.tags import block_texts, boxed
 
 try:
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS, create_dataset
-    from reasoning_gym.utils import extract_answer
 except ImportError as error:
     raise ConfigError(
         f"reasoning-gym cannot be imported ({error}): run `pip install reasoning-gym`, or take another data.path and "
@@ -80,9 +79,10 @@ def score(response: str, payload: Mapping[str, Any]) -> float:
 
 def stated(response: str) -> str | None:
     r"""Returns the answer in a response as `score` finds it; None without one."""
-    found = extract_answer(response)
-    if found is None:
+    blocks = block_texts(response, "answer")
+    if not blocks:
         return boxed(response)
+    found = blocks[-1].strip()
     whole = _BOX.fullmatch(found)
     return whole[1].strip() if whole and boxed(found) == whole[1].strip() else found
 

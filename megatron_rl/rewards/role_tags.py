@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 
+from megatron_rl.rewards.tags import block_texts
+
 QUESTIONS = 3  # a proposal may correct itself: so many question blocks are in form, and the last one counts
 LOWEST, HIGHEST = 1.0, 10.0  # the judge's scale
 
@@ -18,7 +20,7 @@ _NUMBERS = (r"\b\d+/\d+\b", r"\b\d+\.\d+\b", r"\b\d+\b")  # a fraction is looked
 
 def last_inside(text: str, tag: str) -> str | None:
     """Returns the stripped text inside the last <tag>...</tag>; None without one, or where it is empty."""
-    found = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    found = block_texts(text, tag)
     return (found[-1].strip() or None) if found else None
 
 
@@ -50,7 +52,7 @@ def judged_score(text: str) -> float | None:
     The first <score> block with a number counts; without one, the last number of the text. Numbers beyond the scale
     count as its ends, and so does a fraction: 9/10 is read as 0.9, below the scale.
     """
-    blocks = re.findall(r"<score>(.*?)</score>", text, re.IGNORECASE | re.DOTALL)
+    blocks = block_texts(text, "score", re.IGNORECASE)
     numbers = [next((m[0] for kind in _NUMBERS if (m := re.search(kind, block))), "") for block in blocks]
     values = [value for number in numbers if (value := _value(number)) is not None]
     if not values:

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.rewards import exact_match
+from megatron_rl.rewards.tags import block_texts
 
 TURNS = 2  # thoughts that a full format score needs
 MAX_TURNS = 8  # more thoughts than these have the format score 0
 
 _NAMES = ("think", "search", "information", "answer")
-_ANY_TAG = re.compile(r"<([^>]+)>")
 _TAG = re.compile(r"<(/?(?:think|search|information|answer))>")
 _SEARCH = ["search", "/search", "information", "/information"]
 
@@ -35,7 +35,8 @@ def search_format(response: str) -> float:
     """
     response = response.strip()
     tags = _TAG.findall(response)
-    if any(found.removeprefix("/") not in _NAMES for found in _ANY_TAG.findall(response)):
+    bracketed = (part.partition("<")[2] for part in response.split(">")[:-1])  # the text in <...>, if it is not empty
+    if any(found.removeprefix("/") not in _NAMES for found in bracketed if found):
         return 0.0
     if len(tags) < 4 or not _kept(response):
         return 0.0
@@ -53,7 +54,7 @@ def _kept(response: str) -> bool:
     """Returns whether the content of every block is allowed."""
     placeholder = {"think": "your thoughts", "search": "your query", "information": "your information"}
     for name in _NAMES:
-        for content in _blocks(response, name):
+        for content in block_texts(response, name):
             empty, copied = not content.strip(), placeholder.get(name, "your answer") in content.lower()
             if empty or copied or (name == "search" and "\n" in content):
                 return False
@@ -68,7 +69,3 @@ def _paired(tags: list[str]) -> bool:
             return False
         at += 4 if tags[at] == "search" else 1
     return True
-
-
-def _blocks(response: str, name: str) -> list[str]:
-    return re.findall(f"<{name}>(.*?)</{name}>", response, re.DOTALL)

@@ -9,33 +9,41 @@ import re
 
 MIN_STEPS = 3  # fewer steps cost 0.4 of the format score
 
-_OPEN, _CLOSE = "<step>", "</step>"
-_TAGS, _TAGS_IN_BYTES = re.compile("</?step>"), re.compile(b"</?step>")
 _BRACES = re.compile(r"\\boxed\{|\\[\\{}]|[{}]")  # an escaped brace groups nothing
 
 
-def step_spans(text: str | bytes) -> list[tuple[int, int]]:
-    """Returns the spans [start, end) of the step blocks, tags included, in order: in characters of a str, in bytes of
-    UTF-8. Any text is allowed.
+def block_spans(text: str | bytes, tag: str, flags: int = 0) -> list[tuple[int, int]]:
+    """Returns the spans [start, end) of the blocks <tag>...</tag>, tags included, in order: in characters of a str, in
+    bytes of UTF-8. Any text is allowed. `flags`: of `re`.
 
     A block reaches from an opening tag to the next closing one. An opening tag inside a block is part of its text, and
-    a tag without its partner makes no block, as in the released code.
+    a tag without its partner makes no block, as in `<tag>(.*?)</tag>`; but the time grows with the length alone.
     """
+    pattern = f"<(/?){re.escape(tag)}>"
     spans: list[tuple[int, int]] = []
     start: int | None = None  # of the block that is open
-    for tag in _TAGS.finditer(text) if isinstance(text, str) else _TAGS_IN_BYTES.finditer(text):
-        opens = tag.end() - tag.start() == len(_OPEN)
-        if opens and start is None:
-            start = tag.start()
-        elif not opens and start is not None:
-            spans.append((start, tag.end()))
+    for found in re.finditer(pattern if isinstance(text, str) else pattern.encode(), text, flags):  # pyright: ignore
+        if not found[1] and start is None:
+            start = found.start()
+        elif found[1] and start is not None:
+            spans.append((start, found.end()))
             start = None
     return spans
 
 
+def block_texts(text: str, tag: str, flags: int = 0) -> list[str]:
+    """Returns the text inside each block <tag>...</tag>, as it stands. `flags`: of `re`."""
+    return [text[start + len(tag) + 2 : end - len(tag) - 3] for start, end in block_spans(text, tag, flags)]
+
+
+def step_spans(text: str | bytes) -> list[tuple[int, int]]:
+    """Returns the spans of the step blocks, as `block_spans` does."""
+    return block_spans(text, "step")
+
+
 def step_texts(text: str) -> list[str]:
-    """Returns the text inside each step block."""
-    return [text[start + len(_OPEN) : end - len(_CLOSE)].strip() for start, end in step_spans(text)]
+    """Returns the text inside each step block, stripped."""
+    return [block.strip() for block in block_texts(text, "step")]
 
 
 def boxed(text: str) -> str | None:
