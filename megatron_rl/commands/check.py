@@ -30,6 +30,10 @@ def run(args: argparse.Namespace) -> int:
         absences.refuse(config)
     lines = config_checks.explain(config, ranks) + notes
     lines += _check_plugins(config, ranks, elsewhere=args.elsewhere, deep=args.deep)
+    if args.deep:
+        from megatron_rl.commands.check_models import check_models  # it imports torch
+
+        check_models(config)
     lines += [f"note: {one}" for one in (absent if args.elsewhere else [a for a in absent if a.on_hub])]
     if args.show:
         print(config_files.dump(config), end="")

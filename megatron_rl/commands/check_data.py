@@ -18,6 +18,7 @@ from megatron_rl.data.sft import Conversation, SftSample, read_samples, sft_roll
 from megatron_rl.training.prompts import (
     HELD_OUT,
     asked_tokenizers,
+    check_juniors,
     read_sets,
     readers_of,
     training_sets,
@@ -62,6 +63,7 @@ def _train_lines(config: TrainConfig, deep: bool, rows: int | None) -> list[str]
     role = next(iter(recipe.roles()))
     here = {name: own.model for name, own in config.roles.items() if deep and _is_here(own.model)}
     plain = {name: tokenizer_of(model) for name, model in here.items()}
+    check_juniors(config, plain)
     tokenizers = asked_tokenizers(config, plain)
     vocabulary = vocabulary_of(here[role], plain[role]) if role in here else None
     sets = training_sets(config)

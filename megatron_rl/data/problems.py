@@ -28,7 +28,7 @@ from megatron_rl.data.conversations import (
     prompt_fields,
     prompt_messages,
 )
-from megatron_rl.data.rows import BadRow, DataError, NotThere, reach, refuse, rows_of, text_at
+from megatron_rl.data.rows import BadRow, DataError, NotThere, reach, refuse, refuse_no_json, rows_of, text_at
 from megatron_rl.types import Prompt
 
 MEASURED = 10_000  # most problems of a set whose prompts are measured before a run
@@ -51,9 +51,9 @@ def read_problems(source: PromptSet) -> list[Problem]:
     """Returns all usable rows of `source` as problems, in file order.
 
     What data.fields leaves open is found in the first row that passes the filters and has a prompt. A warning names bad
-    rows (not JSON, a missing field, an empty question, malformed messages) by file and line. Raises DataError when they
-    are more than max_bad_share of the rows that pass the filters, or when no row passes, and ConfigError for a path
-    without data.
+    rows (not JSON, a missing field, an empty question, malformed messages, a value that JSON does not know) by file and
+    line. Raises DataError when they are more than max_bad_share of the rows that pass the filters, or when no row
+    passes, and ConfigError for a path without data.
     """
     source = resolve(source)
     pattern = _compiled(source.answer_pattern)
@@ -320,7 +320,9 @@ def _understood(
 ) -> tuple[Mapping[str, Any] | None, BadRow | None]:
     """Returns (values, None) for a good row, (None, the bad row) for a bad one, (None, None) for a row to pass over."""
     try:
-        return read(row), None
+        values = read(row)
+        refuse_no_json(values or {})
+        return values, None
     except DataError as error:
         return None, BadRow(where, str(error))
 

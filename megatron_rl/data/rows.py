@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,26 @@ def reach(row: Any, key: str) -> Any:
         else:
             return NotThere()
     return row
+
+
+def refuse_no_json(value: Any, key: str = "") -> None:
+    """Raises DataError, with the dotted key, for a value that JSON does not know, such as a timestamp or NaN: rewards,
+    environments and the store of turns get a problem's values as JSON."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            refuse_no_json(one, f"{key}.{name}" if key else str(name))
+            if not isinstance(name, str):
+                raise DataError(f"{key} has the key {name!r}, and keys are texts: write it as text")
+    elif isinstance(value, (list, tuple)):
+        for place, one in enumerate(value):
+            refuse_no_json(one, f"{key}.{place}")
+    elif not isinstance(value, (str, int, float, type(None))) or (
+        isinstance(value, float) and not math.isfinite(value)
+    ):
+        raise DataError(
+            f"{key} is the {type(value).__name__} {str(value):.60}, which JSON does not know: write it as text or a "
+            "number, or leave the column out"
+        )
 
 
 def text_at(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = False) -> str:

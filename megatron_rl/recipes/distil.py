@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from megatron_rl.algorithms.objectives import find
+from megatron_rl.chat import tokenizer_of
 from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.recipes.base import accuracies, check_arguments, question_text, sampling_for
 from megatron_rl.training.rollouts import sample
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
 from megatron_rl.types import Prompt, Rollout
+from megatron_rl.vocabulary import check_vocabularies
 
 STUDENT, TEACHER = "student", "teacher"
 CANDIDATES = {"candidates", "candidate_logprobs", "teacher_candidate_logprobs"}  # what an objective may need of top_k
@@ -43,6 +46,9 @@ class Distil(Recipe):
         return question_text(self.template, payload)
 
     def check(self, config: TrainConfig) -> None:
+        models = [config.roles[name].model for name in (STUDENT, TEACHER)]
+        if all(Path(model.tokenizer or model.path).is_dir() for model in models):
+            check_vocabularies(*map(tokenizer_of, models), "the teacher scores the tokens that the student wrote")
         loss = config.roles[STUDENT].loss
         objective = find(loss.objective, loss.objective_args)
         reads_top = bool(objective.needs & CANDIDATES)

@@ -38,6 +38,7 @@ from megatron_rl.training import loop
 from megatron_rl.training.gate import GatePlan
 from megatron_rl.training.memory import DeviceMemory
 from megatron_rl.training.player import Player, ReplayPlayer, TurnMaker, TurnPlayer, upcoming
+from megatron_rl.training.prompts import check_juniors
 from megatron_rl.training.store import ROLLOUTS, TurnStore, fingerprint, open_replay
 from megatron_rl.training.turns import Grade, Recipe, Table, Turn
 from megatron_rl.types import Prompt, Rollout
@@ -128,6 +129,7 @@ def _run(
 def _open_models(config: TrainConfig, recipe: Recipe, driver: Driver, world: TorchWorld) -> _Models:
     driver.say(f"reading tokenizers and data: {config.data.path}")
     tokenizers = {n: tokenizer_of(role.model) for n, role in config.roles.items()}
+    check_juniors(config, tokenizers)
     readers, held_out, rows = parts.prompts(config, recipe, tokenizers)
     world.from_driver(driver.compare, config, rows)
     driver.say(f"reading models: {', '.join(n for n, role in config.roles.items() if role.has_policy)}")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from megatron_rl.chat import ChatError, ChatTokenizer, UserText
-from megatron_rl.config.schema import ConfigError, PromptSet, TrainConfig
+from megatron_rl.chat import ChatError, ChatTokenizer, UserText, tokenizer_of
+from megatron_rl.config.schema import ConfigError, Model, PromptSet, TrainConfig
 from megatron_rl.data.conversations import MESSAGES, shape_of
 from megatron_rl.data.problems import Problem, PromptReader, read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.training.rollouts import tokenize
 from megatron_rl.training.turns import Recipe
-from megatron_rl.vocabulary import Vocabulary
+from megatron_rl.vocabulary import Vocabulary, check_vocabularies
 
 HELD_OUT = "evaluation.prompts"
 Encode = Callable[[Mapping[str, Any]], list[int]]  # a problem's values -> its prompt's tokens
@@ -31,6 +32,15 @@ def asked_tokenizers(config: TrainConfig, tokenizers: Mapping[str, Any]) -> dict
                 )
             out[name] = ChatTokenizer(tokenizer)
     return out
+
+
+def check_juniors(config: TrainConfig, tokenizers: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a tandem's junior that has other tokens than its senior, as far as tokenizers are here."""
+    for name, role in config.roles.items():
+        junior = None if role.tandem is None else role.tandem.junior
+        if junior is not None and name in tokenizers and (Path(junior) / "tokenizer.json").is_file():
+            why = f"roles.{name}.tandem.junior = {junior}: its model and the senior's write one text"
+            check_vocabularies(tokenizers[name], tokenizer_of(Model(path=junior)), why)
 
 
 def encoder(recipe: Recipe, tokenizer: Any) -> Encode:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -77,8 +78,12 @@ def local_directory(path: str | Path) -> Path:
 
 
 def read_architecture(directory: str | Path) -> Architecture:
-    """Reads config.json. Raises ConfigError, with the value, for a model that the actor cannot run."""
-    config = AutoConfig.from_pretrained(local_directory(directory))
+    """Reads config.json. Raises ConfigError, with the value, for a model that the actor cannot run, and for keys that
+    contradict each other."""
+    try:
+        config = AutoConfig.from_pretrained(local_directory(directory))
+    except StrictDataclassError as error:
+        raise ConfigError(f"{directory}: its config.json contradicts itself: {error}; fetch it again") from error
     facts = config.to_dict()
     sizes = registry.read(facts, str(directory))
     return Architecture(**vars(sizes), features=registry.features(facts, str(directory)), config=config)
@@ -176,10 +181,14 @@ class DirectoryTensors:
         if name not in self._stored:
             folder = next(iter(self._stored.values())).file.parent
             raise ConfigError(f"{folder} holds no tensor {name!r}: the directory is not complete")
-        path = self._stored[name].file
+        path, stored = self._stored[name].file, self._stored[name]
         if path not in self._open:
             self._open[path] = _open(path)
-        self._views[name] = self._open[path].get_tensor(name)
+        stack, expert, row = stored.part or (name, None, 0)
+        if stack not in self._views:
+            self._views[stack] = self._open[path].get_tensor(stack)
+        whole = self._views[stack] if expert is None else self._views[stack][expert]
+        self._views[name] = whole[row : row + stored.shape[0]] if stored.part else whole
         return self._views[name]
 
     def read(self, rect: Rect) -> Tensor:

@@ -3,18 +3,25 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
+from datetime import UTC, date, datetime
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from megatron_rl.chat import tokenizer_of
 from megatron_rl.commands import check_data, evaluate, generate, sft
 from megatron_rl.config import files as config_files
-from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Model, SftConfig, TrainConfig
+from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Model, PromptSet, SftConfig, TrainConfig
 from megatron_rl.data.problems import read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.tiny import write_tiny_model
@@ -23,7 +30,9 @@ from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.evaluation.sets import read_sets
 from megatron_rl.main import main
 from megatron_rl.megatron import work_checks
+from megatron_rl.recipes.distil import Distil
 from megatron_rl.vocabulary import vocabulary_of
+from megatron_rl.weights import hf
 from megatron_rl.weights.hf import read_architecture
 
 TABLES = ("lm_head.weight", "model.embed_tokens.weight")
@@ -165,3 +174,104 @@ def test_cases_the_ends_of_a_model_are_those_of_its_three_files(base, tmp_path):
     there = copied(base, tmp_path, config={"eos_token_id": [1, 2]}, generation={"eos_token_id": 3})
     tokenizer = tokenizer_of(Model(path=str(there)))
     assert vocabulary_of(Model(path=str(there)), tokenizer).ends == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+def test_cases_stacked_experts_are_read_as_save_pretrained_writes_them(tmp_path, family):
+    """A state_dict of transformers 5, saved as it stands, was "another model's"."""
+    apart = make_model(tmp_path / "apart", family)
+    stacked = shutil.copytree(apart, tmp_path / "stacked")
+    for file in stacked.glob("model*"):
+        file.unlink()
+    weights = AutoModelForCausalLM.from_pretrained(apart).state_dict()
+    assert any(name.endswith("experts.gate_up_proj") for name in weights)
+    save_file({name: t.contiguous() for name, t in weights.items()}, stacked / "model.safetensors")
+    sizes = read_architecture(apart)
+    hf.check(stacked, sizes)
+    wanted, found = dict(hf.read_tensors(apart)), dict(hf.read_tensors(stacked))
+    assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
+    bent = {name: t[:1].contiguous() if "gate_up" in name else t.contiguous() for name, t in weights.items()}
+    save_file(bent, stacked / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"gate_up_proj is \[1, .*config.json says"):
+        hf.check(stacked, sizes)
+
+
+def test_cases_several_sets_of_weights_in_one_directory_are_refused(base, tmp_path):
+    there = shutil.copytree(base, tmp_path / "model")
+    sizes, weights = read_architecture(there), load_file(there / "model.safetensors")
+    for name in ("consolidated.safetensors", "pytorch_model.bin"):  # transformers takes model.safetensors, too
+        (there / name).write_bytes(b"")
+    hf.check(there, sizes)
+    index = there / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, "model.safetensors")}))
+    hf.check(there, sizes)
+    save_file(weights, there / "model-00001-of-00001.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}))
+    with pytest.raises(ConfigError, match=r"two sets of weights, model.safetensors and the files that .*index"):
+        hf.check(there, sizes)
+    (there / "model.safetensors").unlink()
+    hf.check(there, sizes)
+    (there / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds a model and an adapter"):
+        hf.check(there, sizes)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (datetime(2026, 1, 2, tzinfo=UTC), "extra_info.when is the datetime 2026-01-02"),
+        (date(2026, 1, 2), "extra_info.when is the date 2026-01-02"),
+        (b"abc", "extra_info.when is the bytes b'abc'"),
+        (Decimal("1.5"), "extra_info.when is the Decimal 1.5"),
+        (float("nan"), "extra_info.when is the float nan"),
+        ([{"a": [{"b": Decimal("2.5")}]}], "extra_info.when.0.a.0.b is the Decimal 2.5"),
+    ],
+    ids=str,
+)
+def test_cases_values_that_json_does_not_know_are_refused_by_row_and_key(tmp_path, value, why):
+    """Parquet in verl's form: such a value was a TypeError at the first grading."""
+    row = {"prompt": [{"role": "user", "content": "1?"}], "reward_model": {"ground_truth": "1"}}
+    nested = {"index": 0, "gone": None, "scores": [{"a": [1, 2.5, True]}]}
+    rows = [{**row, "extra_info": {**nested, "when": value}}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "bad.parquet")
+    with pytest.raises(DataError, match=re.escape("bad.parquet:1: " + why)):
+        read_problems(PromptSet(path=str(tmp_path / "bad.parquet")))
+    pq.write_table(pa.Table.from_pylist([{**row, "extra_info": nested, "unused": value}]), tmp_path / "good.parquet")
+    [problem] = read_problems(PromptSet(path=str(tmp_path / "good.parquet")))
+    assert problem.values["extra_info"] == nested
+
+
+def test_cases_check_deep_compares_weights_with_the_config_beside_them(base, tmp_path, capsys):
+    """config.json says fewer layers, other heads, or rows that the embedding does not have."""
+    data = jsonl(tmp_path / "rows.jsonl", {"prompt": "ab", "response": "a"})
+    cases = [
+        ({"vocab_size": rows_of(base) + 4}, "config.json says [64, 64]"),
+        ({"num_key_value_heads": 4}, "config.json says"),
+        ({"num_hidden_layers": 3}, "contradicts itself"),
+        ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "holds no tensor"),
+        ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, "model.layers.1"),
+        ({"tie_word_embeddings": True}, "is not the embedding"),
+    ]
+    for number, (told, why) in enumerate(cases):
+        there = copied(base, tmp_path / str(number), config=told)
+        words = [f"model.path={there}", f"data.train={data}", "samples_per_step=1", "steps=1"]
+        assert main(["check", "--command", "sft", *words, "--ranks", "1", "--deep"]) == 2, told
+        assert why in (shown := capsys.readouterr().err), shown
+
+
+def test_cases_models_that_share_token_ids_need_one_vocabulary(base, tmp_path):
+    other = shutil.copytree(base, tmp_path / "other")
+    text = (other / "tokenizer.json").read_text()
+    swapped = text.replace('"a": 4', '"?": 4', 1).replace('"b": 5', '"a": 5', 1).replace('"?": 4', '"b": 4', 1)
+    (other / "tokenizer.json").write_text(swapped)
+    more = copied(base, tmp_path, extra=["<more>"])
+    data = jsonl(tmp_path / "p.jsonl", {"question": "a", "answer": "a"})
+    for junior, differs in ((other, True), (more, False)):
+        words = words_of(TrainConfig, base, data)
+        tandem = config_files.load(TrainConfig, [], [*words, f"roles.generator.tandem.junior={junior}"])
+        student = {"model": {"path": str(base)}, "loss": {"objective": "distilled"}}
+        roles = "roles=" + json.dumps({"student": student, "teacher": {"model": {"path": str(junior)}}})
+        distil = config_files.load(TrainConfig, [], [roles, *words[1:]])
+        for call in (lambda c=tandem: check_data.data_lines(c, deep=True), lambda c=distil: Distil(updates=1).check(c)):
+            with pytest.raises(ConfigError, match="vocabularies differ in 2 tokens") if differs else nullcontext():
+                call()
