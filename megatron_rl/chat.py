@@ -180,14 +180,14 @@ def conversation_tokens(
 
 
 def refuse_endless(vocabulary: Vocabulary, trained: np.ndarray) -> None:
-    """Raises ChatError for the trained tokens [T] of a conversation of which none ends a text: a model that learns from
-    such conversations writes without an end."""
-    if vocabulary.ends and not np.isin(trained, list(vocabulary.ends)).any():
+    """Raises ChatError for the trained tokens [T] of a conversation of which none ends a text or is a special token: a
+    model that learns from such conversations writes on behind its answer, where no engine can tell that it ended."""
+    if vocabulary.ends and not np.isin(trained, [*vocabulary.ends, *vocabulary.special]).any():
         raise ChatError(
             "the chat template ends no assistant's turn with a token at which the model stops (ids "
-            f"{', '.join(map(str, sorted(vocabulary.ends)))}), so that the model would never learn to stop: give "
-            "model.chat_template a template that writes one behind such turns, within {% generation %} marks where it "
-            "has marks, or name the token that it writes as eos_token of the tokenizer"
+            f"{', '.join(map(str, sorted(vocabulary.ends)))}), or another special token, so that the model would never "
+            "learn to stop: give model.chat_template a template that writes {{ eos_token }} behind such turns, within "
+            "{% generation %} marks where it has marks"
         )
 
 

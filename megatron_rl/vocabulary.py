@@ -19,7 +19,8 @@ class Vocabulary:
 
     path: str  # the model's
     rows: int | None  # of the embedding; None where there is no config.json that tells
-    ends: frozenset[int]  # ids that end a text
+    ends: frozenset[int]  # ids that end a text: engines stop there
+    special: frozenset[int]  # ids of the tokenizer's special tokens, at which `sampling.stop_strings` can stop
     without_row: Mapping[int, str]  # {id: token} of the tokenizer's tokens beyond the embedding
 
     def missing(self, tokens: Iterable[int] | np.ndarray) -> str | None:
@@ -45,11 +46,9 @@ def vocabulary_of(model: Model, tokenizer: Any) -> Vocabulary:
         "eos_token_id of generation_config.json": generation.get("eos_token_id"),
     }
     ends = {name: _ids(model.path, name, value) for name, value in told.items()}
-    found = Vocabulary(model.path, rows, frozenset().union(*ends.values()), {})
-    if rows is None:
-        return found
-    names = {i: name for name, i in tokenizer.get_vocab().items() if i >= rows}
-    found = Vocabulary(found.path, rows, found.ends, names)
+    names = {} if rows is None else {i: name for name, i in tokenizer.get_vocab().items() if i >= rows}
+    special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    found = Vocabulary(model.path, rows, frozenset().union(*ends.values()), special, names)
     used = {**ends, "pad_token of the tokenizer": {tokenizer.pad_token_id} - {None}, **_of_template(tokenizer, names)}
     for name, ids in used.items():
         if why := found.missing(sorted(ids)):

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.chat import ASSISTANT, ChatTokenizer, problem_text, tokenizer_of
 from megatron_rl.config import plugins
 from megatron_rl.config.data_settings import generated_name
@@ -122,7 +124,10 @@ def _trained_share(config: SftConfig, samples: Sequence[SftSample]) -> str:
         vocabulary=vocabulary,
     )  # fmt: skip
     tokens, trained = sum(len(r.tokens) for r in rollouts), sum(r.num_trainable for r in rollouts)
-    return f"{len(rollouts)} are usable, and {trained} of {tokens} tokens are trained on"
+    line = f"{len(rollouts)} are usable, and {trained} of {tokens} tokens are trained on"
+    if any(np.isin(rollout.tokens[rollout.trainable], [*vocabulary.ends]).any() for rollout in rollouts):
+        return line
+    return f"{line}; none of them ends a text: name the text that ends a turn in sampling.stop_strings, or as eos_token"
 
 
 def _prompts(source: PromptSet, problems: Sequence[Problem], model: Model, *, chat: bool, tried: bool) -> str:

@@ -48,7 +48,8 @@ class Distil(Recipe):
     def check(self, config: TrainConfig) -> None:
         models = [config.roles[name].model for name in (STUDENT, TEACHER)]
         if all(Path(model.tokenizer or model.path).is_dir() for model in models):
-            check_vocabularies(*map(tokenizer_of, models), "the teacher scores the tokens that the student wrote")
+            student, teacher = map(tokenizer_of, models)
+            check_vocabularies(student, teacher, "the teacher scores the tokens that the student wrote")
         loss = config.roles[STUDENT].loss
         objective = find(loss.objective, loss.objective_args)
         reads_top = bool(objective.needs & CANDIDATES)

@@ -57,7 +57,7 @@ def refused(call, *args, **settings):
 
 
 def knows(*ends):
-    return Vocabulary(path="m", rows=None, ends=frozenset(ends), without_row={})
+    return Vocabulary(path="m", rows=None, ends=frozenset(ends), special=frozenset({2}), without_row={})
 
 
 def test_cases_a_template_that_ends_no_turn_is_refused_for_fine_tuning(tmp_path):
@@ -72,8 +72,11 @@ def test_cases_a_template_that_ends_no_turn_is_refused_for_fine_tuning(tmp_path)
     marks = "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"  # the end stands outside of them
     outside = MARKED.replace("{% generation %}{{ m.content }}<|im_end|>\n\n{% endgeneration %}", marks)
     assert "within {% generation %} marks" in refused(rollout, tmp_path, twice, outside, vocabulary=knows(end))
-    other = tokenizer.convert_tokens_to_ids("<|eot_id|>")  # ChatML in front of a model that stops at another token
-    assert "never learn to stop" in refused(rollout, tmp_path, twice, vocabulary=knows(other))
+    assert end == 2 and trained_texts(tmp_path, twice, vocabulary=knows(0)), (
+        "a special token that stop_strings can name"
+    )
+    lone = Vocabulary(path="m", rows=None, ends=frozenset({0}), special=frozenset({0}), without_row={})
+    assert "never learn to stop" in refused(rollout, tmp_path, twice, vocabulary=lone)
 
 
 @pytest.mark.parametrize("call", [CALL, CALL["function"]], ids=["nested", "flat"])
