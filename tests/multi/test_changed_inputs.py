@@ -79,7 +79,7 @@ def test_a_run_whose_recipe_raised_is_mended_and_goes_on(start, tmp_path):
     assert json.loads((tmp_path / "runs/train/summary.json").read_text())["failed"] is None
     (tmp_path / "plain.txt").write_text("Answer: {question}")
     status, _, errors = start("train", TRAIN)
-    assert status == 1 and "recipe.args.template (plain.txt): bytes 10 -> 18" in errors, "also of a finished run"
+    assert status == 2 and "recipe.args.template (plain.txt): bytes 10 -> 18" in errors, "also of a finished run"
 
 
 def test_fine_tuning_does_not_go_on_in_other_rows(start, tmp_path):
@@ -89,6 +89,6 @@ def test_fine_tuning_does_not_go_on_in_other_rows(start, tmp_path):
     (tmp_path / "pairs.jsonl").write_text(rows.replace("b3", "c3"))
     more = {**SFT, "steps": 3}
     status, _, errors = start("sft", SFT)
-    assert status == 1 and "data.train (pairs.jsonl): sha256" in errors and "run.resume=must" in errors
+    assert status == 2 and "data.train (pairs.jsonl): sha256" in errors and "run.resume=must" in errors
     status, output, errors = start("sft", more, "run.resume=must")
     assert status == 0 and "rows of data.train (pairs.jsonl): sha256" in output and "step 3/3" in output, errors
