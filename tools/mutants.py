@@ -144,7 +144,8 @@ def who_reaches(mutants: Sequence[Mutant], home: Path, pool: ProcessPoolExecutor
     tree, begun = copied(home / "noted", mutants), time.monotonic()
     files = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests/unit").glob("test_*.py"))] + RANKS
     files = [f for f in files if not any(f"test_{name}" in f for name in LEFT_OUT)]
-    found = [part.result() for part in [pool.submit(reach, tree, files[i::16], home / f"reach{i}") for i in range(16)]]
+    shares = [pool.submit(reach, tree, files[i::16], home / f"reach{i}") for i in range(min(16, len(files)))]
+    found = [share.result() for share in shares]
     seconds = {test: spent for own, _ in found for test, spent in own.items()}
     reached: list[dict[str, float]] = [{} for _ in mutants]
     for number, test in (row for _, rows in found for row in rows if row[1] in seconds):
