@@ -187,7 +187,8 @@ def refuse_endless(vocabulary: Vocabulary, trained: np.ndarray) -> None:
             "the chat template ends no assistant's turn with a token at which the model stops (ids "
             f"{', '.join(map(str, sorted(vocabulary.ends)))}), or another special token, so that the model would never "
             "learn to stop: give model.chat_template a template that writes {{ eos_token }} behind such turns, within "
-            "{% generation %} marks where it has marks"
+            "{% generation %} marks where it has marks, or set data.append_eos to false where texts of the data end "
+            "what it writes"
         )
 
 

@@ -125,7 +125,9 @@ def _trained_share(config: SftConfig, samples: Sequence[SftSample]) -> str:
     )  # fmt: skip
     tokens, trained = sum(len(r.tokens) for r in rollouts), sum(r.num_trainable for r in rollouts)
     line = f"{len(rollouts)} are usable, and {trained} of {tokens} tokens are trained on"
-    if any(np.isin(rollout.tokens[rollout.trainable], [*vocabulary.ends]).any() for rollout in rollouts):
+    if not data.append_eos or any(
+        np.isin(rollout.tokens[rollout.trainable], [*vocabulary.ends]).any() for rollout in rollouts
+    ):
         return line
     return f"{line}; none of them ends a text: name the text that ends a turn in sampling.stop_strings, or as eos_token"
 

@@ -66,7 +66,9 @@ class SftData:
     messages_field: str | None = None
     prompt_field: str = "prompt"  # the row's key of the prompt: a text, or the messages before the response
     response_field: str | None = None  # the row's key of the response, text or messages; null: response or completion
-    append_eos: bool = True  # put the end-of-sequence token behind every response that is a text
+    # Put the end-of-sequence token behind every response that is a text, and refuse conversations whose chat template
+    # writes no token that ends a turn. false: texts of the data end what the model writes (sampling.stop_strings).
+    append_eos: bool = True
     shuffle: bool = True  # give the samples a new order in every epoch
     max_tokens: PositiveInt = 4096  # longer samples are dropped and counted
     max_bad_share: Share = 0.01  # refuse the data when a larger share of its rows is unusable

@@ -119,7 +119,7 @@ def sft_rollouts(
                 tokens, trained = conversation_tokens(
                     tokenizer, sample.messages, first=sample.first, tools=sample.tools
                 )
-                if vocabulary is not None:
+                if vocabulary is not None and append_eos:
                     refuse_endless(vocabulary, tokens[trained])
             if vocabulary is not None and (why := vocabulary.missing(tokens)):
                 raise ChatError(f"it has {why}")

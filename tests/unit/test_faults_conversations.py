@@ -77,6 +77,8 @@ def test_cases_a_template_that_ends_no_turn_is_refused_for_fine_tuning(tmp_path)
     )
     lone = Vocabulary(path="m", rows=None, ends=frozenset({0}), special=frozenset({0}), without_row={})
     assert "never learn to stop" in refused(rollout, tmp_path, twice, vocabulary=lone)
+    samples = read_samples(SftData(train=str(tmp_path / "s.jsonl")))
+    assert sft_rollouts(samples, chat_tokenizer(OPEN), append_eos=False, max_tokens=99, vocabulary=lone)
 
 
 @pytest.mark.parametrize("call", [CALL, CALL["function"]], ids=["nested", "flat"])
