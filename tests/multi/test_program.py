@@ -155,7 +155,7 @@ def test_eval_and_generate_on_two_ranks(last_letter, tmp_path):
     responses = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
     assert f"{answer['figures']['accuracy']:.4f}" in text and len(responses) == 32
     scores = [r["score"] for r in responses]
-    assert answer["figures"]["accuracy"] == pytest.approx(sum(score > 0.5 for score in scores) / 32) > 0
+    assert 0 < answer["figures"]["accuracy"] == pytest.approx(sum(score > 0.5 for score in scores) / 32)
     assert answer["figures"]["reward"] == pytest.approx(sum(scores) / 32)
 
 
