@@ -244,7 +244,7 @@ oracles: setup $(ORACLES)/.ready ## losses, estimators and an update against TRL
 	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_losses.py $(ORACLES)/new/trl_losses.json
 	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_run.py $(ORACLES)/new/trl_run
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/helpers $(PY) tools/oracles/table.py $(ORACLES)/new
-	$(PY) -m pytest tests/unit tests/multi -q -k oracles
+	$(PY) -m pytest tests/unit/test_oracles_losses.py tests/multi/test_oracles_run.py -q
 
 $(ORACLES)/.ready: tools/oracles/requirements.txt
 	$(PYTHON) -m venv $(ORACLES)
