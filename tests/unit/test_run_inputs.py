@@ -12,11 +12,13 @@ from tiny_models import make_model
 from toys import characters
 
 from megatron_rl.api.inputs import reward_settings
+from megatron_rl.commands import evaluate
 from megatron_rl.config import schema as configs
 from megatron_rl.config.sources import sources
 from megatron_rl.run import inputs, sums
 from megatron_rl.run.directory import RunError
 from megatron_rl.run.inputs import InputRecord, read_files
+from megatron_rl.session import answers
 
 
 @pytest.fixture
@@ -161,3 +163,25 @@ def test_modules_that_a_pickled_function_uses(tmp_path, here, monkeypatch):
     section, _ = reward_settings(lambda response, payload: mine_helper.VALUE, tmp_path / "inputs")
     assert "module mine_helper" in sources({"reward": section})
     del sys.modules["mine_helper"]
+
+
+def test_answers_of_another_model_or_reward_are_not_gone_on_with(here):
+    """`generate` and `eval` knew their answers by settings and prompts: those of the former weights were kept."""
+    reward = configs.Reward(target="mine_rewards:grade")
+    data = configs.PromptSet(path="rows.jsonl")
+    asked = configs.GenerateConfig(model=configs.Model(path="model"), data=data, output="out", reward=reward)
+    measured = configs.EvalConfig(model=configs.Model(path="model"), data=data, reward=reward)
+
+    def digests():
+        read = read_files(asked)
+        parts = answers.parts_digest(asked, read, [[1, 2]], 8)
+        whole = answers.problems_digest(asked, read, [{}], parts)
+        return parts, whole, evaluate._digest(measured, [], read_files(measured))
+
+    first = digests()
+    (here / "mine_helper.py").write_text("VALUE = 2\n")
+    mended = digests()
+    assert mended[0] == first[0], "answers stay, and are graded again"
+    assert mended[1] != first[1] and mended[2] != first[2]
+    (here / "model/model.safetensors").write_bytes(b"another")
+    assert not {*digests()} & {*mended}
