@@ -35,6 +35,7 @@ _LATEX = LatexExtractionConfig(
     boxed_match_priority=0,
     normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all"),
 )
+_NO_VALUE = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError)
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)")
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 _TEXTS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
@@ -266,7 +267,7 @@ def _sizes(part: Any) -> Iterator[float]:
     else:
         if isinstance(part, sympy.Expr):
             number = part if part.is_number else part.as_independent(*part.free_symbols, as_Add=False)[0]
-            with contextlib.suppress(TypeError, ValueError, OverflowError):
+            with contextlib.suppress(*_NO_VALUE):
                 yield abs(float(number))
         return
     for each in parts:

@@ -73,6 +73,7 @@ def canonical(text: str) -> str:
         text = _in_ascii(text)
     text = _DECORATION.sub("", text).strip().rstrip(".,;").rstrip()
     text = re.sub(r"^\\approx(?![a-z])\s*", "", text)
+    text = re.sub(r"^\\text\s*\{\s*([-+]?[\d.,]+)\s*\}$", r"\1", text)
     if text.startswith('"') and text.endswith('"'):
         text = text[1:-1]
     return _notation(_numbers(text))

@@ -79,7 +79,9 @@ def decimal(rng: random.Random) -> Spelled:
     text = f"{n // 10**places}.{n % 10**places:0{places}d}"
     value = Fraction(n, 10**places)
     other = f"{(n + 1) // 10**places}.{(n + 1) % 10**places:0{places}d}"
-    right = [text, text + "0", rf"\frac{{{value.numerator}}}{{{value.denominator}}}", f"{text} \\text{{ units}}"]
+    right = [text, text + "0", f"{text} \\text{{ units}}"]
+    if places <= 6:  # a fraction is compared to six decimals
+        right.append(rf"\frac{{{value.numerator}}}{{{value.denominator}}}")
     return right, [other, f"-{text}", text.replace(".", ""), f"{n * 10 // 10**places}.{n * 10 % 10**places:0{places}d}"]
 
 
