@@ -133,7 +133,9 @@ def judge(mutant: Mutant, tests: Sequence[str], home: Path) -> Result:
         if part and not status:
             status = tested(tree, ["-x", *part], log, LIMIT_S)
             said = log.read_text(errors="replace").splitlines()
-            failing = next((line for line in said if line.startswith(("FAILED", "ERROR"))), "")
+            failing = next((line for line in said if line.startswith(("FAILED", "ERROR tests"))), "")
+            if status == pytest.ExitCode.USAGE_ERROR and not failing:  # a test that was not found has not failed
+                status = 0
     (tree / mutant.file).write_bytes(text)
     end = "killed" if status > 0 else "too slow" if status else "survived"
     return Result(end, failing.removeprefix("FAILED ").split(" - ")[0], len(tests), time.monotonic() - begun)

@@ -66,4 +66,4 @@ def test_the_pool_looks_around_although_nothing_happens(tmp_path):
     with fleet_in(tmp_path) as fleet:
         line, looks = fleet.open()._dispatcher._line, []
         line.look = lambda: looks.append(1)
-        until("it looks", lambda: len(looks) >= 3)
+        until("it looks", lambda: len(looks) >= 3, timeout_s=30)
