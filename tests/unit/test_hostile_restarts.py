@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_hostile_crash_loop_under_a_large_budget_waits_five_minutes_at_most():
 class Dying:
     """A server that dies each time after so many seconds of answers; None: it does not start at all."""
 
-    log = "engine.log"
+    log = Path("engine.log")
 
     def __init__(self, *lives: float | None) -> None:
         self.lives = [*lives]
