@@ -47,7 +47,8 @@ def newest_error(logs: Iterable[Path]) -> str:
     """Returns the end of a sentence: the first error of the last start in the newest of the logs with an error, or
     nothing.
     """
-    for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True):
+    there = [log for log in logs if log.is_file()]
+    for log in sorted(there, key=lambda log: log.stat().st_mtime, reverse=True):
         if error := first_error((_read(log) or "").splitlines()):
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(log.stat().st_mtime))
             return f"; the first error in {log}, last written {when}: {' '.join(error)}"

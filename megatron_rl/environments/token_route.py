@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -281,7 +281,6 @@ class _Listener(ThreadingHTTPServer):
 class _RouteHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    server: _Listener
 
     def __init__(self, route: TokenRoute, *args: Any) -> None:
         self._route = route
@@ -321,7 +320,7 @@ class _RouteHandler(BaseHTTPRequestHandler):
             given, own = self.headers.get("Authorization", ""), f"Bearer {self._route.token}"
             if not hmac.compare_digest(given.encode(), own.encode()):
                 raise RouteRefusal(401, "the token is not this run's")
-            self.server.trust(self.connection)
+            cast(_Listener, self.server).trust(self.connection)
             said = verb()
         except RouteRefusal as refusal:
             status = refusal.status
