@@ -66,3 +66,7 @@ def test_linear_and_cosine_may_end_at_zero():
 def test_impossible_schedules_are_refused(schedule, update, change, message):
     with pytest.raises(ValueError, match=message):
         step_weight(schedule, update, **{**PAPER, **change})
+
+
+def test_a_weight_that_starts_at_0_may_have_the_floor_0_with_any_schedule():
+    assert [step_weight(s, 5, start=0.0, floor=0.0, total=10) for s in ("exponential", "linear", "cosine")] == [0.0] * 3
