@@ -27,6 +27,7 @@ from megatron_rl.run.parent import end_with_parent
 
 LOCAL = "127.0.0.1"
 GRACE_S = 30.0  # between asking the other ranks to leave and killing them
+FIRST_RANK_S = 2.0  # that rank 0 may take to end after another rank
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,12 @@ def _run_rank(rank: Callable[[], int], variables: Mapping[str, str], launcher: i
 
 
 def _wait(children: Sequence[BaseProcess]) -> int:
-    """Waits for all, or for a failure. Returns the exit status."""
+    """Waits for all, or for a failure. Returns the exit status, which is that of rank 0 where it fails too: an error of
+    rank 0 ends the other ranks with a status of their own."""
     while (running := [c for c in children if c.exitcode is None]) and not any(c.exitcode for c in children):
         connection.wait([child.sentinel for child in running])
+    if any(child.exitcode for child in children):
+        children[0].join(FIRST_RANK_S)
     failed = next((child.exitcode for child in children if child.exitcode), 0)
     if failed < 0:
         name = next(child.name for child in children if child.exitcode == failed)

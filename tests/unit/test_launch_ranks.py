@@ -43,6 +43,18 @@ def end(directory: Path, how: str) -> int:
     return 7
 
 
+def end_after_the_other(directory: Path) -> int:
+    """Ends rank 1, and then rank 0, each with a status of its own."""
+    if os.environ["RANK"] == "1":
+        (directory / "pid").write_text(str(os.getpid()))
+        return 1
+    while not (directory / "pid").exists() or not (directory / "pid").read_text():
+        time.sleep(0.01)
+    rank1 = int((directory / "pid").read_text())
+    until("the launcher to wait for rank 1", lambda: not psutil.pid_exists(rank1))
+    return 2
+
+
 def leave(directory: Path, *unused: object) -> None:
     (directory / f"left{os.environ['RANK']}").touch()
     sys.exit(0)
@@ -75,6 +87,12 @@ def test_when_one_rank_fails_the_others_are_told_to_leave(tmp_path, capfd, how, 
     assert launch.start_ranks(functools.partial(end, tmp_path, how), 2, fork=True) == status
     assert (tmp_path / "left0").exists()
     assert ("rank 1 was killed by SIGKILL" in capfd.readouterr().err) == (how == "killed")
+
+
+def test_the_status_is_that_of_the_first_rank_where_it_fails_too(tmp_path):
+    """An error of rank 0 ends the other ranks with a status of their own, and the status was that of whichever came
+    first."""
+    assert launch.start_ranks(functools.partial(end_after_the_other, tmp_path), 2, fork=True) == 2
 
 
 def test_a_signal_is_passed_on_to_all(tmp_path):
