@@ -119,7 +119,7 @@ class Trainer:
         config = self.config.resolve()
         data = self._asked(config, dataset)
         run = Path(config.run.dir) / config.run.name
-        number = sum(path.stem.isdecimal() for path in (run / "evaluations").glob("*.json")) + 1
+        number = len([*(run / "evaluations").glob("*.json")]) + 1
         output = run / "evaluations" / f"{number:03d}.json"
         tree = self._model_settings(config) | {
             "data": data, "template": self._template(config, data), "output": str(output), "n": n,

@@ -138,9 +138,8 @@ def _task(config: EvalConfig, tokenizer: Any, source: GradedSet) -> Task:
 def _read(config: EvalConfig, output: Path) -> Mapping[str, Any]:
     """Returns what is read, and says what has changed since a part of the samples was drawn."""
     begun = Path(f"{output.with_suffix('.jsonl')}{PARTIAL}").exists()
-    record = InputRecord(
-        output.with_suffix(".inputs.json"), done="a part of the samples" if begun else None, accept=True
-    )
+    place = output.with_suffix(".inputs")  # not .json: a folder of evaluations has one such file for each result
+    record = InputRecord(place, done="a part of the samples" if begun else None, accept=True)
     found = inputs.read_files(config) | inputs.read_revisions(config)
     for change in record.compare(inputs.FILES, found):
         print(f"changed since samples were drawn, which are drawn again: {change}", file=sys.stderr, flush=True)
