@@ -21,6 +21,13 @@ from megatron_rl.run.inputs import InputRecord, read_files
 from megatron_rl.session import answers
 
 
+@pytest.fixture(autouse=True)
+def no_modules_of_other_tests(monkeypatch):
+    """A module that another test imported under the same name would be found in place of the file here."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("mine_rewards", "mine_helper", "space")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A directory, in which the test stands, with a model and files of each kind that a run reads."""
