@@ -17,7 +17,7 @@ import numpy as np
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.model import Model
 from megatron_rl.text import fill, load_tokenizer
-from megatron_rl.vocabulary import Vocabulary, vocabulary_of
+from megatron_rl.vocabulary import Vocabulary, check_vocabularies, vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,6 +90,13 @@ def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
             ) from error
     vocabulary_of(model, tokenizer)
     return tokenizer
+
+
+def check_models(first: Model, second: Model, why: str) -> None:
+    """Raises ConfigError for two models whose tokenizers give an id different tokens, where both are directories here.
+    `why`: see `check_vocabularies`."""
+    if all(Path(model.tokenizer or model.path).is_dir() for model in (first, second)):
+        check_vocabularies(tokenizer_of(first), tokenizer_of(second), why)
 
 
 def problem_text(template: str, values: Mapping[str, Any]) -> str:

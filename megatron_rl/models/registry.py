@@ -110,7 +110,7 @@ def _table() -> dict[str, Family]:
 def _named(config: Mapping[str, Any], where: str) -> Family:
     """Returns the family of a config.json. Raises ConfigError for another model."""
     kind: Any = config.get("model_type")
-    if kind not in families():
+    if not isinstance(kind, str) or kind not in families():
         raise ConfigError(
             f"{where}: model_type {kind!r} is not supported; supported are {', '.join(families())}, and families of "
             "your own that `families` names in a config, --family in a conversion"

@@ -124,6 +124,19 @@ def accuracies(table: Table, role: str, prompts: Sequence[Prompt]) -> tuple[dict
     return figures | {f"{role}/num_problems": float(len(prompts))}, sampled
 
 
+def accuracies_of_fitting(
+    table: Table, role: str, prompts: Sequence[Prompt], own: Sequence[Prompt | None]
+) -> dict[str, float]:
+    """Measures a role as `accuracies` does on the problems that are not too long for it; `too_long` counts the others.
+
+    `own`: each problem as the role reads it; None for one that is too long.
+    """
+    fitting = [replace(p, tokens=o.tokens) for p, o in zip(prompts, own, strict=True) if o is not None]
+    figures = accuracies(table, role, fitting)[0] if fitting else {}
+    too_long = len(prompts) - len(fitting)
+    return figures | ({f"{role}/too_long": float(too_long)} if too_long else {})
+
+
 def mark_steps(rollout: Rollout, decoded: Decoded) -> Rollout:
     """Marks the step blocks in what models wrote, by the tokens' own places in its text."""
     ranges = rollout.positions(decoded.tokens_of(step_spans(decoded.raw)))

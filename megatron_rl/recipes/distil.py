@@ -2,20 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from megatron_rl.algorithms.objectives import find
-from megatron_rl.chat import tokenizer_of
+from megatron_rl.chat import check_models
 from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.recipes.base import accuracies, check_arguments, question_text, sampling_for
 from megatron_rl.training.rollouts import sample
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
 from megatron_rl.types import Prompt, Rollout
-from megatron_rl.vocabulary import check_vocabularies
 
 STUDENT, TEACHER = "student", "teacher"
+SCORES = "the teacher scores the tokens that the student wrote"  # why both need one vocabulary
 CANDIDATES = {"candidates", "candidate_logprobs", "teacher_candidate_logprobs"}  # what an objective may need of top_k
 
 
@@ -46,13 +45,9 @@ class Distil(Recipe):
         return question_text(self.template, payload)
 
     def check(self, config: TrainConfig) -> None:
-        models = [config.roles[name].model for name in (STUDENT, TEACHER)]
-        if all(Path(model.tokenizer or model.path).is_dir() for model in models):
-            student, teacher = map(tokenizer_of, models)
-            check_vocabularies(student, teacher, "the teacher scores the tokens that the student wrote")
+        check_models(config.roles[STUDENT].model, config.roles[TEACHER].model, SCORES)
         loss = config.roles[STUDENT].loss
-        objective = find(loss.objective, loss.objective_args)
-        reads_top = bool(objective.needs & CANDIDATES)
+        reads_top = bool((objective := find(loss.objective, loss.objective_args)).needs & CANDIDATES)
         said = f"roles.{STUDENT}.loss.objective = {loss.objective!r}"
         if objective.uses_advantages:
             raise ConfigError(f"{said} wants advantages, and nothing is rewarded here: give distilled")

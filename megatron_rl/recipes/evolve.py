@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config.schema import ConfigError, TrainConfig
-from megatron_rl.recipes.base import accuracies, check_arguments, check_length, sampling_for
+from megatron_rl.recipes.base import accuracies_of_fitting, check_arguments, check_length, sampling_for
 from megatron_rl.recipes.judged import JudgedAnswer, Speaker, judged_answers, marks, put, put_filled
 from megatron_rl.rewards.role_tags import last_inside, proposal_form, tag_form
 from megatron_rl.rewards.tags import boxed
@@ -107,10 +107,7 @@ class Evolve(Recipe):
         """Measures the solver, on the problems that are not too long for it; solver/too_long counts the others."""
         texts = [fill(self._templates["solver_template"], question=str(p.payload["question"])) for p in prompts]
         own = [put(table, SOLVER, text) for text in texts]
-        fitting = [replace(p, tokens=o.tokens) for p, o in zip(prompts, own, strict=True) if o is not None]
-        figures = accuracies(table, SOLVER, fitting)[0] if fitting else {}
-        too_long = len(prompts) - len(fitting)
-        return figures | ({f"{SOLVER}/too_long": float(too_long)} if too_long else {})
+        return accuracies_of_fitting(table, SOLVER, prompts, own)
 
     def state_dict(self) -> dict[str, Any]:
         return {"pool": list(self._pool)}

@@ -10,7 +10,7 @@ from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.algorithms.estimators import UNGROUPED, find_estimator
 from megatron_rl.algorithms.role_credit import RoleBaselines, compare_peers
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.recipes.base import accuracies, check_arguments, question_text, sampling_for, solve
+from megatron_rl.recipes.base import accuracies_of_fitting, check_arguments, question_text, sampling_for, solve
 from megatron_rl.recipes.judged import put, quoted
 from megatron_rl.recipes.proposals import Aim, AnswerRule, aimed, read_proposal
 from megatron_rl.recipes.voting import solve_by_vote
@@ -133,10 +133,7 @@ class SelfPlay(Recipe):
     def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
         """Measures the solver, on the problems that are not too long for it; solver/too_long counts the others."""
         own = [put(table, SOLVER, question_text(self.solver_template, prompt.payload)) for prompt in prompts]
-        fitting = [replace(p, tokens=o.tokens) for p, o in zip(prompts, own, strict=True) if o is not None]
-        figures = accuracies(table, SOLVER, fitting)[0] if fitting else {}
-        too_long = len(prompts) - len(fitting)
-        return figures | ({f"{SOLVER}/too_long": float(too_long)} if too_long else {})
+        return accuracies_of_fitting(table, SOLVER, prompts, own)
 
     def state_dict(self) -> dict[str, Any]:
         return {"baselines": dict(self._baselines.values)}

@@ -108,6 +108,7 @@ def test_faults_versions_of_a_completion_go_up():
         ("null", "holds 'None' where a JSON object must stand"),
         ("[]", "where a JSON object must stand"),
         ("[" * 100_000 + "]" * 100_000, "cannot be read as JSON"),
+        ({"model_type": ["qwen2"]}, "model_type ['qwen2'] is not supported"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0: give a whole number from 1"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: give a whole number from 1 to 10000"),
         ({"vocab_size": "64"}, "vocab_size = 64: give a whole number"),
