@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from megatron_rl.pickles import refuse_bombs
 from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.sandbox import Ran, SandboxFailure, SandboxSettings
 
@@ -283,6 +284,7 @@ def _plain(value: Any) -> Any:
     if not unpacking.eof:
         raise ValueError(f"it is cut short, or has more than {MOST_BYTES} bytes when it is unpacked")
     try:
+        refuse_bombs(packed)
         text = _TextUnpickler(io.BytesIO(packed)).load()
         if not isinstance(text, str):
             raise ValueError(f"it holds a {type(text).__name__} where a text must stand")

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.pickles import refuse_bombs
 
 METADATA, COMMON = ".metadata", "common.pt"
 TRUST = "it would run code here. Where you trust its writer, `convert` reads it with --trust"
@@ -54,8 +55,10 @@ class _PlainUnpickler(pickle.Unpickler):
 def read_metadata(directory: Path, *, trust: bool = False) -> Metadata:
     """Reads a checkpoint's .metadata. Raises UnpicklingError for one that is more than data unless it is to be trusted,
     and what reading a damaged one raises."""
-    with (directory / METADATA).open("rb") as file:
-        found = (pickle.Unpickler if trust else _PlainUnpickler)(file).load()
+    data = (directory / METADATA).read_bytes()
+    if not trust:
+        refuse_bombs(data)
+    found = (pickle.Unpickler if trust else _PlainUnpickler)(io.BytesIO(data)).load()
     if not isinstance(found, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(found).__name__} and not the metadata of a checkpoint")
     _check_places(found)
@@ -79,9 +82,15 @@ def read_object(data: bytes | Path, what: str, *, trust: bool = False) -> Any:
     where it is damaged, or more than plain data unless it is to be trusted."""
     try:
         source = io.BytesIO(data) if isinstance(data, bytes) else data
+        if not trust and zipfile.is_zipfile(source):
+            with zipfile.ZipFile(source) as archive:
+                for name in (name for name in archive.namelist() if name.endswith(".pkl")):
+                    refuse_bombs(archive.read(name))
+        if isinstance(source, io.BytesIO):
+            source.seek(0)
         return torch.load(source, map_location="cpu", weights_only=not trust)
     except pickle.UnpicklingError as error:
-        reason = str(error).partition("GLOBAL ")[2].partition(" ")[0] or "something"
+        reason = str(error).partition("GLOBAL ")[2].partition(" ")[0] or f"something ({str(error)[:200]})"
         raise ConfigError(f"{what} holds {reason}, which is no plain data: {TRUST}") from error
     except DAMAGED as error:
         raise ConfigError(f"{what} cannot be read ({error}): the checkpoint is damaged") from error

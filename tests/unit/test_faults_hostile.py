@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import socket
+import zipfile
 import zlib
 from dataclasses import asdict
 
@@ -37,7 +38,9 @@ from megatron_rl.environments import token_route
 from megatron_rl.environments.search_tool import SearchTool
 from megatron_rl.environments.token_route import MODELS, TokenRoute
 from megatron_rl.main import main
+from megatron_rl.pickles import refuse_bombs
 from megatron_rl.rewards import code_cases
+from megatron_rl.weights.plain_data import read_object, refuse_code
 
 STRANGER = 12345  # the number of another user
 
@@ -163,6 +166,23 @@ def test_faults_test_cases_that_unpack_without_end_are_refused(monkeypatch):
         packed = base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
         with pytest.raises(ValueError, match=said):
             code_cases._plain(packed)
+
+
+@pytest.mark.parametrize("store", [b"r" + (1 << 30).to_bytes(4, "little"), b"p1073741824\n"], ids=["binary", "text"])
+def test_faults_a_pickle_that_asks_for_gigabytes_is_refused_unread(tmp_path, store):
+    """780 damaged bytes of a checkpoint's metadata took 20 GB: the memo of a pickle has as many entries as its largest
+    index says."""
+    bomb = b"]" + store + b"."
+    with pytest.raises(pickle.UnpicklingError, match="asks for 1073741824 places"):
+        refuse_bombs(bomb)
+    refuse_bombs(pickle.dumps([list(range(300)), {"a": "b" * 1000}]))
+    (tmp_path / ".metadata").write_bytes(bomb)
+    with pytest.raises(ConfigError, match="asks for 1073741824 places"):
+        refuse_code(tmp_path)
+    with zipfile.ZipFile(tmp_path / "common.pt", "w") as archive:
+        archive.writestr("common/data.pkl", bomb)
+    with pytest.raises(ConfigError, match="asks for 1073741824 places"):
+        read_object(tmp_path / "common.pt", "common.pt")
 
 
 def test_faults_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ LAYERS = [
     [
         *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "control_tokens", "vocabulary"),
         "processes",
+        "pickles",
         *("allocator", "transfers", "timing", "sdpa", "engines.base", "refit.base"),
         *("evaluation.estimators", "evaluation.confusion", "run.lines", "run.sums", "run.metrics"),
         *("run.checkpoint", "run.disk"),
