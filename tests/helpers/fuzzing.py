@@ -15,8 +15,8 @@ SHOWN = 5  # defects of an area whose tracebacks are kept
 LIMIT_S = 2.0  # processor time that one input may take, when it is tried a second time
 
 
-class Hang(RuntimeError):
-    """An input that takes longer than LIMIT_S."""
+class Hang(BaseException):
+    """An input that takes longer than LIMIT_S. Libraries that catch every Exception let it through."""
 
 
 @dataclass
@@ -33,16 +33,17 @@ class Tally:
         return self.outcomes.total() + self.defects
 
 
-def tally(seed: int, count: int, one: Callable[[random.Random], str]) -> Tally:
+def tally(seed: int, count: int, one: Callable[[random.Random], str], *, timed: bool = True) -> Tally:
     """Tries `count` inputs. `one` makes an input from the generator it is given, tries it, and returns the name of the
-    outcome; whatever it raises is a defect, and so is an input that takes longer than LIMIT_S. Input i is the same in
-    every call with the same seed.
+    outcome; whatever it raises is a defect, and so is an input that takes longer than LIMIT_S, unless `one` limits
+    its time itself (`timed` false). Input i is the same in every call with the same seed.
     """
     found = Tally()
     for i in range(count):
         try:
-            found.outcomes[_in_time(one, f"{seed}/{i}")] += 1
-        except Exception:
+            outcome = _in_time(one, f"{seed}/{i}") if timed else one(random.Random(f"{seed}/{i}"))
+            found.outcomes[outcome] += 1
+        except (Exception, Hang):
             found.defects += 1
             if len(found.shown) < SHOWN:
                 found.shown.append(f"input {i} of seed {seed}:\n{traceback.format_exc()}")
