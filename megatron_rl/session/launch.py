@@ -141,13 +141,14 @@ def _run_rank(rank: Callable[[], int], variables: Mapping[str, str], launcher: i
 
 
 def _wait(children: Sequence[BaseProcess]) -> int:
-    """Waits for all, or for a failure. Returns the exit status, which is that of rank 0 where it fails too: an error of
-    rank 0 ends the other ranks with a status of their own."""
+    """Waits for all, or for a failure. Returns the exit status: that of a rank that was killed, else of rank 0, else of
+    another one. An error of rank 0 ends the other ranks with a status of their own."""
     while (running := [c for c in children if c.exitcode is None]) and not any(c.exitcode for c in children):
         connection.wait([child.sentinel for child in running])
-    if any(child.exitcode for child in children):
+    if any((child.exitcode or 0) > 0 for child in children):
         children[0].join(FIRST_RANK_S)
-    failed = next((child.exitcode for child in children if child.exitcode), 0)
+    statuses = [child.exitcode for child in children if child.exitcode]
+    failed = next((status for status in statuses if status < 0), statuses[0] if statuses else 0)
     if failed < 0:
         name = next(child.name for child in children if child.exitcode == failed)
         text = (

@@ -111,4 +111,4 @@ def test_the_command_on_two_ranks_with_the_embedded_engine(tmp_path):
 
     (tmp_path / "drift/metrics.jsonl").write_text("a run\n")
     done = program("drift", tmp_path / "config.yaml", check=False)
-    assert done.returncode == 1 and "give the drift test a directory of its own" in done.stderr
+    assert done.returncode == 2 and "give the drift test a directory of its own" in done.stderr
