@@ -73,7 +73,7 @@ class Family:
         return sizes
 
     def _refuse_odd_numbers(self, config: Mapping[str, Any], where: str) -> None:
-        """Raises ConfigError for a size that no model has, before anything counts up to it."""
+        """Raises ConfigError for a size in config.json that is no whole number, or beyond the limits of any model."""
         for field, key in self.keys.items():
             value, least = config.get(key), int(field in ALWAYS)
             most = MOST_LAYERS if field == "num_layers" else MOST

@@ -69,8 +69,8 @@ class InputRecord:
             _log.warning("%s is not there: what was read before cannot be compared with what is read now", file)
 
     def compare(self, section: str, found: Mapping[str, Input]) -> list[str]:
-        """Compares a section of inputs with the record and writes them to it. Returns a text for each input that is
-        another one now. Raises RunError for those that are refused."""
+        """Compares a section of inputs with the record and writes them to it. Returns a text for each input
+        whose content has changed. Raises RunError for those that are refused."""
         before: Mapping[str, Input] = self._told.get(section, found)
         both = {name: _difference(before.get(name), found.get(name)) for name in sorted({*before, *found})}
         changed = {name: f"{name}{what}" for name, what in both.items() if what}

@@ -173,7 +173,8 @@ class PoolSession:
 
     def _checked(self, member: Member, version: int, answer: Completion, naps: int) -> Completion:
         """Returns a completion with the versions that wrote it, none of which is older than the server's when it was
-        asked, or newer than the pool's now. `naps`: how often the servers had been put to sleep when it was asked.
+        asked, or newer than the pool's now. `naps`: how many times the servers had been put to sleep when the request
+        was sent.
         """
         members = self._dispatcher.members
         if members.fixed:
