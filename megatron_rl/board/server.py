@@ -6,33 +6,29 @@ seconds each, can neither read nor write, and never take the descriptors that th
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import errno
 import hmac
-import itertools
 import resource
 import secrets
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
 
 from megatron_rl.board import wire
 from megatron_rl.board.wire import Reply, Seal, Verb, WireError
 
 MAX_STRANGERS = 256  # connections that have not shown the secret yet
-STRANGER_S = 5.0  # the longest that one of them stays
-MERCY_S = 1.0  # one that is older makes room for another when all places are taken
+STRANGER_S = 5.0  # the longest time that a connection may take to show the secret
+MERCY_S = 1.0  # an older stranger makes room for a new connection when all places are taken
 KEPT_BACK = 256  # descriptors that the board leaves to the rest of the process: a checkpoint has to be written
 BACKLOG = 4096  # the kernel allows less: /proc/sys/net/core/somaxconn
 PAUSE_S = 0.1  # without new connections when the process or the board has no descriptor left
-RECEIVED_AT_ONCE = 1 << 20
 LONGEST_MS = 10**9  # of one wait
 MAX_BYTES = 1 << 30  # of all keys and values: an engine that lies must not fill the driver's memory
 MAX_UNREAD_BYTES = 4 * wire.MAX_BODY  # of answers that a client does not read; a connection with more ends
-IDLE_S = 60  # after so long without traffic the kernel asks whether the other side is alive
+IDLE_S = 60  # seconds without traffic after which the kernel probes whether the other side is alive
 
 
 class BoardServer:
@@ -45,160 +41,106 @@ class BoardServer:
         self.address, self.port = address, int(self._listener.getsockname()[1])
         self._secret, self._values = secret, dict[str, bytes]()
         self._bytes = 0  # of all keys and values
-        self._peers: dict[socket.socket, _Peer] = {}
-        self._strangers: dict[socket.socket, _Peer] = {}  # oldest first
-        self._waits: dict[str, list[_Wait]] = {}  # by a key that is missed
-        self._alarms: list[tuple[float, int, _Wait]] = []
-        self._serial = itertools.count()
-        self._accept_again: float | None = None  # while no connection is accepted
+        self._peers: dict[_Peer, _Peer] = {}
+        self._strangers: dict[_Peer, _Peer] = {}  # oldest first
+        self._waits: dict[str, set[asyncio.Future[None]]] = {}  # by a key that is missed
         self._room = descriptors() - KEPT_BACK
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="board")
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="board")
         self._thread.start()
 
     def close(self) -> None:
         """Ends the board; clients see their connections end."""
-        with contextlib.suppress(OSError):
-            self._wake.send(b"x")
+        with contextlib.suppress(RuntimeError):  # the board has been closed before
+            self._loop.call_soon_threadsafe(self._closing.set)
         if threading.current_thread() is not self._thread:  # a garbage collector may call this in any thread
             self._thread.join()
 
-    def _serve(self) -> None:
+    def _run(self) -> None:
         """Serves until `close`."""
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        accepting = self._loop.create_task(self._accept())
+        await self._closing.wait()
+        accepting.cancel()
+        self._listener.close()
+        for peer in [*self._peers]:
+            peer.drop()
+        while self._peers:
+            await asyncio.sleep(0)  # lets the transports close their sockets
+
+    async def _accept(self) -> None:
+        """Accepts connections one by one while there is room for them."""
         while True:
-            for key, events in self._selector.select(self._pause()):
-                if key.fileobj is self._woken:
-                    self._end()
-                    return
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif (peer := self._peers.get(key.fileobj)) is not None:  # type: ignore[arg-type]
-                    self._work(peer, events)
-            self._tend()
-
-    def _end(self) -> None:
-        for peer in [*self._peers.values()]:
-            self._drop(peer)
-        self._selector.close()
-        for own in (self._listener, self._wake, self._woken):
-            own.close()
-
-    def _pause(self) -> float | None:
-        """Returns how long nothing is due."""
-        due = [self._alarms[0][0]] if self._alarms else []
-        if self._strangers:
-            due.append(next(iter(self._strangers.values())).since + STRANGER_S)
-        if self._accept_again is not None:
-            due.append(self._accept_again)
-        return max(0.0, min(due) - time.monotonic()) if due else None
-
-    def _tend(self) -> None:
-        """Does what is due by now."""
-        now = time.monotonic()
-        while self._alarms and self._alarms[0][0] <= now:
-            wait = heappop(self._alarms)[2]
-            if not wait.done:
-                self._give_up(wait)
-                self._answer(wait.peer, [bytes([Reply.LATE])])
-        for peer in [*self._strangers.values()]:
-            if peer.since + STRANGER_S > now:
-                break
-            self._drop(peer)
-        if self._accept_again is not None and self._accept_again <= now:
-            self._accept_again = None
-            self._selector.register(self._listener, selectors.EVENT_READ)
-
-    def _accept(self) -> None:
-        """Takes one connection, if there is room for it."""
-        oldest = next(iter(self._strangers.values()), None)
-        full = len(self._strangers) >= MAX_STRANGERS or len(self._peers) >= self._room
-        if full and oldest is not None and time.monotonic() - oldest.since > MERCY_S:
-            self._drop(oldest)
-        elif full:
-            self._accept_later()
-            return
-        try:
-            made, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            oldest = next(iter(self._strangers), None)
+            if len(self._strangers) >= MAX_STRANGERS or len(self._peers) >= self._room:
+                if oldest is None or time.monotonic() - oldest.since <= MERCY_S:
+                    await asyncio.sleep(PAUSE_S)
+                else:
+                    oldest.drop()
+                    await asyncio.sleep(0)  # its transport closes the socket
+                continue
+            try:
+                made, _ = await self._loop.sock_accept(self._listener)
+            except OSError:  # no descriptor is left, or the caller has gone already
                 if oldest is not None:
-                    self._drop(oldest)
-                self._accept_later()
-            return  # else the caller has gone already
-        made.setblocking(False)
-        peer = _Peer(made)
-        self._peers[made] = self._strangers[made] = peer
-        self._selector.register(made, selectors.EVENT_READ)
-        try:
-            configure(made)
-            self._write(peer, wire.HELLO + peer.nonce)
-        except OSError:
-            self._drop(peer)
+                    oldest.drop()
+                await asyncio.sleep(PAUSE_S)
+                continue
+            with contextlib.suppress(OSError):  # the caller has gone already
+                configure(made)
+            await self._loop.connect_accepted_socket(lambda: _Peer(self), made)
 
-    def _accept_later(self) -> None:
-        self._selector.unregister(self._listener)
-        self._accept_again = time.monotonic() + PAUSE_S
+    def admit(self, peer: _Peer) -> None:
+        """Lists a new connection as a stranger's."""
+        self._peers[peer] = self._strangers[peer] = peer
 
-    def _work(self, peer: _Peer, events: int) -> None:
-        """Reads and writes what a connection is ready for. A connection that breaks the protocol ends."""
-        try:
-            if events & selectors.EVENT_WRITE:
-                self._flush(peer)
-            if events & selectors.EVENT_READ:
-                limit = wire.ANSWER_BYTES - len(peer.inbox) if peer.up is None else RECEIVED_AT_ONCE
-                came = peer.socket.recv(limit)
-                if not came:
-                    self._drop(peer)
-                    return
-                peer.inbox += came
-                self._read(peer)
-        except (BlockingIOError, InterruptedError):
-            pass
-        except (OSError, WireError):
-            self._drop(peer)
-
-    def _read(self, peer: _Peer) -> None:
-        """Works on all that has come whole. Raises WireError."""
-        if peer.up is None:
-            if len(peer.inbox) < wire.ANSWER_BYTES:
-                return
-            self._greet(peer)
-        while peer.up is not None and len(peer.inbox) >= wire.HEAD.size:
-            length, tag = wire.HEAD.unpack_from(peer.inbox)
-            end = wire.HEAD.size + length
-            if length > wire.MAX_BODY or peer.wait is not None:
-                raise WireError("a frame is too long, or comes while another is worked on")
-            if len(peer.inbox) < end:
-                return
-            request = peer.up.open(tag, bytes(peer.inbox[wire.HEAD.size : end]))
-            del peer.inbox[:end]
-            answer = self._request(peer, request)
-            if answer is not None:
-                self._answer(peer, answer)
-
-    def _greet(self, peer: _Peer) -> None:
-        """Checks a client's proof and gives the board's. Raises WireError for a stranger's."""
-        nonce, signature = bytes(peer.inbox[: wire.NONCE_BYTES]), bytes(peer.inbox[wire.NONCE_BYTES :])
+    def greet(self, peer: _Peer, nonce: bytes, signature: bytes) -> bytes:
+        """Checks a client's proof, and returns the board's. Raises WireError for a stranger's."""
         if not hmac.compare_digest(signature, wire.client_signature(self._secret, peer.nonce, nonce)):
             raise WireError("a stranger")
-        del self._strangers[peer.socket]
-        peer.inbox.clear()
+        del self._strangers[peer]
         nonces = peer.nonce + nonce
         peer.up, peer.down = Seal(self._secret, b"up", nonces), Seal(self._secret, b"down", nonces)
-        self._write(peer, wire.board_signature(self._secret, peer.nonce, nonce))
+        return wire.board_signature(self._secret, peer.nonce, nonce)
 
-    def _request(self, peer: _Peer, request: Sequence[bytes]) -> list[bytes] | None:
-        """Returns the answer to a request; None when it comes later."""
+    def forget(self, peer: _Peer) -> None:
+        """Takes a connection that has ended off the lists."""
+        self._peers.pop(peer, None)
+        self._strangers.pop(peer, None)
+
+    async def answer(self, request: Sequence[bytes]) -> list[bytes]:
+        """Returns the answer to a request, for GET and WAIT when the keys are there or their time is over."""
         try:
             verb, arguments = Verb(request[0][0]), request[1:]
-            if verb in (Verb.GET, Verb.WAIT):
-                return self._wait(peer, verb, int(arguments[0]), [key.decode() for key in arguments[1:]])
-            return [bytes([Reply.DONE]), *self._at_once(verb, arguments)]
+            if verb not in (Verb.GET, Verb.WAIT):
+                return [bytes([Reply.DONE]), *self._at_once(verb, arguments)]
+            seconds, keys = min(int(arguments[0]), LONGEST_MS) / 1000, [key.decode() for key in arguments[1:]]
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._wait(keys)
+            except TimeoutError:
+                return [bytes([Reply.LATE])]
+            return [bytes([Reply.DONE]), *(self._values.get(key, b"") for key in keys if verb is Verb.GET)]
         except (IndexError, ValueError) as error:  # a client of another edition, or with a bug
             return [bytes([Reply.REFUSED]), f"{type(error).__name__}: {error}".encode()]
+
+    async def _wait(self, keys: Sequence[str]) -> None:
+        """Waits until each key has been there."""
+        for key in keys:
+            while key not in self._values:
+                came = self._loop.create_future()
+                waiting = self._waits.setdefault(key, set())
+                waiting.add(came)
+                try:
+                    await came
+                finally:
+                    waiting.discard(came)
+                    if not waiting and self._waits.get(key) is waiting:
+                        del self._waits[key]
 
     def _at_once(self, verb: Verb, arguments: Sequence[bytes]) -> list[bytes]:
         """Does what needs no waiting. Returns the answer's byte strings."""
@@ -234,16 +176,14 @@ class BoardServer:
         return [values.get(key, expected)]
 
     def _set(self, key: str, value: bytes) -> None:
-        """Stores a value, and answers those who waited for its key. Raises ValueError when the board is full."""
+        """Stores a value, and wakes the requests that wait for its key. Raises ValueError when the board is full."""
         self._refuse_too_much(len(key) + len(value) - self._size(key))
         self._remove(key)
         self._values[key] = value
         self._bytes += len(key) + len(value)
-        for wait in self._waits.pop(key, ()):
-            wait.missed.discard(key)
-            if not wait.missed and not wait.done:
-                wait.done, wait.peer.wait = True, None
-                self._answer(wait.peer, self._found(wait.verb, wait.keys))
+        for came in self._waits.pop(key, ()):
+            if not came.done():
+                came.set_result(None)
 
     def _refuse_too_much(self, size: int) -> None:
         """Raises ValueError when `size` more bytes are more than the board may hold."""
@@ -259,90 +199,73 @@ class BoardServer:
         """Returns the bytes of a key and its value; 0 for a key that is not there."""
         return len(key) + len(self._values[key]) if key in self._values else 0
 
-    def _wait(self, peer: _Peer, verb: Verb, milliseconds: int, keys: list[str]) -> list[bytes] | None:
-        missed = {key for key in keys if key not in self._values}
-        if not missed:
-            return self._found(verb, keys)
-        if milliseconds <= 0:
-            return [bytes([Reply.LATE])]
-        wait = peer.wait = _Wait(peer, verb, keys, missed)
-        for key in missed:
-            self._waits.setdefault(key, []).append(wait)
-        heappush(self._alarms, (time.monotonic() + min(milliseconds, LONGEST_MS) / 1000, next(self._serial), wait))
-        if len(self._alarms) > 2 * len(self._peers) + 1000:  # most of them are of waits that are over
-            self._alarms = [alarm for alarm in self._alarms if not alarm[2].done]
-            heapify(self._alarms)
-        return None
 
-    def _found(self, verb: Verb, keys: Sequence[str]) -> list[bytes]:
-        values = [self._values.get(key, b"") for key in keys] if verb is Verb.GET else []
-        return [bytes([Reply.DONE]), *values]
+class _Peer(asyncio.Protocol):
+    """One connection. `up` and `down` are None until the other side has shown the secret."""
 
-    def _give_up(self, wait: _Wait) -> None:
-        """Takes a wait out of the books."""
-        wait.done, wait.peer.wait = True, None
-        for key in wait.missed:
-            others = [one for one in self._waits.get(key, ()) if one is not wait]
-            if others:
-                self._waits[key] = others
-            else:
-                self._waits.pop(key, None)
-
-    def _answer(self, peer: _Peer, parts: Sequence[bytes]) -> None:
-        """Sends an answer. A connection that cannot take it ends."""
-        assert peer.down is not None
-        try:
-            self._write(peer, peer.down.frame(parts))
-        except (OSError, WireError):
-            self._drop(peer)
-
-    def _write(self, peer: _Peer, data: bytes) -> None:
-        if len(peer.outbox) + len(data) > MAX_UNREAD_BYTES:
-            raise WireError("a client does not read its answers")
-        idle = not peer.outbox
-        peer.outbox += data
-        if idle:
-            self._flush(peer)
-
-    def _flush(self, peer: _Peer) -> None:
-        """Sends what the connection takes now; the rest follows when it takes more."""
-        with contextlib.suppress(BlockingIOError):
-            while peer.outbox:
-                sent = peer.socket.send(peer.outbox)
-                del peer.outbox[:sent]
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
-        if wanted != peer.events:
-            peer.events = wanted
-            self._selector.modify(peer.socket, wanted)
-
-    def _drop(self, peer: _Peer) -> None:
-        """Ends a connection."""
-        if self._peers.pop(peer.socket, None) is None:
-            return
-        self._strangers.pop(peer.socket, None)
-        if peer.wait is not None:
-            self._give_up(peer.wait)
-        self._selector.unregister(peer.socket)
-        peer.socket.close()
-
-
-class _Peer:
-    """A connection. `up` and `down` are None until it has shown the secret."""
-
-    def __init__(self, made: socket.socket) -> None:
-        self.socket, self.since, self.events = made, time.monotonic(), selectors.EVENT_READ
-        self.nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        self.inbox, self.outbox = bytearray(), bytearray()
+    def __init__(self, server: BoardServer) -> None:
+        self._server, self.since = server, time.monotonic()
+        self.nonce, self.inbox = secrets.token_bytes(wire.NONCE_BYTES), bytearray()
         self.up: Seal | None = None
         self.down: Seal | None = None
-        self.wait: _Wait | None = None
+        self._work: asyncio.Task[None] | None = None  # on one request at a time
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._late = asyncio.get_running_loop().call_later(STRANGER_S, self.drop)
+        self._server.admit(self)
+        transport.write(wire.HELLO + self.nonce)
 
-class _Wait:
-    """A request whose keys are not all there yet."""
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.drop()
+        self._server.forget(self)
 
-    def __init__(self, peer: _Peer, verb: Verb, keys: list[str], missed: set[str]) -> None:
-        self.peer, self.verb, self.keys, self.missed, self.done = peer, verb, keys, missed, False
+    def data_received(self, data: bytes) -> None:
+        self.inbox += data
+        try:
+            if self.up is None and len(self.inbox) >= wire.ANSWER_BYTES:
+                proof, self.inbox = self.inbox[: wire.ANSWER_BYTES], self.inbox[wire.ANSWER_BYTES :]
+                nonce, signature = bytes(proof[: wire.NONCE_BYTES]), bytes(proof[wire.NONCE_BYTES :])
+                self._transport.write(self._server.greet(self, nonce, signature))
+                self._late.cancel()
+            if (request := self._request()) is not None:
+                self._work = asyncio.get_running_loop().create_task(self._answer(request))
+        except WireError:
+            self.drop()
+
+    def drop(self) -> None:
+        """Ends the connection, and the work on its request."""
+        self._late.cancel()
+        if self._work is not None:
+            self._work.cancel()
+        self._transport.abort()
+
+    def _request(self) -> list[bytes] | None:
+        """Takes the next request out of the inbox; None when it has not come whole. Raises WireError."""
+        if self.up is None or len(self.inbox) < wire.HEAD.size:
+            return None
+        length, tag = wire.HEAD.unpack_from(self.inbox)
+        end = wire.HEAD.size + length
+        if length > wire.MAX_BODY or self._work is not None:
+            raise WireError("a frame is too long, or comes while another is worked on")
+        if len(self.inbox) < end:
+            return None
+        body = bytes(self.inbox[wire.HEAD.size : end])
+        del self.inbox[:end]
+        return self.up.open(tag, body)
+
+    async def _answer(self, request: list[bytes]) -> None:
+        """Answers a request. A client that does not read its answers is dropped."""
+        answer = await self._server.answer(request)
+        assert self.down is not None
+        self._work = None
+        try:
+            self._transport.write(self.down.frame(answer))
+        except WireError:
+            self.drop()
+        if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.drop()
 
 
 def configure(made: socket.socket) -> None:
