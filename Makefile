@@ -323,11 +323,12 @@ test-gpu-here: ## tests/gpu by the machine's own python3, with .gpu-kit/site and
 	@$(HERE_PYTHONPATH) $(PYTHON) tools/gpu_kit/check.py
 	$(HERE_PYTHONPATH) $(PYTHON) -m pytest tests/gpu --durations=10
 
-check: setup ## format, lint, types, layering
+check: setup ## format, lint, types, layering, and the figures of tools/house.py with their bars
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright --pythonpath $(PY)
 	$(PY) -m pytest tests/unit/test_layering.py -q
+	$(PY) tools/house.py --check
 
 bench: setup ## every benchmark with its bars; fails at the end when one was missed (DATA=folder with gsm8k/, ...: the graders too)
 	@missed=0; for name in data_path episodes rollout tandem train_step shared_prefixes memory refit import_export convert loop_overhead plan_memory plan_published report; \

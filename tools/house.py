@@ -1,0 +1,215 @@
+"""Prints figures about the size and the structure of the code, each with its bar.
+
+python tools/house.py                 # a table: figure, value, bar, aim
+python tools/house.py --check         # exit status 1 when a figure is above its bar, as `make check` runs it
+python tools/house.py --list FIGURE   # the places that make up one figure, such as "single-use helpers"
+
+Only files that git tracks, or would track, are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "megatron_rl"
+WHOLE_CONFIG = re.compile(r"\b(Train|Sft|Eval|Generate)Config\b")
+# In this package a parameter `config` without an annotation is Megatron-core's TransformerConfig.
+CORE_CONFIGS = f"{PACKAGE}/megatron/"
+SHORT, LONG, FILE = 8, 50, 500  # lines of a helper, of a function, of a file
+BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+BARS: dict[str, tuple[float, float]] = {  # figure -> (today's bar, the aim); lower the bar when a figure falls
+    "lines of code": (43684, 36000),
+    "file exceptions of layers": (14, 0),
+    "two-way package imports": (4, 0),
+    "whole-config signatures": (201, 10),
+    "single-use helpers": (243, 100),
+    "raise per 1,000 lines": (17.6, 12),
+    "functions over 50 lines": (3, 0),
+    "files over 500 lines": (10, 0),
+    "Makefile targets": (65, 25),
+    "CHANGELOG lines": (550, 70),
+}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Source(NamedTuple):
+    """A parsed Python file: its path relative to the repository, its text, and all nodes of its syntax tree."""
+
+    path: str
+    text: str
+    nodes: list[ast.AST]
+
+    def functions(self) -> Iterator[Function]:
+        return (node for node in self.nodes if isinstance(node, Function))
+
+
+def tracked() -> list[str]:
+    """Returns the paths of all files in the tree that git does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    return sorted(path for path in set(listed) if path and (ROOT / path).is_file())
+
+
+def code_lines(source: Source) -> int:
+    """Counts the lines of a Python file without blank lines, comments and docstrings."""
+    counted: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type not in BLANK:
+            counted |= set(range(token.start[0], token.end[0] + 1))
+    for node in source.nodes:
+        documented = isinstance(node, ast.Module | ast.ClassDef | Function)
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            counted -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(counted)
+
+
+def lines_of_code(package: list[Source], paths: list[str]) -> list[str]:
+    """Returns the path of each code line of the package's Python, JavaScript and CSS, vendored files not counted."""
+    found = [source.path for source in package for _ in range(code_lines(source))]
+    for path in paths:
+        if path.startswith(f"{PACKAGE}/") and path.endswith((".js", ".css")) and ".min." not in path:
+            lines = [line.strip() for line in (ROOT / path).read_text().splitlines()]
+            found += [path for line in lines if line and not line.startswith(("//", "/*", "*"))]
+    return found
+
+
+def length(function: Function) -> int:
+    return (function.end_lineno or 0) - function.lineno + 1
+
+
+def whole_configs(package: list[Source]) -> list[str]:
+    """Returns the functions with a parameter that takes a whole configuration.
+
+    These are parameters whose annotation names one of the configuration classes, and parameters called `config`
+    without an annotation or with `Any`.
+    """
+    found = []
+    for source in package:
+        for function in source.functions():
+            arguments = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
+            named = any(a.annotation and WHOLE_CONFIG.search(ast.unparse(a.annotation)) for a in arguments)
+            untyped = any(
+                a.arg == "config" and (a.annotation is None or ast.unparse(a.annotation) == "Any") for a in arguments
+            )
+            if named or untyped and not source.path.startswith(CORE_CONFIGS):
+                found.append(f"{source.path}:{function.lineno} {function.name}")
+    return found
+
+
+def single_use_helpers(package: list[Source]) -> list[str]:
+    """Returns the private functions of up to SHORT lines whose name is used once in the whole package."""
+    used = Counter(
+        node.id if isinstance(node, ast.Name) else node.attr
+        for source in package
+        for node in source.nodes
+        if isinstance(node, ast.Name | ast.Attribute)
+    )
+    return [
+        f"{source.path}:{function.lineno} {function.name}"
+        for source in package
+        for function in source.functions()
+        if re.match("_[^_]", function.name) and used[function.name] == 1 and length(function) <= SHORT
+    ]
+
+
+def two_way_imports(package: list[Source]) -> list[str]:
+    """Returns the pairs of packages directly below megatron_rl that import each other, in functions too."""
+    edges: set[tuple[str, str]] = set()
+    for source in package:
+        here = Path(source.path).with_suffix("").parts[1]
+        for node in source.nodes:
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            there = {name.split(".")[1] for name in names if name.startswith(f"{PACKAGE}.")}
+            edges |= {(here, other) for other in there - {here}}
+    return [f"{a} <-> {b}" for a, b in sorted(edges) if a < b and (b, a) in edges]
+
+
+def layer_exceptions() -> list[str]:
+    """Returns the entries of the layering test that name a file inside a package in place of a package."""
+    spec = importlib.util.spec_from_file_location("layering", ROOT / "tests/unit/test_layering.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    entries = [entry for layer in module.LAYERS for entry in layer if "." in entry]
+    return [entry for entry in entries if (ROOT / PACKAGE / (entry.replace(".", "/") + ".py")).exists()]
+
+
+def figures() -> dict[str, list[str]]:
+    """Returns for each figure the places that it counts."""
+    paths = tracked()
+    texts = {path: (ROOT / path).read_text() for path in paths if path.endswith(".py")}
+    sources = [Source(path, text, list(ast.walk(ast.parse(text)))) for path, text in texts.items()]
+    package = [source for source in sources if source.path.startswith(f"{PACKAGE}/")]
+    makefile = (ROOT / "Makefile").read_text()
+    changes = re.sub(r"(?ms)^### Removed or renamed$.*?(?=^##)", "", (ROOT / "CHANGELOG.md").read_text())
+    return {
+        "lines of code": lines_of_code(package, paths),
+        "file exceptions of layers": layer_exceptions(),
+        "two-way package imports": two_way_imports(package),
+        "whole-config signatures": whole_configs(package),
+        "single-use helpers": single_use_helpers(package),
+        "raise per 1,000 lines": [
+            f"{s.path}:{node.lineno}" for s in package for node in s.nodes if isinstance(node, ast.Raise)
+        ],
+        "functions over 50 lines": [
+            f"{s.path}:{function.lineno} {function.name} {length(function)}"
+            for s in sources
+            if not s.path.startswith("tests/")
+            for function in s.functions()
+            if length(function) > LONG
+        ],
+        "files over 500 lines": [
+            f"{s.path} {count}" for s in sources if (count := len(s.text.splitlines())) > FILE
+        ],
+        "Makefile targets": re.findall(r"^([a-z][a-z0-9-]*):", makefile, re.MULTILINE),
+        "CHANGELOG lines": changes.splitlines(),
+    }  # fmt: skip
+
+
+def values(found: dict[str, list[str]]) -> dict[str, float]:
+    """Returns the number of each figure: the count of its places, and a rate for `raise`."""
+    result: dict[str, float] = {name: len(places) for name, places in found.items()}
+    raw = sum(len((ROOT / p).read_text().splitlines()) for p in tracked() if re.match(rf"{PACKAGE}/.*\.py$", p))
+    result["raise per 1,000 lines"] = round(1000 * result["raise per 1,000 lines"] / raw, 1)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail when a figure is above its bar")
+    parser.add_argument("--list", choices=BARS, metavar="FIGURE", help="print the places that a figure counts")
+    arguments = parser.parse_args()
+    found = figures()
+    if arguments.list:
+        places = Counter(found[arguments.list])
+        print("\n".join(place if n == 1 else f"{n:6} {place}" for place, n in places.most_common()))
+        return 0
+    print(f"{'figure':28}{'value':>9}{'bar':>9}{'aim':>9}")
+    beyond = []
+    for name, value in values(found).items():
+        bar, aim = BARS[name]
+        print(f"{name:28}{value:>9,}{bar:>9,}{aim:>9,}")
+        if value > bar:
+            beyond.append(f'{name}: {value:,} is above the bar of {bar:,}. See: python tools/house.py --list "{name}"')
+    print("\n".join(beyond), file=sys.stderr)
+    return int(arguments.check and bool(beyond))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
