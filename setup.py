@@ -18,7 +18,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl": ["recipes/prompts/*.txt", "commands/starts/*.yaml", "run/page/*"]},
+    package_data={"megatron_rl": ["recipes/prompts/*.txt", "commands/starts/*.yaml", "report/page/*"]},
     install_requires=[
         "torch>=2.10",  # grouped_mm; products of bfloat16 factors with float32 sums
         "megatron-core>=0.16.1,<0.20",

@@ -44,7 +44,7 @@ WORDS = [
 MEASURED = """
 import json, sys, time
 from pathlib import Path
-from megatron_rl.run.report import write_report
+from megatron_rl.report.pages import write_report
 start = time.process_time()
 options = {"rollouts": int(sys.argv[2])} if len(sys.argv) > 2 else {}
 path = write_report(Path(sys.argv[1]), **options)

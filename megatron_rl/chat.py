@@ -63,7 +63,7 @@ class UserText(str):
 
 
 class ChatTokenizer:
-    """A tokenizer whose prompts `training.rollouts.tokenize` puts into the chat template, each as a user's message. In
+    """A tokenizer whose prompts `tokenize` puts into the chat template, each as a user's message. In
     everything else it is the tokenizer that it was made of."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -125,6 +125,20 @@ def last_user(messages: Sequence[Message]) -> int:
         if messages[place]["role"] == USER:
             return place
     raise ChatError("the conversation has no user's message")
+
+
+def tokenize(tokenizer: Any, text: str) -> list[int]:
+    """Returns the token ids of a prompt text.
+
+    Renders a user's message of a conversation (UserText) with the chat template, and every text for a ChatTokenizer,
+    too: the template writes all special tokens. Any other text gets the special tokens that the tokenizer puts around a
+    text (Llama's begin token). Raises what `prompt_ids` raises.
+    """
+    if isinstance(text, UserText):
+        return prompt_ids(tokenizer, text.messages)
+    if isinstance(tokenizer, ChatTokenizer):
+        return prompt_ids(tokenizer, UserText(text).messages)
+    return list(tokenizer(text)["input_ids"])
 
 
 def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:

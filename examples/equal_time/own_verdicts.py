@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_rl.algorithms.advantages import assign_advantages, step_rewards
+from megatron_rl.chat import tokenize
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.data.last_letter import CORRECT, MAX_STEPS, NOTHING
 from megatron_rl.recipes.base import VERIFIER, Solution
@@ -16,7 +17,6 @@ from megatron_rl.recipes.review import Judged, Reviewed
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.rewards.tags import step_spans
 from megatron_rl.text import decode
-from megatron_rl.training.rollouts import tokenize
 from megatron_rl.training.turns import Table, Turn
 from megatron_rl.types import STEP, Marks, Rollout
 

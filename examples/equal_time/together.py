@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_rl.chat import tokenize
 from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.engines.base import Sampling
 from megatron_rl.evaluation.judging import Judging, Question
@@ -13,7 +14,6 @@ from megatron_rl.recipes.base import Solution
 from megatron_rl.recipes.review import Reviewer, Reviews, Verification
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.rewards.verdicts import Review
-from megatron_rl.training.rollouts import tokenize
 from megatron_rl.training.turns import Source, Table, Turn
 from megatron_rl.types import STEP, Prompt, Rollout
 

@@ -35,8 +35,8 @@ from examples.equal_time.clock import cpu_seconds  # noqa: E402  (beside this on
 from examples.mini_runs import command, console  # noqa: E402
 from examples.real_model import chains  # noqa: E402
 from megatron_rl.megatron import platform  # noqa: E402
+from megatron_rl.report.run_comparison import interval  # noqa: E402
 from megatron_rl.run.metrics import MetricsRow, read_metrics  # noqa: E402
-from megatron_rl.run.report_runs import interval  # noqa: E402
 from megatron_rl.training.store import read_rows, turn_files  # noqa: E402
 
 MODEL = BASE / "model"

@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron_rl.chat import tokenize
 from megatron_rl.engines.base import Sampling, complete
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.rewards.last_letter import grade
 from megatron_rl.text import fill, load_tokenizer
-from megatron_rl.training.rollouts import tokenize
 from megatron_rl.types import Stop
 
 TEMPLATE = Path(__file__).parent.parent / "last_letter/prompts/generator.txt"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.chat import ASSISTANT, ChatTokenizer, problem_text, tokenizer_of
+from megatron_rl.chat import ASSISTANT, ChatTokenizer, problem_text, tokenize, tokenizer_of
 from megatron_rl.config import plugins
 from megatron_rl.config.data_settings import generated_name
 from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Model, PromptSet, SftConfig, TrainConfig
@@ -26,7 +26,6 @@ from megatron_rl.training.prompts import (
     training_sets,
     try_prompts,
 )
-from megatron_rl.training.rollouts import tokenize
 from megatron_rl.vocabulary import vocabulary_of
 
 ROWS = 1000  # problems of a set that are read without --deep

@@ -21,7 +21,6 @@ from megatron_rl.chat import ChatTokenizer
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, Launch, Reward
 from megatron_rl.data.rows import DataError
-from megatron_rl.evaluation import report
 from megatron_rl.evaluation.draw import ProblemSet, prompt_tokens
 from megatron_rl.evaluation.figures import SetFigures, figures_of, gradings, macro
 from megatron_rl.evaluation.handoff import HANDOFF, HandOff
@@ -31,6 +30,7 @@ from megatron_rl.evaluation.sets import GradedSet, read_sets
 from megatron_rl.evaluation.solve import SOLVE, Grade, Solver
 from megatron_rl.evaluation.text_scores import BASE, DRIFT, JUNIOR, LEGIBILITY, Texts, drift, legibility
 from megatron_rl.evaluation.votes import Weigher
+from megatron_rl.report import evaluation_page as report
 from megatron_rl.rewards.pool import GradePool, check_failures
 from megatron_rl.run import inputs
 from megatron_rl.run.inputs import InputRecord

@@ -68,7 +68,7 @@ def compare_results(files: Sequence[Path], directory: Path) -> int:
     """Writes DIR/comparison.json and .html, and prints the table. Returns 0."""
     from rich.console import Console
 
-    from megatron_rl.evaluation import compare
+    from megatron_rl.report import evaluation_comparison as compare
 
     rows = compare.compare(files)
     compare.write(rows, directory)

@@ -12,10 +12,10 @@ DEFAULT_OUT = Path("comparison.html")
 
 def run(args: argparse.Namespace) -> int:
     """Prints the path of every file that it writes. Returns 0; raises ConfigError where there is no run."""
+    from megatron_rl.report.pages import write_comparison, write_report
+    from megatron_rl.report.reading import is_run, read_run
+    from megatron_rl.report.shown_rollouts import MAX_ROLLOUTS
     from megatron_rl.run.directory import SWEEP
-    from megatron_rl.run.report import write_comparison, write_report
-    from megatron_rl.run.report_read import is_run, read_run
-    from megatron_rl.run.report_rollouts import MAX_ROLLOUTS
 
     for path in args.runs:
         if not path.exists():
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         raise ConfigError(f"{first}: give a second evaluation to compare it with, or the directory of a run")
     if args.png:
-        from megatron_rl.run.report_png import draw_overview
+        from megatron_rl.report.png import draw_overview
 
         print(draw_overview(read_run(first), args.png))
     return 0

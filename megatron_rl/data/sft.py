@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.chat import ASSISTANT, WEIGHT, ChatError, Message, conversation_tokens, refuse_endless
+from megatron_rl.chat import ASSISTANT, WEIGHT, ChatError, Message, conversation_tokens, refuse_endless, tokenize
 from megatron_rl.config.schema import SftData
 from megatron_rl.data.conversations import (
     CONVERSATIONS,
@@ -19,7 +19,6 @@ from megatron_rl.data.conversations import (
     without_nulls,
 )
 from megatron_rl.data.rows import BadRow, DataError, NotThere, reach, refuse, rows_of, text_at
-from megatron_rl.training.rollouts import tokenize
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
 from megatron_rl.vocabulary import Vocabulary
 

@@ -1,1 +1,1 @@
-"""Measures trained models: benchmarks, estimators, hand-off, legibility, verifiers, and the reports about them."""
+"""Measures trained models: benchmarks, estimators, hand-off, legibility and verifiers."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from megatron_rl.chat import tokenize
 from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.engines.base import Engine, Sampling
 from megatron_rl.evaluation.judging import Judging, Question, judge_all
 from megatron_rl.rewards.tags import step_texts
 from megatron_rl.rewards.verdicts import final_verdict
-from megatron_rl.training.rollouts import tokenize
 from megatron_rl.types import Prompt
 
 Asked = tuple[str, str]  # question and solution

@@ -21,9 +21,9 @@ from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, GenerateConfig
 from megatron_rl.engines.roster import Listing, Roster
 from megatron_rl.jobs.submit import JOBS, jobs_of, read_sweep, runs_of
+from megatron_rl.report.record import RunRecord
 from megatron_rl.run.directory import RunDirectory
 from megatron_rl.run.metrics import MetricsRow, unlearned
-from megatron_rl.run.record import RunRecord
 from megatron_rl.session import answers
 from megatron_rl.session.servers import ENGINES
 

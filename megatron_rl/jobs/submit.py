@@ -30,10 +30,10 @@ from megatron_rl.config.schema import (
     Vllm,
 )
 from megatron_rl.jobs import site
+from megatron_rl.report.record import read_points
 from megatron_rl.run import lines
 from megatron_rl.run.directory import SWEEP, RunDirectory, check_start
 from megatron_rl.run.disk import write_text
-from megatron_rl.run.record import read_points
 from megatron_rl.session import answers
 from megatron_rl.session.launch import run_directory
 

@@ -13,14 +13,14 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from megatron_rl.algorithms.estimators import UNGROUPED, find_estimator, word_of
-from megatron_rl.chat import ChatTokenizer, problem_text, tokenizer_of
+from megatron_rl.chat import ChatTokenizer, problem_text, tokenize, tokenizer_of
 from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.engines.base import Sampling
 from megatron_rl.rewards.pool import Graded, check_failures
 from megatron_rl.rewards.tags import generator_format, step_spans, step_texts
 from megatron_rl.text import Decoded, decode, read_template
-from megatron_rl.training.rollouts import Draws, check_senior_share, greedy, plain, tokenize
+from megatron_rl.training.rollouts import Draws, check_senior_share, greedy, plain
 from megatron_rl.training.turns import Table, Turn
 from megatron_rl.types import STEP, Marks, Outcome, Prompt, Rollout
 

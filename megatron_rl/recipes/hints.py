@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_rl.chat import tokenize
 from megatron_rl.config.schema import ConfigError, config
 from megatron_rl.engines.base import Sampling
 from megatron_rl.recipes.sampling import GRADED, Figures, Group, merged, solve_groups
-from megatron_rl.training.rollouts import tokenize
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Prompt
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl.chat import tokenize
 from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.evaluation.judging import Judgement
 from megatron_rl.text import read_template
-from megatron_rl.training.rollouts import tokenize
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Prompt, Rollout
 

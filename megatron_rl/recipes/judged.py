@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from megatron_rl.chat import tokenize
 from megatron_rl.control_tokens import fill_quoting, spelled
 from megatron_rl.engines.base import Sampling
 from megatron_rl.evaluation.judging import Judging, Question, judge_all
 from megatron_rl.rewards.role_tags import judged_score
 from megatron_rl.text import decode
-from megatron_rl.training.rollouts import Draws, tokenize
+from megatron_rl.training.rollouts import Draws
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Prompt, Rollout
 

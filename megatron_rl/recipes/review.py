@@ -11,13 +11,13 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_rl.algorithms.advantages import PAPER_CREDIT, Refinement, StepCredit, step_rewards
+from megatron_rl.chat import tokenize
 from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.engines.base import Sampling
 from megatron_rl.evaluation.confusion import Confusion, agreement, confusion, step_confusion
 from megatron_rl.evaluation.judging import Judgement, Judging, Question
 from megatron_rl.recipes.base import Solution, mark_steps
 from megatron_rl.rewards import verdicts
-from megatron_rl.training.rollouts import tokenize
 from megatron_rl.training.turns import Table
 from megatron_rl.types import STEP, Marks, Prompt, Rollout
 

@@ -1,1 +1,1 @@
-"""Writes what a run leaves on disk and on the screen: its directory, checkpoints, metrics, console and report."""
+"""Writes what a run leaves on disk and on the screen: its directory, checkpoints, metrics and console lines."""

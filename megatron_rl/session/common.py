@@ -35,6 +35,7 @@ from megatron_rl.config import schema as configs
 from megatron_rl.config.base import without_passwords
 from megatron_rl.conversion.target import copy_side_files
 from megatron_rl.engines.base import Sampling
+from megatron_rl.report.record import RunRecord
 from megatron_rl.run import inputs, lines, sums
 from megatron_rl.run.checkpoint import (
     STATE,
@@ -50,7 +51,6 @@ from megatron_rl.run.directory import FAILED, RunDirectory, only_one, open_run
 from megatron_rl.run.disk import push_tree
 from megatron_rl.run.inputs import InputRecord
 from megatron_rl.run.metrics import Sample, Stopwatch, Tracker
-from megatron_rl.run.record import RunRecord
 from megatron_rl.run.sinks import configured_sinks
 from megatron_rl.session.damage import refuse_damaged_models
 from megatron_rl.session.launch import Place, run_directory

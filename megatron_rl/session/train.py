@@ -161,7 +161,7 @@ def _finish(
 
 def _report(run: Path) -> str:
     """Writes the run's report. Returns a line with its path, or with why there is none: the run is done anyhow."""
-    from megatron_rl.run.report import write_report  # not needed before the end
+    from megatron_rl.report.pages import write_report  # not needed before the end
 
     try:
         return f"report: {write_report(run)}"

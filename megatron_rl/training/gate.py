@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.chat import tokenize
 from megatron_rl.config.schema import Gate
 from megatron_rl.engines.base import Sampling
 from megatron_rl.rewards.pool import Graded
 from megatron_rl.text import fill
 from megatron_rl.training.memory import DeviceMemory
-from megatron_rl.training.rollouts import sample, tokenize
+from megatron_rl.training.rollouts import sample
 from megatron_rl.training.turns import Grade, Recipe, Table
 from megatron_rl.training.update import Policy, policy_logprobs
 from megatron_rl.types import Outcome, Prompt, Rollout

@@ -6,11 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
-from megatron_rl.chat import ChatTokenizer, UserText, prompt_ids
 from megatron_rl.engines.base import Completion, EngineError, Sampling, TandemSampling
 from megatron_rl.training.turns import Table
 from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, spans_of
@@ -129,20 +127,6 @@ def _spans(before: int, completion: Completion, version: int) -> np.ndarray:
     ends = np.append(begins[1:], written)[: len(begins)]
     own = np.stack([before + begins, before + ends, authors[begins], versions[begins]], axis=1)
     return np.concatenate([spans_of((before, Author.ENVIRONMENT, NO_VERSION)), own]).astype(np.int32)
-
-
-def tokenize(tokenizer: Any, text: str) -> list[int]:
-    """Turns a prompt text into token ids.
-
-    A user's message of a conversation (UserText), and every text for a ChatTokenizer, is rendered with the chat
-    template, which has all special tokens. Any other text gets those that the tokenizer puts around a text (Llama's
-    begin token). Raises what chat.prompt_ids raises.
-    """
-    if isinstance(text, UserText):
-        return prompt_ids(tokenizer, text.messages)
-    if isinstance(tokenizer, ChatTokenizer):
-        return prompt_ids(tokenizer, UserText(text).messages)
-    return list(tokenizer(text)["input_ids"])
 
 
 def greedy(sampling: Sampling, *, seed: int) -> Sampling:

@@ -15,11 +15,12 @@ from megatron_rl.cluster import slices
 from megatron_rl.cluster.job import SlurmJob
 from megatron_rl.config.schema import ConfigError, Run
 from megatron_rl.jobs import status
-from megatron_rl.run import lines, record
+from megatron_rl.report import record
+from megatron_rl.report.pages import write_report
+from megatron_rl.run import lines
 from megatron_rl.run.checkpoint import Checkpoints, write_json
 from megatron_rl.run.directory import RunError, open_run
 from megatron_rl.run.metrics import Tracker
-from megatron_rl.run.report import write_report
 from megatron_rl.training.store import TurnStore
 from megatron_rl.training.turns import Turn
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion import convert
 from megatron_rl.conversion.source import find
-from megatron_rl.run.report import write_report
+from megatron_rl.report.pages import write_report
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 

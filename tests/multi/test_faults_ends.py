@@ -17,9 +17,9 @@ from megatron_rl.api.result import read_result
 from megatron_rl.data.tiny import tiny_problems, write_tiny_model
 from megatron_rl.jobs import status
 from megatron_rl.recipes.grpo import Grpo
-from megatron_rl.run.report import write_report
-from megatron_rl.run.report_read import read_run
-from megatron_rl.run.report_runs import arms, runs_table
+from megatron_rl.report.pages import write_report
+from megatron_rl.report.reading import read_run
+from megatron_rl.report.run_comparison import arms, runs_table
 from megatron_rl.training.turns import Part
 
 ROWS = [{"prompt": row["question"], "answer": row["answer"]} for row in tiny_problems(8)]

@@ -15,9 +15,16 @@ from chats import CHATML, LLAMA, MARKED, STRICT, THINKING, UNMARKED, chat_tokeni
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.chat import ChatError, ChatTokenizer, UserText, conversation_tokens, problem_text, tokenizer_of
+from megatron_rl.chat import (
+    ChatError,
+    ChatTokenizer,
+    UserText,
+    conversation_tokens,
+    problem_text,
+    tokenize,
+    tokenizer_of,
+)
 from megatron_rl.config.schema import ConfigError, Model
-from megatron_rl.training.rollouts import tokenize
 
 QUESTION = [said("system", "Be brief."), said("user", "1 + 1?")]
 

@@ -12,6 +12,7 @@ import pytest
 from chats import CHATML, MARKED, STRICT, THINKING, chat_tokenizer, said
 from tiny_models import make_model
 
+from megatron_rl.chat import tokenize
 from megatron_rl.commands import check_data, evaluate
 from megatron_rl.config import files as config_files
 from megatron_rl.config import sources
@@ -37,7 +38,6 @@ from megatron_rl.recipes.rubric import Rubric
 from megatron_rl.recipes.tango import PaperTango
 from megatron_rl.session.eval_engines import Cast
 from megatron_rl.training.prompts import asked_tokenizers, encoder, read_sets
-from megatron_rl.training.rollouts import tokenize
 
 USER = [said("user", "1 + 1?")]
 VERL = {

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from chats import CHATML, LLAMA, MARKED, STRICT, chat_tokenizer, said
 
-from megatron_rl.chat import ChatError, UserText, conversation_tokens
+from megatron_rl.chat import ChatError, UserText, conversation_tokens, tokenize
 from megatron_rl.config.schema import PromptSet, SftData
 from megatron_rl.data.problems import read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.sft import read_samples, sft_rollouts
-from megatron_rl.training.rollouts import tokenize
 from megatron_rl.vocabulary import Vocabulary
 
 USER = [said("user", "1 + 1?")]

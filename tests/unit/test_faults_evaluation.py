@@ -23,12 +23,12 @@ from megatron_rl.evaluation.draw import ProblemSet
 from megatron_rl.evaluation.figures import answer_values
 from megatron_rl.evaluation.solve import Solver
 from megatron_rl.recipes.base import accuracies
+from megatron_rl.report.curves import thin, thin_clock
+from megatron_rl.report.reading import read_run
+from megatron_rl.report.run_comparison import arms, runs_table
 from megatron_rl.run.console import headline
 from megatron_rl.run.directory import RunDirectory
 from megatron_rl.run.metrics import Tracker
-from megatron_rl.run.report_curves import thin, thin_clock
-from megatron_rl.run.report_read import read_run
-from megatron_rl.run.report_runs import arms, runs_table
 from megatron_rl.run.sinks import Prometheus
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Outcome, Prompt

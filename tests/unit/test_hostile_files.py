@@ -20,12 +20,12 @@ from megatron_rl.config.schema import Run
 from megatron_rl.evaluation.samples import Samples, read_samples
 from megatron_rl.jobs import status
 from megatron_rl.jobs.submit import jobs_of
+from megatron_rl.report.pages import write_report
+from megatron_rl.report.record import RunRecord
 from megatron_rl.run import lines
 from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.directory import RunDirectory, RunError, open_run
 from megatron_rl.run.metrics import Tracker, read_metrics
-from megatron_rl.run.record import RunRecord
-from megatron_rl.run.report import write_report
 from megatron_rl.training.store import TurnStore
 from megatron_rl.training.turns import Played, Turn
 

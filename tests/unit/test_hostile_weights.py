@@ -19,10 +19,10 @@ from toys import EOS, characters
 from megatron_rl import main
 from megatron_rl.config.schema import Model, TandemConfig
 from megatron_rl.conversion.target import fresh
+from megatron_rl.report.pages import write_report
 from megatron_rl.run import sums
 from megatron_rl.run.checkpoint import MANIFEST, Checkpoints
 from megatron_rl.run.directory import RunDirectory
-from megatron_rl.run.report import write_report
 from megatron_rl.session import common, train
 from megatron_rl.session.damage import model_directories
 from megatron_rl.training.turns import Part

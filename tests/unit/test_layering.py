@@ -25,7 +25,7 @@ LAYERS = [
     ],
     ["training.turns", "world", "packing", "board"],
     ["training.rollouts", "training.rollout_table", "training.store", "training.update", "data"],
-    ["training", "evaluation", "run", "environments"],
+    ["training", "evaluation", "report", "run", "environments"],
     ["recipes", "megatron", "engines", "refit", "cluster"],
     ["session", "conversion", "jobs"],
     ["main", "commands", "errors", "api", "__main__"],

@@ -17,16 +17,17 @@ from talks import CALLING, keep_talks, talk
 from megatron_rl.commands.parser import build_parser
 from megatron_rl.commands.report import run as report_command
 from megatron_rl.config.schema import ConfigError, Run
-from megatron_rl.run import report_curves as curves
-from megatron_rl.run import report_png, report_tables
+from megatron_rl.report import curves
+from megatron_rl.report import png as report_png
+from megatron_rl.report import run_sections as report_tables
+from megatron_rl.report.flips import of_evaluations
+from megatron_rl.report.html_page import as_json, page
+from megatron_rl.report.pages import write_comparison, write_report
+from megatron_rl.report.reading import Curve, read_run
+from megatron_rl.report.run_comparison import arms, differences, interval, read_runs
+from megatron_rl.report.shown_rollouts import opinion, pick
 from megatron_rl.run.directory import open_run
-from megatron_rl.run.html_page import as_json, page
 from megatron_rl.run.metrics import Tracker
-from megatron_rl.run.report import write_comparison, write_report
-from megatron_rl.run.report_flips import of_evaluations
-from megatron_rl.run.report_read import Curve, read_run
-from megatron_rl.run.report_rollouts import opinion, pick
-from megatron_rl.run.report_runs import arms, differences, interval, read_runs
 from megatron_rl.text import Decoded
 from megatron_rl.training.store import TurnStore
 from megatron_rl.training.turns import Played, Turn

@@ -13,9 +13,9 @@ from talks import CALLING, ENVIRONMENT, LINE, LONG, NINE, PARTNER, POLICY, SAID,
 
 from megatron_rl.config.schema import Run
 from megatron_rl.main import main
+from megatron_rl.report.pages import write_report
 from megatron_rl.run.directory import open_run
 from megatron_rl.run.metrics import Tracker
-from megatron_rl.run.report import write_report
 from megatron_rl.training.store import TurnStore
 from megatron_rl.training.turns import Played, Turn
 from megatron_rl.types import STEP, Marks, Stop, spans_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.evaluation.samples import Sample, read_samples
-from megatron_rl.run.report_rollouts import Picked
+from megatron_rl.report.shown_rollouts import Picked
 
 FLIP = 0.5  # a problem is solved where more than this share of its answers is right
 MAX_FLIPS = 500  # shown for each pair

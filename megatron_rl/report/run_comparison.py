@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from megatron_rl.run import record
+from megatron_rl.report import record
+from megatron_rl.report.html_page import show, table
+from megatron_rl.report.reading import RunFigures, read_run
+from megatron_rl.report.run_sections import HAS_DIRECTION, LOWER_IS_BETTER
 from megatron_rl.run.directory import FREE_KEYS, SWEEP
-from megatron_rl.run.html_page import show, table
-from megatron_rl.run.report_read import RunFigures, read_run
-from megatron_rl.run.report_tables import HAS_DIRECTION, LOWER_IS_BETTER
 
 SEED = "run.seed"  # the setting that distinguishes runs of which a mean is taken
 MAX_LABEL = 60  # characters; an arm with more settings of its own has the name of its first run

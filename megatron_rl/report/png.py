@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron_rl.run.report_curves import Chart, bucket_width, sort_curves, thin
-from megatron_rl.run.report_read import RunFigures
+from megatron_rl.report.curves import Chart, bucket_width, sort_curves, thin
+from megatron_rl.report.reading import RunFigures
 
 PALETTE = ("#2f7ed8", "#e07b39", "#2ca25f", "#9467bd", "#d64550", "#17a2b8", "#b8860b", "#7f7f7f")
 INK = "#222222"

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.report.reading import GATE, SFT, Clock, Curve, Key, RunFigures
 from megatron_rl.run.metrics import EVAL
-from megatron_rl.run.report_read import GATE, SFT, Clock, Curve, Key, RunFigures
 
 MAX_POINTS = 2000  # most values of one line: the least and the greatest of each bucket of turns
 PAGE_POINTS = 400_000  # most values of all lines of a page; with many lines each has fewer

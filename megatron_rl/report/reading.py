@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.report.record import RunRecord
 from megatron_rl.run.metrics import EVAL, SPEED, MetricsRow, unlearned
-from megatron_rl.run.record import RunRecord
 
 GATE, SFT = "gate", "sft"  # with EVAL, the scopes of metrics lines that are no roles
 MOST_TURNS = 2**31 - 1  # a larger number of a turn is damage

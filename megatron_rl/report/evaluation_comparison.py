@@ -20,8 +20,8 @@ from megatron_rl.evaluation.estimators import Paired, paired
 from megatron_rl.evaluation.judge import JUDGE
 from megatron_rl.evaluation.samples import read_samples
 from megatron_rl.evaluation.solve import SOLVE
+from megatron_rl.report.html_page import page, show, table
 from megatron_rl.run.disk import write_text
-from megatron_rl.run.html_page import page, show, table
 
 Scores = dict[tuple[str, str], dict[str, float]]  # (set, measure) -> problem -> mean score
 

@@ -12,10 +12,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.report.curves import rounded_float
+from megatron_rl.report.html_page import Block, as_json
+from megatron_rl.report.record import RunRecord
 from megatron_rl.rewards.verdicts import final_verdict
-from megatron_rl.run.html_page import Block, as_json
-from megatron_rl.run.record import RunRecord
-from megatron_rl.run.report_curves import rounded_float
 
 MAX_ROLLOUTS = 4000  # shown of all runs together, unless more are asked for
 MAX_FILES = 400  # turns read of all runs together, unless more rollouts are asked for

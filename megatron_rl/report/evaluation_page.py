@@ -18,8 +18,8 @@ from megatron_rl.evaluation.handoff import HANDOFF
 from megatron_rl.evaluation.judge import JUDGE
 from megatron_rl.evaluation.samples import Sample, Samples
 from megatron_rl.evaluation.solve import SOLVE
+from megatron_rl.report.html_page import grid, page, show, table
 from megatron_rl.run.disk import write_text
-from megatron_rl.run.html_page import grid, page, show, table
 
 SHOWN = 3  # right and wrong samples of each set on the page
 MAX_CHARACTERS = 6000  # longest text of a sample that is shown whole

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from megatron_rl.run import report_flips as flips
-from megatron_rl.run import report_tables as tables
-from megatron_rl.run.directory import SWEEP
-from megatron_rl.run.html_page import Block, as_json, page_parts, write_parts
-from megatron_rl.run.report_curves import QUESTIONS, TIME, VERIFY, Sorted, plain_charts, sort_curves, thin_clock
-from megatron_rl.run.report_read import RunFigures, is_run, read_run
-from megatron_rl.run.report_rollouts import MAX_ROLLOUTS, Picked, pick
-from megatron_rl.run.report_runs import (
+from megatron_rl.report import flips
+from megatron_rl.report import run_sections as tables
+from megatron_rl.report.curves import QUESTIONS, TIME, VERIFY, Sorted, plain_charts, sort_curves, thin_clock
+from megatron_rl.report.html_page import Block, as_json, page_parts, write_parts
+from megatron_rl.report.reading import RunFigures, is_run, read_run
+from megatron_rl.report.run_comparison import (
     Arm,
     arm_places,
     arms,
@@ -23,6 +21,8 @@ from megatron_rl.run.report_runs import (
     read_runs,
     runs_table,
 )
+from megatron_rl.report.shown_rollouts import MAX_ROLLOUTS, Picked, pick
+from megatron_rl.run.directory import SWEEP
 
 STYLES = ("page.css", "report.css", "uPlot.min.css")
 SCRIPTS = ("uPlot.iife.min.js", "base.js", "charts.js", "distributions.js", "rollouts.js", "flips.js")

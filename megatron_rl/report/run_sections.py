@@ -10,10 +10,10 @@ from html import escape
 from statistics import median
 from typing import Any
 
+from megatron_rl.report.html_page import grid, show, table
+from megatron_rl.report.reading import GATE, SFT, Curve, RunFigures, flatten
 from megatron_rl.run.console import COLUMNS
-from megatron_rl.run.html_page import grid, show, table
 from megatron_rl.run.metrics import EVAL
-from megatron_rl.run.report_read import GATE, SFT, Curve, RunFigures, flatten
 
 # Settings that the head of the page shows, as patterns of their names.
 FACTS = (
