@@ -151,8 +151,6 @@ def _step_advantages(
         return _whitened([*spread], rollouts)
     sizes = [0 if own is None else len(own) for own in scores]
     rewards = np.concatenate([np.empty(0), *(own for own in scores if own is not None)])
-    if len(rewards) == 0:
-        return [0.0] * len(rollouts)
     own_groups = _groups(rollouts)
     groups = np.repeat(own_groups, sizes)
     members = np.bincount(own_groups[np.array(sizes) > 0])[groups]  # rollouts of each group that have step rewards
@@ -243,13 +241,10 @@ def _whitened(values: Sequence[np.ndarray | float | None], rollouts: Sequence[Ro
     ]
     count = sum(map(len, trained))
     extremes = {float(edge) for own in trained if len(own) for edge in (own.min(), own.max())}
-    if count == 0:
-        mean, std = 0.0, 1.0
-    elif len(extremes) == 1:  # the rounded mean may not be the value
-        mean, std = extremes.pop(), 0.0
-    else:
-        mean = math.fsum(float(own.sum()) for own in trained) / count
-        std = math.sqrt(math.fsum(float(((own - mean) ** 2).sum()) for own in trained) / (count - 1))
+    if len(extremes) <= 1:  # exactly 0 where all are equal: the rounded mean may not be the value
+        return [0.0] * len(values)
+    mean = math.fsum(float(own.sum()) for own in trained) / count
+    std = math.sqrt(math.fsum(float(((own - mean) ** 2).sum()) for own in trained) / (count - 1))
     return [0.0 if v is None else (v - mean) / (std + EPSILON) for v in values]
 
 
