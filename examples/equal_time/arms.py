@@ -48,10 +48,6 @@ ARMS: Mapping[str, Arm] = {
 # Means measured one by one (docs/last_letter.md), and the most that a better or cheaper verifier could win.
 TRIED: Mapping[str, Arm] = {
     "by_chance": Arm("tango", [*OWN, CHANCE], turns=10),
-    "votes": Arm("tango", [*OWN, CHANCE, "recipe.args.votes=3"], turns=10),
-    "votes_unanimous": Arm("tango", [*OWN, CHANCE, "recipe.args.votes=3", "recipe.args.unanimous=true"], turns=10),
-    "clip": Arm("tango", [*OWN, "recipe.args.step_rewards=clip"], turns=10),
-    "delta": Arm("tango", [*OWN, "recipe.args.step_rewards=delta"], turns=10),
     "scored": arm_of("own_verdicts:ScoredTango"),
     "together": arm_of("together:TogetherTango", verifier="pairs"),
     "reusing": arm_of("means:ReusingTango"),

@@ -25,7 +25,7 @@ from megatron_rl.types import STEP, Marks, Rollout
 class OwnVerdicts(Tango):
     """A run that trains `generator` as Tango does, by verdicts that `_verdicts` gives on all solutions of problems that
     nobody solved. Verifications are written for the verifier's own turns alone, so that the arguments for those of a
-    generator's turn (reviewed, agreeing, votes, unanimous, likeliest_verdicts) do nothing."""
+    generator's turn (reviewed, likeliest_verdicts) do nothing."""
 
     @abstractmethod
     def _verdicts(self, table: Table, solutions: Sequence[Solution]) -> list[Sequence[bool]]:
@@ -55,7 +55,7 @@ class OwnVerdicts(Tango):
 
     def _marked(self, rollout: Rollout, verdicts: Sequence[bool]) -> Rollout:
         marks = rollout.marks_of(STEP)
-        scores = step_rewards(verdicts, len(marks), refine=self.step_rewards, credit=self.step_credit)
+        scores = step_rewards(verdicts, len(marks), credit=self.step_credit)
         return replace(rollout, marks={**rollout.marks, STEP: Marks(marks.ranges, scores)})
 
     def _agreement(self, solutions: Sequence[Solution], found: dict[int, Sequence[bool]]) -> dict[str, float]:

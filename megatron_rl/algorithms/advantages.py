@@ -23,7 +23,6 @@ from megatron_rl.algorithms.estimators import (
 from megatron_rl.config.schema import ConfigError, config
 from megatron_rl.types import STEP, Rollout
 
-Refinement = Literal["none", "clip", "delta"]  # of step rewards, see step_rewards
 TRAINED = "trained"  # name of the reward that advantages compare
 RLOO_STEP_SCALE = 10.0  # hard-coded factor of the released Tango code on its RLOO step advantages
 
@@ -91,26 +90,14 @@ def step_rewards(
     verdicts: Sequence[bool],
     num_steps: int,
     *,
-    refine: Refinement = "none",
-    eta: float = 0.0,
     credit: StepCredit = PAPER_CREDIT,
 ) -> np.ndarray | None:
     """Turns verdicts on K reasoning steps into y_k / K with y = +1 or -1 (eq. 3), [K] float64. None when the counts
-    differ or there is no step: the count gate.
-
-    `refine` bounds what a solution collects by steps that add nothing (arXiv 2410.15115), before the division by K.
-    clip: min(y_k - eta, 0), so that no step earns anything. delta: y_k - y_(k+1), and y_K for the last, so that the
-    sum from step k on is y_k. The bounds are those of the rewards: an estimator that takes a mean off moves them. With
-    `credit.span` own there is no division.
+    differ or there is no step: the count gate. With `credit.span` own there is no division by K.
     """
     if num_steps == 0 or len(verdicts) != num_steps:
         return None
     signs = np.where(np.asarray(verdicts, bool), 1.0, -1.0)
-    match refine:
-        case "clip":
-            signs = np.minimum(signs - eta, 0.0)
-        case "delta":
-            signs = signs - np.append(signs[1:], 0.0)
     return signs / num_steps if credit.span == "rest" else signs
 
 

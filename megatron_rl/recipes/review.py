@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
-import numpy as np
-
-from megatron_rl.algorithms.advantages import PAPER_CREDIT, Refinement, StepCredit, step_rewards
+from megatron_rl.algorithms.advantages import PAPER_CREDIT, StepCredit, step_rewards
 from megatron_rl.chat import tokenize
 from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.engines.base import Sampling
@@ -142,31 +140,16 @@ class AskByGroup:
 
 
 def with_verdicts(
-    rollout: Rollout,
-    verifications: Sequence[Verification],
-    refine: Refinement = "none",
-    credit: StepCredit = PAPER_CREDIT,
-    *,
-    agreeing: bool = False,
-    unanimous: bool = False,
+    rollout: Rollout, verifications: Sequence[Verification], credit: StepCredit = PAPER_CREDIT
 ) -> Rollout:
-    """Gives a solution the verdicts and the text of its first verification, and its steps their rewards: the mean over
-    the verifications whose verdicts match its steps, refined as `algorithms.advantages.step_rewards` says.
-
-    With `agreeing` a verification whose final verdict is not the solution's outcome does not count. With `unanimous`
-    the reward of a step is 0 where those that count differ, or there is one alone. Without a verification the rollout
-    stays as it is.
+    """Gives a solution the verdicts and the text of its verification, and its steps their rewards where there is one
+    verdict for each step. Without a verification the rollout stays as it is.
     """
     if not verifications:
         return rollout
-    first, marks = verifications[0], rollout.marks_of(STEP)
-    payload = {**rollout.payload, "verdicts": list(first.opinion.verdicts), "review": first.decoded.text}
-    votes = [v.opinion.verdicts for v in verifications if v.opinion.agrees or not agreeing]
-    rewards = [step_rewards(own, len(marks), refine=refine, credit=credit) for own in votes]
-    matching = [scores for scores in rewards if scores is not None]
-    scored = np.mean(matching, axis=0) if matching else None
-    if unanimous and scored is not None:
-        scored = np.where(np.ptp(matching, axis=0) == 0, scored, 0.0) if len(matching) > 1 else np.zeros_like(scored)
+    [own], marks = verifications, rollout.marks_of(STEP)
+    payload = {**rollout.payload, "verdicts": list(own.opinion.verdicts), "review": own.decoded.text}
+    scored = step_rewards(own.opinion.verdicts, len(marks), credit=credit)
     return replace(rollout, payload=payload, marks={**rollout.marks, STEP: Marks(marks.ranges, scored)})
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_rl.algorithms.advantages import EstimatorName, Refinement, StepCredit, assign_advantages
+from megatron_rl.algorithms.advantages import EstimatorName, StepCredit, assign_advantages
 from megatron_rl.algorithms.class_weights import ClassCounts
 from megatron_rl.algorithms.schedules import WeightSchedule, step_weight
 from megatron_rl.config.base import ConfigError
@@ -37,20 +37,16 @@ class TangoTurns(Recipe):
     generator_turns: int = 3  # per cycle
     verifier_turns: int = 1  # per full cycle
     group_size: int = 5  # solutions per problem in a generator turn
-    votes: int = 1  # verifications of each of them, whose step rewards are averaged
-    unanimous: bool = False  # a step on which its votes differ earns nothing
     verifications: int = 5  # of one solution per problem in a verifier turn
     alpha_start: float = 0.1  # weight of the step advantages at the first generator update
     alpha_min: float = 1e-3
     alpha_schedule: WeightSchedule = "exponential"
-    step_rewards: Refinement = "none"  # clip or delta: empty steps earn nothing (arXiv 2410.15115)
     step_credit: StepCredit = StepCredit()  # which tokens a step's reward counts for, and what it is compared with
     reviewed: Reviewed = "all"  # undecided, failed: in a generator turn, groups whose outcomes say nothing alone
     # A generator's turn is verified while the moving share of groups whose outcomes differ is below this; null: always.
     review_below: float | None = None
     verifier_rests: bool = False  # the verifier's turns in that time are empty too
     likeliest_verdicts: bool = False  # the verifier answers a generator's turn by its likeliest tokens, not by chance
-    agreeing: bool = False  # a verification whose final verdict is not the outcome gives no step rewards
     estimator: EstimatorName = "grpo"  # a word of algorithms.estimators or module:name, or {target, args}
     format_weight: float = 0.8  # gamma, in the verifier's reward
     class_weight_decay: float = 0.8  # of the moving counts of right and wrong solutions
@@ -66,18 +62,13 @@ class TangoTurns(Recipe):
         base.check_arguments(
             self, groups=["group_size", "verifications"], natural=["warmup_updates", "verifier_turns"],
             templates={"verifier_template": ["question", "solution"]},
-            positive=["generator_updates", "generator_turns", "votes", "balanced_per_class", "balanced_rounds"],
+            positive=["generator_updates", "generator_turns", "balanced_per_class", "balanced_rounds"],
             shares=["alpha_start", "alpha_min", *sometimes], one_of=["train_generator", "train_verifier"],
         )  # fmt: skip
         assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))  # refuses bad ones
         if self.verifier_rests and not self.review_below:
             text = "the verifier rests by review_below, which is not above 0; give it, or verifier_rests: false"
             raise ConfigError(f"recipe.args.verifier_rests: {text}")
-        if self.votes > 1 and self.likeliest_verdicts:
-            text = "the likeliest tokens are the same each time; give votes: 1, or likeliest_verdicts: false"
-            raise ConfigError(f"recipe.args.votes = {self.votes}: {text}")
-        if self.unanimous and self.votes == 1:
-            raise ConfigError("recipe.args.unanimous: one vote has none to differ from; give votes: 2 or more")
         self._counts = ClassCounts().updated([], self.class_weight_decay)
         self._signal = 0.0  # moving share of the groups, in generator turns, whose outcomes differ
         self._labels = None if self.step_labels is None else find_function(self.step_labels)
@@ -105,8 +96,8 @@ class TangoTurns(Recipe):
     def roles(self) -> Mapping[str, Part]:
         n, own = self.group_size, self.verifications
         generator = Part(
-            trained=self.train_generator, samples=n, drawn={self.solver: n, VERIFIER: n * self.votes},
-            per_prompt={self.solver: n, VERIFIER: self.votes},
+            trained=self.train_generator, samples=n, drawn={self.solver: n, VERIFIER: n},
+            per_prompt={self.solver: n, VERIFIER: 1},
         )  # fmt: skip
         verifier = Part(
             trained=self.train_verifier, samples=own, drawn={self.solver: 1, VERIFIER: own}, per_prompt={VERIFIER: own}
@@ -123,13 +114,13 @@ class TangoTurns(Recipe):
         return [step for step in steps if step]
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
-        """A problem has a group of solutions, each with its votes, or one solution with a group of verifications. The
-        turn of a verifier that rests takes no problems."""
+        """Draws for each problem a group of solutions with one verification each (a generator's turn), or one solution
+        with a group of verifications (a verifier's turn). The turn of a verifier that rests takes no problems."""
         if turn.role != self.solver and self.verifier_rests:
             table.note(VERIFIER, {"rests": float(self._outcomes_suffice())})
             if self._outcomes_suffice():
                 return {VERIFIER: []}
-        n, asked = (self.group_size, self.votes) if turn.role == self.solver else (1, self.verifications)
+        n, asked = (self.group_size, 1) if turn.role == self.solver else (1, self.verifications)
         review = sampling_for(table, turn, VERIFIER, asked)
         if turn.role == self.solver and self.likeliest_verdicts:
             review = replace(review, temperature=0.0)
@@ -173,10 +164,7 @@ class TangoTurns(Recipe):
         that are not verified learn from their outcomes alone."""
         alpha, credit = self._alpha(turn.update(self.solver)), self.step_credit
         table.note(self.solver, {"alpha": alpha, "signal": self._signal})
-        marked = [
-            with_verdicts(s.rollout, own, self.step_rewards, credit, agreeing=self.agreeing, unanimous=self.unanimous)
-            for s, own in zip(solutions, judged, strict=True)
-        ]
+        marked = [with_verdicts(s.rollout, own, credit) for s, own in zip(solutions, judged, strict=True)]
         everywhere = self._reviewed(turn) == "all"
         alphas = alpha if everywhere else [alpha if own else 0.0 for own in judged]
         self._follow(solutions)

@@ -325,8 +325,8 @@ def test_a_prompt_is_shared_by_the_samples_that_fit_into_a_micro_batch():
             "generator": {"generator": 8, "judge": 1}, "judge": {"judge": 8},
         }),
         ("self_play_r_zero_qwen3_4b", [], {"solver": {"proposer": 1, "solver": 10}}),
-        ("tango_qwen2.5_7b", ["recipe.args.votes=3"], {
-            "generator": {"generator": 5, "verifier": 3}, "verifier": {"generator": 1, "verifier": 5},
+        ("tango_qwen2.5_7b", [], {
+            "generator": {"generator": 5, "verifier": 1}, "verifier": {"generator": 1, "verifier": 5},
         }),
     ],
 )  # fmt: skip

@@ -42,10 +42,10 @@ RECIPES = {
     # 2505.15034, appendix, and the release's scripts
     "PaperTango": {
         "generator_updates": 300, "warmup_updates": 40, "generator_turns": 3, "verifier_turns": 1, "group_size": 5,
-        "verifications": 5, "votes": 1, "unanimous": False, "alpha_start": 0.1, "alpha_min": 1e-3,
-        "alpha_schedule": "exponential", "step_rewards": "none", "step_credit": advantages.StepCredit(),
+        "verifications": 5, "alpha_start": 0.1, "alpha_min": 1e-3,
+        "alpha_schedule": "exponential", "step_credit": advantages.StepCredit(),
         "reviewed": "all", "review_below": None, "verifier_rests": False, "likeliest_verdicts": False,
-        "agreeing": False, "estimator": "grpo", "format_weight": 0.8, "class_weight_decay": 0.8,
+        "estimator": "grpo", "format_weight": 0.8, "class_weight_decay": 0.8,
         "train_generator": True, "train_verifier": True, "balanced_per_class": 128, "balanced_rounds": 8,
     },
     # docs/methods.md, "Tango's two settings"
@@ -122,5 +122,4 @@ def test_numbers_of_the_algorithms_are_those_of_their_papers():
     for function in (advantages.assign_advantages, advantages.step_advantages, advantages.step_rewards):
         own = defaults(function)
         assert own.get("estimator", "grpo") == "grpo" and own.get("steps", own.get("credit")) == advantages.PAPER_CREDIT
-    assert (defaults(advantages.step_rewards)["refine"], defaults(advantages.step_rewards)["eta"]) == ("none", 0.0)
     assert defaults(advantages.step_advantages)["rloo_scale"] == 10.0

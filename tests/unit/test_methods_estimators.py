@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from megatron_rl.algorithms.advantages import assign_advantages, step_advantages, step_rewards
+from megatron_rl.algorithms.advantages import assign_advantages, step_advantages
 from megatron_rl.algorithms.estimators import ESTIMATORS, UNGROUPED, find_estimator
 from megatron_rl.algorithms.role_credit import RoleBaselines, compare_peers
 from megatron_rl.config.plugins import build
@@ -197,31 +197,6 @@ def test_rloo_with_one_step_reward_in_a_group_gives_0():
 def test_w_reinforce_has_no_rule_for_step_rewards():
     with pytest.raises(ConfigError, match="no rule for step rewards"):
         assign_advantages([], reward="outcome", estimator="w_reinforce", alpha=0.1)
-
-
-@pytest.mark.parametrize("eta", [0.0, 0.5])
-@pytest.mark.parametrize("verdicts", ["+", "-", "++-+", "--++-", "++++"])
-def test_clip_and_delta_bound_what_steps_earn(verdicts, eta):
-    """Re-derived step by step: arXiv 2410.15115 on y = +1 or -1, and then Tango's division by the number of steps."""
-    said = [v == "+" for v in verdicts]
-    y, count = [1.0 if v else -1.0 for v in said], len(said)
-    clipped = step_rewards(said, count, refine="clip", eta=eta)
-    delta = step_rewards(said, count, refine="delta")
-    assert clipped.tolist() == [min(value - eta, 0.0) / count for value in y]
-    for k in range(count):
-        later = y[k + 1] if k + 1 < count else 0.0
-        assert delta[k] == (y[k] - later) / count
-        assert delta[k:].sum() == pytest.approx(y[k] / count), "what is to come from a step on is its own verdict"
-    assert clipped.sum() <= 0.0 and step_rewards(said, count).tolist() == [value / count for value in y]
-    assert step_rewards(said, count + 1, refine="delta") is None, "the count gate stays"
-
-
-def test_empty_right_steps_earn_nothing_more():
-    for count in (2, 8):
-        right = [True] * count
-        assert step_rewards(right, count, refine="clip").sum() == 0.0
-        assert step_rewards(right, count, refine="delta").sum() * count == 1.0
-        assert step_rewards(right, count).sum() == 1.0
 
 
 def test_role_baselines_follow_each_roles_own_rewards():

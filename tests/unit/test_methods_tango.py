@@ -1,4 +1,4 @@
-"""Tango with bounded step rewards (arXiv 2410.15115) and with other estimators."""
+"""Tango's credit derived again by loops, and Tango with other estimators."""
 
 import numpy as np
 import pytest
@@ -13,17 +13,12 @@ from megatron_rl.types import STEP
 __all__ = ["texts"]  # a fixture
 
 
-@pytest.mark.parametrize("refine", ["none", "clip", "delta"])
-def test_step_rewards_are_refined_before_they_are_compared(texts, refine):
+def test_step_rewards_are_compared_over_the_groups_steps(texts):
     """Re-derived from the verdicts: rewards by loops, then z-scores over the group's steps, then sums to the end."""
-    rollouts, _ = play(PaperTango(group_size=3, step_rewards=refine, **texts), "generator", 1, table_of(*SIDES))
+    rollouts, _ = play(PaperTango(group_size=3, **texts), "generator", 1, table_of(*SIDES))
     rewards = []
     for verdicts, _ in PAPER:
         y = [1.0 if v == "+" else -1.0 for v in verdicts]
-        if refine == "clip":
-            y = [min(value, 0.0) for value in y]
-        if refine == "delta":
-            y = [value - (y[k + 1] if k + 1 < len(y) else 0.0) for k, value in enumerate(y)]
         rewards.append([value / len(y) for value in y])
     every = np.array([value for own in rewards for value in own])
     for rollout, own in zip(rollouts, rewards, strict=True):
@@ -54,7 +49,6 @@ def test_an_estimator_with_arguments_credits_both_players(texts):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"step_rewards": "clipped"}, "step_rewards.*clipped"),
         ({"estimator": "w_reinforce"}, "no rule for step rewards"),
         ({"estimator": {"target": "opmd", "args": {"tau": -1.0}}}, "tau = -1.0"),
     ],
