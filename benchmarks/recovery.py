@@ -34,7 +34,7 @@ import psutil
 from rich.progress import track
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples/last_letter"
+EXAMPLE = ROOT / "examples/miniatures/last_letter"
 sys.path[:0] = [str(ROOT / "tests/helpers"), str(EXAMPLE)]
 from slurm_cluster import Cluster, SlurmError, missing_commands  # noqa: E402
 

@@ -51,7 +51,7 @@ def main() -> None:
 def measure(place: Path, models: Path) -> dict[str, float]:
     """Returns the seconds of one checkout's commands."""
     settings = [
-        str(place / "examples/last_letter/tango.yaml"),
+        str(place / "examples/miniatures/last_letter/tango.yaml"),
         f"data.path={models}/task/train.jsonl",
         f"evaluation.prompts.path={models}/task/test.jsonl",
         *(f"roles.{role}.model.path={models}/{role}/model" for role in ("generator", "verifier")),

@@ -20,7 +20,7 @@ from limits import RUN_S
 from slurm_cluster import Cluster, missing_commands
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "examples/last_letter")]
+sys.path[:0] = [str(ROOT / "examples/miniatures/last_letter")]
 PROFILE = f"""
 time: "00:30:00"
 warning_s: 120
@@ -108,7 +108,7 @@ def _make_last_letter(base: Path) -> None:
     task.write_verifier_pairs(base / "task/verifier_sft.jsonl", regime, pool, 5, steps=100)
     for name, start, steps in (("generator", "task/model", 170), ("verifier", "generator/model", 100)):
         program(
-            "sft", "examples/last_letter/sft.yaml", f"model.path={base}/{start}",
+            "sft", "examples/miniatures/last_letter/sft.yaml", f"model.path={base}/{start}",
             f"data.train={base}/task/{name}_sft.jsonl",
             f"steps={steps}", f"optimizer.decay_steps={steps}", f"run.name={name}", f"run.dir={base}", "launch.nproc=1",
         )  # fmt: skip
@@ -161,7 +161,7 @@ def tango_settings(base: Path, out: Path, name: str) -> list[str]:
     after each step.
     """
     return [
-        "examples/last_letter/tango.yaml", f"roles.generator.model.path={base}/generator/model",
+        "examples/miniatures/last_letter/tango.yaml", f"roles.generator.model.path={base}/generator/model",
         f"roles.verifier.model.path={base}/verifier/model", f"data.path={base}/task/train.jsonl",
         f"evaluation.prompts.path={base}/task/test.jsonl", "evaluation.num_prompts=32", "evaluation.every=1",
         "recipe.args.generator_updates=5", "recipe.args.warmup_updates=1", "recipe.args.balanced_per_class=8",

@@ -9,7 +9,7 @@ import random
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "last_letter")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "miniatures/last_letter")]
 
 import task  # noqa: E402
 

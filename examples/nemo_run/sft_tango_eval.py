@@ -9,7 +9,7 @@ from __future__ import annotations
 from experiments import Experiment, Options, Program, Task
 
 GENERATOR, VERIFIER = "generator", "verifier"
-LETTERS = "examples/last_letter"
+LETTERS = "examples/miniatures/last_letter"
 
 
 def experiment(options: Options) -> Experiment:
@@ -19,13 +19,13 @@ def experiment(options: Options) -> Experiment:
 def published(out: str) -> list[Task | Program]:
     """Returns the runs of the shipped configs. Tango takes longer than one time limit, so it is a chain of slices."""
     return [
-        Task(name="sft", command="sft", settings=["examples/sft_qwen2.5_math_7b.yaml", f"run.dir={out}"]),
+        Task(name="sft", command="sft", settings=["examples/published/sft_qwen2.5_math_7b.yaml", f"run.dir={out}"]),
         Task(
             name="tango",
             command="train",
             after=["sft"],
             settings=[
-                "examples/tango_qwen2.5_7b.yaml",
+                "examples/published/tango_qwen2.5_7b.yaml",
                 f"run.dir={out}",
                 f"roles.generator.model.path={out}/sft_qwen2.5_math_7b/model",
                 "engine={kind: embedded}",

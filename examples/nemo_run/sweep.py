@@ -17,7 +17,7 @@ def experiment(options: Options) -> Experiment:
 
 def published(out: str) -> list[Task | Program]:
     """Returns GRPO runs from the SFT generator, whose model sft_tango_eval.py has made."""
-    settings = ["examples/grpo_qwen2.5_7b.yaml", f"run.dir={out}", "run.name=rates", "job.nodes=4"]
+    settings = ["examples/published/grpo_qwen2.5_7b.yaml", f"run.dir={out}", "run.name=rates", "job.nodes=4"]
     points = grid("roles.generator.optimizer.lr", (5e-7, 1e-6, 2e-6), seeds=2)
     return [Task(name="rates", command="train", settings=settings, points=points)]
 
@@ -26,7 +26,8 @@ def small(out: str) -> list[Task | Program]:
     """Returns SFT runs on the last-letter task."""
     base = f"{out}/sweep"
     settings = [
-        "examples/last_letter/sft.yaml", f"run.dir={base}", "run.name=rates", f"model.path={base}/task/model",
+        "examples/miniatures/last_letter/sft.yaml", f"run.dir={base}", "run.name=rates",
+        f"model.path={base}/task/model",
         f"data.train={base}/task/generator_sft.jsonl", "data.shuffle=true", "steps=40", "optimizer.decay_steps=40",
         "optimizer.warmup_steps=5",
     ]  # fmt: skip

@@ -14,10 +14,10 @@ from megatron_rl.commands.settings import METAVAR, load
 from megatron_rl.config.schema import ConfigError, GenerateConfig, SftConfig, TrainConfig
 
 SUBMIT = """A run becomes an array of the trainer's time slices and, with servers (engine.kind), an array of engines:
-  megatron-rl submit examples/tango_qwen2.5_7b.yaml job.slices=8 --profile a100 --dry-run
-  megatron-rl submit examples/sft_qwen2.5_math_7b.yaml --profile my_site.yaml
+  megatron-rl submit examples/published/tango_qwen2.5_7b.yaml job.slices=8 --profile a100 --dry-run
+  megatron-rl submit examples/published/sft_qwen2.5_math_7b.yaml --profile my_site.yaml
 SFT data by a teacher is one job:
-  megatron-rl submit examples/generate_sft_llama3.1_70b.yaml --profile my_site.yaml
+  megatron-rl submit examples/published/generate_sft_llama3.1_70b.yaml --profile my_site.yaml
 A sweep is one run for each point of a grid, an evaluation one element for each checkpoint and config:
   megatron-rl submit CONFIG.yaml --sweep grid.yaml
   megatron-rl submit math.yaml gsm8k.yaml --checkpoints runs/a/models/generator runs/b/models/generator

@@ -15,7 +15,7 @@ from megatron_rl.commands.settings import METAVAR, SCHEMAS, positive
 DESCRIPTION = """Co-train a generator and a verifier by reinforcement learning on Megatron-core.
 
 Settings come from YAML files, left to right, then from a.b=c arguments:
-  megatron-rl train examples/last_letter/tango.yaml run.seed=1
+  megatron-rl train examples/miniatures/last_letter/tango.yaml run.seed=1
 Ranks are those of torchrun or srun; else launch.nproc ranks are started here.
 To begin: megatron-rl init grpo my.yaml. From Python: from megatron_rl import Trainer."""
 RUN_DESCRIPTION = """{help}

@@ -21,7 +21,7 @@ from megatron_rl.planning.workload import FILL, build_recipe, draws_of, episodes
 
 DESCRIPTION = f"""Estimates the memory of each GPU by part and the seconds of each phase, and says what to change.
 Nothing is started; no GPU is needed.
-  megatron-rl plan examples/tango_qwen2.5_7b.yaml --cluster 4x8xA100-80
+  megatron-rl plan examples/published/tango_qwen2.5_7b.yaml --cluster 4x8xA100-80
   megatron-rl plan my.yaml --cluster 16x8xH100 --search engine.kind=vllm
 Devices: {", ".join(DEVICES)}. Exit status 1: it does not fit. docs/plan.md says how far the figures can be trusted."""
 

@@ -26,7 +26,13 @@ from megatron_rl.run.parent import end_with_parent
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (
-    *(ROOT, ROOT / "tests/helpers", ROOT / "tests/emulated", ROOT / "tests/multi", ROOT / "examples/last_letter"),
+    *(
+        ROOT,
+        ROOT / "tests/helpers",
+        ROOT / "tests/emulated",
+        ROOT / "tests/multi",
+        ROOT / "examples/miniatures/last_letter",
+    ),
     ROOT / "benchmarks",
 )
 

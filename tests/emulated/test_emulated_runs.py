@@ -125,13 +125,14 @@ def run_programs(emulated: Server, base: Any) -> Outcome:
     """SFT, an evaluation, and two turns of Tango with an evaluation between them, on the last-letter task."""
     one = "launch.nproc=1"
     sft = [
-        "sft", "examples/last_letter/sft.yaml", f"model.path={base}/task/model", "steps=2", "samples_per_step=8",
+        "sft", "examples/miniatures/last_letter/sft.yaml", f"model.path={base}/task/model", "steps=2",
+        "samples_per_step=8",
         f"data.train={base}/task/generator_sft.jsonl", "run.dir=OWN", "run.name=sft", one, "model.dtype=bfloat16",
         "run.peak_tflops=100",
     ]  # fmt: skip
     evaluation = [
         "eval", f"model.path={base}/generator/model", f"data.path={base}/task/test.jsonl", "data.settings=last_letter",
-        "template=examples/last_letter/prompts/generator.txt", "sampling.max_tokens=40", one,
+        "template=examples/miniatures/last_letter/prompts/generator.txt", "sampling.max_tokens=40", one,
         "reward.target=megatron_rl.rewards.last_letter:grade", "output=OWN/eval.json",
     ]  # fmt: skip
     tango = [

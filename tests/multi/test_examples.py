@@ -26,39 +26,92 @@ from megatron_rl.types import Prompt
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAIN = [
-    *("tango_qwen2.5_7b", "tango_llama3.1_8b", "grpo_qwen2.5_7b", "grpo_chat_qwen2.5_7b", "tandem_qwen3_4b"),
-    *("tango_rloo_qwen2.5_7b", "tango_reinforce_pp_qwen2.5_7b"),
-    *("dapo_qwen2.5_32b", "scalerl_qwen3_8b", "distil_qwen3_1.7b"),
-    *(f"methods/{name}" for name in ("grpo", "dr_grpo", "lite_ppo", "gmpo", "w_reinforce", "rover", "ghpo")),
-    *(f"methods/{name}" for name in ("opmd", "asymre", "gspo", "sapo", "vespo")),
-    *("rubric_qwen3_30b_a3b", "pairwise_qwen3_8b", "entailment_qwen3_32b", "ssrl_llama3.2_3b"),
-    *("last_letter/tango", "last_letter/grpo", "tandem_last_letter/tandem", "gsm8k_cpu", "rubric_mini/rubric"),
-    *("evolve_qwen2.5_3b", "evolve_three_qwen2.5_3b", "evolve_mini/three", "evolve_mini/shared"),
-    *("self_play_r_zero_qwen3_4b", "self_play_ssp_qwen2.5_7b", "self_play_mini/self_play", "pairwise_mini/pairwise"),
-    *("ssrl_mini/ssrl", "agent_mini/agent", "tango_agent_mini/tango"),
-    *("poker_mini/poker", "real_model/grpo", "real_model/tango", "tango_lora_qwen2.5_7b"),
     *(
-        "search_mini/search",
-        "python_mini/python",
-        "search_r1_qwen2.5_7b",
-        "retool_qwen2.5_32b",
+        f"published/{name}"
+        for name in (
+            "tango_qwen2.5_7b",
+            "tango_llama3.1_8b",
+            "grpo_qwen2.5_7b",
+            "grpo_chat_qwen2.5_7b",
+            "tandem_qwen3_4b",
+            "tango_rloo_qwen2.5_7b",
+            "tango_reinforce_pp_qwen2.5_7b",
+            "dapo_qwen2.5_32b",
+            "scalerl_qwen3_8b",
+            "distil_qwen3_1.7b",
+            "rubric_qwen3_30b_a3b",
+            "pairwise_qwen3_8b",
+            "entailment_qwen3_32b",
+            "ssrl_llama3.2_3b",
+            "evolve_qwen2.5_3b",
+            "evolve_three_qwen2.5_3b",
+            "self_play_r_zero_qwen3_4b",
+            "self_play_ssp_qwen2.5_7b",
+            "tango_lora_qwen2.5_7b",
+            "search_r1_qwen2.5_7b",
+            "retool_qwen2.5_32b",
+        )
+    ),
+    *(
+        f"published/methods/{name}"
+        for name in (
+            "grpo",
+            "dr_grpo",
+            "lite_ppo",
+            "gmpo",
+            "w_reinforce",
+            "rover",
+            "ghpo",
+            "opmd",
+            "asymre",
+            "gspo",
+            "sapo",
+            "vespo",
+        )
+    ),
+    *(
+        f"miniatures/{name}"
+        for name in (
+            "last_letter/tango",
+            "last_letter/grpo",
+            "gsm8k/tango",
+            "rubric/rubric",
+            "evolve/three",
+            "evolve/shared",
+            "self_play/self_play",
+            "pairwise/pairwise",
+            "ssrl/ssrl",
+            "agent/agent",
+            "tango_agent/tango",
+            "poker/poker",
+            "search/search",
+            "python/python",
+        )
+    ),
+    *(
+        f"studies/{name}"
+        for name in (
+            "tandem_last_letter/tandem",
+            "real_model/grpo",
+            "real_model/tango",
+        )
     ),
 ]
 SFT = [
-    "sft_qwen2.5_math_7b",
-    "sft_llama3.1_8b",
-    "last_letter/sft",
-    "evolve_mini/sft",
-    "self_play_mini/sft",
-    "ssrl_mini/sft",
-    "agent_mini/sft",
-    "tango_agent_mini/sft",
-    "poker_mini/sft",
-    "search_mini/sft",
-    "python_mini/sft",
-    "real_model/sft",
+    "published/sft_qwen2.5_math_7b",
+    "published/sft_llama3.1_8b",
+    "miniatures/last_letter/sft",
+    "miniatures/evolve/sft",
+    "miniatures/self_play/sft",
+    "miniatures/ssrl/sft",
+    "miniatures/agent/sft",
+    "miniatures/tango_agent/sft",
+    "miniatures/poker/sft",
+    "miniatures/search/sft",
+    "miniatures/python/sft",
+    "studies/real_model/sft",
 ]
-EVAL = ["eval_tango_qwen2.5_7b", "eval_tandem_qwen3_4b"]
+EVAL = ["published/eval_tango_qwen2.5_7b", "published/eval_tandem_qwen3_4b"]
 
 
 def load(schema, name):
@@ -67,13 +120,13 @@ def load(schema, name):
 
 def test_every_example_is_tested():
     found = {str(p.relative_to(EXAMPLES).with_suffix("")) for p in EXAMPLES.rglob("*.yaml")}
-    assert found == {*TRAIN, *SFT, *EVAL, "generate_sft_llama3.1_70b"}
+    assert found == {*TRAIN, *SFT, *EVAL, "published/generate_sft_llama3.1_70b"}
 
 
 @pytest.mark.parametrize("name", TRAIN)
 def test_training_examples_are_valid(name, tmp_path, monkeypatch):
     monkeypatch.chdir(make_home(tmp_path))
-    if name.startswith("search_"):
+    if "/search" in name:
         pytest.importorskip("bm25s")
     found = load(TrainConfig, name)
     config_checks.check(found, max(32, 8 * found.job.nodes))
@@ -96,7 +149,7 @@ def test_eval_examples_are_valid(name):
     assert all(benchmark(each).template and not benchmark(each).judged for each in config.benchmarks)
 
 
-@pytest.mark.parametrize("name", [*TRAIN, *EVAL, "generate_sft_llama3.1_70b"])
+@pytest.mark.parametrize("name", [*TRAIN, *EVAL, "published/generate_sft_llama3.1_70b"])
 def test_models_of_7b_and_more_have_servers(name):
     """The evaluation of a 7B model was written by the embedded engine, which holds the model on every rank."""
     text = (EXAMPLES / f"{name}.yaml").read_text()
@@ -118,7 +171,7 @@ def test_models_of_7b_and_8b_train_without_full_recomputation(name):
 
 def test_generate_example_is_valid():
     """The numbers of the release's scripts/run_sft_data_generation.sh and data_preprocess/split_parquet.py."""
-    config = load(GenerateConfig, "generate_sft_llama3.1_70b")
+    config = load(GenerateConfig, "published/generate_sft_llama3.1_70b")
     config_checks.check(config, 1)
     assert (config.max_prompt_tokens, config.validation_share, config.keep_cut, config.chat) == (1024, 0.1, True, True)
     assert (config.sampling.temperature, config.sampling.top_p, config.n, config.sampling.max_tokens) == (
@@ -132,10 +185,10 @@ def test_generate_example_is_valid():
 @pytest.mark.parametrize(
     ("name", "estimator", "alpha_start", "kl", "entropy_coef"),
     [
-        ("tango_qwen2.5_7b", "grpo", 0.1, "k3", 0.001),
-        ("tango_llama3.1_8b", "grpo", 0.1, "k3", 0.001),
-        ("tango_rloo_qwen2.5_7b", "rloo", 0.1, "k3", 0.001),
-        ("tango_reinforce_pp_qwen2.5_7b", "reinforce_pp", 0.5, "k2", 0.0),
+        ("published/tango_qwen2.5_7b", "grpo", 0.1, "k3", 0.001),
+        ("published/tango_llama3.1_8b", "grpo", 0.1, "k3", 0.001),
+        ("published/tango_rloo_qwen2.5_7b", "rloo", 0.1, "k3", 0.001),
+        ("published/tango_reinforce_pp_qwen2.5_7b", "reinforce_pp", 0.5, "k2", 0.0),
     ],
 )
 def test_published_runs_have_the_papers_numbers(name, estimator, alpha_start, kl, entropy_coef):
@@ -172,7 +225,7 @@ def test_published_runs_have_the_papers_numbers(name, estimator, alpha_start, kl
 
 
 def test_the_tandem_has_the_papers_numbers():
-    config = load(TrainConfig, "tandem_qwen3_4b")
+    config = load(TrainConfig, "published/tandem_qwen3_4b")
     role, recipe = config.roles["generator"], plugins.build(config.recipe)
     assert role.tandem == TandemConfig(junior=None, strategy="word", p=0.5, max_gap=32)
     assert (role.optimizer.lr, role.loss.clip_low, role.loss.clip_high, role.loss.kl_coef, role.loss.entropy_coef) == (
@@ -189,7 +242,7 @@ def test_the_tandem_has_the_papers_numbers():
 def test_dapo_has_the_papers_numbers():
     """Section 4.1 of the paper; dual clip and weight decay of verl's script. verl's outcomes are 1 and -1: a penalty of
     1 there is one of 0.5 here."""
-    config = load(TrainConfig, "dapo_qwen2.5_32b")
+    config = load(TrainConfig, "published/dapo_qwen2.5_32b")
     role, recipe = config.roles["generator"], plugins.build(config.recipe)
     assert (role.loss.clip_low, role.loss.clip_high, role.loss.kl_coef, role.loss.aggregation) == (
         0.2,
@@ -208,7 +261,7 @@ def test_dapo_has_the_papers_numbers():
 
 def test_scalerl_has_the_papers_choices():
     """Sections 3 and 4 and appendix A.3 of the paper."""
-    config = load(TrainConfig, "scalerl_qwen3_8b")
+    config = load(TrainConfig, "published/scalerl_qwen3_8b")
     role, recipe = config.roles["generator"], plugins.build(config.recipe)
     assert (role.loss.objective, role.loss.objective_args, role.loss.aggregation) == (
         "cispo",
@@ -244,7 +297,7 @@ def test_examples_of_methods_have_the_released_numbers(
     name, prompts, samples, per_step, tokens, estimator, objective, aggregation
 ):
     """The scripts that each file names: problems, samples of each, samples in an optimizer step, longest answer."""
-    config = load(TrainConfig, f"methods/{name}")
+    config = load(TrainConfig, f"published/methods/{name}")
     role, recipe = config.roles["generator"], plugins.build(config.recipe)
     assert (config.run.prompts_per_step, recipe.group_size, role.sampling.max_tokens) == (prompts, samples, tokens)
     assert (role.samples_per_optimizer_step, word_of(recipe.estimator)) == (per_step, estimator)
@@ -254,17 +307,22 @@ def test_examples_of_methods_have_the_released_numbers(
 
 
 def test_examples_of_methods_have_the_released_arguments():
-    loss = {name: load(TrainConfig, f"methods/{name}").roles["generator"].loss for name in ("gmpo", "opmd", "asymre")}
+    loss = {
+        name: load(TrainConfig, f"published/methods/{name}").roles["generator"].loss
+        for name in ("gmpo", "opmd", "asymre")
+    }
     assert loss["gmpo"].objective_args == {"clip_low": 0.4, "clip_high": 0.4}
     assert (loss["opmd"].objective_args["tau"], loss["asymre"].objective_args["tau"]) == (4.0, 0.0)
-    recipe = {name: load(TrainConfig, f"methods/{name}").recipe.args for name in ("w_reinforce", "asymre", "ghpo")}
+    recipe = {
+        name: load(TrainConfig, f"published/methods/{name}").recipe.args for name in ("w_reinforce", "asymre", "ghpo")
+    }
     assert recipe["w_reinforce"]["estimator"]["args"] == {"positive_weight": 0.1}
     assert recipe["asymre"]["estimator"]["args"] == {"baseline_shift": -0.1}
     assert recipe["ghpo"]["hints"]["shares"] == [0.25, 0.5, 0.75]
 
 
 def test_ssrl_has_the_released_scripts_numbers():
-    config = load(TrainConfig, "ssrl_llama3.2_3b")
+    config = load(TrainConfig, "published/ssrl_llama3.2_3b")
     role, recipe = config.roles["generator"], plugins.build(config.recipe)
     assert (config.run.prompts_per_step, recipe.group_size, role.samples_per_optimizer_step) == (256, 5, None)
     assert (role.loss.kl, role.loss.kl_coef, role.loss.entropy_coef, role.optimizer.lr) == ("k3", 0.001, 0.0, 1e-6)
@@ -273,7 +331,7 @@ def test_ssrl_has_the_released_scripts_numbers():
     assert ssrl.grade(right, {"answer": "5"}) == pytest.approx(0.95), "the gate before training takes it for right"
 
 
-@pytest.mark.parametrize("name", ["evolve_qwen2.5_3b", "evolve_three_qwen2.5_3b"])
+@pytest.mark.parametrize("name", ["published/evolve_qwen2.5_3b", "published/evolve_three_qwen2.5_3b"])
 def test_multi_agent_evolve_has_the_released_numbers(name):
     """scripts/selfplay/mae.sh and configs/azr_ppo_trainer_general.yaml of ulab-uiuc/Multi-agent-evolve d71c00b."""
     config = load(TrainConfig, name)
@@ -295,7 +353,7 @@ def test_multi_agent_evolve_has_the_released_numbers(name):
 def test_r_zero_has_the_released_numbers():
     """scripts/main.sh, questioner_train_penalty.sh, solver_train.sh and examples/config.yaml of Chengsong-Huang/R-Zero
     5699329; the clips are EasyR1's defaults (verl/workers/actor/config.py)."""
-    config = load(TrainConfig, "self_play_r_zero_qwen3_4b")
+    config = load(TrainConfig, "published/self_play_r_zero_qwen3_4b")
     recipe = plugins.build(config.recipe)
     assert isinstance(recipe, SelfPlay)
     steps = [turn for step in recipe.schedule() for turn in step]
@@ -317,7 +375,7 @@ def test_r_zero_has_the_released_numbers():
 
 def test_search_self_play_has_the_released_numbers():
     """examples/train_ssp.sh of Alibaba-Quark/SSP b4797e1, without what belongs to the search."""
-    config = load(TrainConfig, "self_play_ssp_qwen2.5_7b")
+    config = load(TrainConfig, "published/self_play_ssp_qwen2.5_7b")
     recipe = plugins.build(config.recipe)
     assert isinstance(recipe, SelfPlay) and recipe.schedule()[0] == [("proposer", "solver")]
     assert (config.run.prompts_per_step, recipe.proposals, recipe.answers) == (256, 1, 5)
@@ -335,7 +393,7 @@ def test_search_self_play_has_the_released_numbers():
 def test_search_r1_has_the_released_numbers():
     """scripts/nq_hotpotqa/v0.2/train_grpo.sh of PeterGriffinJin/Search-R1 a14dc3a; its total of 1,005 updates has 0.285
     of warm-up, and its mini-batches are of conversations."""
-    config = load(TrainConfig, "search_r1_qwen2.5_7b")
+    config = load(TrainConfig, "published/search_r1_qwen2.5_7b")
     role, args = config.roles["agent"], config.recipe.args
     samples = config.run.prompts_per_step * args["group_size"]
     assert (config.run.prompts_per_step, args["group_size"], args["updates"]) == (512, 5, 1005)
@@ -351,7 +409,7 @@ def test_search_r1_has_the_released_numbers():
 
 def test_retool_has_the_released_numbers():
     """recipe/retool/run_qwen2.5_32b_dapo.sh of volcengine/verl b16865f; the paper's tags."""
-    config = load(TrainConfig, "retool_qwen2.5_32b")
+    config = load(TrainConfig, "published/retool_qwen2.5_32b")
     role, args = config.roles["agent"], config.recipe.args
     assert (config.run.prompts_per_step, args["group_size"], args["estimator"]) == (512, 16, "grpo")
     assert (role.samples_per_optimizer_step, role.optimizer.lr, role.optimizer.warmup_steps) == (64 * 16, 1e-6, 0)
@@ -362,12 +420,12 @@ def test_retool_has_the_released_numbers():
     world = args["environment"]["args"]
     tool = world["tools"][0]["args"]
     assert (world["max_calls"] + 1, tool["timeout_s"], tool["memory_mib"]) == (8, 30, 1024)
-    prompt = (EXAMPLES / "retool/prompt.txt").read_text()
+    prompt = (EXAMPLES / "published/retool/prompt.txt").read_text()
     assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n\n"), "one line end is the file's own"
     assert all(tag in prompt for tag in ("<code>\n```python", "<interpreter>", "<answer>\n\\boxed{"))
 
 
-@pytest.mark.parametrize("name", ["sft_qwen2.5_math_7b", "sft_llama3.1_8b"])
+@pytest.mark.parametrize("name", ["published/sft_qwen2.5_math_7b", "published/sft_llama3.1_8b"])
 def test_published_sft_has_the_papers_numbers(name):
     config = load(SftConfig, name)
     optimizer = config.optimizer
@@ -384,7 +442,7 @@ def test_the_page_on_data_shows_the_example_and_settings_that_there_are(tmp_path
     for path, block in zip(paths, blocks, strict=True):
         path.write_text(block)
     fields, run, sft = paths
-    shown, example = config_files.load(TrainConfig, [run]), load(TrainConfig, "grpo_chat_qwen2.5_7b")
+    shown, example = config_files.load(TrainConfig, [run]), load(TrainConfig, "published/grpo_chat_qwen2.5_7b")
     assert (shown.data, shown.evaluation, shown.recipe) == (example.data, example.evaluation, example.recipe)
     assert (shown.run, shown.reward) == (example.run, example.reward)
     mapped = config_files.load(TrainConfig, [run, fields]).data

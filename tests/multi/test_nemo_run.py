@@ -301,7 +301,7 @@ def test_faults_of_the_submitting_shell_do_not_reach_a_job_of_nemo_run(launch, c
 @pytest.mark.skipif(not VLLM.exists(), reason=f"no vLLM: there is no {VLLM}; `make engines` installs it")
 def test_each_run_of_a_sweep_has_its_own_servers_on_a_slurm_cluster(launch, cluster, site, last_letter, tmp_path):
     settings = [
-        "examples/last_letter/grpo.yaml", f"run.dir={tmp_path}", "run.name=rates", "engine.kind=vllm",
+        "examples/miniatures/last_letter/grpo.yaml", f"run.dir={tmp_path}", "run.name=rates", "engine.kind=vllm",
         f"engine.python={VLLM}", f"roles.generator.model.path={last_letter}/generator/model",
         f"data.path={last_letter}/task/train.jsonl", f"evaluation.prompts.path={last_letter}/task/test.jsonl",
         "recipe.args.updates=2", "run.prompts_per_step=8",
@@ -330,7 +330,8 @@ def test_a_failed_job_takes_what_waits_for_it_with_it(launch, cluster, site, tmp
     (tmp_path / "fail.py").write_text("import sys; sys.exit(3)")
     (tmp_path / "tell.py").write_text(TELL)
     model, data = tmp_path / "none", tmp_path / "none.jsonl"
-    sft = f"'examples/last_letter/sft.yaml', 'run.dir={tmp_path}', 'model.path={model}', 'data.train={data}', 'steps=2'"
+    config = "examples/miniatures/last_letter/sft.yaml"
+    sft = f"'{config}', 'run.dir={tmp_path}', 'model.path={model}', 'data.train={data}', 'steps=2'"
     own = definition(
         tmp_path / "own.py",
         f"Experiment(name='own', tasks=[Program(name='tell', words=['{tmp_path}/tell.py', '{tmp_path}/told']), "

@@ -32,7 +32,7 @@ from megatron_rl.weights import layouts, rectangles, reshard
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.reshard import RankPlacement
 
-TANGO = "examples/tango_qwen2.5_7b.yaml"
+TANGO = "examples/published/tango_qwen2.5_7b.yaml"
 OWN_GPUS = "colocate: false, memory_share: 0.9"  # of servers, in place of the example's
 BF16 = Precision.gpu("bfloat16")
 
@@ -317,15 +317,15 @@ def test_a_prompt_is_shared_by_the_samples_that_fit_into_a_micro_batch():
 @pytest.mark.parametrize(
     ("example", "settings", "alike"),
     [
-        ("grpo_qwen2.5_7b", [], {"generator": {"generator": 5}}),
-        ("dapo_qwen2.5_32b", [], {"generator": {"generator": 16}}),
-        ("search_r1_qwen2.5_7b", [], {"agent": {"agent": 5}}),
-        ("rubric_qwen3_30b_a3b", ["recipe.args.judgements=2"], {"generator": {"generator": 8, "judge": 2}}),
-        ("pairwise_qwen3_8b", ["recipe.args.judge_turns=1"], {
+        ("published/grpo_qwen2.5_7b", [], {"generator": {"generator": 5}}),
+        ("published/dapo_qwen2.5_32b", [], {"generator": {"generator": 16}}),
+        ("published/search_r1_qwen2.5_7b", [], {"agent": {"agent": 5}}),
+        ("published/rubric_qwen3_30b_a3b", ["recipe.args.judgements=2"], {"generator": {"generator": 8, "judge": 2}}),
+        ("published/pairwise_qwen3_8b", ["recipe.args.judge_turns=1"], {
             "generator": {"generator": 8, "judge": 1}, "judge": {"judge": 8},
         }),
-        ("self_play_r_zero_qwen3_4b", [], {"solver": {"proposer": 1, "solver": 10}}),
-        ("tango_qwen2.5_7b", [], {
+        ("published/self_play_r_zero_qwen3_4b", [], {"solver": {"proposer": 1, "solver": 10}}),
+        ("published/tango_qwen2.5_7b", [], {
             "generator": {"generator": 5, "verifier": 1}, "verifier": {"generator": 1, "verifier": 5},
         }),
     ],

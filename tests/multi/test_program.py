@@ -38,7 +38,7 @@ def test_help_names_every_command_and_the_list_of_settings_every_setting():
 def test_check_says_what_is_wrong_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None; from megatron_rl.main import main\n"
-        "sys.exit(main(['check', 'examples/tango_qwen2.5_7b.yaml', '--ranks', '32', '--elsewhere']))"
+        "sys.exit(main(['check', 'examples/published/tango_qwen2.5_7b.yaml', '--ranks', '32', '--elsewhere']))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and "samples per update" in done.stdout, done.stdout + done.stderr
@@ -70,14 +70,17 @@ def test_check_says_what_is_wrong_without_torch():
     ],
 )
 def test_check_refuses_with_the_value_and_the_cure(change, says):
-    done = program("check", "examples/tango_qwen2.5_7b.yaml", change, "--ranks", "32", "--elsewhere", check=False)
+    done = program(
+        "check", "examples/published/tango_qwen2.5_7b.yaml", change, "--ranks", "32", "--elsewhere", check=False
+    )
     assert done.returncode == 2 and says in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_heads_must_divide_by_tp(last_letter):
     done = program(
-        "check", "examples/last_letter/grpo.yaml", f"roles.generator.model.path={last_letter}/generator/model",
+        "check", "examples/miniatures/last_letter/grpo.yaml",
+        f"roles.generator.model.path={last_letter}/generator/model",
         "roles.generator.layout.tp=4", "--ranks", "4", check=False,
     )  # fmt: skip
     assert done.returncode == 2 and "num_key_value_heads = 2" in done.stderr
@@ -140,7 +143,7 @@ def test_eval_and_generate_on_two_ranks(last_letter, tmp_path):
     shared = [
         f"model.path={last_letter}/generator/model", f"data.path={last_letter}/task/test.jsonl",
         "data.settings=last_letter",
-        "template=examples/last_letter/prompts/generator.txt", "sampling.max_tokens=40", "launch.nproc=2",
+        "template=examples/miniatures/last_letter/prompts/generator.txt", "sampling.max_tokens=40", "launch.nproc=2",
     ]  # fmt: skip
     program("generate", *shared, f"output={tmp_path}/pairs", "validation_share=0.25", "n=2")
     train, held = (pq.read_table(tmp_path / f"pairs/{name}.parquet").to_pylist() for name in ("train", "validation"))
@@ -221,7 +224,7 @@ def test_tango_with_a_verifier_of_another_family_size_and_tokenizer(last_letter,
     )  # fmt: skip
     own.save_pretrained(tmp_path / "llama")
     program(
-        "sft", "examples/last_letter/sft.yaml", f"model.path={tmp_path}/llama",
+        "sft", "examples/miniatures/last_letter/sft.yaml", f"model.path={tmp_path}/llama",
         f"data.train={last_letter}/task/verifier_sft.jsonl",
         "steps=60", "optimizer.decay_steps=60", "run.name=verifier", f"run.dir={tmp_path}", "launch.nproc=1",
     )  # fmt: skip

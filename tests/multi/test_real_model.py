@@ -107,7 +107,7 @@ def test_every_part_of_the_example_runs_and_a_second_call_goes_on_from_its_end(t
     (tmp_path / "runs/real_model").mkdir(parents=True)
     (tmp_path / "runs/real_model/model").symlink_to(MODEL)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    command = [sys.executable, str(ROOT / "examples/real_model/run.py"), "--quick"]
+    command = [sys.executable, str(ROOT / "examples/studies/real_model/run.py"), "--quick"]
     shown, costs = [], []
     runs = tmp_path / "runs/real_model/quick"
     for _ in range(2):

@@ -17,7 +17,8 @@ def rows_of(run, scope):
 def test_a_tandem_run_learns_from_its_seniors_tokens(last_letter, tmp_path):
     """Two ranks, two optimizer steps per update; the gate compares log-probs on senior tokens."""
     program(
-        "train", "examples/tandem_last_letter/tandem.yaml", f"roles.generator.model.path={last_letter}/generator/model",
+        "train", "examples/studies/tandem_last_letter/tandem.yaml",
+        f"roles.generator.model.path={last_letter}/generator/model",
         f"data.path={last_letter}/task/train.jsonl", f"evaluation.prompts.path={last_letter}/task/test.jsonl",
         "evaluation.num_prompts=32",
         "run.prompts_per_step=8", "recipe.args.updates=2", "roles.generator.samples_per_optimizer_step=32",
@@ -41,7 +42,8 @@ def test_tango_with_a_tandem_generator_trains_both(last_letter, tmp_path):
 
 def test_the_recipe_without_a_junior_stops_before_the_first_update(last_letter, tmp_path):
     done = program(
-        "train", "examples/tandem_last_letter/tandem.yaml", f"roles.generator.model.path={last_letter}/generator/model",
+        "train", "examples/studies/tandem_last_letter/tandem.yaml",
+        f"roles.generator.model.path={last_letter}/generator/model",
         f"data.path={last_letter}/task/train.jsonl", "evaluation.prompts=null", "roles.generator.tandem=null",
         f"run.dir={tmp_path}", "run.name=run", check=False,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from conftest import ROOT
 from ranks import run_ranks
 from test_engines_vllm import PYTHON, completions
 
-from examples.real_model import chains
+from examples.studies.real_model import chains
 from megatron_rl.text import fill, load_tokenizer
 
 MODEL = ROOT / "runs/real_model/model"
@@ -50,7 +50,7 @@ def tokenizer():
 def asked(tokenizer):
     """Three prompts that the update does not see, one that it trains on, and the pairs of the update."""
     question = "7 + 5 - 3 ="
-    template = (ROOT / "examples/real_model/prompts/generator.txt").read_text()[:-1]
+    template = (ROOT / "examples/studies/real_model/prompts/generator.txt").read_text()[:-1]
     chain = fill(template, question=question)
     texts = [
         tokenizer.apply_chat_template([{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True)

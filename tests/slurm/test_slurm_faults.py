@@ -56,7 +56,7 @@ def test_faults_of_the_submitting_shell_do_not_reach_the_job(slurm, tmp_path):
         f"environment: {{OMP_NUM_THREADS: '1'}}\npython: {python}\n"
     )
     words = [
-        sys.executable, "-m", "megatron_rl.main", "submit", "examples/last_letter/sft.yaml", "job.nodes=2",
+        sys.executable, "-m", "megatron_rl.main", "submit", "examples/miniatures/last_letter/sft.yaml", "job.nodes=2",
         f"run.dir={tmp_path}", "run.name=run", f"--profile={profile}",
     ]  # fmt: skip
     exports = "; ".join(f"export {name}={value}" for name, value in HOSTILE.items() if name != "PYTHONPATH")

@@ -26,7 +26,7 @@ from megatron_rl.run.metrics import read_metrics
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 PAGE = ROOT / "docs/first_run_on_a_cluster.md"
-TANGO = "examples/tango_qwen2.5_7b.yaml"
+TANGO = "examples/published/tango_qwen2.5_7b.yaml"
 # Commands that are not run: the environment is that of the tests, and their profile stands in for the copied one.
 LEFT_OUT = {"cd", "git", "slurm/gpu/install.sh", ".", "export", "cp"}
 # Words of the page, and what stands in their place. One rank runs on each node; the teacher, both roles and the
@@ -35,17 +35,17 @@ REPLACED = {
     "32": "2",  # --ranks
 }
 TASK = {
-    "generator": "examples/last_letter/prompts/generator.txt",
-    "verifier": "examples/last_letter/prompts/verifier.txt",
+    "generator": "examples/miniatures/last_letter/prompts/generator.txt",
+    "verifier": "examples/miniatures/last_letter/prompts/verifier.txt",
     "reward": "{target: 'megatron_rl.rewards.last_letter:grade', wrong_answer: z z z}",
 }
 # Overrides behind each config of the page: sizes, lengths and prompts of the last-letter task.
 SIZES = {
-    "examples/generate_sft_llama3.1_70b.yaml": [
+    "examples/published/generate_sft_llama3.1_70b.yaml": [
         "model.dtype=float32", "data.settings=last_letter", "data.limit=64", f"template={TASK['generator']}",
         "chat=false", "sampling={max_tokens: 48, temperature: 0.7}", "max_prompt_tokens=64", "engine={kind: embedded}",
     ],
-    "examples/sft_qwen2.5_math_7b.yaml": [
+    "examples/published/sft_qwen2.5_math_7b.yaml": [
         "model={dtype: float32, recompute: none}", "layout={tp: 1, sequence_parallel: false}", "data.max_tokens=128",
         "steps=10", "optimizer={lr: 1e-3, warmup_steps: 2, decay_steps: 10}", "samples_per_step=16", "validate_every=0",
         "micro_batch_tokens=2048", "run.save_every=5",
@@ -62,7 +62,7 @@ SIZES = {
         "evaluation.prompts.settings=last_letter", "evaluation.num_prompts=16", "evaluation.at_start=false",
         "evaluation.every=0", "run.prompts_per_step=8", "run.save_every=1",
     ],
-    "examples/eval_tango_qwen2.5_7b.yaml": [
+    "examples/published/eval_tango_qwen2.5_7b.yaml": [
         "model.dtype=float32", "benchmarks=[math500]", f"template={TASK['generator']}",
         "sampling={max_tokens: 40, temperature: 0.0}", "engine={kind: embedded}",
     ],

@@ -90,7 +90,7 @@ def test_a_sweep_of_four_gives_four_runs_and_one_report(site, last_letter, tmp_p
     grid = tmp_path / "grid.yaml"
     grid.write_text("optimizer.lr: [1e-3, 3e-3]\nrun.seed: [0, 1]\n")
     (job,) = submit(
-        site, "examples/last_letter/sft.yaml", f"model.path={last_letter}/task/model",
+        site, "examples/miniatures/last_letter/sft.yaml", f"model.path={last_letter}/task/model",
         f"data.train={last_letter}/task/generator_sft.jsonl", "data.shuffle=true", "steps=4",
         "optimizer.decay_steps=4", "optimizer.warmup_steps=1", "run.name=grid", f"run.dir={tmp_path}",
         "--sweep", str(grid),
@@ -117,7 +117,7 @@ def test_an_evaluation_array_does_what_is_not_done(site, last_letter, tmp_path):
     for name in ("words", "letters"):
         (tmp_path / f"{name}.yaml").write_text(
             f"model: {{path: x}}\ndata: {{path: {last_letter}/task/test.jsonl, settings: last_letter, limit: 8}}\n"
-            f"template: {ROOT}/examples/last_letter/prompts/generator.txt\n"
+            f"template: {ROOT}/examples/miniatures/last_letter/prompts/generator.txt\n"
             "reward: {target: 'megatron_rl.rewards.last_letter:grade'}\nsampling: {max_tokens: 40, temperature: 0.0}\n"
         )
     words = [str(tmp_path / "words.yaml"), str(tmp_path / "letters.yaml"), f"--out={tmp_path}/eval"]

@@ -30,9 +30,9 @@ from megatron_rl.session.answers import mark_finished
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden/slurm"
-TANGO = ROOT / "examples/tango_qwen2.5_7b.yaml"
+TANGO = ROOT / "examples/published/tango_qwen2.5_7b.yaml"
 MOUNTS = ("/shared:/shared", f"{ROOT}:{ROOT}")
-TEACHER = ROOT / "examples/generate_sft_llama3.1_70b.yaml"
+TEACHER = ROOT / "examples/published/generate_sft_llama3.1_70b.yaml"
 JOB = SlurmJob(id="17_2", restart=1, node="n1", step=None, end=None, warning_s=None)
 EVAL = {"model": {"path": "m"}, "data": {"path": "d"}, "template": "t.txt", "output": "/shared/eval/m.json"}
 
@@ -58,7 +58,7 @@ def plans(monkeypatch) -> dict[str, str]:
     a100, cpu = profile.read("a100"), profile.read("cpu")
     servers = ["engine.kind=vllm", "engine.tp=2", "engine.replicas=2"]
     sft = config_files.load(
-        TrainConfig, [ROOT / "examples/last_letter/grpo.yaml"], ["run.dir=/shared/runs", "run.name=letters"]
+        TrainConfig, [ROOT / "examples/miniatures/last_letter/grpo.yaml"], ["run.dir=/shared/runs", "run.name=letters"]
     )
     container = profile.Container(runtime="pyxis", image="/shared/megatron_rl.sqsh", mounts=MOUNTS)
     pyxis = config_files.load(profile.Profile, [], ["account=lab", "gpu_type=a100", 'setup=["module load slurm"]'])
@@ -360,7 +360,7 @@ def test_paths_with_spaces_stay_one_word(tmp_path):
 def test_a_rank_that_left_is_no_fault_of_its_step(tmp_path, monkeypatch):
     """A step of one rank ends with 0 too: the chain would take 130 for a fault."""
     monkeypatch.setattr("megatron_rl.session.train.run", lambda config, place: 130)
-    words = ["train", str(ROOT / "examples/last_letter/grpo.yaml"), "launch.nproc=1", f"run.dir={tmp_path}"]
+    words = ["train", str(ROOT / "examples/miniatures/last_letter/grpo.yaml"), "launch.nproc=1", f"run.dir={tmp_path}"]
     make_model(tmp_path / "model")
     words += [f"roles.generator.model.path={tmp_path}/model"]
     words += [f"{name}={tmp_path}" for name in ("data.path", "evaluation.prompts.path")]

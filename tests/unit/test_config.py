@@ -473,7 +473,7 @@ def test_shipped_configs_are_valid(file, capsys, monkeypatch, tmp_path):
     if file.stem.startswith("search"):
         pytest.importorskip("bm25s")
     monkeypatch.chdir(make_home(tmp_path))
-    ranks = "128" if file.stem == "dapo_qwen2.5_32b" else "64"  # as published: 16 nodes x 8 GPUs, 16 servers of 8
+    ranks = "128" if file.stem == "dapo_qwen2.5_32b" else "64"  # 16 nodes x 8 GPUs, 16 servers of 8 GPUs
     assert main(["check", str(file), "--ranks", ranks, "--elsewhere"]) == 0, capsys.readouterr().err
 
 
@@ -518,7 +518,7 @@ def test_a_section_that_is_touched_keeps_the_defaults_of_its_command():
     ],
 )
 def test_data_and_roles_are_checked_before_a_job_is_queued(change, says):
-    files = [Path(__file__).parents[2] / "examples/tango_qwen2.5_7b.yaml"]
+    files = [Path(__file__).parents[2] / "examples/published/tango_qwen2.5_7b.yaml"]
     with pytest.raises(ConfigError, match=re.escape(says)):
         config = load(TrainConfig, files, ["engine.colocate=false", change])
         config_checks.check(config, 32)
@@ -526,7 +526,7 @@ def test_data_and_roles_are_checked_before_a_job_is_queued(change, says):
 
 
 def test_files_that_are_not_there_yet_are_named():
-    files = [Path(__file__).parents[2] / "examples/tango_qwen2.5_7b.yaml"]
+    files = [Path(__file__).parents[2] / "examples/published/tango_qwen2.5_7b.yaml"]
     notes = absent_files(load(TrainConfig, files, ["data.path=nofile.jsonl", "debug.replay=no/such/dir"]))
     assert [note.on_hub for note in notes] == [False, True, False, True, False]
     assert [*map(str, notes)] == [

@@ -11,7 +11,7 @@ from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, Model, RoleConfig, SamplingConfig, TandemConfig, TrainConfig, Use
 from megatron_rl.recipes.tango import PaperTango
 
-EXAMPLE = Path(__file__).parents[2] / "examples/tango_qwen2.5_7b.yaml"
+EXAMPLE = Path(__file__).parents[2] / "examples/published/tango_qwen2.5_7b.yaml"
 ENDPOINT = "endpoint={url: http://x, model: m}"
 
 

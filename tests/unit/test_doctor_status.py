@@ -32,7 +32,7 @@ from megatron_rl.run.directory import RunDirectory
 from megatron_rl.run.metrics import Tracker
 from megatron_rl.session.servers import ENGINES
 
-TANGO = ROOT / "examples/tango_qwen2.5_7b.yaml"
+TANGO = ROOT / "examples/published/tango_qwen2.5_7b.yaml"
 JOB = SlurmJob(id="17_0", restart=0, node="n1", step=None, end=None, warning_s=None)
 ROLES = ("generator", "verifier")
 IN_JOB = {"SLURM_JOB_ID": "17"}

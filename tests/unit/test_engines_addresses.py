@@ -63,4 +63,4 @@ def test_a_server_at_a_url_serves_and_one_that_was_away_takes_the_weights_anew(f
 )
 def test_settings_of_servers_that_cannot_be_are_refused_by_check(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        config_checks.check(config_files.load(TrainConfig, ["examples/last_letter/grpo.yaml"], overrides), 2)
+        config_checks.check(config_files.load(TrainConfig, ["examples/miniatures/last_letter/grpo.yaml"], overrides), 2)

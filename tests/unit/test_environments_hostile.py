@@ -143,7 +143,7 @@ def test_a_templates_own_tokens_count_as_control_tokens_also_where_they_are_not_
 
 
 def test_texts_keep_the_control_tokens_of_their_frame_and_lose_those_of_what_they_quote(tmp_path):
-    """With the dialogue `text` a prompt's file may have a chat's tokens, as examples/retool/prompt.txt has."""
+    """With the dialogue `text` a prompt's file may have a chat's tokens, as published/retool/prompt.txt has."""
     (tmp_path / "ask.txt").write_text("<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
     environment = plugins.build(
         Use(

@@ -304,7 +304,7 @@ def test_the_average_policy_wins_the_average():
 def test_the_miniature_reads_policies_in_the_contexts_that_are_played(tmp_path, monkeypatch):
     """It scores each legal answer after exactly what engines are asked with in play, and weighs the two."""
     monkeypatch.chdir(ROOT)
-    read_policy = plugins.find("examples.poker_mini.measured:read_policy")
+    read_policy = plugins.find("examples.miniatures.poker.measured:read_policy")
     world = game(tmp_path, **PLAIN)
     asked = {"first": set(), "second": set()}
     for style in ("check", "bet"):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from test_recipes import per_token, play, segments, solution, table_of, texts
 
-from examples.equal_time.majority import MajorityGrpo, with_majority
-from examples.equal_time.means import DynamicTango, ReusingTango, TrustedTango
-from examples.equal_time.own_verdicts import FreeVerdicts, ScoredTango
-from examples.equal_time.together import TogetherTango
+from examples.studies.equal_time.majority import MajorityGrpo, with_majority
+from examples.studies.equal_time.means import DynamicTango, ReusingTango, TrustedTango
+from examples.studies.equal_time.own_verdicts import FreeVerdicts, ScoredTango
+from examples.studies.equal_time.together import TogetherTango
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
@@ -39,7 +39,7 @@ KINDS = {
 def race(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(ROOT / "examples/equal_time"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples/studies/equal_time"))
     import race
 
     yield race

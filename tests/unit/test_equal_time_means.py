@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from test_recipes import TOKENIZER, Problems, play, problems, solution, table_of, texts, turn, verification
 
-from examples.equal_time.means import DynamicTango, ReusingTango, TrustedTango
-from examples.equal_time.own_verdicts import ScoredTango, approval_of
-from examples.equal_time.together import TogetherTango
+from examples.studies.equal_time.means import DynamicTango, ReusingTango, TrustedTango
+from examples.studies.equal_time.own_verdicts import ScoredTango, approval_of
+from examples.studies.equal_time.together import TogetherTango
 from megatron_rl.data.last_letter import solution_text, teacher_solution, verification_text
 from megatron_rl.rewards.tags import step_texts
 from megatron_rl.types import STEP
@@ -152,7 +152,7 @@ def test_texts_of_pairs_are_made_of_two_verifications(monkeypatch, tmp_path):
 
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = set(sys.modules)
-    from examples.equal_time import verifiers
+    from examples.studies.equal_time import verifiers
 
     monkeypatch.setattr(verifiers, "PAIR_STEPS", 4)
     pool = [{"question": "a b #1", "words": ["ab"], "response": solution_text(["b"])}]

@@ -20,7 +20,7 @@ from megatron_rl.main import main
 from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.directory import RunError, check_start, only_one, open_run
 
-SFT = ROOT / "examples/last_letter/sft.yaml"
+SFT = ROOT / "examples/miniatures/last_letter/sft.yaml"
 
 
 def test_cases_of_a_run_that_failed_before_its_first_checkpoint_start_anew_by_the_same_command(tmp_path):
@@ -109,7 +109,7 @@ def test_faults_of_percent_signs_in_a_run_directory_are_no_fields_of_slurm(tmp_p
     ],
 )
 def test_faults_of_passwords_in_urls_are_refused_without_showing_them(command, setting, capsys, tmp_path):
-    config = SFT if command == "sft" else ROOT / "examples/last_letter/grpo.yaml"
+    config = SFT if command == "sft" else ROOT / "examples/miniatures/last_letter/grpo.yaml"
     assert main([command, str(config), setting, f"run.dir={tmp_path}"]) == 2
     said = capsys.readouterr()
     assert "hunter2" not in said.err + said.out.replace(setting, "") and "***@" in said.err
@@ -184,7 +184,8 @@ def test_faults_of_a_start_are_said_before_torch_is_imported(settings, tmp_path)
 def test_faults_of_plug_ins_are_said_before_torch_is_imported(settings, tmp_path):
     model, data = settings[1].partition("=")[2], settings[2].partition("=")[2]
     words = [
-        str(ROOT / "examples/last_letter/grpo.yaml"), f"roles.generator.model.path={model}", f"data.path={data}",
+        str(ROOT / "examples/miniatures/last_letter/grpo.yaml"), f"roles.generator.model.path={model}",
+        f"data.path={data}",
         f"evaluation.prompts.path={data}", f"run.dir={tmp_path}",
     ]  # fmt: skip
     code = "import sys; sys.modules['torch'] = None; from megatron_rl.main import main; sys.exit(main(sys.argv[1:]))"
@@ -198,7 +199,9 @@ def test_faults_of_plug_ins_are_said_before_torch_is_imported(settings, tmp_path
 
 def test_faults_of_never_in_a_job_that_is_queued_again(tmp_path):
     """It refused its own run."""
-    config = config_files.load(TrainConfig, [ROOT / "examples/last_letter/grpo.yaml"], [f"run.dir={tmp_path}"])
+    config = config_files.load(
+        TrainConfig, [ROOT / "examples/miniatures/last_letter/grpo.yaml"], [f"run.dir={tmp_path}"]
+    )
     never = config_files.load(SftConfig, [SFT], [f"run.dir={tmp_path}", "run.name=s", "run.resume=never"])
     assert "resume: auto" in submit.plan_run(never, read("cpu"), command="sft").files["config.yaml"]
     open_run(Run(dir=str(tmp_path), name="s"), "seed: 1\n")
@@ -209,7 +212,9 @@ def test_faults_of_never_in_a_job_that_is_queued_again(tmp_path):
 
 def test_cases_of_what_a_node_or_its_container_does_not_have_are_refused(tmp_path):
     words = [f"run.dir={tmp_path}/runs", "job.nodes=1", "engine.kind=vllm", "engine.colocate=false"]
-    config = config_files.load(TrainConfig, [ROOT / "examples/tango_qwen2.5_7b.yaml"], [*words, "engine.tp=16"])
+    config = config_files.load(
+        TrainConfig, [ROOT / "examples/published/tango_qwen2.5_7b.yaml"], [*words, "engine.tp=16"]
+    )
     with pytest.raises(ConfigError, match="engine.tp = 16: a node of the profile has 8 GPUs"):
         submit.plan_run(config, read("a100"), command="train")
     (tmp_path / "data").mkdir()

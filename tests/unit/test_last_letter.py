@@ -21,7 +21,7 @@ from megatron_rl.rewards.tags import generator_format, step_texts
 from megatron_rl.rewards.verdicts import review
 from megatron_rl.text import decode, fill, load_tokenizer, read_template
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "last_letter"
+EXAMPLE = Path(__file__).parents[2] / "examples/miniatures/last_letter"
 sys.path.append(str(EXAMPLE))
 import task  # noqa: E402
 

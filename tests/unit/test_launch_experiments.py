@@ -44,7 +44,7 @@ def test_help_says_how_to_install_nemo_run(launch, capsys):
     ("words", "message"),
     [
         (["nothing.py"], "no definition nothing.py"),
-        (["examples/last_letter/sft.yaml"], "give one definition, a .py file"),
+        (["examples/miniatures/last_letter/sft.yaml"], "give one definition, a .py file"),
         (["tools/experiments.py"], "has no function experiment"),
         ([GRAPH, "--small", "tango.run.sede=1"], "task 'tango': .*did you mean 'seed'"),
         ([GRAPH, "tanga.run.seed=1"], "'tanga.run.seed=1': give TASK.a.b=c, with a task of sft, tango, math"),
@@ -97,7 +97,8 @@ def test_runs_of_a_sweep_have_servers_here_and_on_a_cluster(launch, tmp_path):
     data = experiments.Program(name="data", words=["makes_data.py"])
     rates = experiments.Task(
         name="rates", command="train", after=["data"], points=[{"run.seed": seed} for seed in range(2)],
-        settings=["examples/last_letter/grpo.yaml", f"run.dir={tmp_path}", "run.name=rates", "engine.kind=vllm"],
+        settings=["examples/miniatures/last_letter/grpo.yaml", f"run.dir={tmp_path}", "run.name=rates",
+                  "engine.kind=vllm"],
     )  # fmt: skip
     graph = experiments.Experiment(name="own", tasks=[data, rates])
     here, there = experiments.for_local(graph)[1], experiments.for_slurm(graph, profile.read("cpu"))[1]

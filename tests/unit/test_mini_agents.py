@@ -17,7 +17,7 @@ from megatron_rl.environments.dialogue import Exchange, TextDialogue
 from megatron_rl.environments.search_tool import SearchTool
 from megatron_rl.text import decode, load_tokenizer
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+MINIATURES = Path(__file__).parents[2] / "examples/miniatures"
 NAMES = ("mini_runs", "mini_agents", "task", "rule", "corpus", "run")
 ERRORS = {"prin({question})": "NameError: name 'prin' is not defined", "print({question}": "SyntaxError: '(' was"}
 
@@ -26,7 +26,7 @@ ERRORS = {"prin({question})": "NameError: name 'prin' is not defined", "print({q
 def load(name):
     """Returns the script of a miniature. Its neighbours have short names, which other examples have too."""
     path, others = [*sys.path], {each: sys.modules.pop(each) for each in NAMES if each in sys.modules}
-    sys.path[:0] = [str(EXAMPLES / name), str(EXAMPLES), str(EXAMPLES / "evolve_mini")]
+    sys.path[:0] = [str(MINIATURES / name), str(MINIATURES), str(MINIATURES / "evolve")]
     try:
         return importlib.import_module("run")
     finally:
@@ -38,12 +38,12 @@ def load(name):
 
 @pytest.fixture
 def search():
-    return load("search_mini")
+    return load("search")
 
 
 @pytest.fixture
 def python():
-    return load("python_mini")
+    return load("python")
 
 
 @pytest.fixture
@@ -138,14 +138,14 @@ def talks_of_python(python, path):
     return [python._talk(random.Random(seed), 12, 34, 1.0, ERRORS)["messages"] for seed in range(20)]
 
 
-@pytest.mark.parametrize("name, talks_of", [("search_mini", talks_of_search), ("python_mini", talks_of_python)])
+@pytest.mark.parametrize("name, talks_of", [("search", talks_of_search), ("python", talks_of_python)])
 def test_the_supervised_start_trains_the_models_words_as_the_dialogue_has_them(name, talks_of, tmp_path):
     """A conversation of the start has the runs' prompt and the tokens that the environment's dialogue makes of it; only
     the answers are trained on."""
     talks, tokenizer = talks_of(load(name), tmp_path), load_tokenizer(tmp_path)
-    tokenizer.chat_template = (EXAMPLES / "turns.jinja").read_text()
+    tokenizer.chat_template = (MINIATURES / "turns.jinja").read_text()
     dialogue = TextDialogue(tokenizer)
-    before, behind = (EXAMPLES / name / "prompt.txt").read_text().strip().split("{question}")
+    before, behind = (MINIATURES / name / "prompt.txt").read_text().strip().split("{question}")
     for prompt, *said in talks:
         text = prompt["content"].strip()
         assert text.startswith(before) and text.endswith(behind) and len(text) > len(before + behind)

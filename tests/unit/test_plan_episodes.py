@@ -22,7 +22,7 @@ from megatron_rl.planning.workload import Draw, _lengths, episodes_of, longest_c
 from megatron_rl.training.turns import Part
 
 ROOT = Path(__file__).parents[2]
-TANGO = str(ROOT / "examples/tango_qwen2.5_7b.yaml")
+TANGO = str(ROOT / "examples/published/tango_qwen2.5_7b.yaml")
 SHAPE, CLUSTER = read_shape("llama-3.1-8b"), parse_cluster("1x1xA100-80")
 ENGINE = EngineSetup(replicas=1, tp=1, max_batch=512, kv_bytes=4e10)
 # 100 tokens of a prompt, then three answers of 50, with 20 tokens of a tool before the second and the third

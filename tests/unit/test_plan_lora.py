@@ -14,7 +14,7 @@ from megatron_rl.planning import compute, flops, shapes
 from megatron_rl.planning.compute import SequenceBatch
 from megatron_rl.planning.shapes import Parallel, read_shape
 
-FILE = str(Path(__file__).parents[2] / "examples/tango_lora_qwen2.5_7b.yaml")
+FILE = str(Path(__file__).parents[2] / "examples/published/tango_lora_qwen2.5_7b.yaml")
 LORA = Lora(rank=32)
 WHOLE = ["engine.adapters=merged", "engine.replicas=1", "roles.generator.lora=null", "roles.verifier.lora=null"]
 

@@ -20,7 +20,7 @@ from megatron_rl.planning.shapes import models_of
 from megatron_rl.planning.workload import build_recipe, draws_of, step_work
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SHARED, THREE = "self_play_ssp_qwen2.5_7b", "evolve_three_qwen2.5_3b"
+SHARED, THREE = "published/self_play_ssp_qwen2.5_7b", "published/evolve_three_qwen2.5_3b"
 
 
 def load(example: str, *settings: str) -> TrainConfig:
@@ -71,7 +71,7 @@ def test_a_turn_of_several_roles_is_generated_once_and_updates_each_of_them():
 
 
 def test_a_turn_updates_and_refits_every_policy_that_it_trains():
-    shared, three = made(load("evolve_qwen2.5_3b")), made(load(THREE))
+    shared, three = made(load("published/evolve_qwen2.5_3b")), made(load(THREE))
     [one], [each] = shared.turns, three.turns
     assert one.role == each.role == "proposer + solver + judge" and three.turns[0].times == 1
     assert each.sent == pytest.approx(3 * one.sent) and each.trained == one.trained
@@ -81,9 +81,9 @@ def test_a_turn_updates_and_refits_every_policy_that_it_trains():
 @pytest.mark.parametrize(
     ("example", "role", "drawn", "trained"),
     [
-        ("dapo_qwen2.5_32b", "generator", 512 * 48, 512 * 16),
+        ("published/dapo_qwen2.5_32b", "generator", 512 * 48, 512 * 16),
         (THREE, "judge", 128 * 31, 128),
-        ("pairwise_qwen3_8b", "generator", 64 * 8, 64 * 7),
+        ("published/pairwise_qwen3_8b", "generator", 64 * 8, 64 * 7),
     ],
 )
 def test_what_is_drawn_beyond_an_update_is_not_trained_on(example, role, drawn, trained):
@@ -110,8 +110,8 @@ def test_memory_holds_the_longest_answers_of_all_roles_of_a_policy():
 
 def test_roles_that_share_servers_are_written_one_after_the_other():
     own = "replicas: 4, tp: 2, max_batch: 512, max_model_len: 8192, memory_share: 0.9"
-    shared = made(load("tango_lora_qwen2.5_7b", f"engine={{kind: vllm, adapters: served, {own}}}"))
-    apart = made(load("tango_lora_qwen2.5_7b", f"engine={{kind: vllm, adapters: merged, {own}}}"))
+    shared = made(load("published/tango_lora_qwen2.5_7b", f"engine={{kind: vllm, adapters: served, {own}}}"))
+    apart = made(load("published/tango_lora_qwen2.5_7b", f"engine={{kind: vllm, adapters: merged, {own}}}"))
     assert [server.role for server in shared.servers] == ["generator"] and len(apart.servers) == 2
     assert shared.turns[0].phases["rollout generator"] == apart.turns[0].phases["rollout generator"]
     assert shared.turns[0].phases["rollout verifier"] > apart.turns[0].phases["rollout verifier"] + 10
@@ -119,9 +119,9 @@ def test_roles_that_share_servers_are_written_one_after_the_other():
 
 def test_what_an_endpoint_answers_is_left_out_and_said(capsys):
     """Its server was taken for one without a cache, which decodes one answer at a time: 172,263 s a step."""
-    config = load("rubric_qwen3_30b_a3b")
+    config = load("published/rubric_qwen3_30b_a3b")
     assert list(made(config).turns[0].rows) == ["generator"]
-    assert main(["plan", str(EXAMPLES / "rubric_qwen3_30b_a3b.yaml"), "--json"]) == 0
+    assert main(["plan", str(EXAMPLES / "published/rubric_qwen3_30b_a3b.yaml"), "--json"]) == 0
     assert (
         "judge is played by an endpoint: what its answers take is not in this plan"
         in (json.loads(capsys.readouterr().out)["advice"])
@@ -143,7 +143,7 @@ def test_only_roles_that_the_trainer_holds_are_cut(capsys):
 
 def test_a_longest_answer_that_a_request_may_not_wait_for_is_said():
     """ScaleRL's answers of 14,336 tokens took longer than a request may."""
-    config = load("scalerl_qwen3_8b", "engine.request_timeout_s=600")
+    config = load("published/scalerl_qwen3_8b", "engine.request_timeout_s=600")
     cluster, models = parse_cluster("2x8xA100-80"), models_of(config, [])
     work = step_work(config, build_recipe(config)[0])
     found = plans.make(config, cluster, models, work)
@@ -161,14 +161,14 @@ def test_a_longest_answer_that_a_request_may_not_wait_for_is_said():
 
 
 def test_a_tandem_writes_its_longest_answer_with_two_models():
-    alone, pair = load("tango_qwen2.5_7b"), load("tango_qwen2.5_7b", "roles.generator.tandem={}")
+    alone, pair = load("published/tango_qwen2.5_7b"), load("published/tango_qwen2.5_7b", "roles.generator.tandem={}")
     one, two = (made(config).turns[0] for config in (alone, pair))
     assert two.longest["generator"] > 1.5 * one.longest["generator"]
     assert two.longest["verifier"] == one.longest["verifier"]
 
 
 def test_a_role_of_which_next_to_nothing_is_drawn_is_planned(capsys):
-    file = str(EXAMPLES / "tango_qwen2.5_7b.yaml")
+    file = str(EXAMPLES / "published/tango_qwen2.5_7b.yaml")
     assert main(["plan", file, "--cluster", "4x8xA100-80", "--draws", "generator.verifier=0.0001", "--json"]) == 0
     turn = json.loads(capsys.readouterr().out)["turns"][0]
     assert 0 < turn["phases"]["rollout verifier"] < 20

@@ -27,20 +27,24 @@ def planned(capsys, *arguments: str) -> dict:
 @pytest.mark.parametrize(
     ("name", "settings", "cluster"),
     [
-        ("tandem_qwen3_4b.yaml", [], ""),
-        ("distil_qwen3_1.7b.yaml", ["rollouts.max_staleness=1"], ""),
-        ("distil_qwen3_1.7b.yaml", [], "1x8xA100-80"),  # engines and trainer share a node
-        ("distil_qwen3_1.7b.yaml", SPLIT, ""),
-        ("evolve_qwen2.5_3b.yaml", [], ""),
-        ("grpo_qwen2.5_7b.yaml", [EMBEDDED], "4x8xA100-80"),
-        ("grpo_qwen2.5_7b.yaml", ["engine.colocate=false", "engine.gpus=[0,1,2,3,4,5,6,7]", "engine.tp=1"], ""),
-        ("tango_qwen2.5_7b.yaml", [], "4x8xA100-80"),
-        ("methods/gspo.yaml", [], ""),
+        ("published/tandem_qwen3_4b.yaml", [], ""),
+        ("published/distil_qwen3_1.7b.yaml", ["rollouts.max_staleness=1"], ""),
+        ("published/distil_qwen3_1.7b.yaml", [], "1x8xA100-80"),  # engines and trainer share a node
+        ("published/distil_qwen3_1.7b.yaml", SPLIT, ""),
+        ("published/evolve_qwen2.5_3b.yaml", [], ""),
+        ("published/grpo_qwen2.5_7b.yaml", [EMBEDDED], "4x8xA100-80"),
+        (
+            "published/grpo_qwen2.5_7b.yaml",
+            ["engine.colocate=false", "engine.gpus=[0,1,2,3,4,5,6,7]", "engine.tp=1"],
+            "",
+        ),
+        ("published/tango_qwen2.5_7b.yaml", [], "4x8xA100-80"),
+        ("published/methods/gspo.yaml", [], ""),
     ],
 )
 def test_settings_ask_for_the_cluster_that_was_planned_and_pass_the_check(name, settings, cluster, capsys):
     """They left job.nodes out: a run on two nodes was refused on one, and one on four got two more."""
-    given, search = [str(EXAMPLES / name), *settings], [] if name.startswith("tango") else ["--search"]
+    given, search = [str(EXAMPLES / name), *settings], [] if "/tango" in name else ["--search"]
     found = planned(capsys, *given, *(["--cluster", cluster] if cluster else []), *search)
     rows = [*found["engines"][1:], *found["search"]]
     assert len(rows) > 3
@@ -63,7 +67,7 @@ def test_settings_ask_for_the_cluster_that_was_planned_and_pass_the_check(name, 
 
 
 def test_the_embedded_engine_is_planned_without_turns_beside_training(capsys):
-    file = str(EXAMPLES / "distil_qwen3_1.7b.yaml")
+    file = str(EXAMPLES / "published/distil_qwen3_1.7b.yaml")
     found = planned(capsys, file, "rollouts.max_staleness=1")["engines"]
     own = next(row for row in found if row["engine"].startswith("embedded"))
     assert own["overrides"] == [EMBEDDED, "rollouts.max_staleness=0", "job.nodes=2"]
@@ -73,7 +77,12 @@ def test_the_embedded_engine_is_planned_without_turns_beside_training(capsys):
 
 def test_no_engine_is_listed_that_only_the_check_refuses(capsys):
     """Servers in the trainer's GPUs are the fastest, and take no differences of weights."""
-    own = [str(EXAMPLES / "grpo_qwen2.5_7b.yaml"), "engine.colocate=false", "engine.replicas=2", "engine.tp=4"]
+    own = [
+        str(EXAMPLES / "published/grpo_qwen2.5_7b.yaml"),
+        "engine.colocate=false",
+        "engine.replicas=2",
+        "engine.tp=4",
+    ]
     found = planned(capsys, *own)["engines"]
     assert any("engine.colocate=true" in row["overrides"] for row in found)
     found = planned(capsys, *own, "refit.delta=true")["engines"]
@@ -82,7 +91,9 @@ def test_no_engine_is_listed_that_only_the_check_refuses(capsys):
 
 def test_advice_names_the_nodes_that_more_replicas_leave_to_the_trainer(capsys):
     more = ["engine.colocate=false", "engine.replicas=2", "engine.tp=4"]
-    said = planned(capsys, str(EXAMPLES / "grpo_qwen2.5_7b.yaml"), *more)["advice"]
+    said = planned(capsys, str(EXAMPLES / "published/grpo_qwen2.5_7b.yaml"), *more)["advice"]
     assert any("engine.replicas=4 (job.nodes=3):" in line for line in said)
-    said = planned(capsys, str(EXAMPLES / "tango_qwen2.5_7b.yaml"), EMBEDDED, "--cluster", "4x8xA100-80")["advice"]
+    said = planned(capsys, str(EXAMPLES / "published/tango_qwen2.5_7b.yaml"), EMBEDDED, "--cluster", "4x8xA100-80")[
+        "advice"
+    ]
     assert any("engine.replicas=8 job.nodes=2)" in line for line in said)

@@ -1,4 +1,7 @@
-"""The labels of examples/real_model: which steps of a chain are true; and how its arms are compared at equal time."""
+"""The labels of examples/studies/real_model: which steps of a chain are true.
+
+Also how its arms are compared at equal time.
+"""
 
 import random
 import subprocess
@@ -6,8 +9,8 @@ import sys
 
 import pytest
 
-from examples.real_model import run
-from examples.real_model.chains import solution, step_labels, verification
+from examples.studies.real_model import run
+from examples.studies.real_model.chains import solution, step_labels, verification
 from megatron_rl.rewards import verdicts
 from megatron_rl.rewards.math_answer import grade
 from megatron_rl.rewards.tags import step_texts

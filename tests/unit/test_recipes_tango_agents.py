@@ -18,7 +18,7 @@ from fake_engines import ScriptedEngine
 from test_recipes import Problems, turn, verification
 from toys import EOS, characters, graded
 
-from examples.tango_agent_mini import judge as judge_mini
+from examples.miniatures.tango_agent import judge as mini_judge
 from megatron_rl.algorithms.advantages import TRAINED
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
@@ -463,11 +463,11 @@ def test_the_miniatures_teacher_tells_the_truth_and_writes_conversations_as_the_
     for _ in range(300):
         a, b = rng.randint(10, 99), rng.randint(10, 99)
         question, product = f"{' '.join(str(a))} * {' '.join(str(b))}", " ".join(str(a * b))
-        turns, told = judge_mini.draw_turns(rng, question, spoiled=0.3)
-        assert judge_mini.write_down(turns, told) == form.write(question, [f"<bos> {question} <ask>", *told[1:]], turns)
-        gold = judge_mini.labels(turns, {"question": question, "answer": product})
+        turns, told = mini_judge.draw_turns(rng, question, spoiled=0.3)
+        assert mini_judge.write_down(turns, told) == form.write(question, [f"<bos> {question} <ask>", *told[1:]], turns)
+        gold = mini_judge.labels(turns, {"question": question, "answer": product})
         read = review(
-            judge_mini.verification(rng, question, turns, told, 0.0), num_steps=len(turns), correct=gold[-1],
+            mini_judge.verification(rng, question, turns, told, 0.0), num_steps=len(turns), correct=gold[-1],
             generator_format=1.0,
         )  # fmt: skip
         guess = turns[0].startswith("<answer>")

@@ -96,6 +96,6 @@ def test_the_loop_plays_tango_by_turns_and_refits_the_role_that_learned(tmp_path
 def test_check_notes_a_verifier_whose_turn_never_comes(settings, notes, monkeypatch):
     monkeypatch.chdir(ROOT)
     arguments = [f"recipe.args.{setting}" for setting in settings]
-    config = config_files.load(TrainConfig, ["examples/last_letter/tango.yaml"], arguments)
+    config = config_files.load(TrainConfig, ["examples/miniatures/last_letter/tango.yaml"], arguments)
     lines = config_checks.explain_recipe(config, plugins.build(config.recipe), 1)
     assert [line.removeprefix("note: ") for line in lines if line.startswith("note: ")] == notes
