@@ -107,3 +107,11 @@ def test_evaluations_measure_roles_that_learn_and_pass_over_others_without_rewar
         "player/won_sampled": 1.0, "player/won_greedy": 1.0,
         "episodes/answers_sampled": 2.0, "episodes/answers_greedy": 2.0,
     }  # fmt: skip
+
+
+def test_evaluations_count_seats_of_failed_episodes_as_ungraded_with_the_reward_0():
+    figures = agents({"won": 1.0}, without="q1").evaluate(problems(4), table_of(1.0))
+    assert {name: value for name, value in figures.items() if name.startswith("player/")} == {
+        "player/won_sampled": 0.75, "player/won_greedy": 0.75,
+        "player/ungraded_sampled": 1.0, "player/ungraded_greedy": 1.0,
+    }  # fmt: skip
