@@ -148,7 +148,7 @@ class Faults(Environment):
     """Runs a program for each episode; of 40 episodes one hangs with a process of its own, and in one it dies."""
 
     def __post_init__(self) -> None:
-        self._tool = PythonTool(accept_no_wall=True)
+        self._tool = PythonTool()
 
     def begin(self, task: Mapping[str, Any], seed: int) -> list[Move]:
         self.way, self.child = {0: "hangs", 1: "dies"}.get(seed % 40, ""), None

@@ -28,7 +28,6 @@ class PythonTool(Tool):
     memory_mib: int = 512  # of one process of the program
     max_characters: int = 4000  # of what is told; the end of a longer text is left out
     packages: tuple[str, ...] = ()  # directories of modules beside the standard library, such as a site-packages
-    accept_no_wall: bool = False  # run programs also where no sandbox can be built, see docs/tools.md
 
     description = (
         "Runs Python code and returns what it prints. Each call starts anew: nothing is kept from earlier calls. There "
@@ -49,7 +48,6 @@ class PythonTool(Tool):
                 memory_mib=self.memory_mib,
                 output_bytes=4 * self.max_characters + 1,  # no character has more bytes
                 packages=tuple(self.packages),
-                accept_no_wall=self.accept_no_wall,
             )
         except ValueError as error:
             raise ConfigError(f"args.{error}") from None

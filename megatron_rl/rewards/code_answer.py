@@ -33,12 +33,12 @@ def grade_output(response: str, payload: Mapping[str, Any]) -> float:
     return float(any(_equal(_literal(answer), known) for answer in answers))
 
 
-def grade_input(response: str, payload: Mapping[str, Any], *, accept_no_wall: bool = False) -> float:
+def grade_input(response: str, payload: Mapping[str, Any]) -> float:
     """Returns 1.0 when payload["code"]'s function f returns payload["answer"] for the response's arguments, else 0.0.
 
     Raises SandboxFailure when the known input does not give the known answer either: then the fault is not the model's.
     """
-    settings = SandboxSettings(timeout_s=3.0, accept_no_wall=accept_no_wall)
+    settings = SandboxSettings(timeout_s=3.0)
     known = str(payload["answer"])
     for answer in _stated_answers(response):
         found = _arguments(answer)

@@ -74,7 +74,6 @@ class _Limits:
     timeout_s: float
     total_s: float
     tolerance: float
-    accept_no_wall: bool
 
 
 def grade(
@@ -84,7 +83,6 @@ def grade(
     timeout_s: float = 2.0,
     total_s: float = 4.0,
     tolerance: float = 0.0,
-    accept_no_wall: bool = False,
 ) -> float:
     """Returns 1.0 when the code in `response` passes all cases, else 0.0. It stops at the first that fails.
 
@@ -93,12 +91,7 @@ def grade(
     share of their size, and absolutely below 1. Raises ValueError for a payload that cannot be read, and
     SandboxFailure when no verdict was possible.
     """
-    limits = _Limits(
-        timeout_s=timeout_s,
-        total_s=total_s,
-        tolerance=tolerance,
-        accept_no_wall=accept_no_wall,
-    )
+    limits = _Limits(timeout_s=timeout_s, total_s=total_s, tolerance=tolerance)
     cases = read_cases(payload)
     return float(_passed(response, cases, limits, stop=True) == len(cases))
 
@@ -110,15 +103,9 @@ def grade_share(
     timeout_s: float = 2.0,
     total_s: float = 4.0,
     tolerance: float = 0.0,
-    accept_no_wall: bool = False,
 ) -> float:
     """Returns the share of cases that the code in `response` passes. Arguments and errors are those of `grade`."""
-    limits = _Limits(
-        timeout_s=timeout_s,
-        total_s=total_s,
-        tolerance=tolerance,
-        accept_no_wall=accept_no_wall,
-    )
+    limits = _Limits(timeout_s=timeout_s, total_s=total_s, tolerance=tolerance)
     cases = read_cases(payload)
     return _passed(response, cases, limits, stop=False) / len(cases)
 
@@ -201,7 +188,6 @@ def _run(code: str, case: Case, timeout_s: float, limits: _Limits) -> Ran:
         timeout_s=timeout_s,
         memory_mib=MEMORY_MIB,
         output_bytes=OUTPUT_BYTES,
-        accept_no_wall=limits.accept_no_wall,
     )
     if case.function is None:
         return sandbox.run_program(code, case.given, settings=settings)

@@ -1,7 +1,7 @@
 """Attacks on the sandbox, as a script: it needs Python and this package's sandbox alone, so that any user can run it.
 
-Arguments: a directory of this user, and the ways to attack. It prints JSON: {way: {attack: what it reached, or how its
-program ended}}, where an attack that reached nothing and ended as it should is an empty text.
+Argument: a directory of this user. It prints JSON: {attack: what it reached, or how its program ended}, where an attack
+that reached nothing and ended as it should is an empty text; where no sandbox can be built, the reason as a text.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from megatron_rl.rewards import sandbox, sandbox_process, sandbox_ways
+from megatron_rl.rewards import sandbox
 
 SECRET = "a secret of the trainer"
 # What code can do to the audit hook: where there is none, it finds nothing to change.
@@ -155,12 +155,12 @@ def left(mark):
     return out
 
 
-def attack(directory, way, name):
-    """Runs one attack in one way. Returns what is wrong; nothing when the sandbox held."""
+def attack(directory, name):
+    """Runs one attack. Returns what is wrong; nothing when the sandbox held."""
     kept = directory / "kept"
     kept.write_text(SECRET)
     kept.chmod(0o666)
-    mark = sandbox_process.ENVIRONMENT["MARK"] = uuid.uuid4().hex
+    mark = sandbox.ENVIRONMENT["MARK"] = uuid.uuid4().hex
     victim = subprocess.Popen(["sleep", "60"], env={"TOKEN": SECRET}, cwd=directory, start_new_session=True)
     with socket.create_server(("127.0.0.1", 0)) as inet, socket.socket(socket.AF_UNIX) as unix:
         place = uuid.uuid4().hex
@@ -168,7 +168,7 @@ def attack(directory, way, name):
         unix.listen()
         pids = f"{victim.pid} {os.getpid()}"
         arguments = [str(kept), pids, str(inet.getsockname()[1]), place]
-        settings = sandbox.SandboxSettings(timeout_s=20.0, accept_no_wall=True)
+        settings = sandbox.SandboxSettings(timeout_s=20.0)
         before = os.sched_getaffinity(0)
         try:
             ran = sandbox.run_program(DISARM + ATTACKS[name], arguments=arguments, settings=settings)
@@ -180,7 +180,6 @@ def attack(directory, way, name):
     wrong += [f"the victim ended with {status}"] * (status is not None)
     wrong += ["the file was changed"] * (not kept.exists() or kept.read_text() != SECRET)
     wrong += [f"processes {found} are left" for found in [left(mark)] if found]
-    wrong += [f"isolation {ran.isolation}"] * (ran.isolation != way)
     wrong += ["the affinity was changed"] * (before != os.sched_getaffinity(0))
     ended = "ValueError: of its own" if name == "forged" else ""
     wrong += [f"it ended with {ran.why!r}, {ran.output[-300:]!r}"] * (ran.why != ended)
@@ -188,16 +187,12 @@ def attack(directory, way, name):
 
 
 def main():
-    directory, *ways = sys.argv[1:]
-    found = {}
-    for way in ways:
-        trouble = "" if way == "audit" else sandbox_ways.trouble(way)
-        if trouble:
-            found[way] = trouble
-            continue
-        sandbox_ways.choose = lambda accept_no_wall, way=way: way
-        found[way] = {name: attack(Path(directory), way, name) for name in ATTACKS}
-    print(json.dumps(found))
+    try:
+        sandbox.require()
+    except sandbox.SandboxFailure as error:
+        print(json.dumps(str(error)))
+    else:
+        print(json.dumps({name: attack(Path(sys.argv[1]), name) for name in ATTACKS}))
 
 
 if __name__ == "__main__":

@@ -106,12 +106,12 @@ CODE = "def f(text, n=1):\n    return text.upper() * n\n"
 )
 def test_inputs_are_tried_in_the_sandbox(said_arguments, score):
     payload = {"code": CODE, "input": "'ab', 2", "answer": "'ABAB'"}
-    assert grade_input(f"\\boxed{{{said_arguments}}}", payload, accept_no_wall=True) == score
+    assert grade_input(f"\\boxed{{{said_arguments}}}", payload) == score
 
 
 def test_a_problem_that_its_own_input_does_not_solve_is_an_error():
     with pytest.raises(SandboxFailure, match="the problem, or this machine, is broken"):
-        grade_input("\\boxed{1}", {"code": CODE, "input": "'a'", "answer": "'B'"}, accept_no_wall=True)
+        grade_input("\\boxed{1}", {"code": CODE, "input": "'a'", "answer": "'B'"})
 
 
 @pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))

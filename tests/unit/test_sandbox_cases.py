@@ -10,7 +10,7 @@ import zlib
 import pytest
 
 from megatron_rl.config.schema import Reward
-from megatron_rl.rewards import sandbox_ways
+from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.code_cases import IMPORTS, grade, grade_share, last_code, read_cases, same_output, same_value
 from megatron_rl.rewards.pool import GradePool
 from megatron_rl.rewards.sandbox import SandboxFailure
@@ -21,7 +21,7 @@ from megatron_rl.types import Outcome
 def isolated():
     """Skips where no sandbox can be built, and says why."""
     try:
-        sandbox_ways.choose(False)
+        sandbox.require()
     except SandboxFailure as error:
         pytest.skip(str(error))
 
@@ -225,13 +225,13 @@ def test_an_answer_without_imports_gets_those_of_livecodebench(isolated):
 
 
 BROKEN = """
-from megatron_rl.rewards import code_cases, sandbox_ways
+from megatron_rl.rewards import code_cases, sandbox, sandbox_walls
 
-sandbox_ways.choose = lambda accept_no_wall: "namespaces"
+sandbox.require()
 
 def grade(response, payload):
     if payload["broken"]:
-        sandbox_ways.START = "raise OSError('the sandbox is broken')"
+        sandbox_walls.RUNNER = "raise OSError('the sandbox is broken')"
     return code_cases.grade(response, payload, timeout_s=20, total_s=60)
 """
 

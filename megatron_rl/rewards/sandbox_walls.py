@@ -1,0 +1,161 @@
+"""The walls of the sandbox: the command line of bubblewrap, the filter of system calls, and whether they work here."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import struct
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+NOBODY = 65534  # user and group of a program in the sandbox
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/nix/store")  # where shared libraries lie
+RUNNER = Path(__file__).with_name("sandbox_inside.py").read_text()
+# Linux settings that forbid user namespaces: the file, the value that forbids them, and the cure.
+SYSCTLS = (
+    ("proc/sys/user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
+    ("proc/sys/kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
+    (
+        "proc/sys/kernel/apparmor_restrict_unprivileged_userns",
+        "1",
+        "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
+    ),
+)
+
+# Numbers from the kernel's headers filter.h, seccomp.h, audit.h and sched.h.
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+REFUSE, MISSING, NO_FAMILY = (0x00050000 | number for number in (errno.EPERM, errno.ENOSYS, errno.EAFNOSUPPORT))
+ALLOW = 0x7FFF0000
+CALL_NUMBER, MACHINE, FIRST_ARGUMENT = 0, 4, 16  # offsets in the data that a filter reads
+ALL_NAMESPACES = 0x7E020000  # flags of clone(2): mount, cgroup, UTS, IPC, user, PID and network namespaces
+FAMILIES = (1, 2, 10)  # socket families that a network namespace keeps in: unix, inet, inet6
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # index into the pairs below, number in audit.h
+SOCKET, CLONE, CLONE3 = (41, 198), (56, 220), (435, 435)
+# System calls that are refused, with their numbers on x86-64 and on aarch64. Some lead out of a sandbox if the kernel
+# has a bug, or to another process's memory; some take memory that no process limit counts (memfd, shm, msg, sem, mq).
+REFUSED = {
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "setns": (308, 268),
+    "unshare": (272, 97), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "pidfd_getfd": (438, 438), "open_by_handle_at": (304, 265), "kexec_load": (246, 104), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142), "acct": (163, 89),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
+    "semget": (64, 190), "mq_open": (240, 180),
+}  # fmt: skip
+
+
+def command(scratch_bytes: int, packages: Sequence[str], fds: Mapping[str, int]) -> list[str]:
+    """Returns bubblewrap's command line, which ends with the Python that runs sandbox_inside.py.
+
+    `fds` has descriptors by name. Bubblewrap writes the sandbox's first process to `info` and the program's exit status
+    to `status`, waits for a byte from `mapped` (see `map_users`), and reads `call_filter` from `seccomp`. Raises
+    FileNotFoundError where bubblewrap is not installed.
+    """
+    program = shutil.which("bwrap")
+    if program is None:
+        raise FileNotFoundError("the program bwrap is not installed")
+    out = [program, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    out += ["--unshare-cgroup-try", "--new-session", "--die-with-parent", "--cap-drop", "ALL"]
+    if _may_map_two():  # sandbox_inside.py becomes the user nobody
+        out += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    out += ["--info-fd", str(fds["info"]), "--json-status-fd", str(fds["status"])]
+    out += ["--userns-block-fd", str(fds["mapped"])]
+    out += ["--perms", "1777", "--size", str(scratch_bytes), "--tmpfs", "/tmp"]
+    shown = shown_paths(packages)
+    for parent in sorted({str(parent) for path in (*DEVICES, *dict(shown)) for parent in Path(path).parents}):
+        out += ["--dir", parent]  # only root may enter the directories that bubblewrap makes unasked
+    for path, link in shown:
+        out += ["--symlink", link, path] if link else ["--ro-bind", path, path]
+    for path in DEVICES:
+        out += ["--dev-bind", path, path]
+    if os.uname().machine in MACHINES:
+        out += ["--seccomp", str(fds["seccomp"])]
+    out += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/", "--chdir", "/tmp", "--"]
+    out += [os.path.realpath(sys.executable), "-P", "-s", "-S", "-c", RUNNER, str(fds["ready"]), str(fds["request"])]
+    return out
+
+
+def map_users(process: int) -> None:
+    """Maps the users of a sandbox's user namespace: root and nobody for root, else nobody to the user who runs this.
+
+    Root needs both: its Python may lie where nobody else can read it, and the program must not own the machine's files.
+    """
+    place = Path(f"/proc/{process}")
+    if not _may_map_two():
+        (place / "setgroups").write_text("deny")
+    for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
+        lines = f"0 0 1\n{NOBODY} {NOBODY} 1\n" if _may_map_two() else f"{NOBODY} {own} 1\n"
+        (place / f"{kind}_map").write_text(lines)
+
+
+def _may_map_two() -> bool:
+    """Returns whether this process is root and the user nobody exists in its own user namespace."""
+    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    return os.geteuid() == 0 and any(int(first) <= NOBODY < int(first) + int(count) for first, _, count in ranges)
+
+
+def shown_paths(packages: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the paths that a program may read: Python, shared libraries and `packages`.
+
+    Each path comes with the target of the symbolic link that it is, or with "". A path below another one is left out.
+    """
+    wanted = {}
+    for path in (*SYSTEM, sys.base_prefix, sys.base_exec_prefix, sysconfig.get_path("stdlib"), *packages):
+        real = os.path.realpath(path)
+        if os.path.exists(real):
+            wanted[real] = ""
+            if (plain := os.path.abspath(path)) != real:
+                wanted[plain] = real
+    out: dict[str, str] = {}
+    for path in sorted(wanted):
+        if not any(str(parent) in out for parent in Path(path).parents):
+            out[path] = wanted[path]
+    return list(out.items())
+
+
+def refusal(why: str, root: Path = Path("/")) -> str:
+    """Returns the error message for a machine without a sandbox, with the cures that its settings below `root` need."""
+    cures = [
+        f"`{cure}` (as root, on every node)"
+        for file, forbids, cure in SYSCTLS
+        if (path := root / file).exists() and path.read_text().strip() == forbids
+    ] or ["in a container, start it with --security-opt seccomp=unconfined --security-opt apparmor=unconfined"]
+    return (
+        f"this machine can build no sandbox, and code of models is not run without one (bubblewrap: {why}). Install "
+        f"bubblewrap (package `bubblewrap` of Debian, Ubuntu, RHEL), or {', or '.join(cures)} (docs/tools.md)"
+    )
+
+
+def call_filter() -> bytes:
+    """Returns the seccomp program that refuses REFUSED, new namespaces, and socket families other than FAMILIES.
+
+    Returns b"" on machines other than x86-64 and aarch64, where no system call is refused.
+    """
+    if os.uname().machine not in MACHINES:
+        return b""
+    index, machine = MACHINES[os.uname().machine]
+    lines = [
+        (LOAD, 0, 0, MACHINE),
+        (EQUAL, 1, 0, machine),  # 32-bit calls have other numbers
+        (RETURN, 0, 0, REFUSE),
+        (LOAD, 0, 0, CALL_NUMBER),
+    ]
+    if index == 0:
+        lines += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE)]  # the x32 interface has other numbers, too
+    for numbers in REFUSED.values():
+        lines += [(EQUAL, 0, 1, numbers[index]), (RETURN, 0, 0, REFUSE)]
+    # A filter cannot read clone3's flags, which are in memory. The C library falls back to clone.
+    lines += [(EQUAL, 0, 1, CLONE3[index]), (RETURN, 0, 0, MISSING)]
+    lines += [(EQUAL, 0, 4, CLONE[index]), (LOAD, 0, 0, FIRST_ARGUMENT)]
+    lines += [(ANY_BIT, 0, 1, ALL_NAMESPACES), (RETURN, 0, 0, REFUSE), (LOAD, 0, 0, CALL_NUMBER)]
+    lines += [(EQUAL, 0, len(FAMILIES) + 2, SOCKET[index]), (LOAD, 0, 0, FIRST_ARGUMENT)]
+    lines += [(EQUAL, len(FAMILIES) - i, 0, family) for i, family in enumerate(FAMILIES)]
+    lines += [(RETURN, 0, 0, NO_FAMILY), (RETURN, 0, 0, ALLOW)]
+    return b"".join(struct.pack("=HBBI", *line) for line in lines)
