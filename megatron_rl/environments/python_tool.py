@@ -52,6 +52,12 @@ class PythonTool(Tool):
         except ValueError as error:
             raise ConfigError(f"args.{error}") from None
 
+    def load(self) -> None:
+        try:
+            sandbox.require()
+        except SandboxFailure as error:
+            raise ConfigError(str(error)) from error
+
     def run(self, arguments: Mapping[str, Any]) -> str:
         code = arguments.get("code")
         if not isinstance(code, str) or not code.strip():

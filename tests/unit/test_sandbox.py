@@ -24,6 +24,7 @@ import pytest
 from megatron_rl.config.base import ConfigError
 from megatron_rl.environments.moves import EnvironmentFailure
 from megatron_rl.environments.python_tool import PythonTool
+from megatron_rl.main import main
 from megatron_rl.rewards import sandbox, sandbox_walls
 from megatron_rl.rewards.sandbox import SandboxFailure, SandboxSettings
 
@@ -502,6 +503,19 @@ def test_a_machine_without_bubblewrap_is_refused_with_the_package(monkeypatch):
     sandbox.require.cache_clear()
     with pytest.raises(SandboxFailure, match="the program bwrap is not installed.*package `bubblewrap` of Debian"):
         run("print(1)")
+    with pytest.raises(ConfigError, match="package `bubblewrap` of Debian"):
+        PythonTool().load()
+
+
+def test_check_refuses_code_of_models_on_a_machine_without_bubblewrap(monkeypatch, tmp_path, capsys):
+    example = tmp_path / "python.yaml"
+    reward = "reward: {target: megatron_rl.rewards.code_cases:grade}"
+    example.write_text(f"base: {ROOT}/examples/miniatures/python/python.yaml\n{reward}\n")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["check", str(example)]) == 2
+    told = capsys.readouterr().err
+    for target in ("megatron_rl.environments.python_tool:PythonTool", "megatron_rl.rewards.code_cases:grade"):
+        assert f"{target} runs code of models, and the program bwrap is not installed here" in told
 
 
 def test_a_user_without_rights_gets_a_sandbox(built):

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Installs Slurm's daemons, munge and shellcheck for the tests that run on a real cluster (tests/helpers/slurm_cluster.py).
+# Installs Slurm's daemons, munge and shellcheck for the tests that run on a real cluster (tests/helpers/slurm_cluster.py),
+# and bubblewrap for those that run code of models in a sandbox (docs/tools.md).
 # Says why where it cannot, and succeeds all the same: those tests are then skipped.
 set -euo pipefail
 export PATH="$PATH:/usr/sbin:/sbin" # where Debian puts the daemons
 
-packages=(slurmctld slurmd slurm-client munge shellcheck)
-commands=(slurmctld slurmd sbatch munged shellcheck)
+packages=(slurmctld slurmd slurm-client munge shellcheck bubblewrap)
+commands=(slurmctld slurmd sbatch munged shellcheck bwrap)
 
 missing=()
 for command in "${commands[@]}"; do
