@@ -1,14 +1,15 @@
-"""Runs the targets that `make test` leaves out, one after the other, and prints a table of their results.
+"""Runs what `make test` leaves out, one target after the other, and prints a table of the results.
 
 python tools/run_targets.py             # all of TARGETS, as `make test-more` does
-python tools/run_targets.py TARGET ...  # these alone
+python tools/run_targets.py NAME ...    # these alone, as `make test-more ONLY="NAME ..."` does
 
-A target that fails does not stop the others. Each target's output goes to runs/test_more/TARGET.log. The exit status
-is 1 when a target failed.
+A target that fails does not stop the others. Each target's output goes to runs/test_more/NAME.log. The exit status is 1
+when a target failed.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -16,25 +17,79 @@ import time
 from pathlib import Path
 
 LOGS = Path("runs/test_more")
-TARGETS = [  # the shortest first
-    "docs", "test-task-sets", "test-verifiers", "oracles", "rubric-mini", "ssrl-mini", "pairwise-mini", "poker-mini",
-    "python-mini", "search-mini", "demo-agent", "tango-agent-mini", "evolve-mini", "self-play-mini", "gsm8k",
-    "demo-vllm", "demo-sglang", "test-sglang", "test-emulated", "test-nemo-run", "test-hosts", "test-families",
-    "test-mcore-latest", "test-processors", "fuzz", "mutants", "test-resume", "test-layouts", "test-real-model", "soak",
-]  # fmt: skip
+MINIATURES = (
+    "rubric", "ssrl", "pairwise", "poker", "python", "search", "agent", "tango_agent", "evolve", "self_play", "gsm8k",
+)  # fmt: skip
+ALL_MARKS = '-m "matrix or not matrix"'
+TARGETS: dict[str, str] = {  # name -> shell commands; the shortest first. `python` is that of .venv
+    "docs": "make docs",
+    # problems and scores of reasoning-gym
+    "task-sets": (
+        "make .venv-tasks/.ready && .venv-tasks/bin/python -m pytest tests/unit/test_environments_generated.py -q"
+    ),
+    # environments of the library verifiers, played by the library itself
+    "verifiers": (
+        "make verifiers && python -m pytest tests/unit/test_environments_verifiers.py "
+        "tests/multi/test_environments_verifiers_program.py"
+    ),
+    "oracles": "make oracles",
+    **{name: f"python examples/miniatures/{name}/run.py" for name in MINIATURES},
+    "demo-vllm": "make demo ENGINE=vllm",
+    "demo-sglang": "make demo ENGINE=sglang",
+    # SGLang's real server, on stubbed kernels
+    "sglang": "make engines-sglang && python -m pytest tests/servers/test_engines_sglang.py",
+    # dry runs, graphs and sweeps by NeMo-Run on this machine, and on real Slurm where it can be had
+    "nemo-run": (
+        "make nemo-run && make slurm && MEGATRON_RL_NEMO_PYTHON=$PWD/.venv-nemo/bin/python "
+        f"python -m pytest tests/multi/test_nemo_run.py {ALL_MARKS}"
+    ),
+    # vLLM servers on another host than the trainer, in network namespaces (needs root)
+    "hosts": "make engines && python -m pytest tests/multi/test_two_hosts.py -m matrix",
+    # a real vLLM server of every model family, and of one in a package of its own
+    "families": "make engines && python -m pytest tests/servers/test_engines_families.py -m matrix",
+    # the actor's tests on megatron-core 0.19.x
+    "mcore-latest": (
+        "make .venv-latest/.ready && "
+        ".venv-latest/bin/python -m pytest tests/multi/test_layouts.py tests/multi/test_actor.py -q"
+    ),
+    # numbers and servers as on processors without AVX-512, without wide vectors, and with AMX
+    "processors": (
+        "make engines && make PROCESSOR=sse test-numbers && make PROCESSOR=avx2 test-numbers && "
+        "python -m pytest tests/servers/test_engines_families.py tests/servers/test_engines_latents.py "
+        "tests/servers/test_engines_starts.py"
+    ),
+    "fuzz": "make fuzz",
+    "mutants": "make mutants",
+    # every method cut in the middle and resumed, against the whole run
+    "resume": "python -m pytest tests/multi/test_resume_methods.py tests/multi/test_resume.py -m matrix",
+    # every axis and every pair of axes on four ranks, packed and padded, dense and with experts
+    "layouts": f"python -m pytest tests/multi/test_layouts.py tests/multi/test_lora.py {ALL_MARKS}",
+    # a real model in the actor, the embedded engine and vLLM, against transformers
+    "real-model": (
+        "make real-model engines && python -m pytest tests/multi/test_real_model.py "
+        "tests/servers/test_real_model_vllm.py -m matrix --durations=0"
+    ),
+    "soak": "make soak",
+}
 COUNTS = re.compile(r"^(?:=+ )?(\d+ (?:passed|failed|skipped|errors?|deselected).*?) in [\d.]+s", re.MULTILINE)
 
 
-def main(targets: list[str]) -> int:
+def main(names: list[str], targets: dict[str, str]) -> int:
+    unknown = sorted(set(names) - set(targets))
+    if unknown:
+        sys.exit(f"no target {', '.join(unknown)}: give one of {', '.join(targets)}")
     LOGS.mkdir(parents=True, exist_ok=True)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), **os.environ}
+    environment["PATH"] = f"{Path('.venv/bin').absolute()}:{environment['PATH']}"
     rows = [("target", "result", "minutes", "tests")]
-    for target in targets:
-        log, start = LOGS / f"{target}.log", time.monotonic()
-        print(f"{time.strftime('%H:%M:%S')} make {target} > {log}", flush=True)
+    for name in names or targets:
+        log, start = LOGS / f"{name}.log", time.monotonic()
+        print(f"{time.strftime('%H:%M:%S')} {targets[name]} > {log}", flush=True)
         with log.open("w") as file:
-            status = subprocess.run(["make", target], stdout=file, stderr=subprocess.STDOUT).returncode
+            command = ["bash", "-c", targets[name]]
+            status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
         counts = "; ".join(COUNTS.findall(log.read_text(errors="replace")))
-        rows.append((target, "failed" if status else "passed", f"{(time.monotonic() - start) / 60:.1f}", counts))
+        rows.append((name, "failed" if status else "passed", f"{(time.monotonic() - start) / 60:.1f}", counts))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
         print("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip())
@@ -42,4 +97,4 @@ def main(targets: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or TARGETS))
+    sys.exit(main(sys.argv[1:], TARGETS))

@@ -167,7 +167,7 @@ EVERY = {
     "pairwise_0": (0, 3), "pairwise_1": (1, 3), "pairwise_2": (2, 1), "self_play_0": (0, 2), "self_play_1": (1, 1),
     "tango_agents_0": (0, 2), "tango_agents_2": (2, 3),
 }  # fmt: skip
-QUICK = ("dapo_2", "pairwise_0", "tango_agents_2")  # the others: make test-resume
+QUICK = ("dapo_2", "pairwise_0", "tango_agents_2")  # the others: make test-more ONLY=resume
 FEW = {case: EVERY[case] for case in QUICK}
 TELLING = {  # figures that are above 0 before and after the cut
     "dapo": ("retired", "resting", "hinted"),

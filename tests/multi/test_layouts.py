@@ -266,8 +266,8 @@ FURTHER: dict[int, list[dict]] = {  # cases that `make test` has no time for
         {"name": "deepseek_v3-tp2sp-cp2-ep2-packed", "model": "deepseek_v3", "layout": SP | CP | EP, "packed": True},
     ],
 }
-# The bounds are twice the largest error that was seen on three sets of instructions (`make test-processors`), for each
-# adds in an order of its own. A part that is rounded to bfloat16 is off by a thousand times as much.
+# The bounds are twice the largest error that was seen on three sets of instructions (`make test-more ONLY=processors`),
+# for each adds in an order of its own. A part that is rounded to bfloat16 is off by a thousand times as much.
 GRADIENTS = 4e-6  # largest error over largest gradient
 STEP = 100.0  # lr / eps: one Adam step makes at most so many times a gradient's error of it
 BOUNDS = {  # absolute, fp32

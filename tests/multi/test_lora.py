@@ -42,7 +42,7 @@ CASES: dict[int, list[dict]] = {
     ],
     4: [{"name": "tp dp", "model": "qwen2", "layout": TP}],
 }
-MORE: dict[int, list[dict]] = {  # make test-layouts
+MORE: dict[int, list[dict]] = {  # make test-more ONLY=layouts
     1: [
         {"name": "gemma3", "model": "gemma3_text"},
         {"name": "recompute some", "model": "qwen2", "recompute": "selective", "told": "some"},

@@ -1,6 +1,6 @@
 """A pretrained model that knows English, SmolLM2-135M-Instruct from 4-bit weights: actor, engines, training.
 
-`make test-real-model` fetches the model and runs this.
+`make test-more ONLY=real-model` fetches the model and runs this.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def test_embedded_engines_on_two_hosts_get_each_the_other_hosts_shards(hosts, la
 
 
 @pytest.mark.servers
-@pytest.mark.matrix  # make test-hosts
+@pytest.mark.matrix  # make test-more ONLY=hosts
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it")
 def test_servers_on_another_host_than_the_trainer_get_its_weights(hosts, last_letter, tmp_path):
     settings = [

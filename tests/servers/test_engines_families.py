@@ -2,7 +2,7 @@
 it.
 
 `make test` runs Gemma 3 here, Qwen2 in test_engines_vllm.py and Qwen3-MoE in test_engines_experts.py;
-`make test-families` runs the rest.
+`make test-more ONLY=families` runs the rest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, from 4-bit weights, on a real vLLM server on a CPU: its texts and log-probs are those of
 transformers, before an update of the actor and after the refit that follows it.
 
-`make test-real-model` fetches the model and runs this; vLLM comes from `make engines`.
+`make test-more ONLY=real-model` fetches the model and runs this; vLLM comes from `make engines`.
 """
 
 from __future__ import annotations

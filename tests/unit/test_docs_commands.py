@@ -110,7 +110,8 @@ def check_command(words):
     if head == "megatron-rl":
         check_program(rest)
     elif head == "make":
-        targets = [word for word in rest if "=" not in word]
+        targets = [word for word in rest if "=" not in word and not word.startswith("tests/")]
+        check_pytest([word for word in rest if word.startswith("tests/")])
         assert set(targets) <= MAKE, f"no target {set(targets) - MAKE}: {difflib.get_close_matches(targets[0], MAKE)}"
     elif re.fullmatch(r"python[\d.]*", Path(head).name):
         check_python(rest)

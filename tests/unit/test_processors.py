@@ -1,4 +1,4 @@
-"""Numbers do not depend on the processor's instructions: `make test-processors` runs more of this."""
+"""Numbers do not depend on the processor's instructions: `make test-more ONLY=processors` runs more of this."""
 
 from __future__ import annotations
 

@@ -4,47 +4,51 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
-IN_TEST = {
-    "test",
-    "test-alone",
-    "test-slurm",
-    "test-ranks",
-    "test-servers",
-    "test-unit",
-}  # `make test`, and parts of it
-GPU = {"test-gpu", "test-gpu-here"}  # need a GPU
-PARTS = {"test-emulated-runs", "test-emulated-parts", "test-numbers"}  # of test-emulated and test-processors
 
 
-def test_a_failed_target_does_not_stop_the_others_and_is_named(tmp_path):
-    (tmp_path / "Makefile").write_text(
-        "good:\n\t@echo '==== 3 passed, 1 skipped in 1.20s ===='\nbad:\n\t@echo broken; exit 1\nlast:\n\ttouch last\n"
-    )
-    words = [sys.executable, str(ROOT / "tools/run_targets.py"), "good", "bad", "last"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    rows = [re.split(r"  +", line) for line in done.stdout.splitlines()[-3:]]
+@pytest.fixture
+def tool():
+    return runpy.run_path(str(ROOT / "tools/run_targets.py"))
+
+
+def test_a_failed_target_does_not_stop_the_others_and_is_named(tool, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    good, bad = "echo '==== 3 passed, 1 skipped in 1.20s ===='", "echo broken && false && touch never"
+    targets = {"good": good, "bad": bad, "last": "touch last", "other": "touch never"}
+    assert tool["main"](["good", "bad", "last"], targets) == 1
+    rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()[-3:]]
     assert rows == [
         ["good", "passed", "0.0", "3 passed, 1 skipped"],
         ["bad", "failed", "0.0"],
         ["last", "passed", "0.0"],
     ]
-    assert done.returncode == 1 and (tmp_path / "last").exists()
+    assert (tmp_path / "last").exists() and not (tmp_path / "never").exists()
     assert "broken" in (tmp_path / "runs/test_more/bad.log").read_text()
 
 
-def test_no_target_of_tests_is_left_out():
-    makefile = (ROOT / "Makefile").read_text()
-    made, listed = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE)), set(targets())
-    assert listed <= made
-    tests = {name for name in made if name.startswith("test")} - IN_TEST - GPU - PARTS - {"test-more"}
-    tests |= {name for name in made if name.endswith("-mini")}
-    assert tests <= listed
+def test_a_name_that_is_no_target_is_refused(tool):
+    with pytest.raises(SystemExit, match="no target layout: give one of docs, "):
+        tool["main"](["layout"], tool["TARGETS"])
 
 
-def targets() -> list[str]:
-    return runpy.run_path(str(ROOT / "tools/run_targets.py"))["TARGETS"]
+def test_targets_name_files_and_make_targets_that_are_there(tool):
+    made = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = " && ".join(tool["TARGETS"].values())
+    for words in re.findall(r"\bmake ([^&]+)", commands):
+        assert {word for word in words.split() if "=" not in word and not word.startswith(".venv")} <= made, words
+    for path in re.findall(r"\b(?:tests|examples)/\S+", commands):
+        assert (ROOT / path).is_file(), path
+
+
+def test_no_miniature_and_no_test_of_the_matrix_is_left_out(tool):
+    commands = " ".join(tool["TARGETS"].values())
+    scripts = {path.relative_to(ROOT) for path in (ROOT / "examples/miniatures").glob("*/run.py")}
+    assert {str(path) for path in scripts if path.parent.name != "last_letter"} <= set(commands.split())  # the demo
+    marked = [p for p in (ROOT / "tests").rglob("test_*.py") if "mark.matrix" in p.read_text()]
+    left = [path.name for path in marked if str(path.relative_to(ROOT)) not in commands]
+    assert left == [Path(__file__).name]  # its text has the words too
