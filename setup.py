@@ -32,6 +32,7 @@ setup(
         "numpy",
         "psutil",  # megatron-core writes checkpoints with it and does not ask for it
         "rich>=13",
+        "jinja2>=3.1",  # pages of reports
         "matplotlib>=3.8",
         "pyarrow>=16",
         "xxhash>=3",  # checksums of refits

@@ -99,13 +99,13 @@ def _evaluate(config: EvalConfig, cast: Cast) -> None:
                 own = task.problems
                 sets.append(figures_of(samples, own.name, own.title, name, ks=config.k, seed=config.seed))
     means = macro(sets, seed=config.seed)
-    for table in report.console_table(sets, means):
+    for table in report.console_tables(sets, means):
         Console(width=None if sys.stdout.isatty() else 60 + 40 * len(sets)).print(table)
     _say(sets)
     if output is not None:
         samples.write()
         text = config_files.dump(config)
-        report.write_page(output.with_suffix(".html"), sets, means, samples, text)
+        report.write_evaluation_page(output.with_suffix(".html"), sets, means, samples, text)
         about = {"model": config.model.path, "seconds": round(time.monotonic() - start, 1)}
         report.write_figures(output, report.figures_json(sets, means, about))
         samples.forget()

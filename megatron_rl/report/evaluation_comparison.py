@@ -6,10 +6,8 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from rich import markup
 from rich.box import SIMPLE_HEAD
@@ -18,12 +16,12 @@ from rich.table import Table
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.evaluation.estimators import Paired, paired
 from megatron_rl.evaluation.judge import JUDGE
-from megatron_rl.evaluation.samples import read_samples
+from megatron_rl.evaluation.samples import Sample, read_samples
 from megatron_rl.evaluation.solve import SOLVE
-from megatron_rl.report.html_page import page, show, table
+from megatron_rl.report.html_page import show, write_page
 from megatron_rl.run.disk import write_text
 
-Scores = dict[tuple[str, str], dict[str, float]]  # (set, measure) -> problem -> mean score
+COLUMNS = ("set", "first", "second", "scores", "difference", "better / worse", "p (signs)", "p (McNemar)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,37 +46,30 @@ def compare(files: Sequence[Path]) -> list[Compared]:
     """
     if len(files) < 2:
         raise ConfigError("--compare: give two results or more, NAME.json files of `megatron-rl eval`")
-    names = _names(files)
-    read = [_scores(path) for path in files]
-    out = []
-    for second, scores in zip(names[1:], read[1:], strict=True):
-        shared = [key for key in read[0] if key in scores and read[0][key].keys() & scores[key].keys()]
-        if not shared:
+    names, out = names_of(files), list[Compared]()
+    first, *others = (_scores(path) for path in files)
+    for second, scores in zip(names[1:], others, strict=True):
+        count = len(out)
+        for measure, sets in first.items():
+            own = scores.get(measure, {})
+            pairs = [(name, a, own[name]) for name, a in sets.items() if a.keys() & own.get(name, {}).keys()]
+            if len(pairs) > 1:
+                whole = ({f"{pair[0]}/{p}": v for pair in pairs for p, v in pair[i].items()} for i in (1, 2))
+                pairs.append(("all", *whole))
+            out += [_compared(names[0], second, name, measure, a, b) for name, a, b in pairs]
+        if len(out) == count:
             raise ConfigError(
                 f"{second} and {names[0]} have no problem in common: compare evaluations of the same sets"
             )
-        out += [_one(names[0], second, *key, read[0][key], scores[key]) for key in shared]
-        for measure in dict.fromkeys(measure for _, measure in shared):
-            own = [key for key in shared if key[1] == measure]
-            if len(own) > 1:
-                both = (
-                    {f"{name}/{p}": v for name, m in own for p, v in part[name, m].items()}
-                    for part in (read[0], scores)
-                )
-                out.append(_one(names[0], second, "all", measure, *both))
     return out
 
 
 def console(rows: Sequence[Compared]) -> Table:
     """Returns the comparisons as a table for the terminal."""
-    shown = Table(
-        box=SIMPLE_HEAD,
-        title="paired differences [95 % bootstrap interval over problems]",
-        title_justify="left",
-        show_edge=False,
-    )
-    for column in ("set", "first", "second", "scores", "difference", "better / worse", "p (signs)", "p (McNemar)"):
-        shown.add_column(column, justify="left" if column in ("set", "first", "second") else "right")
+    title = "paired differences [95 % bootstrap interval over problems]"
+    shown = Table(box=SIMPLE_HEAD, title=title, title_justify="left", show_edge=False)
+    for place, column in enumerate(COLUMNS):
+        shown.add_column(column, justify="left" if place < 3 else "right")
     for row in rows:
         shown.add_row(*map(markup.escape, _cells(row)))
     return shown
@@ -88,21 +79,61 @@ def write(rows: Sequence[Compared], directory: Path) -> None:
     """Writes comparison.json and comparison.html into the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / "comparison.json", json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in rows)
-    body = table(
-        ("set", "first", "second", "scores", "difference", "better / worse", "p (signs)", "p (McNemar)"), lines
-    )
-    note = (
-        "<p>Second minus first, on the problems that both have. "
-        "The p-values are not corrected for the number of comparisons.</p>"
-    )
-    write_text(
-        directory / "comparison.html",
-        page("Comparison", f"{len(rows)} comparisons", [("Paired differences", note + body)]),
+    shown = {"title": "Comparison", "subtitle": f"{len(rows)} comparisons", "heads": COLUMNS}
+    write_page(
+        directory / "comparison.html", "evaluation_comparison.html", {**shown, "rows": [_cells(row) for row in rows]}
     )
 
 
-def _one(first: str, second: str, name: str, measure: str, a: Mapping[str, float], b: Mapping[str, float]) -> Compared:
+def names_of(files: Sequence[Path]) -> list[str]:
+    """Returns a short name for each file: its stem, or its path where stems are equal."""
+    stems = [path.stem for path in files]
+    return stems if len(set(stems)) == len(stems) else [str(path.with_suffix("")) for path in files]
+
+
+def read_answers(path: Path) -> dict[tuple[str, str], dict[str, list[Sample]]]:
+    """Returns the samples of a finished evaluation that have a score, as {(measure, set): {problem: samples}}.
+
+    A problem is known by its row and its question. Raises ConfigError for a file that is no NAME.json of a finished
+    evaluation.
+    """
+    if path.suffix != ".json" or not path.is_file():
+        raise ConfigError(
+            f"{path} is no result: give the NAME.json of a finished `megatron-rl eval` (or, to `report`, the directory "
+            "of a run or a sweep)"
+        )
+    try:
+        rows = read_samples(path.with_suffix(".jsonl"))
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    found: dict[tuple[str, str], dict[str, list[Sample]]] = defaultdict(dict)
+    for row in rows:
+        if score_of(row) is not None:
+            problem = f"{row.get('row', row['id'])} {row.get('question', '')}"
+            found[row["measure"], row["set"]].setdefault(problem, []).append(row)
+    return found
+
+
+def score_of(row: Sample) -> float | None:
+    """Returns a sample's score, or whether a judgement is right; None for a sample without either."""
+    if isinstance(score := row.get("score"), int | float):
+        return float(score)
+    return float(row["predicted"] == row["label"]) if {"predicted", "label"} <= row.keys() else None
+
+
+def _scores(path: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """Returns {measure: {set: {problem: mean score}}} of a finished evaluation."""
+    found: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+    for (measure, name), problems in read_answers(path).items():
+        found[measure][name] = {
+            problem: fmean(score_of(row) or 0.0 for row in own) for problem, own in problems.items()
+        }
+    return found
+
+
+def _compared(
+    first: str, second: str, name: str, measure: str, a: Mapping[str, float], b: Mapping[str, float]
+) -> Compared:
     shared = [key for key in a if key in b]
     means = fmean(a[key] for key in shared), fmean(b[key] for key in shared)
     return Compared(first=first, second=second, name=name, measure=measure, scores=means, test=paired(a, b))
@@ -116,34 +147,3 @@ def _cells(row: Compared) -> list[str]:
         f"{difference.value:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]", f"{test.better} / {test.worse}",
         show(test.p_permutation), "-" if test.p_mcnemar is None else show(test.p_mcnemar),
     ]  # fmt: skip
-
-
-def _names(files: Sequence[Path]) -> list[str]:
-    """Returns a short name for each file: its stem, or its path where stems are equal."""
-    stems = [path.stem for path in files]
-    return stems if len(set(stems)) == len(stems) else [str(path.with_suffix("")) for path in files]
-
-
-def _scores(path: Path) -> Scores:
-    if path.suffix != ".json" or not path.is_file():
-        raise ConfigError(
-            f"--compare: {path} is no result: give the NAME.json that a finished `megatron-rl eval` has written"
-        )
-    try:
-        rows = read_samples(path.with_suffix(".jsonl"))
-    except (FileNotFoundError, ValueError) as error:
-        raise ConfigError(f"--compare: {path}: {error}") from error
-    found: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        score, problem = _score(row), f"{row.get('row')} {row.get('question', '')}"
-        if score is not None:
-            found[row["set"], row["measure"]][problem].append(score)
-    return {key: {problem: fmean(values) for problem, values in problems.items()} for key, problems in found.items()}
-
-
-def _score(row: Mapping[str, Any]) -> float | None:
-    """Returns a row's score; None for a row without one."""
-    score = row.get("score")
-    if score is not None:
-        return float(score) if isinstance(score, int | float) else None
-    return float(row["predicted"] == row["label"]) if {"predicted", "label"} <= row.keys() else None

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import ConfigError
-from megatron_rl.evaluation.samples import Sample, read_samples
+from megatron_rl.evaluation.samples import Sample
+from megatron_rl.report.evaluation_comparison import names_of, read_answers, score_of
+from megatron_rl.report.html_page import shortened
 from megatron_rl.report.shown_rollouts import Picked
 
 FLIP = 0.5  # a problem is solved where more than this share of its answers is right
@@ -41,19 +42,19 @@ def of_evaluations(files: Sequence[Path]) -> list[Flips]:
 
     Raises ConfigError for a file that is no finished evaluation.
     """
-    read = [_answers(path) for path in files]
-    stems = [path.stem for path in files]
-    names = stems if len(set(stems)) == len(stems) else [str(path.with_suffix("")) for path in files]
-    out = []
+    names, read, out = names_of(files), [read_answers(path) for path in files], []
     for place in range(1, len(files)):
-        before, after = read[place - 1], read[place]
+        before, after = ({(*key, p): rows for key, own in one.items() for p, rows in own.items()}
+                         for one in read[place - 1 : place + 1])  # fmt: skip
+        both = [key for key in before if key in after]
         rows = [
-            {"question": key[2], "set": key[0], "answer": _of(before[key], "answer"), **_change(a, b),
+            {"question": _of(before[key], "question") or f"problem {key[2]}", "set": key[1],
+             "answer": _of(before[key], "answer"), **_change(a, b),
              "texts": [_of(before[key], "response"), _of(after[key], "response")]}
-            for key in before.keys() & after.keys()
+            for key in both
             if _solved(a := _share(before[key])) != _solved(b := _share(after[key]))
         ]  # fmt: skip
-        out.append(_flips(names[place - 1], names[place], len(before.keys() & after.keys()), rows))
+        out.append(_flips(names[place - 1], names[place], len(both), rows))
     return out
 
 
@@ -88,36 +89,10 @@ def _solved(counts: Solved) -> bool:
 
 
 def _share(rows: Sequence[Sample]) -> Solved:
-    return sum(_score(row) > FLIP for row in rows), len(rows)
-
-
-def _score(row: Sample) -> float:
-    score = row.get("score")
-    if isinstance(score, int | float):
-        return float(score)
-    return float("predicted" in row and row["predicted"] == row.get("label"))
+    return sum((score_of(row) or 0.0) > FLIP for row in rows), len(rows)
 
 
 def _of(rows: Sequence[Sample], name: str) -> str | None:
     """Returns a text of the first row that has it."""
-    value = next((row[name] for row in rows if row.get(name) is not None), None)
-    text = value if value is None or isinstance(value, str) else str(value)
-    if text is None or len(text) <= MAX_CHARACTERS:
-        return text
-    return f"{text[:MAX_CHARACTERS]} … ({len(text) - MAX_CHARACTERS} more characters)"
-
-
-def _answers(path: Path) -> dict[tuple[str, str, str], list[Sample]]:
-    """Returns an evaluation's samples by (set, measure, problem). A problem is its row and question."""
-    if path.suffix != ".json" or not path.is_file():
-        raise ConfigError(f"{path} is neither a run, a sweep nor the NAME.json of a finished `megatron-rl eval`")
-    try:
-        rows = read_samples(path.with_suffix(".jsonl"))
-    except (FileNotFoundError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    found: dict[tuple[str, str, str], list[Sample]] = {}
-    for row in rows:
-        if "score" in row or {"predicted", "label"} <= row.keys():
-            question = str(row.get("question") or f"problem {row.get('row', row['id'])}")
-            found.setdefault((row["set"], row["measure"], question), []).append(row)
-    return found
+    value = next((str(row[name]) for row in rows if row.get(name) is not None), None)
+    return None if value is None else shortened(value, MAX_CHARACTERS)

@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron_rl.report import flips
-from megatron_rl.report import run_sections as tables
-from megatron_rl.report.curves import QUESTIONS, TIME, VERIFY, Sorted, plain_charts, sort_curves, thin_clock
-from megatron_rl.report.html_page import Block, as_json, page_parts, write_parts
-from megatron_rl.report.reading import RunFigures, is_run, read_run
-from megatron_rl.report.run_comparison import (
-    Arm,
-    arm_places,
-    arms,
-    differences_table,
-    means_table,
-    read_runs,
-    runs_table,
-)
+from megatron_rl.report import flips, run_sections
+from megatron_rl.report.curves import QUESTIONS, Sorted, plain_charts, sort_curves, thin_clock
+from megatron_rl.report.html_page import Block, as_json, write_page
+from megatron_rl.report.reading import RunFigures, flatten, is_run, read_run
+from megatron_rl.report.run_comparison import Arm, arms, differences_table, means_table, read_runs, runs_table
 from megatron_rl.report.shown_rollouts import MAX_ROLLOUTS, Picked, pick
 from megatron_rl.run.directory import SWEEP
 
 STYLES = ("page.css", "report.css", "uPlot.min.css")
 SCRIPTS = ("uPlot.iife.min.js", "base.js", "charts.js", "distributions.js", "rollouts.js", "flips.js")
-NO_SCRIPT = "<noscript><p>The curves and the rollouts of this page need JavaScript.</p></noscript>"
-Sections = list[tuple[str, str]]
 _log = logging.getLogger(__name__)
 
 
 def write_report(run_dir: Path, target: Path | None = None, *, rollouts: int = MAX_ROLLOUTS) -> Path:
-    """Writes a page about a run or a sweep from what its directory holds so far and returns its path, which is
-    `target` or DIRECTORY/report.html. Uses no network. `rollouts`: most rollouts that the page holds.
+    """Writes a page about a run or a sweep from what its directory holds so far.
 
-    Any part that was not logged (rollouts, a verifier, evaluations) is left out, and so is what is damaged, which the
-    page and a warning then say. Raises FileNotFoundError for a directory without a run, and ConfigError for a damaged
-    sweep.json.
+    Returns the path of the page: `target`, or DIRECTORY/report.html. Uses no network. `rollouts` is the largest number
+    of rollouts on the page. What was not logged (rollouts, a verifier, evaluations) is left out, and so is what is
+    damaged, which the page and a warning then say. Raises FileNotFoundError for a directory without a run, and
+    ConfigError for a damaged sweep.json.
     """
     target = target or run_dir / "report.html"
     if (run_dir / SWEEP).exists():
@@ -45,104 +35,79 @@ def write_report(run_dir: Path, target: Path | None = None, *, rollouts: int = M
     if not is_run(run_dir):
         raise FileNotFoundError(f"{run_dir} is not a run directory: it has neither metrics.jsonl nor config.yaml")
     run = read_run(run_dir)
-    found, picked = sort_curves([run]), pick([run.record], rollouts)
-    changed = flips.of_rollouts(picked, [run.name])
-    sections = [
-        ("Damage", tables.damage(run.record.damage)),
-        ("In short", tables.headline(run)),
-        *_questions(found, lambda question: _beside(run, question)),
-        ("Problems that flipped", '<div id="flips"></div>' if changed else ""),
-        ("Rollouts", _rollouts(picked)),
-        ("Summary and config", tables.summary_table(run.summary) + tables.config(run.config_text)),
-    ]
-    data = _data([run], [Arm("all", [0])], found, changed, picked)
-    parts = page_parts(
-        run.name, tables.subtitle(run), sections, head=tables.facts(run) + NO_SCRIPT, styles=STYLES, scripts=SCRIPTS,
-        data=data,
-    )  # fmt: skip
-    write_parts(target, parts)
-    _warn(run.record.damage, target)
+    picked = pick([run.record], rollouts)
+    content = _Content([run], [Arm("all", [0])], picked, flips.of_rollouts(picked, [run.name]))
+    _write(target, "run.html", content, {
+        "title": run.name,
+        "subtitle": run_sections.subtitle(run),
+        "run": run,
+        "facts": run_sections.facts(run),
+        "headline": run_sections.headline(run),
+        "confusions": run_sections.confusions(run),
+        "seconds": run_sections.seconds(run),
+        "refits": run_sections.refits(run),
+        "refit_names": [name.replace("_", " ") for name in run_sections.REFIT_FIGURES],
+        "summary": flatten(run.summary),
+        "duration": run_sections.duration,
+    })  # fmt: skip
     return target
 
 
 def write_comparison(paths: Sequence[Path], target: Path, *, rollouts: int = MAX_ROLLOUTS) -> Path:
-    """Writes a page about several runs to `target` and returns it. `paths`: run directories, sweeps, and NAME.json of
-    finished evaluations, of which each is compared with the one before it.
+    """Writes a page about several runs to `target` and returns `target`.
 
-    Raises ConfigError for a path that is none of these.
+    `paths` are run directories, sweeps, and NAME.json of finished evaluations. Each evaluation is compared with the one
+    before it. Raises ConfigError for a path that is none of these.
     """
     evaluations = flips.of_evaluations([path for path in paths if not path.is_dir()])
     runs = read_runs([path for path in paths if path.is_dir()])
-    names, found_arms = [run.name for run in runs], arms(runs)
-    found, picked = sort_curves(runs), pick([run.record for run in runs], rollouts)
-    changed = [*evaluations, *flips.of_rollouts(picked, names)]
-    left_out = [line for run in runs for line in run.record.damage]
-    sections = [
-        ("Damage", tables.damage(left_out)),
-        ("Runs", runs_table(runs, found_arms) if runs else ""),
-        ("Means over seeds", means_table(runs, found_arms)),
-        ("Settings that differ", differences_table(runs)),
-        *_questions(found, lambda _: ""),
-        ("Problems that flipped", '<div id="flips"></div>' if changed else ""),
-        ("Rollouts", _rollouts(picked)),
-    ]
+    found_arms, picked = arms(runs), pick([run.record for run in runs], rollouts)
+    changed = [*evaluations, *flips.of_rollouts(picked, [run.name for run in runs])]
     done = sum(run.finished for run in runs)
     told = [f"{done} of {len(runs)} runs are finished"] if runs else []
     told += [f"{len(evaluations) + 1} evaluations"] if evaluations else []
-    title = paths[0].resolve().name if len(paths) == 1 else "Comparison"
-    parts = page_parts(
-        title, escape(" · ".join(told)), sections, head=NO_SCRIPT, styles=STYLES, scripts=SCRIPTS,
-        data=_data(runs, found_arms, found, changed, picked),
-    )  # fmt: skip
-    write_parts(target, parts)
-    _warn(left_out, target)
+    _write(target, "comparison.html", _Content(runs, found_arms, picked, changed), {
+        "title": paths[0].resolve().name if len(paths) == 1 else "Comparison",
+        "subtitle": " · ".join(told),
+        "runs": runs_table(runs, found_arms) if runs else None,
+        "means": means_table(runs, found_arms),
+        "differences": differences_table(runs),
+    })  # fmt: skip
     return target
 
 
-def _warn(sentences: Sequence[str], file: Path) -> None:
-    """Says in a warning what a page is not made from, for those who do not open it."""
-    told = list(dict.fromkeys(sentences))
-    if told:
-        rest = f"; and {len(told) - 1} more: see the page" if len(told) > 1 else ""
-        _log.warning("%s leaves out what is damaged: %s%s", file, told[0], rest)
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What both kinds of pages have."""
+
+    runs: Sequence[RunFigures]
+    arms: Sequence[Arm]
+    picked: Picked
+    flips: Sequence[flips.Flips]
+
+    def data(self, found: Sorted) -> Iterator[Block]:
+        """Yields what the page's scripts read. `found`: the charts."""
+        places = {run: number for number, arm in enumerate(self.arms) for run in arm.runs}
+        report = {
+            "runs": [{"name": run.name, "arm": places[i]} for i, run in enumerate(self.runs)],
+            "arms": [arm.label for arm in self.arms],
+            "charts": plain_charts(found),
+            "clocks": [thin_clock(run.clock) for run in self.runs],
+            "flips": [one.plain() for one in self.flips],
+        }
+        yield Block("report-data", as_json(report))
+        yield from self.picked.blocks([run.name for run in self.runs])
 
 
-def _questions(found: Sorted, beside: Callable[[str], str]) -> Sections:
-    """Returns a section for each question: a place for its charts, what else answers it, and what never changes."""
-    out = []
-    asked = {chart.question for chart in found.charts}
-    for question, heading in QUESTIONS.items():
-        charts = f'<div class="charts" data-question="{question}"></div>' if question in asked else ""
-        out.append((heading, charts + beside(question) + tables.constants(found.constants.get(question, []))))
-    return out
-
-
-def _beside(run: RunFigures, question: str) -> str:
-    """Returns what answers a question beside the charts."""
-    if question == VERIFY:
-        return tables.confusions(run)
-    return tables.times(run) + tables.refits(run) if question == TIME else ""
-
-
-def _rollouts(picked: Picked) -> str:
-    return '<div id="rollout-list"></div>' if len(picked.index) else ""
-
-
-def _data(
-    runs: Sequence[RunFigures], found_arms: Sequence[Arm], found: Sorted, changed: Sequence[flips.Flips], picked: Picked
-) -> Iterator[Block]:
-    """Yields what the page's scripts read."""
-    places = arm_places(found_arms, len(runs))
-    yield Block(
-        "report-data",
-        as_json(
-            {
-                "runs": [{"name": run.name, "arm": places[i]} for i, run in enumerate(runs)],
-                "arms": [arm.label for arm in found_arms],
-                "charts": plain_charts(found),
-                "clocks": [thin_clock(run.clock) for run in runs],
-                "flips": [one.plain() for one in changed],
-            }
-        ),
-    )
-    yield from picked.blocks([run.name for run in runs])
+def _write(target: Path, template: str, content: _Content, values: Mapping[str, Any]) -> None:
+    """Writes a page, and warns of what is damaged. `values`: what the template shows beside the content."""
+    found = sort_curves(content.runs)
+    damage = list(dict.fromkeys(sentence for run in content.runs for sentence in run.record.damage))
+    shown = {"sorted": found, "questions": QUESTIONS, "left_out": damage, "rollouts": len(content.picked.index)}
+    write_page(
+        target, template, {**values, **shown, "flips": content.flips}, styles=STYLES, scripts=SCRIPTS,
+        data=content.data(found),
+    )  # fmt: skip
+    if damage:
+        rest = f"; and {len(damage) - 1} more: see the page" if len(damage) > 1 else ""
+        _log.warning("%s leaves out what is damaged: %s%s", target, damage[0], rest)

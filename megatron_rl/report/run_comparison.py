@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from megatron_rl.report import record
-from megatron_rl.report.html_page import show, table
+from megatron_rl.report.html_page import show
 from megatron_rl.report.reading import RunFigures, read_run
 from megatron_rl.report.run_sections import HAS_DIRECTION, LOWER_IS_BETTER
 from megatron_rl.run.directory import FREE_KEYS, SWEEP
@@ -105,25 +105,26 @@ def interval(values: Sequence[float]) -> float | None:
     return quantile * stdev(values) / math.sqrt(len(values))
 
 
-def runs_table(runs: Sequence[RunFigures], found: Sequence[Arm]) -> str:
-    """Returns a table of the runs' states and last figures."""
-    names, lines, best = _names(runs), [], _best(runs)
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of a page: the names of its columns, and its rows as the template takes them."""
+
+    heads: Sequence[str]
+    rows: Sequence[Any]
+
+
+def runs_table(runs: Sequence[RunFigures], found: Sequence[Arm]) -> Table:
+    """Returns a table of the runs' states and last figures, with rows (name, cells, [(last value, is it the best)])."""
+    names, rows, best = _names(runs), [], _best(runs)
     arm_of = {place: arm.label for arm in found for place in arm.runs}
     for place, run in enumerate(runs):
-        own = ends(run)
-        turns = run.turns
+        own, turns = ends(run), run.turns
         state = "finished" if run.finished else f"{turns} turns so far" if turns else "not begun"
         state = f"failed after {turns} turns" if run.failed else state
         seed = {**run.settings, **run.changes}.get(SEED, "")
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in (arm_of[place], str(seed), state))
-        cells += "".join(_end_cell(own.get(name), best.get(name)) for name in names)
-        lines.append(f'<tr><th scope="row">{escape(run.name)}</th>{cells}</tr>')
-    return table(("run", "settings", "seed", "", *names), "".join(lines))
-
-
-def _end_cell(value: float | None, best: float | None) -> str:
-    kind = ' class="best"' if value is not None and value == best else ""
-    return f"<td{kind}>{'' if value is None else show(value)}</td>"
+        values = [(own.get(name), name in own and own[name] == best.get(name)) for name in names]
+        rows.append((run.name, [arm_of[place], str(seed), state], values))
+    return Table(["run", "settings", "seed", "", *names], rows)
 
 
 def _best(runs: Sequence[RunFigures]) -> dict[str, float]:
@@ -137,39 +138,31 @@ def _best(runs: Sequence[RunFigures]) -> dict[str, float]:
     return {name: value for name, value in best.items() if len(set(found[name])) > 1}
 
 
-def means_table(runs: Sequence[RunFigures], found: Sequence[Arm]) -> str:
-    """Returns a table of means over the runs of each arm with their 95 % intervals; nothing without several seeds.
+def means_table(runs: Sequence[RunFigures], found: Sequence[Arm]) -> Table | None:
+    """Returns a table of means over the runs of each arm with their 95 % intervals; None without several seeds.
 
-    A mean is over the runs that have the figure; where these are not all that have begun it says how many they are.
+    A mean is over the runs that have the figure. Where these are not all that have begun, the cell says how many they
+    are.
     """
     if all(len(arm.runs) < 2 for arm in found):
-        return ""
-    names, lines = _names(runs), []
+        return None
+    names, rows = _names(runs), []
     for arm in found:
         begun = [own for own in (ends(runs[place]) for place in arm.runs) if own]
         seeds = str(len(begun)) if len(begun) == len(arm.runs) else f"{len(begun)} of {len(arm.runs)}"
-        cells = [arm.label, seeds, *(_mean([o[name] for o in begun if name in o], len(begun)) for name in names)]
-        lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    note = "± is half of the 95 % interval of the mean over seeds, by Student's t."
-    return table(("settings", "seeds", *names), "".join(lines)) + f'<p class="meta">{note}</p>'
+        rows.append([arm.label, seeds, *(_mean([o[name] for o in begun if name in o], len(begun)) for name in names)])
+    return Table(["settings", "seeds", *names], rows)
 
 
-def differences_table(runs: Sequence[RunFigures]) -> str:
-    """Returns a table of the settings that differ; nothing where none do."""
-    found, lines = differences(runs), []
-    for name, values in found.items():
-        if len(runs) <= MAX_COLUMNS:
-            cells = ["" if value is None else show(value) for value in values]
-        else:
-            counts: dict[str, int] = {}
-            for value in values:
-                text = "not set" if value is None else show(value)
-                counts[text] = counts.get(text, 0) + 1
-            cells = [", ".join(f"{text} ({count} runs)" for text, count in counts.items())]
-        row = "".join(f"<td>{escape(cell[:300])}</td>" for cell in cells)
-        lines.append(f'<tr><th scope="row">{escape(name)}</th>{row}</tr>')
-    heads = [run.name for run in runs] if len(runs) <= MAX_COLUMNS else ["values"]
-    return table(("setting", *heads), "".join(lines)) if lines else ""
+def differences_table(runs: Sequence[RunFigures]) -> Table:
+    """Returns a table of the settings that differ, with rows (setting, cells)."""
+    rows, wide = [], len(runs) > MAX_COLUMNS
+    for name, values in differences(runs).items():
+        texts = ["" if value is None else show(value) for value in values]
+        counts = Counter(text or "not set" for text in texts)
+        cells = [", ".join(f"{text} ({count} runs)" for text, count in counts.items())] if wide else texts
+        rows.append((name, [cell[:300] for cell in cells]))
+    return Table(["setting", *(["values"] if wide else [run.name for run in runs])], rows)
 
 
 def _names(runs: Sequence[RunFigures]) -> list[str]:
@@ -183,9 +176,3 @@ def _mean(values: Sequence[float], runs: int) -> str:
     half = interval(values)
     spread = f" ± {half:.2g}" if half is not None else ""
     return f"{fmean(values):.4g}{spread}" + (f" ({len(values)} runs)" if len(values) < runs else "")
-
-
-def arm_places(found: Sequence[Arm], count: int) -> list[int]:
-    """Returns for each of `count` runs the place of its arm."""
-    places: Mapping[int, int] = {run: number for number, arm in enumerate(found) for run in arm.runs}
-    return [places[run] for run in range(count)]

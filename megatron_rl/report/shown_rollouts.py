@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.report.curves import rounded_float
-from megatron_rl.report.html_page import Block, as_json
+from megatron_rl.report.html_page import Block, as_json, shortened
 from megatron_rl.report.record import RunRecord
 from megatron_rl.rewards.verdicts import final_verdict
 
@@ -185,19 +185,14 @@ def texts(row: Row) -> dict[str, Any]:
         "episode": row["episode"],
         "pieces": [_piece(piece) for piece in (row["pieces"] or ())[:MAX_PIECES]],
     }
-    cut = {name: _cut(value) if isinstance(value, str) else value for name, value in found.items()}
+    cut = {name: shortened(value, MAX_CHARACTERS) if isinstance(value, str) else value for name, value in found.items()}
     if cut["steps"]:
-        cut["steps"] = [_cut(step) for step in cut["steps"]]
+        cut["steps"] = [shortened(step, MAX_CHARACTERS) for step in cut["steps"]]
     return {name: value for name, value in cut.items() if value not in (None, [], {}, "")}
 
 
 def _piece(piece: Row) -> list[Any]:
-    return [piece["author"], piece["tokens"], _finite(piece["advantage"]), _cut(piece["text"])]
-
-
-def _cut(text: str) -> str:
-    more = len(text) - MAX_CHARACTERS
-    return text if more <= 0 else f"{text[:MAX_CHARACTERS]} … ({more} more characters)"
+    return [piece["author"], piece["tokens"], _finite(piece["advantage"]), shortened(piece["text"], MAX_CHARACTERS)]
 
 
 def _packed(rows: Sequence[dict[str, Any]]) -> str:

@@ -82,7 +82,7 @@ def test_faults_a_run_that_failed_is_called_so_by_status_report_and_result(make,
     assert f"{run}: failed; 0 of 2 turns" in (said := " ".join(shown(run).split()))
     assert f"its last start failed: {' '.join(found.failed.split())}" in said
     assert f"The run failed: {found.failed[:40]}" in write_report(run).read_text()
-    assert "failed after 0 turns" in runs_table([read_run(run)], arms([read_run(run)]))
+    assert "failed after 0 turns" in str(runs_table([read_run(run)], arms([read_run(run)])))
     place.unlink()
     mended = trainer.train()
     assert mended.finished and mended.failed is None and "start failed" not in shown(run)

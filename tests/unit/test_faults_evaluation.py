@@ -139,7 +139,7 @@ def test_faults_evaluations_stand_at_the_turn_that_they_measure(run):
     assert list(curve.turns) == [-1, 1, 2] and list(found.clock.turns) == [-1, 0, 1, 1, 2, 2]
     assert thin(curve, 1).x == [-1, 1, 2] and thin(curve, 4).x == [-1, 0]
     assert thin_clock(found.clock)["turn"] == [-1, 0, 1, 2] and thin_clock(found.clock)["step"] == [0, 1, 1, 2]
-    assert "3 turns so far" in runs_table([found], arms([found]))
+    assert "3 turns so far" in str(runs_table([found], arms([found])))
 
 
 def test_faults_a_first_evaluation_is_no_turn(tmp_path):
@@ -148,5 +148,5 @@ def test_faults_a_first_evaluation_is_no_turn(tmp_path):
         tracker.log(0, "eval", {"g/accuracy_sampled": 0.1}, turn=0)
         assert 'megatron_rl_turn{scope="eval"} 0' in sink.text(), "turns count from 1 there"
     found = read_run(directory.path)
-    assert "not begun" in runs_table([found], arms([found]))
+    assert "not begun" in str(runs_table([found], arms([found])))
     assert thin_clock(found.clock) == {"turn": [-1], "step": [0], "hours": [0.0]}
