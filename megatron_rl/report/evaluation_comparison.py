@@ -54,8 +54,9 @@ def compare(files: Sequence[Path]) -> list[Compared]:
             own = scores.get(measure, {})
             pairs = [(name, a, own[name]) for name, a in sets.items() if a.keys() & own.get(name, {}).keys()]
             if len(pairs) > 1:
-                whole = ({f"{pair[0]}/{p}": v for pair in pairs for p, v in pair[i].items()} for i in (1, 2))
-                pairs.append(("all", *whole))
+                first_all = {f"{name}/{p}": v for name, a, _ in pairs for p, v in a.items()}
+                second_all = {f"{name}/{p}": v for name, _, b in pairs for p, v in b.items()}
+                pairs.append(("all", first_all, second_all))
             out += [_compared(names[0], second, name, measure, a, b) for name, a, b in pairs]
         if len(out) == count:
             raise ConfigError(

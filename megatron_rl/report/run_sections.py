@@ -183,7 +183,7 @@ def pairs(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     flat = flatten(summary)
     names = [key.removesuffix("_start") for key in flat if key.endswith("_start")]
     both = {name: (flat[f"{name}_start"], flat.get(f"{name}_end")) for name in names if "_num_" not in name}
-    return {name: (start, end) for name, (start, end) in both.items() if _is_number(start) and _is_number(end)}
+    return {name: (values[0], values[1]) for name, values in both.items() if all(map(_is_number, values))}
 
 
 def confusions(run: RunFigures) -> list[VerdictCounts]:
