@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatron_rl.report.reading import SFT, Curve, RunFigures, flatten
 from megatron_rl.run.console import COLUMNS
@@ -183,7 +183,7 @@ def pairs(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     flat = flatten(summary)
     names = [key.removesuffix("_start") for key in flat if key.endswith("_start")]
     both = {name: (flat[f"{name}_start"], flat.get(f"{name}_end")) for name in names if "_num_" not in name}
-    return {name: (values[0], values[1]) for name, values in both.items() if all(map(_is_number, values))}
+    return {name: (start, end) for name, (start, end) in both.items() if _is_number(start) and _is_number(end)}
 
 
 def confusions(run: RunFigures) -> list[VerdictCounts]:
@@ -283,7 +283,7 @@ def _reward_gain(run: RunFigures, role: str) -> Gain | None:
     return None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
