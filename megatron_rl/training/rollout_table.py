@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
+import safetensors.numpy
 
 from megatron_rl.types import STEP, Author, Marks, Rollout, Stop
 
@@ -20,20 +21,6 @@ def _values_of(kind: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("element", kind, nullable=False))
 
 
-_MARK = pa.struct(
-    [
-        pa.field("label", pa.string(), nullable=False),
-        pa.field("ranges", _values_of(pa.int32()), nullable=False),  # start, end, start, end, ...
-        pa.field("scores", _values_of(pa.float64())),
-    ]
-)
-_VALUE = pa.struct(
-    [
-        pa.field("type", pa.string(), nullable=False),  # float32 or int32
-        pa.field("shape", _values_of(pa.int32()), nullable=False),
-        pa.field("numbers", pa.large_binary(), nullable=False),
-    ]
-)
 _PIECE = pa.struct(
     [
         pa.field("author", pa.int8(), nullable=False),
@@ -71,19 +58,14 @@ EXACT = pa.schema(
     [
         ("tokens", _values_of(pa.int32())),
         ("logprobs", _values_of(pa.float32())),
-        ("spans", _values_of(pa.int32())),  # start, end, author, version, start, ...
         ("payload", pa.string()),  # JSON
-        ("marks", pa.list_(pa.field("element", _MARK, nullable=False))),
-        ("advantages", _values_of(pa.float32())),  # null: `advantage` is the one of all tokens, or none was assigned
-        ("partner_weight", pa.float64()),
-        ("values", pa.map_(pa.string(), pa.field("value", _VALUE, nullable=False))),
-        ("experts", pa.large_binary()),  # int16
-        ("experts_shape", pa.list_(pa.int32())),
+        ("names", pa.string()),  # JSON: the names of rewards, values and marks, in order
+        ("arrays", pa.large_binary()),  # safetensors: all other arrays and numbers, see _arrays
     ]
 )
 SCHEMA = pa.schema([*READABLE, *EXACT])
 # columns whose rows are often equal
-REPEATED = ["role", "group", "question", "answer", "prompt", "stop", "payload", "seat", "episode"]
+REPEATED = ["role", "group", "question", "answer", "prompt", "stop", "payload", "seat", "episode", "names"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,42 +124,48 @@ def pieces_of(rollout: Rollout) -> list[TextPiece]:
 def to_table(turn: int, rollouts: Sequence[Rollout], texts: Sequence[RolloutText] | None) -> pa.Table:
     """Returns one row per rollout. `texts`: of each rollout; None leaves the readable texts out.
 
-    Raises TypeError for a payload that is not JSON, and for values and experts of another type than their column's.
+    Raises TypeError for a payload that is not JSON.
     """
-    columns = {**_exact_columns(rollouts), **_readable_columns(turn, rollouts, texts)}
-    return pa.Table.from_arrays([_as(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
+    rows = [_readable(turn, r, None if texts is None else texts[i]) for i, r in enumerate(rollouts)]
+    columns = {
+        **dict(zip(READABLE.names, pa.Table.from_pylist(rows, READABLE).columns, strict=True)),
+        "tokens": _lists([r.tokens for r in rollouts]),
+        "logprobs": _lists([r.logprobs for r in rollouts]),
+        "payload": pa.array([_payload(r) for r in rollouts], pa.string()),
+        "names": pa.array([json.dumps([list(r.rewards), list(r.values), list(r.marks)]) for r in rollouts]),
+        "arrays": pa.array([safetensors.numpy.save(_arrays(r)) for r in rollouts], pa.large_binary()),
+    }
+    return pa.table({name: columns[name] for name in SCHEMA.names}, schema=SCHEMA)
 
 
 def from_table(table: pa.Table) -> list[Rollout]:
-    """Returns the rollouts of rows that `to_table` made. Raises ValueError, KeyError or TypeError for damaged ones."""
-    column = {name: _one_array(table.column(name)) for name in table.column_names}
-    arrays = {name: _split(column[name]) for name in ("tokens", "logprobs", "spans", "advantages")}
-    rewards = _split_map(column["rewards"], column["rewards"].items.to_pylist())
-    values = _split_map(column["values"], _read_values(column["values"].items))
-    plain = {
-        name: column[name].to_pylist() for name in ("role", "group", "stop", "payload", "advantage", "partner_weight")
-    }
+    """Returns the rollouts of rows that `to_table` made. Raises ValueError, KeyError or TypeError for damaged rows."""
+    column = {name: table.column(name) for name in table.column_names}
+    plain = {name: column[name].to_pylist() for name in ("role", "group", "stop", "payload", "names")}
     payloads = {text: json.loads(text) for text in set(plain["payload"])}  # the rollouts of a group share theirs
-    shapes = column["experts_shape"].to_pylist()
-    marks, experts = _read_marks(column["marks"]), _read_bytes(column["experts"], ["int16"] * len(shapes), shapes)
-    return [
-        Rollout(
+    tokens, logprobs = _split(column["tokens"]), _split(column["logprobs"])
+    out = []
+    for i in range(table.num_rows):
+        arrays = safetensors.numpy.load(column["arrays"][i].as_buffer().to_pybytes())
+        rewards, values, marks = json.loads(plain["names"][i])
+        partner_weight, *scores = arrays["numbers"].tolist()
+        advantages = arrays.get("advantages")
+        out.append(Rollout(
             role=plain["role"][i],
             group=plain["group"][i],
-            tokens=arrays["tokens"][i],
-            logprobs=arrays["logprobs"][i],
-            spans=arrays["spans"][i].reshape(-1, 4),
+            tokens=tokens[i],
+            logprobs=logprobs[i],
+            spans=arrays["spans"],
             stop=Stop(plain["stop"][i]),
             payload=payloads[plain["payload"][i]],
-            rewards=dict(rewards[i]),
-            marks=marks[i],
-            advantages=plain["advantage"][i] if arrays["advantages"][i] is None else arrays["advantages"][i],
-            partner_weight=plain["partner_weight"][i],
-            values=dict(values[i]),
-            experts=experts[i],
-        )
-        for i in range(table.num_rows)
-    ]
+            rewards=dict(zip(rewards, scores, strict=True)),
+            marks={name: Marks(arrays[f"ranges.{k}"], arrays.get(f"scores.{k}")) for k, name in enumerate(marks)},
+            advantages=advantages.item() if advantages is not None and advantages.ndim == 0 else advantages,
+            partner_weight=partner_weight,
+            values={name: arrays[f"values.{k}"] for k, name in enumerate(values)},
+            experts=arrays.get("experts"),
+        ))  # fmt: skip
+    return out
 
 
 def num_bytes(rollout: Rollout) -> int:
@@ -186,178 +174,71 @@ def num_bytes(rollout: Rollout) -> int:
     return sum(a.nbytes for a in (*arrays, *rollout.values.values()) if isinstance(a, np.ndarray))
 
 
-def _exact_columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    per_token = [r.advantages if isinstance(r.advantages, np.ndarray) else None for r in rollouts]
-    return {
-        "tokens": _lists([r.tokens for r in rollouts], np.int32),
-        "logprobs": _lists([r.logprobs for r in rollouts], np.float32),
-        "spans": _lists([r.spans for r in rollouts], np.int32),
-        "payload": _payloads(rollouts),
-        "marks": _mark_column(rollouts),
-        "advantages": _lists(per_token, np.float32),
-        "partner_weight": [float(r.partner_weight) for r in rollouts],
-        "values": _map_column([r.values for r in rollouts], _value_column),
-        "experts": _bytes([r.experts for r in rollouts], "experts", (np.int16,)),
-        "experts_shape": [None if r.experts is None else list(r.experts.shape) for r in rollouts],
+def _arrays(rollout: Rollout) -> dict[str, np.ndarray]:
+    """Returns all arrays and numbers but tokens and log-probs. An advantage that all tokens share has no axis."""
+    arrays = {"spans": rollout.spans, "numbers": np.array([rollout.partner_weight, *rollout.rewards.values()])}
+    if rollout.advantages is not None:
+        arrays["advantages"] = np.asarray(rollout.advantages)
+    if rollout.experts is not None:
+        arrays["experts"] = rollout.experts
+    arrays |= {f"values.{k}": value for k, value in enumerate(rollout.values.values())}
+    for k, mark in enumerate(rollout.marks.values()):
+        arrays[f"ranges.{k}"] = mark.ranges
+        if mark.scores is not None:
+            arrays[f"scores.{k}"] = mark.scores
+    return {name: np.ascontiguousarray(array) if array.ndim else array for name, array in arrays.items()}
+
+
+def _payload(rollout: Rollout) -> str:
+    try:
+        return json.dumps(dict(rollout.payload))
+    except TypeError as error:
+        raise TypeError(
+            f"group {rollout.group!r}: its payload is not JSON ({error}); keep text, numbers, lists and mappings in it"
+        ) from None
+
+
+def _readable(turn: int, rollout: Rollout, text: RolloutText | None) -> dict[str, Any]:
+    """Returns the columns of a rollout that people read."""
+    payload, steps, correct = rollout.payload, rollout.marks_of(STEP), rollout.payload.get("correct")
+    row: dict[str, Any] = {
+        "turn": turn,
+        "role": rollout.role,
+        "group": rollout.group,
+        "stop": rollout.stop.value,
+        "version": rollout.version,
+        "num_tokens": rollout.length,
+        "correct": None if correct is None else bool(correct),
+        "rewards": list(rollout.rewards.items()),
+        "verdicts": _verdicts(payload.get("verdicts")),
+        "step_rewards": [] if steps.scores is None else steps.scores.tolist(),
+        "step_advantages": _step_advantages(rollout, steps.ranges),
+        "advantage": _advantage(rollout),
+        "seat": _text(payload.get("seat")),
+        "episode": _text(payload.get("episode")),
     }
+    if text is not None:
+        row |= {name: _text(payload.get(name)) for name in ("question", "answer", "review")}
+        row |= {"prompt": text.prompt, "text": text.text, "steps": list(text.steps)}
+        row["pieces"] = [
+            {"author": own.author, "tokens": own.end - own.first, "advantage": own.advantage, "text": said}
+            for own, said in text.pieces
+        ] or None
+    return row
 
 
-def _readable_columns(turn: int, rollouts: Sequence[Rollout], texts: Sequence[RolloutText] | None) -> dict[str, Any]:
-    none = [None] * len(rollouts)
-    payloads = [r.payload for r in rollouts]
-    steps = [r.marks_of(STEP) for r in rollouts]
-    return {
-        "turn": [turn] * len(rollouts),
-        "role": [r.role for r in rollouts],
-        "group": [r.group for r in rollouts],
-        "question": none if texts is None else [_text(p.get("question")) for p in payloads],
-        "answer": none if texts is None else [_text(p.get("answer")) for p in payloads],
-        "prompt": none if texts is None else [own.prompt for own in texts],
-        "text": none if texts is None else [own.text for own in texts],
-        "stop": [r.stop.value for r in rollouts],
-        "version": [r.version for r in rollouts],
-        "num_tokens": [r.length for r in rollouts],
-        "correct": [None if (right := p.get("correct")) is None else bool(right) for p in payloads],
-        "rewards": _map_column([r.rewards for r in rollouts], lambda found: pa.array(np.array(found, np.float64))),
-        "steps": none if texts is None else [list(own.steps) for own in texts],
-        "verdicts": [_verdicts(p.get("verdicts")) for p in payloads],
-        "step_rewards": _lists([m.scores if m.scores is not None else np.empty(0) for m in steps], np.float64),
-        "step_advantages": [_step_advantages(r, m.ranges) for r, m in zip(rollouts, steps, strict=True)],
-        "advantage": [_advantage(r) for r in rollouts],
-        "review": none if texts is None else [_text(p.get("review")) for p in payloads],
-        "seat": [_text(p.get("seat")) for p in payloads],
-        "episode": [_text(p.get("episode")) for p in payloads],
-        "pieces": none if texts is None else [_pieces(own.pieces) for own in texts],
-    }
+def _lists(arrays: Sequence[np.ndarray]) -> pa.ListArray:
+    """Returns one list per array, over one buffer."""
+    offsets = np.concatenate([[0], np.cumsum([array.size for array in arrays], dtype=np.int64)]).astype(np.int32)
+    flat = pa.array(np.concatenate(arrays))
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, type=_values_of(flat.type))
 
 
-def _pieces(pieces: Sequence[tuple[TextPiece, str]]) -> list[dict[str, Any]] | None:
-    """Returns the pieces as rows of the table; None where the text is not cut."""
-    return [
-        {"author": own.author, "tokens": own.end - own.first, "advantage": own.advantage, "text": text}
-        for own, text in pieces
-    ] or None
-
-
-def _lists(arrays: Sequence[np.ndarray | None], dtype: type[np.generic]) -> pa.ListArray:
-    """Returns one list per array, null for None, over one buffer.
-
-    Raises TypeError for an array of another type: it would lose bits.
-    """
-    for array in arrays:
-        if array is not None and array.dtype != dtype:
-            raise TypeError(f"an array of {array.dtype} where the store keeps {np.dtype(dtype)}: convert it first")
-    lengths = [0 if array is None else array.size for array in arrays]
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32)
-    flat = np.concatenate([np.empty(0, dtype), *(a.reshape(-1) for a in arrays if a is not None)])
-    absent = np.array([array is None for array in arrays], np.bool_)
-    mask = pa.array(absent) if absent.any() else None
-    kind = _values_of(pa.from_numpy_dtype(np.dtype(dtype)))
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=kind, mask=mask)
-
-
-def _map_column(rows: Sequence[Mapping[str, Any]], values: Any) -> pa.MapArray:
-    """Returns one map per row. `values` turns all rows' values, one after the other, into an Arrow array."""
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)]).astype(np.int32)
-    names = pa.array([name for row in rows for name in row], pa.string())
-    return pa.MapArray.from_arrays(pa.array(offsets), names, values([v for row in rows for v in row.values()]))
-
-
-def _mark_column(rollouts: Sequence[Rollout]) -> pa.ListArray:
-    named = [list(r.marks.items()) for r in rollouts]
-    offsets = np.concatenate([[0], np.cumsum([len(found) for found in named], dtype=np.int64)]).astype(np.int32)
-    marks = [mark for found in named for _, mark in found]
-    fields = [
-        pa.array([label for found in named for label, _ in found], pa.string()),
-        _lists([mark.ranges for mark in marks], np.int32),
-        _lists([mark.scores for mark in marks], np.float64),
-    ]
-    structs = pa.StructArray.from_arrays(fields, fields=list(_MARK))
-    return pa.ListArray.from_arrays(pa.array(offsets), structs, type=SCHEMA.field("marks").type)
-
-
-def _read_marks(column: pa.ListArray) -> list[dict[str, Marks]]:
-    structs = column.values
-    labels, ranges, scores = (structs.field(name) for name in ("label", "ranges", "scores"))
-    marks = [Marks(a.reshape(-1, 2), b) for a, b in zip(_split(ranges), _split(scores), strict=True)]
-    named = list(zip(labels.to_pylist(), marks, strict=True))
-    offsets = column.offsets.to_numpy()
-    return [dict(named[a:b]) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
-
-
-def _value_column(values: Sequence[np.ndarray]) -> pa.StructArray:
-    shapes = [np.array(value.shape, np.int32) for value in values]
-    fields = [
-        pa.array([value.dtype.name for value in values], pa.string()),
-        _lists(shapes, np.int32),
-        _bytes(values, "values", (np.float32, np.int32)),
-    ]
-    return pa.StructArray.from_arrays(fields, fields=list(_VALUE))
-
-
-def _read_values(column: pa.StructArray) -> list[Any]:
-    kinds, shapes, numbers = (column.field(name) for name in ("type", "shape", "numbers"))
-    return _read_bytes(numbers, kinds.to_pylist(), shapes.to_pylist())
-
-
-def _bytes(arrays: Sequence[np.ndarray | None], what: str, kinds: Sequence[type]) -> pa.LargeBinaryArray:
-    """Returns the arrays' bytes over one buffer, null for None. Raises TypeError for an array of another kind."""
-    for array in arrays:
-        if array is not None and array.dtype not in kinds:
-            names = " or ".join(np.dtype(kind).name for kind in kinds)
-            raise TypeError(f"{what} of type {array.dtype}: the store keeps {names}, convert them first")
-    if all(array is None for array in arrays):
-        return pa.nulls(len(arrays), pa.large_binary())
-    offsets = np.concatenate([[0], np.cumsum([0 if a is None else a.nbytes for a in arrays], dtype=np.int64)])
-    flat = np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays if a is not None])
-    valid = pa.array([a is not None for a in arrays]).buffers()[1]
-    buffers = [valid, pa.py_buffer(offsets), pa.py_buffer(flat)]
-    return pa.Array.from_buffers(pa.large_binary(), len(arrays), buffers)
-
-
-def _read_bytes(column: pa.LargeBinaryArray, kinds: Sequence[str], shapes: Sequence[Any]) -> list[np.ndarray | None]:
-    """Returns the arrays of a column of bytes, which may be written to; None where there is no shape."""
-    return [
-        None if shape is None else np.frombuffer(bytearray(cell.as_buffer()), kind).reshape(shape)
-        for cell, kind, shape in zip(column, kinds, shapes, strict=True)
-    ]
-
-
-def _split(column: pa.ListArray) -> list[Any]:
-    """Returns one array per row, views of one buffer that may be written to; None for null."""
-    offsets, values = column.offsets.to_numpy(), np.array(column.values.to_numpy(zero_copy_only=False))
-    valid = column.is_valid().to_numpy(zero_copy_only=False)
-    return [values[a:b] if there else None for a, b, there in zip(offsets[:-1], offsets[1:], valid, strict=True)]
-
-
-def _split_map(column: pa.MapArray, items: Sequence[Any]) -> list[list[tuple[str, Any]]]:
-    """Returns one list of (name, item) per row; `items` are those of all rows, one after the other."""
-    named = list(zip(column.keys.to_pylist(), items, strict=True))
-    offsets = column.offsets.to_numpy()
-    return [named[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
-
-
-def _one_array(column: pa.ChunkedArray) -> Any:
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks or [pa.nulls(0, column.type)])
-
-
-def _as(column: Any, kind: pa.DataType) -> pa.Array:
-    return column.cast(kind) if isinstance(column, pa.Array) else pa.array(column, kind)
-
-
-def _payloads(rollouts: Sequence[Rollout]) -> list[str]:
-    """Returns each payload as JSON text. Rollouts of one problem share one mapping, which is written out once."""
-    texts: dict[int, str] = {}
-    for rollout in rollouts:
-        if id(rollout.payload) not in texts:
-            try:
-                texts[id(rollout.payload)] = json.dumps(dict(rollout.payload))
-            except TypeError as error:
-                raise TypeError(
-                    f"group {rollout.group!r}: its payload is not JSON ({error}); "
-                    "keep text, numbers, lists and mappings in it"
-                ) from None
-    return [texts[id(rollout.payload)] for rollout in rollouts]
+def _split(column: pa.ChunkedArray) -> list[np.ndarray]:
+    """Returns one array per row. The arrays are views of one buffer that may be written to."""
+    lists = cast(pa.ListArray, column.combine_chunks())
+    offsets, values = lists.offsets.to_numpy(), np.array(lists.values.to_numpy())
+    return [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
 
 
 def _verdicts(found: Sequence[Any] | None) -> list[int | None] | None:

@@ -15,9 +15,12 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from safetensors import SafetensorError
 
+from megatron_rl.run.disk import push
 from megatron_rl.run.lines import RESUME, DiskError
 from megatron_rl.training.rollout_table import (
+    EXACT,
     READABLE,
     REPEATED,
     SCHEMA,
@@ -30,7 +33,7 @@ from megatron_rl.training.rollout_table import (
 from megatron_rl.training.turns import Played, Turn
 from megatron_rl.types import STEP, Rollout
 
-FORMAT = 3  # of a file; a file of another format is not read
+FORMAT = 4  # of a file; a file of another format is not read
 ROLLOUTS = "rollouts"  # the directory of the turns within a run's
 CHUNK_BYTES = 32 << 20  # of arrays that are written at once
 State = dict[str, Any]  # JSON values
@@ -40,7 +43,7 @@ _HEAD = b"megatron_rl"  # key of the file's metadata
 _DIGEST_BYTES, _TAIL_BYTES = 16, 8  # before the footer, and after it: its length and Parquet's magic number
 _UNREADABLE = (
     OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError, RecursionError,
-    AttributeError, pa.ArrowException,
+    AttributeError, pa.ArrowException, SafetensorError,
 )  # fmt: skip
 _log = logging.getLogger(__name__)
 
@@ -84,10 +87,9 @@ class Waiting:
 class TurnStore:
     """The files turn_000012.parquet in one directory, written and removed by one driver.
 
-    A file stays until a complete checkpoint holds its turn, so that a killed run plays nothing twice. Afterwards it
-    stays
-    when its number is a multiple of `keep_every` (0: never). The texts of such a turn are decoded, by `decode`, for
-    the report.
+    A file stays until a complete checkpoint holds its turn, so that a killed run plays no turn twice. Afterwards the
+    file stays when its number is a multiple of `keep_every` (0: never). The texts of such a turn are decoded, by
+    `decode`, for the report.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class TurnStore:
             "fingerprint": self._fingerprint,
             "kept": kept,
             "rows": {role: len(rollouts) for role, rollouts in played.rollouts.items()},
-            "metrics": _plain_numbers(played.metrics),
+            "metrics": {role: {name: float(v) for name, v in own.items()} for role, own in played.metrics.items()},
             "state": state,
         }
         tables = _tables(turn.number, played, self._decode if kept else None)
@@ -133,9 +135,8 @@ class TurnStore:
     def get(self, turn: Turn) -> tuple[Played, State] | None:
         """Returns what `put` was given for the turn; None when the turn is to be played.
 
-        That is so when there is no file, when it was played under other settings or for other roles, and, with a
-        warning,
-        when it is damaged.
+        A turn is to be played when it has no file, when it was played under other settings or for other roles, and,
+        with a warning, when its file is damaged.
         """
         path = self.path(turn.number)
         if not path.is_file():
@@ -182,8 +183,10 @@ class TurnStore:
         """
         for path in turn_files(self.directory):
             number = turn_number(path)
-            if self._dropped <= number < before and not self.keeps(number) and not _was_kept(path):
-                path.unlink()
+            if self._dropped <= number < before and not self.keeps(number):
+                head = _head_of(path, "it is removed")
+                if head is None or not head.kept:
+                    path.unlink()
         self._dropped = max(self._dropped, before)
 
     def clean(self, number: int, *, fresh: bool = False) -> Waiting:
@@ -258,18 +261,13 @@ def read_rows(path: Path, role: str | None = None) -> list[dict[str, Any]]:
 def _tables(number: int, played: Played, decode: Decode | None) -> Iterator[pa.Table]:
     """Yields the rows role by role, in pieces of about CHUNK_BYTES, so that writing takes little memory."""
     for role, rollouts in played.rollouts.items():
-        for chunk in _chunks(rollouts):
-            texts = None if decode is None else _texts(role, chunk, decode)
-            yield to_table(number, chunk, texts)
-
-
-def _chunks(rollouts: Sequence[Rollout]) -> Iterator[Sequence[Rollout]]:
-    first, size = 0, 0
-    for place, rollout in enumerate(rollouts):
-        size += num_bytes(rollout)
-        if size >= CHUNK_BYTES or place == len(rollouts) - 1:
-            yield rollouts[first : place + 1]
-            first, size = place + 1, 0
+        first, size = 0, 0
+        for end, rollout in enumerate(rollouts, start=1):
+            size += num_bytes(rollout)
+            if size >= CHUNK_BYTES or end == len(rollouts):
+                chunk = rollouts[first:end]
+                yield to_table(number, chunk, None if decode is None else _texts(role, chunk, decode))
+                first, size = end, 0
 
 
 def _texts(role: str, rollouts: Sequence[Rollout], decode: Decode) -> list[RolloutText]:
@@ -290,10 +288,6 @@ def _texts(role: str, rollouts: Sequence[Rollout], decode: Decode) -> list[Rollo
     return out
 
 
-def _plain_numbers(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    return {role: {name: float(value) for name, value in figures.items()} for role, figures in metrics.items()}
-
-
 def _write(path: Path, head: str, tables: Iterator[pa.Table]) -> None:
     """Writes a file through a temporary neighbour and a rename, pushed to the disk before it has its name."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -312,20 +306,12 @@ def _write(path: Path, head: str, tables: Iterator[pa.Table]) -> None:
             for table in tables:
                 writer.write_table(table.replace_schema_metadata(schema.metadata), row_group_size=table.num_rows)
         _seal(temporary)
-        _sync(temporary)
+        push([temporary])
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    push([path.parent])
 
 
 def _seal(path: Path) -> None:
@@ -378,29 +364,18 @@ def _head_of(path: Path, consequence: str) -> _FileHead | None:
         return None
 
 
-def _was_kept(path: Path) -> bool:
-    head = _head_of(path, "it is removed")
-    return head is not None and head.kept
-
-
 def _rollouts(file: pq.ParquetFile, head: _FileHead) -> dict[str, list[Rollout]]:
     """Returns the rollouts by role, in the order that they were played in."""
-    found = [
-        rollout for group in range(file.num_row_groups) for rollout in from_table(file.read_row_group(group, _EXACTLY))
-    ]
     by_role: dict[str, list[Rollout]] = {role: [] for role in head.rows}
-    for rollout in found:
-        by_role[rollout.role].append(rollout)
+    for group in range(file.num_row_groups):
+        for rollout in from_table(file.read_row_group(group, _EXACTLY)):
+            by_role[rollout.role].append(rollout)
     if {role: len(rollouts) for role, rollouts in by_role.items()} != dict(head.rows):
         raise ValueError("its rows are not those of its roles")
     return by_role
 
 
-_EXACTLY = [
-    name
-    for name in SCHEMA.names
-    if name in {"role", "group", "stop", "rewards", "advantage"} or name not in READABLE.names
-]
+_EXACTLY = ["role", "group", "stop", *EXACT.names]  # the columns that `from_table` reads
 
 
 def _digest(content: bytes) -> bytes:

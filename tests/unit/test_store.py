@@ -114,6 +114,7 @@ def odd_rollouts() -> list[Rollout]:
         bare(tokens=[], logprobs=[], spans=[]),
         bare(spans=spans_of((2, Author.ENVIRONMENT, -1)), advantages=[1.0, 2.0]),
         bare(tokens=[2**31 - 1, 0]),
+        rollout(values={"wide": np.full(6, 1e-300)}, experts=np.zeros((5, 1, 1), np.int64)),
     ]
 
 
@@ -212,10 +213,6 @@ def test_a_payload_that_is_not_json_is_named_and_nothing_is_left(tmp_path):
     store = TurnStore(tmp_path)
     with pytest.raises(TypeError, match="group 'p1': its payload is not JSON .*set"):
         store.put(TURN, played(rollout(), rollout(payload={"a": {1, 2}})), {})
-    with pytest.raises(TypeError, match="values of type float64: the store keeps float32 or int32"):
-        store.put(TURN, played(rollout(values={"teacher": np.zeros(6)})), {})
-    with pytest.raises(TypeError, match="experts of type int64"):
-        store.put(TURN, played(rollout(experts=np.zeros((5, 1, 1), np.int64))), {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -293,7 +290,7 @@ def test_files_of_others_and_of_another_format_are_not_read(tmp_path, caplog):
     head = {**json.loads(table.schema.metadata[b"megatron_rl"]), "format": 99}
     pq.write_table(table.replace_schema_metadata({b"megatron_rl": json.dumps(head)}), path)
     store_module._seal(path)
-    assert store.get(TURN) is None and "its format is 99, and this version reads 3" in caplog.text
+    assert store.get(TURN) is None and "its format is 99, and this version reads 4" in caplog.text
 
 
 @pytest.mark.parametrize("rows", [{"generator": 1, "verifier": 2}, {"generator": 3, "verifier": 0}, {"judge": 3}])
