@@ -90,9 +90,9 @@ def sleeping(hidden: int, layers: int) -> dict[str, float]:
             RoleConfig(model=Model(path=str(Path(folder))), loss=LossConfig(kl_coef=0.0)), parallel.create(OneRank())
         )
     held, start = offload.gradient_bytes(policy.chunks), time.monotonic()
-    policy.sleep()
+    policy.memory.sleep()
     asleep, between = offload.gradient_bytes(policy.chunks), time.monotonic()
-    policy.wake()
+    policy.memory.wake()
     figures = {"sleep/seconds": between - start, "sleep/wake_seconds": time.monotonic() - between}
     dist.destroy_process_group()
     return figures | {"sleep/freed_mib": (held - asleep) / 2**20}
@@ -114,7 +114,7 @@ def saving(rank: int, folder: str, model: str) -> tuple[float, float]:
         directory.mkdir()
     dist.barrier()
     with common.FamilyPeak() as written:
-        trainee.policy.save(directory)
+        trainee.policy.state.save(directory)
     dist.destroy_process_group()
     return training.most, written.most
 

@@ -83,12 +83,12 @@ def _sleep(policy: RandomPolicy, tokens: int) -> dict[str, float]:
     shape = shapes.read_shape(str(policy.role.model.path))
     load = MicroBatchLoad(tokens=tokens)
     held = memory.training(shape, Parallel(world=1), load, Precision.gpu("bfloat16"), stage=0)
-    clock.wall_seconds(policy.sleep)  # host memory is pinned the first time
-    clock.wall_seconds(policy.wake)
+    clock.wall_seconds(policy.memory.sleep)  # host memory is pinned the first time
+    clock.wall_seconds(policy.memory.wake)
     before = torch.cuda.memory_allocated()
-    asleep_s = clock.wall_seconds(policy.sleep)
+    asleep_s = clock.wall_seconds(policy.memory.sleep)
     freed = before - torch.cuda.memory_allocated()
-    awake_s = clock.wall_seconds(policy.wake)
+    awake_s = clock.wall_seconds(policy.memory.wake)
     return {
         "said_gib": (held.gradients + held.optimizer) / 2**30,
         "freed_gib": freed / 2**30,

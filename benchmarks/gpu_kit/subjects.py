@@ -127,10 +127,10 @@ def forms_of(policy: RandomPolicy) -> dict[str, str]:
     usable, and a figure without this could not be explained."""
     triton = models.unwrap(policy.chunks[0]).triton
     return {
-        "layers": "transformer_engine" if policy._fused else "torch",
-        "attention": "transformer_engine" if policy._fused else "flash" if policy._flash else "sdpa",
+        "layers": "transformer_engine" if policy.fused else "torch",
+        "attention": "transformer_engine" if policy.fused else "flash" if policy._flash else "sdpa",
         "log_probs": "triton" if triton else "torch",
-        "gates_and_rotary": "transformer_engine" if policy._fused else "triton" if triton else "torch",
+        "gates_and_rotary": "transformer_engine" if policy.fused else "triton" if triton else "torch",
         "sums_of_gradients": "in products" if models.uses_fused_sums(policy.role.model) else "apart",
     }
 

@@ -162,7 +162,7 @@ def work_of(policy: RandomPolicy, lengths: list[int], seed: int) -> Work:
 
 def both_passes(policy: RandomPolicy, work: Work) -> None:
     """Runs the forward and backward pass of an update, without the optimizer."""
-    with policy._active():
+    with policy.active():
         for chunk in policy.chunks:
             chunk.zero_grad_buffer()
         scale = 1 / work.steps[0].denominator

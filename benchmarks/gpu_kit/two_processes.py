@@ -35,10 +35,13 @@ class Pair:
         engine scores after every refit."""
         self._folder, dtype = folder, policy.role.model.dtype
         topology = Topology(
-            sizes=policy.arch, trainer=policy.trainer_layout, engines=EngineLayout(replicas=1, whole=True), dtype=dtype
+            sizes=policy.arch,
+            trainer=policy.export.trainer_layout,
+            engines=EngineLayout(replicas=1, whole=True),
+            dtype=dtype,
         )
         settings: Any = RefitConfig(verify=verify)  # type: ignore[arg-type]
-        self._side = TrainerSide(topology, settings, policy.shards(), group=policy.groups.control)
+        self._side = TrainerSide(topology, settings, policy.export.shards(), group=policy.groups.control)
         (folder / "setup.json").write_text(
             json.dumps(
                 {"model": str(policy.role.model.path), "dtype": dtype, "address": self._side.address, "texts": texts}

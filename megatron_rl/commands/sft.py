@@ -12,11 +12,12 @@ from typing import Any
 from megatron_rl.algorithms.losses import CompletionLoss
 from megatron_rl.chat import tokenizer_of
 from megatron_rl.config.schema import ConfigError, SftConfig
+from megatron_rl.conversion.trained import export_model
 from megatron_rl.data.sft import read_samples, sft_rollouts
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.run.directory import Interrupts
-from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world_for
+from megatron_rl.session.common import Driver, Saver, open_driver, open_world_for
 from megatron_rl.session.launch import Place
 from megatron_rl.session.parts import peak_flops
 from megatron_rl.training.update import Trainee, mean_loss, update
@@ -58,8 +59,8 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
         own = (samples, validation) if world.rank == 0 else None
         finished = _train(config, world, driver, policy, (own, validates, range(done, steps)), interrupts)
         if finished:
-            export_model(world, policy.weights(), config.model, driver.directory.path / "model")
-            policy.write_adapter(driver.directory.path / "adapter")
+            export_model(world, policy.export, config.model, driver.directory.path / "model")
+            policy.export.write_adapter(driver.directory.path / "adapter")
             driver.summary({"finished": True, "steps": steps, "model": str(driver.directory.path / "model")})
             driver.done(f"the model is in {driver.directory.path / 'model'}")
         else:
@@ -79,7 +80,7 @@ def _train(
         todo.stop,
         Trainee(policy=policy, loss=CompletionLoss(), peak_flops=peak_flops(config.run, config.model.dtype)),
     )
-    saver = Saver(world, driver, {"model": policy}, background=config.run.async_save)
+    saver = Saver(world, driver, {"model": policy.state}, background=config.run.async_save)
     driver.leave.begin()
     for step in todo:
         with driver.watch("train"):
@@ -147,5 +148,5 @@ def _resume(driver: Driver, policy: MegatronPolicy) -> int:
     if driver.resumed is None:
         return 0
     refuse_code(driver.resumed / "model")
-    policy.load(driver.resumed / "model")
+    policy.state.load(driver.resumed / "model")
     return driver.resumed_number

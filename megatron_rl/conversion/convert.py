@@ -24,7 +24,7 @@ from megatron_rl.weights import copies, hf
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
 from megatron_rl.weights.dist_names import counts, extra_states, spellings
 from megatron_rl.weights.dist_writer import FILE_BYTES, DistWriter
-from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned
+from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned, plan_tensors
 from megatron_rl.weights.rectangles import WHOLE, hf_shapes, kept_float32, megatron
 
 OF_CHECKPOINTS = ("metadata.json", "COMPLETE.json", "state.json")  # JSON files of a checkpoint, not of a model
@@ -54,12 +54,15 @@ def to_hf(
         hf.check(source.path, sizes, cast=dtype is not None)
     planned, said = _planned(source, sizes, dtype), ""
     with fresh(target, wanted_bytes=sum(t.nbytes for t in planned)) as folder:
-        writer = HfWriter(folder, planned, shard_bytes=shard_bytes)
-        for name, tensor in _steps(source.tensors(), len(planned), "tensors"):
-            if writer.expects(name):  # a tied model's file may hold the head too
-                writer.write(name, _cast(source, name, tensor, dtype))
-        if writer.missing:
-            raise ConfigError(f"{source.path} holds no {writer.missing[0]}, which the model's config.json asks for")
+        steps = _steps(source.tensors(), len(planned), "tensors")
+        try:
+            HfWriter(folder, planned, shard_bytes=shard_bytes).write_all(
+                (name, _cast(source, name, tensor, dtype)) for name, tensor in steps
+            )
+        except KeyError as error:
+            raise ConfigError(
+                f"{source.path} holds no {error.args[0]}, which the model's config.json asks for"
+            ) from error
         copy_side_files(source.model, folder, keep=OF_CHECKPOINTS)
         _set_dtype(folder / "config.json", dtype)
         write_sums(folder)
@@ -120,10 +123,7 @@ def _planned(source: WeightSource, sizes: Sizes, dtype: torch.dtype | None) -> l
         names = {rect.tensor: kind for name, kind in of.items() for rect in megatron(sizes, name, WHOLE)[1]}
     else:
         names = {name: stored[name] if dtype is None or name in kept else dtype for name in hf_shapes(sizes)}
-    shapes = hf_shapes(sizes)
-    return [
-        Planned(name, shapes[name][:1] if shapes[name][1] == 1 else shapes[name], kind) for name, kind in names.items()
-    ]
+    return plan_tensors(sizes, names)
 
 
 def _parameter(

@@ -73,7 +73,7 @@ def _logits(checkpoint: Path, model: Path, tokens: torch.Tensor) -> torch.Tensor
     """Returns the Megatron model's logits, [POSITIONS, vocabulary]."""
     groups = parallel.create(Layout())
     policy = MegatronPolicy(RoleConfig(model=Model(path=str(model))), groups, trainable=False)
-    policy.load(checkpoint)
+    policy.state.load(checkpoint)
     own = Rollout(
         role="model",
         group="0",

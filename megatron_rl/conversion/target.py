@@ -19,14 +19,16 @@ SPARE = 1.02  # disk space that is wanted, as a multiple of the tensors' size
 
 
 @contextlib.contextmanager
-def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
-    """Yields an empty directory beside `target` that becomes it at the end of the block, when all of it is on the disk.
+def fresh(target: Path, *, wanted_bytes: int, replace: bool = False) -> Iterator[Path]:
+    """Yields an empty directory beside `target`, which is renamed to `target` at the end of the block, when all of its
+    files are on the disk.
 
-    A block that fails leaves nothing. A process that is killed leaves a directory .NAME.partial, which the next one
-    with the same target removes. Raises ConfigError when something is at `target`, when another process is writing it,
-    when the disk has not `wanted_bytes` free, and when writing fails.
+    A block that fails leaves nothing. A process that is killed leaves a directory .NAME.partial, which the next process
+    with the same target removes. With `replace` an older directory at `target` is removed before the rename. Raises
+    ConfigError when `target` exists and is not to be replaced, when another process is writing it, when the disk has
+    less than `wanted_bytes` free, and when writing fails.
     """
-    if target.exists():
+    if target.exists() and not replace:
         raise ConfigError(f"{target} exists: remove it, or give another place")
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -56,6 +58,8 @@ def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
             )
         yield partial
         push_tree(partial)
+        if target.exists():
+            shutil.rmtree(target)
         partial.rename(target)
         push([target.parent])
     except BaseException as error:

@@ -1,10 +1,13 @@
-"""Streams the actor's weights as whole Hugging Face tensors, gathered in flat buckets of several parameters."""
+"""Gives a role's weights to engines and files: as this rank's shards, or as a stream of whole Hugging Face tensors that
+are gathered in flat buckets of several parameters."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.megatron.parallel import Groups
+from megatron_rl.megatron.role_model import RoleModel
 from megatron_rl.models.sizes import Sizes
+from megatron_rl.refit.base import ParameterPart
 from megatron_rl.weights import adapters, copies, rectangles
+from megatron_rl.weights.hf_writer import Planned, plan_tensors
+from megatron_rl.weights.layouts import TrainerLayout
 from megatron_rl.weights.rectangles import Rect, Shard
 from megatron_rl.world import broadcast
 
@@ -44,7 +51,80 @@ class _Stage:
     sends: bool  # whether this rank belongs to the stage
 
 
-def weights(
+class WeightExport:
+    """The weights of one role, as engines and files read them. Methods are collective unless they say otherwise."""
+
+    def __init__(self, model: RoleModel) -> None:
+        self._model = model
+
+    @property
+    def trainer_layout(self) -> TrainerLayout:
+        """The rectangles that the ranks hold, for the plan of a refit. Not collective."""
+        layout, arch = self._model.role.layout, self._model.arch
+        return TrainerLayout(
+            tp=layout.tp,
+            pp=layout.pp,
+            dp=self._model.groups.copies,
+            ep=layout.ep,
+            etp=layout.expert_tp if arch.experts else 1,
+            vpp=layout.vpp or 1,
+            fused=self._model.fused,
+        )
+
+    def shards(self) -> dict[str, Tensor]:
+        """Returns this rank's parameters by name, with global layer numbers: the memory itself, which updates change in
+        place. Adapters are not among them: `added` tells what they change. Not collective."""
+        return {name: parameter.detach() for name, parameter in self._model.named().items()}
+
+    def added(self, name: str, part: ParameterPart) -> Tensor | None:
+        """Returns what adapters add to a part of one of `shards`, float32; None where it is nothing. Not collective."""
+        return None if self._model.adapters is None else self._model.adapters.added(name, *part)
+
+    def planned(self) -> list[Planned]:
+        """Returns the tensors that `weights` yields, in the order of a Hugging Face directory. Not collective."""
+        arch, dtype = self._model.arch, getattr(torch, self._model.role.model.dtype)
+        kept = rectangles.kept_float32(arch)
+        return plan_tensors(arch, {n: torch.float32 if n in kept else dtype for n in rectangles.hf_shapes(arch)})
+
+    def weights(self, *, bucket_mib: float = 64, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Streams (Hugging Face name, full tensor on CPU), the same on every rank, cast to `dtype` when it is given.
+        Consume the stream to its end. Beside the yielded tensor it holds one bucket of about `bucket_mib` MiB. Adapters
+        are merged into the weights."""
+        self._model.check_readable()
+        named = [*self.shards().items()]
+        return gathered(
+            self._model.arch, named, self._model.groups, bucket_mib=bucket_mib, dtype=dtype, read=self._merged
+        )
+
+    def adapter(self) -> dict[str, Tensor]:
+        """Returns the whole adapter by peft's names, on CPU, the same on every rank; nothing without `role.lora`."""
+        model = self._model
+        if model.adapters is None or model.role.lora is None:
+            return {}
+        named, rank = [(n, p.detach()) for n, p in model.adapters.named.items()], model.role.lora.rank
+        shapes = adapters.shapes(model.arch, model.role.lora)
+        stream = gathered(model.arch, named, model.groups, bucket_mib=64, dtype=None, rank=rank)
+        return {name: tensor.reshape(shapes[name]).clone() for name, tensor in stream}
+
+    def write_adapter(self, directory: Path) -> None:
+        """Writes the adapter in peft's format, on the first rank; nothing without `role.lora`."""
+        tensors, role = self.adapter(), self._model.role
+        if tensors and role.lora is not None and dist.get_rank(self._model.groups.control) == 0:
+            adapters.write(directory, tensors, role.lora, role.model.path, self._base_digest)
+
+    @functools.cached_property
+    def _base_digest(self) -> str:
+        """The digest of the files of the frozen model, as they are when the digest is first needed."""
+        return adapters.base_digest(self._model.role.model.path)
+
+    def _merged(self, name: str, parameter: Tensor) -> Tensor:
+        """Returns a parameter of the model with what the adapters add."""
+        rows, columns = parameter.shape[0], parameter.shape[1] if parameter.dim() > 1 else 1
+        more = self.added(name, ParameterPart(0, 0, rows, columns))
+        return parameter if more is None else more.add_(parameter).to(parameter.dtype)
+
+
+def gathered(
     sizes: Sizes,
     named: Sequence[tuple[str, Tensor]],
     groups: Groups,

@@ -18,16 +18,6 @@ ALIGNMENT = 512  # bytes: where a copy begins in a block of pinned memory
 BLOCK = 1 << 28  # bytes for which such a block has room, at least
 
 
-def sleep(chunks: list[Any], optimizer: Any) -> None:
-    """Frees the gradient buffers' storage and moves the optimizer's tensors to the CPU. A second call does nothing."""
-    for buffer in _gradient_buffers(chunks):
-        buffer.untyped_storage().resize_(0)
-    _move_state(optimizer, torch.device("cpu"))
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()  # the copies to host memory do not wait themselves
-        torch.cuda.empty_cache()
-
-
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns copies in host memory, in order: pinned, and not yet complete, of tensors on a GPU.
 
@@ -60,77 +50,103 @@ def _packed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
     return [places[piece] for piece in range(len(sizes))], used
 
 
-def wake(chunks: list[Any], optimizer: Any) -> None:
-    """Gives the gradient buffers storage again (zeros) and moves the optimizer's tensors back."""
-    for buffer in _gradient_buffers(chunks):
-        size = buffer.numel() * buffer.element_size()
-        if buffer.untyped_storage().size() < size:
-            buffer.untyped_storage().resize_(size)
-            buffer.zero_()
-    _move_state(optimizer, _device(chunks))
+class PolicyMemory:
+    """What a policy holds on its device: gradients, the optimizer's state and the weights, which can leave the device
+    for host memory.
 
-
-class Weights:
-    """The weights of a policy's chunks, which can leave the device for host memory. Their tensors stay the same ones,
-    without storage while they are away, so that views of them are good again afterwards.
+    The tensors of the weights stay the same objects, without storage while they are away, so that views of them are
+    valid again afterwards. `optimizer`: None for a policy that is not trained, which has weights alone.
     """
 
-    def __init__(self, chunks: list[Any]) -> None:
-        self._chunks, self.away = chunks, False
+    def __init__(self, chunks: list[Any], optimizer: Any) -> None:
+        self._chunks, self._optimizer = chunks, optimizer
+        self.asleep = self.away = False  # without gradients and optimizer; without weights
         self._held: list[Tensor] = []  # the tensors that own the storage; filled by the first `sleep`, as all lists
         self._pieces: list[Tensor] = []  # of them, flat, of BLOCK bytes at most
         self._host: list[Tensor] = []  # the pieces' copies. Kept: pinned memory is slow to get
 
-    def sleep(self) -> None:
-        """Moves the weights to host memory and frees their storage. A second call does nothing."""
-        if self.away:
-            return
-        if not self._held:
-            self._held = list(_weight_tensors(self._chunks))
-            flat = [tensor.detach().view(-1) for tensor in self._held]
-            self._pieces = [piece for one in flat for piece in one.split(BLOCK // one.element_size())]
-            self._host = host_copies(self._pieces)
-        else:
-            for piece, host in zip(self._pieces, self._host, strict=True):
-                host.copy_(piece, non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        for tensor in self._held:
-            tensor.untyped_storage().resize_(0)
-        self.away = True
+    def sleep(self, *, weights: bool = False) -> None:
+        """Frees gradients and moves the optimizer's state to host memory until `wake`; the `weights` too if asked.
+
+        While the weights are there, forward passes, exports and checkpoints still work. A second call does nothing.
+        """
+        if self._optimizer is not None and not self.asleep:
+            for buffer in _gradient_buffers(self._chunks):
+                buffer.untyped_storage().resize_(0)
+            _move_state(self._optimizer, torch.device("cpu"))
+            _wait_for_copies()
+            self.asleep = True
+        if weights and not self.away:
+            if not self._held:
+                self._held = list(_weight_tensors(self._chunks))
+                flat = [tensor.detach().view(-1) for tensor in self._held]
+                self._pieces = [piece for one in flat for piece in one.split(BLOCK // one.element_size())]
+                self._host = host_copies(self._pieces)
+            else:
+                for piece, host in zip(self._pieces, self._host, strict=True):
+                    host.copy_(piece, non_blocking=True)
+            _wait_for_copies()
+            for tensor in self._held:
+                tensor.untyped_storage().resize_(0)
+            self.away = True
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Gives the weights storage again and moves them back, bit for bit. A second call does nothing."""
-        if not self.away:
-            return
-        with torch.no_grad():
-            for tensor in self._held:
-                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-            for piece, host in zip(self._pieces, self._host, strict=True):
-                piece.copy_(host, non_blocking=True)
-        self.away = False
+        """Undoes `sleep`: weights come back bit for bit, gradients as zeros."""
+        self._bring_weights()
+        if self.asleep:
+            for buffer in _gradient_buffers(self._chunks):
+                buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
+                buffer.zero_()
+            _move_state(self._optimizer, next(self._chunks[0].parameters()).device)
+            self.asleep = False
 
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:
         """Has the weights on the device in the block; they leave again where they were away."""
         away = self.away
-        self.wake()
+        self._bring_weights()
         try:
             yield
         finally:
             if away:
-                self.sleep()
+                self.sleep(weights=True)
 
-    def check(self) -> None:
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Wakes a sleeping policy for the block."""
+        asleep = self.asleep
+        if asleep:
+            self.wake()
+        yield
+        if asleep:
+            self.sleep()
+
+    def check_present(self) -> None:
         """Raises RuntimeError while the weights are away."""
         if self.away:
             raise RuntimeError("the weights of this policy are in host memory: call wake(), or use present()")
 
-    def num_bytes(self) -> int:
+    def weight_bytes(self) -> int:
         """Returns the bytes that the weights hold on their device now."""
         return 0 if self.away else sum(t.untyped_storage().size() for t in _weight_tensors(self._chunks))
+
+    def _bring_weights(self) -> None:
+        """Gives the weights storage again and copies them back, bit for bit."""
+        if self.away:
+            with torch.no_grad():
+                for tensor in self._held:
+                    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+                for piece, host in zip(self._pieces, self._host, strict=True):
+                    piece.copy_(host, non_blocking=True)
+            self.away = False
+
+
+def _wait_for_copies() -> None:
+    """Waits for copies to host memory, which do not wait themselves."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
 
 
 @contextlib.contextmanager
@@ -218,8 +234,3 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         return [tensor.to(device, non_blocking=True) for tensor in tensors]
     copies = iter(host_copies([tensor for tensor in tensors if tensor.device != device]))
     return [tensor if tensor.device == device else next(copies) for tensor in tensors]
-
-
-def _device(chunks: list[Any]) -> torch.device:
-    """Returns the device of the weights."""
-    return next(chunks[0].parameters()).device

@@ -36,7 +36,7 @@ class AdapterRefit:
     def __call__(self, version: int) -> None:
         """Waits for a first server. Collective. Raises EngineError when none comes, or none can load the adapter."""
         start, place = time.perf_counter(), self._directory / f"v{version}"
-        self._policy.write_adapter(place)
+        self._policy.export.write_adapter(place)
         self._world.from_driver(self._bring, version, start)
 
     def _bring(self, version: int, start: float) -> None:

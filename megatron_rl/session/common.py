@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers.utils import logging as transformers_logging
 
@@ -33,7 +32,6 @@ from megatron_rl.cluster.watchdog import Watchdog
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
 from megatron_rl.config.base import without_passwords
-from megatron_rl.conversion.target import copy_side_files
 from megatron_rl.engines.base import Sampling
 from megatron_rl.report.record import RunRecord
 from megatron_rl.run import inputs, lines, sums
@@ -48,14 +46,12 @@ from megatron_rl.run.checkpoint import (
 )
 from megatron_rl.run.console import RunConsole
 from megatron_rl.run.directory import FAILED, RunDirectory, only_one, open_run
-from megatron_rl.run.disk import push_tree
 from megatron_rl.run.inputs import InputRecord
 from megatron_rl.run.metrics import Sample, Stopwatch, Tracker
 from megatron_rl.run.sinks import configured_sinks
 from megatron_rl.session.damage import refuse_damaged_models
 from megatron_rl.session.launch import Place, run_directory
 from megatron_rl.user_code import told, traceback_of
-from megatron_rl.weights import hf
 from megatron_rl.world import DriverError, TorchWorld
 
 TIMEOUT = timedelta(hours=2)  # of one collective: a slow reward on the driver is not a dead rank
@@ -362,36 +358,6 @@ def _root(error: BaseException) -> BaseException:
         return _root(next(iter(error.failures.values()))[0])
     below = error.__cause__ or error.__context__
     return error if below is None else _root(below)
-
-
-def export_model(world: TorchWorld, weights: Iterable[tuple[str, Tensor]], model: configs.Model, target: Path) -> None:
-    """Writes a Hugging Face directory: weights, config and tokenizer, with the chat template that it was trained with.
-    All of it is on the disk on return. Collective (the stream is). Raises lines.DiskError when the disk does not take
-    it."""
-    tensors = {name: tensor.detach().clone() for name, tensor in weights if world.rank == 0}
-
-    def write() -> None:
-        hf.write_tensors(target, tensors)
-        sums.write_sums(target)
-        copy_side_files(hf.local_directory(model.path), target)
-        if model.tokenizer:
-            copy_side_files(hf.local_directory(model.tokenizer), target, keep=("config.json",))
-        if model.chat_template:
-            shutil.copyfile(model.chat_template, target / "chat_template.jinja")
-        push_tree(target)
-
-    def write_or_tell() -> None:
-        try:
-            write()
-        except OSError as error:
-            shutil.rmtree(target, ignore_errors=True)
-            free = shutil.disk_usage(target.parent).free
-            raise lines.DiskError(
-                f"the trained model cannot be written to {target}, where {free / 1e9:.1f} GB are free ({error}); its "
-                f"weights are safe in the last checkpoint: {lines.RESUME}"
-            ) from error
-
-    world.from_driver(write_or_tell)
 
 
 def sampling_of(settings: configs.SamplingConfig, *, n: int = 1, seed: int = 0) -> Sampling:

@@ -141,11 +141,11 @@ def _open_embedded(session: _Session, settings: Embedded, fleet: Fleet) -> None:
         if policy is None:
             own.load_pretrained()
             continue
-        layout = EngineLayout(replicas=policy.trainer_layout.world, whole=True)
+        layout = EngineLayout(replicas=policy.export.trainer_layout.world, whole=True)
         topology, group = _topology(policy, layout, model.dtype), policy.groups.control
         side = TrainerSide(
-            topology, config.refit, policy.shards(), group=group, endpoint=own, host=_board_host(group),
-            added=policy.added,
+            topology, config.refit, policy.export.shards(), group=group, endpoint=own, host=_board_host(group),
+            added=policy.export.added,
         )  # fmt: skip
         session.stack.callback(side.close)
         fleet.refits[name] = functools.partial(_refit_here, side, name, session.driver)
@@ -189,11 +189,16 @@ def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
         layout = EngineLayout(replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel)
         topology = _topology(policy, layout, config.roles[name].model.dtype)
         side = TrainerSide(
-            topology, config.refit, policy.shards(), group=policy.groups.control, host=settings.host, added=policy.added
+            topology,
+            config.refit,
+            policy.export.shards(),
+            group=policy.groups.control,
+            host=settings.host,
+            added=policy.export.added,
         )
         session.stack.callback(side.close)
         fleet.refits[name] = PoolRefit(
-            session.world, name, side, pool, driver, config.refit.timeout_s, present=policy.present
+            session.world, name, side, pool, driver, config.refit.timeout_s, present=policy.memory.present
         )
     if settings.colocate:
         discarding = [name for name in config.engine_roles if discards_weights(config, name)]
@@ -208,7 +213,7 @@ def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
 def _start_colocated(session: _Session, settings: Servers, started: dict[str, list[Supervisor]]) -> None:
     """Has all policies leave the GPUs, and starts the servers of this rank's, which go to `started`. Collective."""
     for policy in session.policies.values():
-        policy.sleep(weights=True)
+        policy.memory.sleep(weights=True)
     session.world.barrier()  # a server counts the memory that is free when it starts
     session.stack.callback(end_supervisors, started)
     run = session.driver.directory.path
@@ -247,4 +252,4 @@ def _pool(
 
 
 def _topology(policy: MegatronPolicy, engines: EngineLayout, dtype: str) -> Topology:
-    return Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=engines, dtype=dtype)
+    return Topology(sizes=policy.arch, trainer=policy.export.trainer_layout, engines=engines, dtype=dtype)

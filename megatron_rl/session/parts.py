@@ -63,7 +63,7 @@ def policies(config: TrainConfig, recipe: Recipe) -> dict[str, MegatronPolicy]:
             base=out.get(owner.get(name, "")),
         )  # fmt: skip
         if role.sleep:  # before the next role is built: both may not fit awake
-            out[name].sleep()
+            out[name].memory.sleep()
     return out
 
 

@@ -19,6 +19,7 @@ from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins, sources
 from megatron_rl.config.schema import JobConfig, Launch, MeanTokens, Sinks, TrainConfig
+from megatron_rl.conversion.trained import export_model
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.rewards.pool import Graded, GradePool
@@ -29,7 +30,7 @@ from megatron_rl.run.inputs import Input
 from megatron_rl.run.lines import DiskError
 from megatron_rl.run.metrics import Sample, Stopwatch
 from megatron_rl.session import parts
-from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world_for
+from megatron_rl.session.common import Driver, Saver, open_driver, open_world_for
 from megatron_rl.session.fleet import Fleet, open_fleet
 from megatron_rl.session.launch import Place
 from megatron_rl.session.listening import Listener, listening
@@ -146,9 +147,10 @@ def _finish(
     are. Collective."""
     for name in parts.trained_policies(config, recipe):
         target = driver.directory.path / "models" / name
-        with models.policies[name].present():
-            export_model(world, models.policies[name].weights(), config.roles[name].model, target)
-        models.policies[name].write_adapter(driver.directory.path / "adapters" / name)
+        policy = models.policies[name]
+        with policy.memory.present():
+            export_model(world, policy.export, config.roles[name].model, target)
+        policy.export.write_adapter(driver.directory.path / "adapters" / name)
         if driver.tracker is not None:
             driver.tracker.keep_model(name, target)
     driver.summary({"finished": finished})
@@ -209,10 +211,10 @@ class _Placed:
 
     def save(self, directory: Path, *, background: bool = False) -> None:
         with self.memory.weights(self.name):
-            self.policy.save(directory, background=background)
+            self.policy.state.save(directory, background=background)
 
     def saved(self, *, wait: bool) -> bool:
-        return self.policy.saved(wait=wait)
+        return self.policy.state.saved(wait=wait)
 
 
 def _player(
@@ -317,7 +319,7 @@ def _restore(driver: Driver, config: TrainConfig, recipe: Recipe, models: _Model
     for name in parts.trained_policies(config, recipe):
         place = driver.resumed / name
         world.from_driver(refuse_code, place)
-        models.policies[name].load(place)
+        models.policies[name].state.load(place)
     recipe.load_state_dict(state["recipe"])
     for name, reader in models.readers.items():
         reader.load_state_dict(state["data"][name])

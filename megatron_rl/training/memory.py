@@ -51,16 +51,16 @@ class DeviceMemory:
         """Has policies leave that sleep between their turns."""
         for trainee in self.trainees.values():
             if self._engines is not None:
-                trainee.policy.sleep(weights=True)
+                trainee.policy.memory.sleep(weights=True)
             elif trainee.sleeps:
-                trainee.policy.sleep()
+                trainee.policy.memory.sleep()
 
     def generate(self) -> None:
         """Gives the devices to the engines: they may be asked from here on."""
         if self._engines is None or self._generating:
             return
         for trainee in self.trainees.values():
-            trainee.policy.sleep(weights=True)
+            trainee.policy.memory.sleep(weights=True)
         self._engines.wake()
         self._generating, self._weights_there = True, False
         self._refitted.clear()
@@ -78,10 +78,10 @@ class DeviceMemory:
         trainee = self.trainees[name]
         self.clear(refitted)
         if self._engines is not None or trainee.sleeps:
-            trainee.policy.wake()
+            trainee.policy.memory.wake()
         yield
         if self._engines is not None or trainee.sleeps:
-            trainee.policy.sleep()
+            trainee.policy.memory.sleep()
 
     @contextlib.contextmanager
     def weights(self, name: str) -> Iterator[None]:
@@ -90,9 +90,9 @@ class DeviceMemory:
             yield
             return
         self.clear()
-        with self.trainees[name].policy.present():
+        with self.trainees[name].policy.memory.present():
             yield
-        self.trainees[name].policy.sleep(weights=True)
+        self.trainees[name].policy.memory.sleep(weights=True)
 
     @contextlib.contextmanager
     def refit(self, name: str) -> Iterator[None]:
@@ -104,8 +104,8 @@ class DeviceMemory:
         if self._generating:
             self.clear()
         policy = self.trainees[name].policy
-        with policy.present():
+        with policy.memory.present():
             yield
-        policy.sleep(weights=True)
+        policy.memory.sleep(weights=True)
         self._refitted.add(name)
         self._weights_there = True

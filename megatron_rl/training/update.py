@@ -29,6 +29,20 @@ SUMMED = (
 )  # over an update's optimizer steps; other figures are averaged
 
 
+class PolicyMemory(Protocol):
+    """What a policy holds on its device."""
+
+    def sleep(self, *, weights: bool = False) -> None:
+        """Frees gradients and moves the optimizer's state to host memory until `wake`; the `weights` too if asked."""
+        ...
+
+    def wake(self) -> None: ...
+
+    def present(self) -> AbstractContextManager[None]:
+        """Has the weights on the device in the block; they leave again where they were away."""
+        ...
+
+
 class Policy(Cutter, Protocol):
     """A trained model. Every method but those of `Cutter` is collective; `work` is that of the rank's own replica."""
 
@@ -56,14 +70,9 @@ class Policy(Cutter, Protocol):
         """Mean loss of all of `work`, which is one step, without an update."""
         ...
 
-    def sleep(self, *, weights: bool = False) -> None:
-        """Leaves the device with gradients and optimizer until `wake`; with the `weights` too where that is said."""
-        ...
-
-    def wake(self) -> None: ...
-
-    def present(self) -> AbstractContextManager[None]:
-        """Has the weights on the device in the block, and they leave again where they were away."""
+    @property
+    def memory(self) -> PolicyMemory:
+        """The gradients, optimizer state and weights on the device, which can be moved to host memory."""
         ...
 
 

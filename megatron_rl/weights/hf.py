@@ -11,7 +11,6 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -217,18 +216,6 @@ def read_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
     tensors = DirectoryTensors(directory)
     for name in sorted(tensors.stored, key=lambda name: str(tensors.stored[name].file)):
         yield name, tensors.whole(name)
-
-
-def write_tensors(directory: str | Path, tensors: dict[str, Tensor]) -> None:
-    """Writes model.safetensors in one atomic step."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / "model.safetensors.partial"
-    try:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, partial, metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk comes as one
-        raise OSError(f"{partial} cannot be written: {error}") from error
-    partial.replace(directory / "model.safetensors")
 
 
 def eos_tokens(directory: str | Path, arch: Architecture) -> frozenset[int]:

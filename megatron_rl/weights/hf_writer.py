@@ -1,18 +1,20 @@
-"""Writes the safetensors files of a model directory tensor by tensor. No file is ever held in memory."""
+"""Writes the safetensors files of a model directory tensor by tensor, with one tensor in memory."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.headers import INDEX, SINGLE
 from megatron_rl.weights.hf import DTYPES
+from megatron_rl.weights.rectangles import hf_shapes
 
 SHARD_BYTES = 4 * 10**9  # the largest file, unless one tensor is larger
 _SPELLED = {dtype: name for name, dtype in DTYPES.items()}
@@ -30,10 +32,16 @@ class Planned(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class HfWriter:
-    """The files for `planned` tensors, in shards of at most `shard_bytes`, with an index when there are several.
+def plan_tensors(sizes: Sizes, dtypes: Mapping[str, torch.dtype]) -> list[Planned]:
+    """Returns the tensors of a model directory in the order of `dtypes`, which gives each tensor's dtype by name."""
+    shapes = {name: (rows,) if columns == 1 else (rows, columns) for name, (rows, columns) in hf_shapes(sizes).items()}
+    return [Planned(name, shapes[name], dtype) for name, dtype in dtypes.items()]
 
-    A tensor that is larger has a shard of its own.
+
+class HfWriter:
+    """Writes the `planned` tensors of a model directory, each at its place in its file, in any order.
+
+    A file (shard) holds at most `shard_bytes`, or one tensor that is larger. No file is ever held in memory.
     """
 
     def __init__(self, folder: Path, planned: Iterable[Planned], *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -42,21 +50,32 @@ class HfWriter:
             if shards[-1] and sum(t.nbytes for t in shards[-1]) + tensor.nbytes > shard_bytes:
                 shards.append([])
             shards[-1].append(tensor)
+        count = len(shards)
+        names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         self._places: dict[str, tuple[Path, int, Planned]] = {}
-        names = (
-            [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-            if len(shards) > 1
-            else [SINGLE]
-        )
         for name, shard in zip(names, shards, strict=True):
             start = _begin(folder / name, shard)
             for tensor in shard:
                 self._places[tensor.name] = folder / name, start, tensor
                 start += tensor.nbytes
-        if len(shards) > 1:
-            index = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-            whole = {"metadata": {"total_size": sum(t.nbytes for shard in shards for t in shard)}, "weight_map": index}
-            (folder / INDEX).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        self._index = folder / INDEX
+        self._files = {name: file.name for name, (file, _, _) in self._places.items()} if count > 1 else {}
+        self._total = sum(tensor.nbytes for shard in shards for tensor in shard)
+
+    def write_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Writes the planned ones of `tensors` as they come, and then the index file, if there are several shards.
+
+        Other tensors are skipped: a tied model's files may hold the output layer too. Raises KeyError, with the name,
+        for a planned tensor that does not come.
+        """
+        for name, tensor in tensors:
+            if name in self._places:
+                self.write(name, tensor)
+        if self._places:
+            raise KeyError(next(iter(self._places)))
+        if self._files:
+            whole = {"metadata": {"total_size": self._total}, "weight_map": self._files}
+            self._index.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Writes one of the planned tensors, once.
@@ -73,15 +92,6 @@ class HfWriter:
             out.seek(start)
             # numpy declares the buffer protocol from Python 3.12 on.
             out.write(memoryview(cast(Any, tensor.contiguous().flatten().view(torch.uint8).numpy())))
-
-    def expects(self, name: str) -> bool:
-        """Says whether this tensor was planned and has not been written yet."""
-        return name in self._places
-
-    @property
-    def missing(self) -> list[str]:
-        """Returns the planned tensors that have not been written yet."""
-        return [*self._places]
 
 
 def _begin(file: Path, tensors: list[Planned]) -> int:

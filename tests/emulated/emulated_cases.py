@@ -174,14 +174,14 @@ def actor(own: Path, family: str, case: dict[str, Any], sizes: dict[str, Any] | 
     errors["triton"] = sum(n for (part, name), n in LEDGER.kernels.items() if part == "update" and "triton" in name)
     errors["loss"] = abs(metrics["loss"] - expected_loss)
     with LEDGER.part("export"):
-        now = dict(policy.weights(dtype=torch.float32))
+        now = dict(policy.export.weights(dtype=torch.float32))
     errors["weights"] = max((now[name] - after[name]).abs().max().item() for name in now)
     with LEDGER.part("reference"):
         errors["reference"] = (logprobs_of(policy, rollouts, reference=True) - logprobs).abs().max().item()
-    before, largest = allocated_bytes(), max(parameter.nbytes for parameter in policy._trained())
-    with policy._active(), policy._weights_in_use(True):
+    before, largest = allocated_bytes(), max(parameter.nbytes for parameter in policy.trained())
+    with policy.active(), policy._weights_in_use(True):
         errors["swapped"] = max(0, allocated_bytes() - before - largest)
-    errors |= {"fused": policy._fused, "fused_sums": fused_sums(policy), "unfused_attention": LEDGER.unfused}
+    errors |= {"fused": policy.fused, "fused_sums": fused_sums(policy), "unfused_attention": LEDGER.unfused}
     return {name: float(value) for name, value in errors.items()} | rests(own, policy)
 
 
@@ -218,7 +218,7 @@ def prefixes(
         "grad_norm": abs(metrics["grad_norm"] / others["grad_norm"] - 1),
         "shared_tokens": metrics["shared_tokens"],
         "flash": LEDGER.kernels["update", "_varlen_attn"],
-        "fused": float(policy._fused),
+        "fused": float(policy.fused),
     }
 
 
@@ -242,24 +242,24 @@ def leave(own: Path, family: str, directory: str, layout: dict[str, Any] | None 
     if dist.get_rank() == 0:
         target.mkdir(parents=True)
     dist.barrier()
-    policy.save(target)
-    weights = dict(policy.weights())
+    policy.state.save(target)
+    weights = dict(policy.export.weights())
     read = dict(DistCheckpoint(target).tensors(policy.arch))
     if dist.get_rank() == 0:
         torch.save(weights, own / "weights.pt")
     same = read.keys() == weights.keys() and all(torch.equal(read[name], weights[name]) for name in read)
-    return {"read": float(same), "fused": float(policy._fused), "weights": str(own / "weights.pt")}
+    return {"read": float(same), "fused": float(policy.fused), "weights": str(own / "weights.pt")}
 
 
 def come(own: Path, family: str, directory: str, weights: str) -> dict[str, float]:
     """Loads what `leave` left, and trains on."""
     path = make(own, family, num_hidden_layers=2)
     policy = make_policy(path, {"layout": {}, "packed": True, "dtype": "bfloat16"})
-    policy.load(Path(directory))
-    left, now = torch.load(weights), dict(policy.weights())
+    policy.state.load(Path(directory))
+    left, now = torch.load(weights), dict(policy.export.weights())
     loss = learn(policy)["loss"]
     same = left.keys() == now.keys() and all(torch.equal(left[name], now[name]) for name in left)
-    return {"same": float(same), "fused": float(policy._fused), "loss": loss}
+    return {"same": float(same), "fused": float(policy.fused), "loss": loss}
 
 
 def trained(policy: Any) -> dict[str, float]:
@@ -271,7 +271,7 @@ def trained(policy: Any) -> dict[str, float]:
 def exported(policy: Any) -> dict[str, torch.Tensor]:
     """Returns the weights on the CPU."""
     with LEDGER.part("export"):
-        return dict(policy.weights())
+        return dict(policy.export.weights())
 
 
 def rests(own: Path, policy: Any) -> dict[str, float]:
@@ -279,26 +279,26 @@ def rests(own: Path, policy: Any) -> dict[str, float]:
     held = torch.cuda.memory_allocated()
     before = exported(policy)
     with LEDGER.part("sleep"):
-        policy.sleep()
+        policy.memory.sleep()
     asleep = torch.cuda.memory_allocated()
     with LEDGER.part("wake"):
-        policy.wake()
+        policy.memory.wake()
     awake = torch.cuda.memory_allocated()
     with LEDGER.part("leave"):
-        policy.sleep(weights=True)
+        policy.memory.sleep(weights=True)
         away = torch.cuda.memory_allocated()
-        with policy.present():
+        with policy.memory.present():
             present = torch.cuda.memory_allocated()
-    policy.wake()
+    policy.memory.wake()
     directory = own / "checkpoint"
     directory.mkdir(exist_ok=True)
     dist.barrier()
     with LEDGER.part("save"), watched_peak() as saving:
-        policy.save(directory)
+        policy.state.save(directory)
     first = trained(policy)
     kept = exported(policy)
     with LEDGER.part("load"):
-        policy.load(directory)
+        policy.state.load(directory)
     loaded = exported(policy)
     second = trained(policy)
     again = exported(policy)
@@ -393,11 +393,11 @@ def refit(
     with LEDGER.part("build"):
         policy = MegatronPolicy(role, parallel.create(role.layout))
     made = EmbeddedEngine(path, dtype=getattr(torch, dtype))
-    holdings = EngineLayout(replicas=policy.trainer_layout.world, whole=True)
-    topology = Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=holdings, dtype=dtype)
+    holdings = EngineLayout(replicas=policy.export.trainer_layout.world, whole=True)
+    topology = Topology(sizes=policy.arch, trainer=policy.export.trainer_layout, engines=holdings, dtype=dtype)
     with LEDGER.part("refit"):
         side = TrainerSide(
-            topology, RefitConfig(verify="full"), policy.shards(), group=policy.groups.control, endpoint=made
+            topology, RefitConfig(verify="full"), policy.export.shards(), group=policy.groups.control, endpoint=made
         )
     rollouts, gaps = make_rollouts(VOCAB), []
     for version in range(2):
@@ -464,9 +464,9 @@ def ipc_trainer(own: Path, path: Path, versions: int) -> dict[str, Any]:
     with LEDGER.part("build"):
         policy = MegatronPolicy(role, parallel.create(role.layout))
     holdings = EngineLayout(replicas=1, whole=True)
-    topology = Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=holdings, dtype="bfloat16")
+    topology = Topology(sizes=policy.arch, trainer=policy.export.trainer_layout, engines=holdings, dtype="bfloat16")
     with LEDGER.part("send"):
-        side = TrainerSide(topology, RefitConfig(verify="full"), policy.shards(), group=policy.groups.control)
+        side = TrainerSide(topology, RefitConfig(verify="full"), policy.export.shards(), group=policy.groups.control)
         (own / "board.part").write_text(json.dumps(side.address))
         (own / "board.part").rename(own / "board.json")
         for version in range(versions):

@@ -41,7 +41,7 @@ def test_passes_and_an_update_are_those_of_transformers(one_rank, tmp_path, fami
     metrics = policy.update(work, 0, loss)
     assert abs(metrics["loss"] - expected_loss) < TOLERANCE and abs(metrics["entropy"] - entropy) < TOLERANCE
     assert abs(metrics["grad_norm"] / norm - 1) < TOLERANCE
-    now = dict(policy.weights())
+    now = dict(policy.export.weights())
     assert max((now[name] - after[name]).abs().max() for name in now) < TOLERANCE
     assert learn(policy)["loss"] < metrics["loss"]
 

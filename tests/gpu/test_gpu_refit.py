@@ -44,7 +44,7 @@ def test_an_engine_takes_every_version_also_after_it_was_killed(policy, tmp_path
     """All bytes are compared (verify: full). Another process takes the killed one's place during the next refit."""
     rollouts = make_rollouts(policy.arch.vocab)
     texts = [rollout.tokens.tolist() for rollout in rollouts]
-    weight_bytes = sum(p.numel() * p.element_size() for p in policy.shards().values())
+    weight_bytes = sum(p.numel() * p.element_size() for p in policy.export.shards().values())
     with pair(policy, tmp_path / "pair", verify="full", texts=texts) as engine:
         for version in range(3):
             if version == 2:

@@ -27,14 +27,14 @@ def policy(one_rank, tmp_path, scale):
 
 
 def weights_are(policy, expected) -> bool:
-    return all(torch.equal(tensor, expected[name]) for name, tensor in policy.weights())
+    return all(torch.equal(tensor, expected[name]) for name, tensor in policy.export.weights())
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers(policy):
     """All sides compute on the device, with the policy's weights."""
     rollouts = make_rollouts(policy.arch.vocab)
     model = AutoModelForCausalLM.from_config(policy.arch.config, dtype=torch.float32, attn_implementation="sdpa")
-    left_out = model.load_state_dict(dict(policy.weights(dtype=torch.float32)), strict=False)
+    left_out = model.load_state_dict(dict(policy.export.weights(dtype=torch.float32)), strict=False)
     assert not left_out.unexpected_keys and {*left_out.missing_keys} <= {"lm_head.weight"}  # it is tied
     exact, exact_gradients = by_transformers(model.to("cuda"), rollouts)
     theirs, their_gradients = by_transformers(model.to(torch.bfloat16), rollouts)
@@ -51,12 +51,12 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(policy):
 def test_a_checkpoint_is_loaded_as_it_was_saved(policy, tmp_path):
     """Where neither Transformer Engine nor apex is, Adam is the project's own: its moments come back too."""
     learn(policy)
-    before, state = dict(policy.weights()), optimizer_state(policy)
+    before, state = dict(policy.export.weights()), optimizer_state(policy)
     (tmp_path / "checkpoint").mkdir()
-    policy.save(tmp_path / "checkpoint")
+    policy.state.save(tmp_path / "checkpoint")
     first = learn(policy)
     assert not all(torch.equal(*pair) for pair in zip(state, optimizer_state(policy), strict=True))
-    policy.load(tmp_path / "checkpoint")
+    policy.state.load(tmp_path / "checkpoint")
     assert weights_are(policy, before)
     assert all(torch.equal(*pair) for pair in zip(state, optimizer_state(policy), strict=True))
     second = learn(policy)  # attention's backward pass on a GPU sums in no fixed order
@@ -66,15 +66,15 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(policy, tmp_path):
 
 def test_sleep_frees_what_the_plan_says_and_wake_brings_all_back(policy):
     learn(policy)
-    before, state = dict(policy.weights()), optimizer_state(policy)
+    before, state = dict(policy.export.weights()), optimizer_state(policy)
     shape = shapes.read_shape(str(policy.role.model.path))
     load = MicroBatchLoad(tokens=TOKENS)
     said = memory.training(shape, Parallel(world=1), load, Precision.gpu("bfloat16"), stage=0)
     held = torch.cuda.memory_allocated()
-    policy.sleep()
+    policy.memory.sleep()
     assert held - torch.cuda.memory_allocated() >= 0.95 * (said.gradients + said.optimizer)
     assert logprobs_of(policy, make_rollouts(policy.arch.vocab)).isfinite().all()
-    policy.wake()
+    policy.memory.wake()
     assert abs(torch.cuda.memory_allocated() - held) < 0.02 * held
     assert weights_are(policy, before)
     assert all(torch.equal(*pair) for pair in zip(state, optimizer_state(policy), strict=True))

@@ -36,7 +36,7 @@ def make(path: str, layout: Layout, optimizer: Optimizer = SCHEDULED, **settings
 
 
 def weights(policy) -> dict[str, torch.Tensor]:
-    return {n: t.clone() for n, t in policy.weights()}
+    return {n: t.clone() for n, t in policy.export.weights()}
 
 
 def distance(a, b) -> float:
@@ -106,14 +106,14 @@ def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
         if dist.get_rank() == 0:
             target.mkdir(parents=True)
         dist.barrier()
-        policy.save(target, background=True)  # what it writes is what stood here: the next update is not in it
+        policy.state.save(target, background=True)  # what it writes is what stood here: the next update is not in it
         stands = weights(policy)
         learn(policy)
-        policy.saved(wait=True)
+        policy.state.saved(wait=True)
         errors[f"{name}/background"] = distance(stands, dict(DistCheckpoint(target).tensors(policy.arch)))
-        policy.load(target)
+        policy.state.load(target)
         other = make(path, second)
-        other.load(target)
+        other.state.load(target)
         stored = dict(DistCheckpoint(target).tensors(policy.arch))
         errors[f"{name}/read"] = float(stored.keys() != weights(policy).keys()) + distance(weights(policy), stored)
         errors[f"{name}/loaded"] = distance(weights(policy), weights(other))
@@ -121,7 +121,7 @@ def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
         errors[f"{name}/lr"] = abs(metrics[0]["lr"] - metrics[1]["lr"])
         errors[f"{name}/after"] = distance(weights(policy), weights(other))
     changed = make(path, layouts[0][1], optimizer=Optimizer(lr=3e-4, weight_decay=0.3, betas=(0.5, 0.6)))
-    changed.load(directory / "same")
+    changed.state.load(directory / "same")
     learn(changed)
     groups = [g for g in changed.optimizer.param_groups if g["weight_decay"]]
     return errors | {"settings": [[g["lr"], g["weight_decay"], list(g["betas"])] for g in groups]}
@@ -129,7 +129,7 @@ def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
 
 def writers_of(policy: MegatronPolicy) -> list[Any]:
     """The processes that write what this rank saves, if it saves something."""
-    found = [call.async_caller.process for call in policy._saves.async_calls]
+    found = [call.async_caller.process for call in policy.state._saves.async_calls]
     return [process for process in found if process is not None]
 
 
@@ -140,7 +140,7 @@ def overtaken(large: str, small: str, directory: Path) -> dict[str, Any]:
         if dist.get_rank() == 0:
             (directory / name).mkdir(parents=True)
         dist.barrier()
-        policy.save(directory / name, background=True)
+        policy.state.save(directory / name, background=True)
         if name == "first":  # it has not written 40 MB a moment after it was started
             for writer in writers_of(policy):
                 os.kill(writer.pid, signal.SIGSTOP)
@@ -150,9 +150,9 @@ def overtaken(large: str, small: str, directory: Path) -> dict[str, Any]:
     for writer in writers_of(made["first"]):
         os.kill(writer.pid, signal.SIGCONT)
     for name, policy in made.items():
-        policy.saved(wait=True)
+        policy.state.saved(wait=True)
         errors[name] = distance(weights(policy), dict(DistCheckpoint(directory / name).tensors(policy.arch)))
-        policy.load(directory / name)
+        policy.state.load(directory / name)
     return errors
 
 
@@ -206,7 +206,7 @@ def checkpoint_memory(path: str, directory: Path) -> dict[str, float]:
         directory.mkdir()
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        policy.save(directory)
+        policy.state.save(directory)
     held = highest = 0
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         held += event.nbytes() if event.name() == "[memory]" else 0
@@ -221,13 +221,13 @@ def sleep(path: str, layout: Layout = PLAIN) -> dict[str, Any]:
     for leave in (False, True, True):  # in the last two rounds its weights leave the device, too
         learn(awake)
         learn(sleeper)
-        sleeper.sleep(weights=leave)
+        sleeper.memory.sleep(weights=leave)
         asleep = offload.gradient_bytes(sleeper.chunks)
-        away.append(sleeper._placed.num_bytes() == 0)
-        with sleeper.present():
+        away.append(sleeper.memory.weight_bytes() == 0)
+        with sleeper.memory.present():
             present = max(present, distance(weights(awake), weights(sleeper)))
-        away.append(sleeper._placed.num_bytes() == 0)
-        sleeper.wake()
+        away.append(sleeper.memory.weight_bytes() == 0)
+        sleeper.memory.wake()
     frozen = make(path, layout, trainable=False)
     rollouts = make_rollouts(97)
     gap = (logprobs_of(frozen, rollouts) - logprobs_of(make(path, Layout(pp=2)), rollouts)).abs().max().item()

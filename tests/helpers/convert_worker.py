@@ -27,7 +27,7 @@ def imported(cases: list[dict[str, Any]]) -> dict[str, bool]:
         wanted = dict(hf.read_tensors(case["model"]))
         for layout in case["layouts"]:
             policy = make(case["other"], Layout(**layout), trainable=False)
-            policy.load(Path(case["checkpoint"]))
+            policy.state.load(Path(case["checkpoint"]))
             found = weights(policy)
             answers[f"{case['name']}/{layout}"] = found.keys() == wanted.keys() and all(
                 torch.equal(found[n], wanted[n]) for n in found
@@ -48,12 +48,12 @@ def resharded(cases: list[dict[str, Any]], folder: Path) -> dict[str, dict[str, 
         if dist.get_rank() == 0:
             saved.mkdir(parents=True)
         dist.barrier()
-        policy.save(saved)
+        policy.state.save(saved)
         if dist.get_rank() == 0:
             reshard(saved, cut, TrainerLayout(tp=second.tp, pp=second.pp), model=Path(path))
         dist.barrier()
         other = make(path, second)
-        other.load(cut)
+        other.state.load(cut)
         loaded = distance(weights(policy), weights(other))
         a, b = learn(policy), learn(other)
         gaps = {name: abs(a[name] - b[name]) for name in ("loss", "grad_norm", "lr")}

@@ -28,6 +28,7 @@ import torch
 import urllib3
 from layouts_worker import learn
 from limits import PROCESS_S, RUN_S
+from safetensors.torch import save_file
 from toys import characters
 
 from megatron_rl.cluster.watchdog import Watchdog
@@ -45,7 +46,6 @@ from megatron_rl.session.common import open_world
 from megatron_rl.session.fleet import open_fleet
 from megatron_rl.session.launch import place_from
 from megatron_rl.types import Stop
-from megatron_rl.weights import hf
 
 ROLE = "generator"
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
@@ -253,7 +253,7 @@ class Scenario:
 
     def weights_that_are_no_numbers(self, version: int) -> None:
         """Spoils the weights: after this no server answers anything of use."""
-        for tensor in self.policy.shards().values():
+        for tensor in self.policy.export.shards().values():
             tensor.detach().fill_(torch.nan)
         self.refit(version)
 
@@ -275,9 +275,10 @@ class Scenario:
 
     def keep_weights(self, name: str) -> None:
         """Writes a Hugging Face directory, for the judge."""
-        tensors = {n: t.detach().clone() for n, t in self.policy.weights()}
+        tensors = {n: t.detach().clone() for n, t in self.policy.export.weights()}
         if self.world.rank == 0:
-            hf.write_tensors(self.out / name, tensors)
+            (self.out / name).mkdir(parents=True, exist_ok=True)
+            save_file(tensors, self.out / name / "model.safetensors")
 
 
 def main() -> None:

@@ -41,6 +41,10 @@ class TablePolicy:
         self.timer = Timer()
 
     @property
+    def memory(self) -> TablePolicy:
+        return self
+
+    @property
     def replicas(self) -> Replicas:
         ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
         return Replicas(ranks=[[rank] for rank in ranks], reporters=[*ranks])

@@ -60,13 +60,13 @@ def run(path: Path, layout: Layout, model: dict) -> dict:
     apart = max(apart_of(p, policy) for p in same)  # not of experts, of which ranks have different ones
     said = ""
     try:
-        next(iter(policy.weights()))
+        next(iter(policy.export.weights()))
     except RuntimeError as error:
         said = str(error)
     for step in range(1, len(work.steps)):
         losses.append(policy.update(work, step, loss)["loss"])
     left = sum(len(chunk.remove_forward_pre_hook_handles) for chunk in policy.chunks)
-    found = {name: tensor.clone() for name, tensor in policy.weights()}
+    found = {name: tensor.clone() for name, tensor in policy.export.weights()}
     return {
         "weights": found, "logprobs": logprobs_of(policy, rollouts), "apart": apart, "losses": losses,
         "steps": len(work.steps), "waits_left": left, "said": said,

@@ -331,12 +331,12 @@ def run_case(path: str, case: dict) -> dict[str, float]:
     errors["loss_forward"] = abs(policy.loss(work, loss) - ref_loss)
     errors["gradients"] = gradient_error(policy, work, loss, grads)
 
-    before = {n: t.clone() for n, t in policy.weights()}
+    before = {n: t.clone() for n, t in policy.export.weights()}
     metrics = policy.update(work, 0, loss)
     errors["loss"] = abs(metrics["loss"] - ref_loss)
     errors["entropy"] = abs(metrics["entropy"] - ref_entropy)
     errors["grad_norm"] = abs(metrics["grad_norm"] - ref_norm) / max(1.0, ref_norm)
-    now = dict(policy.weights())
+    now = dict(policy.export.weights())
     errors["names"] = float(len(set(after) ^ set(now) - ({"lm_head.weight"} if arch.tied else set())))
     errors["weights"] = max((now[n] - after[n]).abs().max().item() for n in now)
     errors["moved"] = max((now[n] - before[n]).abs().max().item() for n in now)
@@ -349,9 +349,12 @@ def run_case(path: str, case: dict) -> dict[str, float]:
 
 def stream_errors(policy: MegatronPolicy, now: dict[str, torch.Tensor]) -> dict[str, float]:
     """Compares what the stream of weights gives after the reference's were in use, in small buckets, and cast."""
-    again = dict(policy.weights())
-    small = [*policy.weights(bucket_mib=0.01)]
-    half, kept = dict(policy.weights(bucket_mib=0.05, dtype=torch.bfloat16)), rectangles.kept_float32(policy.arch)
+    again = dict(policy.export.weights())
+    small = [*policy.export.weights(bucket_mib=0.01)]
+    half, kept = (
+        dict(policy.export.weights(bucket_mib=0.05, dtype=torch.bfloat16)),
+        rectangles.kept_float32(policy.arch),
+    )
     return {
         "buckets": float([n for n, _ in small] != [*now] or any(not torch.equal(now[n], t) for n, t in small)),
         "cast": float(any(not torch.equal(now[n] if n in kept else now[n].bfloat16(), t) for n, t in half.items())),
@@ -371,7 +374,7 @@ def run_bf16(path: str, case: dict) -> dict[str, float]:
     of_gradients = max((theirs[3][n] - exact[3][n]).abs().max().item() for n in exact[3])
     gradients = gradient_error(policy, work, loss, exact[3])
     metrics = policy.update(work, 0, loss)
-    now = dict(policy.weights(dtype=torch.float32))
+    now = dict(policy.export.weights(dtype=torch.float32))
     moves = torch.cat([(now[n] - exact[4][n]).abs().flatten() for n in now])
     return {
         "logprobs": ((ours - exact[0]).square().mean() / (theirs[0] - exact[0]).square().mean()).sqrt().item(),

@@ -60,12 +60,12 @@ def make_policy(path: str, case: dict[str, Any], lora: Lora | None, **settings: 
 def gradient_error(policy: MegatronPolicy, work: Any, wanted: dict[str, torch.Tensor]) -> float:
     """Returns the largest difference of this rank's gradients of A and B from peft's, after a backward pass."""
     loss, worst = WeightedLogprobs(), 0.0
-    with policy._active():
+    with policy.active():
         optim.zero_grad(policy.chunks, policy.optimizer)
         scale = policy.groups.dp_size / work.steps[0].denominator
         policy._run(work, 0, step.Pass(names=statistics_needed(loss.needs), loss=loss, scale=scale, backward=True))
         whole_gradients(policy)
-    for name, parameter in policy._adapters.named.items():
+    for name, parameter in policy.adapters.named.items():
         _, rects = adapters.held(policy.arch, name, policy.groups.shard, RANK)
         want = torch.zeros_like(parameter)
         copies.fill(want, rects, lambda rect: copies.from_tensor(wanted[f"gradient/{rect.tensor}"], rect))
@@ -82,9 +82,9 @@ def parity(path: str, told: Path, case: dict[str, Any]) -> dict[str, float]:
     policy = make_policy(path, case, begun(told))
     rollouts, loss = make_rollouts(policy.arch.vocab), WeightedLogprobs()
     work, index = work_of(policy, rollouts, loss)
-    base = {name: tensor.clone() for name, tensor in policy.shards().items()}
+    base = {name: tensor.clone() for name, tensor in policy.export.shards().items()}
     merged = load_file(told / "merged/model.safetensors")
-    now = dict(policy.weights())
+    now = dict(policy.export.weights())
     errors = {
         "merged": max((now[name] - merged[name]).abs().max().item() for name in now),
         "logprobs": (logprobs_of(policy, rollouts) - wanted["logprobs"]).abs().max().item(),
@@ -95,17 +95,17 @@ def parity(path: str, told: Path, case: dict[str, Any]) -> dict[str, float]:
     metrics = policy.update(work, 0, loss)
     errors["loss"] = abs(metrics["loss"] - wanted["loss"].item())
     errors["grad_norm"] = abs(metrics["grad_norm"] - wanted["norm"].item()) / max(1.0, wanted["norm"].item())
-    after = policy.adapter()
+    after = policy.export.adapter()
     errors["names"] = float({f"after/{name}" for name in after} != {n for n in wanted if n.startswith("after/")})
     errors["weights"] = max((after[name] - wanted[f"after/{name}"]).abs().max().item() for name in after)
     errors["moved"] = distance(after, load_file(told / "start" / "adapter_model.safetensors"))
     errors["largest_gradient"] = max(t.abs().max().item() for n, t in wanted.items() if n.startswith("gradient/"))
-    errors["base"] = float(any(not torch.equal(base[name], tensor) for name, tensor in policy.shards().items()))
+    errors["base"] = float(any(not torch.equal(base[name], tensor) for name, tensor in policy.export.shards().items()))
     # the reference is the policy's start, also after the step
     reference = logprobs_of(policy, rollouts, reference=True)
     errors["reference"] = (reference - wanted["logprobs"]).abs().max().item()
     # gradients and moments are of adapters alone, but for what core fills its buffers up with
-    elements = sum(p.numel() for p in policy._adapters.named.values())
+    elements = sum(p.numel() for p in policy.adapters.named.values())
     errors["gradient_numbers"] = offload.gradient_bytes(policy.chunks) / 4 - elements
     held = sum(p.numel() for group in policy.optimizer.param_groups for p in group["params"])
     errors["optimizer_numbers"] = float(held - elements)
@@ -132,21 +132,23 @@ def checkpoints(path: str, told: Path, case: dict[str, Any]) -> dict[str, Any]:
     if dist.get_rank() == 0:
         target.mkdir(parents=True)
     dist.barrier()
-    policy.save(target, background=True)
-    stands = policy.adapter()
+    policy.state.save(target, background=True)
+    stands = policy.export.adapter()
     learn(policy)
-    policy.saved(wait=True)
+    policy.state.saved(wait=True)
     found: dict[str, Any] = {"stored": sorted(DistCheckpoint(target).shapes)[:400]}
     found["written"] = distance(load_file(target / "adapter" / "adapter_model.safetensors"), stands)
-    policy.load(target)
+    policy.state.load(target)
     other = make_policy(path, {"layout": case["other"]}, lora)
-    other.load(target)
-    found["loaded"] = distance(policy.adapter(), other.adapter()) + distance(policy.adapter(), stands)
+    other.state.load(target)
+    found["loaded"] = distance(policy.export.adapter(), other.export.adapter()) + distance(
+        policy.export.adapter(), stands
+    )
     for _ in range(2):
         learn(policy)
         learn(other)
-    found["after"] = distance(policy.adapter(), other.adapter())
-    found["moved"] = distance(policy.adapter(), stands)
+    found["after"] = distance(policy.export.adapter(), other.export.adapter())
+    found["moved"] = distance(policy.export.adapter(), stands)
     found["refused"] = []
     for change in ({"rank": 4}, {"alpha": 1.0}, {"targets": ("q_proj",)}):
         found["refused"].append(refusal(path, replace(lora, path=None, **change), target))
@@ -158,7 +160,7 @@ def checkpoints(path: str, told: Path, case: dict[str, Any]) -> dict[str, Any]:
 def refusal(path: str, lora: Lora | None, directory: Path) -> str:
     """Returns what a policy says to a checkpoint that is not its own."""
     try:
-        make_policy(path, {}, lora).load(directory)
+        make_policy(path, {}, lora).state.load(directory)
     except ConfigError as error:
         return str(error)
     return "loaded"
@@ -169,16 +171,16 @@ def refits(path: str, told: Path, case: dict[str, Any]) -> dict[str, Any]:
     policy = make_policy(path, case, begun(told))
     engines = EngineLayout(replicas=dist.get_world_size(), whole=True)
     dtype = case.get("dtype", "float32")
-    topology = Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=engines, dtype=dtype)
+    topology = Topology(sizes=policy.arch, trainer=policy.export.trainer_layout, engines=engines, dtype=dtype)
     engine = EmbeddedEngine(path, dtype=getattr(torch, dtype))
     side = TrainerSide(
-        topology, RefitConfig(**case["settings"]), policy.shards(), group=policy.groups.control, endpoint=engine,
-        added=policy.added,
+        topology, RefitConfig(**case["settings"]), policy.export.shards(), group=policy.groups.control, endpoint=engine,
+        added=policy.export.added,
     )  # fmt: skip
     equal, before = [], None
     for version in range(2):
         side(version)
-        merged = {name: t if t.dim() > 1 else t[:, None] for name, t in policy.weights()}
+        merged = {name: t if t.dim() > 1 else t[:, None] for name, t in policy.export.weights()}
         held = {name: engine.targets.read(name, (0, 0, *t.shape)) for name, t in merged.items()}
         equal.append(all(torch.equal(held[name], merged[name]) for name in merged))
         equal.append(before is None or any(not torch.equal(before[name], merged[name]) for name in merged))
@@ -194,14 +196,14 @@ def fresh(path: str, told: Path, case: dict[str, Any]) -> dict[str, Any]:
     plain = make_policy(path, case, None, trainable=False)
     rollouts = make_rollouts(policy.arch.vocab)
     gap = (logprobs_of(policy, rollouts) - logprobs_of(plain, rollouts)).abs().max().item()
-    start = policy.adapter()
+    start = policy.export.adapter()
     out = {"gap": gap, "zero": max(t.abs().max().item() for n, t in start.items() if "lora_B" in n)}
     drawn = {name: t for name, t in start.items() if "lora_A" in name}
     out["deviation"] = torch.cat([t.flatten() for t in drawn.values() if t.shape[1] == 64]).std().item()
     out["sums"] = [round(t.double().sum().item(), 9) for t in drawn.values()]
     learn(policy)
     out["reference"] = (logprobs_of(policy, rollouts, reference=True) - logprobs_of(plain, rollouts)).abs().max().item()
-    out["moved"] = distance(policy.adapter(), start)
+    out["moved"] = distance(policy.export.adapter(), start)
     return out
 
 
@@ -227,32 +229,33 @@ def roles(path: str, told: Path, case: dict[str, Any]) -> dict[str, Any]:
         policy = make_policy(path, case, lora, seed=seed)
         for _ in range(3):
             metrics = learn(policy)
-        alone.append((policy.adapter(), dict(policy.weights()), metrics))
+        alone.append((policy.export.adapter(), dict(policy.export.weights()), metrics))
     a = make_policy(path, case, first)
     b = make_policy(path, case, second, seed=1, base=a)
     for _ in range(3):
         found = [learn(a), learn(b)]
     out = {
-        "adapters": [distance(p.adapter(), told[0]) for p, told in zip((a, b), alone, strict=True)],
-        "merged": [distance(dict(p.weights()), told[1]) for p, told in zip((a, b), alone, strict=True)],
+        "adapters": [distance(p.export.adapter(), told[0]) for p, told in zip((a, b), alone, strict=True)],
+        "merged": [distance(dict(p.export.weights()), told[1]) for p, told in zip((a, b), alone, strict=True)],
         "metrics": [found[i]["grad_norm"] == alone[i][2]["grad_norm"] for i in range(2)],
-        "apart": distance(dict(a.weights()), dict(b.weights())),
-        "shared": [p.data_ptr() for p in a.shards().values()] == [p.data_ptr() for p in b.shards().values()],
+        "apart": distance(dict(a.export.weights()), dict(b.export.weights())),
+        "shared": [p.data_ptr() for p in a.export.shards().values()]
+        == [p.data_ptr() for p in b.export.shards().values()],
     }
     target = Path(case["directory"]) / case["name"]
     for name, policy in (("a", a), ("b", b)):
         if dist.get_rank() == 0:
             (target / name).mkdir(parents=True)
         dist.barrier()
-        policy.save(target / name)
-    stands = [a.adapter(), b.adapter()]
-    a.sleep(), learn(b), a.wake(), learn(a)
-    after = [a.adapter(), b.adapter()]
+        policy.state.save(target / name)
+    stands = [a.export.adapter(), b.export.adapter()]
+    a.memory.sleep(), learn(b), a.memory.wake(), learn(a)
+    after = [a.export.adapter(), b.export.adapter()]
     for name, policy in (("a", a), ("b", b)):
-        policy.load(target / name)
-    out["loaded"] = [distance(p.adapter(), was) for p, was in zip((a, b), stands, strict=True)]
+        policy.state.load(target / name)
+    out["loaded"] = [distance(p.export.adapter(), was) for p, was in zip((a, b), stands, strict=True)]
     learn(a), learn(b)
-    out["again"] = [distance(p.adapter(), was) for p, was in zip((a, b), after, strict=True)]
+    out["again"] = [distance(p.export.adapter(), was) for p, was in zip((a, b), after, strict=True)]
     return out
 
 
@@ -263,12 +266,12 @@ def digests(path: str, told: Path, case: dict[str, Any]) -> list[str]:
         shutil.copytree(path, place / "model")
     dist.barrier()
     policy = make_policy(str(place / "model"), case, begun(told))
-    policy.write_adapter(place / "first")
+    policy.export.write_adapter(place / "first")
     if dist.get_rank() == 0:
         with (place / "model/model.safetensors").open("ab") as file:
             file.write(bytes(8))
     dist.barrier()
-    policy.write_adapter(place / "second")
+    policy.export.write_adapter(place / "second")
     dist.barrier()
     return [json.loads((place / name / adapters.BASE).read_text())["digest"] for name in ("first", "second")]
 

@@ -72,7 +72,7 @@ def replay(folder: Path, record: dict[str, Any], layout: Layout, steps: int) -> 
     went; of the log-probs before; of the loss and the gradient's norm, relative and as means over the steps."""
     role = make_role(folder / "model", record["settings"], layout)
     policy = MegatronPolicy(role, parallel.create(layout))
-    before = {name: tensor.clone() for name, tensor in policy.weights()}
+    before = {name: tensor.clone() for name, tensor in policy.export.weights()}
     rollouts = make_rollouts(record, [n for step in record["steps"][:steps] for n in step["rollouts"]])
     theirs = torch.cat([torch.from_numpy(np.append(r.logprobs[1:], np.float32(0))) for r in rollouts])
     logprobs = (logprobs_of(policy, rollouts) - theirs).abs().max().item()
@@ -81,7 +81,7 @@ def replay(folder: Path, record: dict[str, Any], layout: Layout, steps: int) -> 
     )
     found = update(world(), trainee, own(rollouts))
     assert found["optimizer_steps"] == steps
-    after, now = load_file(folder / f"after_{steps}.safetensors"), dict(policy.weights())
+    after, now = load_file(folder / f"after_{steps}.safetensors"), dict(policy.export.weights())
     assert now.keys() == after.keys()
     moved, apart = (
         torch.stack([(after[name] - other[name]).abs().max() for name in after]).max().item() for other in (before, now)

@@ -242,18 +242,18 @@ def actor(case: dict[str, Any]) -> dict[str, Any]:
         if case["whole"]
         else EngineLayout(tp=dist.get_world_size())
     )
-    topology = Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=engines, dtype="float32")
+    topology = Topology(sizes=policy.arch, trainer=policy.export.trainer_layout, engines=engines, dtype="float32")
     engine = EmbeddedEngine(case["path"]) if case["whole"] else Engine(topology, dist.get_rank())
     if isinstance(engine, Engine):
         for tensor in engine.tensors.values():  # padding is zero
             tensor.zero_()
     side = TrainerSide(
-        topology, RefitConfig(**case["settings"]), policy.shards(), group=policy.groups.control, endpoint=engine
+        topology, RefitConfig(**case["settings"]), policy.export.shards(), group=policy.groups.control, endpoint=engine
     )
     equal, figures = [], dict[str, float]()
     for version in range(2):
         figures = side(version)
-        model = {name: t if t.dim() > 1 else t[:, None] for name, t in policy.weights()}
+        model = {name: t if t.dim() > 1 else t[:, None] for name, t in policy.export.weights()}
         equal.append(engine.version == version and has(engine, model))
         learn(policy)
     side.close()

@@ -15,6 +15,7 @@ from typing import Any
 
 from engines_worker import GREEDY, Directory, plain, prompts, wait_for
 from layouts_worker import learn
+from safetensors.torch import save_file
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import TrainConfig
@@ -25,7 +26,6 @@ from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.session.common import open_world
 from megatron_rl.session.fleet import open_fleet
 from megatron_rl.session.launch import place_from
-from megatron_rl.weights import hf
 
 ROLES = ("generator", "verifier")
 
@@ -39,9 +39,10 @@ class Shared:
 
     def refit(self, role: str, version: int) -> None:
         self.fleet.refits[role](version)
-        tensors = {name: tensor.detach().clone() for name, tensor in self.policies[role].weights()}
+        tensors = {name: tensor.detach().clone() for name, tensor in self.policies[role].export.weights()}
         if self.world.rank == 0:
-            hf.write_tensors(self.out / f"{role}_v{version}", tensors)
+            (self.out / f"{role}_v{version}").mkdir(parents=True, exist_ok=True)
+            save_file(tensors, self.out / f"{role}_v{version}" / "model.safetensors")
 
     def ask(self, name: str) -> None:
         """Asks for greedy answers of both roles at once, and for scores."""

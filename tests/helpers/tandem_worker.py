@@ -18,6 +18,7 @@ from typing import Any
 import urllib3
 from engines_worker import GREEDY, ROLE, Directory, plain, prompts, wait_for
 from layouts_worker import learn
+from safetensors.torch import save_file
 
 from megatron_rl.algorithms.authors import Rule
 from megatron_rl.config import files as config_files
@@ -29,7 +30,6 @@ from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.session.common import open_world
 from megatron_rl.session.fleet import open_fleet
 from megatron_rl.session.launch import place_from
-from megatron_rl.weights import hf
 
 STRATEGIES = ("bernoulli", "alternating", "chunk", "sentence", "word")
 SEED = 4
@@ -111,9 +111,10 @@ class Scenario:
             thread.join()
 
     def keep_weights(self, name: str) -> None:
-        tensors = {n: t.detach().clone() for n, t in self.policy.weights()}
+        tensors = {n: t.detach().clone() for n, t in self.policy.export.weights()}
         if self.world.rank == 0:
-            hf.write_tensors(self.out / name, tensors)
+            (self.out / name).mkdir(parents=True, exist_ok=True)
+            save_file(tensors, self.out / name / "model.safetensors")
 
 
 def main() -> None:

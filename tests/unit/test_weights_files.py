@@ -189,11 +189,18 @@ def test_weights_are_written_in_any_order_and_only_as_planned(tmp_path):
     writer = HfWriter(tmp_path, [Planned(n, tuple(t.shape), t.dtype) for n, t in tensors.items()], shard_bytes=80)
     with pytest.raises(KeyError):
         writer.write("d", tensors["a"])
-    for name in "cab":
-        writer.write(name, tensors[name])
-    assert not writer.missing
+    writer.write_all((name, tensors[name]) for name in "cab")
     found = dict(hf.read_tensors(tmp_path))
     assert found.keys() == tensors.keys() and all(torch.equal(found[n], t) for n, t in tensors.items())
     assert len({stored.file for stored in headers.read_directory(tmp_path).values()}) == 2
     with pytest.raises(ValueError, match="was planned"):
         HfWriter(tmp_path, [Planned("a", (3, 5), torch.float32)]).write("a", torch.zeros(5, 3))
+
+
+def test_weights_without_the_last_tensor_do_not_load(tmp_path):
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(40)}
+    planned = [Planned(n, tuple(t.shape), t.dtype) for n, t in tensors.items()]
+    with pytest.raises(KeyError, match="b"):
+        HfWriter(tmp_path, planned, shard_bytes=80).write_all([("a", tensors["a"]), ("other", tensors["b"])])
+    with pytest.raises(FileNotFoundError):
+        headers.read_directory(tmp_path)

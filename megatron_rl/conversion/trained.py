@@ -1,0 +1,63 @@
+"""Exports trained models: Hugging Face directories, written shard by shard while all ranks stream their weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_rl.config.schema import ConfigError, Model
+from megatron_rl.conversion.target import copy_side_files, fresh
+from megatron_rl.megatron.export import WeightExport
+from megatron_rl.run import lines, sums
+from megatron_rl.weights import hf
+from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned
+from megatron_rl.world import TorchWorld
+
+BUCKETS = 4  # the least number of gathered buckets in a shard
+
+
+def export_model(
+    world: TorchWorld, export: WeightExport, model: Model, target: Path, *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes a Hugging Face directory: weights in shards, config, tokenizer, and the chat template of the training.
+
+    Rank 0 writes each tensor as it comes, so that no rank holds a whole model: a rank holds a bucket of gathered
+    tensors, at most a quarter of a shard or one tensor that is larger, and the memory that gathering it takes. A
+    directory at `target` is replaced when the new one is complete on the disk. Collective. Raises lines.DiskError when
+    the disk does not take the files.
+    """
+    stream = export.weights(bucket_mib=min(64, shard_bytes / BUCKETS / 2**20))
+    failure: OSError | ConfigError | None = None
+    if world.rank == 0:
+        try:
+            _write(stream, export.planned(), model, target, shard_bytes)
+        except (OSError, ConfigError) as error:
+            failure = error
+    for _ in stream:  # the ranks that do not write, and rank 0 after a failure, take part in gathering
+        pass
+
+    def raise_failure() -> None:
+        if failure is not None:
+            free = shutil.disk_usage(target.parent).free
+            raise lines.DiskError(
+                f"the trained model cannot be written to {target}, where {free / 1e9:.1f} GB are free ({failure}); its "
+                f"weights are safe in the last checkpoint: {lines.RESUME}"
+            ) from failure
+
+    world.from_driver(raise_failure)
+
+
+def _write(
+    tensors: Iterable[tuple[str, Tensor]], planned: list[Planned], model: Model, target: Path, shard_bytes: int
+) -> None:
+    with fresh(target, wanted_bytes=sum(tensor.nbytes for tensor in planned), replace=True) as folder:
+        HfWriter(folder, planned, shard_bytes=shard_bytes).write_all(tensors)
+        sums.write_sums(folder)
+        copy_side_files(hf.local_directory(model.path), folder)
+        if model.tokenizer:
+            copy_side_files(hf.local_directory(model.tokenizer), folder, keep=("config.json",))
+        if model.chat_template:
+            shutil.copyfile(model.chat_template, folder / "chat_template.jinja")

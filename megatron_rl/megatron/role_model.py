@@ -1,0 +1,158 @@
+"""Builds the Megatron model of one role on this rank from a Hugging Face directory, and shows it to core in use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.config.schema import ConfigError, RoleConfig
+from megatron_rl.megatron import lora, offload, optim, platform, replay
+from megatron_rl.megatron import model as models
+from megatron_rl.megatron.parallel import Groups
+from megatron_rl.models.adapters import adapter_problems
+from megatron_rl.models.divisibility import Axes, trainer_problems
+from megatron_rl.models.setting_limits import prefix_problems, setting_problems
+from megatron_rl.timing import Timer
+from megatron_rl.weights import copies, hf, rectangles
+from megatron_rl.weights.adapters import is_adapter
+
+platform.install()
+
+# Fields of core's config that belong to a role's optimizer. Roles that share a model share the config.
+_OF_ROLE = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func")
+
+
+class RoleModel:
+    """One role's part of a model on this rank: core's config, the model chunks, and the adapters of a role with LoRA.
+
+    A trainable role also has gradient buffers, an optimizer and a learning-rate schedule. With adapters the model
+    itself is frozen. `base` is the model of another role with adapters, of the same path and layout, whose weights this
+    role shares. Raises ConfigError for settings that the model does not allow. Building is collective.
+    """
+
+    def __init__(
+        self,
+        role: RoleConfig,
+        groups: Groups,
+        *,
+        trainable: bool = True,
+        seed: int = 0,
+        deterministic: bool = False,
+        base: RoleModel | None = None,
+    ) -> None:
+        self.role, self.groups, self.trainable = role, groups, trainable
+        self.timer = Timer(cuda=torch.cuda.is_available())
+        self.arch = hf.read_architecture(role.model.path)
+        self._check_settings()
+        adapted = role.lora is not None
+        self.fused = models.uses_transformer_engine(self.arch, role.model.dtype, adapted=adapted)
+        self.attends = not self.fused or role.shared_prefixes  # Transformer Engine has no attention for these
+        self._late = role.optimizer.overlap and not adapted  # adapters are small, and read without their module's call
+        self._temperature = role.sampling.temperature or 1.0
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        with groups.active():
+            if base is None:
+                self.config, self._model = self._build(seed, deterministic=deterministic)
+            else:
+                self.config, self._model = base.config, base._model
+                vars(self.config).update(dict.fromkeys(_OF_ROLE))
+            self.adapters: lora.RoleAdapters | None = None
+            if role.lora is not None:
+                cores = [models.unwrap(chunk) for chunk in self._model]
+                self.adapters = lora.RoleAdapters(cores, self.arch, role.lora, groups.shard)
+                self.adapters.fill(seed)
+            self.chunks: list[Any] = list(self._model)
+            if trainable:
+                sums = models.uses_fused_sums(role.model)
+                self.chunks = optim.wrap(
+                    self.config, self.chunks, overlap=role.optimizer.overlap, late=self._late, fused_sums=sums
+                )
+                self.optimizer, self.scheduler = optim.build(role, self.config, self.chunks, timer=self.timer)
+        self._calls = {name: vars(self.config).get(name) for name in _OF_ROLE}
+        self._steps_left = 0
+        self.memory = offload.PolicyMemory(self.chunks, self.optimizer)
+
+    def named(self) -> dict[str, torch.nn.Parameter]:
+        """Returns this rank's parameters of the model by name, with global layer numbers, adapters left out."""
+        named = models.named_parameters(self.chunks)
+        return {name: parameter for name, parameter in named if not is_adapter(name)}
+
+    def trained(self) -> list[torch.nn.Parameter]:
+        """Returns the parameters that updates change: the adapters, or the whole model."""
+        if self.adapters is not None:
+            return [*self.adapters.named.values()]
+        return [p for _, p in models.named_parameters(self.chunks)]
+
+    def gather_weights(self, *, steps_left: int) -> None:
+        """Gathers the weights that an optimizer step has left in parts on the data-parallel ranks, where
+        `optimizer.overlap` has it leave them so. Before the last step of an update each module gathers its own
+        beside the next forward pass."""
+        self._steps_left = steps_left if self._late else 0
+        if self._late:
+            (optim.gather_late if steps_left else optim.gather)(self.chunks)
+
+    def check_readable(self) -> None:
+        """Raises RuntimeError while the weights are in host memory, and between two optimizer steps of an update whose
+        weights are gathered late."""
+        self.memory.check_present()
+        if self._steps_left:
+            raise RuntimeError(f"an update is under way: {self._steps_left} optimizer steps of it are left to be taken")
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Makes core see this role's layout in the block, and the model this role's adapters."""
+        self.memory.check_present()
+        with self.groups.active():
+            if self.adapters is not None:
+                self.adapters.show()
+                vars(self.config).update(self._calls)
+                for chunk in self._model:
+                    models.unwrap(chunk).temperature = self._temperature
+            yield
+
+    def _check_settings(self) -> None:
+        role, path = self.role, self.role.model.path
+        problems = trainer_problems(self.arch, Axes.of(role.layout), path)
+        problems += setting_problems(self.arch, self.arch.features, role.model, path, router_replay=role.router_replay)
+        problems += adapter_problems(self.arch, role, path) + prefix_problems(role)
+        if problems:
+            raise ConfigError("\n  ".join(problems))
+
+    def _build(self, seed: int, *, deterministic: bool) -> tuple[Any, list[Any]]:
+        """Builds the chunks of this rank with their weights. Returns core's config and the chunks, in their dtype."""
+        role, fused = self.role, self.fused
+        models.warn_of_slow_products(role.model, self.groups.control)
+        config = models.transformer_config(self.arch, role.model, self.groups, deterministic=deterministic, fused=fused)
+        triton = models.uses_triton(role.model, self.groups.control)
+        cores = models.build(
+            self.arch, config, temperature=self._temperature, fused=fused, attends=self.attends, triton=triton
+        )
+        self._fill(cores, seed)
+        for core in cores if role.router_replay else ():
+            replay.install(core)
+        chunks = [models.in_half(config, c) for c in cores] if config.bf16 else [*cores]
+        if role.lora is not None:
+            lora.freeze(cores)  # only now: what is not trained would stay float32
+        return config, chunks
+
+    def _fill(self, cores: list[models.PolicyModel], seed: int) -> None:
+        """Copies this rank's shards out of the Hugging Face weights, or out of a seeded transformers initialisation."""
+        if self.role.model.init == "random":
+            torch.manual_seed(seed)
+            made = copies.by_expert(
+                AutoModelForCausalLM.from_config(self.arch.config, dtype=torch.float32).state_dict(), self.arch
+            )
+
+            def read(rect: rectangles.Rect) -> Tensor:
+                return copies.from_tensor(made[rect.tensor], rect)
+        else:
+            hf.check(self.role.model.path, self.arch, cast=True)
+            read = hf.DirectoryTensors(self.role.model.path).read
+        for name, parameter in models.named_parameters(cores):
+            copies.fill(parameter, rectangles.megatron(self.arch, name, self.groups.shard)[1], read)

@@ -1,0 +1,111 @@
+"""Saves and loads a role's model, optimizer and learning-rate schedule as distributed checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.megatron import lora, optim, platform, saved_state, writers
+from megatron_rl.megatron import model as models
+from megatron_rl.megatron.export import WeightExport
+from megatron_rl.megatron.role_model import RoleModel
+from megatron_rl.weights import adapters
+from megatron_rl.world import broadcast
+
+platform.install()
+
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
+
+# Core 0.19 writes in the background by another package unless it is told not to.
+_OWN_WRITER: dict[str, Any] = (
+    {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
+)
+
+
+class PolicyState:
+    """The checkpoints of one role. Every method is collective. A role with adapters has the adapters alone in them."""
+
+    def __init__(self, model: RoleModel, export: WeightExport) -> None:
+        self._model, self._export = model, export
+        self._saves = AsyncCallsQueue()
+
+    def save(self, directory: Path, *, background: bool = False) -> None:
+        """Writes model, optimizer and schedule as a distributed checkpoint, which loads under any layout. `directory`
+        must be empty.
+
+        In the `background` a process of its own writes the state as it is now, while training goes on; `saved` tells
+        when it has. An adapter is also written to `directory`/adapter, in peft's format.
+        """
+        model = self._model
+        model.check_readable()
+        with model.memory.awake(), model.active(), writers.one_save():
+            state = saved_state.without_copies(self._sharded(loading=False))
+            request = dist_checkpointing.save(state, str(directory), async_sharded_save=background, **_OWN_WRITER)
+            if request is not None:
+                self._saves.schedule_async_request(request)
+        self._export.write_adapter(directory / adapters.DIRECTORY)
+
+    def saved(self, *, wait: bool) -> bool:
+        """Checks whether all saves that began are written; with `wait` it waits for them. Raises a writer's error."""
+        self._saves.maybe_finalize_async_calls(blocking=wait)
+        return not self._saves.get_num_unfinalized_calls()
+
+    def load(self, directory: Path) -> None:
+        """Loads model, optimizer state and the schedule's position from a checkpoint of `save`. Rates, betas and weight
+        decay stay those of this role's settings. Raises ConfigError for adapters of other settings, or of another
+        base."""
+        model = self._model
+        self._check_base(directory / adapters.DIRECTORY)
+        with model.memory.awake(), model.active():
+            loaded = dist_checkpointing.load(self._to_load(directory), str(directory))
+            state = cast(dict[str, Any], loaded)  # not the pair that it returns when asked for its strictness' findings
+            for i, chunk in enumerate(model.chunks):
+                models.unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)
+            if model.trainable:
+                optim.adopt_rates(model.optimizer, state["optimizer"])
+                model.optimizer.load_state_dict(state["optimizer"])
+                optim.apply_settings(model.role, model.optimizer)
+                model.scheduler.num_steps = 0  # core adds the checkpoint's to it
+                model.scheduler.load_state_dict(state["scheduler"])
+
+    def _check_base(self, directory: Path) -> None:
+        """Raises ConfigError, on every rank, unless the adapter in a checkpoint is one of these settings and base."""
+        role, control, problem = self._model.role, self._model.groups.control, None
+        if role.lora is None and not directory.is_dir():
+            return
+        if dist.get_rank(control) == 0:
+            problem = adapters.difference(directory, role.lora, role.model.path)
+        if problem := broadcast(problem, control):
+            raise ConfigError(problem)
+
+    def _to_load(self, directory: Path) -> dict[str, Any]:
+        """Returns what `load` asks a checkpoint for. What Transformer Engine keeps beside weights, for 8-bit products,
+        is left out where the checkpoint has none of it: torch's layers have written it."""
+        state = self._sharded(loading=True)
+        if self._model.fused:
+            held = load_sharded_metadata(str(directory))
+            for i in range(len(self._model.chunks)):
+                whole = state[f"model{i}"].items()
+                state[f"model{i}"] = {
+                    name: part for name, part in whole if not isinstance(part, ShardedObject) or part.unique_key in held
+                }
+        return state
+
+    def _sharded(self, *, loading: bool) -> dict[str, Any]:
+        """Returns core's description of the role's state on this rank."""
+        model, metadata = self._model, optim.checkpoint_metadata()
+        state: dict[str, Any] = {}
+        for i, chunk in enumerate(model.chunks):
+            whole = models.unwrap(chunk).sharded_state_dict(metadata=metadata)
+            state[f"model{i}"] = whole if model.adapters is None else lora.only_adapters(whole)
+        if model.trainable:
+            state["optimizer"] = model.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
+            state["scheduler"] = model.scheduler.state_dict()
+        return state
