@@ -39,8 +39,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.config.schema import Vllm
 from megatron_rl.engines.base import Completion, Engine, Sampling, Tokens, TopScores
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.environments.base import Environment, EpisodeSettings
 from megatron_rl.environments.moves import EnvironmentFailure, Episode, Move, Over, Said
 from megatron_rl.environments.python_tool import PythonTool

@@ -9,7 +9,7 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,16 @@ from typing import Any
 import common
 
 from megatron_rl.cluster.address import free_port
-from megatron_rl.config.schema import Vllm
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Sampling, complete
-from megatron_rl.engines.launch import ServerProcess, make_token, tail
+from megatron_rl.engines.kind import ModelFacts, ServerStart
+from megatron_rl.engines.launch import ServerProcess, make_token
 from megatron_rl.engines.pool.pool import Pool
 from megatron_rl.engines.roster import Announcement, Listing, Roster
-from megatron_rl.engines.vllm import Boundaries, VllmServer, command, with_tandem
+from megatron_rl.engines.server_log import end_of
+from megatron_rl.engines.vllm.client import VllmServer
+from megatron_rl.engines.vllm.kind import command
+from megatron_rl.engines.vllm.settings import Vllm
 
 OFFLINE = Path(__file__).parent / "vllm_offline.py"
 ROLE = "model"
@@ -34,7 +37,7 @@ SEED_MASK = (1 << 62) - 1  # as the pool cuts its seeds
 
 @contextlib.contextmanager
 def open_pool(
-    directory: Path, model: Path, settings: Vllm, eos: int, *, boundaries: Boundaries | None = None
+    directory: Path, model: Path, settings: Vllm, eos: int, *, boundaries: Callable[[Any], frozenset[int]] | None = None
 ) -> Iterator[tuple[Pool, int]]:
     """A pool whose one server is ready, and that server's process. With `boundaries`, of its tandem's strategies, the
     model is its own junior.
@@ -42,16 +45,18 @@ def open_pool(
     token_file = directory / "token"
     token, port = make_token(token_file), free_port(settings.host)
     assert settings.python is not None
-    words = command(
-        settings, python=settings.python, model=model, dtype="float32", port=port, token_file=token_file, on_gpu=False
+    tandem = {} if boundaries is None else {"junior": model, "tokenizer": model}
+    start = ServerStart(
+        python=settings.python, model=model, dtype="float32", port=port, token_file=token_file, on_gpu=False, **tandem
     )
-    words = words if boundaries is None else with_tandem(words, model=model, junior=model, tokenizer=model)
     log = directory / "server.log"
-    process = ServerProcess(words, log, os.environ, imports=directory / "imports")
+    process = ServerProcess(command(settings, start), log, os.environ, imports=directory / "imports")
     listing = Listing(role=ROLE, replica=0, url=f"http://{settings.host}:{port}", incarnation="one", log=str(log))
 
+    facts = ModelFacts(ends=frozenset({eos}), boundaries=boundaries)
+
     def connect(found: Listing) -> VllmServer:
-        return VllmServer(found.url, token, settings, ends={eos}, vocab=0, refit_timeout_s=60.0, boundaries=boundaries)
+        return VllmServer(found.url, token, settings, 60.0, facts)
 
     roster = Roster(directory / "engines")
     try:
@@ -69,9 +74,7 @@ class Offline:
 
     def __init__(self, model: Path, settings: Vllm, log: Path) -> None:
         assert settings.python is not None
-        words = command(
-            settings, python=settings.python, model=model, dtype="float32", port=0, token_file=log, on_gpu=False
-        )
+        start = ServerStart(python=settings.python, model=model, dtype="float32", port=0, token_file=log, on_gpu=False)
         arguments = {
             "model": str(model), "dtype": "float32", "enforce_eager": True, "max_num_seqs": settings.max_batch,
             "enable_chunked_prefill": False,
@@ -80,7 +83,7 @@ class Offline:
         self._log = log.open("wb")
         self._process = subprocess.Popen(
             [settings.python, str(OFFLINE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env={**os.environ, **words.environment}, start_new_session=True,
+            env={**os.environ, **command(settings, start).environment}, start_new_session=True,
         )  # fmt: skip
         self.pid = self._process.pid
         self._ask(arguments)
@@ -107,9 +110,7 @@ class Offline:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(
-                f"vLLM ended with status {self._process.wait()}; the end of its log:\n{tail(Path(self._log.name))}"
-            )
+            raise RuntimeError(f"vLLM ended with status {self._process.wait()}; {end_of(Path(self._log.name))}")
         return json.loads(answer)
 
 

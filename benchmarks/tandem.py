@@ -31,9 +31,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.algorithms.authors import Rule, boundaries
-from megatron_rl.config.schema import Vllm
 from megatron_rl.engines.base import Engine, Sampling, TandemSampling, complete
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.text import load_tokenizer
 
 BARS = {"embedded/ratio_cpu": 0.5, "vllm/ratio_cpu": 0.5}

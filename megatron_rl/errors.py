@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.data.rows import DataError
 from megatron_rl.engines.base import EngineError
-from megatron_rl.engines.server import RequestRefused
+from megatron_rl.engines.http import RequestRefused
 from megatron_rl.rewards.pool import RewardFailure
 from megatron_rl.run.checkpoint import CheckpointError
 from megatron_rl.run.directory import RunBusy

@@ -15,17 +15,7 @@ from typing import Any
 
 from megatron_rl.config import hub
 from megatron_rl.config.data_settings import generated_name
-from megatron_rl.config.schema import (
-    ConfigError,
-    EvalConfig,
-    Model,
-    PromptSet,
-    Servers,
-    SftConfig,
-    Sglang,
-    TrainConfig,
-    Vllm,
-)
+from megatron_rl.config.schema import ConfigError, EvalConfig, Model, PromptSet, Servers, SftConfig, TrainConfig
 
 PACKAGE = "megatron_rl."
 # Graders and tools that run code of models in a sandbox.
@@ -98,7 +88,7 @@ def absent_recipe_files(recipe: Any) -> list[Absent]:
 def engine_problems(config: Any) -> list[str]:
     """Returns why servers that a run starts itself could not be started here."""
     engine = vars(config).get("engine")
-    if not isinstance(engine, Vllm | Sglang) or engine.urls or not engine.start:
+    if not isinstance(engine, Servers) or engine.urls or not engine.start:
         return []
     if engine.python is not None:
         return (

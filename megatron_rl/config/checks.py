@@ -22,10 +22,8 @@ from megatron_rl.config.schema import (
     RoleConfig,
     Servers,
     SftConfig,
-    Sglang,
     Sinks,
     TrainConfig,
-    Vllm,
 )
 from megatron_rl.config.server_gpus import number_problems
 from megatron_rl.models import registry
@@ -33,8 +31,6 @@ from megatron_rl.models.adapters import adapter_problems, num_elements, owners
 from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.models.sizes import Features, Sizes
-
-VLLM_RANK = 512  # of an adapter that vLLM computes with, at most
 
 
 def check(config: Any, ranks: int, *, to_come: bool = False) -> None:
@@ -97,20 +93,8 @@ def _train_problems(config: TrainConfig, ranks: int, to_come: bool) -> list[str]
     if isinstance(config.engine, Servers):
         problems += _server_problems(config, config.engine)
         problems += colocation_problems(config, config.engine, ranks) if config.engine.colocate else []
-    if isinstance(config.engine, Vllm) and config.engine.adapters == "served":
-        problems += _adapter_server_problems(config, config.engine)
-    problems += [
-        f"roles.{name}.router_replay = true with engine.kind = {config.engine.kind!r}: only vLLM servers and the "
-        "embedded engine tell the experts that they choose; set engine.kind to one of them, or router_replay to false"
-        for name, role in config.roles.items()
-        if role.router_replay and config.engine.kind not in ("vllm", "embedded")
-    ]
-    problems += [
-        f"roles.{name}.router_replay = true with roles.{name}.tandem: vLLM has no model runner that does both; "
-        "leave one of them out, or set engine.kind to embedded"
-        for name, role in config.roles.items()
-        if role.router_replay and role.tandem is not None and config.engine.kind == "vllm"
-    ]
+        problems += config.engine.role_problems(config.roles)
+        problems += _adapter_server_problems(config, config.engine) if config.engine.serves_adapters else []
     return problems
 
 
@@ -169,26 +153,10 @@ def _server_problems(config: TrainConfig, settings: Servers) -> list[str]:
             problems.append(
                 "engine.urls with engine.start = true: servers that run already are not started; set engine.start=false"
             )
-    if isinstance(settings, Sglang):
-        tandems = [name for name, role in config.roles.items() if role.tandem is not None]
-        problems += [
-            f"roles.{name}.tandem with engine.kind = 'sglang': only vLLM and the embedded engine can hold two models; "
-            "set "
-            "engine.kind to one of them"
-            for name in tandems
-        ]
-        for name, role in config.roles.items():
-            drawn = role.sampling
-            if drawn.temperature > 0 and (drawn.top_p < 1 or drawn.min_p > 0) and not drawn.top_k:
-                problems.append(
-                    f"roles.{name}.sampling.top_p = {drawn.top_p}, min_p = {drawn.min_p} with engine.kind = "
-                    "'sglang': with such a truncation SGLang returns log-probs of drawn tokens only under a top_k; set "
-                    "sampling.top_k, or leave truncation off"
-                )
     return problems
 
 
-def _adapter_server_problems(config: TrainConfig, settings: Vllm) -> list[str]:
+def _adapter_server_problems(config: TrainConfig, settings: Servers) -> list[str]:
     """Returns what is wrong with servers that compute with adapters beside a model."""
     adapted, problems = [name for name, role in config.roles.items() if role.lora is not None], []
     if not adapted:
@@ -198,18 +166,6 @@ def _adapter_server_problems(config: TrainConfig, settings: Vllm) -> list[str]:
             "engine.adapters = 'served' with engine.urls: those servers share no directory with the run, where "
             "adapters are written; set it to merged, or leave urls out"
         )
-    problems += [
-        f"roles.{name}.tandem with engine.adapters = 'served': vLLM holds no adapters beside two models; set it to "
-        "merged"
-        for name in adapted
-        if config.roles[name].tandem is not None
-    ]
-    problems += [
-        f"roles.{name}.lora.rank = {lora.rank} with engine.adapters = 'served': vLLM takes up to {VLLM_RANK}; set it "
-        "to merged"
-        for name in adapted
-        if (lora := config.roles[name].lora) is not None and lora.rank > VLLM_RANK
-    ]
     if settings.pause == "keep" and config.rollouts.max_staleness > 1:
         problems.append(
             "engine.pause = 'keep' with engine.adapters = 'served' and rollouts.max_staleness = "
@@ -444,7 +400,7 @@ def _engine_problems(config: TrainConfig, to_come: bool) -> list[str]:
             continue
         own, found = _read_model(f"roles.{name}", role.model.path, to_come)
         problems += own if role.policy == "none" else []
-        served = role.lora is not None and isinstance(settings, Vllm) and settings.adapters == "served"
+        served = role.lora is not None and isinstance(settings, Servers) and settings.serves_adapters
         if served and found is not None and found[0].experts:
             problems.append(
                 f"engine.adapters = 'served', and {role.model.path} of {name} has experts: vLLM's adapters beside "

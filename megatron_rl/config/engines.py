@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_rl.config.base import ConfigError, Share, config
 
-# Words of vLLM's and SGLang's command lines for copies of the model inside one server. Refits know of a server's `tp`
-# ranks alone.
+if TYPE_CHECKING:
+    from megatron_rl.config.model import RoleConfig
+
+# Words of engines' command lines for copies of the model inside one server. Refits know of a server's `tp` ranks alone.
 DATA_PARALLEL = ("--data-parallel-size", "-dp", "--dp-size", "--dp")
 
 
@@ -27,8 +30,16 @@ class Embedded:
 
 @config
 class Servers:
-    """Inference servers, in processes of their own: `replicas` of them for each role."""
+    """Inference servers, in processes of their own: `replicas` of them for each role.
 
+    Every engine has a subclass in megatron_rl/engines/NAME/settings.py, whose `kind` is the engine's name. The package
+    of the engine has the same name.
+    """
+
+    holds_tandems: ClassVar[bool] = False  # whether a server can hold a senior and a junior (roles.NAME.tandem)
+    tells_experts: ClassVar[bool] = False  # whether a server tells which experts it chose (roles.NAME.router_replay)
+
+    kind: str = ""  # overridden by each engine
     replicas: PositiveInt = 1  # servers of each role, or of the roles that share them
     tp: PositiveInt = 1  # tensor-parallel ranks of one server
     expert_parallel: bool = False  # give each of a server's ranks whole experts, instead of a part of every expert
@@ -82,6 +93,26 @@ class Servers:
         """Returns how many sequences are asked of one server at once."""
         return self.max_sequences or self.max_batch + -(-self.max_batch // 4)
 
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether servers compute with adapters beside a model, so that refits bring the adapters alone."""
+        return False
+
+    def role_problems(self, roles: Mapping[str, RoleConfig]) -> list[str]:
+        """Returns a sentence for each role that servers of this engine cannot serve as its settings ask."""
+        problems = [
+            f"roles.{name}.tandem with engine.kind = {self.kind!r}: its servers hold one model; set engine.kind to "
+            "vllm or embedded"
+            for name, role in roles.items()
+            if role.tandem is not None and not self.holds_tandems
+        ]
+        return problems + [
+            f"roles.{name}.router_replay = true with engine.kind = {self.kind!r}: its servers do not tell the experts "
+            "that they choose; set engine.kind to vllm or embedded, or router_replay to false"
+            for name, role in roles.items()
+            if role.router_replay and not self.tells_experts
+        ]
+
     def __post_init__(self) -> None:
         names = [word.partition("=")[0].replace("_", "-") for word in self.args]
         if copies := [name for name in names if name in DATA_PARALLEL]:
@@ -89,24 +120,6 @@ class Servers:
                 f"engine.args has {copies[0]}: a refit reaches one copy of the model in each server; leave it out, and "
                 "set engine.replicas to the number of copies"
             )
-
-
-@config
-class Vllm(Servers):
-    """vLLM servers."""
-
-    kind: Literal["vllm"] = "vllm"  # servers that run vLLM
-    # How roles with adapters (roles.NAME.lora) are served. merged: servers hold merged weights, which refits send.
-    # served: servers keep the model as it is and compute with the adapter beside it; refits bring the adapter alone.
-    # Roles with adapters of one model then share their servers.
-    adapters: Literal["merged", "served"] = "merged"
-
-
-@config
-class Sglang(Servers):
-    """SGLang servers."""
-
-    kind: Literal["sglang"] = "sglang"  # servers that run SGLang
 
 
 @config

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import pydantic
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_rl.config.base import ConfigError, Share, check_path, config
 from megatron_rl.config.datasets import PromptSet
-from megatron_rl.config.engines import Embedded, Sglang, Vllm
+from megatron_rl.config.engine_kinds import Engine
+from megatron_rl.config.engines import Embedded
 from megatron_rl.config.model import Model, SamplingConfig
 from megatron_rl.config.run import Launch
 
@@ -118,7 +118,7 @@ class EvalConfig:
     # The grader of `data`. Its workers and limits are those of every benchmark's grader, too.
     reward: Reward = field(default_factory=Reward)
     # The engine that writes the answers.
-    engine: Annotated[Embedded | Vllm | Sglang, pydantic.Field(discriminator="kind")] = field(default_factory=Embedded)
+    engine: Engine = field(default_factory=Embedded)
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
 
     def __post_init__(self) -> None:

@@ -7,14 +7,13 @@ config can be checked on a login node.
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import Annotated
 
-import pydantic
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_rl.config.base import ConfigError, Share, Use, check_path, config
 from megatron_rl.config.datasets import Generated, PromptSet, SftData
-from megatron_rl.config.engines import Embedded, EndpointConfig, RefitConfig, Rollouts, Servers, Sglang, Vllm
+from megatron_rl.config.engine_kinds import Engine
+from megatron_rl.config.engines import Embedded, EndpointConfig, RefitConfig, Rollouts, Servers
 from megatron_rl.config.evaluation import EvalConfig, Evaluation, GradingConfig, JudgingConfig, Reward
 from megatron_rl.config.model import (
     CORRECTION_AHEAD,
@@ -39,6 +38,7 @@ __all__ = [
     "Debug",
     "Embedded",
     "EndpointConfig",
+    "Engine",
     "EvalConfig",
     "Evaluation",
     "Gate",
@@ -64,14 +64,12 @@ __all__ = [
     "Servers",
     "SftConfig",
     "SftData",
-    "Sglang",
     "Share",
     "Sinks",
     "Strategy",
     "TandemConfig",
     "TrainConfig",
     "Use",
-    "Vllm",
     "config",
 ]
 
@@ -86,7 +84,7 @@ class TrainConfig:
     data: PromptSet  # the problems to train on
     evaluation: Evaluation = field(default_factory=Evaluation)  # measurements on held-out problems
     # The engine that writes rollouts.
-    engine: Annotated[Embedded | Vllm | Sglang, pydantic.Field(discriminator="kind")] = field(default_factory=Embedded)
+    engine: Engine = field(default_factory=Embedded)
     reward: Reward = field(default_factory=Reward)  # the function that grades answers
     run: Run = field(default_factory=Run)  # length, directory and checkpoints
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
@@ -140,7 +138,7 @@ class TrainConfig:
         """
         found: dict[str, str] = {}
         first: dict[tuple[str, ...], str] = {}
-        served = isinstance(self.engine, Vllm) and self.engine.adapters == "served"
+        served = isinstance(self.engine, Servers) and self.engine.serves_adapters
         for name in self.engine_roles:
             model = self.roles[name].model
             shared = served and self.roles[name].lora is not None
@@ -213,7 +211,7 @@ class GenerateConfig:
     # ungraded.parquet. null: nothing is graded, wrong answers are among the pairs.
     reward: Reward | None = None
     # The engine that writes the answers: the embedded one holds the whole teacher on every rank.
-    engine: Annotated[Embedded | Vllm | Sglang, pydantic.Field(discriminator="kind")] = field(default_factory=Embedded)
+    engine: Engine = field(default_factory=Embedded)
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
 
     def __post_init__(self) -> None:

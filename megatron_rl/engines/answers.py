@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.engines.server import ServerLost
+from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.http import ServerLost
 
 SLACK = 1e-3  # how far above 0 rounding may bring a log-prob
 # What an answer may have in bytes: so many in any case, and for every token that was asked for.
@@ -82,6 +83,15 @@ def read_logprobs(told: Any, shape: tuple[int, ...]) -> np.ndarray:
     if numbers.size and numbers.max() > SLACK:
         raise AnswerError(f"a log-prob of {numbers.max():.6g}: no probability is above 1")
     return numbers
+
+
+def drawn(told: np.ndarray | None, sampling: Sampling, count: int) -> np.ndarray:
+    """Returns the log-probs [count] of drawn tokens: `told` by the server, nan where it told none. A greedy token is
+    drawn from a point mass, and its log-prob is 0.
+    """
+    if sampling.greedy:
+        return np.zeros(count, np.float32)
+    return np.full(count, np.nan, np.float32) if told is None else told
 
 
 def read_versions(spans: Sequence[tuple[Any, Any]], length: int) -> list[tuple[int, int]]:

@@ -54,6 +54,21 @@ class Sampling:
     logprobs: bool = True  # False: nobody reads them; a server that spares itself the work leaves nan
     tandem: TandemSampling | None = None  # None: the model alone
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken each time. Its log-prob under that choice is 0."""
+        return self.temperature == 0
+
+    @property
+    def truncated(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return not self.greedy and (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0)
+
+    @property
+    def plain(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution at temperature 1."""
+        return self.temperature == 1.0 and not self.truncated
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
@@ -81,6 +96,12 @@ class Completion:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, np.asarray(value, kind))
+
+
+def empty(sampling: Sampling) -> Completion:
+    """Returns the completion of a prompt that fills the model's context."""
+    none = np.empty(0)
+    return Completion(tokens=none, logprobs=none, stop=Stop.LENGTH, authors=None if sampling.tandem is None else none)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -6,20 +6,17 @@ import contextlib
 import functools
 import os
 import secrets
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_rl
 from megatron_rl import processes
-from megatron_rl.config.schema import ConfigError, Servers, Sglang
 from megatron_rl.engines import segments, server_log
 from megatron_rl.engines.base import EngineError
+from megatron_rl.engines.kind import Command
 from megatron_rl.run import disk
 from megatron_rl.run.parent import end_with_parent
 
@@ -39,32 +36,12 @@ LAUNCHER = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-PLUGIN = {  # what `pip install` would leave of a package with this entry point
-    "METADATA": "Metadata-Version: 2.1\nName: megatron-rl-plugin\nVersion: 0\n",
-    "entry_points.txt": "[vllm.general_plugins]\nmegatron_rl = megatron_rl.engines.vllm_tandem:register\n",
-}
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_")
+METADATA = "Metadata-Version: 2.1\nName: megatron-rl-plugin\nVersion: 0\n"
 
 
 class StartError(EngineError):
     """A server that did not come up; the message has the last lines of its log, and the first error there."""
-
-
-@dataclass(frozen=True)
-class Command:
-    words: list[str]
-    environment: Mapping[str, str]  # beside the inherited one
-
-
-def interpreter(settings: Servers) -> str:
-    """The Python that servers run in. Raises ConfigError when there is no such program."""
-    python, kind = settings.python or sys.executable, "sglang" if isinstance(settings, Sglang) else "vllm"
-    if shutil.which(python) is None:
-        target = {"vllm": "engines", "sglang": "engines-sglang"}[kind]
-        raise ConfigError(
-            f"engine.python = {python}: there is no such program; `make {target}` makes .venv-{kind}/bin/python"
-        )
-    return python
 
 
 class ServerProcess:
@@ -80,7 +57,8 @@ class ServerProcess:
         """
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        path = os.pathsep.join(filter(None, (str(_only_this_package(imports)), inherited.get("PYTHONPATH"))))
+        own = str(_only_this_package(imports, command.entry_points))
+        path = os.pathsep.join(filter(None, (own, inherited.get("PYTHONPATH"))))
         kept = {
             name: value
             for name, value in inherited.items()
@@ -191,9 +169,9 @@ def make_token(path: Path) -> str:
     return disk.read_own(path).strip()
 
 
-def _only_this_package(directory: Path) -> Path:
-    """Makes it a place to import this package from, and nothing that is installed beside it: the server's environment
-    has its own torch. What names the plug-in that vLLM loads stands there too.
+def _only_this_package(directory: Path, entry_points: str) -> Path:
+    """Makes a directory to import this package from, and nothing that is installed beside it: the server's environment
+    has its own torch. The package has these entry points there, as if pip had installed it.
     """
     package, link = Path(megatron_rl.__file__).resolve().parent, directory.resolve() / "megatron_rl"
     link.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +181,8 @@ def _only_this_package(directory: Path) -> Path:
         draft.replace(link)
     about = link.parent / "megatron_rl_plugin-0.dist-info"
     about.mkdir(exist_ok=True)
-    for name, text in PLUGIN.items():
+    files = {"METADATA": METADATA, "entry_points.txt": entry_points}
+    for name, text in files.items():
         draft = about / f".{secrets.token_hex(8)}"
         draft.write_text(text)
         draft.replace(about / name)

@@ -8,7 +8,6 @@ refitted.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ import numpy as np
 
 from megatron_rl.config.schema import ConfigError, EndpointConfig
 from megatron_rl.engines import answers, sampler
-from megatron_rl.engines.base import Completion, EngineError, Sampling, TopScores
+from megatron_rl.engines.base import Completion, EngineError, Sampling, TopScores, empty
+from megatron_rl.engines.http import CONTROL_BYTES, RequestRefused, ServerLost
 from megatron_rl.engines.pool.membership import Limits
 from megatron_rl.engines.pool.pool import ServerEngine, given
-from megatron_rl.engines.server import CONTROL_BYTES, Http, RequestRefused, ServerLost
+from megatron_rl.engines.server import Server
 from megatron_rl.types import Stop
 
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
@@ -60,37 +60,35 @@ def api_key(endpoint: EndpointConfig, environment: Mapping[str, str]) -> str | N
     return environment[endpoint.key_variable].strip()
 
 
-class OpenAiServer:
-    """Implements server.Server over an endpoint. Verified with vLLM 0.32's own server.
+class OpenAiServer(Server):
+    """An OpenAI-compatible endpoint. Verified with vLLM 0.32's own server.
 
     Where an answer has no token ids its text is tokenised: the log-probs of such a completion are nan, as are those
     that are not of the distribution that was sampled from (endpoints tell those of the model at temperature 1).
     """
 
+    health, speaker, retry_after_s = MODELS, "a completion", PAUSE_S
+
     def __init__(self, endpoint: EndpointConfig, tokenizer: Any, *, ends: Collection[int], key: str | None) -> None:
-        self.url = endpoint.url.rstrip("/").removesuffix("/v1")
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._http = Http(self.url, headers, refused="refuses the API key: see key_file or key_variable")
-        self._endpoint, self._tokenizer, self._ends = endpoint, tokenizer, frozenset(ends)
-        self._vocab = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        super().__init__(
+            endpoint.url.rstrip("/").removesuffix("/v1"), {} if key is None else {"Authorization": f"Bearer {key}"},
+            ends=ends, vocab=-(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+            refused="refuses the API key: see key_file or key_variable",
+        )  # fmt: skip
+        self._endpoint, self._tokenizer = endpoint, tokenizer
         self._asking: asyncio.Future[None] | None = None  # one request for the context is enough for all that wait
         self._asked_context, self._context = False, None
-
-    def ready(self) -> bool:
-        return self._http.answers(MODELS)
 
     async def generate(
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
     ) -> list[Completion]:
-        """See server.Server. Raises ValueError for impossible sampling settings, and for those that the endpoint has no
-        words for. A prompt that fills the context comes back empty where the endpoint tells its context.
-        """
+        """See Server. A prompt that fills the context has empty completions where the endpoint tells its context."""
         self._check(prompt, sampling)
         context = await self._room(timeout_s)
         room = sampling.max_tokens if context is None else context - len(prompt)
         if room <= 0:
-            return [Completion(tokens=np.empty(0), logprobs=np.empty(0), stop=Stop.LENGTH)] * sampling.n
-        n = 1 if sampling.temperature == 0 else sampling.n
+            return [empty(sampling)] * sampling.n
+        n = 1 if sampling.greedy else sampling.n
         body = self._request(prompt, sampling, n, seed, min(sampling.max_tokens, room))
         size = answers.FREE_BYTES + n * body["max_tokens"] * answers.JSON_TOKEN_BYTES
         choices = await self._ask(body, n, timeout_s, size)
@@ -98,7 +96,7 @@ class OpenAiServer:
             return [self._completion(choice, sampling, body["max_tokens"]) for choice in choices] * (sampling.n // n)
 
     async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
-        """See server.Server. Raises EngineError where the endpoint does not tell the log-probs of prompts, or names the
+        """See Server. Raises EngineError where the endpoint does not tell the log-probs of prompts, or names the
         likeliest tokens by their text.
         """
         if not self._endpoint.token_prompts:
@@ -119,34 +117,7 @@ class OpenAiServer:
             asked = f"`echo` with `logprobs: {max(1, k)}`"
             raise EngineError(f"{self.url} does not score prompts ({asked}): {error}") from error
         with self._understood():
-            return [self._scores(next(choices) if len(tokens) > 1 else None, tokens, k) for tokens in sequences]
-
-    def join(self, host: str, port: int, secret: str, replica: int) -> None:
-        raise self._its_own()
-
-    def pause(self) -> None:
-        raise self._its_own()
-
-    def update(self, version: int, wait_s: float) -> None:
-        raise self._its_own()
-
-    def resume(self) -> None:
-        raise self._its_own()
-
-    def sleep(self, *, discard: bool) -> None:
-        raise self._its_own()
-
-    def wake(self) -> None:
-        raise self._its_own()
-
-    def version(self) -> int:
-        return 0
-
-    def hang_up(self) -> None:
-        self._http.hang_up()
-
-    def close(self) -> None:
-        self._http.close()
+            return [self._text_scores(next(choices) if len(tokens) > 1 else None, tokens, k) for tokens in sequences]
 
     def _check(self, prompt: np.ndarray, sampling: Sampling) -> None:
         """Raises ValueError for what cannot be asked."""
@@ -164,23 +135,25 @@ class OpenAiServer:
             )
 
     def _request(self, prompt: np.ndarray, sampling: Sampling, n: int, seed: int, max_tokens: int) -> dict[str, Any]:
-        greedy, endpoint = sampling.temperature == 0, self._endpoint
+        greedy, endpoint = sampling.greedy, self._endpoint
         body: dict[str, Any] = {
             "model": endpoint.model,
-            "prompt": prompt.tolist() if endpoint.token_prompts else self._text(prompt),
+            "prompt": prompt.tolist(),
             "n": n,
             "max_tokens": max_tokens,
             "temperature": sampling.temperature,
             "top_p": 1.0 if greedy else sampling.top_p,
             "seed": seed,
         }
+        if not endpoint.token_prompts:
+            body["prompt"] = self._tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
         body |= {"stop": list(sampling.stop_strings)} if sampling.stop_strings else {}
         body |= {"logprobs": 1} if sampling.logprobs else {}  # some endpoints take 0 for none
         if endpoint.extensions:
             body |= {
                 "top_k": 0 if greedy else sampling.top_k,
                 "min_p": 0.0 if greedy else sampling.min_p,
-                "stop_token_ids": sorted(self._ends.union(sampling.stop_tokens)),
+                "stop_token_ids": self._stops(sampling),
                 "include_stop_str_in_output": True,
                 "skip_special_tokens": False,
                 "add_special_tokens": False,
@@ -195,8 +168,7 @@ class OpenAiServer:
         answer = await self._call("POST", COMPLETIONS, body, timeout_s, max_bytes)
         with self._understood():
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if len(choices) != count:
-            raise ServerLost(f"{self.url} sent {len(choices)} completions, not {count}", retry_after_s=PAUSE_S)
+        self._check_count(choices, count)
         return choices
 
     async def _call(self, method: str, path: str, body: Any, timeout_s: float, max_bytes: int = CONTROL_BYTES) -> Any:
@@ -219,14 +191,11 @@ class OpenAiServer:
             tokens += [own] if stop is Stop.EOS and own is not None and tokens[-1:] != [own] else []
         if told is not None:
             told = answers.read_logprobs(told, (len(tokens),))
-        greedy = sampling.temperature == 0
-        plain = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
-        unknown = np.full(len(tokens), np.nan, np.float32)
         return Completion(
             tokens=tokens,
-            logprobs=np.zeros(len(tokens)) if greedy else told if plain and told is not None else unknown,
+            logprobs=answers.drawn(told if sampling.plain else None, sampling, len(tokens)),
             stop=stop,
-            model_logprobs=told if plain or greedy else None,
+            model_logprobs=told if sampling.plain or sampling.greedy else None,
         )
 
     def _stop(self, choice: Mapping[str, Any], sampling: Sampling) -> Stop:
@@ -245,15 +214,13 @@ class OpenAiServer:
             case other:
                 raise ServerLost(f"{self.url} ended a completion for an unknown reason: {other}", retry_after_s=PAUSE_S)
 
-    def _scores(self, choice: Mapping[str, Any] | None, tokens: np.ndarray, k: int) -> TopScores:
+    def _text_scores(self, choice: Mapping[str, Any] | None, tokens: np.ndarray, k: int) -> TopScores:
         logprobs, ids = np.zeros((len(tokens), 1 + k), np.float32), np.zeros((len(tokens), k), np.int32)
         if choice is not None:
             logprobs[1:, 0] = self._own(choice, tokens)
             for place in range(1, len(tokens) if k else 0):
                 ids[place], logprobs[place, 1:] = self._likeliest(choice, place, k)
-            answers.read_logprobs(logprobs, logprobs.shape)
-            answers.check_ids(ids, self._vocab)
-        return TopScores(logprobs=logprobs[:, 0].copy(), ids=ids, top_logprobs=logprobs[:, 1:].copy())
+        return self._scores(logprobs, ids)
 
     def _likeliest(self, choice: Mapping[str, Any], place: int, k: int) -> tuple[list[int], list[float]]:
         """Returns ids and log-probs of the k likeliest tokens at a place. Beside them the text's own may be told."""
@@ -296,18 +263,6 @@ class OpenAiServer:
             listed = None
         self._context = _context_of(listed, self._endpoint.model)
         self._asked_context = True
-
-    def _text(self, prompt: np.ndarray) -> str:
-        return self._tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
-
-    def _its_own(self) -> RequestRefused:
-        return RequestRefused(
-            f"{self.url}: the weights of an endpoint are its own; a role that is trained needs an engine"
-        )
-
-    def _understood(self) -> contextlib.AbstractContextManager[None]:
-        """Takes an answer of another shape for none at all."""
-        return answers.understood(self.url, "a completion", retry_after_s=PAUSE_S)
 
 
 def _seen(asked: asyncio.Future[None]) -> None:

@@ -19,16 +19,7 @@ from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import server_gpus
 from megatron_rl.config.base import check_path
-from megatron_rl.config.schema import (
-    ConfigError,
-    EvalConfig,
-    GenerateConfig,
-    Servers,
-    SftConfig,
-    Sglang,
-    TrainConfig,
-    Vllm,
-)
+from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Servers, SftConfig, TrainConfig
 from megatron_rl.jobs import site
 from megatron_rl.report.record import read_points
 from megatron_rl.run import lines
@@ -180,11 +171,11 @@ def limit_seconds(limit: str) -> int | None:
     return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
 
 
-def engine_python(engine: Vllm | Sglang, profile: Profile) -> str:
+def engine_python(engine: Servers, profile: Profile) -> str:
     """Returns the interpreter that has the engine on a site; a relative path counts from the checkout.
 
     The profile's comes first, because a config does not know the site; then the config's, then the environment of
-    `make engines` or `make engines-sglang`. Raises ConfigError where servers run in a container and the profile does
+    `make engines` (or `make engines-sglang`). Raises ConfigError where servers run in a container and the profile does
     not name the interpreter in it.
     """
     if profile.container is not None and profile.engine_python is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.episodes import EpisodeEstimate
-from megatron_rl.config.schema import Lora, RoleConfig, Servers, TrainConfig, Vllm
+from megatron_rl.config.schema import Lora, RoleConfig, Servers, TrainConfig
 from megatron_rl.planning import compute, memory, shapes
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import Cluster
@@ -137,7 +137,7 @@ def plan_turn(
 
 def _served_adapter(config: TrainConfig, name: str) -> Lora | None:
     """Returns the role's adapter where servers compute with it beside the model, so that a refit sends it alone."""
-    served = isinstance(config.engine, Vllm) and config.engine.adapters == "served"
+    served = isinstance(config.engine, Servers) and config.engine.serves_adapters
     return config.roles[name].lora if served else None
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config import checks as config_checks
-from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig, Servers, Sglang, TrainConfig, Vllm
+from megatron_rl.config.engine_kinds import default_servers
+from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig, Servers, TrainConfig
 from megatron_rl.models.divisibility import Axes, allowed, engine_violations, trainer_problems
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning import shapes
@@ -137,7 +138,7 @@ def engine_choices(config: TrainConfig, cluster: Cluster, models: Mapping[str, S
     """Yields the config with each choice of engines worth trying."""
     if isinstance(config.engine, Embedded):
         yield config
-    settings = config.engine if isinstance(config.engine, Servers) else Vllm()
+    settings = config.engine if isinstance(config.engine, Servers) else default_servers()
     models = {name: models[name] for name in config.server_roles}
     width = max({"bfloat16": 2, "float32": 4}[config.roles[name].model.dtype] for name in models)
     largest = max(width * shapes.total(shape) for shape in models.values())
@@ -194,7 +195,7 @@ def _beside_trainer(config: TrainConfig, cluster: Cluster) -> TrainConfig:
     return replace(config, engine=replace(engine, gpus=gpus, start=True))
 
 
-def engine_words(engine: Vllm | Sglang, asked: Embedded | Servers) -> list[str]:
+def engine_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
     """Returns the arguments that make `asked`, a config's engine, this one."""
     words = [f"engine.kind={engine.kind}", f"engine.replicas={engine.replicas}", f"engine.tp={engine.tp}"]
     words += [f"engine.colocate={str(engine.colocate).lower()}", f"engine.memory_share={engine.memory_share:g}"]
@@ -204,7 +205,7 @@ def engine_words(engine: Vllm | Sglang, asked: Embedded | Servers) -> list[str]:
 def _place_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
     """Returns the arguments that move the servers of `asked` to where those of `engine` stand. None of them can take
     `urls` out of a config."""
-    before, words = asked if isinstance(asked, Servers) else Vllm(), []
+    before, words = asked if isinstance(asked, Servers) else default_servers(), []
     if engine.gpus != before.gpus:
         words.append(f"engine.gpus=[{','.join(map(str, engine.gpus))}]")
     if engine.start != before.start:
@@ -397,7 +398,7 @@ def _cures(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work
     if isinstance(config.engine, Servers):
         return lines
     replicas = max(1, made.cluster.gpus // 2 // len(config.server_roles))
-    other = _beside_trainer(replace(config, engine=Vllm(replicas=replicas)), made.cluster)
+    other = _beside_trainer(replace(config, engine=replace(default_servers(), replicas=replicas)), made.cluster)
     tried = _plan_or_none(other, made.cluster, models, work)
     if tried is not None and not tried.problems and isinstance(other.engine, Servers):
         places = _place_words(other.engine, config.engine) + nodes_words(config, other, tried)
@@ -457,6 +458,6 @@ def _overrides(asked: TrainConfig, config: TrainConfig, made: RunPlan) -> list[s
             out += [f"roles.{name}.model.recompute_modules={modules}"]
         out += [f"roles.{name}.micro_batch_tokens={micro}"] if micro != before.micro_batch_tokens else []
         out += [f"roles.{name}.sleep=true"] if role.sleep != before.sleep else []
-    if config.engine != asked.engine and isinstance(config.engine, Vllm | Sglang):
+    if config.engine != asked.engine and isinstance(config.engine, Servers):
         out += engine_words(config.engine, asked.engine)
     return out + nodes_words(asked, config, made)

@@ -12,13 +12,14 @@ from typing import Any
 
 from megatron_rl.cluster.address import free_port, own_address
 from megatron_rl.config.schema import ConfigError, EvalConfig, Model, Servers
-from megatron_rl.engines.launch import ServerProcess, interpreter, make_token
+from megatron_rl.engines.kind import ModelFacts, ServerStart, kind_of
+from megatron_rl.engines.launch import ServerProcess, make_token
 from megatron_rl.engines.pool.membership import Limits
 from megatron_rl.engines.pool.pool import ServerEngine, given
 from megatron_rl.engines.roster import Listing
 from megatron_rl.engines.server import Server
 from megatron_rl.session.launch import has_gpu
-from megatron_rl.session.servers import ENGINES, TOKEN, About, command, connect
+from megatron_rl.session.servers import ENGINES, TOKEN, connect
 from megatron_rl.session.serving import visible_gpus
 from megatron_rl.weights import hf
 
@@ -47,7 +48,7 @@ def start(
         architecture = hf.read_architecture(local)
         own = tokenizers[model].eos_token_id
         ends = hf.eos_tokens(local, architecture) | (frozenset() if own is None else {own})
-        client = connect(settings, token, CONTROL_S, About(ends=ends, vocab=architecture.vocab))
+        client = connect(settings, token, CONTROL_S, ModelFacts(ends=ends, vocab=architecture.vocab))
         if settings.urls:
             servers = [client(_listing(names[model], i, url)) for i, url in enumerate(settings.urls[names[model]])]
         else:
@@ -84,17 +85,16 @@ class _Starter:
 
     def start(self, name: str, number: int, client: Callable[[Listing], Server], model: Path, dtype: str) -> Server:
         """Waits until it answers. Raises ConfigError, StartError."""
-        settings, python = self.settings, interpreter(self.settings)
+        settings, kind = self.settings, kind_of(self.settings)
         gpus = settings.gpus[number * settings.tp : (number + 1) * settings.tp]
         environment = {**self.environment, **visible_gpus(gpus, self.environment)}
         port = free_port(settings.host)
-        words = command(settings)(
-            settings, python=python, model=model, dtype=dtype, port=port,
+        start = ServerStart(
+            python=kind.interpreter(settings), model=model, dtype=dtype, port=port, on_gpu=has_gpu(environment),
             token_file=Path(settings.token_file) if settings.token_file else self.directory / TOKEN,
-            on_gpu=has_gpu(environment),
         )  # fmt: skip
         log = self.directory.parent / "logs" / f"engine_{name}_{number}.log"
-        process = ServerProcess(words, log, environment, imports=self.directory / "imports")
+        process = ServerProcess(kind.command(settings, start), log, environment, imports=self.directory / "imports")
         self.stack.callback(process.stop)
         server = client(_listing(name, number, f"http://{settings.host}:{port}"))
         process.wait_until(server.ready, settings.start_timeout_s)

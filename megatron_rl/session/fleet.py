@@ -22,6 +22,7 @@ from megatron_rl.config.schema import Embedded, Servers, TrainConfig
 from megatron_rl.engines.addresses import Addresses
 from megatron_rl.engines.base import Engine
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.launch import make_token
 from megatron_rl.engines.openai import open_endpoint
 from megatron_rl.engines.pool.pool import Pool
@@ -36,7 +37,7 @@ from megatron_rl.session.adapter_refit import AdapterRefit
 from megatron_rl.session.colocated import ColocatedServers, start_servers
 from megatron_rl.session.common import Driver
 from megatron_rl.session.pool_refit import PoolRefit
-from megatron_rl.session.servers import ENGINES, TOKEN, About, adapters_served, connect
+from megatron_rl.session.servers import ENGINES, TOKEN, connect
 from megatron_rl.session.serving import check_gpus
 from megatron_rl.session.supervisors import Supervisor, end_supervisors, hopeless
 from megatron_rl.text import load_tokenizer
@@ -99,7 +100,7 @@ def open_fleet(
     return fleet
 
 
-def _about(config: TrainConfig, role: str) -> About:
+def _about(config: TrainConfig, role: str) -> ModelFacts:
     """Returns what a client must know of a role's model."""
     model = config.roles[role].model
     directory = hf.local_directory(model.path)
@@ -108,7 +109,7 @@ def _about(config: TrainConfig, role: str) -> About:
     own = tokenizer.eos_token_id
     ends = hf.eos_tokens(directory, architecture) | (frozenset() if own is None else {own})
     found = None if config.roles[role].tandem is None else functools.cache(functools.partial(boundaries, tokenizer))
-    return About(ends=ends, vocab=architecture.vocab, boundaries=found)
+    return ModelFacts(ends=ends, vocab=architecture.vocab, boundaries=found)
 
 
 def _open_endpoints(session: _Session, fleet: Fleet) -> None:
@@ -182,7 +183,7 @@ def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
         policy = session.policies.get(name)
         if policy is None:
             continue
-        if config.roles[name].lora is not None and adapters_served(settings):
+        if config.roles[name].lora is not None and settings.serves_adapters:
             place = driver.directory.path / ENGINES / "adapters" / name
             fleet.refits[name] = AdapterRefit(session.world, name, policy, pool, driver, place, config.refit.timeout_s)
             continue
@@ -233,7 +234,7 @@ def _pool(
     config, directory = session.config, session.driver.directory.path / ENGINES
     token = make_token(Path(settings.token_file) if settings.token_file else directory / TOKEN)
     about = _about(config, name)
-    if config.roles[name].lora is not None and adapters_served(settings):
+    if config.roles[name].lora is not None and settings.serves_adapters:
         sharing = [other for other, by in config.server_owners.items() if by == config.server_owners[name]]
         place = (directory / "adapters" / name).resolve()
         about = replace(about, adapters=Adapters(place, sharing.index(name), len(sharing)))

@@ -18,14 +18,15 @@ from megatron_rl.cluster.slices import over
 from megatron_rl.config import server_gpus
 from megatron_rl.config.schema import ConfigError, Embedded, Servers, TrainConfig
 from megatron_rl.engines import own_families
-from megatron_rl.engines.launch import Command, ServerProcess, StartError, interpreter, make_token
+from megatron_rl.engines.kind import ServerStart, kind_of
+from megatron_rl.engines.launch import ServerProcess, StartError, make_token
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 from megatron_rl.engines.server_log import newest_error
 from megatron_rl.session.damage import refuse_damaged_models
 from megatron_rl.session.launch import has_gpu, run_directory
 from megatron_rl.session.orders import Orders
 from megatron_rl.session.restarts import Restarts
-from megatron_rl.session.servers import ENGINES, TOKEN, adapters_served, command, connect
+from megatron_rl.session.servers import ENGINES, TOKEN, connect
 
 POLL_S = 0.5
 OVER_S = 2.0  # between two looks whether the run is over
@@ -57,7 +58,7 @@ def run(
         refuse_damaged_models(config.roles[role])
     settings = replace(settings, host=own_address(settings.host))
     own = visible_gpus(gpus, environment) if gpus else _gpus(config, settings, role, replica, environment)
-    server = _Serving(config, settings, role, replica, interpreter(settings), {**environment, **own})
+    server = _Serving(config, settings, role, replica, kind_of(settings).interpreter(settings), {**environment, **own})
     stop = _asked_to_leave(with_parent, functools.partial(over, run_directory(config)))
     if with_parent:
         server.orders = Orders(stop)
@@ -130,13 +131,9 @@ class _Serving:
             return 0.0 if stop.is_set() else self._serve(stop)
 
     def _serve(self, stop: threading.Event) -> float:
-        model, settings = self._config.roles[self._role].model, self._settings
+        settings = self._settings
         token, port = make_token(self._token_file), free_port(settings.host)
-        words = command(settings)(
-            settings, python=self._python, model=self._model, dtype=model.dtype, port=port,
-            token_file=self._token_file, on_gpu=has_gpu(self._environment),
-        )  # fmt: skip
-        words = self._for_role(words, on_gpu=has_gpu(self._environment))
+        words = kind_of(settings).command(settings, self._start(port))
         url = f"http://{settings.host}:{port}"
         job, node = ("", "") if self._job is None else (self._job.id, self._job.node)
         listing = Listing(
@@ -175,27 +172,20 @@ class _Serving:
             process.stop()
             client.close()
 
-    def _for_role(self, words: Command, *, on_gpu: bool) -> Command:
-        """The server's command for a role with a tandem, or with router replay."""
-        role = self._config.roles[self._role]
-        if role.router_replay:
-            from megatron_rl.engines.vllm import with_experts
-
-            return with_experts(words, on_gpu=on_gpu)
-        if role.lora is not None and adapters_served(self._settings):
-            from megatron_rl.engines.vllm import with_adapters
-
-            owners = self._config.server_owners
-            loras = [self._config.roles[name].lora for name, owner in owners.items() if owner == self._role]
-            ranks = [lora.rank for lora in loras if lora is not None]
-            return with_adapters(words, rank=max(ranks), roles=len(ranks))
+    def _start(self, port: int) -> ServerStart:
+        """Returns the properties of the server that its role asks for."""
+        role, owners = self._config.roles[self._role], self._config.server_owners
+        loras = [self._config.roles[name].lora for name, owner in owners.items() if owner == self._role]
+        start = ServerStart(
+            python=self._python, model=self._model, dtype=role.model.dtype, port=port, token_file=self._token_file,
+            on_gpu=has_gpu(self._environment), tells_experts=role.router_replay,
+            adapter_ranks=tuple(lora.rank for lora in loras if lora is not None and self._settings.serves_adapters),
+        )  # fmt: skip
         if role.tandem is None:
-            return words
-        from megatron_rl.engines.vllm import with_tandem
-
+            return start
         junior = _directory_of(f"roles.{self._role}.tandem.junior", role.tandem.junior or self._model)
         tokenizer = _directory_of(f"roles.{self._role}.model.tokenizer", role.model.tokenizer or self._model)
-        return with_tandem(words, model=self._model, junior=junior, tokenizer=tokenizer)
+        return replace(start, junior=junior, tokenizer=tokenizer)
 
 
 def _directory_of(setting: str, path: str | Path) -> Path:

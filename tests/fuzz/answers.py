@@ -11,14 +11,16 @@ import numpy as np
 from fuzzing import Tally, tally
 from toys import characters
 
-from megatron_rl.config.schema import EndpointConfig, Sglang, Vllm
+from megatron_rl.config.schema import EndpointConfig
 from megatron_rl.engines.base import Completion, EngineError, Sampling
 from megatron_rl.engines.frames import pack
-from megatron_rl.engines.http_wire import HttpAnswer
+from megatron_rl.engines.http import RequestRefused, ServerLost
+from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.openai import OpenAiServer
-from megatron_rl.engines.server import RequestRefused, ServerLost
-from megatron_rl.engines.sglang import SglangServer
-from megatron_rl.engines.vllm import VllmServer
+from megatron_rl.engines.sglang.client import SglangServer
+from megatron_rl.engines.sglang.settings import Sglang
+from megatron_rl.engines.vllm.client import VllmServer
+from megatron_rl.engines.vllm.settings import Vllm
 
 VOCAB, ROOM = 97, 6
 ODD = [
@@ -53,8 +55,8 @@ def fuzz(seed: int, count: int) -> Tally:
     """Tries answers at the clients of vLLM, SGLang and OpenAI-compatible endpoints."""
     tokenizer = characters()
     clients = {
-        "vllm": VllmServer("http://nobody", "t", Vllm(), ends={7}, vocab=VOCAB, refit_timeout_s=1),
-        "sglang": SglangServer("http://nobody", "t", Sglang(), ends={7}, vocab=VOCAB, refit_timeout_s=1),
+        "vllm": VllmServer("http://nobody", "t", Vllm(), 1, ModelFacts(ends=frozenset({7}), vocab=VOCAB)),
+        "sglang": SglangServer("http://nobody", "t", Sglang(), 1, ModelFacts(ends=frozenset({7}), vocab=VOCAB)),
         "endpoint": OpenAiServer(EndpointConfig(url="http://nobody", model="m"), tokenizer, ends={7}, key=None),
     }
     return tally(seed, count, lambda rng: one(rng, *rng.choice([*clients.items()])))
@@ -64,8 +66,8 @@ def one(rng: random.Random, kind: str, client: Any) -> str:
     """Tries one answer, or one of the answers that a client asks for before it."""
     sampling = rng.choice(SAMPLINGS)
 
-    async def told(path: str, *_: Any) -> HttpAnswer:
-        return HttpAnswer(200, {}, answer(rng, kind, path, sampling))
+    async def told(method: str, path: str, *_: Any) -> tuple[int, dict[str, str], bytes]:
+        return 200, {}, answer(rng, kind, path, sampling)
 
     client._http._answer = told
     client._known = client._context = None  # what it learned of a server, by kind

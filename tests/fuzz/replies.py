@@ -10,7 +10,7 @@ import time
 from fuzzing import Tally, tally
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.engines.server import Http, RequestRefused, ServerLost
+from megatron_rl.engines.http import Http, RequestRefused, ServerLost
 
 LATE_S, LIMIT = 0.2, 100_000
 HEADS = (

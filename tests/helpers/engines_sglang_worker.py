@@ -23,7 +23,8 @@ from engines_worker import ROLE, Directory, Scenario, wait_for
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import RefitConfig, TrainConfig
-from megatron_rl.engines.sglang import SglangServer
+from megatron_rl.engines.kind import ModelFacts
+from megatron_rl.engines.sglang.client import SglangServer
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.models.sizes import Sizes
@@ -56,7 +57,7 @@ def outcome(function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
 def refusals(server: SglangServer, config: TrainConfig) -> dict[str, Any]:
     """Returns what a server refuses that has joined nobody yet."""
     engine: Any = config.engine
-    stranger = SglangServer(server.url, "not the token", engine, ends=(), vocab=97, refit_timeout_s=10)
+    stranger = SglangServer(server.url, "not the token", engine, 10, ModelFacts(vocab=97))
     order = base64.b64encode(pickle.dumps({"verb": "take part", "version": 0, "wait_s": 1.0})).decode()
     body = {"serialized_named_tensors": [order] * 2, "flush_cache": False}
     with urllib3.PoolManager(timeout=20) as nobody:

@@ -20,12 +20,12 @@ from limits import PROCESS_S
 from ranks import ROOT
 
 from megatron_rl.cluster.address import free_port
-from megatron_rl.config.schema import Vllm
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Sampling, complete
 from megatron_rl.engines.guard import TOKEN_FILE
 from megatron_rl.engines.pool.pool import Pool
 from megatron_rl.engines.roster import Announcement, Listing, Roster
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.session.servers import connect
 
 ROLE, TOKEN, LOOK_S = "generator", "5ecret" * 8, 0.02

@@ -1,4 +1,4 @@
-"""A server that speaks the routes of vLLM which engines/vllm.py uses, without a model: tokens are a function of prompt,
+"""A server that speaks the routes of vLLM that its client uses, without a model: tokens are a function of prompt,
 seed and place.
 
 In a thread for most tests; as a program, for those that kill or stop it. It starts in a moment: it needs numpy alone.
@@ -24,8 +24,8 @@ import numpy as np
 
 from megatron_rl.engines.frames import KIND, pack, unpack
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE
-from megatron_rl.engines.vllm_route import PATH as GENERATE
-from megatron_rl.engines.vllm_route import SCORE_PATH as SCORE
+from megatron_rl.engines.vllm.routes import PATH as GENERATE
+from megatron_rl.engines.vllm.routes import SCORE_PATH as SCORE
 
 ERROR = "(EngineCore pid=22706) ERROR 11-26 09:54:38 [core.py:1510] "  # how vLLM's logger begins a line
 CAUSE = f"""{ERROR}EngineCore failed to start.

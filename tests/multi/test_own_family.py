@@ -18,8 +18,9 @@ from test_layouts import CP, SP, VPP, check
 from tiny_models import make_model
 from toys import characters
 
-from megatron_rl.config.schema import Model, PromptSet, RoleConfig, Run, TrainConfig, Use, Vllm
+from megatron_rl.config.schema import Model, PromptSet, RoleConfig, Run, TrainConfig, Use
 from megatron_rl.engines import own_families
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.run.metrics import read_metrics
 from megatron_rl.session import serving
 

@@ -24,7 +24,7 @@ emulated_cuda.install()
 import torch
 from emulated_device import allocated_bytes, is_pinned
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from megatron_rl.engines.vllm_worker import VllmLanding
+from megatron_rl.engines.vllm.worker import VllmLanding
 
 
 class Layer(torch.nn.Module):

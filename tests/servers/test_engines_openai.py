@@ -15,11 +15,13 @@ from tiny_models import make_model
 from toys import characters
 
 from megatron_rl.cluster.address import free_port
-from megatron_rl.config.schema import ConfigError, EndpointConfig, Vllm
+from megatron_rl.config.schema import ConfigError, EndpointConfig
 from megatron_rl.engines.base import Sampling, complete
-from megatron_rl.engines.launch import Command, ServerProcess
+from megatron_rl.engines.kind import Command, ServerStart
+from megatron_rl.engines.launch import ServerProcess
 from megatron_rl.engines.openai import OpenAiServer, open_endpoint
-from megatron_rl.engines.vllm import command
+from megatron_rl.engines.vllm.kind import command
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.types import Stop
 
 PYTHON = Path(os.environ.get("MEGATRON_RL_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -52,9 +54,11 @@ def endpoint(base):
     """vLLM's own server: without the routes, the guard and the log-probs' mode of a run's servers."""
     port = free_port("127.0.0.1")
     ours = command(
-        Vllm(max_batch=16), python=str(PYTHON), model=base / "model", dtype="float32", port=port,
-        token_file=base / "key", on_gpu=False,
-    )  # fmt: skip
+        Vllm(max_batch=16),
+        ServerStart(
+            python=str(PYTHON), model=base / "model", dtype="float32", port=port, token_file=base / "key", on_gpu=False
+        ),
+    )
     words = [
         str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(base / "model"),
         "--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",

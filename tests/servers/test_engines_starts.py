@@ -13,9 +13,12 @@ from tiny_models import make_model
 from toys import characters
 
 from megatron_rl.cluster.address import free_port
-from megatron_rl.config.schema import Sglang, Vllm
-from megatron_rl.engines import sglang, vllm
+from megatron_rl.engines.kind import ServerStart
 from megatron_rl.engines.launch import ServerProcess, StartError, make_token
+from megatron_rl.engines.sglang import kind as sglang
+from megatron_rl.engines.sglang.settings import Sglang
+from megatron_rl.engines.vllm import kind as vllm
+from megatron_rl.engines.vllm.settings import Vllm
 
 pytestmark = pytest.mark.servers
 
@@ -69,10 +72,12 @@ def test_a_server_of_sglang_tells_so_too(tmp_path):
 
 def check(engine, settings, python, model, directory, cause):
     make_token(directory / "token")
-    command = engine.command(
-        settings, python=str(python), model=model, dtype="float32", port=free_port("127.0.0.1"),
-        token_file=directory / "token", on_gpu=False,
+    start = ServerStart(
+        python=str(python), model=model, dtype="float32", port=free_port("127.0.0.1"), token_file=directory / "token",
+        on_gpu=False,
     )  # fmt: skip
-    process = ServerProcess(command, directory / "engine.log", os.environ, imports=directory / "imports")
+    process = ServerProcess(
+        engine.command(settings, start), directory / "engine.log", os.environ, imports=directory / "imports"
+    )
     with pytest.raises(StartError, match=rf"\nthe first error there:\n.*{cause}$"):
         process.wait_until(lambda: False, 600)

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from fake_fleet import ADDRESS, ROLE, TOKEN, fleet_in, until
@@ -30,16 +31,18 @@ from megatron_rl.config.schema import (
     RefitConfig,
     RoleConfig,
     Rollouts,
-    Sglang,
     TrainConfig,
     Use,
-    Vllm,
 )
-from megatron_rl.engines import sglang, vllm
 from megatron_rl.engines.base import EngineError, Sampling, complete
+from megatron_rl.engines.http import ServerLost
+from megatron_rl.engines.kind import ServerStart
 from megatron_rl.engines.pool.pool import Pool
 from megatron_rl.engines.roster import Listing
-from megatron_rl.engines.server import ServerLost
+from megatron_rl.engines.sglang import kind as sglang
+from megatron_rl.engines.sglang.settings import Sglang
+from megatron_rl.engines.vllm import kind as vllm
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.recipes.tango import PaperTango
 from megatron_rl.session.colocated import ColocatedServers
 from megatron_rl.session.orders import HELD, HOLD, RELEASE, SERVES, SETTLE, Line, Orders
@@ -448,14 +451,16 @@ def test_servers_beside_a_trainer_are_refused_where_nothing_trains(schema, more)
 
 
 def test_the_servers_are_started_with_their_sleep_mode(tmp_path):
-    known = {"python": "python", "model": tmp_path, "dtype": "bfloat16", "port": 1, "token_file": tmp_path / "token"}
-    assert "--enable-sleep-mode" in vllm.command(Vllm(colocate=True), **known, on_gpu=True).words
-    assert "--enable-sleep-mode" not in vllm.command(Vllm(), **known, on_gpu=True).words
-    words = sglang.command(Sglang(colocate=True), **known, on_gpu=True).words
+    start = partial(
+        ServerStart, python="python", model=tmp_path, dtype="bfloat16", port=1, token_file=tmp_path / "token"
+    )
+    assert "--enable-sleep-mode" in vllm.command(Vllm(colocate=True), start(on_gpu=True)).words
+    assert "--enable-sleep-mode" not in vllm.command(Vllm(), start(on_gpu=True)).words
+    words = sglang.command(Sglang(colocate=True), start(on_gpu=True)).words
     assert {"--enable-memory-saver", "--enable-weights-cpu-backup"} <= {*words}
     for module, own in ((vllm, Vllm(colocate=True)), (sglang, Sglang(colocate=True))):
         with pytest.raises(ConfigError, match="engine.colocate without a GPU"):
-            module.command(own, **known, on_gpu=False)
+            module.command(own, start(on_gpu=False))
     with pytest.raises(ConfigError, match="sleep mode of vllm"):
         check_gpus(settings(), {"CUDA_VISIBLE_DEVICES": ""})
 

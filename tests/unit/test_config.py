@@ -28,9 +28,9 @@ from megatron_rl.config.schema import (
     Rollouts,
     SftConfig,
     TrainConfig,
-    Vllm,
     config,
 )
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.recipes.tango import PaperTango
 
 BASE = {

@@ -7,9 +7,10 @@ from fake_fleet import LOOK_S, ROLE, TOKEN, Fleet, fleet_in, until
 
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
-from megatron_rl.config.schema import ConfigError, TrainConfig, Vllm
+from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.engines.addresses import Addresses
 from megatron_rl.engines.base import Sampling, complete
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.session.servers import connect
 
 

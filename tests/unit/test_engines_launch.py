@@ -26,11 +26,12 @@ from ranks import ROOT
 
 from megatron_rl import main
 from megatron_rl.config import files as config_files
-from megatron_rl.config.schema import ConfigError, TrainConfig, Vllm
+from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.engines import launch
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE, Guard
 from megatron_rl.engines.launch import Command, ServerProcess, StartError, make_token
 from megatron_rl.engines.roster import Listing, Roster
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.session import serving as serve
 from megatron_rl.session.servers import connect
 from megatron_rl.session.serving import check_gpus, visible_gpus
@@ -502,8 +503,10 @@ def test_a_run_tells_why_its_servers_did_not_start(config, monkeypatch):
 def test_a_servers_imports_name_the_plug_in_that_vllm_loads(tmp_path):
     from importlib.metadata import distributions
 
-    found = [e for d in distributions(path=[str(launch._only_this_package(tmp_path))]) for e in d.entry_points]
-    assert [(e.group, e.value) for e in found] == [("vllm.general_plugins", "megatron_rl.engines.vllm_tandem:register")]
+    from megatron_rl.engines.vllm.kind import PLUGIN
+
+    found = [e for d in distributions(path=[str(launch._only_this_package(tmp_path, PLUGIN))]) for e in d.entry_points]
+    assert [(e.group, e.value) for e in found] == [("vllm.general_plugins", "megatron_rl.engines.vllm.tandem:register")]
 
 
 def test_gpus_are_counted_among_those_that_the_process_sees():

@@ -18,12 +18,14 @@ import pytest
 from fake_fleet import ADDRESS, ROLE, TOKEN, Asked, Fleet, expected, fleet_in, until
 from fake_vllm import CAUSE, GENERATE, JOIN, SAID, FakeVllm, logprob_of
 
-from megatron_rl.config.schema import ConfigError, Vllm
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.base import EngineError, Sampling, complete
+from megatron_rl.engines.http import RequestRefused, ServerLost
+from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.pool.dispatch import LOST_UNDER
 from megatron_rl.engines.roster import Announcement, Listing, Roster
-from megatron_rl.engines.server import RequestRefused, ServerLost
-from megatron_rl.engines.vllm import VllmServer
+from megatron_rl.engines.vllm.client import VllmServer
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.types import Stop
 
 SAMPLING = Sampling(max_tokens=6, n=2, seed=3)
@@ -180,7 +182,7 @@ def test_a_request_under_which_server_after_server_dies_ends_the_run(fleet: Flee
 def test_an_answer_without_sense_is_a_lost_server_not_a_crash(fleet: Fleet, kind):
     """KeyError, UnicodeDecodeError and TypeError ended the run; log-probs that are not numbers were trained on."""
     fake = fleet.start()
-    server, another = (VllmServer(fake.url, TOKEN, Vllm(), ends=(), vocab=97, refit_timeout_s=5) for _ in range(2))
+    server, another = (VllmServer(fake.url, TOKEN, Vllm(), 5, ModelFacts(vocab=97)) for _ in range(2))
     fake.fail(GENERATE, kind)
     with pytest.raises(ServerLost):
         asyncio.run(server.generate(np.array([1, 2], np.int32), SAMPLING, seed=1, timeout_s=0.4))

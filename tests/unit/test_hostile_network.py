@@ -28,13 +28,15 @@ from megatron_rl.board.client import BoardClient, BoardError, BoardLate, BoardSt
 from megatron_rl.board.server import BoardServer
 from megatron_rl.cluster.address import address_of_first_rank
 from megatron_rl.cluster.meeting import MeetingError, meet, read_private, write_private
-from megatron_rl.config.schema import ConfigError, RefitConfig, Vllm
+from megatron_rl.config.schema import ConfigError, RefitConfig
 from megatron_rl.engines import answers
 from megatron_rl.engines.base import Sampling, complete
+from megatron_rl.engines.http import Http, ServerLost
+from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.pool.membership import Limits
 from megatron_rl.engines.pool.pool import given
-from megatron_rl.engines.server import Http, ServerLost
-from megatron_rl.engines.vllm import VllmServer
+from megatron_rl.engines.vllm.client import VllmServer
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.packing import PackingError, pack, unpack
 from megatron_rl.refit import tcp
 from megatron_rl.refit.base import Deadline
@@ -400,13 +402,14 @@ def test_hostile_servers_that_flood_are_cut(head):
 
 def test_connections_are_used_again_and_each_request_has_its_own_time():
     fake = FakeVllm("token")
-    server = VllmServer(fake.url, "token", Vllm(), ends=(), vocab=97, refit_timeout_s=5)
+    server = VllmServer(fake.url, "token", Vllm(), 5, ModelFacts(vocab=97))
 
     async def three() -> set[int]:
         kept = set()
         for timeout_s in (0.3, 5.0, 5.0):
             await server.generate(np.array([1, 2], np.int32), Sampling(max_tokens=4), seed=1, timeout_s=timeout_s)
-            [connection] = server._http._idle
+            [session] = [session for session, _ in server._http._sessions.values()]
+            [[(connection, _)]] = session.connector._conns.values()
             kept.add(id(connection))
             await asyncio.sleep(0.15)
         return kept
@@ -440,7 +443,7 @@ def test_answers_that_make_sense_are_taken_as_they_are():
 def test_hostile_servers_tokens_outside_the_vocabulary_are_that_servers_failure(vocab):
     """No client compared token ids with the vocabulary: such a token ended the trainer in its embedding."""
     fake = FakeVllm("token")
-    server = VllmServer(fake.url, "token", Vllm(), ends=(), vocab=vocab, refit_timeout_s=5)
+    server = VllmServer(fake.url, "token", Vllm(), 5, ModelFacts(vocab=vocab))
     prompt = np.array([1, 2], np.int32)
     if vocab == 97:
         assert asyncio.run(server.generate(prompt, Sampling(max_tokens=30), seed=1, timeout_s=5.0))
@@ -455,7 +458,7 @@ def test_hostile_servers_tokens_outside_the_vocabulary_are_that_servers_failure(
 def test_hostile_answers_of_one_replica_are_asked_of_another():
     """Prompts that a lying replica answered got their answers from the other one, each exactly once."""
     fakes = [FakeVllm("token", vocab=97), FakeVllm("token", vocab=40_000)]  # the second writes tokens that are none
-    servers = [VllmServer(fake.url, "token", Vllm(), ends=(), vocab=97, refit_timeout_s=5) for fake in fakes]
+    servers = [VllmServer(fake.url, "token", Vllm(), 5, ModelFacts(vocab=97)) for fake in fakes]
     limits = Limits(servers=2, at_once=4, attempts=5, request_timeout_s=5.0)
     engine = given("judge", servers, limits)
     found = complete(engine, [[1, 2, i] for i in range(6)], Sampling(max_tokens=20, n=2))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.schema import Vllm
 from megatron_rl.engines.launch import StartError
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.session.restarts import LONGEST_WAIT_S, Restarts
 from megatron_rl.session.serving import _keep_alive
 

@@ -33,15 +33,15 @@ LAYERS = [
 ADAPTERS = 5  # the layer whose rooms stand side by side
 SIDE_BY_SIDE = ("recipes", "megatron", "engines", "refit", "cluster")  # of that layer: never each other
 WORKERS = (
-    "megatron_rl.engines.vllm_worker",
-    "megatron_rl.engines.sglang_worker",
+    "megatron_rl.engines.vllm.worker",
+    "megatron_rl.engines.sglang.worker",
 )  # inside an engine: where it and a refit meet
 CONFINED: dict[str, tuple[str, ...]] = {  # library -> the modules that may import it
     "megatron.core": ("megatron_rl.megatron",),
     "transformer_engine": ("megatron_rl.megatron",),
     "apex": ("megatron_rl.megatron",),
-    "vllm": ("megatron_rl.engines.vllm_worker", "megatron_rl.engines.vllm_tandem", "megatron_rl.engines.vllm_route"),
-    "sglang": ("megatron_rl.engines.sglang_worker",),
+    "vllm": ("megatron_rl.engines.vllm.worker", "megatron_rl.engines.vllm.tandem", "megatron_rl.engines.vllm.routes"),
+    "sglang": ("megatron_rl.engines.sglang.worker",),
     "nemo_run": (),  # tools/ only
     "omegaconf": (),  # changes what math-verify accepts
     "hydra": (),
@@ -134,7 +134,7 @@ def test_every_module_has_a_layer():
         ("megatron_rl.engines.embedded", "from megatron_rl.megatron.policy import MegatronPolicy"),
         ("megatron_rl.training.rollouts", "from megatron.core import parallel_state"),
         ("megatron_rl.engines.embedded", "import vllm"),
-        ("megatron_rl.engines.vllm", "import sglang.srt"),
+        ("megatron_rl.engines.vllm.client", "import sglang.srt"),
         ("megatron_rl.session.launch", "import nemo_run"),
     ],
 )
@@ -147,7 +147,7 @@ def test_the_rules_catch_what_they_forbid(module, source):
     [
         ("megatron_rl.recipes.tango", "from megatron_rl.engines.base import Sampling"),
         ("megatron_rl.megatron.policy", "from megatron.core import mpu"),
-        ("megatron_rl.engines.vllm_server", "import torch"),
+        ("megatron_rl.engines.vllm.client", "import torch"),
         (
             "megatron_rl.session.train",
             "from megatron_rl.recipes.tango import Tango\nfrom megatron_rl.megatron.policy import MegatronPolicy",

@@ -23,10 +23,12 @@ from megatron_rl.config.schema import (
     TandemConfig,
     TrainConfig,
     Use,
-    Vllm,
 )
-from megatron_rl.engines.server import Adapters, ServerLost
-from megatron_rl.engines.vllm import AdapterServer
+from megatron_rl.engines.http import ServerLost
+from megatron_rl.engines.kind import ModelFacts
+from megatron_rl.engines.server import Adapters
+from megatron_rl.engines.vllm.client import AdapterServer
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.models import registry
 from megatron_rl.models.adapters import adapter_problems, num_elements, projections
 from megatron_rl.weights import adapters
@@ -186,9 +188,10 @@ def test_lora_roles_of_one_model_share_the_servers_that_compute_with_adapters():
 
 
 def test_lora_adapters_of_roles_that_share_a_server_have_numbers_and_names_of_their_own(tmp_path):
-    known = {"ends": (), "vocab": 9, "refit_timeout_s": 1.0}
     servers = [
-        AdapterServer("http://127.0.0.1:1", "token", Vllm(), adapters=Adapters(tmp_path / name, place, 2), **known)
+        AdapterServer(
+            "http://127.0.0.1:1", "token", Vllm(), 1.0, ModelFacts(adapters=Adapters(tmp_path / name, place, 2))
+        )
         for place, name in enumerate("ab")
     ]
     named = [server._named(version) for server in servers for version in range(3)]
@@ -202,8 +205,7 @@ def test_lora_adapters_of_roles_that_share_a_server_have_numbers_and_names_of_th
 def test_lora_adapter_that_a_server_did_not_load_is_noticed(tmp_path, answers):
     """vLLM answers "False", a text that is true."""
     fake = FakeVllm("token")
-    known = {"ends": (), "vocab": 9, "refit_timeout_s": 1.0}
-    server = AdapterServer(fake.url, "token", Vllm(), adapters=Adapters(tmp_path, 0, 1), **known)
+    server = AdapterServer(fake.url, "token", Vllm(), 1.0, ModelFacts(adapters=Adapters(tmp_path, 0, 1)))
     try:
         server.update(1, 1.0)
         fake.loaded = answers

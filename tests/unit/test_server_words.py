@@ -5,17 +5,20 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.config import files
-from megatron_rl.config.schema import ConfigError, EvalConfig, Sglang, TrainConfig, Vllm
-from megatron_rl.engines import sglang, vllm
+from megatron_rl.config.schema import ConfigError, EvalConfig, TrainConfig
+from megatron_rl.engines.kind import ServerStart, kind_of
+from megatron_rl.engines.sglang.settings import Sglang
+from megatron_rl.engines.vllm.settings import Vllm
 
 EVAL = ["model.path=m", "data.path=d"]
 TRAIN = ["roles={a: {model: {path: m}}}", "recipe={target: 'a.b:C'}", "data.path=d"]
 
 
 def words(settings, tmp_path, *, on_gpu=True):
-    known = {"python": "python", "model": tmp_path, "dtype": "bfloat16", "port": 9, "token_file": tmp_path / "token"}
-    module = sglang if isinstance(settings, Sglang) else vllm
-    return module.command(settings, **known, on_gpu=on_gpu).words
+    start = ServerStart(
+        python="python", model=tmp_path, dtype="bfloat16", port=9, token_file=tmp_path / "token", on_gpu=on_gpu
+    )
+    return kind_of(settings).command(settings, start).words
 
 
 def test_expert_parallelism_is_on_vllms_command_line(tmp_path):

@@ -9,19 +9,23 @@ import base64
 import json
 import pickle
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 from tiny_models import make_model
 
-from megatron_rl.config.schema import ConfigError, Sglang
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.base import EngineError, Sampling
 from megatron_rl.engines.frames import unpack
 from megatron_rl.engines.guard import HEADER
-from megatron_rl.engines.server import RequestRefused, ServerLost
-from megatron_rl.engines.sglang import SglangServer, command
-from megatron_rl.engines.sglang_route import OWN, PATH, Framed, framed
+from megatron_rl.engines.http import RequestRefused, ServerLost
+from megatron_rl.engines.kind import ModelFacts, ServerStart
+from megatron_rl.engines.sglang.client import SglangServer
+from megatron_rl.engines.sglang.kind import command
+from megatron_rl.engines.sglang.routes import OWN, PATH, Framed, framed
+from megatron_rl.engines.sglang.settings import Sglang
 from megatron_rl.types import Stop
 
 INFO = {"tp_size": 2, "max_req_input_len": 506, "sampling_mask_max_tokens": 50, "enable_deterministic_inference": False}
@@ -70,7 +74,7 @@ class Stub:
 
     def client(self, token="t", **settings):
         url = f"http://127.0.0.1:{self.server.server_port}"
-        return SglangServer(url, token, Sglang(**settings), ends={7}, vocab=97, refit_timeout_s=5)
+        return SglangServer(url, token, Sglang(**settings), 5, ModelFacts(ends=frozenset({7}), vocab=97))
 
     def bodies(self, path):
         return [body for asked, body in self.asked if asked == path]
@@ -314,8 +318,10 @@ def test_the_command_line_holds_no_token_and_binds_to_the_host_alone(tmp_path):
     settings = Sglang(
         host="10.1.2.3", tp=2, expert_parallel=True, max_model_len=100, kv_cache_gib=0.5, args=("--random-seed", "1")
     )
-    some = {"python": "python", "model": model, "dtype": "bfloat16", "port": 9, "token_file": tmp_path / "token"}
-    words = command(settings, **some, on_gpu=True).words
+    start = ServerStart(
+        python="python", model=model, dtype="bfloat16", port=9, token_file=tmp_path / "token", on_gpu=True
+    )
+    words = command(settings, start).words
     for name, value in (
         ("--host", "10.1.2.3"),
         ("--port", "9"),
@@ -325,6 +331,6 @@ def test_the_command_line_holds_no_token_and_binds_to_the_host_alone(tmp_path):
     ):
         assert words[words.index(name) + 1] == value
     assert words[-2:] == ["--random-seed", "1"] and not {"--api-key", "--admin-api-key", "--device"} & set(words)
-    on_cpu = command(settings, **some, on_gpu=False)
+    on_cpu = command(settings, replace(start, on_gpu=False))
     tokens = int(on_cpu.words[on_cpu.words.index("--max-total-tokens") + 1])
     assert tokens == 2**29 // (2 * 4 * 2 * 16 * 2) and on_cpu.environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0-0|1-1"

@@ -6,9 +6,11 @@ import pytest
 from fake_fleet import ROLE, fleet_in
 from fake_sglang import MEMORY, RELEASE, RESUME, FakeSglang
 
-from megatron_rl.config.schema import ConfigError, Sglang
-from megatron_rl.engines.server import RequestRefused, ServerLost
-from megatron_rl.engines.sglang import SglangServer
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.engines.http import RequestRefused, ServerLost
+from megatron_rl.engines.kind import ModelFacts
+from megatron_rl.engines.sglang.client import SglangServer
+from megatron_rl.engines.sglang.settings import Sglang
 
 TOKEN = "t"
 ORDERS = ("/pause_generation", "/flush_cache", RELEASE, RESUME, "/continue_generation")
@@ -22,7 +24,7 @@ def fake():
 
 
 def client(fake, token=TOKEN):
-    return SglangServer(fake.url, token, Sglang(colocate=True), ends={7}, vocab=97, refit_timeout_s=5)
+    return SglangServer(fake.url, token, Sglang(colocate=True), 5, ModelFacts(ends=frozenset({7}), vocab=97))
 
 
 @pytest.mark.parametrize("discard", [True, False])
@@ -116,7 +118,7 @@ def test_what_failed_is_asked_for_again_and_nothing_else(fake):
 
 
 def test_a_cache_that_is_never_emptied_keeps_the_server_from_sleep(monkeypatch):
-    monkeypatch.setattr("megatron_rl.engines.sglang.FLUSH_S", 0.0)
+    monkeypatch.setattr("megatron_rl.engines.sglang.client.FLUSH_S", 0.0)
     fake = FakeSglang(TOKEN, flushes=10**6)
     with pytest.raises(ServerLost, match="kept the cache of the old weights"):
         client(fake).sleep(discard=True)

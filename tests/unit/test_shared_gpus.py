@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from fake_fleet import ADDRESS, LOOK_S, ROLE, TOKEN, Asked, Fleet, fleet_in, until
 
-from megatron_rl.config.schema import Vllm
 from megatron_rl.engines.base import EngineError, Sampling, complete
 from megatron_rl.engines.pool.line import Line, Waiter
 from megatron_rl.engines.pool.membership import Limits, Members
 from megatron_rl.engines.pool.pool import Pool
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.session.servers import connect
 
 G, V = "generator", "verifier"

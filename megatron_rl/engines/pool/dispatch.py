@@ -18,10 +18,10 @@ from typing import Any, Generic, TypeVar
 from megatron_rl.board.server import descriptors
 from megatron_rl.engines.base import EngineError
 from megatron_rl.engines.full_prompts import FullPrompts
+from megatron_rl.engines.http import ServerLost
 from megatron_rl.engines.pool.line import Line, Waiter
 from megatron_rl.engines.pool.membership import Member, Members, Waiting
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
-from megatron_rl.engines.server import ServerLost
 from megatron_rl.engines.server_log import end_of
 
 LONGEST_PAUSE_S = 60.0  # between two attempts, when all servers ask to be left alone for a while
@@ -199,6 +199,7 @@ async def _end_all() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()  # which hold connections
     await asyncio.get_running_loop().shutdown_default_executor()  # which looks names of hosts up
 
 

@@ -12,13 +12,14 @@ import numpy as np
 
 from megatron_rl.config.schema import Servers
 from megatron_rl.engines.base import Tokens, TopScores
+from megatron_rl.engines.http import ServerLost
 from megatron_rl.engines.pool.dispatch import Dispatcher, Outstanding, Request
 from megatron_rl.engines.pool.membership import LOOK_S, Address, Limits, ListedMembers, Member, Members
 from megatron_rl.engines.pool.refits import PoolRefits
 from megatron_rl.engines.pool.session import PoolSession
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.engines.roster import Listing, Roster
-from megatron_rl.engines.server import Server, ServerLost
+from megatron_rl.engines.server import Server
 
 SCORED_SEQUENCES, SCORED_TOKENS = 32, 1 << 15  # of one request
 LISTED_S = 10.0  # from a server's first answer until a pool has it among its living members

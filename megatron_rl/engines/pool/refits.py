@@ -8,8 +8,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.pool.membership import Address, Member, Members, Waiting
-from megatron_rl.engines.server import RequestRefused, ServerLost
 
 AGAIN_S = 30.0  # from a refit that a server failed to the next one for it alone
 _log = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ import numpy as np
 
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, EngineError, Sampling, Tokens
+from megatron_rl.engines.http import ServerLost
 from megatron_rl.engines.pool.continuation import dated, joined, nothing_of, seed_after
 from megatron_rl.engines.pool.dispatch import Dispatcher, Outstanding, Request
 from megatron_rl.engines.pool.membership import Member
-from megatron_rl.engines.server import ServerLost
 from megatron_rl.types import Stop
 
 Finished = tuple[int, dict[int, Completion]]  # a key, and completions by sample

@@ -15,17 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
-from vllm import (  # pyright takes this folder's vllm.py for the library
-    ModelRegistry,  # pyright: ignore[reportAttributeAccessIssue]
-    SamplingParams,  # pyright: ignore[reportAttributeAccessIssue]
-)
+from vllm import ModelRegistry, SamplingParams
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_prefix
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from megatron_rl.algorithms.authors import Pen, Rule, boundaries, resumed
 from megatron_rl.config.schema import Strategy
-from megatron_rl.engines.vllm import ARCHITECTURE, TANDEM
+from megatron_rl.engines.vllm.names import ARCHITECTURE, TANDEM
 from megatron_rl.text import load_tokenizer
 from megatron_rl.weights import hf
 

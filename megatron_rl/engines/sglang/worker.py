@@ -1,7 +1,7 @@
 """What of this package runs inside an SGLang server: its start behind our guard, and the part of every tensor-parallel
 rank in a refit.
 
-python -m megatron_rl.engines.sglang_worker ARGUMENTS OF SGLANG'S OWN LAUNCHER
+python -m megatron_rl.engines.sglang.worker ARGUMENTS OF SGLANG'S OWN LAUNCHER
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megatron_rl.engines import own_families
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE, Guard
-from megatron_rl.engines.sglang_route import Framed
+from megatron_rl.engines.sglang.routes import Framed
 from megatron_rl.refit.base import Tensors
 from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import EngineSide

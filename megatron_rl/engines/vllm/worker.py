@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from megatron_rl.algorithms.authors import fingerprint
 from megatron_rl.config.schema import Strategy
 from megatron_rl.engines import own_families
-from megatron_rl.engines.vllm_tandem import Authors, TandemForCausalLM
+from megatron_rl.engines.vllm.tandem import Authors, TandemForCausalLM
 from megatron_rl.refit.base import Tensors
 from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import EngineSide

@@ -1,0 +1,28 @@
+"""The type of the setting `engine`: the embedded engine's settings, or the settings of one kind of servers."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Annotated, Union
+
+import pydantic
+
+from megatron_rl.config.engines import Embedded, Servers
+
+# The settings of each kind of servers, the default kind first. They are imported by name, because the folders of the
+# engines stand above the config. A new engine is a folder of megatron_rl/engines/ and one line here.
+KINDS = (
+    "megatron_rl.engines.vllm.settings:Vllm",
+    "megatron_rl.engines.sglang.settings:Sglang",
+)
+_CLASSES = [vars(importlib.import_module(module))[name] for module, name in (kind.split(":") for kind in KINDS)]
+
+if TYPE_CHECKING:
+    Engine = Embedded | Servers
+else:
+    Engine = Annotated[Union[(Embedded, *_CLASSES)], pydantic.Field(discriminator="kind")]  # noqa: UP007
+
+
+def default_servers() -> Servers:
+    """Returns the default settings of the default kind of servers."""
+    return _CLASSES[0]()

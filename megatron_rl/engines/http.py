@@ -1,0 +1,237 @@
+"""HTTP with one server, in which a wrong answer, a late one and a refusal are told apart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from yarl import URL
+
+from megatron_rl.config.base import ConfigError
+
+CONNECT_S = 5.0
+KEPT_S = 2.0  # seconds that an idle connection is kept: servers close theirs after five
+CONTROL_S = 60.0  # seconds for the answer of a control route
+CONTROL_BYTES = 16 << 20  # longest answer of a control route
+SHOWN = 400  # characters of a server's error text
+BUSY = (408, 425, 429)  # statuses that blame the moment, not the request
+TOO_MANY_S = 1.0  # seconds that a server is left alone that got too many requests and names no time
+JSON = "application/json"
+REFUSED = "refuses the job's token: was it started by another run?"
+ASKS = {"User-Agent": "megatron-rl", "Accept-Encoding": "identity"}
+
+
+class ServerLost(RuntimeError):
+    """The server did not answer, or not sensibly: another may. `retry_after_s`: how long it asks to be left alone."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RequestRefused(ValueError):
+    """The server says that the request is wrong: every other one would say so too."""
+
+
+class Http:
+    """A client of one server: JSON or bytes over HTTP, with headers that tell who asks.
+
+    A request has one deadline for all of it, connecting included, however slowly the answer drips, and an answer has
+    one limit in bytes. `ask` and `exchange` wait on the caller's event loop, which keeps their connections for a
+    moment; `call` and `answers` hold the thread that calls them. Many loops and threads may use a client at once.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str], *, refused: str = REFUSED) -> None:
+        """`refused`: what is wrong, and the cure, when the server does not know who asks. Raises ConfigError for a URL
+        that names no server, and for a header that HTTP cannot carry.
+        """
+        self.url = url.rstrip("/")
+        _check(self.url, headers)
+        self._headers, self._refused = {**ASKS, **headers}, refused
+        self._lock = threading.Lock()  # guards what follows
+        self._under_way: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = {}
+        self._sessions: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator[Any]]] = {}
+        self._closed = False
+
+    async def ask(
+        self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_S, says: bool = True,
+        max_bytes: int = CONTROL_BYTES,
+    ) -> Any:  # fmt: skip
+        """Sends `body` as JSON and returns the JSON of the answer; None for an empty answer, or when what the answer
+        `says` is of no interest.
+
+        Raises ServerLost, also for an answer of more than `max_bytes`, RequestRefused, and ConfigError when the server
+        does not know who asks.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        answer = await self._good(method, path, data, JSON, timeout_s, max_bytes)
+        try:
+            return json.loads(answer) if says and answer else None
+        except (ValueError, RecursionError) as error:  # neither text nor JSON, or lists in lists in lists
+            raise ServerLost(f"{self.url}{path} answered something that is not JSON: {_shown(answer)!r}") from error
+
+    async def exchange(self, path: str, body: bytes, kind: str, *, timeout_s: float, max_bytes: int) -> bytes:
+        """Posts bytes of a content type and returns the bytes of the answer. Raises as `ask` does."""
+        return await self._good("POST", path, body, kind, timeout_s, max_bytes)
+
+    def call(self, method: str, path: str, body: Any = None, **terms: Any) -> Any:
+        """Does as `ask`, and holds the thread until the answer is there. It must not be called where a loop runs."""
+
+        work = self.ask(method, path, body, **terms)
+        try:
+            return asyncio.run(work)
+        except OSError as error:  # no descriptor is left for a loop
+            work.close()
+            raise ServerLost(f"{self.url}{path}: {error}") from error
+
+    def answers(self, path: str, *, timeout_s: float = CONNECT_S) -> bool:
+        """Tells whether a GET gives a good answer now. It holds the thread."""
+        try:
+            self.call("GET", path, timeout_s=timeout_s)
+        except (ServerLost, RequestRefused, ConfigError):
+            return False
+        return True
+
+    def hang_up(self) -> None:
+        """Breaks off the requests under way, which raise ServerLost. Any thread may call it."""
+        with self._lock:
+            under_way = [*self._under_way.items()]
+        for task, loop in under_way:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the request with it
+                loop.call_soon_threadsafe(self._break_off, task)
+
+    def close(self) -> None:
+        """Hangs up for good: later requests raise ServerLost too. Any thread may call it."""
+        with self._lock:
+            self._closed = True
+        self.hang_up()
+
+    def _break_off(self, task: asyncio.Task[Any]) -> None:
+        """Cancels a request, in its loop, unless it has ended meanwhile."""
+        with self._lock:
+            found = self._under_way.pop(task, None)
+        if found is not None:
+            task.cancel()
+
+    async def _good(
+        self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float, max_bytes: int
+    ) -> bytes:
+        """Returns an answer that says yes."""
+        status, headers, data = await self._answer(method, path, body, kind, timeout_s, max_bytes)
+        if status == 401:
+            raise ConfigError(f"{self.url} {self._refused}")
+        said = f"{self.url}{path} answered {status}: {_shown(data)}"
+        if 400 <= status < 500 and status not in BUSY:
+            raise RequestRefused(said)
+        if not 200 <= status < 300:
+            raise ServerLost(said, retry_after_s=_retry_after_s(status, headers))
+        return data
+
+    async def _answer(
+        self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float, max_bytes: int
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """Returns status, headers and body of the answer to a request, whatever it says. Raises ServerLost."""
+        task = asyncio.current_task()
+        assert task is not None
+        session, data = await self._begin(task), bytearray()
+        limits = aiohttp.ClientTimeout(connect=min(CONNECT_S, timeout_s))
+        url, headers = URL(self.url + path), {**self._headers, "Content-Type": kind}
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                session.request(
+                    method, url, data=body, headers=headers, timeout=limits, allow_redirects=False
+                ) as response,
+            ):
+                async for piece in response.content.iter_any():
+                    data += piece
+                    if len(data) > max_bytes:
+                        raise ServerLost(
+                            f"{self.url}{path} answered more than {max_bytes} bytes: that is no answer to this"
+                        )
+                return response.status, response.headers, bytes(data)
+        except aiohttp.ConnectionTimeoutError as error:
+            raise ServerLost(f"{self.url}: no connection within {limits.connect:g} s") from error
+        except TimeoutError as error:
+            raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a host's name that cannot be encoded
+            said = " ".join(str(error).split())[:SHOWN] or type(error).__name__
+            raise ServerLost(f"{self.url}{path}: {said}") from error
+        except asyncio.CancelledError:
+            if task in self._under_way:
+                raise
+            task.uncancel()  # it was `hang_up`
+            raise ServerLost(f"{self.url}{path}: the connection was broken off") from None
+        finally:
+            with self._lock:
+                self._under_way.pop(task, None)
+
+    async def _begin(self, task: asyncio.Task[Any]) -> aiohttp.ClientSession:
+        """Notes a request of the running loop, and returns the loop's session. Raises ServerLost when closed."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._closed:
+                raise ServerLost(f"{self.url}: this client of it was closed")
+            self._under_way[task] = loop
+            if loop in self._sessions:
+                return self._sessions[loop][0]
+        opened = _open_session()
+        session = await anext(opened)
+        with self._lock:
+            living = {own: kept for own, kept in self._sessions.items() if not own.is_closed()}
+            self._sessions = {**living, loop: (session, opened)}
+        return session
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Connections that are used again, unless the server has sent something that nobody asked for."""
+
+    async def connect(self, req: Any, traces: Any, timeout: aiohttp.ClientTimeout) -> Any:
+        while (connection := await super().connect(req, traces, timeout)).protocol.should_close:
+            connection.close()
+        return connection
+
+
+async def _open_session() -> AsyncGenerator[aiohttp.ClientSession]:
+    """Yields a session of the running loop. asyncio closes generators that are open when a loop ends, and so this
+    closes the session.
+    """
+    connector, cookies = _Connector(limit=0, keepalive_timeout=KEPT_S), aiohttp.DummyCookieJar()
+    async with aiohttp.ClientSession(connector=connector, cookie_jar=cookies, auto_decompress=False) as session:
+        yield session
+
+
+def _check(url: str, headers: Mapping[str, str]) -> None:
+    """Raises ConfigError for a URL that names no HTTP server, and for a header that HTTP cannot carry."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+        URL(url)
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is no URL ({error}): give http://HOST:PORT") from error
+    if parts.scheme not in ("http", "https") or not host or not host.isprintable() or " " in host:
+        raise ConfigError(f"{url!r} is no URL of a server: give http://HOST:PORT or https://HOST")
+    if not all(value.isprintable() and value == value.strip() for value in headers.values()):
+        raise ConfigError(  # the message does not show the value, which may be a key
+            f"{host}: the API key or a header of requests has a line break, or another character or space that HTTP "
+            "does not allow there"
+        )
+
+
+def _retry_after_s(status: int, headers: Mapping[str, str]) -> float:
+    """Returns how long a server asks to be left alone: by its header, if it has one in seconds."""
+    told = headers.get("Retry-After", "")
+    if told.isdecimal() and len(told) < 7:
+        return float(told)
+    return TOO_MANY_S if status == 429 else 0.0
+
+
+def _shown(data: bytes) -> str:
+    """Returns the beginning of an answer's text, in one line."""
+    return " ".join(data[: 4 * SHOWN].decode(errors="replace").split())[:SHOWN]

@@ -1,0 +1,65 @@
+"""SGLang servers: how they are started. SGLang itself is not imported: it lives in the servers' environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.engines.guard import TOKEN_FILE
+from megatron_rl.engines.kind import Command, EngineKind, ServerStart
+from megatron_rl.engines.sglang.client import SglangServer
+from megatron_rl.engines.sglang.settings import Sglang
+from megatron_rl.weights import hf
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def command(settings: Sglang, start: ServerStart) -> Command:
+    """Returns the command line and environment of a server. Raises ConfigError for what SGLang does not have."""
+    words = [
+        start.python, "-m", "megatron_rl.engines.sglang.worker", "--model-path", str(start.model),
+        "--host", settings.host, "--port", str(start.port), "--dtype", start.dtype, "--tp-size", str(settings.tp),
+        "--max-running-requests", str(settings.max_batch),
+        "--sampling-defaults", "openai",  # not the model directory's idea of temperature and penalties
+        "--skip-server-warmup",  # its requests do not have the token
+        "--log-level-http", "warning",
+    ]  # fmt: skip
+    words += ["--context-length", str(settings.max_model_len)] if settings.max_model_len else []
+    words += ["--ep-size", str(settings.tp)] if settings.expert_parallel else []
+    if settings.colocate:
+        if not start.on_gpu:
+            raise ConfigError(
+                "engine.colocate without a GPU: SGLang's memory saver needs CUDA; set engine.colocate to false"
+            )
+        words += ["--enable-memory-saver", "--enable-weights-cpu-backup"]  # without a backup released weights are gone
+    environment = {
+        TOKEN_FILE: str(start.token_file),
+        "HF_HUB_OFFLINE": "1",
+        # /health needs no token: it must not generate, nor fail in a refit
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    }
+    if start.on_gpu:
+        words += ["--mem-fraction-static", str(settings.memory_share)]
+    else:
+        words += [
+            "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+            "--disable-overlap-schedule",
+            "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
+            "--max-total-tokens", str(_cache_tokens(settings, start.model, start.dtype)),
+        ]  # fmt: skip
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(settings.threads)}
+        if settings.tp > 1:  # else it wants a NUMA node for each rank
+            firsts = range(0, settings.tp * settings.threads, settings.threads)
+            cores = "|".join(f"{first}-{first + settings.threads - 1}" for first in firsts)
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = cores
+    return Command([*words, *settings.args], environment)
+
+
+def _cache_tokens(settings: Sglang, model: Path, dtype: str) -> int:
+    """Returns how many tokens' keys and values engine.kv_cache_gib holds."""
+    sizes = hf.read_architecture(model)
+    bytes_of_one = sizes.num_layers * sizes.cached * sizes.cache_copies(settings.tp) * ITEM_BYTES[dtype]
+    return int(settings.kv_cache_gib * 2**30) // bytes_of_one
+
+
+ENGINE = EngineKind(name="sglang", make_target="engines-sglang", command=command, client=SglangServer)

@@ -1,0 +1,317 @@
+"""A client of a vLLM server. vLLM itself is not imported: it lives in the server's environment."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.algorithms.authors import fingerprint, replay
+from megatron_rl.config.model import Strategy
+from megatron_rl.engines import answers, frames, sampler
+from megatron_rl.engines.base import Completion, Sampling, TandemSampling, TopScores, empty
+from megatron_rl.engines.guard import HEADER
+from megatron_rl.engines.http import RequestRefused, ServerLost
+from megatron_rl.engines.kind import ModelFacts
+from megatron_rl.engines.server import MARGIN_S, Server
+from megatron_rl.engines.vllm.names import ADAPTER, TANDEM
+from megatron_rl.engines.vllm.routes import PATH as GENERATE
+from megatron_rl.engines.vllm.routes import SCORE_PATH as SCORE
+from megatron_rl.engines.vllm.settings import Vllm
+from megatron_rl.types import Stop
+
+
+class VllmServer(Server):
+    """A vLLM server with merged weights. Verified with vLLM 0.32."""
+
+    health, speaker = "/health", "vLLM's"
+
+    def __init__(self, url: str, token: str, settings: Vllm, refit_timeout_s: float, facts: ModelFacts) -> None:
+        super().__init__(url, {HEADER: token}, ends=facts.ends, vocab=facts.vocab)
+        self._pause, self._refit_timeout_s, self._at_once = settings.pause, refit_timeout_s, settings.max_batch
+        self._sleeps = settings.colocate  # between refits it sleeps, and is paused by that
+        self._context: int | None = None
+        self._boundaries = facts.boundaries
+        self._agreed: dict[Strategy, frozenset[int]] = {}  # boundaries that the server has too
+
+    async def generate(
+        self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
+    ) -> list[Completion]:
+        """See Server."""
+        sampler.check(sampling)
+        room = await self._room() - len(prompt)
+        if room <= 0:
+            return [empty(sampling)] * sampling.n
+        if sampling.tandem is not None:
+            await self._agree(sampling.tandem.rule.strategy)
+        at_once = 1 if sampling.greedy else self._at_once  # vLLM draws a greedy answer once
+        if sampling.greedy and sampling.tandem is None:
+            return await self._draw(prompt, sampling, 1, seed, room, timeout_s) * sampling.n
+        out: list[Completion] = []
+        while len(out) < sampling.n:  # sample j has seed + j, in vLLM too
+            n = min(sampling.n - len(out), at_once)
+            out += await self._draw(prompt, sampling, n, seed + len(out), room, timeout_s)
+        return out
+
+    async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
+        """See Server. vLLM reads nothing from its prefix cache for it."""
+        lengths = [len(tokens) for tokens in sequences]
+        asked = {"lengths": lengths, "top_k": k} | self._adapter()
+        longest = answers.FREE_BYTES + sum(lengths) * (1 + k) * answers.ENTRY_BYTES
+        _, found = await self._exchange(SCORE, asked, np.concatenate(sequences), timeout_s, longest)
+        ends = np.cumsum(lengths)[:-1]
+        with self._understood():
+            if found["ids"].shape != (sum(lengths), k):
+                raise answers.AnswerError(f"ids {found['ids'].shape} of the {k} likeliest of {sum(lengths)} tokens")
+            logprobs = answers.read_logprobs(found["logprobs"], (sum(lengths), 1 + k))
+            parts = zip(np.split(logprobs, ends), np.split(found["ids"].copy(), ends), strict=True)
+            return [self._scores(own, ids) for own, ids in parts]
+
+    def join(self, host: str, port: int, secret: str, replica: int) -> None:
+        info = {"host": host, "port": port, "secret": secret, "replica": replica}
+        self._post("/init_weight_transfer_engine", {"init_info": info})
+
+    def pause(self) -> None:
+        if self._sleeps:
+            self._post("/wake_up?tags=weights", timeout_s=self._refit_timeout_s)
+        else:
+            self._post(f"/pause?mode={self._pause}", timeout_s=self._refit_timeout_s)
+
+    def update(self, version: int, wait_s: float) -> None:
+        self._post("/start_weight_update", {})
+        info = {"update_info": {"version": version, "wait_s": wait_s}}
+        self._post("/update_weights", info, timeout_s=wait_s + self._refit_timeout_s + MARGIN_S)
+        self._post("/finish_weight_update", {"weight_version": str(version)})
+        # The keys of the prefix cache know tokens, not weights: old entries would be read. With requests that a pause
+        # keeps, vLLM empties the cache, and computes anew what these have read, only when told to; else it empties
+        # nothing and answers as if it had.
+        self._post("/reset_prefix_cache?reset_running_requests=true")
+        self._check_version(version)
+
+    def resume(self) -> None:
+        if not self._sleeps:  # it would write into a cache that is not there; vLLM goes on by itself when all is awake
+            self._post("/resume")
+
+    def sleep(self, *, discard: bool) -> None:
+        """See Server. Level 2 drops the weights and keeps the model's buffers, level 1 copies both to the host. Either
+        empties the prefix cache.
+        """
+        answer = self._post(f"/sleep?level={2 if discard else 1}&mode=abort", timeout_s=self._refit_timeout_s)
+        self._expect(answer, "sleeping", "sleep")
+
+    def wake(self) -> None:
+        """See Server. Raises ServerLost also where a part of the server still sleeps."""
+        self._expect(self._post("/wake_up", timeout_s=self._refit_timeout_s), "awake", "wake up")
+
+    def _expect(self, answer: Any, status: str, what: str) -> None:
+        with self._understood():
+            found = answer["status"]
+        if found != status:
+            raise ServerLost(f"{self.url} did not {what}: its status is {found!r}")
+
+    def version(self) -> int:
+        answer = self._http.call("GET", "/weight_info")
+        with self._understood():
+            return _version(answer["weight_version"])
+
+    def _adapter(self) -> dict[str, Any]:
+        """Returns what a request says of the adapter that it is computed with: nothing, of merged weights."""
+        return {}
+
+    async def _draw(
+        self, prompt: np.ndarray, sampling: Sampling, n: int, seed: int, room: int, timeout_s: float
+    ) -> list[Completion]:
+        parameters = self._parameters(sampling, n, seed, room) | self._adapter()
+        room = parameters["max_tokens"]
+        longest = answers.FREE_BYTES + n * (len(prompt) + room) * answers.FRAME_TOKEN_BYTES
+        choices, arrays = await self._exchange(GENERATE, parameters, prompt, timeout_s, longest)
+        with self._understood():
+            completions = [
+                self._completion(choice, part, sampling, len(prompt), room) for choice, part in _parts(choices, arrays)
+            ]
+        self._check_count(completions, n)
+        if sampling.tandem is not None:
+            return [self._with_authors(c, sampling.tandem, prompt, seed + j) for j, c in enumerate(completions)]
+        return completions
+
+    def _parameters(self, sampling: Sampling, n: int, seed: int, room: int) -> dict[str, Any]:
+        """Returns vLLM's sampling parameters."""
+        greedy = sampling.greedy  # truncation would not change its tokens, but the model's log-probs
+        parameters: dict[str, Any] = {
+            "n": n,
+            "max_tokens": min(sampling.max_tokens, room),
+            "temperature": sampling.temperature,
+            "top_p": 1.0 if greedy else sampling.top_p,
+            "top_k": 0 if greedy else sampling.top_k,
+            "min_p": 0.0 if greedy else sampling.min_p,
+            "seed": seed,
+            "logprobs": 0 if sampling.logprobs else None,
+            "stop": list(sampling.stop_strings),
+            "stop_token_ids": self._stops(sampling),
+            "detokenize": bool(sampling.stop_strings),
+            "include_stop_str_in_output": True,
+        }
+        if sampling.tandem is not None:
+            settings = asdict(sampling.tandem)
+            parameters["extra_args"] = {TANDEM: {name: value for name, value in settings.items() if value is not None}}
+        return parameters
+
+    async def _exchange(
+        self, path: str, about: Any, tokens: np.ndarray, timeout_s: float, max_bytes: int
+    ) -> tuple[Any, frames.Arrays]:
+        """Sends tokens and what is said about them; returns what the answer says, and its arrays."""
+        body = frames.pack(about, {"tokens": tokens})
+        answer = await self._http.exchange(path, body, frames.KIND, timeout_s=timeout_s, max_bytes=max_bytes)
+        with self._understood():
+            return frames.unpack(answer)
+
+    def _with_authors(
+        self, completion: Completion, tandem: TandemSampling, prompt: np.ndarray, seed: int
+    ) -> Completion:
+        """Returns the completion with its authors. vLLM's answers have no room for them: they are a function of seed
+        and tokens, and are computed again.
+        """
+        before, ids = prompt[len(prompt) - tandem.written :], self._agreed[tandem.rule.strategy]
+        written = np.concatenate([before, completion.tokens]).tolist()
+        authors = replay(tandem.rule, ids, seed if tandem.seed is None else tandem.seed, written)
+        return replace(completion, authors=np.asarray(authors, np.bool_)[len(before) :])
+
+    async def _agree(self, strategy: Strategy) -> None:
+        """Checks once that the server has a junior, and the same boundaries. Raises RequestRefused; another vLLM would
+        ignore what is asked.
+        """
+        if strategy in self._agreed:
+            return
+        if self._boundaries is None:
+            raise RequestRefused("sampling.tandem without boundaries: roles.NAME.tandem gives them to the client")
+        ids = self._boundaries(strategy)
+        answer = await self._http.ask("POST", "/collective_rpc", {"method": "tandem_boundaries", "args": [strategy]})
+        with self._understood():
+            found = set(answer["results"])
+        if found != {fingerprint(ids)}:
+            raise RequestRefused(
+                f"{self.url} is no tandem, or has another tokenizer: its boundaries are {found}; "
+                "start it by this config"
+            )
+        self._agreed[strategy] = ids
+
+    async def _room(self) -> int:
+        """Returns how many tokens fit into the server's context."""
+        if self._context is None:
+            answer = await self._http.ask("GET", "/v1/models")
+            with self._understood():
+                self._context = answers.read_whole(answer["data"][0]["max_model_len"], 1)
+        return self._context
+
+    def _completion(
+        self, choice: Mapping[str, Any], part: frames.Arrays, sampling: Sampling, prompt: int, room: int
+    ) -> Completion:
+        """Returns a completion of at most `room` tokens. Raises what `_understood` turns into ServerLost."""
+        tokens = answers.read_tokens(part["tokens"], self._vocab, room)
+        told = answers.read_logprobs(part["logprobs"], (len(tokens),)) if sampling.logprobs else None
+        experts = part.get("experts")
+        if experts is not None and (experts.ndim != 3 or (experts.size and experts.min() < 0)):
+            raise answers.AnswerError(f"experts {experts.shape}, or some below 0")
+        spans = [(start, _version(version)) for start, version in choice["weight_versions"]]
+        return Completion(
+            tokens=tokens,
+            logprobs=answers.drawn(told, sampling, len(tokens)),
+            stop=_stop(choice, self._ends),
+            model_logprobs=told if sampling.plain or sampling.greedy else None,
+            # None where the server has not the experts of all tokens, as after an abort.
+            experts=experts if experts is not None and 0 < len(experts) == prompt + len(tokens) - 1 else None,
+            versions=answers.read_versions(spans, len(tokens)),
+        )
+
+
+class AdapterServer(VllmServer):
+    """A server whose model stays as it is. The weights of a version are the adapter in `adapters.directory`/v{version}.
+
+    Several roles may share the server, each with a client of its own. A refit of one then leaves the requests of all
+    alone: those under way end with the adapter that they began with.
+    """
+
+    def __init__(self, url: str, token: str, settings: Vllm, refit_timeout_s: float, facts: ModelFacts) -> None:
+        super().__init__(url, token, settings, refit_timeout_s, facts)
+        assert facts.adapters is not None
+        self._adapters, self._version = facts.adapters, -1
+        # vLLM's prefix cache knows an adapter by its name and path. A server may outlive a trainer, whose next start
+        # writes other weights under the same version: these must have another name.
+        self._start = secrets.token_hex(4)
+
+    def join(self, host: str, port: int, secret: str, replica: int) -> None:
+        """Adapters come as files: there is no board to join."""
+
+    def pause(self) -> None:
+        if self._adapters.roles == 1:
+            super().pause()
+
+    def update(self, version: int, wait_s: float) -> None:
+        order = {"method": "take_adapter", "args": self._named(version)}
+        answer = self._post("/collective_rpc", order, timeout_s=wait_s + MARGIN_S)
+        with self._understood():
+            if {str(result) for result in answer["results"]} != {"True"}:  # vLLM writes each rank's answer as a text
+                raise ServerLost(f"{self.url} could not load the adapter of version {version}: see its log")
+        self._version = version
+
+    def resume(self) -> None:
+        if self._adapters.roles == 1:
+            super().resume()
+
+    def version(self) -> int:
+        return self._version
+
+    def _adapter(self) -> dict[str, Any]:
+        if self._version < 0:
+            raise ServerLost(f"{self.url} has no adapter yet: a refit brings the first")
+        return {ADAPTER: [*self._named(self._version), self._version]}
+
+    def _named(self, version: int) -> list[Any]:
+        """Returns (name, number, directory) of the adapter of a version. vLLM tells adapters apart by number, from 1
+        on: those of roles that share the server take turns."""
+        own = self._adapters
+        return [f"{self._start}-v{version}", version * own.roles + own.place + 1, str(own.directory / f"v{version}")]
+
+
+def open_client(url: str, token: str, settings: Vllm, refit_timeout_s: float, facts: ModelFacts) -> VllmServer:
+    """Returns a client of a server with merged weights, or of one that computes with adapters."""
+    kind = VllmServer if facts.adapters is None else AdapterServer
+    return kind(url, token, settings, refit_timeout_s, facts)
+
+
+def _parts(choices: Sequence[Mapping[str, Any]], arrays: frames.Arrays) -> Iterator[tuple[Any, frames.Arrays]]:
+    """Yields each choice with its own part of the arrays. Raises ValueError for parts that do not fill them."""
+    kept = {name: arrays[name] for name in ("tokens", "logprobs", "experts") if name in arrays}
+    rows = {name: "expert_rows" if name == "experts" else "length" for name in kept}
+    begins = dict.fromkeys(kept, 0)
+    for choice in choices:
+        part = {}
+        for name, array in kept.items():
+            end = begins[name] + answers.read_whole(choice[rows[name]], 0)
+            part[name] = array[begins[name] : end].copy()  # without the rest of the answer, and writable
+            begins[name] = end
+        yield choice, part
+    if any(begins[name] != len(array) for name, array in kept.items()):
+        raise ValueError(f"its choices have {begins} rows, its arrays { ({n: len(a) for n, a in kept.items()}) }")
+
+
+def _stop(choice: Mapping[str, Any], ends: Collection[int]) -> Stop:
+    match choice["finish_reason"], choice["stop_reason"]:
+        case "stop", None:
+            return Stop.EOS
+        case "stop", by:
+            return Stop.EOS if by in ends else Stop.STOP
+        case "length", _:
+            return Stop.LENGTH
+        case "abort", _:
+            return Stop.ABORTED
+        case other:
+            raise ServerLost(f"vLLM ended a completion for an unknown reason: {other}")
+
+
+def _version(text: str) -> int:
+    """vLLM's name for the weights it started with is "default"."""
+    return -1 if text == "default" else int(text)

@@ -1,0 +1,123 @@
+"""vLLM servers: how they are started. vLLM itself is not imported: it lives in the servers' environment."""
+
+from __future__ import annotations
+
+import json
+
+from megatron_rl.config.base import ConfigError, read_object
+from megatron_rl.engines.guard import TOKEN_FILE
+from megatron_rl.engines.kind import Command, EngineKind, ServerStart
+from megatron_rl.engines.vllm.client import open_client
+from megatron_rl.engines.vllm.names import ARCHITECTURE, TANDEM
+from megatron_rl.engines.vllm.settings import LORA_RANKS, Vllm
+
+PLUGIN = "[vllm.general_plugins]\nmegatron_rl = megatron_rl.engines.vllm.tandem:register\n"
+
+
+def command(settings: Vllm, start: ServerStart) -> Command:
+    """Returns the command line and environment of a server. Raises ConfigError for what vLLM does not have, some of it
+    without a GPU alone.
+    """
+    _refuse_without_gpu(settings, start)
+    words = [
+        start.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(start.model), "--host", settings.host,
+        "--port", str(start.port), "--dtype", start.dtype, "--tensor-parallel-size", str(settings.tp),
+        "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled from
+        "--max-logprobs", "-1",  # of a place: as many of the likeliest tokens as a request for scores asks for
+        "--middleware", "megatron_rl.engines.vllm.routes.Routes",
+        "--middleware", "megatron_rl.engines.guard.Guard",  # the last stands before all others
+        "--worker-extension-cls", "megatron_rl.engines.vllm.worker.Extension",
+        "--weight-transfer-config", json.dumps({"backend": "megatron_rl"}),
+        "--generation-config", "vllm",  # not the model directory's idea of temperature and lengths
+        "--max-num-seqs", str(settings.max_batch), "--uvicorn-log-level", "warning",
+    ]  # fmt: skip
+    words += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
+    words += ["--enable-expert-parallel"] if settings.expert_parallel else []
+    words += ["--enable-sleep-mode"] if settings.colocate else []
+    environment = {
+        TOKEN_FILE: str(start.token_file),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_HOST_IP": settings.host,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    for more_words, variables in (_on_gpu(settings) if start.on_gpu else _on_cpu(settings), _for_role(start)):
+        words += more_words
+        environment |= variables
+    return Command([*words, *settings.args], environment, PLUGIN)
+
+
+def _refuse_without_gpu(settings: Vllm, start: ServerStart) -> None:
+    """Raises ConfigError for settings that need a GPU where there is none."""
+    if start.on_gpu:
+        return
+    if settings.colocate:
+        raise ConfigError(
+            "engine.colocate without a GPU: vLLM's sleep mode, which gives the trainer its memory back, needs CUDA; "
+            "set engine.colocate to false"
+        )
+    if settings.expert_parallel:
+        raise ConfigError(
+            "engine.expert_parallel without a GPU: vLLM's kernels for CPUs end with a fault; "
+            "set it to false, tp cuts experts too"
+        )
+    if start.tells_experts:
+        raise ConfigError(
+            "router_replay without a GPU: of vLLM's two model runners one tells the experts, "
+            "and that one needs Triton; set it to false"
+        )
+
+
+def _on_gpu(settings: Vllm) -> tuple[list[str], dict[str, str]]:
+    return ["--gpu-memory-utilization", str(settings.memory_share)], {}
+
+
+def _on_cpu(settings: Vllm) -> tuple[list[str], dict[str, str]]:
+    # A request with a seed whose prompt is prefilled in parts ends vLLM 0.32 on a CPU:
+    # "CPU Generator does not use offset".
+    words = ["--enforce-eager", "--no-enable-chunked-prefill"]
+    # On a processor with AMX vLLM would take kernels for attention through latents that refuse float32. This
+    # backend runs on any processor and in any dtype; attention without latents ignores the word.
+    words += ["--attention-backend", "CPU_MLA"]
+    if settings.tp == 1:
+        # vLLM would put the model into a further process, for a process to have OpenMP's settings before its start.
+        # Here the whole server has them, and one process less starts sooner and answers faster.
+        words += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
+    return words, {
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(settings.kv_cache_gib))), "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(settings.threads), "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    }  # fmt: skip
+
+
+def _for_role(start: ServerStart) -> tuple[list[str], dict[str, str]]:
+    """Returns the words and variables for what a role asks of its servers. Raises ConfigError for a tandem whose senior
+    does not name its class.
+    """
+    if start.tells_experts:
+        return ["--enable-return-routed-experts"], {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    if start.adapter_ranks:
+        # Of each role the newest adapter, and the adapter of requests that began before.
+        room = next(rank for rank in LORA_RANKS if rank >= max(start.adapter_ranks))
+        count = 2 * len(start.adapter_ranks)
+        return ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", str(count)], {}
+    if start.junior is None:
+        return [], {}
+    architectures = read_object(start.model / "config.json").get("architectures")
+    if not architectures:
+        raise ConfigError(
+            f"{start.model}/config.json has no `architectures`: "
+            "a tandem must be told the senior's class, such as Qwen2ForCausalLM"
+        )
+    settings = {"architectures": architectures, "junior": str(start.junior), "tokenizer": str(start.tokenizer)}
+    words = [
+        "--hf-overrides", json.dumps({"architectures": [ARCHITECTURE]}),
+        "--additional-config", json.dumps({TANDEM: settings}),
+        "--logits-processors", "megatron_rl.engines.vllm.tandem:Authors",
+    ]  # fmt: skip
+    words += ["--enforce-eager"] if start.on_gpu else []
+    # vLLM's second model runner has no logits processors of this kind.
+    return words, {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+ENGINE = EngineKind(name="vllm", make_target="engines", command=command, client=open_client)

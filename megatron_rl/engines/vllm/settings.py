@@ -1,0 +1,54 @@
+"""The settings of vLLM servers, and the roles that these servers can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from megatron_rl.config.base import config
+from megatron_rl.config.engines import Servers
+from megatron_rl.config.model import RoleConfig
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
+
+
+@config
+class Vllm(Servers):
+    """vLLM servers."""
+
+    holds_tandems: ClassVar[bool] = True
+    tells_experts: ClassVar[bool] = True
+
+    kind: Literal["vllm"] = "vllm"  # servers that run vLLM
+    # How roles with adapters (roles.NAME.lora) are served. merged: servers hold merged weights, which refits send.
+    # served: servers keep the model as it is and compute with the adapter beside it; refits bring the adapter alone.
+    # Roles with adapters of one model then share their servers.
+    adapters: Literal["merged", "served"] = "merged"
+
+    @property
+    def serves_adapters(self) -> bool:
+        """See Servers."""
+        return self.adapters == "served"
+
+    def role_problems(self, roles: Mapping[str, RoleConfig]) -> list[str]:
+        """See Servers."""
+        problems = [
+            f"roles.{name}.router_replay = true with roles.{name}.tandem: vLLM has no model runner that does both; "
+            "leave one of them out, or set engine.kind to embedded"
+            for name, role in roles.items()
+            if role.router_replay and role.tandem is not None
+        ]
+        adapted = {name: role for name, role in roles.items() if role.lora is not None and self.serves_adapters}
+        problems += [
+            f"roles.{name}.tandem with engine.adapters = 'served': vLLM holds no adapters beside two models; set it to "
+            "merged"
+            for name, role in adapted.items()
+            if role.tandem is not None
+        ]
+        problems += [
+            f"roles.{name}.lora.rank = {lora.rank} with engine.adapters = 'served': vLLM takes up to {LORA_RANKS[-1]}; "
+            "set it to merged"
+            for name, role in adapted.items()
+            if (lora := role.lora) is not None and lora.rank > LORA_RANKS[-1]
+        ]
+        return super().role_problems(roles) + problems
