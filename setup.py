@@ -37,7 +37,7 @@ setup(
         "pyarrow>=16",
         "xxhash>=3",  # checksums of refits
         "cloudpickle>=3",  # reward functions of notebooks and scripts
-        "h11>=0.16",  # HTTP/1.1 with engines
+        "aiohttp>=3.12",  # HTTP with engines
     ],
     extras_require={
         "vllm": ["vllm"],
