@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster.profile import Profile
-from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, SftConfig, TrainConfig
 from megatron_rl.jobs import submit
 from megatron_rl.jobs.submit import Submission
 from megatron_rl.run.directory import SWEEP
-from megatron_rl.session.launch import run_directory
+from megatron_rl.spec.resolve import resolve, run_directory
 
 SCHEMAS: dict[str, Any] = {"train": TrainConfig, "sft": SftConfig, "eval": EvalConfig}
 CONFIG = "config.yaml"  # below RUN/jobs
@@ -207,11 +206,11 @@ def _single(task: Task, config: Any, after: Sequence[str]) -> Planned:
 def _on_this_machine(task: Task, after: Sequence[str]) -> Planned:
     config = _read(task)
     if not task.points:
-        config_checks.check(config, config.launch.nproc, to_come=bool(task.after))
+        resolve(config, config.launch.nproc, to_come=bool(task.after))
         return _single(task, config, after)
     configs, listing = submit.sweep_configs(config, [(point, _read(task, point)) for point in task.points])
     for own in configs:
-        config_checks.check(own, own.launch.nproc, to_come=bool(task.after))
+        resolve(own, own.launch.nproc, to_come=bool(task.after))
     # with these files `megatron-rl status` and `report` know the sweep
     files = {f"{own.run.name}.yaml": config_files.dump(own) for own in configs} | {f"../{SWEEP}": listing}
     directory = _directory(config)

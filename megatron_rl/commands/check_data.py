@@ -10,20 +10,19 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.chat import ASSISTANT, ChatTokenizer, problem_text, tokenize, tokenizer_of
-from megatron_rl.config import plugins
 from megatron_rl.config.data_settings import generated_name
-from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Model, PromptSet, SftConfig, TrainConfig
+from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Model, PromptSet, SftConfig
 from megatron_rl.data.conversations import MESSAGES, QUESTION
 from megatron_rl.data.problems import Problem, fields_of, read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.sft import Conversation, SftSample, read_samples, sft_rollouts
+from megatron_rl.spec.run_spec import RunSpec, Spec
 from megatron_rl.training.prompts import (
     HELD_OUT,
     asked_tokenizers,
     check_juniors,
     read_sets,
     readers_of,
-    training_sets,
     try_prompts,
 )
 from megatron_rl.vocabulary import vocabulary_of
@@ -31,7 +30,7 @@ from megatron_rl.vocabulary import vocabulary_of
 ROWS = 1000  # problems of a set that are read without --deep
 
 
-def data_lines(config: Any, *, deep: bool) -> list[str]:
+def data_lines(config: Any, spec: Spec, *, deep: bool) -> list[str]:
     """Returns a line for each set of data that is here: where its prompts and answers were found, and what becomes of
     them. With `deep` all rows are read, not the first ROWS alone, and chat templates are tried where the tokenizer is
     here.
@@ -39,19 +38,19 @@ def data_lines(config: Any, *, deep: bool) -> list[str]:
     Raises ConfigError for data that the command of this config would refuse.
     """
     try:
-        return _lines(config, deep, None if deep else ROWS)
+        return _lines(config, spec, deep, None if deep else ROWS)
     except DataError as error:
         if deep:
             raise ConfigError(str(error)) from error
     try:  # a set may have too many bad rows at its beginning, and few in all
-        return _lines(config, deep, None)
+        return _lines(config, spec, deep, None)
     except DataError as error:
         raise ConfigError(str(error)) from error
 
 
-def _lines(config: Any, deep: bool, rows: int | None) -> list[str]:
-    if isinstance(config, TrainConfig):
-        return _train_lines(config, deep, rows)
+def _lines(config: Any, spec: Spec, deep: bool, rows: int | None) -> list[str]:
+    if isinstance(spec, RunSpec):
+        return _train_lines(spec, deep, rows)
     if isinstance(config, SftConfig):
         return _sft_lines(config, deep)
     if isinstance(config, EvalConfig | GenerateConfig) and config.data is not None:
@@ -59,22 +58,20 @@ def _lines(config: Any, deep: bool, rows: int | None) -> list[str]:
     return []
 
 
-def _train_lines(config: TrainConfig, deep: bool, rows: int | None) -> list[str]:
-    recipe = plugins.build(config.recipe)
+def _train_lines(spec: RunSpec, deep: bool, rows: int | None) -> list[str]:
+    recipe = spec.recipe
     role = next(iter(recipe.roles()))
-    here = {name: own.model for name, own in config.roles.items() if deep and _is_here(own.model)}
+    here = {name: own.model for name, own in spec.roles.items() if deep and _is_here(own.model)}
     plain = {name: tokenizer_of(model) for name, model in here.items()}
-    check_juniors(config, plain)
-    tokenizers = asked_tokenizers(config, plain)
+    check_juniors(spec.roles, plain)
+    tokenizers = asked_tokenizers(spec.roles, plain)
     vocabulary = vocabulary_of(here[role], plain[role]) if role in here else None
-    sets = training_sets(config)
-    if config.evaluation.prompts is not None:
-        sets[HELD_OUT] = config.evaluation.prompts
-    sets = {name: _first(source, rows) for name, source in sets.items() if _has_rows(source)}
+    sets = {name: _first(source, rows) for name, source in spec.sets.items() if _has_rows(source)}
     problems = read_sets(sets, recipe, tokenizers.get(role), held_out=HELD_OUT, vocabulary=vocabulary)
     if role in tokenizers:
-        readers_of(config, recipe, tokenizers[role], sets, problems)
-    model, chat = config.roles[role].model, config.roles[role].chat
+        longest = spec.roles[role].max_prompt_tokens
+        readers_of(recipe, tokenizers[role], sets, problems, max_prompt_tokens=longest, seed=spec.run.seed)
+    model, chat = spec.roles[role].model, spec.roles[role].chat
     tried = role in tokenizers
     return [f"{name}: {_prompts(sets[name], own, model, chat=chat, tried=tried)}" for name, own in problems.items()]
 

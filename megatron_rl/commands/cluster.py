@@ -210,7 +210,7 @@ def _slice(args: argparse.Namespace) -> int:
     """Answers slurm/job.sh: prints the run directory, whether the run is over, or `ACTION: why`."""
     from megatron_rl.cluster import slices
     from megatron_rl.cluster.job import job_from
-    from megatron_rl.session.launch import run_directory
+    from megatron_rl.spec.resolve import run_directory
 
     config = load(args.settings)[1]
     directory = run_directory(config).absolute()

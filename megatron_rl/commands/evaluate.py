@@ -37,6 +37,7 @@ from megatron_rl.run.inputs import InputRecord
 from megatron_rl.session.common import open_world_for, sampling_of
 from megatron_rl.session.eval_engines import Cast, open_cast
 from megatron_rl.session.launch import Place
+from megatron_rl.spec.run_spec import Spec
 from megatron_rl.text import read_template
 from megatron_rl.vocabulary import check_vocabularies, vocabulary_of
 
@@ -69,25 +70,27 @@ class Graders:
         return self.pools[key].grade
 
 
-def run(config: EvalConfig, place: Place, environment: Mapping[str, str] | None = None) -> int:
+def run(
+    config: EvalConfig, spec: Spec, place: Place, environment: Mapping[str, str] | None = None
+) -> int:  # fmt: skip
     """Evaluates and prints the figures. Every rank runs it. Returns 0.
 
     `environment`: the environment of servers that it starts.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: finished problems are kept
-    with open_world_for(config, place) as world, contextlib.ExitStack() as stack:
+    with open_world_for(spec, place) as world, contextlib.ExitStack() as stack:
         cast = open_cast(config, world, stack, environment or {})
-        world.from_driver(functools.partial(_evaluate, config, cast))
+        world.from_driver(functools.partial(_evaluate, config, spec, cast))
     return 0
 
 
-def _evaluate(config: EvalConfig, cast: Cast) -> None:
+def _evaluate(config: EvalConfig, spec: Spec, cast: Cast) -> None:
     """Measures every set, prints the figures and writes the output. The driver runs it."""
     start = time.monotonic()
     tasks = [_task(config, cast.tokenizers[config.model], source) for source in read_sets(config)]
     output = None if config.output is None else Path(config.output)
     place = None if output is None else output.with_suffix(".jsonl")
-    samples = Samples(place, _digest(config, tasks, {} if output is None else _read(config, output)))
+    samples = Samples(place, _digest(config, tasks, {} if output is None else _read(spec, output)))
     if samples.resumed:
         print(f"{samples.resumed} problems were done before: going on from there", file=sys.stderr, flush=True)
     sets: list[SetFigures] = []
@@ -135,12 +138,12 @@ def _task(config: EvalConfig, tokenizer: Any, source: GradedSet) -> Task:
     return Task(problems=problems, reward=source.reward, judged=source.judged)
 
 
-def _read(config: EvalConfig, output: Path) -> Mapping[str, Any]:
+def _read(spec: Spec, output: Path) -> Mapping[str, Any]:
     """Returns what is read, and says what has changed since a part of the samples was drawn."""
     begun = Path(f"{output.with_suffix('.jsonl')}{PARTIAL}").exists()
     place = output.with_suffix(".inputs")  # not .json: a folder of evaluations has one such file for each result
     record = InputRecord(place, done="a part of the samples" if begun else None, accept=True)
-    found = inputs.read_files(config) | inputs.read_revisions(config)
+    found = inputs.read_files(spec.settings) | inputs.read_revisions(spec.models)
     for change in record.compare(inputs.FILES, found):
         print(f"changed since samples were drawn, which are drawn again: {change}", file=sys.stderr, flush=True)
     return found

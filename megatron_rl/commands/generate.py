@@ -33,6 +33,7 @@ from megatron_rl.session import answers
 from megatron_rl.session.common import open_world_for, sampling_of
 from megatron_rl.session.eval_engines import open_teacher
 from megatron_rl.session.launch import Place
+from megatron_rl.spec.run_spec import Spec
 from megatron_rl.text import read_template
 from megatron_rl.types import Outcome
 from megatron_rl.vocabulary import vocabulary_of
@@ -67,7 +68,9 @@ class Answered:
         return "wrong" if self.graded.outcome is Outcome.SCORE else "ungraded"
 
 
-def run(config: GenerateConfig, place: Place, environment: Mapping[str, str] | None = None) -> int:
+def run(
+    config: GenerateConfig, spec: Spec, place: Place, environment: Mapping[str, str] | None = None
+) -> int:  # fmt: skip
     """Asks the teacher and writes its answers. Every rank runs it. Returns 0.
 
     A row has prompt, response, and every mapped field of the problem. Both are messages where the problem is a
@@ -79,14 +82,14 @@ def run(config: GenerateConfig, place: Place, environment: Mapping[str, str] | N
 
     def done() -> bool:
         asked.extend(asked_of(config, tokenizer_of(config.model), read_problems(config.data)))
-        read.update(_read(config))
+        read.update(_read(config, spec))
         if not answers.finished(config, _problems(config, asked, read)):
             return False
         mark = Path(config.output) / answers.MARK
         print(f"{config.output} has all answers of this config already; remove {mark} to ask the teacher again")
         return True
 
-    with open_world_for(config, place) as world, contextlib.ExitStack() as stack:
+    with open_world_for(spec, place) as world, contextlib.ExitStack() as stack:
         if world.from_driver(done):
             return 0
         engine, tokenizer = open_teacher(config, world, stack, environment or {})
@@ -102,12 +105,12 @@ def run(config: GenerateConfig, place: Place, environment: Mapping[str, str] | N
     return 0
 
 
-def _read(config: GenerateConfig) -> Mapping[str, Any]:
+def _read(config: GenerateConfig, spec: Spec) -> Mapping[str, Any]:
     """Returns what is read, and says what has changed since a part of the answers was written."""
     output = Path(config.output)
     begun = (output / answers.MARK).exists() or (output / answers.PARTS).exists()
     record = InputRecord(output / inputs.FILE, done="a part of the answers" if begun else None, accept=True)
-    found = inputs.read_files(config) | inputs.read_revisions(config)
+    found = inputs.read_files(spec.settings) | inputs.read_revisions(spec.models)
     for change in record.compare(inputs.FILES, found):
         print(f"changed since answers were written, which are asked or graded again: {change}", file=sys.stderr)
     return found

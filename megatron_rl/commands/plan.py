@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 
 from megatron_rl.commands.settings import METAVAR, load
-from megatron_rl.config import checks as config_checks
 from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning import search as searching
@@ -18,6 +17,7 @@ from megatron_rl.planning import shapes, tables
 from megatron_rl.planning.alternatives import alternatives
 from megatron_rl.planning.hardware import DEVICES, parse_cluster
 from megatron_rl.planning.workload import FILL, build_recipe, draws_of, episodes_of, fills_of, step_work
+from megatron_rl.spec.resolve import resolve
 
 DESCRIPTION = f"""Estimates the memory of each GPU by part and the seconds of each phase, and says what to change.
 Nothing is started; no GPU is needed.
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         episodes=episodes_of(config, recipe, args.episode),
         draws=draws_of(config, args.draws),
     )
-    config_checks.check(config, plans.trainer_gpus(config, cluster), to_come=True)
+    resolve(config, plans.trainer_gpus(config, cluster), to_come=True)
     made = plans.make(config, cluster, models, work)
     found = searching.search(config, cluster, models, work) if args.search else []
     said = searching.advice(config, made, models, work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import gc
 import os
@@ -12,16 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.cluster.job import SlurmJob, job_from
+from megatron_rl.cluster.job import job_from
 from megatron_rl.commands import settings
-from megatron_rl.config import absent, plugins, server_gpus
-from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
 from megatron_rl.config.base import without_passwords
 from megatron_rl.run.directory import check_start, only_one
 from megatron_rl.run.start import tell
 from megatron_rl.session import launch
+from megatron_rl.spec.resolve import resolve
+from megatron_rl.spec.run_spec import Host, Spec, TrainingSpec
 from megatron_rl.user_code import told
 
 LEFT = 130  # exit status of a run that was asked to save and leave
@@ -49,46 +50,31 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "eval" and args.skip_done and config.output and Path(config.output).exists():
         print(f"{config.output} is there: nothing to do")
         return 0
-    config_checks.check(config, place.world_size if place else config.launch.nproc)
+    if args.command == "drift":
+        config = dataclasses.replace(config, debug=configs.Debug())  # it asks the engines, whatever is replayed
+    host = None
     if place is None or place.rank == 0:
-        if launch.has_gpu(os.environ):
-            server_gpus.refuse(config, launch.ranks_on_host(place, config.launch.nproc, os.environ))
-        absent.refuse(config)
-        if isinstance(config, configs.TrainConfig | configs.SftConfig):
-            _refuse_start(config, job_from(os.environ))
-        if args.command == "train" and isinstance(config, configs.TrainConfig):
-            _refuse_plugins(config)
+        host = Host(launch.ranks_on_host(place, config.launch.nproc, os.environ), launch.has_gpu(os.environ))
+    spec = resolve(config, place.world_size if place else config.launch.nproc, here=host)
+    if host is not None:
+        if isinstance(spec, TrainingSpec):  # its directory may refuse it: before imports that take half a minute
+            job = job_from(os.environ)
+            check_start(spec.run, config_files.dump_tree(spec.settings))
+            with only_one(spec.directory, job="" if job is None else job.id, restart=job.restart if job else 0):
+                pass
         if "torch" not in sys.modules:  # a rank that was started here has the modules of its parent
             tell(args.command, "importing torch, transformers and megatron-core")
     if place is None and config.launch.nproc > 1:
         os.environ["OMP_NUM_THREADS"] = "1"
         fork = not has_driver()  # a driver that was touched before a fork does not work after it
         if fork:
-            _command(args)  # its imports, once for all ranks
-            if isinstance(config, configs.TrainConfig):
-                plugins.build(config.recipe)
+            _command(args, config)  # its imports, once for all ranks
         tell(args.command, f"starting {config.launch.nproc} ranks")
         return launch.start_ranks(functools.partial(run, args), config.launch.nproc, fork=fork)
-    if isinstance(config, configs.TrainConfig | configs.SftConfig) and config.run.deterministic:
+    if isinstance(spec, TrainingSpec) and spec.run.deterministic:
         os.environ.update(DETERMINISTIC)
     place = place or launch.Place(0, 1, 0, "127.0.0.1", 0, job_from(os.environ))
-    return _run_on_rank(args, config, place)
-
-
-def _refuse_start(config: Any, job: SlurmJob | None) -> None:
-    """Refuses what the run's directory refuses, before imports that take half a minute. Raises ConfigError, and
-    RunBusy."""
-    check_start(config.run, config_files.dump(config))
-    with only_one(launch.run_directory(config), job="" if job is None else job.id, restart=job.restart if job else 0):
-        pass
-
-
-def _refuse_plugins(config: configs.TrainConfig) -> None:
-    """Refuses a recipe or a reward that the config cannot have, before the imports. Raises ConfigError."""
-    plugins.look_at(configs.Use(target=config.reward.target, args=config.reward.args))  # its workers alone import it
-    recipe = plugins.build(config.recipe)
-    config_checks.check_recipe(config, recipe)
-    absent.refuse(config, *absent.absent_recipe_files(recipe))
+    return _run_on_rank(args, config, spec, place)
 
 
 def has_driver() -> bool:
@@ -96,12 +82,12 @@ def has_driver() -> bool:
     return any(driver.exists() for driver in DRIVERS)
 
 
-def _run_on_rank(args: argparse.Namespace, config: Any, place: launch.Place) -> int:
-    command = _command(args)
+def _run_on_rank(args: argparse.Namespace, config: Any, spec: Spec, place: launch.Place) -> int:
+    command = _command(args, config)
     from megatron_rl import errors
 
     try:
-        status = command(config, place)
+        status = command(spec, place)
         in_step = place.job is not None and place.job.step is not None
         # srun ends the other ranks for any status but 0, and slurm/job.sh would see a fault
         return 0 if status == LEFT and in_step else status
@@ -128,33 +114,33 @@ def _tell(args: argparse.Namespace, error: BaseException, why: str) -> None:
         Listener.at(args.events).failed(error, why)
 
 
-def _command(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
-    """Imports the command, and torch with it, and returns its function (config, place) -> exit status."""
+def _command(args: argparse.Namespace, config: Any) -> Callable[[Any, launch.Place], int]:
+    """Imports the command, and torch with it, and returns its function (specification, place) -> exit status."""
     gc.disable()  # imports make many objects and hardly any garbage: looking for it took a sixth of their time
     try:
-        return _imported(args)
+        return _imported(args, config)
     finally:
         gc.enable()
 
 
-def _imported(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
+def _imported(args: argparse.Namespace, config: Any) -> Callable[[Any, launch.Place], int]:
     if args.command == "train":
         from megatron_rl.session import train
 
         given = {name: value for name, value in (("fresh", args.fresh), ("events", args.events)) if value}
-        run = functools.partial(train.run, **given) if given else train.run
-    elif args.command == "drift":
+        return functools.partial(train.run, **given) if given else train.run
+    if args.command == "drift":
         from megatron_rl.session import drift
 
-        run = functools.partial(drift.run, updates=args.updates)
-    elif args.command == "sft":
-        from megatron_rl.commands.sft import run
-    elif args.command == "generate":
+        return functools.partial(drift.run, updates=args.updates)
+    if args.command == "sft":
+        from megatron_rl.commands import sft
+
+        return sft.run
+    if args.command == "generate":
         from megatron_rl.commands import generate
 
-        run = functools.partial(generate.run, environment=os.environ)
-    else:
-        from megatron_rl.commands import evaluate
+        return functools.partial(generate.run, config, environment=os.environ)
+    from megatron_rl.commands import evaluate
 
-        run = functools.partial(evaluate.run, environment=os.environ)
-    return run
+    return functools.partial(evaluate.run, config, environment=os.environ)

@@ -9,6 +9,7 @@ import sys
 from megatron_rl.commands.settings import split
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import TrainConfig
+from megatron_rl.spec.resolve import engine_of
 
 
 def run(args: argparse.Namespace) -> int:
@@ -16,10 +17,10 @@ def run(args: argparse.Namespace) -> int:
     from megatron_rl.engines.base import EngineError
     from megatron_rl.session import serving
 
-    config = config_files.load(TrainConfig, *split(args.settings))
+    engines = engine_of(config_files.load(TrainConfig, *split(args.settings)))
     try:
         return serving.run(
-            config, role=args.role, replica=args.replica, with_parent=args.with_parent, environment=os.environ,
+            engines, role=args.role, replica=args.replica, with_parent=args.with_parent, environment=os.environ,
             gpus=args.gpus,
         )  # fmt: skip
     except EngineError as error:

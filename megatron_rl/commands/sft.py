@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.algorithms.losses import CompletionLoss
 from megatron_rl.chat import tokenizer_of
-from megatron_rl.config.schema import ConfigError, SftConfig
+from megatron_rl.config.schema import ConfigError, SftData
 from megatron_rl.conversion.trained import export_model
 from megatron_rl.data.sft import read_samples, sft_rollouts
 from megatron_rl.megatron import parallel
@@ -20,6 +20,7 @@ from megatron_rl.run.directory import Interrupts
 from megatron_rl.session.common import Driver, Saver, open_driver, open_world_for
 from megatron_rl.session.launch import Place
 from megatron_rl.session.parts import peak_flops
+from megatron_rl.spec.run_spec import SftSpec
 from megatron_rl.training.update import Trainee, mean_loss, update
 from megatron_rl.types import Rollout
 from megatron_rl.vocabulary import vocabulary_of
@@ -27,39 +28,40 @@ from megatron_rl.weights.plain_data import refuse_code
 from megatron_rl.world import TorchWorld
 
 
-def run(config: SftConfig, place: Place) -> int:
+def run(spec: SftSpec, place: Place) -> int:
     """Trains, validates and saves; writes the model to dir/name/model, and with `lora` the adapter to dir/name/adapter.
     Every rank runs it.
 
     Returns 0 when all steps are done, 130 when a signal asked to leave (everything is saved).
     """
-    with open_world_for(config, place, deterministic=config.run.deterministic) as world:
-        return _run(config, place, world)
+    with open_world_for(spec, place) as world:
+        return _run(spec, place, world)
 
 
-def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
+def _run(spec: SftSpec, place: Place, world: TorchWorld) -> int:
     samples: list[Rollout] = []  # on the driver alone, as those for validation
     validation: list[Rollout] = []
-    steps, validates = world.from_driver(_read, config, samples, validation)
+    role = spec.roles["model"]
+    steps, validates = world.from_driver(_read, spec, samples, validation)
     policy = MegatronPolicy(
-        config.trained, parallel.create(config.layout), seed=config.run.seed, deterministic=config.run.deterministic
+        role, parallel.create(role.layout), seed=spec.run.seed, deterministic=spec.run.deterministic
     )
     with (
         Interrupts(announce=place.rank == 0) as interrupts,
-        open_driver(config, world, place, total_turns=steps) as driver,
+        open_driver(spec, world, place, total_turns=steps) as driver,
     ):
-        world.from_driver(driver.compare, config, _told(config, samples, validation))
+        world.from_driver(driver.compare, spec.models, _told(spec.data, samples, validation))
         if driver.finished:
             return 0
         driver.say(
-            f"{len(samples)} samples; {steps} steps of {config.samples_per_step} samples; "
+            f"{len(samples)} samples; {steps} steps of {spec.samples_per_step} samples; "
             f"{sum(len(s.tokens) for s in samples)} tokens"
         )
         done = _resume(driver, policy)
         own = (samples, validation) if world.rank == 0 else None
-        finished = _train(config, world, driver, policy, (own, validates, range(done, steps)), interrupts)
+        finished = _train(spec, world, driver, policy, (own, validates, range(done, steps)), interrupts)
         if finished:
-            export_model(world, policy.export, config.model, driver.directory.path / "model")
+            export_model(world, policy.export, role.model, driver.directory.path / "model")
             policy.export.write_adapter(driver.directory.path / "adapter")
             driver.summary({"finished": True, "steps": steps, "model": str(driver.directory.path / "model")})
             driver.done(f"the model is in {driver.directory.path / 'model'}")
@@ -69,7 +71,7 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
 
 
 def _train(
-    config: SftConfig, world: TorchWorld, driver: Driver, policy: MegatronPolicy,
+    spec: SftSpec, world: TorchWorld, driver: Driver, policy: MegatronPolicy,
     plan: tuple[tuple[list[Rollout], list[Rollout]] | None, bool, range], interrupts: Interrupts,
 ) -> bool:  # fmt: skip
     """Trains the steps of `plan`: samples and validation on the driver, whether there is validation, steps to do. False
@@ -78,20 +80,20 @@ def _train(
     own, validates, todo = plan
     steps, trainee = (
         todo.stop,
-        Trainee(policy=policy, loss=CompletionLoss(), peak_flops=peak_flops(config.run, config.model.dtype)),
+        Trainee(policy=policy, loss=CompletionLoss(), peak_flops=peak_flops(spec.run, spec.roles["model"].model.dtype)),
     )
-    saver = Saver(world, driver, {"model": policy.state}, background=config.run.async_save)
+    saver = Saver(world, driver, {"model": policy.state}, background=spec.run.async_save)
     driver.leave.begin()
     for step in todo:
         with driver.watch("train"):
-            metrics = update(world, trainee, None if own is None else _samples_of(own[0], step, config))
-        if validates and (step + 1 == steps or (config.validate_every and (step + 1) % config.validate_every == 0)):
+            metrics = update(world, trainee, None if own is None else _samples_of(own[0], step, spec))
+        if validates and (step + 1 == steps or (spec.validate_every and (step + 1) % spec.validate_every == 0)):
             with driver.watch("validate"):
                 metrics["validation_loss"] = mean_loss(world, trainee, None if own is None else own[1])
         driver.log(step, "sft", metrics, turn=step)
         leave = world.broadcast(interrupts.requested or (world.rank == 0 and driver.leave()))
         last = step + 1 == steps
-        if leave or last or (config.run.save_every and (step + 1) % config.run.save_every == 0):
+        if leave or last or (spec.run.save_every and (step + 1) % spec.run.save_every == 0):
             saver.save(step + 1, {"step": step + 1})
         saver.settle(wait=leave or last)
         if leave and not last:
@@ -99,30 +101,31 @@ def _train(
     return True
 
 
-def _read(config: SftConfig, samples: list[Rollout], validation: list[Rollout]) -> tuple[int, bool]:
+def _read(spec: SftSpec, samples: list[Rollout], validation: list[Rollout]) -> tuple[int, bool]:
     """Reads samples into both lists, on the driver. -> number of steps, whether there is validation."""
-    data, tokenizer = config.data, tokenizer_of(config.model)
+    data, model = spec.data, spec.roles["model"].model
+    tokenizer = tokenizer_of(model)
     make = functools.partial(
         sft_rollouts, tokenizer=tokenizer, append_eos=data.append_eos, max_tokens=data.max_tokens,
-        max_bad_share=data.max_bad_share, vocabulary=vocabulary_of(config.model, tokenizer),
+        max_bad_share=data.max_bad_share, vocabulary=vocabulary_of(model, tokenizer),
     )  # fmt: skip
     samples += make(read_samples(data))
     if data.validation is not None:
         held_out = dataclasses.replace(data, train=data.validation)
         validation += make(read_samples(held_out, split="validation"))
-    steps = config.steps or round(config.epochs * len(samples) / config.samples_per_step)
+    steps = spec.steps or round(spec.epochs * len(samples) / spec.samples_per_step)
     if steps < 1:
         raise ConfigError(
-            f"{len(samples)} samples, {config.epochs} epochs, samples_per_step {config.samples_per_step}: "
+            f"{len(samples)} samples, {spec.epochs} epochs, samples_per_step {spec.samples_per_step}: "
             "that makes zero steps; lower samples_per_step"
         )
     return steps, bool(validation)
 
 
-def _told(config: SftConfig, samples: Sequence[Rollout], validation: Sequence[Rollout]) -> dict[str, dict[str, Any]]:
+def _told(data: SftData, samples: Sequence[Rollout], validation: Sequence[Rollout]) -> dict[str, dict[str, Any]]:
     """Returns path, rows and sha256 of each data set by its setting, for the record of inputs."""
     told = {}
-    for name, path, rows in (("train", config.data.train, samples), ("validation", config.data.validation, validation)):
+    for name, path, rows in (("train", data.train, samples), ("validation", data.validation, validation)):
         digest = hashlib.sha256()
         for row in rows:
             digest.update(row.tokens.tobytes() + row.trainable.tobytes())
@@ -130,17 +133,17 @@ def _told(config: SftConfig, samples: Sequence[Rollout], validation: Sequence[Ro
     return told
 
 
-def _samples_of(samples: Sequence[Rollout], step: int, config: SftConfig) -> list[Rollout]:
+def _samples_of(samples: Sequence[Rollout], step: int, spec: SftSpec) -> list[Rollout]:
     """Returns the samples of one step. Epochs follow each other, each in its own deterministic order."""
-    wanted = range(step * config.samples_per_step, (step + 1) * config.samples_per_step)
-    orders = {epoch: _order(len(samples), epoch, config) for epoch in {i // len(samples) for i in wanted}}
+    wanted = range(step * spec.samples_per_step, (step + 1) * spec.samples_per_step)
+    orders = {epoch: _order(len(samples), epoch, spec) for epoch in {i // len(samples) for i in wanted}}
     return [samples[orders[i // len(samples)][i % len(samples)]] for i in wanted]
 
 
-def _order(count: int, epoch: int, config: SftConfig) -> list[int]:
+def _order(count: int, epoch: int, spec: SftSpec) -> list[int]:
     order = list(range(count))
-    if config.data.shuffle:
-        random.Random(f"{config.run.seed}/{epoch}").shuffle(order)
+    if spec.data.shuffle:
+        random.Random(f"{spec.run.seed}/{epoch}").shuffle(order)
     return order
 
 

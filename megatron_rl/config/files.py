@@ -22,7 +22,6 @@ import yaml
 
 from megatron_rl.config.base import without_passwords
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.models import registry
 
 T = TypeVar("T")
 MAX_DEPTH = 64  # of values within values
@@ -141,9 +140,8 @@ def load(
 
     A file's `base: other.yaml` (relative to the file; or a list) is read before it. Merging is by key. In a union of
     dataclasses (`Annotated[A | B, Field(discriminator="kind")]`), a new `kind` drops the old variant's keys. Keys given
-    without a `kind` belong to the default's variant. This process then knows the model families that a config names in
-    `families`. Raises ConfigError that names every unknown key, wrong type and bad value, with the file or override
-    where it stands.
+    without a `kind` belong to the default's variant. Raises ConfigError that names every unknown key, wrong type and
+    bad value, with the file or override where it stands.
     """
     sources = _sources(files, trees, overrides)
     tree = _merged(schema, sources)
@@ -159,8 +157,6 @@ def load(
             raise
         labels = ", ".join(source.label for source in sources)
         raise ConfigError(f"{labels}: {error}; use plain numbers, text, lists and mappings") from error
-    where = _origin(["families"], sources)
-    registry.add(vars(made).get("families", ()), f"{where}: families")
     return made
 
 
@@ -190,10 +186,14 @@ def _adapter(schema: type[Any]) -> pydantic.TypeAdapter[Any]:
     return pydantic.TypeAdapter(schema)
 
 
+def tree_of(config: Any) -> dict[str, Any]:
+    """Returns the whole resolved config as nested mappings and lists of plain values."""
+    return _adapter(type(config)).dump_python(config, mode="json")
+
+
 def dump(config: Any) -> str:
     """Returns the whole resolved config as YAML. `load` reads it back as an equal value."""
-    tree = _adapter(type(config)).dump_python(config, mode="json")
-    return dump_tree(tree)
+    return dump_tree(tree_of(config))
 
 
 def dump_tree(tree: Mapping[str, Any]) -> str:

@@ -322,7 +322,7 @@ class RoleConfig:
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are dropped, never cut
     packed: bool = True  # true: sequences end to end without padding; false: one padded row per sequence
     micro_batch_tokens: PositiveInt = 8192  # largest micro-batch, in tokens per context-parallel rank
-    samples_per_optimizer_step: int | None = None  # B, samples in one optimizer step; null: one step per update
+    samples_per_optimizer_step: PositiveInt | None = None  # B, samples in one optimizer step; null: one step per update
     data: PromptSet | None = None  # problems for this role's turns; null: the run's `data`
     # For models with experts: train each token with the experts that the engine chose for it. Not with sglang.
     router_replay: bool = False

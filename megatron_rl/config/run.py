@@ -19,8 +19,8 @@ class Run:
     name: str = "run"  # name of the run
     dir: str = "runs"  # the run directory is dir/name
     seed: int = 0  # seed of all random numbers of the run
-    steps: int | None = None  # steps of the run; null: as many as the recipe plans; fewer end it early
-    prompts_per_step: int = 256  # P, prompts of every turn
+    steps: PositiveInt | None = None  # steps of the run; null: as many as the recipe plans; fewer end it early
+    prompts_per_step: PositiveInt = 256  # P, prompts of every turn
     # What happens to an update whose advantages are all 0. false: it is skipped. true: the optimizer takes its steps
     # all the same, by the KL term, the entropy bonus, weight decay and momentum, as the release of RL Tango does.
     train_without_signal: bool = False

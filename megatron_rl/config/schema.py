@@ -163,8 +163,8 @@ class SftConfig:
     # dir/name/adapter, the merged model to dir/name/model.
     lora: Lora | None = None
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=5e-6))  # Adam and its learning rate
-    samples_per_step: int = 64  # pairs in one optimizer step
-    steps: int | None = None  # optimizer steps; null: `epochs` passes over the data
+    samples_per_step: PositiveInt = 64  # pairs in one optimizer step
+    steps: PositiveInt | None = None  # optimizer steps; null: `epochs` passes over the data
     epochs: PositiveFloat = 1.0  # passes over the data, where `steps` is null
     validate_every: NonNegativeInt = 100  # optimizer steps between validations; 0: only at the end
     micro_batch_tokens: PositiveInt = 8192  # largest micro-batch, in tokens; at least data.max_tokens

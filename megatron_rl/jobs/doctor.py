@@ -22,7 +22,7 @@ from rich.table import Table
 from megatron_rl.cluster import slurm
 from megatron_rl.cluster.address import own_address
 from megatron_rl.cluster.profile import Profile
-from megatron_rl.config import absent, hub
+from megatron_rl.config import hub
 from megatron_rl.config.schema import ConfigError, Model, Servers, SftConfig, TrainConfig
 from megatron_rl.jobs import versions
 from megatron_rl.jobs.submit import engine_python
@@ -32,7 +32,8 @@ from megatron_rl.models.sizes import Sizes
 from megatron_rl.run import locks
 from megatron_rl.run.checkpoint import read_json
 from megatron_rl.run.directory import RunDirectory
-from megatron_rl.session.launch import run_directory
+from megatron_rl.spec import absent
+from megatron_rl.spec.resolve import run_directory, specify
 from megatron_rl.weights.rectangles import hf_shapes
 
 Verdict = Literal["ok", "note", "wrong"]
@@ -257,7 +258,7 @@ def _saved_bytes(role: Any) -> tuple[float, float]:
 
 
 def _inputs(config: Any, quick: bool) -> Iterator[Check]:
-    for one in absent.absent_files(config):
+    for one in absent.absent_files(specify(config, config.launch.nproc)[0]):
         problem = one.problem
         if problem is not None:
             yield Check(one.name, problem if one.on_hub else str(one), "wrong", f"put it there, or mend {one.name}")
@@ -290,7 +291,7 @@ def _fetching(one: absent.Absent) -> str:
 
 def _hub(config: Any, environment: Mapping[str, str]) -> Iterator[Check]:
     """Tells where the hub's files are kept, whether the hub is asked, and whether there is a token."""
-    if not any(one.on_hub for one in absent.absent_files(config)):
+    if not any(one.on_hub for one in absent.absent_files(specify(config, config.launch.nproc)[0])):
         return
     where, told = hub.cache(), environment.get("HF_HOME") or environment.get("HF_HUB_CACHE")
     shared = "" if told else "set HF_HOME to a folder that all nodes see, so that a model is fetched once"

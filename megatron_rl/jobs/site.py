@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.cluster.profile import SHIPPED, Profile
 from megatron_rl.config.schema import ConfigError, Servers
-from megatron_rl.session.launch import run_directory
+from megatron_rl.spec.resolve import run_directory
 
 MAX_PATH = 4096  # Linux's
 

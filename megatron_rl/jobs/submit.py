@@ -15,9 +15,7 @@ from megatron_rl.cluster import slices, slurm
 from megatron_rl.cluster.job import STOP
 from megatron_rl.cluster.profile import SHIPPED, Profile
 from megatron_rl.cluster.render import ScriptShape, common_settings, script
-from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
-from megatron_rl.config import server_gpus
 from megatron_rl.config.base import check_path
 from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Servers, SftConfig, TrainConfig
 from megatron_rl.jobs import site
@@ -26,7 +24,8 @@ from megatron_rl.run import lines
 from megatron_rl.run.directory import SWEEP, RunDirectory, check_start
 from megatron_rl.run.disk import write_text
 from megatron_rl.session import answers
-from megatron_rl.session.launch import run_directory
+from megatron_rl.spec import server_gpus
+from megatron_rl.spec.resolve import resolve, run_directory
 
 JOBS = "jobs"  # the directory of scripts and configs in the run directory; it has the two files below
 SITE, SUBMITTED = "site.yaml", "submitted.jsonl"
@@ -139,7 +138,7 @@ def for_site(config: TrainConfig | SftConfig, profile: Profile, *, to_come: bool
     if isinstance(config, TrainConfig) and isinstance(config.engine, Servers):
         own = replace(config.engine, start=config.engine.colocate, host=profile.host)
         config = _with_site_python(replace(config, engine=own), profile)
-    config_checks.check(config, config.job.nodes * profile.ranks_per_node, to_come=to_come)
+    resolve(config, config.job.nodes * profile.ranks_per_node, to_come=to_come)
     site.refuse(config, profile)
     check_start(config.run, config_files.dump(config))
     # a job that is queued again finds its own run
@@ -261,7 +260,6 @@ def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) 
     directory = directory.absolute()
     configs = [_with_site_python(config, profile) for config in configs]
     for config in configs:
-        config_checks.check(config, profile.ranks_per_node)
         _refuse_gpus(config, profile, profile.ranks_per_node)
     files = {f"{index:03d}.yaml": config_files.dump(config) for index, config in enumerate(configs)}
     shape = ScriptShape(
@@ -280,7 +278,6 @@ def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
     """
     config, directory = _with_site_python(config, profile), Path(config.output).absolute()
     ranks = 1 if isinstance(config.engine, Servers) else profile.ranks_per_node
-    config_checks.check(config, ranks)
     _refuse_gpus(config, profile, ranks)
     shape = ScriptShape(
         template="generate", name=directory.name, ranks=ranks, gpus=profile.gpus_per_node, time=profile.time,
@@ -303,12 +300,13 @@ def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
 
 
 def _refuse_gpus(config: EvalConfig | GenerateConfig, profile: Profile, ranks: int) -> None:
-    """Raises ConfigError for what a node of the profile, or its container, does not have, and for numbers of GPUs that
-    the servers of a job cannot have there."""
+    """Raises ConfigError for settings that `check` refuses, for what a node of the profile, or its container, does not
+    have, and for numbers of GPUs that the servers of a job cannot have there."""
+    spec = resolve(config, ranks)
     site.refuse(config, profile)
     if not profile.gpus_per_node:
         return
-    server_gpus.refuse(config, ranks)
+    server_gpus.refuse(spec.engine, ranks)
     if not isinstance(config.engine, Servers) or config.engine.urls:
         return
     if beyond := [number for number in config.engine.gpus if number >= profile.gpus_per_node]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.config import checks as config_checks
 from megatron_rl.config.engine_kinds import default_servers
 from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig, Servers, TrainConfig
 from megatron_rl.models.divisibility import Axes, allowed, engine_violations, trainer_problems
@@ -19,6 +18,7 @@ from megatron_rl.planning.phases import policy_of
 from megatron_rl.planning.plan import RunPlan
 from megatron_rl.planning.shapes import Shape
 from megatron_rl.planning.workload import TurnWork
+from megatron_rl.spec.resolve import resolve
 
 ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # shares of the cluster's nodes that engines may take
 COLOCATED_SHARE, OWN_SHARE = 0.86, 0.9  # of a GPU: that servers of all roles take in the trainer's, and in their own
@@ -46,7 +46,7 @@ def search(
 ) -> list[Proposal]:
     """Returns the fastest layouts of all roles and choices of engines that fit, best first; none when nothing fits.
 
-    Every one passes config_checks. Layouts have neither context nor virtual pipeline parallelism, and have sequence
+    Every one passes `check`. Layouts have neither context nor virtual pipeline parallelism, and have sequence
     parallelism wherever tp is above 1. With each layout nothing, the feed-forward or everything is computed again, in
     the largest micro-batches that fit, or in those of the config where these are smaller.
     """
@@ -339,7 +339,7 @@ def _alone_fits(made: RunPlan, name: str) -> bool:
 def passes(config: TrainConfig, ranks: int) -> bool:
     """Tells whether `check` takes the config on so many ranks of the trainer."""
     try:
-        config_checks.check(config, ranks, to_come=True)
+        resolve(config, ranks, to_come=True)
     except ConfigError:
         return False
     return True

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import ConfigError, RoleConfig, TrainConfig, Use
@@ -197,7 +196,6 @@ def build_recipe(config: TrainConfig) -> tuple[Any | None, list[str]]:
     from megatron_rl.config import plugins
 
     recipe = plugins.build(Use(target=config.recipe.target, args=config.recipe.args))
-    config_checks.check_recipe(config, recipe)
     return recipe, []
 
 

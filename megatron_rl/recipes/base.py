@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 from megatron_rl.algorithms.estimators import UNGROUPED, find_estimator, word_of
 from megatron_rl.chat import ChatTokenizer, problem_text, tokenize, tokenizer_of
 from megatron_rl.config.data_settings import resolve
-from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.base import Sampling
 from megatron_rl.rewards.pool import Graded, check_failures
 from megatron_rl.rewards.tags import generator_format, step_spans, step_texts
+from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import Decoded, decode, read_template
 from megatron_rl.training.rollouts import Draws, check_senior_share, greedy, plain
 from megatron_rl.training.turns import Table, Turn
@@ -182,13 +183,13 @@ def check_arguments(
         _check_template(name, getattr(recipe, name), needed)
 
 
-def check_fields(config: TrainConfig, role: str, fields: Mapping[str, str], *, held_out: bool) -> None:
+def check_fields(spec: RunSpec, role: str, fields: Mapping[str, str], *, held_out: bool) -> None:
     """Raises ConfigError where the problems of the turns that begin with `role` lack a field, and with `held_out` where
     those of evaluations do. `fields`: {name of the field: what reads it}."""
-    own = config.roles[role].data
-    sets = {"data" if own is None else f"roles.{role}.data": own or config.data}
-    if held_out and config.evaluation.prompts is not None:
-        sets["evaluation.prompts"] = config.evaluation.prompts
+    own = f"roles.{role}.data" if f"roles.{role}.data" in spec.data.training else "data"
+    sets = {own: spec.data.training[own]}
+    if held_out and spec.data.held_out is not None:
+        sets["evaluation.prompts"] = spec.data.held_out
     for place, source in sets.items():
         known = resolve(source).fields
         for name, reader in fields.items():
@@ -199,10 +200,10 @@ def check_fields(config: TrainConfig, role: str, fields: Mapping[str, str], *, h
                 )
 
 
-def check_length(config: TrainConfig, role: str, name: str, text: str) -> None:
+def check_length(spec: RunSpec, role: str, name: str, text: str) -> None:
     """Raises ConfigError for a prompt of recipe.args.NAME that is longer than a role takes, where its tokenizer is on
     this machine. One from the hub is not fetched: such a prompt is found when it is asked."""
-    own = config.roles[role]
+    own = spec.roles[role]
     if not Path(own.model.tokenizer or own.model.path).is_dir():
         return
     tokenizer = tokenizer_of(own.model)

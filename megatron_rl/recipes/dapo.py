@@ -6,13 +6,14 @@ from functools import partial
 from typing import Any
 
 from megatron_rl.algorithms.advantages import assign_advantages
-from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.base import GENERATOR, check_fields, sampling_for
 from megatron_rl.recipes.curriculum import Curriculum, Record
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.hints import Hints
 from megatron_rl.recipes.lengths import Brevity, Overlong, priced
 from megatron_rl.recipes.sampling import DynamicSampling, Figures, Group, draw_groups, solve_groups
+from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.turns import Part, Source, Table, Turn
 from megatron_rl.types import Prompt, Rollout
 
@@ -47,11 +48,11 @@ class Dapo(Grpo):
         group = {GENERATOR: self.group_size}
         return {GENERATOR: Part(samples=self.group_size, drawn={GENERATOR: drawn}, per_prompt=group)}
 
-    def check(self, config: TrainConfig) -> None:
+    def check(self, spec: RunSpec) -> None:
         if self.overlong is not None:
-            self.overlong.check(config, GENERATOR)
+            self.overlong.check(spec, GENERATOR)
         if self.hints is not None:
-            check_fields(config, GENERATOR, {self.hints.field: "recipe.args.hints"}, held_out=False)
+            check_fields(spec, GENERATOR, {self.hints.field: "recipe.args.hints"}, held_out=False)
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         draw = partial(self._draw, turn, table)

@@ -7,8 +7,9 @@ import numpy as np
 
 from megatron_rl.algorithms.objectives import find
 from megatron_rl.chat import check_models
-from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.base import accuracies, check_arguments, question_text, sampling_for
+from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.rollouts import sample
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
 from megatron_rl.types import Prompt, Rollout
@@ -44,9 +45,9 @@ class Distil(Recipe):
     def prompt(self, payload: Mapping[str, object]) -> str:
         return question_text(self.template, payload)
 
-    def check(self, config: TrainConfig) -> None:
-        check_models(config.roles[STUDENT].model, config.roles[TEACHER].model, SCORES)
-        loss = config.roles[STUDENT].loss
+    def check(self, spec: RunSpec) -> None:
+        check_models(spec.roles[STUDENT].model, spec.roles[TEACHER].model, SCORES)
+        loss = spec.roles[STUDENT].loss
         reads_top = bool((objective := find(loss.objective, loss.objective_args)).needs & CANDIDATES)
         said = f"roles.{STUDENT}.loss.objective = {loss.objective!r}"
         if objective.uses_advantages:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.schema import TrainConfig
 from megatron_rl.recipes.base import GENERATOR, check_arguments, check_fields
 from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import fill, read_template
 
 
@@ -25,9 +25,9 @@ class Entailment(Grpo):
         super().__post_init__()
         check_arguments(self, templates={"template": ["response", "criterion"]})
 
-    def check(self, config: TrainConfig) -> None:
+    def check(self, spec: RunSpec) -> None:
         reader = "the template"
-        check_fields(config, GENERATOR, {"response": reader, "principle": reader}, held_out=True)
+        check_fields(spec, GENERATOR, {"response": reader, "principle": reader}, held_out=True)
 
     def prompt(self, payload: Mapping[str, Any]) -> str:
         values = {"question": payload["question"], "response": payload["response"], "criterion": payload["principle"]}

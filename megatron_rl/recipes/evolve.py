@@ -7,11 +7,12 @@ from statistics import fmean
 from typing import Any, Literal
 
 from megatron_rl.algorithms.advantages import assign_advantages
-from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.base import accuracies_of_fitting, check_arguments, check_length, sampling_for
 from megatron_rl.recipes.judged import JudgedAnswer, Speaker, judged_answers, marks, put, put_filled
 from megatron_rl.rewards.role_tags import last_inside, proposal_form, tag_form
 from megatron_rl.rewards.tags import boxed
+from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import decode_all, fill, read_template
 from megatron_rl.training.rollouts import sample
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
@@ -68,8 +69,8 @@ class Evolve(Recipe):
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return fill(self._templates["reference_template"], references=str(payload["question"]))
 
-    def check(self, config: TrainConfig) -> None:
-        check_length(config, PROPOSER, "proposer_template", self._templates["proposer_template"])
+    def check(self, spec: RunSpec) -> None:
+        check_length(spec, PROPOSER, "proposer_template", self._templates["proposer_template"])
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         seeds, rng = source.take(), random.Random(table.seed_for(turn.number, "pool"))

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from megatron_rl.config.schema import ConfigError, TrainConfig, config
+from megatron_rl.config.schema import ConfigError, config
 from megatron_rl.recipes.sampling import Group
+from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.types import Rollout, Stop
 
 
@@ -28,9 +29,9 @@ class Overlong:
         if not (self.cache or self.leave_out_cut):
             raise ConfigError("recipe.args.overlong does nothing: give cache, or set leave_out_cut to true")
 
-    def check(self, config: TrainConfig, role: str) -> None:
+    def check(self, spec: RunSpec, role: str) -> None:
         """Raises ConfigError where the penalty would begin before a solution's first token."""
-        limit = config.roles[role].sampling.max_tokens
+        limit = spec.roles[role].sampling.max_tokens
         if self.cache > limit:
             raise ConfigError(
                 f"recipe.args.overlong.cache = {self.cache} is above roles.{role}.sampling.max_tokens = {limit}: give "

@@ -10,12 +10,13 @@ from typing import Any
 
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config.plugins import find_function
-from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.base import Sampling
 from megatron_rl.evaluation.judging import Judgement, Judging, Question
 from megatron_rl.recipes.base import GENERATOR, check_arguments, check_fields, question_text, sampling_for
 from megatron_rl.recipes.judge_role import JUDGE, judge_prompt, judge_rollout
 from megatron_rl.rewards.rubric import PASS, Criterion, read_rubric, rubric_reward, vetoed
+from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import decode
 from megatron_rl.training.rollouts import Draws, greedy, plain
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
@@ -81,8 +82,8 @@ class Rubric(Recipe):
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return question_text(self.generator_template, payload)
 
-    def check(self, config: TrainConfig) -> None:
-        check_fields(config, GENERATOR, {"rubric": "the judge"}, held_out=True)
+    def check(self, spec: RunSpec) -> None:
+        check_fields(spec, GENERATOR, {"rubric": "the judge"}, held_out=True)
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         own = sampling_for(table, turn, GENERATOR, self.group_size)

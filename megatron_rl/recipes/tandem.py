@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.base import GENERATOR
 from megatron_rl.recipes.dapo import Dapo
+from megatron_rl.spec.run_spec import RunSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +20,9 @@ class Tandem(Dapo):
 
     group_size: int = 8
 
-    def check(self, config: TrainConfig) -> None:
-        super().check(config)
-        if config.roles[GENERATOR].tandem is None:
+    def check(self, spec: RunSpec) -> None:
+        super().check(spec)
+        if spec.roles[GENERATOR].tandem is None:
             raise ConfigError(
                 f"the recipe is a tandem and has no junior: set roles.{GENERATOR}.tandem; {{}} takes a frozen copy"
             )

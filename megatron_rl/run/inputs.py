@@ -8,12 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from megatron_rl.config import files as config_files
 from megatron_rl.config import hub
-from megatron_rl.config.absent import model_sections
 from megatron_rl.config.base import ConfigError
+from megatron_rl.config.model import Model
 from megatron_rl.config.sources import is_code, sources
 from megatron_rl.run.checkpoint import read_json, write_json
 from megatron_rl.run.directory import RunError
@@ -26,12 +23,13 @@ SHOWN = 10  # inputs named in a message
 _log = logging.getLogger(__name__)
 
 
-def read_files(config: Any) -> dict[str, Input]:
-    """Returns {name: path, bytes, sha256} of the files that a run of a config reads (config.sources).
+def read_files(settings: Mapping[str, Any]) -> dict[str, Input]:
+    """Returns {name: path, bytes, sha256} of the files that a run reads (config.sources). `settings`: its resolved
+    config as plain values.
 
     Raises ConfigError for a file that cannot be read.
     """
-    found = sources(yaml.safe_load(config_files.dump(config)))
+    found = sources(settings)
     try:
         with ThreadPoolExecutor(THREADS) as threads:
             digests = threads.map(quick_digest, found.values())
@@ -43,10 +41,10 @@ def read_files(config: Any) -> dict[str, Input]:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
-def read_revisions(config: Any) -> dict[str, Input]:
-    """Returns {name: path, revision} of the models of a config that came from the Hugging Face hub: the commit that the
-    hub's cache has as the newest. Call it when their tokenizers have been read."""
-    named = {name: model.path for name, model in model_sections(config) if not Path(model.path).exists()}
+def read_revisions(models: Mapping[str, Model]) -> dict[str, Input]:
+    """Returns {name: path, revision} of the models that came from the Hugging Face hub. The revision is the newest
+    commit that the hub's cache has. Call this function when the models' tokenizers have been read."""
+    named = {name: model.path for name, model in models.items() if not Path(model.path).exists()}
     heads = {name: (path, hub.head(path, "models")) for name, path in named.items()}
     return {name: {"path": path, "revision": head} for name, (path, head) in heads.items() if head is not None}
 

@@ -10,9 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from megatron_rl.config import files as config_files
+from megatron_rl.config.run import Sinks
 from megatron_rl.run.directory import WANDB_ID
 from megatron_rl.run.metrics import MetricsRow, Sample, Sink, flat
 
@@ -205,20 +203,22 @@ class Prometheus:
 
 
 def configured_sinks(
-    config: Any, logs: Path, *, first_turn: int = 0, say: Callable[[str], None] = lambda text: None
-) -> list[Sink]:
-    """Returns the sinks that a config of `train` or `sft` asks for, with their files under `logs`.
+    settings: Sinks, logs: Path, *, run_name: str, config: Mapping[str, Any], first_turn: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Sink]:  # fmt: skip
+    """Returns the sinks that the settings ask for, with their files under `logs`.
 
+    `config`: the run's whole config as plain values, which Weights & Biases shows.
     `first_turn`: the turn at which a resumed run goes on. `say` shows a person where one listens.
     """
-    settings, chosen = config.sinks, list[Sink]()
+    chosen = list[Sink]()
     if settings.tensorboard:
         chosen.append(TensorBoard(logs / "tensorboard", first_turn=first_turn, num_samples=settings.samples))
     if settings.wandb_project is not None:
         chosen.append(
             WandB(
-                settings.wandb_project, config.run.name, logs, entity=settings.wandb_entity, tags=settings.wandb_tags,
-                config=yaml.safe_load(config_files.dump(config)), num_samples=settings.samples,
+                settings.wandb_project, run_name, logs, entity=settings.wandb_entity, tags=settings.wandb_tags,
+                config=config, num_samples=settings.samples,
             )
         )  # fmt: skip
     if settings.prometheus_port is not None:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from megatron_rl.config.colocation import first_gpu
-from megatron_rl.config.schema import ConfigError, Servers, TrainConfig
+from megatron_rl.config.schema import ConfigError, Servers
 from megatron_rl.engines.base import EngineError
 from megatron_rl.engines.pool.pool import Pool
 from megatron_rl.session.orders import HELD, HOLD, RELEASE, SERVES, SETTLE
 from megatron_rl.session.supervisors import LEAVE_S, Supervisor
+from megatron_rl.spec.run_spec import EngineSpec
 from megatron_rl.world import World
 
 MARGIN_S = 60.0  # beyond engine.start_timeout_s, for a server that ends in place of sleeping
@@ -114,7 +114,7 @@ class ColocatedServers:
 
 
 def start_servers(
-    config: TrainConfig, settings: Servers, rank: int, make: Callable[[str, int, Sequence[int]], Supervisor]
+    engines: EngineSpec, settings: Servers, rank: int, make: Callable[[str, int, Sequence[int]], Supervisor]
 ) -> list[Supervisor]:
     """Starts the servers of this rank's GPU, one role after the other: vLLM counts what others take of a GPU in the
     meantime as its own. `make` starts the one of (role, replica) on these GPUs of this host.
@@ -122,8 +122,9 @@ def start_servers(
     Raises ConfigError for a server whose GPUs are not all on this host.
     """
     started = []
-    for name in config.server_roles:
-        own = [replica for replica in range(settings.replicas) if first_gpu(settings, replica) == rank]
+    for name in engines.server_roles:
+        # A replica's first rank is on the GPU of the trainer's rank with this number; its other ranks follow.
+        own = [replica for replica in range(settings.replicas) if replica * settings.tp == rank]
         coming = [make(name, replica, _gpus(settings)) for replica in own]
         for supervisor in coming:
             supervisor.line.say(SETTLE)

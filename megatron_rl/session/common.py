@@ -50,7 +50,8 @@ from megatron_rl.run.inputs import InputRecord
 from megatron_rl.run.metrics import Sample, Stopwatch, Tracker
 from megatron_rl.run.sinks import configured_sinks
 from megatron_rl.session.damage import refuse_damaged_models
-from megatron_rl.session.launch import Place, run_directory
+from megatron_rl.session.launch import Place
+from megatron_rl.spec.run_spec import Spec, TrainingSpec
 from megatron_rl.user_code import told, traceback_of
 from megatron_rl.world import DriverError, TorchWorld
 
@@ -88,13 +89,14 @@ class Driver:
         if self.tracker is not None:
             self.tracker.log(step, scope, {**metrics, **times}, turn=turn)
 
-    def compare(self, config: Any, rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """Compares with the record what is known once data are read, and says what has changed. The driver calls it.
+    def compare(self, models: Mapping[str, configs.Model], rows: Mapping[str, Mapping[str, Any]]) -> None:
+        """Compares the models and the data with the record, once the data are read, and prints what has changed. The
+        driver calls it.
 
         `rows`: path, rows and sha256 of each data set, by name. Raises RunError for data, and models of the hub, that
         the run did not begin with.
         """
-        for change in self.record.compare(inputs.LATER, {**inputs.read_revisions(config), **rows}):
+        for change in self.record.compare(inputs.LATER, {**inputs.read_revisions(models), **rows}):
             self.say(f"{CHANGED} {change}")
 
     def refitted(self, figures: Mapping[str, Any]) -> None:
@@ -177,53 +179,60 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
 
 
 @contextlib.contextmanager
-def open_world_for(config: Any, place: Place, *, deterministic: bool = False) -> Iterator[TorchWorld]:
-    """Joins the ranks of a command for the block, as `open_world` does, and looks at the checksums of its models first.
+def open_world_for(spec: Spec, place: Place) -> Iterator[TorchWorld]:
+    """Joins the ranks of a command for the block, as `open_world` does, and checks the checksums of its models first.
 
     Raises ConfigError for damaged weights, on the driver.
     """
-    with open_world(place, run_directory(config), deterministic=deterministic) as world:
-        world.from_driver(refuse_damaged_models, config)
+    deterministic = isinstance(spec, TrainingSpec) and spec.run.deterministic
+    with open_world(place, spec.directory, deterministic=deterministic) as world:
+        world.from_driver(refuse_damaged_models, spec.roles.values())
         yield world
 
 
 @contextlib.contextmanager
-def open_driver(config: Any, world: TorchWorld, place: Place, *, total_turns: int | None) -> Iterator[Driver]:
+def open_driver(
+    spec: TrainingSpec, world: TorchWorld, place: Place, *, total_turns: int | None
+) -> Iterator[Driver]:  # fmt: skip
     """Opens (or re-enters) the run directory and agrees on the checkpoint to go on from.
 
     Collective. A watchdog is on in the block.
     """
     with contextlib.ExitStack() as stack:
-        own = run_directory(config)
+        own = spec.directory
         job, restart = ("", 0) if place.job is None else (place.job.id, place.job.restart)
         world.from_driver(lambda: stack.enter_context(only_one(own, job=job, restart=restart)))
-        path = Path(world.from_driver(lambda: str(open_run(config.run, config_files.dump(config)).path)))
-        watchdog = Watchdog(path, place.session, world.rank, config.run.hang_after_s)
+        path = Path(world.from_driver(lambda: str(open_run(spec.run, config_files.dump_tree(spec.settings)).path)))
+        watchdog = Watchdog(path, place.session, world.rank, spec.run.hang_after_s)
         stack.enter_context(watchdog.watching())
-        with _opened(config, world, RunDirectory(path), total_turns, watchdog, place) as driver:
+        with _opened(spec, world, RunDirectory(path), total_turns, watchdog, place) as driver:
             yield driver
 
 
 @contextlib.contextmanager
 def _opened(
-    config: Any, world: TorchWorld, directory: RunDirectory, total_turns: int | None, watchdog: Watchdog, place: Place
+    spec: TrainingSpec, world: TorchWorld, directory: RunDirectory, total_turns: int | None, watchdog: Watchdog,
+    place: Place,
 ) -> Iterator[Driver]:  # fmt: skip
-    checkpoints = Checkpoints(directory.checkpoints, config.run.keep)
-    newest = _newest(world, checkpoints) if config.run.resume != "never" else None
+    checkpoints = Checkpoints(directory.checkpoints, spec.run.keep)
+    newest = _newest(world, checkpoints) if spec.run.resume != "never" else None
     done = newest.number if newest else 0
     finished = world.from_driver(lambda: done == total_turns and bool(directory.read_summary().get("finished")))
     watch, leave = Stopwatch(watchdog.beat), Leave(directory.path, place.job, lambda text: driver.say(text))
     record = InputRecord(
-        directory.path / inputs.FILE, done=f"{done} turns" if done else None, accept=config.run.resume == "must"
+        directory.path / inputs.FILE, done=f"{done} turns" if done else None, accept=spec.run.resume == "must"
     )
-    changes = world.from_driver(lambda: record.compare(inputs.FILES, inputs.read_files(config)))
+    changes = world.from_driver(lambda: record.compare(inputs.FILES, inputs.read_files(spec.settings)))
     driver = Driver(directory, checkpoints, newest.path if newest else None, done, record, finished, watch, leave)
     if world.rank != 0:
         yield driver
         return
     with RunConsole(directory.logs / "driver.log", total_turns, first_turn=done, stream=sys.stdout) as console:
-        sinks = [console, *configured_sinks(config, directory.logs, first_turn=done, say=console.message)]
-        with Tracker(directory.metrics, sinks) as tracker:
+        chosen = configured_sinks(
+            spec.sinks, directory.logs, run_name=spec.run.name, config=spec.settings, first_turn=done,
+            say=console.message,
+        )  # fmt: skip
+        with Tracker(directory.metrics, [console, *chosen]) as tracker:
             driver.tracker, driver.console = tracker, console
             for change in changes:
                 console.message(f"{CHANGED} {change}")

@@ -14,9 +14,6 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.chat import tokenizer_of
-from megatron_rl.config import checks as config_checks
-from megatron_rl.config import plugins
-from megatron_rl.config.schema import Debug, RoleConfig, TrainConfig
 from megatron_rl.rewards.pool import Graded
 from megatron_rl.run.checkpoint import write_json
 from megatron_rl.run.directory import RunDirectory, RunError
@@ -24,10 +21,11 @@ from megatron_rl.session import parts
 from megatron_rl.session.common import open_driver, open_world_for
 from megatron_rl.session.fleet import open_fleet
 from megatron_rl.session.launch import Place
+from megatron_rl.spec.run_spec import RoleSpec, RunSpec
 from megatron_rl.training import gate
 from megatron_rl.training.memory import DeviceMemory
 from megatron_rl.training.rollouts import plain
-from megatron_rl.training.turns import Recipe, Table
+from megatron_rl.training.turns import Table
 from megatron_rl.training.update import update
 from megatron_rl.types import Rollout
 from megatron_rl.world import TorchWorld, World
@@ -67,22 +65,21 @@ class Verdict:
     above: bool  # gate.max_logprob_gap, or not a number
 
 
-def run(config: TrainConfig, place: Place, *, updates: int) -> int:
+def run(spec: RunSpec, place: Place, *, updates: int) -> int:
     """Every rank runs it. Returns 1 when a role's mean gap grows or is above gate.max_logprob_gap.
 
     Raises RunError for a run directory in which training has begun.
     """
-    config = still(config)
-    recipe: Recipe = plugins.build(config.recipe)
-    config_checks.check_recipe(config, recipe)
-    with open_world_for(config, place) as world:
-        return _run(config, world, place, recipe, updates)
+    spec = still(spec)
+    with open_world_for(spec, place) as world:
+        return _run(spec, world, place, updates)
 
 
-def still(config: TrainConfig) -> TrainConfig:
-    """The config at learning rate 0, every role drawing from its whole distribution at temperature 1."""
+def still(spec: RunSpec) -> RunSpec:
+    """Returns the specification at learning rate 0, with every role drawing from its whole distribution at temperature
+    1."""
 
-    def role(settings: RoleConfig) -> RoleConfig:
+    def role(settings: RoleSpec) -> RoleSpec:
         optimizer = replace(settings.optimizer, lr=0.0, min_lr=0.0)
         return replace(
             settings,
@@ -90,10 +87,14 @@ def still(config: TrainConfig) -> TrainConfig:
             sampling=replace(settings.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0),
         )
 
-    own = replace(config.run, resume="auto", steps=None)
-    evaluation = replace(config.evaluation, prompts=None)
-    roles = {name: role(settings) for name, settings in config.roles.items()}
-    return replace(config, roles=roles, run=own, evaluation=evaluation, debug=Debug())
+    roles = {name: role(settings) for name, settings in spec.roles.items()}
+    return replace(
+        spec,
+        roles=roles,
+        run=replace(spec.run, resume="auto", steps=None),
+        data=replace(spec.data, held_out=None),
+        engine=replace(spec.engine, roles={name: roles[name] for name in spec.engine.roles}),
+    )
 
 
 def measure(counts: np.ndarray, engine: np.ndarray, trainer: np.ndarray, *, version: int) -> Gap:
@@ -181,23 +182,27 @@ class Probes:
         self.gaps[name].append(measure(counts, engine, trainer, version=version))
 
 
-def _run(config: TrainConfig, world: TorchWorld, place: Place, recipe: Recipe, updates: int) -> int:
-    world.from_driver(_refuse_a_begun_run, RunDirectory(Path(config.run.dir) / config.run.name))
+def _run(spec: RunSpec, world: TorchWorld, place: Place, updates: int) -> int:
+    recipe = spec.recipe
+    world.from_driver(_refuse_a_begun_run, RunDirectory(spec.directory))
     with contextlib.ExitStack() as stack:
-        driver = stack.enter_context(open_driver(config, world, place, total_turns=None))
-        tokenizers = {n: tokenizer_of(role.model) for n, role in config.roles.items()}
-        readers, _, _ = parts.prompts(config, recipe, tokenizers)
-        policies = parts.policies(config, recipe)
+        driver = stack.enter_context(open_driver(spec, world, place, total_turns=None))
+        tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}
+        readers, _, _ = parts.prompts(spec, tokenizers)
+        policies = parts.policies(spec)
         quiet = replace(driver, tracker=None)  # the run's refits.jsonl is not ours
-        fleet = open_fleet(config, world, tokenizers, policies, quiet, stack)
-        table = parts.table(config, fleet.engines, tokenizers, _nothing_to_grade, driver)
-        trainees = {name: parts.trainee(config, name, policy, fleet.refits[name]) for name, policy in policies.items()}
+        fleet = open_fleet(spec.engine, world, tokenizers, policies, quiet, stack)
+        table = parts.table(spec, fleet.engines, tokenizers, _nothing_to_grade, driver)
+        trainees = {
+            name: parts.trainee(spec.roles[name], spec.run, policy, fleet.refits[name])
+            for name, policy in policies.items()
+        }
         reader = readers[next(iter(recipe.roles()))]
-        prompts = reader.take(config.run.prompts_per_step) if world.rank == 0 else []
+        prompts = reader.take(spec.run.prompts_per_step) if world.rank == 0 else []
         texts = [recipe.prompt(p.payload) for p in prompts]
         memory = DeviceMemory(trainees, next(iter(fleet.colocated), None))
         memory.start()
-        probes = Probes(world, table, memory, parts.trained_policies(config, recipe), texts)
+        probes = Probes(world, table, memory, spec.trained_policies, texts)
         quarters = (f"quarter {q + 1}" for q in range(QUARTERS))
         driver.say(_row("role", "refit", "tokens", "mean", "p99", "max", *quarters))
         for version in range(updates + 1):
@@ -207,11 +212,11 @@ def _run(config: TrainConfig, world: TorchWorld, place: Place, recipe: Recipe, u
                     driver.say(_gap_row(name, probes.gaps[name][-1]))
         failed = False
         if world.rank == 0:
-            limit = config.gate.max_logprob_gap
+            limit = spec.loop.gate.max_logprob_gap
             verdicts = {name: judge(gaps, limit) for name, gaps in probes.gaps.items()}
             for name, verdict in verdicts.items():
                 driver.say(_sentence(name, verdict, limit))
-            _write(driver.directory.path / FILE_NAME, config, probes.gaps, verdicts)
+            _write(driver.directory.path / FILE_NAME, spec, probes.gaps, verdicts)
             driver.say(f"written: {driver.directory.path / FILE_NAME}")
             failed = any(verdict.grows or verdict.above for verdict in verdicts.values())
         return int(world.broadcast(failed))
@@ -234,14 +239,14 @@ def _nothing_to_grade(responses: Sequence[str], payloads: Sequence[Mapping[str, 
     raise AssertionError("a drift test grades nothing")
 
 
-def _write(path: Path, config: TrainConfig, gaps: Mapping[str, Sequence[Gap]], verdicts: Mapping[str, Verdict]) -> None:
+def _write(path: Path, spec: RunSpec, gaps: Mapping[str, Sequence[Gap]], verdicts: Mapping[str, Verdict]) -> None:
     roles = {name: {**asdict(verdicts[name]), "refits": [asdict(gap) for gap in gaps[name]]} for name in gaps}
     passed = not any(verdict.grows or verdict.above for verdict in verdicts.values())
     write_json(
         path,
         {
-            "engine": config.engine.kind,
-            "max_logprob_gap": config.gate.max_logprob_gap,
+            "engine": spec.engine.settings.kind,
+            "max_logprob_gap": spec.loop.gate.max_logprob_gap,
             "passed": passed,
             "roles": roles,
         },

@@ -18,7 +18,7 @@ from megatron_rl.engines.base import Engine
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.engines.spread import SpreadEngine
 from megatron_rl.evaluation.text_scores import DRIFT
-from megatron_rl.session.launch import run_directory
+from megatron_rl.spec.resolve import run_directory
 from megatron_rl.world import TorchWorld
 
 

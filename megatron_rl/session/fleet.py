@@ -17,8 +17,7 @@ import torch
 
 from megatron_rl.algorithms.authors import boundaries
 from megatron_rl.cluster.address import address_among_ranks, own_address
-from megatron_rl.config.colocation import discards_weights
-from megatron_rl.config.schema import Embedded, Servers, TrainConfig
+from megatron_rl.config.schema import Embedded, Servers
 from megatron_rl.engines.addresses import Addresses
 from megatron_rl.engines.base import Engine
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
@@ -40,6 +39,7 @@ from megatron_rl.session.pool_refit import PoolRefit
 from megatron_rl.session.servers import ENGINES, TOKEN, connect
 from megatron_rl.session.serving import check_gpus
 from megatron_rl.session.supervisors import Supervisor, end_supervisors, hopeless
+from megatron_rl.spec.run_spec import EngineSpec, RoleSpec
 from megatron_rl.text import load_tokenizer
 from megatron_rl.weights import hf
 from megatron_rl.weights.layouts import EngineLayout
@@ -71,7 +71,7 @@ class Fleet:
 class _Session:
     """The parts of a run that engines are opened with."""
 
-    config: TrainConfig
+    engines: EngineSpec
     world: World
     tokenizers: Mapping[str, Any]
     policies: Mapping[str, MegatronPolicy]
@@ -81,40 +81,39 @@ class _Session:
 
 
 def open_fleet(
-    config: TrainConfig, world: World, tokenizers: Mapping[str, Any], policies: Mapping[str, MegatronPolicy],
+    engines: EngineSpec, world: World, tokenizers: Mapping[str, Any], policies: Mapping[str, MegatronPolicy],
     driver: Driver, stack: contextlib.ExitStack, leave: Callable[[], bool] = lambda: False,
 ) -> Fleet:  # fmt: skip
-    """Opens an engine for every role that has one of its own; none for a replay. Collective."""
+    """Opens an engine for every role that has one of its own. Collective."""
     fleet = Fleet()
-    if config.debug.replay:
-        return fleet
     session = _Session(
-        config=config, world=world, tokenizers=tokenizers, policies=policies, driver=driver, stack=stack, leave=leave
+        engines=engines, world=world, tokenizers=tokenizers, policies=policies, driver=driver, stack=stack, leave=leave
     )
-    if isinstance(config.engine, Embedded):
-        _open_embedded(session, config.engine, fleet)
-    elif config.engine_roles:
-        _open_servers(session, replace(config.engine, host=own_address(config.engine.host)), fleet)
+    settings = engines.settings
+    if isinstance(settings, Embedded):
+        _open_embedded(session, settings, fleet)
+    elif engines.opened:
+        _open_servers(session, replace(settings, host=own_address(settings.host)), fleet)
     if world.rank == 0:
         _open_endpoints(session, fleet)
     return fleet
 
 
-def _about(config: TrainConfig, role: str) -> ModelFacts:
+def _about(role: RoleSpec) -> ModelFacts:
     """Returns what a client must know of a role's model."""
-    model = config.roles[role].model
+    model = role.model
     directory = hf.local_directory(model.path)
     architecture = hf.read_architecture(directory)
     tokenizer: Any = load_tokenizer(model.tokenizer or model.path)
     own = tokenizer.eos_token_id
     ends = hf.eos_tokens(directory, architecture) | (frozenset() if own is None else {own})
-    found = None if config.roles[role].tandem is None else functools.cache(functools.partial(boundaries, tokenizer))
+    found = None if role.tandem is None else functools.cache(functools.partial(boundaries, tokenizer))
     return ModelFacts(ends=ends, vocab=architecture.vocab, boundaries=found)
 
 
 def _open_endpoints(session: _Session, fleet: Fleet) -> None:
-    for name, role in session.config.roles.items():
-        if role.endpoint is None or role.same_as is not None:
+    for name, role in session.engines.roles.items():
+        if role.endpoint is None:
             continue
         tokenizer = session.tokenizers[name]
         ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -128,14 +127,13 @@ def _open_embedded(session: _Session, settings: Embedded, fleet: Fleet) -> None:
 
     One without a policy takes its model directory's weights now, and keeps them.
     """
-    config = session.config
-    for name in config.engine_roles:
-        model, tandem = config.roles[name].model, config.roles[name].tandem
+    for name, role in session.engines.opened.items():
+        model, tandem = role.model, role.tandem
         own = EmbeddedEngine(
             model.path, max_batch=settings.max_batch, dtype=getattr(torch, model.dtype),
             cuda_graphs=settings.cuda_graphs, tokenizer=session.tokenizers[name],
             junior=None if tandem is None else tandem.junior or model.path,
-            tells_experts=name in session.policies and config.roles[name].router_replay,
+            tells_experts=name in session.policies and role.router_replay,
         )  # fmt: skip
         fleet.engines[name] = SpreadEngine(session.world, name, own)
         policy = session.policies.get(name)
@@ -145,7 +143,7 @@ def _open_embedded(session: _Session, settings: Embedded, fleet: Fleet) -> None:
         layout = EngineLayout(replicas=policy.export.trainer_layout.world, whole=True)
         topology, group = _topology(policy, layout, model.dtype), policy.groups.control
         side = TrainerSide(
-            topology, config.refit, policy.export.shards(), group=group, endpoint=own, host=_board_host(group),
+            topology, session.engines.refit, policy.export.shards(), group=group, endpoint=own, host=_board_host(group),
             added=policy.export.added,
         )  # fmt: skip
         session.stack.callback(side.close)
@@ -164,10 +162,10 @@ def _refit_here(side: TrainerSide, name: str, driver: Driver, version: int) -> N
 
 def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
     """Starts servers where the run starts its own, and makes a pool of each role's, on the driver."""
-    config, driver = session.config, session.driver
-    started: dict[str, list[Supervisor]] = {name: [] for name in config.server_roles}
+    engines, driver = session.engines, session.driver
+    started: dict[str, list[Supervisor]] = {name: [] for name in engines.server_roles}
     if settings.start:
-        session.world.from_driver(check_gpus, config, os.environ)
+        session.world.from_driver(check_gpus, engines, os.environ)
     if settings.colocate:
         _start_colocated(session, settings, started)
     elif session.world.rank == 0 and settings.start:
@@ -175,23 +173,23 @@ def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
         for name in started:
             started[name] += [Supervisor(driver.directory.path, name, replica) for replica in range(settings.replicas)]
     shared = SharedGpus() if settings.colocate else None
-    for name in config.engine_roles:
-        own = started[config.server_owners[name]]
+    for name, role in engines.opened.items():
+        own = started[role.servers]
         pool = _pool(session, settings, name, own, shared) if session.world.rank == 0 else None
         if pool is not None:
             fleet.engines[name] = fleet.pools[name] = pool
         policy = session.policies.get(name)
         if policy is None:
             continue
-        if config.roles[name].lora is not None and settings.serves_adapters:
+        if role.lora is not None and settings.serves_adapters:
             place = driver.directory.path / ENGINES / "adapters" / name
-            fleet.refits[name] = AdapterRefit(session.world, name, policy, pool, driver, place, config.refit.timeout_s)
+            fleet.refits[name] = AdapterRefit(session.world, name, policy, pool, driver, place, engines.refit.timeout_s)
             continue
         layout = EngineLayout(replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel)
-        topology = _topology(policy, layout, config.roles[name].model.dtype)
+        topology = _topology(policy, layout, role.model.dtype)
         side = TrainerSide(
             topology,
-            config.refit,
+            engines.refit,
             policy.export.shards(),
             group=policy.groups.control,
             host=settings.host,
@@ -199,10 +197,11 @@ def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
         )
         session.stack.callback(side.close)
         fleet.refits[name] = PoolRefit(
-            session.world, name, side, pool, driver, config.refit.timeout_s, present=policy.memory.present
+            session.world, name, side, pool, driver, engines.refit.timeout_s, present=policy.memory.present
         )
     if settings.colocate:
-        discarding = [name for name in config.engine_roles if discards_weights(config, name)]
+        # A refit of these roles brings all that their servers hold, so that the servers may drop their weights before.
+        discarding = [name for name, role in engines.opened.items() if role.has_policy and role.tandem is None]
         own = [supervisor for each in started.values() for supervisor in each]
         fleet.colocated.append(
             ColocatedServers(
@@ -223,7 +222,7 @@ def _start_colocated(session: _Session, settings: Servers, started: dict[str, li
         started[role].append(Supervisor(run, role, replica, gpus=gpus))
         return started[role][-1]
 
-    start_servers(session.config, settings, session.world.rank, make)
+    start_servers(session.engines, settings, session.world.rank, make)
 
 
 def _pool(
@@ -231,17 +230,18 @@ def _pool(
 ) -> Pool:
     """The pool of the servers that answer for one role, its own or those that it shares. Those of a role without a
     policy keep the weights that they are started with."""
-    config, directory = session.config, session.driver.directory.path / ENGINES
+    engines, directory = session.engines, session.driver.directory.path / ENGINES
+    role = engines.roles[name]
     token = make_token(Path(settings.token_file) if settings.token_file else directory / TOKEN)
-    about = _about(config, name)
-    if config.roles[name].lora is not None and settings.serves_adapters:
-        sharing = [other for other, by in config.server_owners.items() if by == config.server_owners[name]]
+    about = _about(role)
+    if role.lora is not None and settings.serves_adapters:
+        sharing = [other for other, own in engines.opened.items() if own.servers == role.servers]
         place = (directory / "adapters" / name).resolve()
         about = replace(about, adapters=Adapters(place, sharing.index(name), len(sharing)))
-    client = connect(settings, token, config.refit.timeout_s, about)
+    client = connect(settings, token, engines.refit.timeout_s, about)
     pool = Pool(
         name, settings, Roster(directory), client, fixed=name not in session.policies,
-        listed=config.server_owners[name], shared=shared,
+        listed=role.servers, shared=shared,
     )  # fmt: skip
     if settings.urls:
         session.stack.callback(Addresses(Roster(directory), name, settings.urls[name], client).close)

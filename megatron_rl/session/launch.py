@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -91,13 +90,6 @@ def ranks_on_host(place: Place | None, nproc: int, environment: Mapping[str, str
 def has_gpu(environment: Mapping[str, str]) -> bool:
     """Tells whether this host has GPUs that a process with this environment may use."""
     return environment.get("CUDA_VISIBLE_DEVICES") != "" and shutil.which("nvidia-smi") is not None
-
-
-def run_directory(config: Any) -> Path:
-    """Returns the directory of a run that has one; else the one where its output goes."""
-    if hasattr(config, "run"):
-        return Path(config.run.dir) / config.run.name
-    return Path(config.output or ".").parent
 
 
 def start_ranks(rank: Callable[[], int], nproc: int, *, fork: bool) -> int:

@@ -15,18 +15,19 @@ from pathlib import Path
 from megatron_rl.cluster.address import free_port, own_address
 from megatron_rl.cluster.job import job_from
 from megatron_rl.cluster.slices import over
-from megatron_rl.config import server_gpus
-from megatron_rl.config.schema import ConfigError, Embedded, Servers, TrainConfig
+from megatron_rl.config.schema import ConfigError, Embedded, Servers
 from megatron_rl.engines import own_families
 from megatron_rl.engines.kind import ServerStart, kind_of
 from megatron_rl.engines.launch import ServerProcess, StartError, make_token
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 from megatron_rl.engines.server_log import newest_error
 from megatron_rl.session.damage import refuse_damaged_models
-from megatron_rl.session.launch import has_gpu, run_directory
+from megatron_rl.session.launch import has_gpu
 from megatron_rl.session.orders import Orders
 from megatron_rl.session.restarts import Restarts
 from megatron_rl.session.servers import ENGINES, TOKEN, connect
+from megatron_rl.spec import server_gpus
+from megatron_rl.spec.run_spec import EngineSpec
 
 POLL_S = 0.5
 OVER_S = 2.0  # between two looks whether the run is over
@@ -34,7 +35,7 @@ HUNG = 8  # times engine.lost_after_s without an answer: a server that will not 
 
 
 def run(
-    config: TrainConfig, *, role: str, replica: int, with_parent: bool, environment: Mapping[str, str],
+    engines: EngineSpec, *, role: str, replica: int, with_parent: bool, environment: Mapping[str, str],
     gpus: Sequence[int] = (),
 ) -> int:  # fmt: skip
     """Returns 0 when it was asked to leave, 1 when the server died too often. `gpus`: those of this host that the
@@ -42,24 +43,24 @@ def run(
 
     Raises ConfigError, also for damaged weights; StartError when the last start failed.
     """
-    settings = config.engine
+    settings = engines.settings
     if isinstance(settings, Embedded):
         raise ConfigError(
             "engine.kind = 'embedded' runs inside the trainer: there is nothing to serve; set engine.kind=vllm or "
             "sglang"
         )
-    if role not in config.server_roles:
-        raise ConfigError(f"--role {role}: the roles with servers are {', '.join(config.server_roles)}")
+    if role not in engines.server_roles:
+        raise ConfigError(f"--role {role}: the roles with servers are {', '.join(engines.server_roles)}")
     if not 0 <= replica < settings.replicas:
         raise ConfigError(
             f"--replica {replica}: engine.replicas = {settings.replicas}, so it is 0 to {settings.replicas - 1}"
         )
     if not with_parent:  # else the run that starts this has looked
-        refuse_damaged_models(config.roles[role])
+        refuse_damaged_models([engines.roles[role]])
     settings = replace(settings, host=own_address(settings.host))
-    own = visible_gpus(gpus, environment) if gpus else _gpus(config, settings, role, replica, environment)
-    server = _Serving(config, settings, role, replica, kind_of(settings).interpreter(settings), {**environment, **own})
-    stop = _asked_to_leave(with_parent, functools.partial(over, run_directory(config)))
+    own = visible_gpus(gpus, environment) if gpus else _gpus(engines, settings, role, replica, environment)
+    server = _Serving(engines, settings, role, replica, kind_of(settings).interpreter(settings), {**environment, **own})
+    stop = _asked_to_leave(with_parent, functools.partial(over, engines.directory))
     if with_parent:
         server.orders = Orders(stop)
         server.orders.listen(sys.stdin.fileno())  # not by sys.stdin, whose lock that thread would hold at the end
@@ -108,16 +109,22 @@ class _Serving:
     """One replica, over its restarts."""
 
     def __init__(
-        self, config: TrainConfig, settings: Servers, role: str, replica: int, python: str,
+        self, engines: EngineSpec, settings: Servers, role: str, replica: int, python: str,
         environment: Mapping[str, str],
     ) -> None:  # fmt: skip
-        self._config, self._settings, self._role, self._replica, self._python = config, settings, role, replica, python
-        directory = run_directory(config).resolve()  # the log's name is read elsewhere
+        self._engines, self._settings, self._role, self._replica, self._python = (
+            engines,
+            settings,
+            role,
+            replica,
+            python,
+        )
+        directory = engines.directory.resolve()  # the log's name is read elsewhere
         self._roster, self._token_file = Roster(directory / ENGINES), directory / ENGINES / TOKEN
         self._imports = directory / ENGINES / "imports"
         self.log = directory / "logs" / f"engine_{role}_{replica}.log"
-        self._model = _directory_of(f"roles.{role}.model.path", config.roles[role].model.path)
-        families = own_families.variables(config.families)
+        self._model = _directory_of(f"roles.{role}.model.path", engines.roles[role].model.path)
+        families = own_families.variables(engines.families)
         self._environment = {**environment, **families}
         self._job = job_from(environment)
         self.orders = Orders(threading.Event())  # nobody gives any, unless `run` listens to them
@@ -145,7 +152,7 @@ class _Serving:
             node=node,
             job=job,
         )
-        client = connect(settings, token, self._config.refit.timeout_s)(listing)
+        client = connect(settings, token, self._engines.refit.timeout_s)(listing)
         process = ServerProcess(words, self.log, self._environment, imports=self._imports)
         try:
             if not process.wait_until(client.ready, settings.start_timeout_s, stop.is_set):
@@ -174,8 +181,8 @@ class _Serving:
 
     def _start(self, port: int) -> ServerStart:
         """Returns the properties of the server that its role asks for."""
-        role, owners = self._config.roles[self._role], self._config.server_owners
-        loras = [self._config.roles[name].lora for name, owner in owners.items() if owner == self._role]
+        role = self._engines.roles[self._role]
+        loras = [other.lora for other in self._engines.opened.values() if other.servers == self._role]
         start = ServerStart(
             python=self._python, model=self._model, dtype=role.model.dtype, port=port, token_file=self._token_file,
             on_gpu=has_gpu(self._environment), tells_experts=role.router_replay,
@@ -215,29 +222,29 @@ def visible_gpus(numbers: Sequence[int], environment: Mapping[str, str]) -> dict
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(n) if names is None else names[n] for n in numbers)}
 
 
-def check_gpus(config: TrainConfig, environment: Mapping[str, str]) -> None:
+def check_gpus(engines: EngineSpec, environment: Mapping[str, str]) -> None:
     """Raises ConfigError for servers that cannot have the GPUs of this host, or are to sleep where there is none."""
     if has_gpu(environment):
-        server_gpus.refuse(config, 1)
-    elif isinstance(config.engine, Servers) and config.engine.colocate:
+        server_gpus.refuse(engines, 1)
+    elif isinstance(engines.settings, Servers) and engines.settings.colocate:
         raise ConfigError(
-            f"engine.colocate without a GPU: the sleep mode of {config.engine.kind}, which gives the trainer its "
+            f"engine.colocate without a GPU: the sleep mode of {engines.settings.kind}, which gives the trainer its "
             "memory back, needs CUDA; set engine.colocate to false"
         )
 
 
 def _gpus(
-    config: TrainConfig, settings: Servers, role: str, replica: int, environment: Mapping[str, str]
+    engines: EngineSpec, settings: Servers, role: str, replica: int, environment: Mapping[str, str]
 ) -> dict[str, str]:
     """engine.gpus, tp for each server, roles in order."""
     if not settings.gpus:
         return {}
     if doubled := server_gpus.doubled_gpus(settings):
         raise ConfigError(*doubled)
-    first = (config.server_roles.index(role) * settings.replicas + replica) * settings.tp
+    first = (engines.server_roles.index(role) * settings.replicas + replica) * settings.tp
     own = settings.gpus[first : first + settings.tp]
     if len(own) < settings.tp:
-        wanted = len(config.server_roles) * settings.replicas * settings.tp
+        wanted = len(engines.server_roles) * settings.replicas * settings.tp
         raise ConfigError(
             f"engine.gpus = {list(settings.gpus)}: {wanted} are needed (roles x engine.replicas x engine.tp)"
         )

@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.chat import tokenizer_of
-from megatron_rl.config import checks as config_checks
-from megatron_rl.config import files as config_files
-from megatron_rl.config import plugins, sources
-from megatron_rl.config.schema import JobConfig, Launch, MeanTokens, Sinks, TrainConfig
+from megatron_rl.config import sources
 from megatron_rl.conversion.trained import export_model
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -34,6 +31,8 @@ from megatron_rl.session.common import Driver, Saver, open_driver, open_world_fo
 from megatron_rl.session.fleet import Fleet, open_fleet
 from megatron_rl.session.launch import Place
 from megatron_rl.session.listening import Listener, listening
+from megatron_rl.spec.explain import explain_recipe
+from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import decode
 from megatron_rl.training import loop
 from megatron_rl.training.gate import GatePlan
@@ -46,15 +45,19 @@ from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.plain_data import refuse_code
 from megatron_rl.world import TorchWorld
 
+# Settings of `run` that rollouts do not depend on.
+FREE_RUN_SETTINGS = (
+    "steps", "keep", "save_every", "async_save", "save_rollouts_every", "resume", "hang_after_s",
+)  # fmt: skip
 
-def run(config: TrainConfig, place: Place, *, fresh: bool = False, events: str | None = None) -> int:
+
+def run(spec: RunSpec, place: Place, *, fresh: bool = False, events: str | None = None) -> int:
     """Runs on every rank. `fresh`: turns that were played before the run stopped are played again. `events`: the socket
     of a program that is told of the run (session.listening). Returns 0 when all steps are done or that program asked to
     stop, 130 when a signal asked to leave (everything is saved)."""
-    recipe: Recipe = plugins.build(config.recipe)
-    with open_world_for(config, place, deterministic=config.run.deterministic) as world:
+    with open_world_for(spec, place) as world:
         listener = Listener.at(events) if events is not None and world.rank == 0 else None
-        return _run(config, place, world, recipe, fresh=fresh, listener=listener)
+        return _run(spec, place, world, fresh=fresh, listener=listener)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,43 +70,43 @@ class _Models:
     policies: Mapping[str, MegatronPolicy]
 
 
-def _run(
-    config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, *, fresh: bool, listener: Listener | None
-) -> int:  # fmt: skip
-    schedule = recipe.schedule()[: config.run.steps]
-    turns = sum(map(len, schedule))
+def _run(spec: RunSpec, place: Place, world: TorchWorld, *, fresh: bool, listener: Listener | None) -> int:
+    turns = spec.loop.num_iterations
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts(announce=place.rank == 0))
-        driver = stack.enter_context(open_driver(config, world, place, total_turns=turns))
+        driver = stack.enter_context(open_driver(spec, world, place, total_turns=turns))
         if driver.finished:
             return 0
         driver.summary({"planned": turns, "finished": False})  # one that was finished goes on, with more steps
-        pool = stack.enter_context(GradePool(config.reward))
+        pool = stack.enter_context(GradePool(spec.reward))
         if world.rank == 0:
             pool.start()  # its workers import the reward while models are read
-        for line in config_checks.explain_recipe(config, recipe, place.world_size):
+        for line in explain_recipe(spec):
             driver.say(line)
-        models = _open_models(config, recipe, driver, world)
-        progress = _restore(driver, config, recipe, models, world)
+        models = _open_models(spec, driver, world)
+        progress = _restore(driver, spec, models, world)
         leave = lambda: interrupts.requested or driver.leave.asked()  # noqa: E731
-        driver.say(f"opening the engines ({config.engine.kind}) of {', '.join(config.engine_roles)}")
-        fleet = open_fleet(config, world, models.tokenizers, models.policies, driver, stack, leave)
+        driver.say(f"opening the engines ({spec.engine.settings.kind}) of {', '.join(spec.engine.opened)}")
+        fleet = open_fleet(spec.engine, world, models.tokenizers, models.policies, driver, stack, leave)
         if driver.tracker is not None:
             driver.tracker.watch(fleet.loads)
-        table = parts.table(config, fleet.engines, models.tokenizers, _one_at_a_time(pool.grade), driver)
+        table = parts.table(spec, fleet.engines, models.tokenizers, _one_at_a_time(pool.grade), driver)
         player = None
         if world.rank == 0:
-            store = _store(config, models, driver, progress, fresh)
-            player = _player(config, recipe, models, table, fleet, driver, progress, store)
+            store = _store(spec, models, driver, progress, fresh)
+            player = _player(spec, models, table, fleet, driver, progress, store)
             stack.callback(player.close)
-        trainees = {n: parts.trainee(config, n, p, fleet.refits.get(n)) for n, p in models.policies.items()}
+        trainees = {
+            name: parts.trainee(spec.roles[name], spec.run, policy, fleet.refits.get(name))
+            for name, policy in models.policies.items()
+        }
         memory = DeviceMemory(trainees, next(iter(fleet.colocated), None))
-        hooks = _hooks(config, world, driver, _Saved(recipe, models, progress, player, memory), interrupts)
+        hooks = _hooks(spec, world, driver, _Saved(spec.recipe, models, progress, player, memory), interrupts)
         setup = loop.Setup(
             world=world,
             memory=memory,
-            policy_of=parts.policy_of(config, recipe),
-            recipe=recipe,
+            policy_of=spec.policy_of,
+            recipe=spec.recipe,
             table=table,
             turns=player,
             held_out=models.held_out,
@@ -114,7 +117,7 @@ def _run(
         if listener is not None:
             listener.begin(turns=turns, turn=progress.number)
         stack.enter_context(freeze_garbage_collector())
-        finished = loop.train(setup, _plan(config, models, recipe, len(schedule)), progress)
+        finished = loop.train(setup, _plan(spec, models), progress)
         driver.summary(_summary(progress, before + time.monotonic() - started))
         whole = finished or world.broadcast(listener is not None and listener.stopped and not listener.gone)
         for sentence in loop.never_learned(progress, setup.policy_of):
@@ -123,33 +126,30 @@ def _run(
             driver.say(f"saved after turn {progress.number} of {turns}; the same command goes on from there")
         if whole:
             memory.clear()
-            _finish(config, world, driver, recipe, models, progress, finished=finished)
+            _finish(spec, world, driver, models, progress, finished=finished)
     return 0 if whole else 130
 
 
-def _open_models(config: TrainConfig, recipe: Recipe, driver: Driver, world: TorchWorld) -> _Models:
-    driver.say(f"reading tokenizers and data: {config.data.path}")
-    tokenizers = {n: tokenizer_of(role.model) for n, role in config.roles.items()}
-    check_juniors(config, tokenizers)
-    readers, held_out, rows = parts.prompts(config, recipe, tokenizers)
-    world.from_driver(driver.compare, config, rows)
-    driver.say(f"reading models: {', '.join(n for n, role in config.roles.items() if role.has_policy)}")
-    return _Models(
-        tokenizers=tokenizers, readers=readers, held_out=held_out, policies=parts.policies(config, recipe)
-    )  # fmt: skip
+def _open_models(spec: RunSpec, driver: Driver, world: TorchWorld) -> _Models:
+    driver.say(f"reading tokenizers and data: {spec.data.training['data'].path}")
+    tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}
+    check_juniors(spec.roles, tokenizers)
+    readers, held_out, rows = parts.prompts(spec, tokenizers)
+    world.from_driver(driver.compare, spec.models, rows)
+    driver.say(f"reading models: {', '.join(n for n, role in spec.roles.items() if role.has_policy)}")
+    return _Models(tokenizers=tokenizers, readers=readers, held_out=held_out, policies=parts.policies(spec))
 
 
 def _finish(
-    config: TrainConfig, world: TorchWorld, driver: Driver, recipe: Recipe, models: _Models, progress: loop.Progress,
-    *, finished: bool,
+    spec: RunSpec, world: TorchWorld, driver: Driver, models: _Models, progress: loop.Progress, *, finished: bool,
 ) -> None:  # fmt: skip
     """Exports the trained models of a run that is finished, or was asked to stop as if it were, and says where things
     are. Collective."""
-    for name in parts.trained_policies(config, recipe):
+    for name in spec.trained_policies:
         target = driver.directory.path / "models" / name
         policy = models.policies[name]
         with policy.memory.present():
-            export_model(world, policy.export, config.roles[name].model, target)
+            export_model(world, policy.export, spec.roles[name].model, target)
         policy.export.write_adapter(driver.directory.path / "adapters" / name)
         if driver.tracker is not None:
             driver.tracker.keep_model(name, target)
@@ -218,39 +218,39 @@ class _Placed:
 
 
 def _player(
-    config: TrainConfig, recipe: Recipe, models: _Models, table: Table, fleet: Fleet, driver: Driver,
+    spec: RunSpec, models: _Models, table: Table, fleet: Fleet, driver: Driver,
     progress: loop.Progress, store: TurnStore,
 ) -> Player:  # fmt: skip
     """Makes the source of the loop's turns, on the driver."""
-    ahead = config.rollouts.max_staleness
+    recipe, ahead = spec.recipe, spec.loop.rollouts.max_staleness
     maker: TurnMaker
-    if config.debug.replay:
-        recorded = open_replay(Path(config.debug.replay), own=driver.directory.path)
+    if spec.data.replay is not None:
+        recorded = open_replay(spec.data.replay, own=driver.directory.path)
         maker = ReplayPlayer(recipe=recipe, readers=models.readers, recorded=recorded)
     else:
         maker = TurnPlayer(
             recipe=recipe,
             readers=models.readers,
             table=table,
-            prompts_per_step=config.run.prompts_per_step,
-            uncredited=parts.uncredited(config, recipe),
+            prompts_per_step=spec.run.prompts_per_step,
+            uncredited=parts.uncredited(spec),
             own_watch=Stopwatch(driver.watch.beat) if ahead else None,
         )
-    turns = upcoming(recipe.schedule()[: config.run.steps], progress.state_dict())
+    turns = upcoming(spec.loop.schedule, progress.state_dict())
     return Player(maker, turns, store, max_staleness=ahead, watch=driver.watch, idle=fleet.tend)
 
 
 def _store(
-    config: TrainConfig, models: _Models, driver: Driver, progress: loop.Progress, fresh: bool
+    spec: RunSpec, models: _Models, driver: Driver, progress: loop.Progress, fresh: bool
 ) -> TurnStore:  # fmt: skip
     """Opens the store of turns, on the driver, and says how many turns come from it.
 
     Turns that were played under other settings or by other code are not taken from it, nor any turn where the run is
     to be `fresh`: all that is not of the machine counts, and the form of the file.
     """
-    own = _fingerprint(config, driver.record.inputs)
+    own = _fingerprint(spec.settings, driver.record.inputs)
     store = TurnStore(
-        driver.directory.path / ROLLOUTS, own, keep_every=config.run.save_rollouts_every,
+        driver.directory.path / ROLLOUTS, own, keep_every=spec.run.save_rollouts_every,
         decode=lambda role, tokens: decode(models.tokenizers[role], tokens),
     )  # fmt: skip
     left = store.clean(progress.number, fresh=fresh)
@@ -267,15 +267,14 @@ def _store(
     return store
 
 
-def _fingerprint(config: TrainConfig, inputs: Mapping[str, Input]) -> str:
+def _fingerprint(settings: Mapping[str, Any], inputs: Mapping[str, Input]) -> str:
     """Returns a text that stands for what rollouts may depend on: the settings but those of the machine and of how
     often is saved, the `inputs` that the run reads, and this package's code.
     """
-    free = {"steps": None, "keep": 1, "save_every": 0, "async_save": False, "save_rollouts_every": 0, "resume": "auto"}
-    run_settings = dataclasses.replace(config.run, **free, hang_after_s=0.0)
-    roles = {name: dataclasses.replace(role, mean_tokens=MeanTokens()) for name, role in config.roles.items()}
-    plain = dataclasses.replace(config, roles=roles, launch=Launch(), sinks=Sinks(), job=JobConfig(), run=run_settings)
-    return fingerprint(f"{config_files.dump(plain)}\n{sorted(map(repr, inputs.items()))}\n{sources.own_code()}")
+    plain = {name: section for name, section in settings.items() if name not in ("launch", "sinks", "job")}
+    plain["run"] = {name: value for name, value in settings["run"].items() if name not in FREE_RUN_SETTINGS}
+    plain["roles"] = {name: {**role, "mean_tokens": None} for name, role in settings["roles"].items()}
+    return fingerprint(f"{plain}\n{sorted(map(repr, inputs.items()))}\n{sources.own_code()}")
 
 
 def _one_at_a_time(grade: Grade) -> Grade:
@@ -289,51 +288,47 @@ def _one_at_a_time(grade: Grade) -> Grade:
     return locked
 
 
-def _plan(config: TrainConfig, models: _Models, recipe: Recipe, steps: int) -> loop.Plan:
-    reader = models.readers[next(iter(recipe.roles()))]
-    probes = models.held_out or reader.restarted().take(config.gate.num_prompts)
-    enabled = config.gate.enabled and not config.debug.replay
+def _plan(spec: RunSpec, models: _Models) -> loop.Plan:
+    settings, gate = spec.loop, None
+    if settings.gate.enabled:
+        reader = models.readers[next(iter(spec.recipe.roles()))]
+        gate = GatePlan(
+            settings=settings.gate,
+            prompts=models.held_out or reader.restarted().take(settings.gate.num_prompts),
+            wrong_answer=spec.reward.wrong_answer,
+            answer_format=spec.reward.answer_format,
+            bounds=spec.reward.range,
+        )
     return loop.Plan(
-        steps=steps,
-        evaluate_every=config.evaluation.every,
-        evaluate_at_start=config.evaluation.at_start,
-        save_every=config.run.save_every,
-        gate=_gate(config, probes) if enabled else None,
-        mixed=config.rollouts.mixed,
-        train_without_signal=config.run.train_without_signal,
+        steps=len(settings.schedule),
+        evaluate_every=settings.evaluation.every,
+        evaluate_at_start=settings.evaluation.at_start,
+        save_every=spec.run.save_every,
+        gate=gate,
+        mixed=settings.rollouts.mixed,
+        train_without_signal=spec.run.train_without_signal,
     )
 
 
-def _gate(config: TrainConfig, prompts: list[Prompt]) -> GatePlan:
-    reward = config.reward
-    return GatePlan(
-        settings=config.gate, prompts=prompts, wrong_answer=reward.wrong_answer, answer_format=reward.answer_format,
-        bounds=reward.range,
-    )  # fmt: skip
-
-
-def _restore(driver: Driver, config: TrainConfig, recipe: Recipe, models: _Models, world: TorchWorld) -> loop.Progress:
+def _restore(driver: Driver, spec: RunSpec, models: _Models, world: TorchWorld) -> loop.Progress:
     if driver.resumed is None:
         return loop.Progress()
     state = read_json(driver.resumed / STATE)
-    for name in parts.trained_policies(config, recipe):
+    for name in spec.trained_policies:
         place = driver.resumed / name
         world.from_driver(refuse_code, place)
         models.policies[name].state.load(place)
-    recipe.load_state_dict(state["recipe"])
+    spec.recipe.load_state_dict(state["recipe"])
     for name, reader in models.readers.items():
         reader.load_state_dict(state["data"][name])
     return loop.Progress(**state["progress"])
 
 
 def _hooks(
-    config: TrainConfig, world: TorchWorld, driver: Driver, saved: _Saved, interrupts: Interrupts
+    spec: RunSpec, world: TorchWorld, driver: Driver, saved: _Saved, interrupts: Interrupts
 ) -> loop.Hooks:  # fmt: skip
-    trained = {
-        name: _Placed(name, saved.models.policies[name], saved.memory)
-        for name in parts.trained_policies(config, saved.recipe)
-    }
-    saver = Saver(world, driver, trained, background=config.run.async_save)
+    trained = {name: _Placed(name, saved.models.policies[name], saved.memory) for name in spec.trained_policies}
+    saver = Saver(world, driver, trained, background=spec.run.async_save)
     return loop.Hooks(
         log=driver.log,
         say=driver.say,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.chat import ChatError, ChatTokenizer, UserText, tokenize, tokenizer_of
-from megatron_rl.config.schema import ConfigError, Model, PromptSet, TrainConfig
+from megatron_rl.config.schema import ConfigError, Model, PromptSet, RoleConfig
 from megatron_rl.data.conversations import MESSAGES, shape_of
 from megatron_rl.data.problems import Problem, PromptReader, read_problems
 from megatron_rl.data.rows import DataError
@@ -18,12 +18,12 @@ HELD_OUT = "evaluation.prompts"
 Encode = Callable[[Mapping[str, Any]], list[int]]  # a problem's values -> its prompt's tokens
 
 
-def asked_tokenizers(config: TrainConfig, tokenizers: Mapping[str, Any]) -> dict[str, Any]:
+def asked_tokenizers(roles: Mapping[str, RoleConfig], tokenizers: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tokenizers that prompts are made with: those of roles with `chat` put texts into the chat template.
     Raises ConfigError for such a role whose tokenizer has none."""
     out = dict(tokenizers)
     for name, tokenizer in tokenizers.items():
-        if config.roles[name].chat:
+        if roles[name].chat:
             if not tokenizer.chat_template:
                 raise ConfigError(
                     f"roles.{name}.chat = true, but the tokenizer has no chat template: name a Jinja file by "
@@ -33,9 +33,9 @@ def asked_tokenizers(config: TrainConfig, tokenizers: Mapping[str, Any]) -> dict
     return out
 
 
-def check_juniors(config: TrainConfig, tokenizers: Mapping[str, Any]) -> None:
+def check_juniors(roles: Mapping[str, RoleConfig], tokenizers: Mapping[str, Any]) -> None:
     """Raises ConfigError for a tandem's junior that has other tokens than its senior, as far as tokenizers are here."""
-    for name, role in config.roles.items():
+    for name, role in roles.items():
         junior = None if role.tandem is None else role.tandem.junior
         if junior is not None and name in tokenizers and (Path(junior) / "tokenizer.json").is_file():
             why = f"roles.{name}.tandem.junior = {junior}: its model and the senior's write one text"
@@ -85,16 +85,18 @@ def read_sets(
 
 
 def readers_of(
-    config: TrainConfig, recipe: Recipe, tokenizer: Any, sets: Mapping[str, PromptSet],
-    problems: Mapping[str, Sequence[Problem]],
+    recipe: Recipe, tokenizer: Any, sets: Mapping[str, PromptSet], problems: Mapping[str, Sequence[Problem]], *,
+    max_prompt_tokens: int, seed: int,
 ) -> dict[str, PromptReader]:  # fmt: skip
-    """Returns a reader for each problem set, by the names of their settings. Raises DataError for a set of which more
-    than its max_bad_share have a prompt that is longer than the recipe's first role takes."""
-    role = next(iter(recipe.roles()))
-    longest, encode = config.roles[role].max_prompt_tokens, encoder(recipe, tokenizer)
+    """Returns a reader for each problem set, by the names of their settings.
+
+    `max_prompt_tokens`: the longest prompt of the recipe's first role. Raises DataError for a set in which a larger
+    share of prompts than its max_bad_share is longer.
+    """
+    role, encode = next(iter(recipe.roles())), encoder(recipe, tokenizer)
     readers = {
         name: PromptReader(
-            problems[name], encode, seed=config.run.seed, shuffle=source.shuffle, max_prompt_tokens=longest
+            problems[name], encode, seed=seed, shuffle=source.shuffle, max_prompt_tokens=max_prompt_tokens
         )
         for name, source in sets.items()
     }
@@ -115,9 +117,3 @@ def try_prompts(name: str, problems: Sequence[Problem], encode: Encode, vocabula
             raise DataError(f"{name}, problem {problem.row}: {error}") from error
         if vocabulary is not None and (why := vocabulary.missing(tokens)):
             raise DataError(f"{name}, problem {problem.row}: its prompt has {why}")
-
-
-def training_sets(config: TrainConfig) -> dict[str, PromptSet]:
-    """Returns the problem sets that a run's turns read, by the names of their settings."""
-    own = {f"roles.{name}.data": role.data for name, role in config.roles.items() if role.data is not None}
-    return {"data": config.data, **own}

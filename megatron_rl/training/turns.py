@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from megatron_rl.config.episodes import EpisodeEstimate
-from megatron_rl.config.schema import TrainConfig
 from megatron_rl.engines.base import Engine, Sampling, Session
 from megatron_rl.rewards.pool import Graded
 from megatron_rl.run.metrics import Stopwatch
+from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.types import Prompt, Rollout
 
 Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]  # [B] responses and payloads -> [B]
@@ -138,9 +138,9 @@ class Recipe(ABC):
         """Rolls out, rewards and assigns advantages. -> rollouts to train on by role, in the order of training."""
         ...
 
-    def check(self, config: TrainConfig) -> None:
-        """Raises ConfigError for settings of the run beside the recipe's own arguments that the method cannot play
-        with. The config has the recipe's roles."""
+    def check(self, spec: RunSpec) -> None:
+        """Raises ConfigError for settings of the run, beside the recipe's own arguments, that the method does not work
+        with. The roles of `spec` are those of the recipe."""
         return None
 
     def files(self) -> Mapping[str, str]:

@@ -33,6 +33,7 @@ from megatron_rl.refit.topology import Topology
 from megatron_rl.session.common import open_world
 from megatron_rl.session.fleet import open_fleet
 from megatron_rl.session.launch import place_from
+from megatron_rl.spec.resolve import engine_of
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 
 CONTROL = (
@@ -107,7 +108,7 @@ def main() -> None:
         role = config.roles[ROLE]
         policy = MegatronPolicy(role, parallel.create(role.layout))
         driver = Directory(config_path.parent)
-        fleet = open_fleet(config, world, {}, {ROLE: policy}, driver, stack)
+        fleet = open_fleet(engine_of(config), world, {}, {ROLE: policy}, driver, stack)
         scenario = Scenario(world, policy, fleet, answer.parent, policy.arch.vocab)
         pool = scenario.pool
         assert pool is not None

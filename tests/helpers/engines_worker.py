@@ -45,6 +45,7 @@ from megatron_rl.run.directory import RunDirectory
 from megatron_rl.session.common import open_world
 from megatron_rl.session.fleet import open_fleet
 from megatron_rl.session.launch import place_from
+from megatron_rl.spec.resolve import engine_of
 from megatron_rl.types import Stop
 
 ROLE = "generator"
@@ -288,7 +289,7 @@ def main() -> None:
         role = config.roles[ROLE]
         policy = MegatronPolicy(role, parallel.create(role.layout))
         driver = Directory(config_path.parent)
-        fleet = open_fleet(config, world, {}, {ROLE: policy}, driver, stack)
+        fleet = open_fleet(engine_of(config), world, {}, {ROLE: policy}, driver, stack)
         scenario = Scenario(world, policy, fleet, answer.parent, policy.arch.vocab)
         scenario.driver = driver
         if sys.argv[3:] == ["update"]:

@@ -13,10 +13,11 @@ from pathlib import Path
 from unittest import mock
 
 from megatron_rl.cluster.job import STOP
-from megatron_rl.config import checks, files
+from megatron_rl.config import files
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.session import train
-from megatron_rl.session.launch import place_from, run_directory
+from megatron_rl.session.launch import place_from
+from megatron_rl.spec.resolve import resolve, run_directory
 from megatron_rl.training.player import Player
 
 
@@ -44,10 +45,10 @@ def main(out, runs):
     place, statuses = place_from(os.environ), []
     for file, port, leave_after in json.loads(runs):
         config = files.load(TrainConfig, [Path(file)], [])
-        checks.check(config, place.world_size)
+        spec = resolve(config, place.world_size)
         (run_directory(config) / STOP).unlink(missing_ok=True)
         with mock.patch.object(train, "Player", functools.partial(Farthest, leave_after=leave_after)):
-            statuses.append(train.run(config, replace(place, port=port)))
+            statuses.append(train.run(spec, replace(place, port=port)))
     Path(out).write_text(json.dumps(statuses))
 
 

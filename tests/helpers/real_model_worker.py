@@ -24,6 +24,7 @@ from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.session.common import open_world
 from megatron_rl.session.fleet import open_fleet
 from megatron_rl.session.launch import place_from
+from megatron_rl.spec.resolve import engine_of
 from megatron_rl.text import load_tokenizer
 from megatron_rl.training.update import Trainee, update
 
@@ -39,7 +40,7 @@ def main() -> None:
     samples = sft_rollouts(pairs, load_tokenizer(role.model.path), append_eos=True, max_tokens=256)
     with open_world(place_from(os.environ), answer.parent) as world, contextlib.ExitStack() as stack:
         policy = MegatronPolicy(role, parallel.create(role.layout))
-        fleet = open_fleet(config, world, {}, {ROLE: policy}, Directory(config_path.parent), stack)
+        fleet = open_fleet(engine_of(config), world, {}, {ROLE: policy}, Directory(config_path.parent), stack)
         scenario = Scenario(world, policy, fleet, answer.parent, policy.arch.vocab)
         for version in (0, 1):
             if version:

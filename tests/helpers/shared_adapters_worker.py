@@ -26,6 +26,7 @@ from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.session.common import open_world
 from megatron_rl.session.fleet import open_fleet
 from megatron_rl.session.launch import place_from
+from megatron_rl.spec.resolve import engine_of
 
 ROLES = ("generator", "verifier")
 
@@ -102,7 +103,7 @@ def main() -> None:
             policies[name] = MegatronPolicy(role, parallel.create(role.layout), seed=seed, base=base)
             base = base or policies[name]
         driver = Directory(config_path.parent)
-        fleet = open_fleet(config, world, {}, policies, driver, stack)
+        fleet = open_fleet(engine_of(config), world, {}, policies, driver, stack)
         shared = Shared(world, policies, fleet, answer.parent)
         for role in ROLES:
             learn(policies[role])

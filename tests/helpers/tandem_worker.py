@@ -30,6 +30,7 @@ from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.session.common import open_world
 from megatron_rl.session.fleet import open_fleet
 from megatron_rl.session.launch import place_from
+from megatron_rl.spec.resolve import engine_of
 
 STRATEGIES = ("bernoulli", "alternating", "chunk", "sentence", "word")
 SEED = 4
@@ -123,7 +124,7 @@ def main() -> None:
     with open_world(place_from(os.environ), answer.parent) as world, contextlib.ExitStack() as stack:
         role = config.roles[ROLE]
         policy = MegatronPolicy(role, parallel.create(role.layout))
-        fleet = open_fleet(config, world, {}, {ROLE: policy}, Directory(config_path.parent), stack)
+        fleet = open_fleet(engine_of(config), world, {}, {ROLE: policy}, Directory(config_path.parent), stack)
         scenario = Scenario(world, policy, fleet, answer.parent)
         scenario.strategies(0)
         scenario.crowded()

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import specs as config_checks
 from example_home import make_home
 
 from megatron_rl.algorithms.estimators import word_of
 from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config import schema as config

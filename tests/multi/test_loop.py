@@ -11,6 +11,7 @@ import torch
 from fake_policy import TablePolicy
 from loops import TOKENIZER, VOCAB, Log, Questions, graded, make, without_engine
 from ranks import run_ranks
+from specs import spec_of
 
 from megatron_rl.algorithms.authors import Rule
 from megatron_rl.algorithms.losses import PolicyLoss
@@ -345,7 +346,9 @@ def test_recipes_play_with_the_settings_of_the_config():
         reward=Reward(target="r", range=(-1.0, 4.0), max_failure_share=0.75),
     )
     engine, watch = object(), Stopwatch()
-    table = parts.table(config, {"a": engine}, {"a": TOKENIZER, "b": TOKENIZER}, len, SimpleNamespace(watch=watch))
+    table = parts.table(
+        spec_of(config), {"a": engine}, {"a": TOKENIZER, "b": TOKENIZER}, len, SimpleNamespace(watch=watch)
+    )
     assert table.engines == {"a": engine, "b": engine} and table.max_prompt_tokens == {"a": 7, "b": 9}
     assert table.partner_weights == {"a": 0.125} and table.grade is len and table.watch is watch
     assert (table.seed, table.half, table.max_failure_share) == (11, 1.5, 0.75)
@@ -365,13 +368,13 @@ def test_a_policy_is_trained_with_the_settings_of_its_role(staleness, high):
         rollouts=Rollouts(max_staleness=staleness),
     )  # fmt: skip
     policy, refit = object(), print
-    found = parts.trainee(config, "a", policy, refit)
+    found = parts.trainee(spec_of(config).roles["a"], config.run, policy, refit)
     assert (found.policy, found.refit, found.samples_per_optimizer_step) == (policy, refit, 6)
     assert found.sleeps and found.peak_flops == 3e12
     correction = None if high is None else CorrectionConfig(kind="truncate", high=high)
     assert found.loss.config == replace(role.loss, max_tokens=5, correction=correction)
     own = replace(role, loss=replace(role.loss, max_tokens=8, correction=CorrectionConfig(kind="none")))
-    kept = parts.trainee(replace(config, roles={"a": own}), "a", policy, refit)
+    kept = parts.trainee(spec_of(replace(config, roles={"a": own})).roles["a"], config.run, policy, refit)
     assert kept.loss.config == own.loss
 
 

@@ -12,11 +12,11 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import specs as config_checks
 from conftest import ROOT, environment
 from ranks import run_ranks
 from tiny_models import make_model
 
-from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, Layout, TandemConfig, TrainConfig
 from megatron_rl.main import main

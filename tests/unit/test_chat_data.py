@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chats import CHATML, MARKED, STRICT, THINKING, chat_tokenizer, said
+from specs import spec_of
 from tiny_models import make_model
 
 from megatron_rl.chat import tokenize
@@ -45,6 +46,10 @@ VERL = {
     "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"split": "train", "index": 0},
 }  # fmt: skip
 ENDED = [*USER, said("assistant", "2")]
+
+
+def data_lines(config):
+    return check_data.data_lines(config, spec_of(config), deep=True)
 
 
 def jsonl(path, *rows):
@@ -232,12 +237,12 @@ def test_other_roles_are_asked_in_their_chat_templates(tmp_path):
         TrainConfig, [], [f"roles={json.dumps(roles)}", "recipe.target=a.b:C", "data.path=x.jsonl"]
     )
     tokenizer = chat_tokenizer()
-    found = asked_tokenizers(config, {"generator": tokenizer, "verifier": tokenizer})
+    found = asked_tokenizers(config.roles, {"generator": tokenizer, "verifier": tokenizer})
     assert found["generator"] is tokenizer
     shown = tokenizer.decode(tokenize(found["verifier"], "Judge this."), skip_special_tokens=False)
     assert shown == "<|im_start|>user\nJudge this.<|im_end|>\n<|im_start|>assistant\n"
     with pytest.raises(ConfigError, match=r"roles.verifier.chat = true, but the tokenizer has no chat template"):
-        asked_tokenizers(config, {"verifier": chat_tokenizer(None)})
+        asked_tokenizers(config.roles, {"verifier": chat_tokenizer(None)})
     assert not RoleConfig().chat
 
 
@@ -339,7 +344,7 @@ def model(tmp_path):
 
 
 def lines(schema, *words):
-    return check_data.data_lines(config_files.load(schema, [], words), deep=True)
+    return data_lines(config_files.load(schema, [], words))
 
 
 def train_words(model, path, *words):

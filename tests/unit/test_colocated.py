@@ -12,14 +12,14 @@ import pytest
 from fake_fleet import ADDRESS, ROLE, TOKEN, fleet_in, until
 from fake_policy import TablePolicy
 from fake_vllm import FakeVllm
+from specs import check
+from specs import problems as problems_of
 from test_recipes import TOKENIZER, mixed_verifier, problems, solution, table_of
 from test_tango_run import Reader
 from toys import streaming
 
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.config import files
-from megatron_rl.config.checks import check
-from megatron_rl.config.colocation import colocation_problems
 from megatron_rl.config.schema import (
     ConfigError,
     EvalConfig,
@@ -415,8 +415,8 @@ def settings(**engine):
 )
 def test_check_says_what_goes_against_servers_in_the_trainers_gpus(change, words):
     config = settings(memory_share=0.4)
-    assert not colocation_problems(config, config.engine, 8)
-    [problem] = colocation_problems(replace(config, **change), config.engine, 8)
+    assert not [p for p in problems_of(config, 8, to_come=True) if "engine.colocate = true" in p]
+    [problem] = [p for p in problems_of(replace(config, **change), 8, to_come=True) if "engine.colocate = true" in p]
     assert words in problem
 
 
@@ -431,14 +431,14 @@ def test_check_says_what_goes_against_servers_in_the_trainers_gpus(change, words
 )
 def test_check_refuses_places_that_overlap_otherwise(engine, words):
     config = settings(**{"memory_share": 0.4} | engine)
-    [problem] = colocation_problems(config, config.engine, 8)
+    [problem] = [p for p in problems_of(config, 8, to_come=True) if "engine.colocate = true" in p]
     assert words in problem
 
 
 def test_adapters_and_servers_in_the_trainers_gpus_do_not_go_together():
     config = settings(memory_share=0.4)
     roles = {**config.roles, V: replace(config.roles[V], lora=Lora(rank=4))}
-    [problem] = colocation_problems(replace(config, roles=roles), config.engine, 8)
+    [problem] = [p for p in problems_of(replace(config, roles=roles), 8, to_come=True) if "engine.colocate = true" in p]
     assert "roles.verifier.lora" in problem
 
 

@@ -12,11 +12,10 @@ from typing import Annotated, Literal, get_args, get_type_hints
 
 import pydantic
 import pytest
+import specs as config_checks
 import yaml
 from example_home import make_home
 
-from megatron_rl.config import checks as config_checks
-from megatron_rl.config.absent import absent_files
 from megatron_rl.config.base import field_comments
 from megatron_rl.config.files import dump, load, read_keys
 from megatron_rl.config.schema import (
@@ -24,7 +23,6 @@ from megatron_rl.config.schema import (
     EvalConfig,
     GenerateConfig,
     GradingConfig,
-    RoleConfig,
     Rollouts,
     SftConfig,
     TrainConfig,
@@ -32,6 +30,8 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.recipes.tango import PaperTango
+from megatron_rl.spec.absent import absent_files
+from megatron_rl.training.turns import Part
 
 BASE = {
     "roles": {"a": {"model": {"path": "org/a"}}, "b": {"model": {"path": "org/b"}, "layout": {"tp": 2}}},
@@ -332,7 +332,7 @@ def test_expert_layouts_are_checked_without_loading_the_model(tmp_path, base, la
     if says is None:
         read = load(TrainConfig, [base], overrides)
         config_checks.check(read, 12)
-        assert "experts ep 3 x etp 2" in config_checks.explain(read, 12)[0]
+        assert "experts ep 3 x etp 2" in config_checks.explain(config_checks.spec_of(read, 12))[0]
         return
     with pytest.raises(ConfigError, match=says):
         config_checks.check(load(TrainConfig, [base], overrides), 12)
@@ -350,7 +350,7 @@ def test_expert_layouts_are_checked_without_loading_the_model(tmp_path, base, la
 )
 def test_router_replay_wants_an_engine_that_tells_its_experts(base, engine, tandem, says):
     words = [f"engine.kind={engine}", "roles.a.router_replay=true", *(["roles.a.tandem={}"] if tandem else [])]
-    problems = [p for p in config_checks._train_problems(load(TrainConfig, [base], words), 2, True) if "replay" in p]
+    problems = [p for p in config_checks.problems(load(TrainConfig, [base], words), 2, to_come=True) if "replay" in p]
     assert [says in problem for problem in problems] == ([True] if says else [])
 
 
@@ -450,19 +450,22 @@ def test_a_run_that_trains_nothing_is_refused(base, override):
 
 
 def test_what_the_numbers_mean(base):
-    role = load(TrainConfig, [base], ["roles.b.samples_per_optimizer_step=64"]).roles["b"]
-    line = config_checks.explain_role("b", role, prompts=32, group_size=5, ranks=8)
+    class Both:
+        def roles(self):
+            return {"b": Part(samples=5), "a": Part(samples=5)}
+
+    config = load(TrainConfig, [base], ["roles.b.samples_per_optimizer_step=64", "run.prompts_per_step=32"])
+    line, whole, *_ = config_checks.explain_recipe(config_checks.spec_of(config, 8, recipe=Both()))
     assert line == (
         "b: 32 prompts x 5 samples = 160 samples per update; 160 / 64 = 3 optimizer steps; at most 655360 tokens, that "
         "is up to 20 micro-batches of 8192 tokens on each of 4 data-parallel replicas (tp 2, pp 1)"
     )
-    whole = config_checks.explain_role("a", RoleConfig(), prompts=3, group_size=5, ranks=8)
-    assert "15 / 15 = 1 optimizer steps" in whole
+    assert "160 / 160 = 1 optimizer steps" in whole
 
 
 def test_sft_configs_read_and_check(tmp_path):
     file = write(tmp_path / "sft.yaml", "model: {path: org/a}\ndata: {train: pairs.jsonl}\nsteps: 0\n")
-    with pytest.raises(ConfigError, match="zero steps"):
+    with pytest.raises(ConfigError, match="steps = 0: give a value greater than 0"):
         config_checks.check(load(SftConfig, [file]), 1)
 
 
@@ -482,17 +485,18 @@ def test_shipped_configs_are_valid(file, capsys, monkeypatch, tmp_path):
 )
 def test_a_sink_whose_package_is_missing_is_refused_before_the_run(base, monkeypatch, package, setting):
     read = load(TrainConfig, [base], [setting])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else object())
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
     with pytest.raises(ConfigError, match=rf"{setting.partition('=')[0]} = .*: the package {package} is not installed"):
         config_checks.check(read, 2)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == package else found(name))
     config_checks.check(read, 2)
 
 
 def test_reading_and_checking_leaves_torch_out(base):
     code = (
-        "import sys; from megatron_rl.config import checks, files, schema;"
-        f"checks.check(files.load(schema.TrainConfig, [{str(base)!r}]), 2);"
+        "import sys; from megatron_rl.config import files, schema; from megatron_rl.spec.resolve import specify;"
+        f"specify(files.load(schema.TrainConfig, [{str(base)!r}]), 2);"
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run(
@@ -527,7 +531,9 @@ def test_data_and_roles_are_checked_before_a_job_is_queued(change, says):
 
 def test_files_that_are_not_there_yet_are_named():
     files = [Path(__file__).parents[2] / "examples/published/tango_qwen2.5_7b.yaml"]
-    notes = absent_files(load(TrainConfig, files, ["data.path=nofile.jsonl", "debug.replay=no/such/dir"]))
+    notes = absent_files(
+        config_checks.spec_of(load(TrainConfig, files, ["data.path=nofile.jsonl", "debug.replay=no/such/dir"]))
+    )
     assert [note.on_hub for note in notes] == [False, True, False, True, False]
     assert [*map(str, notes)] == [
         "roles.generator.model.path = runs/sft_qwen2.5_math_7b/model is not there yet",

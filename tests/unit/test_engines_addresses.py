@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import specs as config_checks
 from fake_fleet import LOOK_S, ROLE, TOKEN, Fleet, fleet_in, until
 
-from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.engines.addresses import Addresses

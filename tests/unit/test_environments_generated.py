@@ -1,6 +1,7 @@
 """Problems of reasoning-gym: rows against the library's own data sets, splits, resume, refusals, and its scores."""
 
 import dataclasses
+import importlib.util
 import json
 import random
 import re
@@ -9,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import specs as checks
 
-from megatron_rl.config import checks, plugins
-from megatron_rl.config.absent import absent_files
+from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.data_settings import generated_name, generated_names, resolve
 from megatron_rl.config.files import load
@@ -19,6 +20,7 @@ from megatron_rl.config.schema import Generated, PromptSet, Reward, TrainConfig
 from megatron_rl.data.problems import PromptReader, fields_of, read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.rewards.pool import GradePool
+from megatron_rl.spec.absent import absent_files
 from megatron_rl.types import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +35,12 @@ NAMES = ["chain_sum", "spell_backward", "number_sorting", "countdown", "proposit
 @pytest.fixture(scope="module")
 def library():
     return pytest.importorskip("reasoning_gym")
+
+
+def with_reasoning_gym(monkeypatch):
+    """Has the checks find the package reasoning-gym, installed or not."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "reasoning_gym" else found(name))
 
 
 def source(name, split="train", size=20, seed=3, args=None, **settings):
@@ -274,7 +282,7 @@ def config(tmp_path, text):
 
 
 def refused(tmp_path, text, monkeypatch):
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object())
+    with_reasoning_gym(monkeypatch)
     with pytest.raises(ConfigError) as caught:
         checks.check(config(tmp_path, text), 1)
     return str(caught.value)
@@ -303,11 +311,11 @@ def test_settings_that_cannot_be_are_refused_without_the_library(tmp_path, text,
 
 
 def test_the_two_splits_stand_beside_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object())
+    with_reasoning_gym(monkeypatch)
     text = "data: {path: 'reasoning_gym:gcd'}\nevaluation: {prompts: {path: 'reasoning_gym:gcd', split: test}}"
     made = config(tmp_path, text)
     checks.check(made, 1)
-    assert not [absent for absent in absent_files(made) if "reasoning_gym" in absent.path]
+    assert not [absent for absent in absent_files(checks.spec_of(made)) if "reasoning_gym" in absent.path]
     assert resolve(made.data).fields == {"question": "question", "entry": "entry"}
     with pytest.raises(ConfigError, match="seed"):
         config(tmp_path, "data: {path: 'reasoning_gym:gcd', generated: {seed: 2147483648}}")
@@ -338,5 +346,5 @@ SNIPPETS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 
 @pytest.mark.parametrize("number", [i for i, text in enumerate(SNIPPETS) if text.startswith("data:")])
 def test_every_snippet_of_data_can_be_read(tmp_path, number, monkeypatch):
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object())
+    with_reasoning_gym(monkeypatch)
     checks.check(config(tmp_path, SNIPPETS[number]), 1)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import specs as config_checks
 from test_recipes import per_token, play, segments, solution, table_of, texts
 
 from examples.studies.equal_time.majority import MajorityGrpo, with_majority
@@ -14,7 +15,6 @@ from examples.studies.equal_time.means import DynamicTango, ReusingTango, Truste
 from examples.studies.equal_time.own_verdicts import FreeVerdicts, ScoredTango
 from examples.studies.equal_time.together import TogetherTango
 from megatron_rl.algorithms.advantages import assign_advantages
-from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError, TrainConfig

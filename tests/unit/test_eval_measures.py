@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fake_engines import ScriptedEngine
+from specs import spec_of
 from tiny_models import make_model
 from toys import EOS, characters, graded
 from transformers import AutoModelForCausalLM
@@ -88,6 +89,10 @@ def data(tmp_path) -> Path:
     return base
 
 
+def run(config):
+    return evaluate.run(config, spec_of(config), HERE)
+
+
 def config_of(models, folder, **changes) -> EvalConfig:
     settings = {
         "model": {"path": str(models[0])},
@@ -105,7 +110,7 @@ def config_of(models, folder, **changes) -> EvalConfig:
 
 def test_two_benchmarks_end_with_a_table_samples_and_a_page(models, data, capsys):
     config = config_of(models, data)
-    assert evaluate.run(config, HERE) == 0
+    assert run(config) == 0
     said = capsys.readouterr().out
     assert "GSM8K" in said and "AMC 2023" in said and "mean over sets" in said and "pass@2" in said and "maj@2" in said
     out = data.parent / "out"
@@ -126,12 +131,12 @@ def test_two_benchmarks_end_with_a_table_samples_and_a_page(models, data, capsys
 def test_what_was_killed_goes_on_and_ends_the_same(models, data, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "CHUNK", 3)
     config = config_of(models, data)
-    evaluate.run(config, HERE)
+    run(config)
     out = data.parent / "out"
     whole, figures = (out / "eval.jsonl").read_bytes(), json.loads((out / "eval.json").read_text())
     # A kill leaves some problems behind, and a last line that was cut in half.
     tasks = [evaluate._task(config, TOKENIZER, source) for source in read_sets(config)]
-    digest = evaluate._digest(config, tasks, read_files(config))
+    digest = evaluate._digest(config, tasks, read_files(spec_of(config).settings))
     partial = Samples(out / "eval.jsonl", digest)
     rows = read_samples(out / "eval.jsonl")
     partial.add([rows[i : i + 2] for i in range(0, 14, 2)])
@@ -139,7 +144,7 @@ def test_what_was_killed_goes_on_and_ends_the_same(models, data, capsys, monkeyp
     (out / "eval.jsonl.partial").write_bytes(text[: len(text) // 2])
     (out / "eval.json").unlink()
     capsys.readouterr()
-    evaluate.run(config, HERE)
+    run(config)
     assert "problems were done before" in capsys.readouterr().err
     assert (out / "eval.jsonl").read_bytes() == whole
     again = json.loads((out / "eval.json").read_text())
@@ -315,7 +320,7 @@ def test_all_measures_of_two_models_in_one_run(models, data):
         "base": {"path": str(models[1])},
     }
     config = config_of(models, data, benchmarks=["amc23"], **changes)
-    evaluate.run(config, HERE)
+    run(config)
     figures = json.loads((data.parent / "out/eval.json").read_text())
     found = figures["figures"]
     assert (
@@ -443,7 +448,7 @@ def test_a_verifier_on_processbench_and_on_a_set_of_ones_own(models, data):
         "template": str(data / "judge.txt"),
         "data": {"path": str(own), "fields": fields},
     }
-    evaluate.run(config_of(models, data, **changes), HERE)
+    run(config_of(models, data, **changes))
     figures = json.loads((data.parent / "out/eval.json").read_text())
     assert (
         figures["sets"]["processbench_gsm8k"]["judge"]["problems"] == 8
@@ -456,7 +461,7 @@ def test_a_verifier_on_processbench_and_on_a_set_of_ones_own(models, data):
 def test_checkpoints_are_compared_problem_by_problem(models, data, tmp_path, capsys):
     out = data.parent / "out"
     for name, model in zip("ab", models, strict=True):
-        evaluate.run(config_of(models, data, model={"path": str(model)}, output=str(out / f"{name}.json")), HERE)
+        run(config_of(models, data, model={"path": str(model)}, output=str(out / f"{name}.json")))
     capsys.readouterr()
     assert main(["eval", "--compare", str(out / "a.json"), str(out / "b.json"), "--out", str(tmp_path / "c")]) == 0
     assert (

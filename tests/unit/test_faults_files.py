@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from specs import spec_of
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -36,6 +37,10 @@ from megatron_rl.weights import hf
 from megatron_rl.weights.hf import read_architecture
 
 TABLES = ("lm_head.weight", "model.embed_tokens.weight")
+
+
+def data_lines(config):
+    return check_data.data_lines(config, spec_of(config), deep=True)
 
 
 @pytest.fixture(scope="module")
@@ -121,13 +126,13 @@ def test_cases_a_token_of_the_data_without_a_row_is_refused_by_check_and_others_
     if schema is SftConfig:
         rows = [{"messages": [*row["messages"], {"role": "assistant", "content": "a"}]} for row in rows]
     good = config_files.load(schema, [], words_of(schema, there, jsonl(tmp_path / "good.jsonl", *rows)))
-    assert len(check_data.data_lines(good, deep=True)) == 1
+    assert len(data_lines(good)) == 1
     text = json.dumps(rows[-1]).replace("abc", "ab<extra>")
     bad: Any = config_files.load(
         schema, [], words_of(schema, there, jsonl(tmp_path / "bad.jsonl", *rows, json.loads(text)))
     )
     with pytest.raises((DataError, ConfigError), match=f"token {rows_of(base)} \\('<extra>'\\), and the embedding of"):
-        check_data.data_lines(bad, deep=True)
+        data_lines(bad)
     tokenizer = tokenizer_of(Model(path=str(there)))
     with pytest.raises(DataError, match="a prompt has token|its prompt has token|cannot be used"):
         if schema is EvalConfig:
@@ -149,7 +154,7 @@ def test_cases_fine_tuning_refuses_tokens_without_rows_at_check_and_at_start(bas
     told = capsys.readouterr().err
     assert why in told and "1 of 2 rows" in told
     with pytest.raises(DataError, match=re.escape(why)):
-        sft._read(config_files.load(SftConfig, [], words), [], [])
+        sft._read(spec_of(config_files.load(SftConfig, [], words)), [], [])
 
 
 def test_cases_work_with_tokens_without_rows_is_refused_on_every_rank(base):
@@ -272,6 +277,6 @@ def test_cases_models_that_share_token_ids_need_one_vocabulary(base, tmp_path):
         student = {"model": {"path": str(base)}, "loss": {"objective": "distilled"}}
         roles = "roles=" + json.dumps({"student": student, "teacher": {"model": {"path": str(junior)}}})
         distil = config_files.load(TrainConfig, [], [roles, *words[1:]])
-        for call in (lambda c=tandem: check_data.data_lines(c, deep=True), lambda c=distil: Distil(updates=1).check(c)):
+        for call in (lambda c=tandem: data_lines(c), lambda c=distil: Distil(updates=1).check(spec_of(c))):
             with pytest.raises(ConfigError, match="vocabularies differ in 2 tokens") if differs else nullcontext():
                 call()

@@ -7,6 +7,7 @@ import logging
 import re
 
 import pytest
+from specs import spec_of
 from test_methods_sampling import by_row, reader_of, table_of
 from test_methods_self_play import Tasks, recipe_of
 from test_methods_self_play import table_of as self_play_table
@@ -16,7 +17,6 @@ from toys import characters
 
 from megatron_rl.commands import check_data
 from megatron_rl.config import files as config_files
-from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import GenerateConfig, SftConfig, TrainConfig
 from megatron_rl.data.problems import MEASURED, Problem, PromptReader
@@ -28,6 +28,10 @@ from megatron_rl.training.turns import Turn
 
 SETTING = "roles.generator.max_prompt_tokens"
 __all__ = ["self_play_texts"]  # a fixture
+
+
+def data_lines(config):
+    return check_data.data_lines(config, spec_of(config), deep=True)
 
 
 @pytest.fixture
@@ -58,7 +62,7 @@ def train_config(rows, *words):
 
 def read_for_a_run(config):
     """Reads prompts as every rank of a run does."""
-    return parts.prompts(config, plugins.build(config.recipe), {"generator": characters()})
+    return parts.prompts(spec_of(config), {"generator": characters()})
 
 
 @pytest.mark.parametrize("held_out", [False, True])
@@ -73,11 +77,11 @@ def test_faults_long_prompts_do_not_vanish_without_a_word(rows, caplog, held_out
     cure = f"problem 1: its prompt has 40 tokens: raise {SETTING} = 20"
     few = train_config(rows, *words, *[f"{name}.max_bad_share=0.4"])
     with pytest.raises(ConfigError, match=f"{said}(.|\n)*more than max_bad_share = 0.4"):
-        check_data.data_lines(few, deep=True)
+        data_lines(few)
     with pytest.raises(DataError, match=f"{said}(.|\n)*more than max_bad_share = 0.4"):
         read_for_a_run(few)
     many = train_config(rows, *words, *[f"{name}.max_bad_share=0.5"])
-    for look in (lambda: check_data.data_lines(many, deep=True), lambda: read_for_a_run(many)):
+    for look in (lambda: data_lines(many), lambda: read_for_a_run(many)):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             look()
@@ -122,9 +126,9 @@ def test_faults_samples_that_do_not_fit_are_refused_where_they_are_many(rows, ki
         cure = "its prompt has 40 tokens: raise max_prompt_tokens = 20"
     words = [f"model.path={rows}/model", *words]
     with pytest.raises(ConfigError, match=f"30 of 60 rows of (.|\n)*{cure}(.|\n)*more than max_bad_share = 0.01"):
-        check_data.data_lines(config_files.load(schema, [], words), deep=True)
+        data_lines(config_files.load(schema, [], words))
     with caplog.at_level(logging.WARNING):
-        check_data.data_lines(config_files.load(schema, [], [*words, "data.max_bad_share=0.5"]), deep=True)
+        data_lines(config_files.load(schema, [], [*words, "data.max_bad_share=0.5"]))
     assert "30 of 60 rows" in caplog.text
 
 

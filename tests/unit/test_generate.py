@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from chats import CHATML, chat_tokenizer, said
 from fake_vllm import GENERATE, FakeVllm
+from specs import spec_of
 from tiny_models import make_model
 from toys import EOS, characters
 
@@ -60,7 +61,7 @@ def served(tmp_path, fake):
 def generated(tmp_path, *words):
     """The rows of each file, by its name."""
     config = config_files.load(GenerateConfig, [], words)
-    assert generate.run(config, Place(0, 1, 0, "127.0.0.1", 0), {"PATH": "/usr/bin:/bin"}) == 0
+    assert generate.run(config, spec_of(config), Place(0, 1, 0, "127.0.0.1", 0), {"PATH": "/usr/bin:/bin"}) == 0
     return {file.stem: pq.read_table(file).to_pylist() for file in (tmp_path / "pairs").glob("*.parquet")}
 
 

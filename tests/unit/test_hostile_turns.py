@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from specs import spec_of
 
 from megatron_rl.config import schema as configs
 from megatron_rl.config.sources import own_code, sources
@@ -44,7 +45,8 @@ def config(target: str = "mine_rewards:grade", **recipe) -> configs.TrainConfig:
 
 
 def _fingerprint(config):
-    return train._fingerprint(config, read_files(config))
+    settings = spec_of(config).settings
+    return train._fingerprint(settings, read_files(settings))
 
 
 @pytest.mark.parametrize(

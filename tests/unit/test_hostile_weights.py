@@ -17,14 +17,13 @@ from tiny_models import make_model
 from toys import EOS, characters
 
 from megatron_rl import main
-from megatron_rl.config.schema import Model, TandemConfig
+from megatron_rl.config.schema import Model
 from megatron_rl.conversion.target import fresh
 from megatron_rl.report.pages import write_report
 from megatron_rl.run import sums
 from megatron_rl.run.checkpoint import MANIFEST, Checkpoints
 from megatron_rl.run.directory import RunDirectory
 from megatron_rl.session import common, train
-from megatron_rl.session.damage import model_directories
 from megatron_rl.training.turns import Part
 from megatron_rl.weights import hf
 from megatron_rl.world import OneProcess
@@ -144,14 +143,6 @@ def test_hostile_bit_in_the_weights_is_seen_by_every_command(command, model, tmp
     status = main.main([command, str(tmp_path / "config.yaml"), *words])
     error = capsys.readouterr().err
     assert status == 2 and f"{bad}/model.safetensors is not what was written" in error, error
-
-
-def test_models_are_found_wherever_a_config_names_one(tmp_path):
-    for name in "abc":
-        (tmp_path / name).mkdir()
-    tree = {"x": (Model(path=f"{tmp_path}/a"), [Model(path="on/the-hub")]), "y": TandemConfig(junior=f"{tmp_path}/b")}
-    assert [*model_directories(tree)] == [tmp_path / "a", tmp_path / "b"]
-    assert [*model_directories(TandemConfig())] == [] and [*model_directories(Model(path=""))] == []
 
 
 class Written:

@@ -16,7 +16,18 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 LAYERS = [
     ["types", "config", "models", "later", "user_code"],
     [
-        *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "control_tokens", "vocabulary"),
+        *(
+            "spec",
+            "algorithms",
+            "batches",
+            "rewards",
+            "weights",
+            "planning",
+            "text",
+            "chat",
+            "control_tokens",
+            "vocabulary",
+        ),
         "processes",
         "pickles",
         *("allocator", "transfers", "timing", "sdpa", "engines.base", "refit.base"),
@@ -198,7 +209,7 @@ def test_a_familys_name_elsewhere_is_found(source):
 
 def test_reading_a_config_loads_neither_torch_nor_megatron():
     code = (
-        "import sys, megatron_rl.config.schema, megatron_rl.config.checks, megatron_rl.main; "
+        "import sys, megatron_rl.config.schema, megatron_rl.spec.resolve, megatron_rl.main; "
         "print(sorted({m.split('.')[0] for m in sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)

@@ -6,12 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
+import specs as checks
 import torch
 from fake_vllm import FakeVllm
 from safetensors.torch import save_file
 from tiny_models import make_model
 
-from megatron_rl.config import checks
 from megatron_rl.config.schema import (
     ConfigError,
     Embedded,
@@ -183,7 +183,7 @@ def test_lora_roles_of_one_model_share_the_servers_that_compute_with_adapters():
     late = replace(both, rollouts=Rollouts(max_staleness=2))
     with pytest.raises(ConfigError, match=r"roles\.b and roles\.a share servers .* set it to 1"):
         checks.check(late, 1, to_come=True)
-    [said] = [line for line in checks.explain(both, 1) if "servers" in line]
+    [said] = [line for line in checks.explain(checks.spec_of(both)) if "servers" in line]
     assert said == "b: answers come from the servers of a, which compute with adapters of both"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import specs as checks
 import torch
 import torch.nn.functional as F
 from fake_engines import TableEngine
@@ -19,7 +20,7 @@ from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.batches.batch import STATISTICS, Statistics, by_name, pack, statistics_needed
 from megatron_rl.batches.dealing import deal
 from megatron_rl.batches.work import Work
-from megatron_rl.config import checks, plugins
+from megatron_rl.config import plugins
 from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, LossConfig, TrainConfig
 from megatron_rl.engines.base import Sampling

@@ -8,10 +8,10 @@ import re
 from fractions import Fraction
 
 import pytest
+import specs as checks
 from fake_engines import ScriptedEngine
 from toys import EOS, characters, graded
 
-from megatron_rl.config import checks
 from megatron_rl.config.files import load
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, TrainConfig, Use

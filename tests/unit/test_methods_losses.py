@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from specs import spec_of
 
 from megatron_rl.algorithms.corrections import correction_weights
 from megatron_rl.algorithms.losses import PolicyLoss, k3
@@ -661,5 +662,6 @@ def test_rollouts_ahead_of_training_are_corrected_unless_the_role_says_how(base,
     overrides = ["engine.kind=vllm", f"rollouts.max_staleness={staleness}"]
     overrides += [f"roles.generator.loss.correction={given}"] if given else []
     config = load(TrainConfig, [base], overrides)
-    made = parts.trainee(config, "generator", policy=None, refit=None)
+    spec = spec_of(config)
+    made = parts.trainee(spec.roles["generator"], spec.run, policy=None, refit=None)
     assert made.loss.config.correction == wanted

@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 import wandb_log
 
-from megatron_rl.config.schema import Model, SftConfig, SftData, Sinks
+from megatron_rl.config.schema import Sinks
 from megatron_rl.run import console as console_module
 from megatron_rl.run.console import RunConsole, before_after, headline, line
 from megatron_rl.run.metrics import MetricsRow, Sample, Stopwatch, Tracker, read_metrics
@@ -276,8 +276,7 @@ def test_a_silent_connection_keeps_nobody_from_the_figures(tmp_path):
 
 def test_the_config_chooses_the_sinks(tmp_path):
     def chosen(sinks):
-        config = SftConfig(model=Model(path="m"), data=SftData(train="d"), sinks=sinks)
-        return [sink.name for sink in configured_sinks(config, tmp_path)]
+        return [sink.name for sink in configured_sinks(sinks, tmp_path, run_name="r", config={})]
 
     assert chosen(Sinks()) == []
     assert chosen(Sinks(tensorboard=True, wandb_project="p")) == ["tensorboard", "wandb"]

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import specs as checks
 
 from megatron_rl.commands.settings import load
-from megatron_rl.config import checks
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.main import main
 from megatron_rl.planning import plan as plans

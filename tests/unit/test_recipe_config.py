@@ -3,8 +3,9 @@
 import re
 
 import pytest
+import specs as checks
 
-from megatron_rl.config import checks, plugins
+from megatron_rl.config import plugins
 from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, TrainConfig, Use
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from specs import spec_of
 from tiny_models import make_model
 from toys import characters
 
@@ -61,7 +62,7 @@ def config():
 
 def compared(done="3 turns", accept=False):
     record = InputRecord(Path("run/inputs.json"), done=done, accept=accept)
-    return record.compare(inputs.FILES, read_files(config()))
+    return record.compare(inputs.FILES, read_files(spec_of(config()).settings))
 
 
 NAMES = {
@@ -180,10 +181,10 @@ def test_answers_of_another_model_or_reward_are_not_gone_on_with(here):
     measured = configs.EvalConfig(model=configs.Model(path="model"), data=data, reward=reward)
 
     def digests():
-        read = read_files(asked)
+        read = read_files(spec_of(asked).settings)
         parts = answers.parts_digest(asked, read, [[1, 2]], 8)
         whole = answers.problems_digest(asked, read, [{}], parts)
-        return parts, whole, evaluate._digest(measured, [], read_files(measured))
+        return parts, whole, evaluate._digest(measured, [], read_files(spec_of(measured).settings))
 
     first = digests()
     (here / "mine_helper.py").write_text("VALUE = 2\n")

@@ -6,15 +6,16 @@ import os
 from dataclasses import replace
 
 import pytest
+from specs import check, spec_of
 
 from megatron_rl.cluster.profile import Profile
 from megatron_rl.config import files
-from megatron_rl.config.checks import check
 from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, TrainConfig
-from megatron_rl.config.server_gpus import device_problems
 from megatron_rl.jobs import submit
 from megatron_rl.main import main
 from megatron_rl.session.launch import Place, ranks_on_host
+from megatron_rl.spec import server_gpus
+from megatron_rl.spec.run_spec import Host
 
 TRAIN = """
 roles: {generator: {model: {path: org/m}}, verifier: {model: {path: org/m}}}
@@ -26,6 +27,10 @@ OTHERS = {
     "eval": (EvalConfig, ["model.path=org/m", "data.path=nowhere.jsonl", "engine.kind=vllm"]),
     "generate": (GenerateConfig, ["model.path=org/m", "data.path=nowhere.jsonl", "output=x", "engine.kind=vllm"]),
 }
+
+
+def device_problems(config, ranks_here):
+    return server_gpus.device_problems(spec_of(config).engine, ranks_here)
 
 
 @pytest.fixture
@@ -102,9 +107,9 @@ def test_the_commands_refuse_them_too(name, gpus_here, capsys):
 
 
 def test_check_only_notes_them_where_there_is_no_gpu(no_gpus_here):
-    from megatron_rl.commands.check import _check_gpus
+    from megatron_rl.commands.check import _gpu_notes
 
-    [note] = _check_gpus(other("eval", "engine.replicas=2"), 1, elsewhere=False)
+    [note] = _gpu_notes(spec_of(other("eval", "engine.replicas=2")), Host(1, False))
     assert note.startswith("note: refused on a host with GPUs: engine.gpus is empty")
 
 

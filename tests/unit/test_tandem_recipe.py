@@ -9,6 +9,7 @@ import pytest
 import torch
 from fake_engines import ScriptedEngine
 from fake_policy import TablePolicy
+from specs import check
 from test_recipes import (
     TOKENIZER,
     Problems,
@@ -30,7 +31,6 @@ from toys import EOS, graded
 from megatron_rl.algorithms.authors import Rule
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.batches.batch import Statistics, pack
-from megatron_rl.config.checks import check
 from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, CorrectionConfig, LossConfig, TrainConfig
 from megatron_rl.engines.base import Completion, EngineError, Sampling, TandemSampling

@@ -5,14 +5,13 @@ are told.
 from pathlib import Path
 
 import pytest
+import specs as config_checks
 from fake_policy import TablePolicy
 from test_recipes import TOKENIZER, Problems, mixed_verifier, problems, solution, table_of
 from toys import streaming
 
 from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
-from megatron_rl.config import plugins
 from megatron_rl.config.schema import LossConfig, TrainConfig
 from megatron_rl.recipes.tango import PaperTango
 from megatron_rl.run.console import headline
@@ -97,5 +96,5 @@ def test_check_notes_a_verifier_whose_turn_never_comes(settings, notes, monkeypa
     monkeypatch.chdir(ROOT)
     arguments = [f"recipe.args.{setting}" for setting in settings]
     config = config_files.load(TrainConfig, ["examples/miniatures/last_letter/tango.yaml"], arguments)
-    lines = config_checks.explain_recipe(config, plugins.build(config.recipe), 1)
+    lines = config_checks.explain_recipe(config_checks.spec_of(config))
     assert [line.removeprefix("note: ") for line in lines if line.startswith("note: ")] == notes

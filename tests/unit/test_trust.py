@@ -12,16 +12,18 @@ from pathlib import Path
 import pytest
 from chats import CHATML
 from conftest import ROOT, environment
+from specs import spec_of
 from tiny_models import make_model
 
-from megatron_rl.config import absent, hub, plugins
 from megatron_rl.config import files as config_files
+from megatron_rl.config import hub, plugins
 from megatron_rl.config.schema import ConfigError, EvalConfig, Reward, TrainConfig, Use
 from megatron_rl.jobs import doctor
 from megatron_rl.main import main
 from megatron_rl.rewards.pool import GradePool
 from megatron_rl.run.console import COLUMNS, ROLE, SECONDS, SMOOTH, line
 from megatron_rl.run.metrics import MetricsRow
+from megatron_rl.spec import absent
 from megatron_rl.training.gate import GateFailure, check_reward
 from megatron_rl.types import Outcome, Prompt
 
@@ -190,12 +192,12 @@ def test_a_folder_of_that_name_makes_a_path_local(words, tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     for path, on_hub in (("models/none", False), ("org/none", True)):
         config = config_files.load(TrainConfig, [], [*words, f"roles.generator.model.path={path}"])
-        (found,) = absent.absent_files(config)
+        (found,) = absent.absent_files(spec_of(config))
         assert found.on_hub is on_hub and (found.problem is None) is on_hub
-    assert "hf download models/none" in str(absent.Absent("m", "models/none", False).problem)
+    assert "hf download models/none" in str(absent.Absent("m", "models/none").problem)
     (tmp_path / "hub/models--models--none/snapshots/abc").mkdir(parents=True)
     config = config_files.load(TrainConfig, [], [*words, "roles.generator.model.path=models/none"])
-    assert [one.on_hub for one in absent.absent_files(config)] == [True]
+    assert [one.on_hub for one in absent.absent_files(spec_of(config))] == [True]
 
 
 def test_offline_a_name_that_the_cache_lacks_is_refused_with_the_cure(words, tmp_path, monkeypatch, capsys):

@@ -1,0 +1,89 @@
+"""Says in sentences what the numbers of a specification mean, for `megatron-rl check` and a run's log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rl.config.base import read_object
+from megatron_rl.config.model import RoleConfig
+from megatron_rl.models import registry
+from megatron_rl.models.adapters import num_elements, owners
+from megatron_rl.spec.run_spec import RunSpec, Spec
+
+
+def explain(spec: Spec) -> list[str]:
+    """Returns one line for each role: how its model lies over the ranks, and what its adapters train."""
+    if not isinstance(spec, RunSpec):
+        return [f"the model: {_adapters(role)}" for role in spec.roles.values() if role.lora is not None]
+    lines, ranks = [], spec.cluster.ranks
+    for name, role in spec.roles.items():
+        if not role.has_policy:
+            where = "own engines" if role.endpoint is None else role.endpoint.url
+            shared = f"shares policy and engines with {role.same_as}"
+            fixed = f"no policy in the trainer; {where} answer with fixed weights"
+            lines.append(f"{name}: {fixed if role.same_as is None else shared}")
+            continue
+        layout = role.layout
+        cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
+        plain = layout.ep == 1 and layout.expert_tp == layout.tp
+        experts = "" if plain else f", experts ep {layout.ep} x etp {layout.expert_tp}"
+        lines.append(
+            f"{name}: tp {layout.tp}{cp} x pp {layout.pp} x dp {ranks // layout.model_ranks} on {ranks} "
+            f"ranks{experts}; micro-batches of up to {role.micro_batch_tokens * layout.cp} tokens per replica"
+        )
+        if role.lora is not None:
+            owner = owners(spec.roles).get(name, name)
+            shared = "" if owner == name else f"; it is the copy that {owner} has"
+            lines.append(f"{name}: {_adapters(role)}{shared}")
+        if role.servers != name:
+            lines.append(
+                f"{name}: answers come from the servers of {role.servers}, which compute with adapters of both"
+            )
+        if role.tandem is not None:
+            junior = role.tandem.junior or f"a frozen copy of {role.model.path}"
+            lines.append(f"{name}: its rollouts are written together with {junior}, strategy {role.tandem.strategy}")
+    return lines
+
+
+def explain_recipe(spec: RunSpec) -> list[str]:
+    """Returns one line for each trained role: prompts, samples and optimizer steps of one update; and a note on each
+    role that is not trained in a run of this length, or only before any other role is."""
+    parts = spec.recipe.roles()
+    trained = [name for name, part in parts.items() if part.trained]
+    lines = [_update(spec, name, parts[name].samples) for name in trained]
+    turns = [turn for step in spec.loop.schedule for turn in step]
+    for name in trained:
+        first = next((i for i, turn in enumerate(turns) if set(turn) & {*trained} - {name}), None)
+        own = [i for i, turn in enumerate(turns) if name in turn]
+        if not own:
+            lines.append(f"note: {name} has no turn in a run of this length: it is not trained")
+        elif first is not None and own[-1] < first:
+            lines.append(f"note: {name} is trained in the first {len(own)} turns alone, before any other role is")
+    return lines
+
+
+def _update(spec: RunSpec, name: str, group_size: int) -> str:
+    """Describes an update of one role: P prompts x G samples = S samples, S / B optimizer steps, most tokens."""
+    role, prompts = spec.roles[name], spec.run.prompts_per_step
+    samples = prompts * group_size
+    batch = role.samples_per_optimizer_step or samples
+    longest = samples * (role.max_prompt_tokens + role.sampling.max_tokens)
+    replicas = spec.cluster.ranks // role.layout.model_ranks
+    steps, micro_batches = -(-samples // batch), -(-longest // (replicas * role.micro_batch_tokens))
+    return (
+        f"{name}: {prompts} prompts x {group_size} samples = {samples} samples per update; {samples} / {batch} = "
+        f"{steps} optimizer steps; at most {longest} tokens, that is up to {micro_batches} micro-batches of "
+        f"{role.micro_batch_tokens} tokens on each of {replicas} data-parallel replicas "
+        f"(tp {role.layout.tp}, pp {role.layout.pp})"
+    )
+
+
+def _adapters(role: RoleConfig) -> str:
+    """Describes what a role with adapters trains."""
+    assert role.lora is not None
+    text = f"trains adapters of rank {role.lora.rank} on {', '.join(role.lora.targets)}"
+    file = Path(role.model.path) / "config.json"
+    if not file.is_file():
+        return text
+    found = num_elements(registry.read(read_object(file), str(file)), role.lora)
+    return f"{text}: {found / 1e6:.2f} million numbers; {role.model.path} stays as it is"

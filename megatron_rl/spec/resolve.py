@@ -1,0 +1,175 @@
+"""Resolves a config into the specification of a run, once, before anything starts. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, overload
+
+from megatron_rl.config import files, plugins
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.datasets import PromptSet
+from megatron_rl.config.engines import Servers
+from megatron_rl.config.model import CORRECTION_AHEAD, Model, RoleConfig
+from megatron_rl.config.schema import EvalConfig, GenerateConfig, SftConfig, TrainConfig
+from megatron_rl.models import registry
+from megatron_rl.spec import absent, checks, server_gpus
+from megatron_rl.spec.run_spec import (
+    ClusterSpec,
+    DataSpec,
+    EngineSpec,
+    Host,
+    LoopSpec,
+    RoleSpec,
+    RunSpec,
+    SftSpec,
+    Spec,
+)
+
+Config = TrainConfig | SftConfig | EvalConfig | GenerateConfig
+
+
+@overload
+def resolve(config: TrainConfig, ranks: int, *, to_come: bool = False, here: Host | None = None) -> RunSpec: ...
+@overload
+def resolve(config: SftConfig, ranks: int, *, to_come: bool = False, here: Host | None = None) -> SftSpec: ...
+@overload
+def resolve(config: Config, ranks: int, *, to_come: bool = False, here: Host | None = None) -> Spec: ...
+def resolve(config: Config, ranks: int, *, to_come: bool = False, here: Host | None = None) -> Spec:
+    """Returns the specification of the run that a config describes, on so many ranks.
+
+    `to_come`: model directories may be missing still, since an earlier stage writes them. `here`: the run is to start
+    on this host; None: nothing is looked for on this host. Raises ConfigError that names everything that is wrong.
+    """
+    registry.add(config.families, "families")
+    spec, problems = specify(config, ranks)
+    problems = checks.problems(spec, to_come=to_come) + problems
+    if not problems and here is not None:
+        problems = [text for one in absent.absent_files(spec) if (text := one.problem) is not None]
+        problems += absent.server_problems(spec.engine) + absent.sandbox_problems(spec.settings)
+        problems += server_gpus.device_problems(spec.engine, here.ranks) if here.gpus else []
+    if problems:
+        raise ConfigError("\n  ".join(problems))
+    return spec
+
+
+def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
+    """Returns (the specification of a config, why its recipe cannot be built), without any check. A recipe that cannot
+    be built is None."""
+    shared: dict[str, Any] = {
+        "roles": roles_of(config),
+        "engine": None if isinstance(config, SftConfig) else engine_of(config),
+        "directory": run_directory(config),
+        "models": _models(config),
+        "sets": _sets(config),
+        "reward": None if isinstance(config, SftConfig) else config.reward,
+        "settings": files.tree_of(config),
+        "cluster": ClusterSpec(ranks=ranks, launch=config.launch),
+    }
+    if not isinstance(config, TrainConfig | SftConfig):
+        return Spec(**shared), []
+    shared |= {
+        "run": config.run,
+        "sinks": config.sinks,
+        "cluster": ClusterSpec(ranks=ranks, launch=config.launch, job=config.job),
+    }
+    if isinstance(config, SftConfig):
+        own = ("data", "samples_per_step", "steps", "epochs", "validate_every")
+        return SftSpec(**shared, **{name: getattr(config, name) for name in own}), []
+    recipe, problems = None, list[str]()
+    try:
+        recipe = plugins.build(config.recipe)
+    except ConfigError as error:
+        problems.append(str(error))
+    replay = Path(config.debug.replay) if config.debug.replay else None
+    training = {name: source for name, source in shared["sets"].items() if name != checks.HELD_OUT}
+    spec = RunSpec(
+        **shared,
+        recipe=recipe,
+        data=DataSpec(training=training, held_out=config.evaluation.prompts, replay=replay),
+        loop=LoopSpec(
+            schedule=() if recipe is None else tuple(map(tuple, recipe.schedule()[: config.run.steps])),
+            evaluation=config.evaluation,
+            rollouts=config.rollouts,
+            gate=dataclasses.replace(config.gate, enabled=config.gate.enabled and replay is None),
+        ),
+    )
+    return spec, problems
+
+
+def engine_of(config: TrainConfig | EvalConfig | GenerateConfig) -> EngineSpec:
+    """Returns the specification of a run's engines. It needs no recipe, so that a process of one server can be started
+    from the config alone."""
+    registry.add(config.families, "families")
+    roles = {name: role for name, role in roles_of(config).items() if role.owner == name}
+    more: dict[str, Any] = {}
+    if isinstance(config, TrainConfig):
+        roles = {} if config.debug.replay else roles
+        more = {"refit": config.refit, "trains": True}
+    else:
+        roles.pop("base", None)  # its probabilities are compared; it generates nothing
+    output = Path(config.output) if isinstance(config, GenerateConfig) else run_directory(config)
+    return EngineSpec(settings=config.engine, roles=roles, directory=output, families=config.families, **more)
+
+
+def run_directory(config: Config) -> Path:
+    """Returns the directory of a run that has one, else the directory that the output lies in."""
+    if isinstance(config, TrainConfig | SftConfig):
+        return Path(config.run.dir) / config.run.name
+    return Path(config.output or ".").parent
+
+
+def roles_of(config: Config) -> dict[str, RoleSpec]:
+    """Returns the roles of a training run, or the models of another command by the names of their settings: `model`,
+    `junior`, `verifier` and `base`. Models with equal settings have one owner."""
+    ahead = served = False
+    if isinstance(config, TrainConfig):
+        ahead, roles = config.rollouts.max_staleness > 0, config.roles
+        served = isinstance(config.engine, Servers) and config.engine.serves_adapters
+    elif isinstance(config, SftConfig):
+        roles = {"model": config.trained}
+    else:
+        first_of: dict[Model, str] = {}
+        roles = {}
+        for setting, model in _models(config).items():
+            name = setting.removesuffix(".model")
+            owner = first_of.setdefault(model, name)
+            roles[name] = RoleConfig(model=model, policy="none", same_as=None if owner == name else owner)
+    first: dict[Any, str] = {}  # the first role of those that share servers
+    out: dict[str, RoleSpec] = {}
+    for name, role in roles.items():
+        owner = role.same_as or name
+        shared = served and role.lora is not None
+        servers = first.setdefault((role.model.path, role.model.dtype) if shared else (owner,), owner)
+        loss = dataclasses.replace(role.loss, max_tokens=role.loss.max_tokens or role.sampling.max_tokens)
+        if ahead and loss.correction is None:
+            loss = dataclasses.replace(loss, correction=CORRECTION_AHEAD)
+        out[name] = RoleSpec(**{**vars(role), "loss": loss}, name=name, owner=owner, servers=servers)
+    return out
+
+
+def _models(config: Config) -> Mapping[str, Model]:
+    """Returns {setting: section} of the models whose files a command reads."""
+    if isinstance(config, TrainConfig):
+        return {
+            f"roles.{name}.model": role.model
+            for name, role in config.roles.items()
+            if role.same_as is None and (role.endpoint is None or role.model.path)
+        }
+    found: dict[str, Model | None] = {"model": config.model}
+    if isinstance(config, EvalConfig):
+        judging = None if config.verifier is None else config.verifier.model
+        found |= {"junior": config.junior, "verifier.model": judging, "base": config.base}
+    return {name: model for name, model in found.items() if model is not None}
+
+
+def _sets(config: Config) -> Mapping[str, PromptSet]:
+    """Returns {setting: section} of the problem sets that a command reads."""
+    if isinstance(config, SftConfig):
+        return {}
+    found: dict[str, PromptSet | None] = {"data": config.data}
+    if isinstance(config, TrainConfig):
+        found |= {f"roles.{name}.data": role.data for name, role in config.roles.items()}
+        found[checks.HELD_OUT] = config.evaluation.prompts
+    return {name: source for name, source in found.items() if source is not None}

@@ -1,0 +1,82 @@
+"""Says what is wrong with `engine.gpus`, the GPUs that servers get by number."""
+
+from __future__ import annotations
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.engines import Servers
+from megatron_rl.spec.run_spec import EngineSpec
+
+
+def number_problems(engine: EngineSpec) -> list[str]:
+    """Returns a sentence for each GPU number that is given twice, and for fewer numbers than the servers need, whatever
+    the machine is. No numbers at all are right on a CPU.
+    """
+    settings = engine.settings
+    if not isinstance(settings, Servers):
+        return []
+    problems, wanted = doubled_gpus(settings), _wanted(engine, settings)
+    if settings.gpus and _started_by_number(engine, settings) and len(settings.gpus) < wanted:
+        problems.append(
+            f"engine.gpus = {list(settings.gpus)}: {wanted} are needed ({_sets(engine)} x engine.replicas x engine.tp)"
+        )
+    return problems
+
+
+def device_problems(engine: EngineSpec | None, ranks_here: int) -> list[str]:
+    """Returns what is wrong with the GPU numbers on a machine that has GPUs.
+
+    `ranks_here`: how many ranks are known to run on the machine where the servers are started. Local rank k uses GPU k.
+    """
+    settings = None if engine is None else engine.settings
+    if engine is None or not isinstance(settings, Servers) or not _started_by_number(engine, settings):
+        return []
+    wanted, gpus = _wanted(engine, settings), list(settings.gpus)
+    if not engine.trains:
+        if gpus or wanted == settings.tp:
+            return []
+        return [
+            f"engine.gpus is empty: all {wanted // settings.tp} servers would take the first GPU. Name {wanted} GPUs "
+            f"({_sets(engine)} x engine.replicas x engine.tp)"
+        ]
+    if not gpus:
+        said = (
+            "engine.gpus is empty: every server would take the first GPU, as the first rank does. Name "
+            f"{wanted} GPUs (roles x engine.replicas x engine.tp) that no rank has; or set engine.colocate to true, "
+            "and servers and trainer have the GPUs in turns; or start the servers in jobs of their own (engine.start "
+            "= false)"
+        )
+        return [said] if wanted else []
+    shared = sorted({number for number in gpus if number < ranks_here})
+    ranks = "rank 0 has GPU 0" if ranks_here == 1 else f"its ranks have GPUs 0 to {ranks_here - 1}"
+    said = (
+        f"engine.gpus = {gpus}: {shared} are the trainer's as well ({ranks}), and both would hold memory there all the "
+        f"time. Name GPUs from {ranks_here} on; or leave engine.gpus out and set engine.colocate to true, and they "
+        "have the GPUs in turns"
+    )
+    return [said] if shared else []
+
+
+def refuse(engine: EngineSpec | None, ranks_here: int) -> None:
+    """Raises ConfigError for what `device_problems` finds."""
+    if problems := device_problems(engine, ranks_here):
+        raise ConfigError("\n  ".join(problems))
+
+
+def doubled_gpus(settings: Servers) -> list[str]:
+    """Returns a sentence about GPUs that engine.gpus names more than once; an empty list where there are none."""
+    twice = sorted({number for number in settings.gpus if settings.gpus.count(number) > 1})
+    said = f"engine.gpus = {list(settings.gpus)}: {twice} stand there twice; two servers cannot share a GPU"
+    return [said] if twice else []
+
+
+def _started_by_number(engine: EngineSpec, settings: Servers) -> bool:
+    """Returns whether the command itself starts the servers on the GPUs that engine.gpus numbers."""
+    return not (settings.urls or settings.colocate or (engine.trains and not settings.start))
+
+
+def _wanted(engine: EngineSpec, settings: Servers) -> int:
+    return len(engine.server_roles) * settings.replicas * settings.tp
+
+
+def _sets(engine: EngineSpec) -> str:
+    return "roles" if engine.trains else "models"
