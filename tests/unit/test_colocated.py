@@ -409,7 +409,7 @@ def settings(**engine):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rollouts": Rollouts(max_staleness=1)}, "no turn can be written beside training"),
+        ({"rollouts": Rollouts(max_staleness=1)}, "no iteration can be written beside training"),
         ({"refit": RefitConfig(delta=True)}, "refit.delta = true"),
     ],
 )
