@@ -26,8 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 from fake_vllm import GENERATE, JOIN, PAUSE, UPDATE, Handler  # noqa: E402
 from refitted_servers import RefittedVllm  # noqa: E402
 
-from megatron_rl.engines.frames import pack, unpack  # noqa: E402
 from megatron_rl.engines.guard import TOKEN_FILE  # noqa: E402
+from megatron_rl.frames import pack, unpack  # noqa: E402
 
 FAULTS, SHARE = "SOAK_FAULTS", "SOAK_SHARE"  # the directory; the share of answers that something happens to
 LIES = ("nan", "positive", "vocabulary", "few", "long")

@@ -13,7 +13,6 @@ from toys import characters
 
 from megatron_rl.config.schema import EndpointConfig
 from megatron_rl.engines.base import Completion, EngineError, Sampling
-from megatron_rl.engines.frames import pack
 from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.openai import OpenAiServer
@@ -21,6 +20,7 @@ from megatron_rl.engines.sglang.client import SglangServer
 from megatron_rl.engines.sglang.settings import Sglang
 from megatron_rl.engines.vllm.client import VllmServer
 from megatron_rl.engines.vllm.settings import Vllm
+from megatron_rl.frames import pack
 
 VOCAB, ROOM = 97, 6
 ODD = [

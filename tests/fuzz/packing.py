@@ -12,11 +12,13 @@ import numpy as np
 from fuzzing import Tally, tally
 
 from megatron_rl.engines.base import Completion, Sampling
-from megatron_rl.packing import KINDS, LENGTH_BYTES, PackingError, pack, unpack
+from megatron_rl.frames import KINDS, LENGTH_BYTES, PackingError
+from megatron_rl.packing import pack, unpack
 from megatron_rl.types import Stop
 
 TREES = (
-    *('["object","Sampling",[]]', '["object","Path",["/etc/passwd"]]', '["again",0]', '["again",-1]', '["array",9]'),
+    *('["object","Sampling",[]]', '["object","Path",["/etc/passwd"]]', '["again",0]', '["again",-1]', '["array","9"]'),
+    *('["array","0"]', '["bytes","0"]'),
     *('["enum","Stop","__class__"]', '["enum","Sampling","n"]', '["dict",[1]]', '["dict",[["list",[]],1]]'),
     *('["kind","object"]', '["torch","load"]', '["set",[["list",[]]]]', '["path",7]', '["list",7]'),
     *("[]", "[[]]", '{"a":1}', '["number",0]', "NaN"),
@@ -46,7 +48,9 @@ def one(rng: random.Random) -> str:
             rng.choice([*KINDS, "object", "bytes", 7, None]),
             rng.choice([[-1], [2**62, 4], [1.5], "a", [0], 3]),
         )
-        header = f'{{"tree": {rng.choice(TREES)}, "arrays": {json.dumps(rng.choice([[], [[kind, shape]]]))}}}'.encode()
+        header = (
+            f'{{"about": {rng.choice(TREES)}, "arrays": {json.dumps(rng.choice([[], [["0", kind, shape]]]))}}}'.encode()
+        )
         data = bytearray(len(header).to_bytes(LENGTH_BYTES, "little") + header + rng.randbytes(rng.choice([0, 8])))
     else:
         data = bytearray(pickle.dumps(some(rng, 2)))

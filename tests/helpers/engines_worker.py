@@ -35,10 +35,10 @@ from megatron_rl.cluster.watchdog import Watchdog
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.engines.base import Completion, Sampling, complete
-from megatron_rl.engines.frames import pack
 from megatron_rl.engines.guard import HEADER
 from megatron_rl.engines.pool.pool import Pool, given
 from megatron_rl.engines.vllm.routes import PATH as GENERATE
+from megatron_rl.frames import pack
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.run.directory import RunDirectory

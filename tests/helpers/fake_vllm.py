@@ -22,10 +22,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
-from megatron_rl.engines.frames import KIND, pack, unpack
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE
 from megatron_rl.engines.vllm.routes import PATH as GENERATE
 from megatron_rl.engines.vllm.routes import SCORE_PATH as SCORE
+from megatron_rl.frames import CONTENT_TYPE, pack, unpack
 
 ERROR = "(EngineCore pid=22706) ERROR 11-26 09:54:38 [core.py:1510] "  # how vLLM's logger begins a line
 CAUSE = f"""{ERROR}EngineCore failed to start.
@@ -292,7 +292,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return None
         if parts.path in (GENERATE, SCORE):
-            assert self.headers["Content-Type"] == KIND
+            assert self.headers["Content-Type"] == CONTENT_TYPE
             verb = self.fake.generate if parts.path == GENERATE else self.fake.score
             return self._send(200, verb(body, fault))
         answer = self.fake.answer(parts.path, parse_qs(parts.query), json.loads(body) if body else None)

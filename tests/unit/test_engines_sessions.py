@@ -13,11 +13,11 @@ from fake_fleet import TOKEN, Fleet, expected, fleet_in, until
 from fake_vllm import GENERATE, SCORE, logprob_of, top_of
 
 from megatron_rl.engines.base import EngineError, Sampling, complete
-from megatron_rl.engines.frames import pack, unpack
 from megatron_rl.engines.pool.membership import Limits
 from megatron_rl.engines.pool.pool import given
 from megatron_rl.engines.vllm.client import VllmServer
 from megatron_rl.engines.vllm.settings import Vllm
+from megatron_rl.frames import pack, unpack
 from megatron_rl.session.servers import connect
 
 SAMPLING = Sampling(max_tokens=6, n=2, seed=3)

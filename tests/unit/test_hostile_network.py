@@ -37,7 +37,8 @@ from megatron_rl.engines.pool.membership import Limits
 from megatron_rl.engines.pool.pool import given
 from megatron_rl.engines.vllm.client import VllmServer
 from megatron_rl.engines.vllm.settings import Vllm
-from megatron_rl.packing import PackingError, pack, unpack
+from megatron_rl.frames import PackingError
+from megatron_rl.packing import pack, unpack
 from megatron_rl.refit import tcp
 from megatron_rl.refit.base import Deadline
 from megatron_rl.refit.board import Board

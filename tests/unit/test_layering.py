@@ -14,7 +14,7 @@ from megatron_rl.models.registry import families
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 LAYERS = [
-    ["types", "config", "models", "later", "user_code"],
+    ["types", "config", "models", "later", "user_code", "frames"],
     [
         *(
             "spec",

@@ -18,7 +18,6 @@ from tiny_models import make_model
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.base import EngineError, Sampling
-from megatron_rl.engines.frames import unpack
 from megatron_rl.engines.guard import HEADER
 from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.kind import ModelFacts, ServerStart
@@ -26,6 +25,7 @@ from megatron_rl.engines.sglang.client import SglangServer
 from megatron_rl.engines.sglang.kind import command
 from megatron_rl.engines.sglang.routes import OWN, PATH, Framed, framed
 from megatron_rl.engines.sglang.settings import Sglang
+from megatron_rl.frames import unpack
 from megatron_rl.types import Stop
 
 INFO = {"tp_size": 2, "max_req_input_len": 506, "sampling_mask_max_tokens": 50, "enable_deterministic_inference": False}

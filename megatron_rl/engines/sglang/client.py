@@ -16,7 +16,6 @@ import numpy as np
 
 from megatron_rl.engines import answers, sampler
 from megatron_rl.engines.base import Completion, EngineError, Sampling, TopScores, empty
-from megatron_rl.engines.frames import Arrays, unpack
 from megatron_rl.engines.guard import HEADER
 from megatron_rl.engines.http import JSON, RequestRefused, ServerLost
 from megatron_rl.engines.kind import ModelFacts
@@ -24,6 +23,7 @@ from megatron_rl.engines.server import MARGIN_S, Server
 from megatron_rl.engines.sglang.routes import PATH as GENERATE
 from megatron_rl.engines.sglang.routes import parts
 from megatron_rl.engines.sglang.settings import Sglang
+from megatron_rl.frames import Arrays, unpack
 from megatron_rl.types import Stop
 
 FACTS = "/server_info"

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.engines.frames import KIND, pack
 from megatron_rl.engines.guard import Application, Message, Receive, Send
+from megatron_rl.frames import CONTENT_TYPE, pack
 
 PATH, OWN = "/megatron_rl/generate", "/generate"  # ours, and SGLang's own
 # Names in a frame -> names in SGLang's `meta_info`, and whether each token has a list of its own there.
@@ -55,7 +55,7 @@ class Framed:
         content = b"".join(parts)
         if status == 200:
             content = await asyncio.to_thread(framed, content)  # other requests go on meanwhile
-            headers = [(b"content-type", KIND.encode()), (b"content-length", str(len(content)).encode())]
+            headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
@@ -76,7 +76,7 @@ def framed(answer: bytes) -> bytes:
             found.setdefault(name, []).append(array)
         lengths = {name: len(array) for name, array in own.items()}
         about.append({"lengths": lengths} | {name: each["meta_info"].get(name) for name in ABOUT})
-    return pack(about, {name: np.concatenate(arrays) for name, arrays in found.items()})
+    return bytes(pack(about, {name: np.concatenate(arrays) for name, arrays in found.items()}))
 
 
 def parts(about: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl import frames
 from megatron_rl.algorithms.authors import fingerprint, replay
 from megatron_rl.config.model import Strategy
-from megatron_rl.engines import answers, frames, sampler
+from megatron_rl.engines import answers, sampler
 from megatron_rl.engines.base import Completion, Sampling, TandemSampling, TopScores, empty
 from megatron_rl.engines.guard import HEADER
 from megatron_rl.engines.http import RequestRefused, ServerLost
@@ -164,7 +165,7 @@ class VllmServer(Server):
     ) -> tuple[Any, frames.Arrays]:
         """Sends tokens and what is said about them; returns what the answer says, and its arrays."""
         body = frames.pack(about, {"tokens": tokens})
-        answer = await self._http.exchange(path, body, frames.KIND, timeout_s=timeout_s, max_bytes=max_bytes)
+        answer = await self._http.exchange(path, body, frames.CONTENT_TYPE, timeout_s=timeout_s, max_bytes=max_bytes)
         with self._understood():
             return frames.unpack(answer)
 

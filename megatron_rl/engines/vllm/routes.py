@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.engines.frames import KIND, Arrays, pack, unpack
 from megatron_rl.engines.guard import Application, Message, Receive, Send
+from megatron_rl.frames import CONTENT_TYPE, Arrays, pack, unpack
 
 PATH, SCORE_PATH = "/megatron_rl/generate", "/megatron_rl/score"
 _log = logging.getLogger("vllm.megatron_rl.route")  # below vLLM's, which writes
@@ -27,7 +27,7 @@ Answer = tuple[int, bytes]  # status, and a frame (200) or an error as JSON
 
 class Routes:
     """An ASGI application around another: answers PATH and SCORE_PATH, hands on what else comes. Bodies are frames
-    (engines/frames.py).
+    (frames.py).
 
     PATH takes `tokens` int32 [T], the prompt, with vLLM's sampling parameters, and with `lora`, the name, number,
     directory and version of the adapter to compute with, where there is one. It answers with the n samples one after
@@ -60,7 +60,7 @@ class Routes:
             gone.cancel()
             work.cancel()
         status, content = work.result()
-        kind = KIND if status == 200 else "application/json"
+        kind = CONTENT_TYPE if status == 200 else "application/json"
         headers = [(b"content-type", kind.encode()), (b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
@@ -73,7 +73,7 @@ class Routes:
         if adapter is not None:  # vLLM tells the version of the model, which stays
             for choice in about:
                 choice["weight_versions"] = [[0, adapter[3]]]
-        return pack(about, arrays)
+        return bytes(pack(about, arrays))
 
     async def _score(self, engine: Any, body: bytes) -> bytes:
         asked, tokens = _unpacked(body)
@@ -83,7 +83,7 @@ class Routes:
         )
         logprobs = np.concatenate([np.empty((0, 1 + k), np.float32), *(own for own, _ in scores)])
         ids = np.concatenate([np.empty((0, k), np.int32), *(own for _, own in scores)])
-        return pack(None, {"logprobs": logprobs, "ids": ids})
+        return bytes(pack(None, {"logprobs": logprobs, "ids": ids}))
 
     async def _score_one(
         self, engine: Any, tokens: list[int], k: int, adapter: list[Any] | None

@@ -1,0 +1,65 @@
+"""JSON and raw arrays as one string of bytes. It needs numpy alone, so that the processes of engines import it too.
+
+A frame is: the header's length (4 bytes, little-endian), the header, the arrays one after the other. The header is
+{"about": any JSON, "arrays": [[name, kind, shape], ...]} with the kinds of `KINDS`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+CONTENT_TYPE = "application/x-megatron-rl-frame"
+KINDS = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64"),
+)
+LENGTH_BYTES = 4
+Arrays = dict[str, np.ndarray]  # by name
+
+
+class PackingError(ValueError):
+    """Raised for bytes that are no frame, or no value in a frame."""
+
+
+def pack(about: Any, arrays: Mapping[str, np.ndarray]) -> bytearray:
+    """Returns the frame of some JSON values and of named arrays. Raises TypeError for an array of another kind than
+    those of `KINDS`.
+    """
+    for array in arrays.values():
+        if array.dtype.name not in KINDS or not array.dtype.isnative:
+            raise TypeError(f"an array of {array.dtype} does not travel: send one of {KINDS}")
+    named = [[name, array.dtype.name, list(array.shape)] for name, array in arrays.items()]
+    header = json.dumps({"about": about, "arrays": named}).encode()
+    parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays.values()]
+    return bytearray().join([len(header).to_bytes(LENGTH_BYTES, "little"), header, *parts])
+
+
+def unpack(frame: bytes | bytearray | memoryview) -> tuple[Any, Arrays]:
+    """Returns (about, arrays by name) of a frame; the arrays are views of it. Raises PackingError for bytes that are no
+    frame.
+    """
+    data, arrays = memoryview(frame), Arrays()
+    start = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
+    if not LENGTH_BYTES < start <= len(data):
+        raise PackingError(f"{len(data)} bytes are no frame: its header would end at byte {start}")
+    try:
+        header = json.loads(bytes(data[LENGTH_BYTES:start]))
+        about = header["about"]
+        for name, kind, shape in header["arrays"]:
+            if kind not in KINDS or any(type(size) is not int or size < 0 for size in shape):
+                raise PackingError(f"an array of kind {str(kind)[:40]!r} and shape {str(shape)[:80]}")
+            count = math.prod(shape)
+            arrays[name] = np.frombuffer(data, kind, count, start).reshape(shape) if count else np.empty(shape, kind)
+            start += arrays[name].nbytes
+    except PackingError:
+        raise
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+        raise PackingError(f"the header of a frame is wrong: {type(error).__name__} {str(error)[:200]}") from error
+    if start != len(data):
+        raise PackingError(f"a frame has {len(data)} bytes, its header tells of {start}")
+    return about, arrays
