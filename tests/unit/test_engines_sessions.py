@@ -13,6 +13,7 @@ from fake_fleet import TOKEN, Fleet, expected, fleet_in, until
 from fake_vllm import GENERATE, SCORE, logprob_of, top_of
 
 from megatron_rl.engines.base import EngineError, Sampling, complete
+from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.pool.membership import Limits
 from megatron_rl.engines.pool.pool import given
 from megatron_rl.engines.vllm.client import VllmServer
@@ -184,7 +185,7 @@ def test_scores_are_of_one_version_of_the_weights(fleet: Fleet):
             return await super().score(sequences, k, timeout_s=timeout_s)
 
     pool = fleet.serving(
-        replicas=1, connector=lambda listing: Slow(listing.url, TOKEN, Vllm(), ends=(), vocab=97, refit_timeout_s=5)
+        replicas=1, connector=lambda listing: Slow(listing.url, TOKEN, Vllm(), 5, ModelFacts(vocab=97))
     )
     found: list[np.ndarray] = []
     thread = threading.Thread(target=lambda: found.extend(pool.score([[1, 2]])))
