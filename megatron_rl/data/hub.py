@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,15 +24,15 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects
 
 from megatron_rl.config.schema import ConfigError, Model, PromptSet, RoleConfig, SftData, TandemConfig
+from megatron_rl.run.disk import write_text
 from megatron_rl.run.sums import digests, keep
 
 Kind = Literal["model", "dataset"]
 KINDS: dict[str, Kind] = {"model": "model", "dataset": "dataset"}
-# Beside the files: the repository, the commit, and each file's size and SHA-256. While a download is under way it has,
-# instead of these files, the names of those that `fetch` has brought or is bringing (UNFINISHED). It is hidden from the
-# library `datasets`, which takes every other JSON file of a folder for rows.
+# Beside the files: the repository, the commit, and each file's size and SHA-256, which are left out while a download is
+# under way. The record is hidden from the library `datasets`, which takes every other JSON file of a folder for rows.
 RECORD = ".fetched.json"
-UNFINISHED = "unfinished"
+BROUGHT = ".cache/huggingface/download"  # where the hub's library has NAME.metadata for every file that it has brought
 DATASETS = "datasets"  # the folder of all data sets in the one that fetch is given
 WEIGHTS = "*.safetensors"
 FILES: dict[Kind, Sequence[str]] = {  # no pickles and no code
@@ -127,11 +126,12 @@ def fetch(wanted: Wanted, to: Path, *, endpoint: str | None = None) -> Fetched:
 def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
     kind, known = wanted.kind, _record(folder)
     assert kind is not None
-    revision, brought = wanted.revision or known.get("commit"), {*known.get("files", ()), *known.get(UNFINISHED, ())}
-    if any(name.endswith(".safetensors") for name in brought):
+    before = {str(file.relative_to(folder / BROUGHT)) for file in (folder / BROUGHT).rglob("*.metadata")}
+    before = {name.removesuffix(".metadata") for name in before}
+    if any(name.endswith(".safetensors") for name in before):
         wanted = dataclasses.replace(wanted, weights=True)  # a folder that has weights keeps them
     ask = api.model_info if kind == "model" else api.dataset_info
-    info = ask(wanted.name, revision=revision, files_metadata=True)
+    info = ask(wanted.name, revision=wanted.revision or known.get("commit"), files_metadata=True)
     listed = {file.rfilename: file for file in info.siblings or ()}
     patterns = [p for p in FILES[kind] if wanted.weights or p != WEIGHTS]
     left_out = [*LEFT_OUT[kind], RECORD]  # a repository must not say what was fetched
@@ -142,8 +142,7 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
     if missing > (free := shutil.disk_usage(folder).free):
         raise ConfigError(f"{folder} has {free / 1e9:.1f} GB free, {wanted.name} needs {missing / 1e9:.1f}: make room")
     record = {"repository": wanted.name, "type": kind, "commit": info.sha, "hub": api.endpoint}
-    brought |= {name for name in names if not (folder / name).exists()}
-    _write(folder / RECORD, json.dumps({**record, UNFINISHED: sorted(brought)}, indent=1) + "\n")
+    write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
     snapshot_download(
         wanted.name, repo_type=kind, revision=info.sha, local_dir=folder, endpoint=api.endpoint,
         allow_patterns=patterns, ignore_patterns=left_out,
@@ -153,22 +152,13 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
         for name in wrong:
             (folder / name).unlink()
         raise ConfigError(f"{folder}: {', '.join(wrong)} came damaged and was removed; {AGAIN}")
+    for name in before.difference(names):  # of an earlier commit: `datasets` would read its rows, too
+        (folder / name).unlink(missing_ok=True)
+        (folder / BROUGHT / f"{name}.metadata").unlink()
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": found[name]} for name in names}
-    _remove(folder, brought.difference(names))
     keep(folder, found)
-    _write(folder / RECORD, json.dumps({**record, "files": files}, indent=1) + "\n")
+    write_text(folder / RECORD, json.dumps({**record, "files": files}, indent=1) + "\n")
     return Fetched(wanted=wanted, folder=folder, commit=str(info.sha), files=files, new=True)
-
-
-def _remove(folder: Path, names: Iterable[str]) -> None:
-    """Removes files that an earlier commit has left: `datasets` would read their rows, too.
-
-    A name that leads out of the folder is left alone.
-    """
-    for name in names:
-        file = folder / name
-        if file.parent.resolve().is_relative_to(folder.resolve()) and file.is_file():
-            file.unlink()
 
 
 def _check_content(wanted: Wanted, names: Sequence[str]) -> None:
@@ -244,39 +234,26 @@ def _record(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _write(file: Path, text: str) -> None:
-    partial = file.with_name(f".{file.name}.tmp")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)
-
-
 @contextlib.contextmanager
 def _explained(wanted: Wanted) -> Iterator[None]:
     """Turns what the hub's library raises into a ConfigError with the cure."""
-    name = wanted.name
+    name, what = wanted.name, {"model": "model", "dataset": "data set", None: "model and no data set"}[wanted.kind]
+    cures: dict[type[BaseException], str] = {  # the first that matches
+        GatedRepoError: f"{name} asks for consent: accept its terms on its page at the hub, then log in by "
+        "`hf auth login` or set HF_TOKEN to a token of that account",
+        RepositoryNotFoundError: f"the hub shows no {what} {name}: look at the spelling; a private one is shown to its "
+        "owner's token alone (`hf auth login`, or HF_TOKEN)",
+        RevisionNotFoundError: f"{name} has no revision {wanted.revision!r}: give a branch, a tag or a commit",
+        OfflineModeIsEnabled: f"{name} is not here, and HF_HUB_OFFLINE forbids to fetch it: unset it, on a host with a "
+        "network",
+        HFValidationError: f"{name!r} is no name of the hub: ",
+    }
     try:
         yield
-    except GatedRepoError as error:
-        raise ConfigError(
-            f"{name} asks for consent: accept its terms on its page at the hub, then log in by `hf auth login` or set "
-            "HF_TOKEN to a token of that account"
-        ) from error
-    except RepositoryNotFoundError as error:
-        what = {"model": "model", "dataset": "data set", None: "model and no data set"}[wanted.kind]
-        raise ConfigError(
-            f"the hub shows no {what} {name}: look at the spelling; a private one is shown to its owner's token alone "
-            "(`hf auth login`, or HF_TOKEN)"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ConfigError(f"{name} has no revision {wanted.revision!r}: give a branch, a tag or a commit") from error
-    except OfflineModeIsEnabled as error:
-        raise ConfigError(
-            f"{name} is not here, and HF_HUB_OFFLINE forbids to fetch it: unset it, on a host with a network"
-        ) from error
-    except HFValidationError as error:
-        raise ConfigError(f"{name!r} is no name of the hub: {error}") from error
-    except BROKEN as error:
-        raise ConfigError(
-            f"{name} could not be fetched ({type(error).__name__}: {error}). Has this host a network, and does it need "
-            f"HTTPS_PROXY or HF_ENDPOINT? {AGAIN[0].upper()}{AGAIN[1:]}"
-        ) from error
+    except (*cures, *BROKEN) as error:
+        if (cure := next((cure for kind, cure in cures.items() if isinstance(error, kind)), None)) is None:
+            cure = (
+                f"{name} could not be fetched ({type(error).__name__}: {error}). Has this host a network, and does it "
+                f"need HTTPS_PROXY or HF_ENDPOINT? {AGAIN[0].upper()}{AGAIN[1:]}"
+            )
+        raise ConfigError(f"{cure}{error}" if isinstance(error, HFValidationError) else cure) from error

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.later import Later
@@ -170,42 +170,43 @@ def _saved_by_datasets(place: Path) -> bool:
     return (place / "dataset_info.json").exists() or (place / "dataset_dict.json").exists()
 
 
-def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    if file.suffix == ".parquet":
-        try:
-            first = 1
-            for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS):
-                if batch.nbytes > MOST_BATCH_BYTES:
-                    large = f"{len(batch)} rows from {first} on have more than {MOST_BATCH_BYTES} bytes"
-                    raise ValueError(f"{large} when they are unpacked")
-                yield from ((f"{file}:{number}", row) for number, row in enumerate(batch.to_pylist(), start=first))
-                first += len(batch)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise DataError(f"{file} cannot be read as Parquet: {error}; make it again") from error
-        return
-    with _open(file) as lines:
+def json_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yields (file:line, row) for each line of a file of JSON lines that is not empty. A row is a dict or a BadRow.
+
+    Raises DataError for a file that cannot be read.
+    """
+    try:
+        lines = file.open("rb")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
+    with lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             where = f"{file}:{number}"
             try:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except (
-                ValueError,
-                RecursionError,
-            ) as error:  # JSONDecodeError, UnicodeDecodeError, an integer of thousands of digits
-                row = BadRow(
-                    where, f"not UTF-8: {error}" if isinstance(error, UnicodeDecodeError) else f"not JSON ({error})"
-                )
+            except UnicodeDecodeError as error:
+                row = BadRow(where, f"not UTF-8: {error}")
+            except (ValueError, RecursionError) as error:  # no JSON, or an integer of thousands of digits
+                row = BadRow(where, f"not JSON ({error})")
             yield where, row if isinstance(row, (dict, BadRow)) else BadRow(where, "not a JSON object")
 
 
-def _open(file: Path) -> BinaryIO:
-    """Opens a file of rows. Raises DataError for one that cannot be read."""
+def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    if file.suffix != ".parquet":
+        yield from json_rows(file)
+        return
     try:
-        return file.open("rb")
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
+        first = 1
+        for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS):
+            if batch.nbytes > MOST_BATCH_BYTES:
+                large = f"{len(batch)} rows from {first} on have more than {MOST_BATCH_BYTES} bytes"
+                raise ValueError(f"{large} when they are unpacked")
+            yield from ((f"{file}:{number}", row) for number, row in enumerate(batch.to_pylist(), start=first))
+            first += len(batch)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read as Parquet: {error}; make it again") from error
 
 
 def _hub_rows(path: str, split: str, subset: str | None, file: str | None) -> Iterator[tuple[str, Any]]:

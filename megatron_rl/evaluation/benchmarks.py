@@ -25,10 +25,11 @@ CODE_INPUT = "megatron_rl.rewards.code_answer:grade_input"
 # The released code evaluates on all its sets, mathematics too, with the prompt of training without "mathematical "
 # (data_preprocess/prepare_eval_benchmarks.py, generate_prompt).
 GENERAL = "tango_general"
+PROCESSBENCH = {"gsm8k": "GSM8K", "math": "MATH", "olympiadbench": "OlympiadBench", "omnimath": "Omni-MATH"}
 TABLE_ROWS = 400  # most rows of a table that a question shows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Benchmark:
     """A named set of problems for a generator or, where `judged`, of solutions for a verifier."""
 
@@ -47,8 +48,36 @@ class Benchmark:
 
 
 def benchmarks() -> dict[str, Benchmark]:
-    """Returns all benchmarks by name."""
-    return {found.name: found for found in [*_mathematics(), *_other_problems(), *_solutions()]}
+    """Returns all benchmarks by name: problems of mathematics, other problems, and solutions for a verifier."""
+    crux, bench = "cruxeval-org/cruxeval", "Qwen/ProcessBench"
+    rows = [
+        Benchmark("math500", "MATH-500", "HuggingFaceH4/MATH-500", _plain),
+        Benchmark("aime24", "AIME 2024", "Maxwell-Jia/AIME_2024", _plain, split="train"),
+        Benchmark("aime25", "AIME 2025", "yentinglin/aime_2025", _plain, split="train"),
+        Benchmark("aime26", "AIME 2026", "MathArena/aime_2026", _plain, split="train"),
+        Benchmark("amc23", "AMC 2023", "math-ai/amc23", _plain),
+        Benchmark("minerva_math", "Minerva", "math-ai/minervamath", _plain),
+        Benchmark("olympiadbench", "OlympiadBench", "knoveleng/OlympiadBench", _plain, split="train"),
+        Benchmark("gsm8k", "GSM8K", "openai/gsm8k", _gsm8k, subset="main"),
+        Benchmark("svamp", "SVAMP", "ChilleD/SVAMP", _svamp),
+        Benchmark("boardgameqa", "BoardgameQA", "tasksource/Boardgame-QA", _boardgame, grader=LABEL),
+        Benchmark("cruxeval", "CRUXEval (output)", crux, _crux_output, grader=CODE_OUTPUT),
+        Benchmark("cruxeval_input", "CRUXEval (input)", crux, _crux_input, grader=CODE_INPUT, folder="cruxeval"),
+        Benchmark("strategyqa", "StrategyQA (test)", "ChilleD/StrategyQA", _strategy, grader=LABEL),
+        Benchmark(  # the 2,290 problems of the paper's Table 1
+            "strategyqa_train", "StrategyQA (train)", "voidful/StrategyQA", _strategy_true_false, grader=LABEL,
+            split="train", file="strategyqa_train.json",
+        ),
+        Benchmark("tablebench", "TableBench", "Multilingual-Multimodal-NLP/TableBench", _table, grader=SHORT),
+        *(
+            Benchmark(
+                f"processbench_{subset}", f"ProcessBench {title}", bench, solution, split=subset,
+                folder="processbench", template="tango_verifier", judged=True,
+            )
+            for subset, title in PROCESSBENCH.items()
+        ),
+    ]  # fmt: skip
+    return {row.name: row for row in rows}
 
 
 def benchmark(name: str) -> Benchmark:
@@ -113,91 +142,6 @@ def solution(row: DataRow) -> Values:
         "answer": str(label),
     }
     return values | {"correct": label < 0 if correct is None else bool(correct), "step_labels": labels}
-
-
-def _mathematics() -> list[Benchmark]:
-    return [
-        Benchmark(name="math500", title="MATH-500", hub="HuggingFaceH4/MATH-500", read=_plain),
-        Benchmark(name="aime24", title="AIME 2024", hub="Maxwell-Jia/AIME_2024", read=_plain, split="train"),
-        Benchmark(name="aime25", title="AIME 2025", hub="yentinglin/aime_2025", read=_plain, split="train"),
-        Benchmark(name="aime26", title="AIME 2026", hub="MathArena/aime_2026", read=_plain, split="train"),
-        Benchmark(name="amc23", title="AMC 2023", hub="math-ai/amc23", read=_plain),
-        Benchmark(name="minerva_math", title="Minerva", hub="math-ai/minervamath", read=_plain),
-        Benchmark(
-            name="olympiadbench", title="OlympiadBench", hub="knoveleng/OlympiadBench", read=_plain, split="train"
-        ),
-        Benchmark(name="gsm8k", title="GSM8K", hub="openai/gsm8k", read=_gsm8k, subset="main"),
-        Benchmark(name="svamp", title="SVAMP", hub="ChilleD/SVAMP", read=_svamp),
-    ]
-
-
-def _other_problems() -> list[Benchmark]:
-    code = "cruxeval-org/cruxeval"
-    return [
-        Benchmark(
-            name="boardgameqa",
-            title="BoardgameQA",
-            hub="tasksource/Boardgame-QA",
-            read=_boardgame,
-            grader=LABEL,
-        ),
-        Benchmark(
-            name="cruxeval",
-            title="CRUXEval (output)",
-            hub=code,
-            read=_crux_output,
-            grader=CODE_OUTPUT,
-        ),
-        Benchmark(
-            name="cruxeval_input",
-            title="CRUXEval (input)",
-            hub=code,
-            read=_crux_input,
-            grader=CODE_INPUT,
-            folder="cruxeval",
-        ),
-        Benchmark(
-            name="strategyqa",
-            title="StrategyQA (test)",
-            hub="ChilleD/StrategyQA",
-            read=_strategy,
-            grader=LABEL,
-        ),
-        Benchmark(  # the 2,290 problems of the paper's Table 1
-            name="strategyqa_train",
-            title="StrategyQA (train)",
-            hub="voidful/StrategyQA",
-            file="strategyqa_train.json",
-            split="train",
-            read=_strategy_true_false,
-            grader=LABEL,
-        ),
-        Benchmark(
-            name="tablebench",
-            title="TableBench",
-            hub="Multilingual-Multimodal-NLP/TableBench",
-            read=_table,
-            grader=SHORT,
-        ),
-    ]
-
-
-def _solutions() -> list[Benchmark]:
-    """Lists the sets of solutions, which a verifier judges."""
-    subsets = {"gsm8k": "GSM8K", "math": "MATH", "olympiadbench": "OlympiadBench", "omnimath": "Omni-MATH"}
-    return [
-        Benchmark(
-            name=f"processbench_{subset}",
-            title=f"ProcessBench {title}",
-            hub="Qwen/ProcessBench",
-            read=solution,
-            split=subset,
-            folder="processbench",
-            template="tango_verifier",
-            judged=True,
-        )
-        for subset, title in subsets.items()
-    ]
 
 
 def _plain(row: DataRow) -> Values:
@@ -299,21 +243,26 @@ def _table(row: DataRow) -> Values | None:
     lines = [table["columns"], *table["data"][:TABLE_ROWS]]
     shown = "\n".join(" | ".join(map(str, line)) for line in lines)
     question = f"Table:\n{shown}\n\nQuestion: {_first(row, 'question')}\nGive the answer alone, as short as possible."
-    return {"question": question, "answer": _needed(row.get("answer"))}
+    if (answer := row.get("answer")) is None or not str(answer).strip():
+        raise DataError("there is no answer")
+    return {"question": question, "answer": str(answer)}
 
 
 def _crux_output(row: DataRow) -> Values:
-    code, given, output = (_first(row, name) for name in ("code", "input", "output"))
-    question = f"Here is a Python function.\n\n{code}\n\nWhat does f({given}) return? Answer with a Python literal."
-    return {"question": question, "answer": output, "code": code, "input": given}
+    return _crux(row, "What does f({input}) return? Answer with a Python literal.")
 
 
 def _crux_input(row: DataRow) -> Values:
-    code, given, output = (_first(row, name) for name in ("code", "input", "output"))
-    question = (
-        f"Here is a Python function.\n\n{code}\n\nFind arguments with which f returns {output}. "
-        "Answer with the arguments as Python literals, separated by commas, without the function's name."
+    return _crux(
+        row,
+        "Find arguments with which f returns {output}. Answer with the arguments as Python literals, separated by "
+        "commas, without the function's name.",
     )
+
+
+def _crux(row: DataRow, ask: str) -> Values:
+    code, given, output = (_first(row, name) for name in ("code", "input", "output"))
+    question = f"Here is a Python function.\n\n{code}\n\n{ask.format(input=given, output=output)}"
     return {"question": question, "answer": output, "code": code, "input": given}
 
 
@@ -331,9 +280,3 @@ def _first(row: DataRow, *names: str) -> str:
         if isinstance(value, str) and value.strip():
             return value
     raise DataError(f"no text under {' or '.join(names)}; the row has {', '.join(map(str, row))}")
-
-
-def _needed(value: Any) -> str:
-    if value is None or not str(value).strip():
-        raise DataError("there is no answer")
-    return str(value)

@@ -6,12 +6,13 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.data.rows import BadRow, json_rows
 from megatron_rl.evaluation.figures import RIGHT
 from megatron_rl.rewards.pool import Graded
 from megatron_rl.run.disk import write_text
@@ -27,7 +28,6 @@ Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
 class CompletionRow:
     """One line of the file of completions. `why` says why it cannot be graded; it is empty for a good row."""
 
-    line: int
     id: Any
     payload: Mapping[str, Any]
     completion: str
@@ -52,7 +52,7 @@ def grade_file(
     done = _done(out)
     counts, total = Counter(row["outcome"] for row in done), sum(row["score"] for row in done)
     right = sum(row["score"] > RIGHT for row in done)
-    rows = _rows(source)
+    rows = (_row(*line) for line in json_rows(source))
     for number, old in enumerate(done, start=1):
         row = next(rows, None)
         if row is None or row.id != old["id"]:
@@ -83,48 +83,33 @@ def grade_file(
 def _graded(rows: Sequence[CompletionRow], grade: Grade) -> list[dict[str, Any]]:
     good = [row for row in rows if not row.why]
     found = iter(grade([row.completion for row in good], [row.payload for row in good]))
-    return [_answer(row, None if row.why else next(found)) for row in rows]
+    out = []
+    for row in rows:
+        graded = None if row.why else next(found)
+        score, outcome = (0.0, BAD_ROW) if graded is None else (graded.score, graded.outcome.value)
+        detail = row.why if graded is None else graded.detail
+        detail = {"detail": detail[:MAX_DETAIL]} if detail else {}
+        out.append({"id": row.id, "score": score, "outcome": outcome} | detail)
+    return out
 
 
-def _answer(row: CompletionRow, graded: Graded | None) -> dict[str, Any]:
-    answer = {
-        "id": row.id,
-        "score": 0.0 if graded is None else graded.score,
-        "outcome": BAD_ROW if graded is None else graded.outcome.value,
-    }
-    detail = f"line {row.line}: {row.why}" if graded is None else graded.detail
-    return answer | ({"detail": detail[:MAX_DETAIL]} if detail else {})
-
-
-def _rows(source: Path) -> Iterator[CompletionRow]:
-    """Yields every line that is not empty."""
-    with source.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _row(number, line)
-
-
-def _row(number: int, line: bytes) -> CompletionRow:
-    try:
-        row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except (ValueError, RecursionError) as error:
-        return CompletionRow(number, None, {}, "", f"not a JSON object: {error or type(error).__name__}")
-    if not isinstance(row, dict):
-        return CompletionRow(number, None, {}, "", f"a {type(row).__name__}, not a JSON object")
-    own, answer, completion = row.get("id"), row.get("answer"), row.get("completion")
-    if missing := [name for name in ("id", "answer", "completion") if name not in row]:
-        return CompletionRow(
-            number, own, {}, "", f"without {' and '.join(missing)}; it has {', '.join(map(str, list(row)[:10]))}"
-        )
+def _row(where: str, row: dict[str, Any] | BadRow) -> CompletionRow:
+    """Reads a line. `where`: its file and number."""
+    if isinstance(row, BadRow):
+        return CompletionRow(None, {}, "", f"{where}: {row.why}")
+    answer, completion, why = row.get("answer"), row.get("completion"), ""
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
-    if not isinstance(answer, str) or not answer.strip():
-        return CompletionRow(number, own, {}, "", f"its answer is {str(answer)[:60]!r}: give text or a number")
-    if not isinstance(completion, str):
-        return CompletionRow(number, own, {}, "", f"its completion is {str(completion)[:60]!r}: give text")
-    return CompletionRow(
-        number, own, {**{k: v for k, v in row.items() if k != "completion"}, "answer": answer}, completion
-    )
+    if missing := [name for name in ("id", "answer", "completion") if name not in row]:
+        why = f"without {' and '.join(missing)}; it has {', '.join(map(str, list(row)[:10]))}"
+    elif not isinstance(answer, str) or not answer.strip():
+        why = f"its answer is {str(answer)[:60]!r}: give text or a number"
+    elif not isinstance(completion, str):
+        why = f"its completion is {str(completion)[:60]!r}: give text"
+    if why:
+        return CompletionRow(row.get("id"), {}, "", f"{where}: {why}")
+    payload = {name: value for name, value in row.items() if name != "completion"} | {"answer": answer}
+    return CompletionRow(row["id"], payload, str(completion))
 
 
 def _done(out: Path) -> list[dict[str, Any]]:

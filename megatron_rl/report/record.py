@@ -11,7 +11,7 @@ from megatron_rl.config.schema import ConfigError, Reward
 from megatron_rl.run import lines
 from megatron_rl.run.checkpoint import read_json
 from megatron_rl.run.directory import FAILED, RunDirectory
-from megatron_rl.run.metrics import MetricsRow, each_metric, read_metric_lines
+from megatron_rl.run.metrics import MetricsRow, each_metric
 from megatron_rl.training.store import StoreError, read_rows, turn_files
 
 
@@ -28,7 +28,9 @@ class RunRecord:
 
     def metrics(self) -> list[MetricsRow]:
         """Returns the lines of metrics.jsonl."""
-        return self._whole(read_metric_lines(self.directory.path))
+        rows: list[MetricsRow] = []
+        self.each_metric(rows.append)
+        return rows
 
     def each_metric(self, take: Callable[[MetricsRow], object]) -> None:
         """Hands each line of metrics.jsonl to `take`, which may refuse it by a ValueError."""
@@ -110,11 +112,6 @@ class RunRecord:
         for read in (self.summary, self.config):
             read()
         return list(dict.fromkeys(self.damage))
-
-    def _whole(self, found: lines.Lines[Any]) -> list[Any]:
-        if found.damage is not None:
-            self.damage.append(found.damage)
-        return found.values
 
 
 def _refit(raw: Any) -> dict[str, Any]:

@@ -27,60 +27,49 @@ Row = Mapping[str, Any]  # of a turn's file, as store.read_rows gives it
 
 @dataclass(slots=True)
 class Index:
-    """The columns by which a page filters rollouts, and the words that they count. -1 stands for None."""
+    """The columns by which a page filters rollouts.
 
-    run: list[int] = field(default_factory=list)
-    turn: list[int] = field(default_factory=list)
-    role: list[int] = field(default_factory=list)  # place in `roles`
-    seat: list[int] = field(default_factory=list)  # place in `seats`
-    episode: list[int] = field(default_factory=list)  # number of the episode on the page
-    reward: list[float | None] = field(default_factory=list)
-    outcome: list[int] = field(default_factory=list)  # 1: the rollout is right, 0: wrong
-    says: list[int] = field(default_factory=list)  # a verifier's final verdict on the solution; 2: it is unreadable
-    truth: list[int] = field(default_factory=list)  # whether that solution is right
-    length: list[int] = field(default_factory=list)  # tokens that models wrote
-    steps: list[int] = field(default_factory=list)  # number of reasoning steps
-    advantage: list[float | None] = field(default_factory=list)
+    role, seat: places in `roles` and `seats`; episode: the number of the episode on the page; outcome: 1 for a right
+    rollout, 0 for a wrong one; says: a verifier's final verdict on the solution, 2 where it is unreadable; truth:
+    whether that solution is right; length: tokens that models wrote; steps: number of reasoning steps. In these columns
+    -1 stands for None.
+    """
+
+    columns: dict[str, list[Any]] = field(default_factory=dict)
     roles: dict[str, int] = field(default_factory=dict)
     seats: dict[str, int] = field(default_factory=dict)
     episodes: dict[tuple[int, int, str], int] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.run)
+        return len(self.columns.get("run", ()))
 
     def add(self, run: int, row: Row, half: float) -> None:
         """Adds a rollout. `half`: as in `is_right`."""
         says, truth = opinion(row, half)
-        self.run.append(run)
-        self.turn.append(row["turn"])
-        self.role.append(_number(self.roles, row["role"]))
-        self.seat.append(_number(self.seats, row["seat"]))
-        self.episode.append(
-            -1 if row["episode"] is None else _number(self.episodes, (run, row["turn"], row["episode"]))
-        )
-        self.reward.append(_finite(main_reward(row["rewards"])))
-        self.outcome.append(_flag(is_right(row, half)))
-        self.says.append(says)
-        self.truth.append(_flag(truth))
-        self.length.append(row["num_tokens"] or 0)
-        self.steps.append(len(row["steps"] or ()))
-        self.advantage.append(_finite(row["advantage"]))
+        episode, seat = row["episode"], row["seat"]
+        values = {
+            "run": run,
+            "turn": row["turn"],
+            "role": self.roles.setdefault(row["role"], len(self.roles)),
+            "seat": -1 if seat is None else self.seats.setdefault(seat, len(self.seats)),
+            "episode": -1
+            if episode is None
+            else self.episodes.setdefault((run, row["turn"], episode), len(self.episodes)),
+            "reward": _finite(main_reward(row["rewards"])),
+            "outcome": _flag(is_right(row, half)),
+            "says": says,
+            "truth": _flag(truth),
+            "length": row["num_tokens"] or 0,
+            "steps": len(row["steps"] or ()),
+            "advantage": _finite(row["advantage"]),
+        }
+        for name, value in values.items():
+            self.columns.setdefault(name, []).append(value)
 
     def plain(self, note: str, runs: Sequence[str]) -> dict[str, Any]:
         """Returns the index as the page's scripts read it."""
-        columns = (
-            *("run", "turn", "role", "seat", "episode", "reward", "outcome", "says", "truth", "length", "steps"),
-            "advantage",
-        )
-        found = {name: getattr(self, name) for name in columns}
-        return {
-            **found,
-            "roles": list(self.roles),
-            "seats": list(self.seats),
-            "runs": runs,
-            "note": note,
-            "chunk": CHUNK,
-        }
+        words = {"roles": list(self.roles), "seats": list(self.seats), "runs": runs}
+        return {**self.columns, **words, "note": note, "chunk": CHUNK}
 
 
 @dataclass(slots=True)
@@ -169,30 +158,22 @@ def main_reward(rewards: Mapping[str, float]) -> float | None:
 
 def texts(row: Row) -> dict[str, Any]:
     """Returns what the page shows of an opened rollout, without what is empty. Long texts are cut."""
-    found = {
-        "group": row["group"],
-        "question": row["question"],
-        "answer": row["answer"],
-        "prompt": row["prompt"],
+    names = ("group", "question", "answer", "prompt", "stop", "version", "steps", "verdicts", "review", "episode")
+    found = {name: row[name] for name in names} | {
         "text": None if row["pieces"] else row["text"],
-        "stop": row["stop"],
-        "version": row["version"],
         "rewards": {name: _finite(value) for name, value in row["rewards"].items()},
-        "steps": row["steps"],
-        "verdicts": row["verdicts"],
         "credit": [_finite(value) for value in row["step_advantages"] or ()],
-        "review": row["review"],
-        "episode": row["episode"],
-        "pieces": [_piece(piece) for piece in (row["pieces"] or ())[:MAX_PIECES]],
+        "pieces": [
+            [piece["author"], piece["tokens"], _finite(piece["advantage"]), _cut(piece["text"])]
+            for piece in (row["pieces"] or ())[:MAX_PIECES]
+        ],
     }
-    cut = {name: shortened(value, MAX_CHARACTERS) if isinstance(value, str) else value for name, value in found.items()}
-    if cut["steps"]:
-        cut["steps"] = [shortened(step, MAX_CHARACTERS) for step in cut["steps"]]
-    return {name: value for name, value in cut.items() if value not in (None, [], {}, "")}
+    found["steps"] = [_cut(step) for step in found["steps"] or ()]
+    return {name: _cut(value) for name, value in found.items() if value not in (None, [], {}, "")}
 
 
-def _piece(piece: Row) -> list[Any]:
-    return [piece["author"], piece["tokens"], _finite(piece["advantage"]), shortened(piece["text"], MAX_CHARACTERS)]
+def _cut(value: Any) -> Any:
+    return shortened(value, MAX_CHARACTERS) if isinstance(value, str) else value
 
 
 def _packed(rows: Sequence[dict[str, Any]]) -> str:
@@ -234,11 +215,6 @@ def _count(picked: Picked, run: int, row: Row, half: float) -> None:
         turns.append((turn, good + right, count + 1))
     else:
         turns.append((row["turn"], int(right), 1))
-
-
-def _number(words: dict[Any, int], word: Any) -> int:
-    """Returns the place of a word, which is added where it is new; -1 for None."""
-    return -1 if word is None else words.setdefault(word, len(words))
 
 
 def _flag(value: bool | None) -> int:

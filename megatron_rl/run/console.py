@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron_rl.run.metrics import MetricsRow
+from megatron_rl.run.metrics import MetricsRow, Sink
 
 # The metrics that a column shows: the first of these names that a role logs. A narrow terminal leaves the last out.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -53,7 +53,7 @@ class _Scope:
     smoothed: float | None = None
 
 
-class RunConsole:
+class RunConsole(Sink):
     """A metric sink (see metrics.Sink) for people, on the driver rank alone.
 
     It is a context manager that closes itself. `first_turn`: turns that were done before a resume; `total_turns`: turns

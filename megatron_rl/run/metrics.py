@@ -15,11 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from megatron_rl.run.lines import UNREADABLE, Lines, append
-from megatron_rl.run.lines import each as each_line
-from megatron_rl.run.lines import read as read_lines
+from megatron_rl.run import lines
 
 SECONDS = "seconds/"  # metrics with this prefix are times, which are written apart
 SPEED = "speed/"  # and so are those that say how fast an update was
@@ -55,21 +53,6 @@ def unlearned(turns: Mapping[str, int], updates: Mapping[str, float]) -> list[st
     ]
 
 
-class Sink(Protocol):
-    """A further place that receives every line.
-
-    `open` is called before the first `log`. Each of the three may raise.
-    """
-
-    name: str
-
-    def open(self) -> None: ...
-
-    def log(self, row: MetricsRow) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """A rollout as a person reads it."""
@@ -81,12 +64,14 @@ class Sample:
     length: int  # tokens that models wrote
 
 
-@runtime_checkable
-class Gallery(Protocol):
-    """A sink that shows texts and models too."""
+class Sink:
+    """A further place that receives every line. A kind of sink overrides what it has a use for. Each method may raise.
+
+    `open` is called before the first `log`.
+    """
 
     name: str
-    num_samples: int  # of each role and turn
+    num_samples: int = 0  # rollouts of each role and turn that the sink shows
 
     def open(self) -> None: ...
 
@@ -94,16 +79,14 @@ class Gallery(Protocol):
 
     def close(self) -> None: ...
 
-    def show(self, turn: int, scope: str, samples: Sequence[Sample]) -> None: ...
+    def show(self, turn: int, scope: str, samples: Sequence[Sample]) -> None:
+        """Shows rollouts of a turn."""
 
-    def keep_model(self, role: str, directory: Path) -> None: ...
+    def keep_model(self, role: str, directory: Path) -> None:
+        """Records a model that the run has written."""
 
-
-@runtime_checkable
-class Watcher(Protocol):
-    """A sink that asks for what the engine servers do, whenever it is asked itself."""
-
-    def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None: ...
+    def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
+        """Takes a function that returns what each engine server does."""
 
 
 class Tracker:
@@ -138,32 +121,30 @@ class Tracker:
             speed=_below(SPEED, values),
         )
         self._warn_not_finite(row)
-        append(self.path, _encode(row))
+        lines.append(self.path, _encode(row))
         for sink in self._sinks:
             self._send(sink, row)
 
     @property
     def num_samples(self) -> int:
-        """Returns how many rollouts of each role and turn some sink wants to see."""
-        return max((sink.num_samples for sink in self._sinks if isinstance(sink, Gallery)), default=0)
+        """Returns how many rollouts of each role and turn some sink shows."""
+        return max((sink.num_samples for sink in self._sinks), default=0)
 
     def show(self, turn: int, scope: str, samples: Sequence[Sample]) -> None:
-        """Gives rollouts of a turn to the sinks that show texts. A sink that fails is told like one that loses a
-        line."""
+        """Gives rollouts of a turn to the open sinks. A sink that fails is told like one that loses a line."""
         for sink in self._sinks:
-            if isinstance(sink, Gallery) and sink.name in self._opened:
+            if sink.name in self._opened:
                 self._guarded(sink, partial(sink.show, turn, scope, samples))
 
     def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        """Gives sinks a function that tells what each engine server does; it is called from any thread."""
+        """Gives sinks a function that returns what each engine server does. Sinks call it from any thread."""
         for sink in self._sinks:
-            if isinstance(sink, Watcher):
-                sink.watch(loads)
+            sink.watch(loads)
 
     def keep_model(self, role: str, directory: Path) -> None:
-        """Tells the sinks of a model that the run has written."""
+        """Tells the open sinks of a model that the run has written."""
         for sink in self._sinks:
-            if isinstance(sink, Gallery) and sink.name in self._opened:
+            if sink.name in self._opened:
                 self._guarded(sink, partial(sink.keep_model, role, directory))
 
     def truncate(self, turn: int) -> int:
@@ -271,21 +252,17 @@ class Stopwatch:
 def read_metrics(run_dir: Path) -> list[MetricsRow]:
     """Reads RUN/metrics.jsonl in order; no lines when there is no such file. A warning counts damaged lines, which are
     left out."""
-    found = read_metric_lines(run_dir)
-    if found.damage is not None:
-        _log.warning("%s", found.damage)
-    return found.values
-
-
-def read_metric_lines(run_dir: Path) -> Lines[MetricsRow]:
-    """Reads RUN/metrics.jsonl as `read_metrics` does. The result says what is damaged."""
-    return read_lines(Path(run_dir) / FILE_NAME, _decode)
+    rows: list[MetricsRow] = []
+    damage = each_metric(run_dir, rows.append)
+    if damage is not None:
+        _log.warning("%s", damage)
+    return rows
 
 
 def each_metric(run_dir: Path, take: Callable[[MetricsRow], object]) -> str | None:
     """Hands each line of RUN/metrics.jsonl to `take`, in order, with one in memory at a time. Returns a sentence about
     lines that are damaged, or that `take` refused by a ValueError; None where there are none."""
-    return each_line(Path(run_dir) / FILE_NAME, lambda raw: take(_decode(raw)))
+    return lines.each(Path(run_dir) / FILE_NAME, lambda raw: take(_decode(raw)))
 
 
 def _below(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
@@ -305,20 +282,11 @@ def _encode(row: MetricsRow) -> bytes:
 
     NaN and infinities, which JSON does not have, become strings.
     """
-    line = {
-        "turn": row.turn,
-        "step": row.step,
-        "scope": row.scope,
-        "time": {name: _plain(value) for name, value in row.time.items()},
-        "metrics": {name: _plain(value) for name, value in row.metrics.items()},
-    }
-    if row.speed:
-        line["speed"] = {name: _plain(value) for name, value in row.speed.items()}
+    line: dict[str, Any] = {"turn": row.turn, "step": row.step, "scope": row.scope}
+    for name, values in {"time": row.time, "metrics": row.metrics, "speed": row.speed}.items():
+        if values or name != "speed":
+            line[name] = {key: value if math.isfinite(value) else repr(value) for key, value in values.items()}
     return json.dumps(line, allow_nan=False).encode()
-
-
-def _plain(value: float) -> float | str:
-    return value if math.isfinite(value) else repr(value)
 
 
 def _decode(raw: Any) -> MetricsRow:
@@ -340,7 +308,7 @@ def _decode_line(line: bytes) -> MetricsRow | None:
     """Returns the row of a line; None for a line that is damaged or not whole."""
     try:
         return _decode(json.loads(line)) if line.endswith(b"\n") else None
-    except UNREADABLE:
+    except lines.UNREADABLE:
         return None
 
 

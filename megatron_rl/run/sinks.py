@@ -26,7 +26,7 @@ HELPS = {  # the families of Prometheus's figures, without the prefix
 _LABEL = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """A sink that writes scalars `scope/metric` over turns as TensorBoard files, and sample rollouts as texts.
 
     `first_turn` hides what an interrupted run wrote beyond its checkpoint.
@@ -59,14 +59,11 @@ class TensorBoard:
             self._writer.add_text(f"{scope}/rollout_{place}", text, turn)
         self._writer.flush()
 
-    def keep_model(self, role: str, directory: Path) -> None:
-        """Does nothing: TensorBoard keeps no models."""
-
     def close(self) -> None:
         self._writer.close()
 
 
-class WandB:
+class WandB(Sink):
     """A sink that sends the same scalars to Weights & Biases, with the config, tables of sample rollouts, and the final
     models as references to their directories.
 
@@ -127,7 +124,7 @@ class WandB:
         self._run.finish()
 
 
-class Prometheus:
+class Prometheus(Sink):
     """A sink that answers GET /metrics with the newest figures, in the text format of Prometheus.
 
     Whoever reaches the port may read the figures: no texts, no settings. Scopes and figures are labels.

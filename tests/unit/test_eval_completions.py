@@ -40,15 +40,15 @@ def test_every_row_has_a_grade_in_its_place(tmp_path):
 
 
 BAD = [
-    ("{not json\n", "not a JSON object"),
-    ('["a"]\n', "a list, not a JSON object"),
+    ("{not json\n", "not JSON"),
+    ('["a"]\n', "not a JSON object"),
     ('{"id": 1, "answer": "2"}\n', "without completion"),
     (row(1, None), "its answer is 'None'"),
     (row(1, "  "), "its answer"),
     (row(1, ["2"]), "its answer"),
     (row(1, "2", 7), "its completion is '7'"),
-    (b"\xff\xfe{}\n".decode("latin1"), "not a JSON object"),
-    ("[" * 100_000 + "\n", "not a JSON object"),
+    (b"\xff\xfe{}\n".decode("latin1"), "not JSON"),
+    ("[" * 100_000 + "\n", "not JSON"),
 ]
 
 
@@ -60,7 +60,7 @@ def test_a_bad_row_is_an_outcome_of_its_own(tmp_path, bad, why):
     assert (
         [g["score"] for g in graded] == [1.0, 0.0, 1.0]
         and why in graded[1]["detail"]
-        and "line 2" in graded[1]["detail"]
+        and "c.jsonl:2" in graded[1]["detail"]
     )
 
 

@@ -16,11 +16,11 @@ import wandb_log
 from megatron_rl.config.schema import Sinks
 from megatron_rl.run import console as console_module
 from megatron_rl.run.console import RunConsole, before_after, headline, line
-from megatron_rl.run.metrics import MetricsRow, Sample, Stopwatch, Tracker, read_metrics
+from megatron_rl.run.metrics import MetricsRow, Sample, Sink, Stopwatch, Tracker, read_metrics
 from megatron_rl.run.sinks import Prometheus, TensorBoard, WandB, configured_sinks
 
 
-class Recorder:
+class Recorder(Sink):
     """A sink that keeps what it gets."""
 
     name = "recorder"

@@ -359,7 +359,7 @@ def test_rollouts_are_picked_evenly_in_whole_groups_and_the_page_says_which_part
         rows = [replace(solution(draw, True), group=str(group)) for group in range(4) for _ in range(4)]
         keep(run, turn, generator=rows)
     picked = pick([read_run(run.path).record], 40)
-    assert picked.index.turn[0] == 0 and picked.index.turn[-1] == 29 and len(picked.index) <= 40
+    assert picked.index.columns["turn"][0] == 0 and picked.index.columns["turn"][-1] == 29 and len(picked.index) <= 40
     found = Page(write_report(run.path, rollouts=240).read_text())
     index = found.data("rollouts")
     assert index["note"] == "240 of 480 rollouts, from all 30 turns that were kept"
