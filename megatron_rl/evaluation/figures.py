@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
 from megatron_rl.evaluation.estimators import (
     Calibration,
@@ -47,33 +46,29 @@ class SetFigures:
 def figures_of(samples: Samples, name: str, title: str, measure: str, *, ks: Sequence[int], seed: int) -> SetFigures:
     """Returns the figures of one measure on a set whose samples are all there. `ks`: the values of k for pass@k."""
     groups = samples.rows(name, measure)
-    about: dict[str, Any] = {
-        "name": name,
-        "title": title,
-        "measure": measure,
-        "problems": len(groups),
-        "samples": sum(map(len, groups)),
-    }
+    rows = [row for group in groups for row in group]
+    values: dict[str, list[float]] = {}
+    figures: Mapping[str, Interval] = {}
+    sure = None
     if measure == JUDGE:
-        found = judged(groups, seed=seed)
-        unread = sum(row["predicted"] is None for group in groups for row in group)
-        return SetFigures(**about, figures=found.figures, calibration=found.calibration, counts={"unreadable": unread})
-    if measure in (SOLVE, HANDOFF):
-        values, sure = answer_values(groups, ks), None
-        rows = [row for group in groups for row in group]
-        counts = {
-            f"grading {kind.value}": sum(r["outcome"] == kind.value for r in rows)
-            for kind in (Outcome.TIMEOUT, Outcome.ERROR)
-        }
-        counts |= {"empty": sum(not r["tokens"] for r in rows)}
+        figures, sure = judged(groups, seed=seed)
+        counts = {"unreadable": sum(row["predicted"] is None for row in rows)}
+    elif measure in (SOLVE, HANDOFF):
+        values = answer_values(groups, ks)
+        failed = (Outcome.TIMEOUT, Outcome.ERROR)
+        counts = {f"grading {kind.value}": sum(row["outcome"] == kind.value for row in rows) for kind in failed}
+        counts["empty"] = sum(not row["tokens"] for row in rows)
         if rows and "confidence" in rows[0]:
-            sure = _calibration(rows)
+            sure = calibration([row["confidence"] for row in rows], [row["score"] > RIGHT for row in rows])
     else:
-        values, counts, sure = text_values(groups, measure), {"left out": _left_out(groups, measure)}, None
-    own = {figure: mean_interval(column, seed=seed) for figure, column in values.items() if column}
+        names = text_names(measure, rows)
+        values = text_values(groups, names)
+        counts = {"left out": sum(row[names[0]] is None for row in rows) if names else 0}
+    figures = figures or {figure: mean_interval(own, seed=seed) for figure, own in values.items() if own}
     return SetFigures(
-        **about, figures=own, values=values, counts={k: v for k, v in counts.items() if v}, calibration=sure
-    )
+        name=name, title=title, measure=measure, problems=len(groups), samples=len(rows), figures=figures,
+        values=values, counts={k: v for k, v in counts.items() if v}, calibration=sure,
+    )  # fmt: skip
 
 
 def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict[str, list[float]]:
@@ -86,11 +81,8 @@ def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict
     right = [[float(row["score"] > RIGHT) for row in group] for group in groups]
     out = {"accuracy": [fmean(own) for own in right]}
     out |= {"reward": [fmean(row["score"] for row in group) for group in groups]}
-    out |= {
-        f"pass@{k}": [pass_at_k(len(own), round(sum(own)), k) for own in right]
-        for k in ks
-        if k <= n and (n > 1 or k > 1)
-    }
+    told = [k for k in ks if k <= n and (n > 1 or k > 1)]
+    out |= {f"pass@{k}": [pass_at_k(len(own), round(sum(own)), k) for own in right] for k in told}
     if n > 1:
         keys = [[row["key"] for row in group] for group in groups]
         out[f"maj@{n}"] = [majority(k, own) for k, own in zip(keys, right, strict=True)]
@@ -108,16 +100,18 @@ def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict
     return out
 
 
-def text_values(groups: Sequence[Sequence[Sample]], measure: str) -> dict[str, list[float]]:
-    """Returns figures of texts, with one value for each problem: cross_entropy, or each kl_ and gap_.
+def text_names(measure: str, rows: Sequence[Sample]) -> list[str]:
+    """Returns the names of the figures of texts: cross_entropy, or each kl_ and then each gap_ that the rows have."""
+    if measure == LEGIBILITY:
+        return ["cross_entropy"]
+    return [name for name in rows[0] if name.startswith(("kl_", "gap_"))] if rows else []
 
-    A problem's value is the mean over its texts that were scored; problems without such a text are left out.
+
+def text_values(groups: Sequence[Sequence[Sample]], names: Sequence[str]) -> dict[str, list[float]]:
+    """Returns figures of texts, with one value for each problem.
+
+    A problem's value is the mean over its texts that were scored. Problems without a scored text are left out.
     """
-    names = (
-        ["cross_entropy"]
-        if measure == LEGIBILITY
-        else [name for name in groups[0][0] if name.startswith(("kl_", "gap_"))]
-    )
     out = {}
     for name in names:
         scored = [[row[name] for row in group if row[name] is not None] for group in groups]
@@ -154,18 +148,3 @@ def _combined(sets: Sequence[SetFigures], name: str, seed: int) -> Interval:
     value = fmean(f.value for f in found)
     half = sum(((f.high - f.low) / 2) ** 2 for f in found) ** 0.5 / len(found)
     return found[0] if len(found) == 1 else Interval(value, max(0.0, value - half), min(1.0, value + half))
-
-
-def _left_out(groups: Sequence[Sequence[Sample]], measure: str) -> int:
-    name = (
-        "cross_entropy"
-        if measure == LEGIBILITY
-        else next((n for n in groups[0][0] if n.startswith("kl_")), "")
-        if groups
-        else ""
-    )
-    return sum(row[name] is None for group in groups for row in group)
-
-
-def _calibration(rows: Sequence[Sample]) -> Calibration | None:
-    return calibration([row["confidence"] for row in rows], [row["score"] > RIGHT for row in rows])

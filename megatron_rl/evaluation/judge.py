@@ -4,7 +4,7 @@ labels for wrong reasons."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.engines.base import Completion, Engine, Sampling
-from megatron_rl.evaluation.confusion import Confusion, confusion, harmonic_mean, step_confusion
+from megatron_rl.evaluation.confusion import Confusion, agreement, confusion, harmonic_mean, step_confusion
 from megatron_rl.evaluation.draw import ProblemSet
 from megatron_rl.evaluation.estimators import Calibration, Interval, bootstrap, calibration, mean_interval
 from megatron_rl.evaluation.judging import Judging, Question, judge_all
@@ -59,15 +59,6 @@ class Judge:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """The figures of one set's samples with their intervals, and how sure the votes are."""
-
-    figures: dict[str, Interval]
-    calibration: Calibration | None
-    steps: Confusion
-
-
 def verifier_values(values: Mapping[str, Any]) -> dict[str, str]:
     """Returns what a verifier's template is filled with; the steps in the tags that its training showed it."""
     steps = "\n".join(f"<step>{step}</step>" for step in values["steps"])
@@ -98,29 +89,29 @@ def vote(predictions: Sequence[int | None]) -> int | None:
     return min((p for p, count in counts.items() if count == most), default=None)
 
 
-def judged(groups: Sequence[Sequence[Sample]], *, seed: int = 0) -> Judged:
-    """Computes the figures of a set of [P][n] samples. A solution is one problem of the bootstrap; figures of one
-    verification are means over n."""
+def judged(groups: Sequence[Sequence[Sample]], *, seed: int = 0) -> tuple[dict[str, Interval], Calibration | None]:
+    """Computes the figures of a set of [P][n] samples with their intervals, and how sure the votes are.
+
+    A solution is one problem of the bootstrap. Figures of one verification are means over n.
+    """
     wrong = np.array([group[0]["label"] != NO_ERROR for group in groups])
     hits = np.array([fmean(float(row["predicted"] == row["label"]) for row in group) for group in groups])
-    figures: dict[str, Interval | None] = {}
-    figures |= _processbench("", hits, wrong, seed)
+    figures = _processbench("", hits, wrong, seed)
     if len(groups[0]) > 1:
         votes = np.array([float(vote([row["predicted"] for row in group]) == group[0]["label"]) for group in groups])
         figures |= _processbench("_vote", votes, wrong, seed)
-    figures |= _outcomes(groups, seed)
-    figures |= _probe(groups, seed)
-    steps = _steps(groups)
-    figures["step_f1"] = (
-        _by_solution(groups, lambda rows: _steps([groups[i] for i in rows]).f1, seed) if steps.total else None
-    )
-    figures["aligned"] = mean_interval(
-        [fmean(float(len(r["verdicts"]) == len(r["steps"])) for r in group) for group in groups], seed=seed
-    )
+    for name, statistic in _STATISTICS.items():
+        own = bootstrap(
+            len(groups), lambda rows, of=statistic: of([row for i in rows for row in groups[i]]), seed=seed,
+            resamples=500,
+        )  # fmt: skip
+        figures[name] = own
+    aligned = [fmean(float(len(r["verdicts"]) == len(r["steps"])) for r in group) for group in groups]
+    figures["aligned"] = mean_interval(aligned, seed=seed)
     figures["finished"] = mean_interval([fmean(float(r["finished"]) for r in group) for group in groups], seed=seed)
     confidences = [fmean(float(row["final"] is True) for row in group) for group in groups]
     sure = calibration(confidences, [bool(group[0]["correct"]) for group in groups])
-    return Judged({name: value for name, value in figures.items() if value is not None}, sure, steps)
+    return {name: value for name, value in figures.items() if value is not None}, sure
 
 
 def _processbench(suffix: str, hits: np.ndarray, wrong: np.ndarray, seed: int) -> dict[str, Interval | None]:
@@ -143,54 +134,46 @@ def _processbench(suffix: str, hits: np.ndarray, wrong: np.ndarray, seed: int) -
     }
 
 
-def _outcomes(groups: Sequence[Sequence[Sample]], seed: int) -> dict[str, Interval | None]:
-    """Compares final verdicts with whether the final answer is right: accuracy, that of each class, and their harmonic
-    mean."""
-
-    def counts(rows: Sequence[int] | np.ndarray) -> Confusion:
-        return confusion((row["final"], bool(row["correct"])) for i in rows for row in groups[i])
-
-    def share(part: int, whole: int) -> float | None:
-        return part / whole if whole else None
-
-    return {
-        "outcome_accuracy": _by_solution(groups, lambda rows: share((c := counts(rows)).tp + c.tn, c.total), seed),
-        "outcome_right_accuracy": _by_solution(groups, lambda rows: share((c := counts(rows)).tp, c.tp + c.fn), seed),
-        "outcome_wrong_accuracy": _by_solution(groups, lambda rows: share((c := counts(rows)).tn, c.tn + c.fp), seed),
-        "outcome_f1": _by_solution(groups, lambda rows: counts(rows).f1, seed),
-    }
+def _outcomes(rows: Sequence[Sample]) -> Confusion:
+    """Compares final verdicts with whether the final answer is right."""
+    return confusion((row["final"], bool(row["correct"])) for row in rows)
 
 
-def _probe(groups: Sequence[Sequence[Sample]], seed: int) -> dict[str, Interval | None]:
-    """Finds right labels with wrong reasons: among verifications that rightly reject a solution with an error, the
-    share that find its first one."""
-
-    def located(rows: np.ndarray) -> float | None:
-        rejected = [
-            r for i in rows for r in groups[i] if r["label"] != NO_ERROR and not r["correct"] and r["final"] is False
-        ]
-        return fmean(float(r["predicted"] == r["label"]) for r in rejected) if rejected else None
-
-    return {"located_when_rejected": _by_solution(groups, located, seed)}
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
-def _steps(groups: Sequence[Sequence[Sample]]) -> Confusion:
-    """Compares step verdicts with gold labels, where there is one verdict per step. With the first error alone known,
-    steps up to it count."""
-    rows = [row for group in groups for row in group if len(row["verdicts"]) == len(row["steps"])]
-    labels = [_gold_steps(row) for row in rows]
-    return step_confusion([row["verdicts"][: len(gold)] for row, gold in zip(rows, labels, strict=True)], labels)
+def _located(rows: Sequence[Sample]) -> float | None:
+    """Finds right labels with wrong reasons: among verifications that rightly reject a solution with an error, returns
+    the share that find its first one."""
+    rejected = [r for r in rows if r["label"] != NO_ERROR and not r["correct"] and r["final"] is False]
+    return fmean(float(r["predicted"] == r["label"]) for r in rejected) if rejected else None
 
 
-def _gold_steps(row: Sample) -> list[bool]:
-    if row["step_labels"] is not None:
-        return [bool(label) for label in row["step_labels"]]
-    return [True] * len(row["steps"]) if row["label"] == NO_ERROR else [True] * row["label"] + [False]
+def step_counts(rows: Sequence[Sample]) -> Confusion:
+    """Compares step verdicts with gold labels, where there is one verdict per step.
+
+    Where only the first error is known, the steps up to it count.
+    """
+    aligned = [row for row in rows if len(row["verdicts"]) == len(row["steps"])]
+    labels = []
+    for row in aligned:
+        right = len(row["steps"]) if row["label"] == NO_ERROR else row["label"]
+        known = [True] * right + [False] * (right < len(row["steps"]))
+        labels.append(known if row["step_labels"] is None else [bool(label) for label in row["step_labels"]])
+    verdicts = [row["verdicts"][: len(gold)] for row, gold in zip(aligned, labels, strict=True)]
+    return step_confusion(verdicts, labels)
+
+
+_STATISTICS: Mapping[str, Callable[[Sequence[Sample]], float | None]] = {  # of the samples of some solutions
+    "outcome_accuracy": lambda rows: agreement(_outcomes(rows)),
+    "outcome_right_accuracy": lambda rows: _share((c := _outcomes(rows)).tp, c.tp + c.fn),
+    "outcome_wrong_accuracy": lambda rows: _share((c := _outcomes(rows)).tn, c.tn + c.fp),
+    "outcome_f1": lambda rows: _outcomes(rows).f1,
+    "located_when_rejected": _located,
+    "step_f1": lambda rows: step_counts(rows).f1,
+}
 
 
 def _length(completion: Completion) -> Sample:
     return {"finished": completion.stop.finished, "tokens": len(completion.tokens)}
-
-
-def _by_solution(groups: Sequence[Sequence[Sample]], statistic: Any, seed: int) -> Interval | None:
-    return bootstrap(len(groups), statistic, seed=seed, resamples=500)

@@ -128,20 +128,21 @@ def sort_curves(runs: Sequence[RunFigures]) -> Sorted:
             continue
         title, name = _place(key, alone=len(runs) == 1)
         chart = charts.setdefault((question, title), Chart(question=question, title=title, dots=key[0] == EVAL))
-        chart.about = chart.about or ("" if chart.dots else _meaning(key[1]))
+        about = MEANINGS.get(key[1], MEANINGS.get(key[1].partition("/")[0], ""))
+        chart.about = chart.about or ("" if chart.dots else about)
         for place, curve in found:
-            _add_line(chart, place, name, curve)
+            same = [i for i, (other, _, drawn) in enumerate(chart.lines) if other == place and drawn == curve]
+            if same:  # of the same run: one line has both names
+                chart.lines[same[0]] = (place, f"{chart.lines[same[0]][1]} = {name}", curve)
+            else:
+                chart.lines.append((place, name, curve))
     texts = {q: [f"{', '.join(scopes)}: {text}" for text, scopes in own.items()] for q, own in constants.items()}
-    return Sorted(sorted(charts.values(), key=_rank), texts)
 
+    def rank(chart: Chart) -> tuple[int, bool, int, str]:
+        place = next((i for i, word in enumerate(_FIRST) if word in chart.title), len(_FIRST))
+        return list(QUESTIONS).index(chart.question), not chart.dots, place, chart.title
 
-def _add_line(chart: Chart, place: int, name: str, curve: Curve) -> None:
-    """Adds a line; one that equals another of the same run gives that one its name besides."""
-    for i, (other, named, drawn) in enumerate(chart.lines):
-        if other == place and drawn.turns == curve.turns and drawn.values == curve.values:
-            chart.lines[i] = (place, f"{named} = {name}", drawn)
-            return
-    chart.lines.append((place, name, curve))
+    return Sorted(sorted(charts.values(), key=rank), texts)
 
 
 def question_of(scope: str, name: str) -> str:
@@ -167,7 +168,7 @@ def plain_charts(found: Sorted) -> list[dict[str, Any]]:
             "about": chart.about,
             "dots": chart.dots,
             "lines": [
-                {"run": place, "name": name, "broken": _broken(curve), **thin(curve, width).plain()}
+                {"run": place, "name": name, "broken": curve.trouble, **thin(curve, width).plain()}
                 for place, name, curve in chart.lines
             ],
         }
@@ -272,19 +273,3 @@ def _place(key: Key, *, alone: bool) -> tuple[str, str]:
     if not alone:
         return f"{scope}: {name}", ""
     return (f"{scope}: {family}", member) if member else (name, scope)
-
-
-def _rank(chart: Chart) -> tuple[int, bool, int, str]:
-    place = next((i for i, word in enumerate(_FIRST) if word in chart.title), len(_FIRST))
-    return list(QUESTIONS).index(chart.question), not chart.dots, place, chart.title
-
-
-def _meaning(name: str) -> str:
-    return MEANINGS.get(name, MEANINGS.get(name.partition("/")[0], ""))
-
-
-def _broken(curve: Curve) -> str:
-    """Returns a sentence about values that are no numbers; nothing where all are."""
-    if not curve.broken:
-        return ""
-    return f"{curve.broken} values are not finite, the first at turn {curve.first_broken + 1}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_rl.run.metrics import EVAL, SPEED, MetricsRow, unlearned
 GATE, SFT = "gate", "sft"  # with EVAL, the scopes of metrics lines that are no roles
 MOST_TURNS = 2**31 - 1  # a larger number of a turn is damage
 Key = tuple[str, str]  # (scope, name of the figure)
+Columns = dict[str, dict[str, "Curve"]]
 
 
 @dataclass(slots=True)
@@ -26,6 +28,13 @@ class Curve:
     values: array[float] = field(default_factory=lambda: array("d"))
     broken: int = 0  # values that were NaN or infinite
     first_broken: int = -1  # turn of the first of them
+
+    @property
+    def trouble(self) -> str:
+        """Returns a sentence about values that are not finite; nothing where all are finite."""
+        if not self.broken:
+            return ""
+        return f"{self.broken} values are not finite, the first at turn {self.first_broken + 1}"
 
     def add(self, turn: int, value: float) -> None:
         """Appends a value."""
@@ -94,25 +103,20 @@ class RunFigures:
             if scope == EVAL and not name.rpartition("/")[2].startswith("num_") and curve.values
         }
 
-    def roles(self) -> list[str]:
-        """Returns the scopes that are trained, in the order of their first lines."""
-        return list(self.updates)
-
 
 def read_run(directory: Path, *, name: str | None = None) -> RunFigures:
     """Reads a run directory. A directory without a run in it gives no figures."""
-    record = RunRecord(directory)
-    columns, refits = _Columns(), dict[Key, Curve]()
+    record, columns = RunRecord(directory), _Columns()
     record.each_metric(columns.take)
-    record.each_refit(lambda line: _take_refit(refits, line))
+    record.each_refit(columns.take_refit)
     return RunFigures(
         name=name or record.directory.path.resolve().name,
         record=record,
-        curves=columns.curves,
-        seconds=columns.seconds,
+        curves=_flat(columns.curves),
+        seconds=_flat(columns.seconds),
         clock=columns.clock,
         updates=columns.updates,
-        refits=refits,
+        refits=_flat(columns.refits),
         summary=record.summary(),
         settings=flatten(record.config()),
         config_text=record.config_text(),
@@ -125,51 +129,32 @@ def is_run(directory: Path) -> bool:
     return own.metrics.exists() or own.config.exists()
 
 
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns a tree of mappings as {"run.seed": 1}; empty mappings vanish."""
-    return dict(_leaves(value, prefix))
-
-
-def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
-    elif prefix:
-        yield prefix, value
-
-
-def _take_refit(columns: dict[Key, Curve], line: Mapping[str, Any]) -> None:
-    for name, value in line.items():
-        if name not in ("role", "version"):
-            columns.setdefault((line["role"], name.removeprefix("refit/")), Curve()).add(0, value)
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found |= flatten(inner, f"{prefix}{key}.") if isinstance(inner, Mapping) else {f"{prefix}{key}": inner}
+    return found
 
 
 class _Columns:
-    """The columns that lines of metrics are sorted into."""
+    """The columns that lines of metrics and refits are sorted into, by scope and then by name."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.updates: dict[str, int] = {}
-        self._curves: dict[str, dict[str, Curve]] = {}  # by scope, so that a value costs one look-up
-        self._seconds: dict[str, dict[str, Curve]] = {}
-
-    @property
-    def curves(self) -> dict[Key, Curve]:
-        return _flat(self._curves)
-
-    @property
-    def seconds(self) -> dict[Key, Curve]:
-        return _flat(self._seconds)
+        self.curves: Columns = defaultdict(lambda: defaultdict(Curve))
+        self.seconds: Columns = defaultdict(lambda: defaultdict(Curve))
+        self.refits: Columns = defaultdict(lambda: defaultdict(Curve))
 
     def take(self, row: MetricsRow) -> None:
-        """Adds a line. Raises ValueError for one whose turn or step cannot be."""
+        """Adds a line of metrics. Raises ValueError for a line whose turn or step cannot be."""
         if not (0 <= row.turn <= MOST_TURNS and abs(row.step) < 2**62):
             raise ValueError(f"turn {row.turn} and step {row.step} are out of range")
         turn, step = row.place
-        _add(self._curves.setdefault(row.scope, {}), turn, row.metrics)
-        _add(self._seconds.setdefault(row.scope, {}), turn, row.time)
-        if row.speed:
-            _add(self._curves.setdefault(row.scope, {}), turn, {f"{SPEED}{n}": v for n, v in row.speed.items()})
+        _add(self.curves[row.scope], turn, row.metrics)
+        _add(self.curves[row.scope], turn, {f"{SPEED}{n}": v for n, v in row.speed.items()})
+        _add(self.seconds[row.scope], turn, row.time)
         spent = sum(value for value in row.time.values() if math.isfinite(value))
         self.clock.turns.append(turn)
         self.clock.steps.append(step)
@@ -177,13 +162,15 @@ class _Columns:
         if row.scope not in (EVAL, GATE):
             self.updates[row.scope] = self.updates.get(row.scope, 0) + 1
 
+    def take_refit(self, line: Mapping[str, Any]) -> None:
+        """Adds a line of refits."""
+        own = {name.removeprefix("refit/"): v for name, v in line.items() if name not in ("role", "version")}
+        _add(self.refits[line["role"]], 0, own)
+
 
 def _add(columns: dict[str, Curve], turn: int, values: Mapping[str, float]) -> None:
     for name, value in values.items():
-        try:
-            curve = columns[name]
-        except KeyError:
-            curve = columns[name] = Curve()
+        curve = columns[name]
         if math.isfinite(value):  # as Curve.add does; a call for each of millions of values would take seconds
             curve.turns.append(turn)
             curve.values.append(value)
@@ -191,5 +178,5 @@ def _add(columns: dict[str, Curve], turn: int, values: Mapping[str, float]) -> N
             curve.add(turn, value)
 
 
-def _flat(by_scope: Mapping[str, Mapping[str, Curve]]) -> dict[Key, Curve]:
+def _flat(by_scope: Columns) -> dict[Key, Curve]:
     return {(scope, name): curve for scope, own in by_scope.items() for name, curve in own.items()}

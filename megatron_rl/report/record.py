@@ -40,7 +40,13 @@ class RunRecord:
 
     def each_refit(self, take: Callable[[dict[str, Any]], object]) -> None:
         """Hands each line of refits.jsonl to `take`: `role`, and numbers."""
-        damage = lines.each(self.directory.refits, lambda raw: take(_refit(raw)))
+
+        def refit(raw: Any) -> None:
+            if not isinstance(raw["role"], str):
+                raise TypeError("a refit is one of a role")
+            take({"role": raw["role"], **{name: float(value) for name, value in raw.items() if name != "role"}})
+
+        damage = lines.each(self.directory.refits, refit)
         if damage is not None:
             self.damage.append(damage)
 
@@ -69,18 +75,13 @@ class RunRecord:
     def config(self) -> Mapping[str, Any]:
         """Returns the settings of config.yaml; none where it is missing or damaged. It is read once."""
         if self._config is None:
-            self._config = self._read_config()
+            self._config = {}
+            try:
+                tree = read_yaml(self.directory.config) if self.directory.config.exists() else {}
+                self._config = tree if isinstance(tree, Mapping) else {}
+            except ConfigError as error:
+                self.damage.append(f"{_short(error)}: its settings are left out")
         return self._config
-
-    def _read_config(self) -> Mapping[str, Any]:
-        if not self.directory.config.exists():
-            return {}
-        try:
-            tree = read_yaml(self.directory.config)
-        except ConfigError as error:
-            self.damage.append(f"{_short(error)}: its settings are left out")
-            return {}
-        return tree if isinstance(tree, Mapping) else {}
 
     def half(self) -> float:
         """Returns the reward above which the run counts an answer as right: the middle of its `reward.range`."""
@@ -112,13 +113,6 @@ class RunRecord:
         for read in (self.summary, self.config):
             read()
         return list(dict.fromkeys(self.damage))
-
-
-def _refit(raw: Any) -> dict[str, Any]:
-    """Returns a line of refits.jsonl. Raises KeyError, TypeError or ValueError for what is none."""
-    if not isinstance(raw["role"], str):
-        raise TypeError("a refit is one of a role")
-    return {"role": raw["role"], **{name: float(value) for name, value in raw.items() if name != "role"}}
 
 
 def _short(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.evaluation import text_scores
 from megatron_rl.evaluation.draw import ProblemSet, draw_within, limit
 from megatron_rl.evaluation.handoff import SWITCH, Chain, write
-from megatron_rl.evaluation.judge import judged, reading, verifier_values, vote
+from megatron_rl.evaluation.judge import judged, reading, step_counts, verifier_values, vote
 from megatron_rl.evaluation.samples import Samples, read_samples
 from megatron_rl.evaluation.sets import read_sets
 from megatron_rl.evaluation.solve import Solver
@@ -413,25 +413,23 @@ def test_processbench_figures_on_a_worked_example():
         [judged_sample(2, False, verification([0, 1, 1], "INCORRECT"))],  # rightly rejected, at the wrong place
         [judged_sample(0, False, "unreadable")],
     ]
-    found = judged(groups)
-    value = {name: interval.value for name, interval in found.figures.items()}
+    figures, sure = judged(groups)
+    value = {name: interval.value for name, interval in figures.items()}
     assert value["correct_accuracy"] == 0.5 and value["error_accuracy"] == pytest.approx(1 / 3)
     assert value["processbench_f1"] == pytest.approx(2 * 0.5 / 3 / (0.5 + 1 / 3))
     assert value["outcome_accuracy"] == 1.0 and value["outcome_wrong_accuracy"] == 1.0
     assert value["located_when_rejected"] == 0.5
-    assert found.steps.total == 3 + 3 + 2 + 3, "steps after the first error are not labelled"
-    assert value["aligned"] == 0.8 and found.calibration is not None and found.calibration.ece == 0.0
+    assert step_counts([row for group in groups for row in group]).total == 3 + 3 + 2 + 3, (
+        "steps after the first error are not labelled"
+    )
+    assert value["aligned"] == 0.8 and sure is not None and sure.ece == 0.0
 
 
 def test_votes_make_a_confidence():
     right = [judged_sample(-1, True, verification([1, 1, 1], "CORRECT" if j < 3 else "INCORRECT"), j) for j in range(4)]
-    found = judged([right, right])
-    assert (
-        found.calibration is not None and found.calibration.bins[0].confidence == 0.75 and found.calibration.ece == 0.25
-    )
-    assert found.figures["correct_accuracy_vote"].value == 1.0 and "processbench_f1" not in found.figures, (
-        "one class is empty"
-    )
+    figures, sure = judged([right, right])
+    assert sure is not None and sure.bins[0].confidence == 0.75 and sure.ece == 0.25
+    assert figures["correct_accuracy_vote"].value == 1.0 and "processbench_f1" not in figures, "one class is empty"
 
 
 def test_a_verifier_sees_steps_in_tags():
