@@ -33,12 +33,14 @@ def generated_rows(source: PromptSet) -> Iterator[tuple[str, dict[str, Any]]]:
     draws = made.size if source.split not in _DRAWS else made.size * _DRAWS[source.split] + _MORE
     args = {**made.args, "size": draws, "seed": made.seed}
     dataset = open_dataset(name, args)
-    answered = _has_answers(name, dataset, source.path)
+    parts = dataset.datasets.values() if name == COMPOSITE else [dataset]
+    answered = all(_draw(part, 0, source.path)["answer"] is not None for part in parts)  # else none is known
     found = 0
     for index in range(draws):
         item = _draw(dataset, index, source.path)
         question = item["question"]
-        if source.split in _DRAWS and _split_of(question) != source.split:
+        split = TEST if int(digest(question), 16) % HELD_OUT == 0 else TRAIN
+        if source.split in _DRAWS and split != source.split:
             continue
         answer = {"answer": item["answer"]} if answered else {}
         yield (
@@ -52,16 +54,6 @@ def generated_rows(source: PromptSet) -> Iterator[tuple[str, dict[str, Any]]]:
         f"only {found} of {draws} problems that {source.path} makes are of the split {source.split!r}, fewer than "
         f"data.generated.size = {made.size}: its questions repeat; give a smaller size, or settings with more problems"
     )
-
-
-def _split_of(question: str) -> str:
-    return TEST if int(digest(question), 16) % HELD_OUT == 0 else TRAIN
-
-
-def _has_answers(name: str, dataset: Any, path: str) -> bool:
-    """Says whether the library knows an answer to these problems; of some it can only tell whether one is right."""
-    parts = dataset.datasets.values() if name == COMPOSITE else [dataset]
-    return all(_draw(part, 0, path)["answer"] is not None for part in parts)
 
 
 def _draw(dataset: Any, index: int, path: str) -> dict[str, Any]:

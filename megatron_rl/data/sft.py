@@ -111,6 +111,7 @@ def sft_rollouts(
     out: list[Rollout] = []
     bad: list[BadRow] = []
     for number, sample in enumerate(samples):
+        place = sample.where or f"sample {number}"
         try:
             if isinstance(sample, TextPair):
                 tokens, trained = _pair_tokens(sample, tokenizer, append_eos)
@@ -123,13 +124,12 @@ def sft_rollouts(
             if vocabulary is not None and (why := vocabulary.missing(tokens)):
                 raise ChatError(f"it has {why}")
         except ChatError as error:
-            bad.append(BadRow(_place(sample, number), str(error)))
+            bad.append(BadRow(place, str(error)))
             continue
         if len(tokens) <= max_tokens:
             out.append(_rollout(str(number), tokens, trained))
         else:
-            why = f"it has {len(tokens)} tokens: raise data.max_tokens = {max_tokens}"
-            bad.append(BadRow(_place(sample, number), why))
+            bad.append(BadRow(place, f"it has {len(tokens)} tokens: raise data.max_tokens = {max_tokens}"))
     refuse(bad, len(samples), max_bad_share, "the data")
     if not out:
         raise DataError(f"no sample is left: all {len(samples)} are longer than data.max_tokens = {max_tokens}")
@@ -164,11 +164,6 @@ def _conversation(messages: Sequence[Message], first: int, row: Mapping[str, Any
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise DataError(f"'tools' is a {type(tools).__name__}: give a list of JSON schemas")
     return Conversation(messages=framed, first=first, tools=tools or None, where=where)
-
-
-def _place(sample: SftSample, number: int) -> str:
-    """Returns what a sample is called in a message: its file and line, or its number."""
-    return sample.where or f"sample {number}"
 
 
 def _pair_tokens(pair: TextPair, tokenizer: Any, append_eos: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -68,7 +68,11 @@ class HandOff:
     def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
         """Returns the samples of problems[place], for each place; each with the token counts of its turns."""
         chains = {
-            (place, j): self._chain(problems.prompts[place], place * PROBLEM_STRIDE + j)
+            (place, j): Chain(
+                np.asarray(problems.prompts[place], np.int32),
+                place * PROBLEM_STRIDE + j,
+                limit(len(problems.prompts[place]), self.sampling.max_tokens, self.context),
+            )
             for place in places
             for j in range(self.sampling.n)
         }
@@ -80,9 +84,6 @@ class HandOff:
             row = sample_of(problems, place, j, self.measure) | answer_of(text, chain.completion, grade)
             groups[place].append(row | {"turns": chain.turns})
         return [groups[place] for place in places]
-
-    def _chain(self, prompt: Sequence[int], index: int) -> Chain:
-        return Chain(np.asarray(prompt, np.int32), index, limit(len(prompt), self.sampling.max_tokens, self.context))
 
 
 def write(
@@ -104,7 +105,12 @@ def write(
             return
         turns = _draw_turn(engines[number % len(engines)], going, sampling)
         for chain, turn in zip(going, turns, strict=True):
-            _append(chain, turn, tokenizer)
+            chain.tokens = np.concatenate([chain.tokens, turn.tokens])
+            chain.logprobs = np.concatenate([chain.logprobs, turn.logprobs])
+            chain.turns.append(len(turn.tokens))
+            text = str(tokenizer.decode(turn.tokens, skip_special_tokens=False))
+            if turn.stop is not Stop.STOP or SWITCH not in text:
+                chain.stop = turn.stop
     for chain in chains:
         chain.stop = chain.stop or Stop.LENGTH
 
@@ -126,12 +132,3 @@ def _draw_turn(engine: Engine, chains: Sequence[Chain], sampling: Sampling) -> l
         found |= {places[index]: turn for index, [turn] in draw(engine, asks).items()}
         waiting = [place for place in waiting if place not in found]
     return [found[place] for place in range(len(chains))]
-
-
-def _append(chain: Chain, turn: Completion, tokenizer: Any) -> None:
-    chain.tokens = np.concatenate([chain.tokens, turn.tokens])
-    chain.logprobs = np.concatenate([chain.logprobs, turn.logprobs])
-    chain.turns.append(len(turn.tokens))
-    switched = turn.stop is Stop.STOP and SWITCH in str(tokenizer.decode(turn.tokens, skip_special_tokens=False))
-    if not switched:
-        chain.stop = turn.stop

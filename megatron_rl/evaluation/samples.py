@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections import defaultdict
@@ -67,15 +68,17 @@ class Samples:
 
     def _resume(self, partial: Path) -> None:
         partial.parent.mkdir(parents=True, exist_ok=True)
-        lines = partial.read_bytes().splitlines() if partial.exists() else []
-        if not lines or _decoded(lines[0]) != {"evaluation": self._digest}:
-            write_text(partial, json.dumps({"evaluation": self._digest}) + "\n")
+        head = json.dumps({"evaluation": self._digest}) + "\n"
+        found = read_lines(partial, lambda raw: raw).values
+        if found[:1] != [{"evaluation": self._digest}]:
+            write_text(partial, head)
             return
         groups: dict[tuple[str, str, int], list[Sample]] = defaultdict(list)
-        for row in filter(None, map(_decoded_part, lines[1:])):
-            groups[row["set"], row["measure"], row["id"]].append(row)
-        whole = [group for group in groups.values() if len(group) == group[0]["of"]]
-        text = [json.dumps({"evaluation": self._digest}) + "\n"]
+        for raw in found[1:]:
+            with contextlib.suppress(*UNREADABLE):
+                groups[raw["set"], raw["measure"], raw["id"]].append(_sample(raw))
+        whole = [group for group in groups.values() if len(group) == group[0].get("of")]
+        text = [head]
         for group in whole:
             kept = [{name: value for name, value in row.items() if name != "of"} for row in group]
             self._rows[kept[0]["set"], kept[0]["measure"]][kept[0]["id"]] = kept
@@ -99,23 +102,6 @@ def read_samples(path: Path) -> list[Sample]:
 
 def _line(row: Sample, count: int) -> str:
     return json.dumps(row | {"of": count})
-
-
-def _decoded(line: bytes) -> Sample | None:
-    try:
-        row = json.loads(line)
-    except UNREADABLE:
-        return None
-    return row if isinstance(row, dict) else None
-
-
-def _decoded_part(line: bytes) -> Sample | None:
-    """Returns a sample of a partial file; None for a damaged line."""
-    try:
-        row = _sample(json.loads(line))
-        return row if isinstance(row["of"], int) else None
-    except UNREADABLE:
-        return None
 
 
 def _sample(raw: Any) -> Sample:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.config.data_settings import resolve
-from megatron_rl.config.schema import ConfigError, EvalConfig, PromptSet, Reward
+from megatron_rl.config.schema import ConfigError, EvalConfig, Reward
 from megatron_rl.data.problems import Problem, read_problems
 from megatron_rl.evaluation.benchmarks import benchmark, read_benchmark, solution, source_of
 
@@ -39,7 +39,9 @@ def read_sets(config: EvalConfig) -> list[GradedSet]:
             )
         )
     if config.data is not None:
-        problems, name = read_problems(config.data), _name_of(config.data)
+        problems, path = read_problems(config.data), Path(config.data.path)
+        plain = path.stem in ("test", "train") and path.parent.name  # such a file has its directory's name
+        name = path.parent.name if plain else path.stem
         judged = "steps" in resolve(config.data).fields
         if judged:
             problems = [replace(p, values=solution(p.values)) for p in problems]
@@ -54,9 +56,3 @@ def read_sets(config: EvalConfig) -> list[GradedSet]:
             "or give data.path a file of another name"
         )
     return out
-
-
-def _name_of(source: PromptSet) -> str:
-    """Returns a data set's name: its file's, or its directory's for a file called test or train."""
-    path = Path(source.path)
-    return path.stem if path.stem not in ("test", "train") or not path.parent.name else path.parent.name

@@ -65,16 +65,14 @@ def drift(
     """
 
     def one(row: Sample, t: Texts) -> Sample:
-        figures: dict[str, float | None] = dict.fromkeys(_names(others))
+        figures: dict[str, float | None] = dict.fromkeys(
+            f"{kind}_{name}" for name in pair_names(["", *others]) for kind in ("kl", "gap")
+        )
         if t.fits(row, context):
             figures |= _compared({"": writer, **others}, [*t.prompt, *row["token_ids"]], len(t.prompt))
         return _about(row, DRIFT) | figures | {"tokens": len(row["token_ids"])}
 
     return [[one(row, t) for row in t.rows] for t in texts]
-
-
-def _names(others: Mapping[str, NextTokenModel]) -> list[str]:
-    return [f"{kind}_{name}" for name in pair_names(["", *others]) for kind in ("kl", "gap")]
 
 
 def pair_names(names: Sequence[str]) -> list[str]:

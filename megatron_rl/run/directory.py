@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from megatron_rl.config.files import parse
 from megatron_rl.config.schema import ConfigError, Run
@@ -185,13 +185,13 @@ def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[No
     """
     directory.mkdir(parents=True, exist_ok=True)
     here = locks.own_name(job, restart)
-    with (directory / "lock").open("a+") as file, contextlib.ExitStack() as stack:
+    with (directory / "lock").open("a+", errors="replace") as file, contextlib.ExitStack() as stack:
         try:
             _take(lambda: stack.enter_context(locks.held(file.fileno(), directory / "lock.held", here)))
         except locks.Taken as error:
             file.seek(0)
-            cure = f", or, {error.cure}" if error.cure else ""
-            raise RunBusy(f"{directory} is being run by {str(error) or _who(file)}: end that first{cure}") from None
+            who, cure = str(error) or file.read().strip() or "another process", f", or, {error.cure}" * bool(error.cure)
+            raise RunBusy(f"{directory} is being run by {who}: end that first{cure}") from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -206,13 +206,6 @@ def _take(take: Callable[[], None]) -> None:
             return take()
         time.sleep(0.1)
     return take()
-
-
-def _who(lock: TextIO) -> str:
-    try:
-        return lock.read().strip() or "another process"
-    except ValueError:  # no UTF-8
-        return "another process"
 
 
 def config_changes(old_text: str, new_text: str) -> list[str]:

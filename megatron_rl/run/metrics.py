@@ -111,7 +111,12 @@ class Tracker:
 
         Raises TypeError for a value that is no number, and DiskError when the disk does not take the line.
         """
-        values = {name: _number(name, value) for name, value in sorted(metrics.items())}
+        values: dict[str, float] = {}
+        for name, value in sorted(metrics.items()):
+            try:
+                values[name] = float(value)
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"metric {name!r} is {value!r}: log a number") from error
         row = MetricsRow(
             turn=turn,
             step=step,
@@ -268,13 +273,6 @@ def each_metric(run_dir: Path, take: Callable[[MetricsRow], object]) -> str | No
 def _below(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
     """Returns the values whose names begin with a prefix, without it."""
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"metric {name!r} is {value!r}: log a number") from error
 
 
 def _encode(row: MetricsRow) -> bytes:

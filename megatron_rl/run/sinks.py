@@ -23,6 +23,7 @@ HELPS = {  # the families of Prometheus's figures, without the prefix
     "speed": "rates of the newest update, and seconds of its parts",
     "engine": "what each engine server does: lives, serves, version of its weights, sequences and requests under way",
 }
+_NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}  # as Prometheus reads them
 _LABEL = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
@@ -191,7 +192,9 @@ class Prometheus(Sink):
         lines: list[str] = []
         for name, samples in parts.items():
             lines += [f"# HELP megatron_rl_{name} {HELPS[name]}", f"# TYPE megatron_rl_{name} gauge"]
-            lines += [f"megatron_rl_{name}{{{_labels(labels)}}} {_value(value)}" for labels, value in samples]
+            for labels, value in samples:
+                told = ",".join(f'{label}="{text.translate(_LABEL)}"' for label, text in labels.items())
+                lines.append(f"megatron_rl_{name}{{{told}}} {_NOT_FINITE.get(repr(value), repr(value))}")
         return "\n".join(lines) + "\n"
 
     def close(self) -> None:
@@ -226,12 +229,3 @@ def configured_sinks(
 def _as_code(text: str) -> str:
     """Returns a text as a block of code of Markdown, whatever it holds."""
     return "\n".join(f"    {line}" for line in text.splitlines() or [""])
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    return ",".join(f'{name}="{value.translate(_LABEL)}"' for name, value in labels.items())
-
-
-def _value(value: float) -> str:
-    """Returns a number as Prometheus reads it."""
-    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(repr(value), repr(value))

@@ -200,7 +200,8 @@ def _payload(rollout: Rollout) -> str:
 
 def _readable(turn: int, rollout: Rollout, text: RolloutText | None) -> dict[str, Any]:
     """Returns the columns of a rollout that people read."""
-    payload, steps, correct = rollout.payload, rollout.marks_of(STEP), rollout.payload.get("correct")
+    payload, steps = rollout.payload, rollout.marks_of(STEP)
+    correct, verdicts = payload.get("correct"), payload.get("verdicts")  # verdicts: positive (or true) is correct
     row: dict[str, Any] = {
         "turn": turn,
         "role": rollout.role,
@@ -210,7 +211,7 @@ def _readable(turn: int, rollout: Rollout, text: RolloutText | None) -> dict[str
         "num_tokens": rollout.length,
         "correct": None if correct is None else bool(correct),
         "rewards": list(rollout.rewards.items()),
-        "verdicts": _verdicts(payload.get("verdicts")),
+        "verdicts": None if verdicts is None else [None if v is None else 1 if v > 0 else -1 for v in verdicts],
         "step_rewards": [] if steps.scores is None else steps.scores.tolist(),
         "step_advantages": _step_advantages(rollout, steps.ranges),
         "advantage": _advantage(rollout),
@@ -239,11 +240,6 @@ def _split(column: pa.ChunkedArray) -> list[np.ndarray]:
     lists = cast(pa.ListArray, column.combine_chunks())
     offsets, values = lists.offsets.to_numpy(), np.array(lists.values.to_numpy())
     return [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
-
-
-def _verdicts(found: Sequence[Any] | None) -> list[int | None] | None:
-    """Returns 1 for correct (true or positive), -1 for wrong, None for unreadable."""
-    return None if found is None else [None if v is None else 1 if v > 0 else -1 for v in found]
 
 
 def _advantage(rollout: Rollout) -> float | None:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -155,7 +156,8 @@ def measure(rollouts: Sequence[Rollout]) -> dict[str, float]:
     figures |= {"samples": float(len(rollouts)), "tokens": float(sum(lengths))}
     if any((r.spans[:, 2] == Author.PARTNER).any() for r in rollouts):
         figures["senior_share"] = _senior_share(rollouts)
-        figures["switches"] = fmean(map(_switches, rollouts))
+        written = [r.spans[r.spans[:, 2] != Author.ENVIRONMENT, 2] for r in rollouts]
+        figures["switches"] = fmean(int(np.count_nonzero(np.diff(authors))) for authors in written)
     return figures
 
 
@@ -183,26 +185,15 @@ def check_senior_share(rollouts: Sequence[Rollout], tandem: TandemSampling | Non
 def without_signal(rollouts: Sequence[Rollout], reward: str | None = None) -> float:
     """Returns the share of groups with nothing to learn from: whose `reward` is the same for all members, or (None)
     whose advantages are all 0. 0.0 for no groups."""
-    groups: dict[str, list[Rollout]] = defaultdict(list)
+    signal: dict[str, list[Any]] = defaultdict(list)  # of the members of each group
     for rollout in rollouts:
-        groups[rollout.group].append(rollout)
-    return fmean(float(not _has_signal(group, reward)) for group in groups.values()) if groups else 0.0
-
-
-def _has_signal(group: Sequence[Rollout], reward: str | None) -> bool:
-    if reward is not None:
-        return len({rollout.rewards[reward] for rollout in group}) > 1
-    given = [rollout.advantages for rollout in group if rollout.advantages is not None]
-    return any(np.abs(advantages).max(initial=0.0) > ROUNDING for advantages in given)
+        own = 0.0 if rollout.advantages is None else np.abs(rollout.advantages).max(initial=0.0) > ROUNDING
+        signal[rollout.group].append(own if reward is None else rollout.rewards[reward])
+    silent = [not any(own) if reward is None else len(set(own)) < 2 for own in signal.values()]
+    return fmean(map(float, silent)) if silent else 0.0
 
 
 def _senior_share(rollouts: Sequence[Rollout]) -> float:
     """Returns the share of the written tokens that the policies wrote; 0.0 without any."""
     written = sum(rollout.length for rollout in rollouts)
     return sum(rollout.num_trainable for rollout in rollouts) / written if written else 0.0
-
-
-def _switches(rollout: Rollout) -> int:
-    """Returns how often the author of the written text changes."""
-    authors = rollout.spans[:, 2]
-    return int(np.count_nonzero(np.diff(authors[authors != Author.ENVIRONMENT])))
