@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.run import lines
+from megatron_rl.run.lines import UNREADABLE, append, each
 
 SECONDS = "seconds/"  # metrics with this prefix are times, which are written apart
 SPEED = "speed/"  # and so are those that say how fast an update was
@@ -126,7 +126,7 @@ class Tracker:
             speed=_below(SPEED, values),
         )
         self._warn_not_finite(row)
-        lines.append(self.path, _encode(row))
+        append(self.path, _encode(row))
         for sink in self._sinks:
             self._send(sink, row)
 
@@ -267,7 +267,7 @@ def read_metrics(run_dir: Path) -> list[MetricsRow]:
 def each_metric(run_dir: Path, take: Callable[[MetricsRow], object]) -> str | None:
     """Hands each line of RUN/metrics.jsonl to `take`, in order, with one in memory at a time. Returns a sentence about
     lines that are damaged, or that `take` refused by a ValueError; None where there are none."""
-    return lines.each(Path(run_dir) / FILE_NAME, lambda raw: take(_decode(raw)))
+    return each(Path(run_dir) / FILE_NAME, lambda raw: take(_decode(raw)))
 
 
 def _below(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
@@ -306,7 +306,7 @@ def _decode_line(line: bytes) -> MetricsRow | None:
     """Returns the row of a line; None for a line that is damaged or not whole."""
     try:
         return _decode(json.loads(line)) if line.endswith(b"\n") else None
-    except lines.UNREADABLE:
+    except UNREADABLE:
         return None
 
 
