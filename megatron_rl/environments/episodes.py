@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -118,10 +118,7 @@ class EpisodesPlay:
             self._closing.add(what[0])
             heapq.heappush(self._deadlines, (time.monotonic() + self._settings.step_timeout_s, what[0], CLOSING))
         elif kind == "closed":
-            if what[0] in self._closing:
-                self._closing.remove(what[0])
-            else:
-                self._workers.found()
+            self._closing.discard(what[0])
         else:
             self._take_result(*what)
 
@@ -141,7 +138,7 @@ class EpisodesPlay:
                 result = EnvironmentFailure(told(error))
             self._events.put(("result", number, stamp, result))
 
-        self._workers.do(work)
+        self._workers.do((number, stamp), work)
 
     def _watch_call(self, number: int, stamp: int) -> None:
         """Notes the deadlines of a call that a worker has begun: waiting for a worker does not count."""
@@ -168,22 +165,20 @@ class EpisodesPlay:
                 why = f"no end within episode_timeout_s = {self._settings.episode_timeout_s:g}"
             else:
                 why = f"its environment took longer than step_timeout_s = {self._settings.step_timeout_s:g}"
-            if running.busy:
-                self._workers.lose()
+            self._workers.leave((number, running.stamp))
             self._end(running, Over(outcome=Outcome.TIMEOUT, why=why))
 
     def _give_up_closing(self, number: int) -> None:
         """Gives up a `close` that hangs: the worker is another episode's."""
         if number in self._closing:
             self._closing.remove(number)
-            self._workers.lose()
+            self._workers.leave((number, CLOSING))
             seconds = self._settings.step_timeout_s
             _log.warning("the environment of episode %d is not closed after %g s, and is left so", number, seconds)
 
     def _take_result(self, number: int, stamp: int, result: object) -> None:
         running = self._running.get(number)
-        if running is None or running.stamp != stamp:  # it was given up, and its worker is there again
-            self._workers.found()
+        if running is None or running.stamp != stamp:  # it was given up
             return
         running.busy = False
         if isinstance(result, Exception):
@@ -302,7 +297,7 @@ class EpisodesPlay:
             cuts=sum(seat.cuts for seat in seats),
             told={name: tuple(seat.told) for name, seat in running.seats.items()},
         )
-        self._workers.do(lambda: self._close(running))
+        self._workers.do((running.number, CLOSING), lambda: self._close(running))
 
     def _close(self, running: _Underway) -> None:
         """Closes the environment of an episode, in a worker."""
@@ -334,7 +329,7 @@ class EpisodesPlay:
         """Closes sessions, environments and threads. Engines may work for all ranks together: their readers are waited
         for."""
         for running in self._running.values():  # after a failure
-            self._workers.do(running.world.close)
+            self._workers.do((running.number, CLOSING), running.world.close)
         self._open.close()
         if not finished:
             for session in self._sessions.values():
@@ -347,56 +342,45 @@ class EpisodesPlay:
 
 
 class Workers:
-    """Threads that run jobs. One that hangs is replaced, and keeps no process from ending."""
+    """Runs jobs, each in a thread of its own and at most `most` at a time. A job that hangs can be given up."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._count, self._lost, self._open = most, 0, 0, 0
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._most = most
+        self._waiting: deque[tuple[object, Job]] = deque()
+        self._running: set[object] = set()  # keys of the jobs that count
         self._change = threading.Condition()
 
-    def do(self, job: Job) -> None:
+    def do(self, key: Hashable, job: Job) -> None:
+        """Runs a job as soon as there is a place."""
         with self._change:
-            self._open += 1
-            if self._count < min(self._most, self._open):
-                self._start()
-        self._jobs.put(job)
-
-    def lose(self) -> None:
-        """Gives up a thread whose job hangs."""
-        with self._change:
-            self._lost += 1
-            self._open -= 1
+            self._waiting.append((key, job))
             self._start()
 
-    def found(self) -> None:
-        """Takes back a thread that was given up, and whose job came to an end."""
+    def leave(self, key: Hashable) -> None:
+        """Gives the place of a job that has ended, or that hangs, to another job."""
         with self._change:
-            self._lost -= 1
-            self._open += 1  # the job's own end takes it off again
-        self._jobs.put(None)  # there is one thread too many
+            self._running.discard(key)
+            self._start()
+            self._change.notify_all()
 
     def close(self, patience_s: float) -> None:
-        """Waits for all jobs, but at most so long, and ends the threads."""
+        """Waits until all jobs have ended or were given up, but at most `patience_s`."""
         with self._change:
-            self._change.wait_for(lambda: self._open <= 0, patience_s)
-            for _ in range(self._count):
-                self._jobs.put(None)
+            self._change.wait_for(lambda: not self._running and not self._waiting, patience_s)
 
     def _start(self) -> None:
-        self._count += 1
-        threading.Thread(target=self._work, name="environment", daemon=True).start()
+        while self._waiting and len(self._running) < self._most:
+            key, job = self._waiting.popleft()
+            self._running.add(key)
+            threading.Thread(target=self._work, args=(key, job), name="environment", daemon=True).start()
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except (Exception, SystemExit):  # calls of begin and step report theirs: it is `close` that failed
-                _log.warning("an environment could not be closed", exc_info=True)
-            with self._change:
-                self._open -= 1
-                self._change.notify_all()
-        with self._change:
-            self._count -= 1
+    def _work(self, key: Hashable, job: Job) -> None:
+        try:
+            job()
+        except (Exception, SystemExit):  # calls of begin and step report their errors: this is one of `close`
+            _log.warning("an environment could not be closed", exc_info=True)
+        finally:
+            self.leave(key)
 
 
 def _own_task(running: _Underway) -> dict[str, Any]:

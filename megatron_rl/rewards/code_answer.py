@@ -7,6 +7,7 @@ an input.
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -16,21 +17,15 @@ from megatron_rl.rewards.sandbox import SandboxFailure, SandboxSettings
 from megatron_rl.rewards.tags import boxed
 
 MAX_CHARACTERS = 10_000  # longer answers are not read
-_NO_LITERAL = object()  # stands for a text that is no Python literal
+_NO_LITERAL = object()  # stands for a text that is not a Python literal
 
 
 def grade_output(response: str, payload: Mapping[str, Any]) -> float:
     """Returns 1.0 when the literal in the response equals payload["answer"], as Python compares, else 0.0.
 
-    A known answer that is no literal is compared by its syntax tree.
+    A known answer that is not a literal is compared by its syntax tree.
     """
-    answers = _stated_answers(response)
-    known = _literal(str(payload["answer"]))
-    if known is _NO_LITERAL:
-        return float(
-            any(_syntax_tree(answer) == _syntax_tree(str(payload["answer"])) is not None for answer in answers)
-        )
-    return float(any(_equal(_literal(answer), known) for answer in answers))
+    return float(any(_same(answer, str(payload["answer"])) for answer in _stated_answers(response)))
 
 
 def grade_input(response: str, payload: Mapping[str, Any]) -> float:
@@ -55,14 +50,7 @@ def grade_input(response: str, payload: Mapping[str, Any]) -> float:
 
 def _returns(code: str, arguments: tuple[list[Any], dict[str, Any]], known: str, settings: SandboxSettings) -> bool:
     ran = sandbox.call(code, *arguments, settings=settings)
-    if ran.why:
-        return False
-    value, wanted = _literal(ran.output), _literal(known)
-    return (
-        _equal(value, wanted)
-        if wanted is not _NO_LITERAL
-        else _syntax_tree(ran.output) == _syntax_tree(known) is not None
-    )
+    return not ran.why and _same(ran.output, known)
 
 
 def _stated_answers(response: str) -> list[str]:
@@ -78,14 +66,7 @@ def _stated_answers(response: str) -> list[str]:
     for wrapper in (r"\text{", r"\texttt{", r"\mathrm{"):
         if found.startswith(wrapper) and found.endswith("}"):
             found = found[len(wrapper) : -1]
-    plain = (
-        found.replace("\\{", "{")
-        .replace("\\}", "}")
-        .replace("\\_", "_")
-        .replace("\\#", "#")
-        .replace("\\%", "%")
-        .replace("\\$", "$")
-    )
+    plain = re.sub(r"\\([{}_#%$])", r"\1", found)
     return [text for text in dict.fromkeys((found, plain)) if text and len(text) <= MAX_CHARACTERS]
 
 
@@ -98,9 +79,13 @@ def _literal(text: str) -> Any:
         return _NO_LITERAL
 
 
-def _equal(value: Any, known: Any) -> bool:
+def _same(text: str, known: str) -> bool:
+    """Returns whether two Python expressions have equal values, or equal syntax trees if `known` is not a literal."""
+    wanted, value = _literal(known), _literal(text)
+    if wanted is _NO_LITERAL:
+        return _syntax_tree(text) == _syntax_tree(known) is not None
     try:
-        return value is not _NO_LITERAL and bool(value == known)
+        return value is not _NO_LITERAL and bool(value == wanted)
     except RecursionError:
         return False
 

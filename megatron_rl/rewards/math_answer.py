@@ -35,7 +35,7 @@ _LATEX = LatexExtractionConfig(
     boxed_match_priority=0,
     normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all"),
 )
-_NO_VALUE = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError)
+_NO_VALUE = (ArithmeticError, TypeError, ValueError)  # what sympy raises for an expression that is not a real number
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)")
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 _TEXTS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")

@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_rl.config.schema import Reward
 from megatron_rl.rewards import keeper
-from megatron_rl.rewards.worker import APART, HEADER, TOGETHER, frame
+from megatron_rl.rewards.worker import APART, TOGETHER
 from megatron_rl.types import Outcome
 
 FIRST = 8  # gradings of a call, spread over it, that are waited for before the others begin
@@ -76,7 +76,7 @@ class _Worker:
     process: subprocess.Popen[bytes]  # its keeper, which ends all that it started and has its exit status
     outbox: bytearray  # bytes still to be written to the worker, as a full pipe must not block the run
     since: float  # time (time.monotonic) at which the worker began its present item
-    inbox: bytearray = field(default_factory=bytearray)  # bytes read that are no whole frame yet
+    inbox: bytearray = field(default_factory=bytearray)  # bytes read that are no whole line yet
     held: deque[int] = field(default_factory=deque)  # items sent and not answered, in order
     ready: bool = False  # the worker has imported the function
     together: bool = False  # it grades what it holds as one batch, so that its end says nothing of the first item
@@ -215,7 +215,7 @@ class GradePool:
         here = os.getcwd()
         paths = [here, *(path or here for path in sys.path)]
         task = pickle.dumps((self.reward.target, self.reward.args, self.reward.memory_mib, self.reward.range, paths))
-        return _Worker(process, outbox=bytearray(frame(task)), since=time.monotonic())
+        return _Worker(process, outbox=bytearray(task), since=time.monotonic())
 
     def _gives_up(self, *, killed: bool) -> bool:
         """Counts a worker that could not be started, and returns whether starting is to be given up: at once for a
@@ -244,7 +244,7 @@ class GradePool:
             if worker.held and not self._alone.isdisjoint((worker.held[0], waiting[0])):
                 break
             worker.held.append(waiting.popleft())
-        worker.outbox += frame(pickle.dumps([(self._items_before + item, *items[item]) for item in worker.held]))
+        worker.outbox += pickle.dumps([(self._items_before + item, *items[item]) for item in worker.held])
         worker.since = time.monotonic()
 
     def _exchange(self, results: dict[int, Graded]) -> None:
@@ -269,7 +269,8 @@ class GradePool:
         if not data:
             worker.ended = "ended"
         worker.inbox += data
-        for answer in _frames(worker.inbox):
+        *answers, worker.inbox = worker.inbox.split(b"\n")
+        for answer in answers:
             if worker.ended:
                 break
             worker.since = time.monotonic()
@@ -414,18 +415,6 @@ def _failure(message: str, trace: str) -> RewardFailure:
     if trace:
         error.add_note(trace)
     return error
-
-
-def _frames(buffer: bytearray) -> list[bytes]:
-    """Takes whole frames off the front of `buffer` and returns their contents."""
-    out = []
-    while len(buffer) >= HEADER.size:
-        (size,) = HEADER.unpack_from(buffer)
-        if len(buffer) < HEADER.size + size:
-            break
-        out.append(bytes(buffer[HEADER.size : HEADER.size + size]))
-        del buffer[: HEADER.size + size]
-    return out
 
 
 def _send(worker: _Worker) -> None:

@@ -1,4 +1,4 @@
-"""Runs a reward function in a process of its own, on (serial, response, payload) frames. keeper.py starts it."""
+"""Runs a reward function in a process of its own, on batches of (serial, response, payload). keeper.py starts it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import os
 import pickle
 import resource
 import signal
-import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,6 @@ if TYPE_CHECKING:  # else `_find` imports it, once `main` knows where to look
 from megatron_rl import processes
 from megatron_rl.user_code import told, traceback_of
 
-HEADER = struct.Struct("<I")  # a frame's length
 TOGETHER = "together"  # instead of null: a function grades batches, which can fail as a whole only
 APART = "apart"  # instead of a batch's answers: a function raised on the batch, and each item is to be graded alone
 PR_SET_PDEATHSIG = 1  # number of a prctl option of Linux
@@ -42,13 +40,8 @@ class Answer:
     trace: str = ""  # the traceback, where the reward raised
 
 
-def frame(data: bytes) -> bytes:
-    """Returns a frame: `data` behind its length."""
-    return HEADER.pack(len(data)) + data
-
-
 def main(keeper: int | None) -> None:
-    """Reads pickled frames from standard input and writes JSON frames to standard output.
+    """Reads pickled values from standard input and writes lines of JSON to standard output.
 
     In: (target, args, memory_mib, (least score, greatest score), sys.path), then batches, lists of items. Out: null,
     TOGETHER or [why the target cannot be used, traceback], then [serial, score or null, detail, seconds, exhausted,
@@ -63,13 +56,13 @@ def main(keeper: int | None) -> None:
     # Signals that ask the run to leave are for the run itself, which ends its workers.
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), _ignore_signal)
-    target, args, memory_mib, bounds, sys.path[:] = pickle.loads(_read(requests))
+    target, args, memory_mib, bounds, sys.path[:] = pickle.load(requests)
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     found = _find(target, args, bounds)
     _limit_memory(memory_mib)
     _write(answers, found if isinstance(found, list) else TOGETHER if found.together else None)
-    while not isinstance(found, list) and (data := _read(requests)):
-        for serial, answer in _grade(found, pickle.loads(data), memory_mib):
+    while not isinstance(found, list) and (batch := _read(requests)):
+        for serial, answer in _grade(found, batch, memory_mib):
             if os.getpid() != own:
                 os._exit(1)  # the function forked and came back twice
             if keeper is not None and not (answer and answer.exhausted):  # the pool ends one without memory, and all
@@ -107,18 +100,16 @@ def _limit_memory(memory_mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _read(stream: BinaryIO) -> bytes:
-    """Returns the next frame's data; empty at the end of the stream."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return b""
-    (size,) = HEADER.unpack(header)
-    data = stream.read(size)
-    return data if len(data) == size else b""
+def _read(stream: BinaryIO) -> list[Any]:
+    """Returns the next batch; [] at the end of the stream."""
+    try:
+        return pickle.load(stream)
+    except EOFError:
+        return []
 
 
 def _write(stream: BinaryIO, value: Any) -> None:
-    stream.write(frame(json.dumps(value).encode()))
+    stream.write(json.dumps(value).encode() + b"\n")
     stream.flush()
 
 

@@ -342,7 +342,9 @@ def test_math_cases_the_release_s_grader_keeps_its_verdicts():
         (r"\boxed{5 apples and a remark that sympy cannot read}", "5", 0.0),
         (r"\fbox{5}", "5", 1.0),
         (r"\boxed{\text{1234567}}", "1234567.0", 1.0),
-        (r"The answer is $(\frac{\log_{1}{0.5}}{{2}^{e}})!$.", "-123456.789", 0.0),  # sympy raises where it reckons
+        (r"The answer is $(\frac{\log_{1}{0.5}}{{2}^{e}})!$.", "-123456.789", 0.0),  # sympy raises ZeroDivisionError
+        (r"\boxed{(-1)!}", "2", 0.0),  # ValueError: gamma function pole
+        (r"\boxed{\frac{x}{0}}", "2x", 0.0),  # TypeError: Cannot convert complex to float
         ("the share is 50%", "0.5", 1.0),
         ("the answer is $1\\,234$", "235", 0.0),
         ("the answer is $52_8$", "52_9", 0.0),
