@@ -19,7 +19,6 @@ import marshal
 import math
 import os
 import select
-import selectors
 import signal
 import subprocess
 import tempfile
@@ -33,7 +32,6 @@ from megatron_rl.rewards import sandbox_walls
 START_TIMEOUT_S = 30.0  # time for a sandbox to start, and to end, on a busy machine
 ERROR_BYTES = 1 << 20  # limit of standard error; more ends the code
 KEPT_ERROR_BYTES = 4096  # of standard error, from its end
-CHUNK = 1 << 16
 # The whole environment of the code. The fixed hash seed makes the order of a set of texts the same in every run.
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONUTF8": "1",
@@ -147,24 +145,23 @@ def _request(code: str, settings: SandboxSettings, what: Mapping[str, Any]) -> b
 
 def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, Any]) -> Ran:
     """Starts a sandbox, has it run the code, and returns when all of its processes are gone."""
-    with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+    with contextlib.ExitStack() as stack:
         try:
-            given = _file_of(stdin.encode("utf-8", "replace"), theirs)
+            output, errors = (stack.enter_context(tempfile.TemporaryFile("a+b", buffering=0)) for _ in range(2))
+            given = _file_of(stdin.encode("utf-8", "replace"), stack)
             passed = {
-                "request": _file_of(_request(code, settings, what), theirs),
-                "seccomp": _file_of(sandbox_walls.call_filter(), theirs),
+                "request": _file_of(_request(code, settings, what), stack),
+                "seccomp": _file_of(sandbox_walls.call_filter(), stack),
             }
-            info, passed["info"] = _pipe(ours, theirs)
-            status, passed["status"] = _pipe(ours, theirs)
-            ready, passed["ready"] = _pipe(ours, theirs)
-            passed["mapped"], mapped = _pipe(theirs, ours)
+            info, passed["info"] = _pipe(stack)
+            ready, passed["ready"] = _pipe(stack)
+            passed["mapped"], mapped = _pipe(stack)
             fds = {name: file.fileno() for name, file in passed.items()}
             process = subprocess.Popen(
                 sandbox_walls.command(settings.scratch_mib << 20, settings.packages, fds),
                 stdin=given,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
+                stdout=output,
+                stderr=errors,
                 pass_fds=list(fds.values()),
                 env=ENVIRONMENT,
                 cwd="/",
@@ -172,127 +169,99 @@ def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, An
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise SandboxFailure(f"no process could be started for it: {error}") from error
-        theirs.close()
-        ours.enter_context(process)
-        ours.callback(process.kill)  # the end of bubblewrap is the end of the sandbox
-        with _Watch(process, status, ready, settings) as watch:
-            watch.let_in(info, mapped)
-            return watch.to_the_end()
-
-
-class _Watch:
-    """Reads what a sandbox prints and reports, and ends the sandbox at a limit."""
-
-    def __init__(
-        self, process: subprocess.Popen[bytes], status: IO[bytes], ready: IO[bytes], settings: SandboxSettings
-    ) -> None:
-        assert process.stdout is not None and process.stderr is not None
-        self._settings = settings
-        self._out, self._err, self._status, self._ready = process.stdout, process.stderr, status, ready
-        self._limits = {self._out: settings.output_bytes, self._err: ERROR_BYTES}
-        self._read = {pipe: bytearray() for pipe in (self._out, self._err, status, ready)}
-        self._counts = dict.fromkeys(self._limits, 0)
-        self._first: int | None = None  # pidfd of the sandbox's first process, whose end is the end of all
-        self._begun = 0.0  # time (time.monotonic) at which the code began
-        self._why = ""  # the limit at which the code was ended
-        self._cut = self._late = False
-
-    def __enter__(self) -> _Watch:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._first is not None:
-            os.close(self._first)
-
-    def let_in(self, info: IO[bytes], mapped: IO[bytes]) -> None:
-        """Waits for bubblewrap's report of the sandbox's first process, maps its users, and lets bubblewrap go on.
-
-        The first process waits for this, so that its process id cannot belong to another process yet.
-        """
-        report = info.read()
-        if not report:
-            return  # bubblewrap has written the reason to standard error
-        first = json.loads(report)["child-pid"]
-        self._first = os.pidfd_open(first)
-        try:
-            sandbox_walls.map_users(first)
-            mapped.write(b"1")
-        except OSError as error:
-            raise SandboxFailure(f"its users cannot be mapped: {error}") from error
-
-    def to_the_end(self) -> Ran:
-        """Returns how the code ended, when all of its processes are gone. Raises SandboxFailure."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        with selectors.DefaultSelector() as selector:
-            for pipe in self._read:
-                selector.register(pipe, selectors.EVENT_READ)
-            while selector.get_map():
-                events = selector.select(max(0.0, deadline - time.monotonic()))
-                if not events:
-                    if not self._begun or self._why:
-                        raise SandboxFailure(f"it neither answered nor ended within {START_TIMEOUT_S:g} s")
-                    self._late = True
-                    self._stop(f"no answer within {self._settings.timeout_s:g} s")
-                    deadline = time.monotonic() + START_TIMEOUT_S
-                for key, _ in events:
-                    if not self._receive(key.fileobj):
-                        selector.unregister(key.fileobj)
-                    elif key.fileobj is self._ready:
-                        self._begun = time.monotonic()
-                        deadline = self._begun + self._settings.timeout_s
-        if self._first is not None:
-            select.select([self._first], [], [], START_TIMEOUT_S)  # readable when the kernel has killed all
-        return self._ran()
-
-    def _receive(self, pipe: Any) -> bool:
-        """Reads from a pipe. Returns whether there may be more."""
-        data = os.read(pipe.fileno(), CHUNK)
-        self._read[pipe] += data
-        if pipe in self._limits:
-            self._counts[pipe] += len(data)
-            if self._counts[pipe] > (limit := self._limits[pipe]):
-                del self._read[pipe][limit:]
-                self._cut = True
-                self._stop(f"more than {limit} bytes of output")
-            if pipe is self._err:
-                del self._read[pipe][:-KEPT_ERROR_BYTES]
-        return bool(data)
-
-    def _stop(self, why: str) -> None:
-        """Ends the sandbox. The first reason counts."""
-        self._why = self._why or why
-        if self._first is not None:
+        stack.enter_context(process)
+        stack.callback(process.kill)  # the end of bubblewrap is the end of the sandbox
+        for file in passed.values():
+            file.close()
+        first = _let_in(info, mapped, stack)
+        stands = first is not None and _readable(ready, START_TIMEOUT_S) and os.read(ready.fileno(), 16)
+        begun = time.monotonic() if stands else None
+        late = begun is not None and not _readable(_pidfd(process.pid, stack), settings.timeout_s)
+        seconds = time.monotonic() - (begun or 0.0)
+        if first is not None:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._first, signal.SIGKILL)
-
-    def _ran(self) -> Ran:
-        """Returns how the code ended, from all that was read."""
-        seconds = time.monotonic() - self._begun
-        lines = self._read[self._err].decode("utf-8", "replace").strip().splitlines()
-        if not self._begun:
+                signal.pidfd_send_signal(first, signal.SIGKILL)
+            if not _readable(first, START_TIMEOUT_S):  # it becomes readable when the kernel has killed all
+                raise SandboxFailure(f"its processes did not end within {START_TIMEOUT_S:g} s")
+        status = process.wait()
+        lines = _end_of(errors).splitlines()
+        if begun is None:
             raise SandboxFailure(lines[-1] if lines else "it was lost before its code began")
-        reports = [json.loads(line) for line in self._read[self._status].splitlines()]
-        status = next((report["exit-code"] for report in reports if "exit-code" in report), -1)
-        why = self._why
-        if not why and status < 0:
+        if status < 0:
             raise SandboxFailure("it was lost: something else than its code ended it")
-        if not why and status > 128 and (name := signal.strsignal(status - 128)):  # as shells count it
-            why = f"it was killed ({name})"
-        elif not why and status:
-            why = lines[-1].strip() if lines else f"it ended with status {status}"
-        output = self._read[self._out].decode("utf-8", "replace")
-        return Ran(output=output, why=why, late=self._late, cut=self._cut, seconds=seconds)
+        cut = next((m for file, m in ((output, settings.output_bytes), (errors, ERROR_BYTES)) if _size(file) > m), None)
+        output.seek(0)
+        return Ran(
+            output=output.read(settings.output_bytes).decode("utf-8", "replace"),
+            why=f"more than {cut} bytes of output"
+            if cut
+            else _why(status, lines, settings.timeout_s if late else None),
+            late=late and not cut,
+            cut=cut is not None,
+            seconds=seconds,
+        )
 
 
-def _file_of(data: bytes, owner: contextlib.ExitStack) -> IO[bytes]:
-    """Returns a read-only file that holds `data` and is closed with `owner`."""
+def _let_in(info: IO[bytes], mapped: IO[bytes], stack: contextlib.ExitStack) -> int | None:
+    """Waits for bubblewrap's report of the sandbox's first process, maps its users, and lets bubblewrap go on.
+
+    Returns a pidfd of that process, whose end is the end of all others in the sandbox; None where bubblewrap failed.
+    The first process waits until its users are mapped, so that its process id cannot belong to another process yet.
+    """
+    report = info.read()
+    if not report:
+        return None
+    first = json.loads(report)["child-pid"]
+    try:
+        found = _pidfd(first, stack)
+        sandbox_walls.map_users(first)
+        mapped.write(b"1")
+    except OSError as error:
+        raise SandboxFailure(f"its users cannot be mapped: {error}") from error
+    return found
+
+
+def _why(status: int, lines: Sequence[str], timeout_s: float | None) -> str:
+    """Returns what went wrong in one line, "" if nothing did. `timeout_s`: the limit of code that was late."""
+    if timeout_s is not None:
+        return f"no answer within {timeout_s:g} s"
+    if status - 128 in signal.valid_signals():  # as shells count signals
+        return f"it was killed ({signal.strsignal(status - 128)})"
+    return "" if status == 0 else lines[-1].strip() if lines else f"it ended with status {status}"
+
+
+def _readable(file: IO[bytes] | int, timeout_s: float) -> bool:
+    """Waits until a pipe or a pidfd is readable. Returns whether it is."""
+    poller = select.poll()
+    poller.register(file, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
+
+
+def _pidfd(process: int, stack: contextlib.ExitStack) -> int:
+    found = os.pidfd_open(process)
+    stack.callback(os.close, found)
+    return found
+
+
+def _size(file: IO[bytes]) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def _end_of(file: IO[bytes]) -> str:
+    """Returns the last characters of a file."""
+    file.seek(max(0, _size(file) - KEPT_ERROR_BYTES))
+    return file.read().decode("utf-8", "replace").strip()
+
+
+def _file_of(data: bytes, stack: contextlib.ExitStack) -> IO[bytes]:
+    """Returns a read-only file that holds `data`."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
-        return owner.enter_context(open(file.name, "rb", buffering=0))
+        return stack.enter_context(open(file.name, "rb", buffering=0))
 
 
-def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-    """Returns both ends of a pipe. Each end is closed with the stack that is given for it."""
+def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    """Returns the two ends of a pipe, to be read and to be written."""
     read, write = os.pipe()
-    return reader.enter_context(open(read, "rb", 0)), writer.enter_context(open(write, "wb", 0))
+    return stack.enter_context(open(read, "rb", 0)), stack.enter_context(open(write, "wb", 0))

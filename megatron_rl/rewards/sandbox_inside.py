@@ -71,31 +71,20 @@ def _new_module(name: str) -> dict[str, Any]:
     return module.__dict__
 
 
-class _CountedFile(io.FileIO):
-    """Standard output that counts the bytes written to it."""
-
-    written = 0
-
-    def write(self, data: Any) -> int:
-        count = super().write(data) or 0
-        self.written += count
-        return count
-
-
 def _run_showing_value(code: str, space: dict[str, Any]) -> None:
     """Runs the program. Prints the value of its last expression if nothing was printed and the value is not None."""
     import ast
 
-    file = _CountedFile(1, "w", closefd=False)
-    sys.stdout = io.TextIOWrapper(io.BufferedWriter(file), encoding="utf-8", errors="backslashreplace")
     shown = sys.stdout
+    assert isinstance(shown, io.TextIOWrapper)
+    shown.reconfigure(errors="backslashreplace")
     tree = ast.parse(code, FILE)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, FILE, "exec"), space)
     if isinstance(last, ast.Expr):
         value = eval(compile(ast.Expression(last.value), FILE, "eval"), space)
         shown.flush()
-        if value is not None and not file.written:
+        if value is not None and os.fstat(1).st_size == 0:
             print(repr(value), file=shown)
 
 

@@ -54,9 +54,9 @@ REFUSED = {
 def command(scratch_bytes: int, packages: Sequence[str], fds: Mapping[str, int]) -> list[str]:
     """Returns bubblewrap's command line, which ends with the Python that runs sandbox_inside.py.
 
-    `fds` has descriptors by name. Bubblewrap writes the sandbox's first process to `info` and the program's exit status
-    to `status`, waits for a byte from `mapped` (see `map_users`), and reads `call_filter` from `seccomp`. Raises
-    FileNotFoundError where bubblewrap is not installed.
+    `fds` has descriptors by name. Bubblewrap writes the sandbox's first process to `info`, waits for a byte from
+    `mapped` (see `map_users`), and reads `call_filter` from `seccomp`; `ready` and `request` are for sandbox_inside.py.
+    Raises FileNotFoundError where bubblewrap is not installed.
     """
     program = shutil.which("bwrap")
     if program is None:
@@ -65,8 +65,7 @@ def command(scratch_bytes: int, packages: Sequence[str], fds: Mapping[str, int])
     out += ["--unshare-cgroup-try", "--new-session", "--die-with-parent", "--cap-drop", "ALL"]
     if _may_map_two():  # sandbox_inside.py becomes the user nobody
         out += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    out += ["--info-fd", str(fds["info"]), "--json-status-fd", str(fds["status"])]
-    out += ["--userns-block-fd", str(fds["mapped"])]
+    out += ["--info-fd", str(fds["info"]), "--userns-block-fd", str(fds["mapped"])]
     out += ["--perms", "1777", "--size", str(scratch_bytes), "--tmpfs", "/tmp"]
     shown = shown_paths(packages)
     for parent in sorted({str(parent) for path in (*DEVICES, *dict(shown)) for parent in Path(path).parents}):
