@@ -210,8 +210,11 @@ class RendererDialogue:
         message: dict[str, Any] = {"role": ASSISTANT, "content": parsed.content}
         if parsed.reasoning_content:
             message["reasoning_content"] = parsed.reasoning_content
-        if written := [_written(call) for call in calls if call.arguments is not None]:
-            message["tool_calls"] = written
+        for call in calls:
+            if call.arguments is not None:
+                function = {"name": call.name, "arguments": dict(call.arguments)}
+                written = {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
+                message.setdefault("tool_calls", []).append(written)
         return Reply(text=parsed.content, calls=calls, message=message)
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Sequence[int]:
@@ -267,8 +270,3 @@ def _written_out(value: Any) -> Any:
     if isinstance(value, dict):
         return {_written_out(name): _written_out(one) for name, one in value.items()}
     return [_written_out(one) for one in value] if isinstance(value, list) else value
-
-
-def _written(call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": dict(call.arguments or {})}
-    return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})

@@ -83,7 +83,9 @@ class EpisodesPlay:
             for number, (task, seed) in enumerate(zip(tasks, seeds, strict=True)):
                 running = _Underway(number=number, task=task, seed=seed, world=self._environment.copy())
                 self._running[number] = running
-                self._call(running, lambda own=running: own.world.begin(_own_task(own), own.seed))
+                self._call(
+                    running, lambda own=running: own.world.begin(copy.deepcopy(dict(own.task.payload)), own.seed)
+                )
             while self._running:
                 self._take_event()
                 self._table.watch.beat()
@@ -156,7 +158,13 @@ class EpisodesPlay:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             _, number, stamp = heapq.heappop(self._deadlines)
             if stamp == CLOSING:
-                self._give_up_closing(number)
+                if number in self._closing:  # its place is given to another episode
+                    self._closing.remove(number)
+                    self._workers.leave((number, CLOSING))
+                    seconds = self._settings.step_timeout_s
+                    _log.warning(
+                        "the environment of episode %d is not closed after %g s, and is left so", number, seconds
+                    )
                 continue
             running = self._running.get(number)
             if running is None or (stamp != WHOLE and not (running.busy and running.stamp == stamp)):
@@ -167,14 +175,6 @@ class EpisodesPlay:
                 why = f"its environment took longer than step_timeout_s = {self._settings.step_timeout_s:g}"
             self._workers.leave((number, running.stamp))
             self._end(running, Over(outcome=Outcome.TIMEOUT, why=why))
-
-    def _give_up_closing(self, number: int) -> None:
-        """Gives up a `close` that hangs: the worker is another episode's."""
-        if number in self._closing:
-            self._closing.remove(number)
-            self._workers.leave((number, CLOSING))
-            seconds = self._settings.step_timeout_s
-            _log.warning("the environment of episode %d is not closed after %g s, and is left so", number, seconds)
 
     def _take_result(self, number: int, stamp: int, result: object) -> None:
         running = self._running.get(number)
@@ -213,7 +213,8 @@ class EpisodesPlay:
             running.asked += 1
             running.expected.append((move, key))
             room = self._table.max_prompt_tokens[move.role]
-            context = None if _characters(move) > room * MOST_CHARACTERS else seat.listen(move.messages)
+            texts = [text for message in move.messages if isinstance(text := message.get("content"), str)]
+            context = None if sum(map(len, texts)) > room * MOST_CHARACTERS else seat.listen(move.messages)
             if context is None or len(context) > room:
                 running.arrived[key] = None
                 running.unasked += 1
@@ -381,13 +382,3 @@ class Workers:
             _log.warning("an environment could not be closed", exc_info=True)
         finally:
             self.leave(key)
-
-
-def _own_task(running: _Underway) -> dict[str, Any]:
-    """Returns a copy of an episode's task: what its environment does to it concerns no other episode."""
-    return copy.deepcopy(dict(running.task.payload))
-
-
-def _characters(move: Move) -> int:
-    """Returns the length of what a move tells its seat, as far as it is texts."""
-    return sum(len(message["content"]) for message in move.messages if isinstance(message.get("content"), str))

@@ -83,15 +83,12 @@ class LineProcess:
         self._process.wait()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):  # it is gone, or another user's
-                if process.create_time() > self._started - 1 and self._has_mark(process):
+                if process.create_time() > self._started - 1 and process.environ().get(MARK) == self.mark[MARK]:
                     process.kill()
 
     def tail(self) -> str:
         """Returns the end of the log."""
         return self._log.read_bytes()[-SHOWN_BYTES:].decode(errors="replace").strip() or "(it is empty)"
-
-    def _has_mark(self, process: psutil.Process) -> bool:
-        return process.environ().get(MARK) == self.mark[MARK]
 
     def _read(self, lines: IO[str]) -> None:
         with contextlib.suppress(ValueError):  # bytes that are no text end the conversation

@@ -153,7 +153,8 @@ def _wrong_message(message: object) -> str:
     if not isinstance(message.get("role"), str):
         return f"has no role: give it as in {MESSAGE}"
     quoted = message.get(QUOTED, [])
-    if not isinstance(quoted, (list, tuple)) or not all(_is_range(one) for one in quoted):
+    pairs = quoted if isinstance(quoted, (list, tuple)) else [None]
+    if not all(isinstance(pair, (list, tuple)) and [type(place) for place in pair] == [int, int] for pair in pairs):
         return f"has {_shown(quoted)} as {QUOTED!r}: make such a message by `quoting`"
     content = message.get("content")
     if isinstance(content, str):
@@ -161,10 +162,6 @@ def _wrong_message(message: object) -> str:
     if isinstance(content, list) or (content is None and message.get("tool_calls")):
         return ""
     return f"has the content {_shown(content)}: give a text, as in {MESSAGE}"
-
-
-def _is_range(given: object) -> bool:
-    return isinstance(given, (list, tuple)) and len(given) == 2 and all(type(place) is int for place in given)
 
 
 def _wrong_limit(move: Move) -> str:

@@ -336,11 +336,9 @@ class _RouteHandler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")  # which also sets close_connection
         self.end_headers()
         self.wfile.write(data)
-        if self._unread:
-            self._drain()
-
-    def _drain(self) -> None:
-        """Reads what the client still sends: one whose connection is closed before that may never see the answer."""
+        if not self._unread:
+            return
+        # A client whose connection is closed while it sends may never see the answer.
         self.connection.settimeout(DRAIN_S)
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)

@@ -44,7 +44,12 @@ class ToolTask(Environment):
     def __post_init__(self) -> None:
         if self.max_calls < 1:
             raise ConfigError(f"args.max_calls = {self.max_calls}: give at least 1")
-        self._template = _read_prompt(self.template)
+        try:
+            self._template = read_template(self.template)
+        except FileNotFoundError as error:
+            raise ConfigError(f"args.template: {error}") from None
+        if "{question}" not in self._template:
+            raise ConfigError(f"args.template = {self.template!r}: it needs {{question}} where the question stands")
         if "{result}" not in self.result:
             raise ConfigError(f"args.result = {self.result!r}: it needs {{result}} where a tool's answer stands")
         tools = [_built(use) for use in self.tools]
@@ -163,16 +168,6 @@ def first_call(text: str, names: Sequence[str]) -> tuple[str, str] | None:
         if last[found[1]] >= found.end():
             return found[1], text[found.end() : text.index(f"</{found[1]}>", found.end())]
     return None
-
-
-def _read_prompt(name: str) -> str:
-    try:
-        text = read_template(name)
-    except FileNotFoundError as error:
-        raise ConfigError(f"args.template: {error}") from None
-    if "{question}" not in text:
-        raise ConfigError(f"args.template = {name!r}: it needs {{question}} where the question stands")
-    return text
 
 
 def _built(use: Use) -> Tool:

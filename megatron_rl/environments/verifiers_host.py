@@ -90,7 +90,10 @@ class Host:
 
 def main() -> None:
     if sys.flags.hash_randomization:
-        _start_again()
+        # Starts again with the same order of Python's sets in every process of a run: an environment may show a set to
+        # a model, and a resumed run has another process. Python takes that order from a variable that -I ignores.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        os.execve(sys.executable, [sys.executable, "-P", "-s", *sys.argv], own | {"PYTHONHASHSEED": "0"})
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what environments print must not get between the lines
     if sys.argv[1:2] == ["--list"]:
@@ -99,14 +102,6 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     settings = json.loads(sys.stdin.readline())
     asyncio.run(_serve(Host(settings), out))
-
-
-def _start_again() -> None:
-    """Starts this program anew in its process, with one order of Python's sets for every process of a run: an
-    environment may show one to a model, and a run that is resumed has another process. Python takes that order from a
-    variable, which -I makes it ignore, so that the parts of -I stand here."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    os.execve(sys.executable, [sys.executable, "-P", "-s", *sys.argv], own | {"PYTHONHASHSEED": "0"})
 
 
 def list_tasks(environment: dict[str, Any], count: int, out: Any) -> None:

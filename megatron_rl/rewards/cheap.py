@@ -74,7 +74,8 @@ def too_costly_anywhere(text: str) -> str | None:
             return f"a number in it is above {limit} where that explodes"
     if powers > 1 and _tower(text):
         return "it has a tower of powers"
-    if any(int(n) > SUM_POWER and _is_sum(base) for base, n in _SUM_POWER.findall(text)):
+    sums = [int(n) for base, n in _SUM_POWER.findall(text) if re.search(r"[a-zA-Z]", base) and re.search(r"[+-]", base)]
+    if any(n > SUM_POWER for n in sums):
         return f"it has a power above {SUM_POWER} of a sum"
     return None
 
@@ -113,11 +114,6 @@ def _depths(answer: str) -> tuple[int, int]:
         deepest = max(deepest, len(opened))
         powers = max(powers, above + max(exponent, chain))
     return deepest, powers
-
-
-def _is_sum(base: str) -> bool:
-    """Returns whether a base in brackets is a sum that has letters or roots."""
-    return re.search(r"[a-zA-Z]", base) is not None and re.search(r"[+-]", base) is not None
 
 
 def _tower(answer: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.sandbox import SandboxFailure, SandboxSettings
-from megatron_rl.rewards.tags import boxed
+from megatron_rl.rewards.tags import answer_text
 
 MAX_CHARACTERS = 10_000  # longer answers are not read
 _NO_LITERAL = object()  # stands for a text that is not a Python literal
@@ -58,11 +58,7 @@ def _stated_answers(response: str) -> list[str]:
 
     Without a box, the last <answer> block is taken.
     """
-    found = boxed(response)
-    if found is None:
-        _, opened, rest = response.rpartition("<answer>")
-        found = rest.partition("</answer>")[0].strip() if opened else ""
-    found = found.strip("`").strip()
+    found = (answer_text(response) or "").strip().strip("`").strip()
     for wrapper in (r"\text{", r"\texttt{", r"\mathrm{"):
         if found.startswith(wrapper) and found.endswith("}"):
             found = found[len(wrapper) : -1]

@@ -67,15 +67,6 @@ class Case:
     function: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Limits:
-    """Limits of what the cases of one answer may take."""
-
-    timeout_s: float
-    total_s: float
-    tolerance: float
-
-
 def grade(
     response: str,
     payload: Mapping[str, Any],
@@ -91,9 +82,9 @@ def grade(
     share of their size, and absolutely below 1. Raises ValueError for a payload that cannot be read, and
     SandboxFailure when no verdict was possible.
     """
-    limits = _Limits(timeout_s=timeout_s, total_s=total_s, tolerance=tolerance)
     cases = read_cases(payload)
-    return float(_passed(response, cases, limits, stop=True) == len(cases))
+    passed = _passed(response, cases, timeout_s=timeout_s, total_s=total_s, tolerance=tolerance, stop=True)
+    return float(passed == len(cases))
 
 
 def grade_share(
@@ -105,9 +96,9 @@ def grade_share(
     tolerance: float = 0.0,
 ) -> float:
     """Returns the share of cases that the code in `response` passes. Arguments and errors are those of `grade`."""
-    limits = _Limits(timeout_s=timeout_s, total_s=total_s, tolerance=tolerance)
     cases = read_cases(payload)
-    return _passed(response, cases, limits, stop=False) / len(cases)
+    passed = _passed(response, cases, timeout_s=timeout_s, total_s=total_s, tolerance=tolerance, stop=False)
+    return passed / len(cases)
 
 
 def last_code(response: str) -> str | None:
@@ -126,8 +117,14 @@ def read_cases(payload: Mapping[str, Any]) -> list[Case]:
         if "public_test_cases" in payload or "private_test_cases" in payload:
             cases = _livecodebench_cases(payload)
         else:
-            found = next((payload[key] for key in ("input_output", "answer") if key in payload), None)
-            cases = _apps_cases(_plain(found))
+            rows = _plain(next((payload[key] for key in ("input_output", "answer") if key in payload), None))
+            inputs, outputs, name = rows["inputs"], rows["outputs"], rows.get("fn_name")
+            if len(inputs) != len(outputs):
+                raise ValueError(f"{len(inputs)} inputs for {len(outputs)} outputs")
+            cases = [
+                _function_case(name, given, wanted) if name else Case(given=_text(given), wanted=[_text(wanted)])
+                for given, wanted in zip(inputs, outputs, strict=True)
+            ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"the cases cannot be read ({type(error).__name__}: {error}): mend or drop this problem"
@@ -155,40 +152,41 @@ def same_value(value: Any, wanted: Any, tolerance: float = 0.0) -> bool:
     return bool(value == wanted)
 
 
-def _passed(response: str, cases: Sequence[Case], limits: _Limits, *, stop: bool) -> int:
+def _passed(
+    response: str, cases: Sequence[Case], *, timeout_s: float, total_s: float, tolerance: float, stop: bool
+) -> int:  # fmt: skip
     """Returns how many cases the code in a response passes; with `stop`, up to the first that fails."""
     code = last_code(response)
     if code is None:
         return 0
-    begun, spent, passed = time.monotonic(), 0.0, 0
+    ends_at, spent, passed = time.monotonic() + total_s, 0.0, 0
     for case in cases:
-        left = limits.total_s - (time.monotonic() - begun)
-        ran = _run(code, case, min(limits.timeout_s, left), limits) if left > 0 else None
+        left = ends_at - time.monotonic()
+        ran = _run(code, case, min(timeout_s, left))
         if ran is not None and ran.why.startswith(("NameError", "RecursionError")) and not code.startswith(IMPORTS):
             code = IMPORTS + code
-            left = limits.total_s - (time.monotonic() - begun)
-            ran = _run(code, case, min(limits.timeout_s, left), limits) if left > 0 else None
+            left = ends_at - time.monotonic()
+            ran = _run(code, case, min(timeout_s, left))
         spent += ran.seconds if ran is not None else 0.0
-        if ran is None or (ran.late and left < limits.timeout_s):  # the time of all cases is over
-            if spent < limits.total_s / 2:
+        if ran is None or (ran.late and left < timeout_s):  # the time of all cases is over
+            if spent < total_s / 2:
                 raise SandboxFailure(
-                    f"{len(cases)} cases did not get done in {limits.total_s:g} s, and the code is not to blame: it "
-                    f"took {spent:.2f} s of them; raise reward.timeout_s and reward.args.total_s, or give fewer cases"
+                    f"{len(cases)} cases did not get done in {total_s:g} s, and the code is not to blame: it took "
+                    f"{spent:.2f} s of them; raise reward.timeout_s and reward.args.total_s, or give fewer cases"
                 )
             break
-        if _is_right(ran, case, limits.tolerance):
+        if _is_right(ran, case, tolerance):
             passed += 1
         elif stop:
             break
     return passed
 
 
-def _run(code: str, case: Case, timeout_s: float, limits: _Limits) -> Ran:
-    settings = SandboxSettings(
-        timeout_s=timeout_s,
-        memory_mib=MEMORY_MIB,
-        output_bytes=OUTPUT_BYTES,
-    )
+def _run(code: str, case: Case, timeout_s: float) -> Ran | None:
+    """Runs one case; None where there is no time left."""
+    if timeout_s <= 0:
+        return None
+    settings = SandboxSettings(timeout_s=timeout_s, memory_mib=MEMORY_MIB, output_bytes=OUTPUT_BYTES)
     if case.function is None:
         return sandbox.run_program(code, case.given, settings=settings)
     return sandbox.call(code, case.given, name=case.function, settings=settings)
@@ -219,16 +217,6 @@ def _same_numbers(one: str, other: str, tolerance: float) -> bool:
         )
     except ArithmeticError:  # a word that is no number, or one too large to subtract
         return False
-
-
-def _apps_cases(rows: Any) -> list[Case]:
-    """Reads {"inputs", "outputs", "fn_name"}."""
-    inputs, outputs, name = rows["inputs"], rows["outputs"], rows.get("fn_name")
-    if len(inputs) != len(outputs):
-        raise ValueError(f"{len(inputs)} inputs for {len(outputs)} outputs")
-    if not name:
-        return [Case(given=_text(given), wanted=[_text(wanted)]) for given, wanted in zip(inputs, outputs, strict=True)]
-    return [_function_case(name, given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
 
 
 def _function_case(name: str, given: Any, wanted: Any) -> Case:

@@ -124,7 +124,14 @@ class CalledFunction:
                 f"set; use {COMPLETIONS}, or give the parameter a default"
             )
         if not batched:
-            _check_positional(name, function)
+            try:
+                inspect.signature(function).bind("response", {})
+            except TypeError as error:
+                raise ValueError(
+                    f"the reward {name} cannot be called with (response, payload): {error}; write "
+                    f"name(response, payload) for one response, or name({PROMPTS}, {COMPLETIONS}, **columns) for "
+                    "a batch"
+                ) from None
         return cls(
             function=function, name=name, weight=weight, batched=batched, waits=_waits(function),
             parameters=tuple(n for n in named if n not in UNKNOWN), takes_all=takes_all,
@@ -305,16 +312,6 @@ def _waits(function: Any) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _check_positional(name: str, function: Callable[..., Any]) -> None:
-    try:
-        inspect.signature(function).bind("response", {})
-    except TypeError as error:
-        raise ValueError(
-            f"the reward {name} cannot be called with (response, payload): {error}; write "
-            f"name(response, payload) for one response, or name({PROMPTS}, {COMPLETIONS}, **columns) for a batch"
-        ) from None
 
 
 def _completion(response: str, payload: Mapping[str, Any]) -> Any:

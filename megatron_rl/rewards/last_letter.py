@@ -21,10 +21,8 @@ def step_labels(step_texts: Sequence[str], payload: Mapping[str, Any]) -> list[b
     mark is not read, as a vocabulary may end before the steps do. A step without a mark, or beyond the words, is wrong.
     """
     words = payload["words"]
-    return [j < len(words) and _letters(text) == words[j][-1] for j, text in enumerate(step_texts)]
-
-
-def _letters(step: str) -> str | None:
-    """Returns the text behind the step's mark `#j`; None without a mark."""
-    mark, *letters = step.split() or [""]
-    return "".join(letters) if mark.startswith("#") else None
+    parts = [text.split() or [""] for text in step_texts]
+    return [
+        j < len(words) and mark.startswith("#") and "".join(letters) == words[j][-1]
+        for j, (mark, *letters) in enumerate(parts)
+    ]

@@ -234,14 +234,10 @@ def _read(text: str) -> Any:
     (`\\infty!! / 3`): such readings would equal each other, the last ones any number.
     """
     found = parse(f"\\boxed{{{text}}}", [_LATEX], "no_fallback", parsing_timeout=NO_LIMIT)
-    return None if not found or _undefined(found[0]) else found[0]
-
-
-def _undefined(part: Any) -> bool:
-    if not isinstance(part, sympy.Basic):
-        return False
+    part = found[0] if found else None
     reckoned = isinstance(part, sympy.Expr) and part.has(sympy.oo, -sympy.oo) and part not in INFINITIES
-    return reckoned or part.has(sympy.zoo, sympy.nan)
+    undefined = isinstance(part, sympy.Basic) and part.has(sympy.zoo, sympy.nan)
+    return None if reckoned or undefined else part
 
 
 def _positive(known: Any) -> dict[Any, Any]:

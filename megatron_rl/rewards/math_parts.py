@@ -49,7 +49,11 @@ def split(text: str) -> Parts:
         kind, elements = inner[0], _at_commas(inner[1])
         if len(elements) == 1 and kind != "{}":
             kind, elements = "", [text]  # brackets around one thing
-    signs = [sign for element in elements for sign in _signs(element)]
+    signs = []
+    for element in elements:
+        upper = re.sub(r"\\pm(?![a-z])", "+", re.sub(r"\\mp(?![a-z])", "-", element))
+        lower = re.sub(r"\\pm(?![a-z])", "-", re.sub(r"\\mp(?![a-z])", "+", element))
+        signs += [upper] if upper == lower else [upper, lower]
     return Parts(kind, signs, any(DOTS in element for element in elements))
 
 
@@ -98,10 +102,3 @@ def _step(token: str) -> int:
     if token in _OPEN or token in ("\\{", "\\lbrace") or token.startswith("\\begin"):
         return 1
     return -(token in _CLOSE or token in ("\\}", "\\rbrace") or token.startswith("\\end"))
-
-
-def _signs(element: str) -> list[str]:
-    """Returns an element with the upper signs, and with the lower ones where that is another element."""
-    upper = re.sub(r"\\pm(?![a-z])", "+", re.sub(r"\\mp(?![a-z])", "-", element))
-    lower = re.sub(r"\\pm(?![a-z])", "-", re.sub(r"\\mp(?![a-z])", "+", element))
-    return [upper] if upper == lower else [upper, lower]

@@ -79,14 +79,10 @@ def _spelled(unit: str) -> str | None:
     words = []
     for word in re.findall(r"[A-Za-z.]+|[/^]|-?\d+", unit):
         if word[0].isalpha():
-            word = next((_UNITS[form] for form in _forms(word) if form in _UNITS), "")
+            lower = word.lower()
+            forms = (word, word.removesuffix("s"), lower, lower.removesuffix("s"), lower.capitalize())
+            word = next((_UNITS[form] for form in forms if form in _UNITS), "")
             if not word:
                 return None
         words.append(word)
     return " ".join(words) or None
-
-
-def _forms(word: str) -> list[str]:
-    """Returns the forms of a word by which a unit may be known."""
-    lower = word.lower()
-    return [word, word.removesuffix("s"), lower, lower.removesuffix("s"), lower.capitalize()]

@@ -158,15 +158,12 @@ class GradePool:
         graded = self._grade(responses, payloads)
         if not any(one.cut_off for one in graded):
             return graded
-        self._try_known([payload for payload, one in zip(payloads, graded, strict=True) if one.cut_off])
-        return [self._judged(one, payload) for one, payload in zip(graded, payloads, strict=True)]
-
-    def _try_known(self, payloads: Sequence[Mapping[str, Any]]) -> None:
-        """Grades the known answers of some problems, each once."""
-        fresh = {key: p for p in payloads if (key := _known_answer(p)) is not None and key not in self._known}
+        doubtful = [payload for payload, one in zip(payloads, graded, strict=True) if one.cut_off]
+        fresh = {key: p for p in doubtful if (key := _known_answer(p)) is not None and key not in self._known}
         texts = [self.reward.answer_format.replace("{answer}", str(p["answer"])) for p in fresh.values()]
         for key, one in zip(fresh, self._grade(texts, list(fresh.values())), strict=True):
             self._known[key] = one.outcome is Outcome.SCORE and one.score >= self.reward.half
+        return [self._judged(one, payload) for one, payload in zip(graded, payloads, strict=True)]
 
     def _judged(self, one: Graded, payload: Mapping[str, Any]) -> Graded:
         """Applies `reward.cut_off` to a grading that was cut off where the problem's own answer is graded well."""
@@ -189,7 +186,11 @@ class GradePool:
                     self._feed(worker, waiting, items)
                 self._exchange(results)
                 self._replace(results, waiting)
-                self._take_apart(waiting)
+                for worker in (w for w in self._workers if w.apart):  # each item of such a batch is graded by itself
+                    self._alone.update(worker.held)
+                    waiting.extendleft(reversed(worker.held))
+                    worker.held.clear()
+                    worker.apart = False
         except BaseException:  # the next call must not take late answers for its own
             self.close()
             raise
@@ -216,13 +217,6 @@ class GradePool:
         paths = [here, *(path or here for path in sys.path)]
         task = pickle.dumps((self.reward.target, self.reward.args, self.reward.memory_mib, self.reward.range, paths))
         return _Worker(process, outbox=bytearray(task), since=time.monotonic())
-
-    def _gives_up(self, *, killed: bool) -> bool:
-        """Counts a worker that could not be started, and returns whether starting is to be given up: at once for a
-        function that was never imported, after START_TRIES in a row for one that was, and for a worker that was
-        killed."""
-        self._failed_starts += 1
-        return not (self._proven or killed) or self._failed_starts >= START_TRIES
 
     def _why_not(self, worker: _Worker, status: int) -> str:
         """Returns why a worker could not be started, for a message."""
@@ -254,7 +248,8 @@ class GradePool:
                 selector.register(_fd(worker.process.stdout), selectors.EVENT_READ, worker)
                 if worker.outbox:
                     selector.register(_fd(worker.process.stdin), selectors.EVENT_WRITE, worker)
-            for key, events in selector.select(timeout=self._seconds_to_deadline()):
+            deadlines = [w.since + self._limit(w) for w in self._workers if w.busy]
+            for key, events in selector.select(max(0.0, min(deadlines, default=0.0) - time.monotonic())):
                 if events & selectors.EVENT_WRITE:
                     _send(key.data)
                 else:
@@ -304,10 +299,6 @@ class GradePool:
         if exhausted:
             worker.ended = EXHAUSTED
 
-    def _seconds_to_deadline(self) -> float:
-        deadlines = [w.since + self._limit(w) for w in self._workers if w.busy]
-        return max(0.0, min(deadlines, default=0.0) - time.monotonic())
-
     def _limit(self, worker: _Worker) -> float:
         """Returns the seconds for what the worker does now: to start, for the item that it grades, or for each item of
         a batch."""
@@ -318,16 +309,11 @@ class GradePool:
     def _is_late(self, worker: _Worker) -> bool:
         return worker.busy and time.monotonic() > worker.since + self._limit(worker)
 
-    def _take_apart(self, waiting: deque[int]) -> None:
-        """Puts the items of batches on which the function raised back to the front of the queue, each for itself."""
-        for worker in (w for w in self._workers if w.apart):
-            self._alone.update(worker.held)
-            waiting.extendleft(reversed(worker.held))
-            worker.held.clear()
-            worker.apart = False
-
     def _replace(self, results: dict[int, Graded], waiting: deque[int]) -> None:
         """Replaces workers that are dead or past their deadline.
+
+        A worker that could not be started is given up at once where the function was never imported, and after
+        START_TRIES in a row where it was, or where somebody else killed the worker.
 
         The first item that such a worker holds fails; the others go back to the front of the queue. Where it graded
         several as one batch all go back, and each is graded alone. Where somebody else killed the worker, which says
@@ -344,8 +330,10 @@ class GradePool:
             _kill(worker)
             status = worker.process.returncode
             killed = ended == "ended" and status == -signal.SIGKILL  # by somebody else, which says nothing about it
-            if not worker.ready and self._gives_up(killed=killed):
-                raise _failure(self._why_not(worker, status), worker.trace)
+            if not worker.ready:
+                self._failed_starts += 1
+                if not (self._proven or killed) or self._failed_starts >= START_TRIES:
+                    raise _failure(self._why_not(worker, status), worker.trace)
             if worker.together and len(worker.held) > 1:
                 self._alone.update(worker.held)
             elif worker.held and killed and worker.held[0] not in self._again:

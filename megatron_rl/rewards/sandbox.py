@@ -146,20 +146,19 @@ def _request(code: str, settings: SandboxSettings, what: Mapping[str, Any]) -> b
 def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, Any]) -> Ran:
     """Starts a sandbox, has it run the code, and returns when all of its processes are gone."""
     with contextlib.ExitStack() as stack:
+        output, errors = (stack.enter_context(tempfile.TemporaryFile("a+b", buffering=0)) for _ in range(2))
+        passed = {
+            "request": _file_of(_request(code, settings, what), stack),
+            "seccomp": _file_of(sandbox_walls.call_filter(), stack),
+        }
+        info, passed["info"] = _pipe(stack)
+        ready, passed["ready"] = _pipe(stack)
+        passed["mapped"], mapped = _pipe(stack)
+        fds = {name: file.fileno() for name, file in passed.items()}
         try:
-            output, errors = (stack.enter_context(tempfile.TemporaryFile("a+b", buffering=0)) for _ in range(2))
-            given = _file_of(stdin.encode("utf-8", "replace"), stack)
-            passed = {
-                "request": _file_of(_request(code, settings, what), stack),
-                "seccomp": _file_of(sandbox_walls.call_filter(), stack),
-            }
-            info, passed["info"] = _pipe(stack)
-            ready, passed["ready"] = _pipe(stack)
-            passed["mapped"], mapped = _pipe(stack)
-            fds = {name: file.fileno() for name, file in passed.items()}
             process = subprocess.Popen(
                 sandbox_walls.command(settings.scratch_mib << 20, settings.packages, fds),
-                stdin=given,
+                stdin=_file_of(stdin.encode("utf-8", "replace"), stack),
                 stdout=output,
                 stderr=errors,
                 pass_fds=list(fds.values()),
@@ -183,23 +182,17 @@ def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, An
                 signal.pidfd_send_signal(first, signal.SIGKILL)
             if not _readable(first, START_TIMEOUT_S):  # it becomes readable when the kernel has killed all
                 raise SandboxFailure(f"its processes did not end within {START_TIMEOUT_S:g} s")
-        status = process.wait()
-        lines = _end_of(errors).splitlines()
+        status, told = process.wait(), _end_of(errors).splitlines()
         if begun is None:
-            raise SandboxFailure(lines[-1] if lines else "it was lost before its code began")
-        if status < 0:
-            raise SandboxFailure("it was lost: something else than its code ended it")
-        cut = next((m for file, m in ((output, settings.output_bytes), (errors, ERROR_BYTES)) if _size(file) > m), None)
+            raise SandboxFailure(told[-1] if told else "it was lost before its code began")
+        limits = {output: settings.output_bytes, errors: ERROR_BYTES}
+        cut = next((most for file, most in limits.items() if _size(file) > most), None)
         output.seek(0)
-        return Ran(
-            output=output.read(settings.output_bytes).decode("utf-8", "replace"),
-            why=f"more than {cut} bytes of output"
-            if cut
-            else _why(status, lines, settings.timeout_s if late else None),
-            late=late and not cut,
-            cut=cut is not None,
-            seconds=seconds,
-        )
+        text = output.read(settings.output_bytes).decode("utf-8", "replace")
+        if cut is not None:
+            return Ran(output=text, why=f"more than {cut} bytes of output", cut=True, seconds=seconds)
+        why = f"no answer within {settings.timeout_s:g} s" if late else _fault(status, told)
+        return Ran(output=text, why=why, late=late, seconds=seconds)
 
 
 def _let_in(info: IO[bytes], mapped: IO[bytes], stack: contextlib.ExitStack) -> int | None:
@@ -221,13 +214,16 @@ def _let_in(info: IO[bytes], mapped: IO[bytes], stack: contextlib.ExitStack) -> 
     return found
 
 
-def _why(status: int, lines: Sequence[str], timeout_s: float | None) -> str:
-    """Returns what went wrong in one line, "" if nothing did. `timeout_s`: the limit of code that was late."""
-    if timeout_s is not None:
-        return f"no answer within {timeout_s:g} s"
+def _fault(status: int, errors: Sequence[str]) -> str:
+    """Returns the fault of code that ended with this exit status, in one line; "" without a fault.
+
+    Raises SandboxFailure where a signal ended bubblewrap itself.
+    """
+    if status < 0:
+        raise SandboxFailure("it was lost: something else than its code ended it")
     if status - 128 in signal.valid_signals():  # as shells count signals
         return f"it was killed ({signal.strsignal(status - 128)})"
-    return "" if status == 0 else lines[-1].strip() if lines else f"it ended with status {status}"
+    return "" if status == 0 else errors[-1].strip() if errors else f"it ended with status {status}"
 
 
 def _readable(file: IO[bytes] | int, timeout_s: float) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
-from megatron_rl.rewards.tags import boxed
+from megatron_rl.rewards.tags import answer_text
 
 MAX_CHARACTERS = 2000  # longer answers are cut
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|texttt|textit)\s*\{([^{}]*)\}")
@@ -17,10 +17,9 @@ _SYNONYMS = {"true": "yes", "false": "no"}
 
 def stated_answer(response: str) -> str:
     r"""Returns the answer in a response: its last \boxed{}, else its last <answer> block, else its last line."""
-    found = boxed(response)
+    found = answer_text(response)
     if found is None:
-        _, opened, rest = response.rpartition("<answer>")
-        found = rest.partition("</answer>")[0] if opened else (response.strip().splitlines() or [""])[-1]
+        found = (response.strip().splitlines() or [""])[-1]
     for _ in range(4):  # texts may be nested this deep
         found = _TEXT.sub(r"\1", found)
     return found.replace("\\ ", " ").replace("$", "").replace("\\%", "%").strip()[:MAX_CHARACTERS]

@@ -53,6 +53,17 @@ def boxed(text: str) -> str | None:
     return text[start + len("\\boxed{") : end - 1].strip() if end else None
 
 
+def answer_text(text: str) -> str | None:
+    r"""Returns the content of the last \boxed{}, else of the last <answer> block; None without one.
+
+    The <answer> block may lack its closing tag.
+    """
+    found = boxed(text)
+    if found is None and "<answer>" in text:
+        found = text.rpartition("<answer>")[2].partition("</answer>")[0]
+    return found
+
+
 def generator_format(text: str) -> float:
     r"""Returns how well the grammar is kept, in [0, 1], for logging and for the verifier's count gate.
 

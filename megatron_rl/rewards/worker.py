@@ -51,15 +51,22 @@ def main(keeper: int | None) -> None:
     a session of its own or by its parent's end, is gone before the answer is given.
     """
     own = os.getpid()
-    requests, answers = _take_pipes()
-    _die_with_parent()
-    # Signals that ask the run to leave are for the run itself, which ends its workers.
+    # The pool's pipes move away from standard input and output, which a reward function may use.
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    if sys.platform == "linux":  # elsewhere the end of the pipe ends a worker that is not stuck
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Signals that ask the run to leave are for the run itself, which ends its workers. Programs that a reward starts
+    # would inherit SIG_IGN, but they do not inherit a handler.
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
-        signal.signal(getattr(signal, name), _ignore_signal)
+        signal.signal(getattr(signal, name), lambda number, frame: None)
     target, args, memory_mib, bounds, sys.path[:] = pickle.load(requests)
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     found = _find(target, args, bounds)
-    _limit_memory(memory_mib)
+    limit, (_, hard) = memory_mib * 2**20, resource.getrlimit(resource.RLIMIT_AS)
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     _write(answers, found if isinstance(found, list) else TOGETHER if found.together else None)
     while not isinstance(found, list) and (batch := _read(requests)):
         for serial, answer in _grade(found, batch, memory_mib):
@@ -72,32 +79,6 @@ def main(keeper: int | None) -> None:
                 break
             told = [answer.score, answer.detail, answer.seconds, answer.exhausted, answer.figures, answer.trace]
             _write(answers, [serial, *told])
-
-
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Returns the pool's pipes, moved away from standard input and output, which a reward function may use."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    return requests, answers
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":  # elsewhere the end of the pipe ends a worker that is not stuck
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _ignore_signal(signum: int, stack: Any) -> None:
-    """Ignores a signal, as a handler: programs that a reward starts would inherit SIG_IGN, but not this."""
-
-
-def _limit_memory(memory_mib: int) -> None:
-    limit = memory_mib * 2**20
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _read(stream: BinaryIO) -> list[Any]:
