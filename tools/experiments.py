@@ -19,7 +19,7 @@ from megatron_rl.config.schema import ConfigError, EvalConfig, SftConfig, TrainC
 from megatron_rl.jobs import submit
 from megatron_rl.jobs.submit import Submission
 from megatron_rl.run.directory import SWEEP
-from megatron_rl.spec.resolve import resolve, run_directory
+from megatron_rl.spec.resolve import resolve
 
 SCHEMAS: dict[str, Any] = {"train": TrainConfig, "sft": SftConfig, "eval": EvalConfig}
 CONFIG = "config.yaml"  # below RUN/jobs
@@ -245,7 +245,7 @@ def _read(task: Task, point: Mapping[str, Any] | None = None) -> Any:
 def _directory(config: Any) -> Path:
     if isinstance(config, EvalConfig) and config.output is None:
         raise ConfigError("no output: give a JSON file in a directory of its own")
-    return run_directory(config).absolute()
+    return config.directory.absolute()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
 
 from megatron_rl.commands.settings import load
 from megatron_rl.config import files as config_files
@@ -47,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
     lines += [f"note: {one}" for one in absent.absent_files(spec) if args.elsewhere or one.on_hub]
     if args.show:
         print(config_files.dump(config), end="")
-    for line in [*lines, *_check_data(config, spec, deep=args.deep)]:
+    from megatron_rl.commands.check_data import data_lines
+
+    for line in [*lines, *data_lines(spec, deep=args.deep)]:
         print("# " + line)
     print(f"# {command}: the config is valid for {ranks} ranks")
     return 0
@@ -59,10 +60,3 @@ def _gpu_notes(spec: Spec, host: Host) -> list[str]:
     if isinstance(spec, RunSpec) and not getattr(spec.engine.settings, "gpus", ()):
         return []  # right on a CPU, and a site's profile may start the servers elsewhere
     return [f"note: refused on a host with GPUs: {one}" for one in device_problems(spec.engine, host.ranks)]
-
-
-def _check_data(config: Any, spec: Spec, *, deep: bool) -> list[str]:
-    """Returns what the data on this machine holds. Raises ConfigError for data that the command would refuse."""
-    from megatron_rl.commands.check_data import data_lines
-
-    return data_lines(config, spec, deep=deep)

@@ -11,14 +11,13 @@ import numpy as np
 
 from megatron_rl.chat import ASSISTANT, ChatTokenizer, problem_text, tokenize, tokenizer_of
 from megatron_rl.config.data_settings import generated_name
-from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Model, PromptSet, SftConfig
+from megatron_rl.config.schema import HELD_OUT, ConfigError, Model, PromptSet, SftData
 from megatron_rl.data.conversations import MESSAGES, QUESTION
 from megatron_rl.data.problems import Problem, fields_of, read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.sft import Conversation, SftSample, read_samples, sft_rollouts
-from megatron_rl.spec.run_spec import RunSpec, Spec
+from megatron_rl.spec.run_spec import EvalSpec, GenerateSpec, RunSpec, SftSpec, Spec
 from megatron_rl.training.prompts import (
-    HELD_OUT,
     asked_tokenizers,
     check_juniors,
     read_sets,
@@ -30,7 +29,7 @@ from megatron_rl.vocabulary import vocabulary_of
 ROWS = 1000  # problems of a set that are read without --deep
 
 
-def data_lines(config: Any, spec: Spec, *, deep: bool) -> list[str]:
+def data_lines(spec: Spec, *, deep: bool) -> list[str]:
     """Returns a line for each set of data that is here: where its prompts and answers were found, and what becomes of
     them. With `deep` all rows are read, not the first ROWS alone, and chat templates are tried where the tokenizer is
     here.
@@ -38,23 +37,23 @@ def data_lines(config: Any, spec: Spec, *, deep: bool) -> list[str]:
     Raises ConfigError for data that the command of this config would refuse.
     """
     try:
-        return _lines(config, spec, deep, None if deep else ROWS)
+        return _lines(spec, deep, None if deep else ROWS)
     except DataError as error:
         if deep:
             raise ConfigError(str(error)) from error
     try:  # a set may have too many bad rows at its beginning, and few in all
-        return _lines(config, spec, deep, None)
+        return _lines(spec, deep, None)
     except DataError as error:
         raise ConfigError(str(error)) from error
 
 
-def _lines(config: Any, spec: Spec, deep: bool, rows: int | None) -> list[str]:
+def _lines(spec: Spec, deep: bool, rows: int | None) -> list[str]:
     if isinstance(spec, RunSpec):
         return _train_lines(spec, deep, rows)
-    if isinstance(config, SftConfig):
-        return _sft_lines(config, deep)
-    if isinstance(config, EvalConfig | GenerateConfig) and config.data is not None:
-        return _asked_lines(config, config.data, deep, rows)
+    if isinstance(spec, SftSpec):
+        return _sft_lines(spec, deep)
+    if isinstance(spec, EvalSpec | GenerateSpec) and spec.config.data is not None:
+        return _asked_lines(spec, spec.config.data, deep, rows)
     return []
 
 
@@ -76,9 +75,10 @@ def _train_lines(spec: RunSpec, deep: bool, rows: int | None) -> list[str]:
     return [f"{name}: {_prompts(sets[name], own, model, chat=chat, tried=tried)}" for name, own in problems.items()]
 
 
-def _asked_lines(config: EvalConfig | GenerateConfig, source: PromptSet, deep: bool, rows: int | None) -> list[str]:
+def _asked_lines(spec: EvalSpec | GenerateSpec, source: PromptSet, deep: bool, rows: int | None) -> list[str]:
     if not _has_rows(source):
         return []
+    config = spec.config
     source, tried = _first(source, rows), deep and _is_here(config.model)
     problems = read_problems(source)
     if tried:
@@ -89,15 +89,15 @@ def _asked_lines(config: EvalConfig | GenerateConfig, source: PromptSet, deep: b
             return tokenize(asked, problem_text("{question}", values))
 
         try_prompts("data", problems, encode, vocabulary_of(config.model, tokenizer))
-        if isinstance(config, GenerateConfig):
+        if isinstance(spec, GenerateSpec):
             from megatron_rl.commands.generate import asked_of  # it imports torch
 
-            asked_of(config, tokenizer, problems)
+            asked_of(spec.config, tokenizer, problems)
     return [f"data: {_prompts(source, problems, config.model, chat=config.chat, tried=tried)}"]
 
 
-def _sft_lines(config: SftConfig, deep: bool) -> list[str]:
-    data, out = config.data, []
+def _sft_lines(spec: SftSpec, deep: bool) -> list[str]:
+    data, model, out = spec.data, spec.roles["model"].model, []
     for name, path in (("train", data.train), ("validation", data.validation)):
         if path is None or not Path(path).exists():
             continue
@@ -105,16 +105,16 @@ def _sft_lines(config: SftConfig, deep: bool) -> list[str]:
         chats = sum(isinstance(sample, Conversation) for sample in samples)
         kinds = {len(samples): "conversations, with the loss on the assistant's turns", 0: "pairs of texts"}
         line = f"data.{name}: {len(samples)} samples: {kinds[chats]}"
-        if deep and _is_here(config.model):
-            line += f"; {_trained_share(config, samples)}"
+        if deep and _is_here(model):
+            line += f"; {_trained_share(data, model, samples)}"
         out.append(line)
     return out
 
 
-def _trained_share(config: SftConfig, samples: Sequence[SftSample]) -> str:
+def _trained_share(data: SftData, model: Model, samples: Sequence[SftSample]) -> str:
     """Tokenises samples. Raises ConfigError or DataError for those that training would refuse."""
-    data, tokenizer = config.data, tokenizer_of(config.model)
-    vocabulary = vocabulary_of(config.model, tokenizer)
+    tokenizer = tokenizer_of(model)
+    vocabulary = vocabulary_of(model, tokenizer)
     rollouts = sft_rollouts(
         samples, tokenizer, append_eos=data.append_eos, max_tokens=data.max_tokens, max_bad_share=data.max_bad_share,
         vocabulary=vocabulary,

@@ -210,10 +210,9 @@ def _slice(args: argparse.Namespace) -> int:
     """Answers slurm/job.sh: prints the run directory, whether the run is over, or `ACTION: why`."""
     from megatron_rl.cluster import slices
     from megatron_rl.cluster.job import job_from
-    from megatron_rl.spec.resolve import run_directory
 
     config = load(args.settings)[1]
-    directory = run_directory(config).absolute()
+    directory = config.directory.absolute()
     if args.what == "where":
         print(directory)
         return 0

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from megatron_rl.chat import ChatTokenizer
 from megatron_rl.config import files as config_files
-from megatron_rl.config.schema import ConfigError, EvalConfig, Launch, Reward
+from megatron_rl.config.schema import ConfigError, EvalConfig, Reward
 from megatron_rl.data.rows import DataError
 from megatron_rl.evaluation.draw import ProblemSet, prompt_tokens
 from megatron_rl.evaluation.figures import SetFigures, figures_of, gradings, macro
@@ -37,7 +37,7 @@ from megatron_rl.run.inputs import InputRecord
 from megatron_rl.session.common import open_world_for, sampling_of
 from megatron_rl.session.eval_engines import Cast, open_cast
 from megatron_rl.session.launch import Place
-from megatron_rl.spec.run_spec import Spec
+from megatron_rl.spec.run_spec import EvalSpec, Spec
 from megatron_rl.text import read_template
 from megatron_rl.vocabulary import check_vocabularies, vocabulary_of
 
@@ -70,72 +70,142 @@ class Graders:
         return self.pools[key].grade
 
 
-def run(
-    config: EvalConfig, spec: Spec, place: Place, environment: Mapping[str, str] | None = None
-) -> int:  # fmt: skip
+def run(spec: EvalSpec, place: Place, environment: Mapping[str, str] | None = None) -> int:
     """Evaluates and prints the figures. Every rank runs it. Returns 0.
 
     `environment`: the environment of servers that it starts.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: finished problems are kept
     with open_world_for(spec, place) as world, contextlib.ExitStack() as stack:
-        cast = open_cast(config, world, stack, environment or {})
-        world.from_driver(functools.partial(_evaluate, config, spec, cast))
+        cast = open_cast(spec.config, world, stack, environment or {})
+        world.from_driver(Evaluation(spec.config, cast).run, spec)
     return 0
 
 
-def _evaluate(config: EvalConfig, spec: Spec, cast: Cast) -> None:
-    """Measures every set, prints the figures and writes the output. The driver runs it."""
-    start = time.monotonic()
-    tasks = [_task(config, cast.tokenizers[config.model], source) for source in read_sets(config)]
-    output = None if config.output is None else Path(config.output)
-    place = None if output is None else output.with_suffix(".jsonl")
-    samples = Samples(place, _digest(config, tasks, {} if output is None else _read(spec, output)))
-    if samples.resumed:
-        print(f"{samples.resumed} problems were done before: going on from there", file=sys.stderr, flush=True)
-    sets: list[SetFigures] = []
-    with contextlib.ExitStack() as stack:
-        graders = Graders(stack)
-        for task in tasks:
-            for name, measure in _measures(config, cast, task, graders, samples):
-                _ask(task.problems, name, measure, samples)
-                own = task.problems
-                sets.append(figures_of(samples, own.name, own.title, name, ks=config.k, seed=config.seed))
-    means = macro(sets, seed=config.seed)
-    for table in report.console_tables(sets, means):
-        Console(width=None if sys.stdout.isatty() else 60 + 40 * len(sets)).print(table)
-    _say(sets)
-    if output is not None:
-        samples.write()
-        text = config_files.dump(config)
-        report.write_evaluation_page(output.with_suffix(".html"), sets, means, samples, text)
-        about = {"model": config.model.path, "seconds": round(time.monotonic() - start, 1)}
-        report.write_figures(output, report.figures_json(sets, means, about))
-        samples.forget()
-        print(f"{output}, {output.with_suffix('.jsonl').name}, {output.with_suffix('.html').name}")
-    check_failures(gradings(samples, sets), config.reward.max_failure_share)
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation, with its models, on the driver."""
 
+    config: EvalConfig
+    cast: Cast
 
-def _say(sets: Sequence[SetFigures]) -> None:
-    for s in sets:
-        for what, count in s.counts.items():
-            print(f"note: {s.title}: {what}: {count} of {s.samples} samples")
+    def run(self, spec: Spec) -> None:
+        """Measures every set, prints the figures and writes the output. The driver runs it."""
+        config, start = self.config, time.monotonic()
+        tasks = [self.task(source) for source in read_sets(config)]
+        output = None if config.output is None else Path(config.output)
+        place = None if output is None else output.with_suffix(".jsonl")
+        samples = Samples(place, _digest(spec.settings, tasks, {} if output is None else _read(spec, output)))
+        if samples.resumed:
+            print(f"{samples.resumed} problems were done before: going on from there", file=sys.stderr, flush=True)
+        sets: list[SetFigures] = []
+        with contextlib.ExitStack() as stack:
+            graders = Graders(stack)
+            for task in tasks:
+                for name, measure in self.measures(task, graders, samples):
+                    _ask(task.problems, name, measure, samples)
+                    own = task.problems
+                    sets.append(figures_of(samples, own.name, own.title, name, ks=config.k, seed=config.seed))
+        means = macro(sets, seed=config.seed)
+        for table in report.console_tables(sets, means):
+            Console(width=None if sys.stdout.isatty() else 60 + 40 * len(sets)).print(table)
+        for s in sets:
+            for what, count in s.counts.items():
+                print(f"note: {s.title}: {what}: {count} of {s.samples} samples")
+        if output is not None:
+            samples.write()
+            text = config_files.dump_tree(spec.settings)
+            report.write_evaluation_page(output.with_suffix(".html"), sets, means, samples, text)
+            about = {"model": config.model.path, "seconds": round(time.monotonic() - start, 1)}
+            report.write_figures(output, report.figures_json(sets, means, about))
+            samples.forget()
+            print(f"{output}, {output.with_suffix('.jsonl').name}, {output.with_suffix('.html').name}")
+        check_failures(gradings(samples, sets), config.reward.max_failure_share)
 
+    def task(self, source: GradedSet) -> Task:
+        """Returns a set with its prompts.
 
-def _task(config: EvalConfig, tokenizer: Any, source: GradedSet) -> Task:
-    try:
-        text = read_template(source.template)
-        values = [
-            verifier_values(p.values) if source.judged else {n: p.values[n] for n in ASKED if n in p.values}
-            for p in source.problems
-        ]
-        prompts = [prompt_tokens(tokenizer, text, v, chat=config.chat) for v in values]
-    except FileNotFoundError as error:
-        raise ConfigError(f"template: {error}") from None
-    if why := vocabulary_of(config.model, tokenizer).missing(itertools.chain(*prompts)):
-        raise DataError(f"{source.title}: a prompt has {why}")
-    problems = ProblemSet(name=source.name, title=source.title, problems=source.problems, prompts=prompts)
-    return Task(problems=problems, reward=source.reward, judged=source.judged)
+        Raises ConfigError for a template that is not there, DataError for a token that the model has no row for.
+        """
+        config = self.config
+        tokenizer = self.cast.tokenizers[config.model]
+        try:
+            text = read_template(source.template)
+            values = [
+                verifier_values(p.values) if source.judged else {n: p.values[n] for n in ASKED if n in p.values}
+                for p in source.problems
+            ]
+            prompts = [prompt_tokens(tokenizer, text, v, chat=config.chat) for v in values]
+        except FileNotFoundError as error:
+            raise ConfigError(f"template: {error}") from None
+        if why := vocabulary_of(config.model, tokenizer).missing(itertools.chain(*prompts)):
+            raise DataError(f"{source.title}: a prompt has {why}")
+        problems = ProblemSet(name=source.name, title=source.title, problems=source.problems, prompts=prompts)
+        return Task(problems=problems, reward=source.reward, judged=source.judged)
+
+    def measures(self, task: Task, graders: Graders, samples: Samples) -> Iterator[tuple[str, Measure]]:
+        """Yields (name, measure) for a set, in an order in which each finds what it needs of those before."""
+        config, cast = self.config, self.cast
+        tokenizer, sampling = cast.tokenizers[config.model], sampling_of(config.sampling, n=config.n, seed=config.seed)
+        engine = cast.engines[config.model]
+        if task.judged:
+            yield JUDGE, Judge(engine=engine, tokenizer=tokenizer, sampling=sampling, context=config.context)
+            return
+        grade, wanted = graders.of(task.reward), config.measures
+        if SOLVE in wanted:
+            yield (
+                SOLVE,
+                Solver(
+                    engine=engine, tokenizer=tokenizer, sampling=sampling, grade=grade, context=config.context,
+                    weigher=self.weigher(), keep_tokens=bool({LEGIBILITY, DRIFT} & set(wanted)),
+                ),
+            )  # fmt: skip
+        if config.junior is None:
+            return
+        why = f"token ids pass between the models of model.path and junior.path = {config.junior.path}"
+        check_vocabularies(tokenizer, cast.tokenizers[config.junior], why)
+        if HANDOFF in wanted:
+            pair = (engine, cast.engines[config.junior])
+            yield (
+                HANDOFF,
+                HandOff(
+                    engines=pair,
+                    tokenizer=tokenizer,
+                    sampling=sampling,
+                    grade=grade,
+                    context=config.context,
+                    max_rounds=config.max_rounds,
+                ),
+            )
+        if LEGIBILITY in wanted:
+            yield LEGIBILITY, self.on_texts(samples, functools.partial(legibility, cast.engines[config.junior]))
+        if DRIFT in wanted:
+            others: Mapping[str, Any] = {JUNIOR: cast.readers[config.junior]}
+            others |= {BASE: cast.readers[config.base]} if config.base is not None else {}
+            yield DRIFT, self.on_texts(samples, functools.partial(drift, cast.readers[config.model], others))
+
+    def weigher(self) -> Weigher | None:
+        """Returns the verifier that weighs samples; None where the config names none."""
+        config, cast = self.config, self.cast
+        judging = config.verifier
+        if judging is None:
+            return None
+        return Weigher(
+            engine=cast.engines[judging.model],
+            tokenizer=ChatTokenizer(cast.tokenizers[judging.model]) if judging.chat else cast.tokenizers[judging.model],
+            template=read_template(judging.template),
+            sampling=sampling_of(judging.sampling, n=judging.votes, seed=config.seed), context=config.context,
+        )  # fmt: skip
+
+    def on_texts(self, samples: Samples, score: Callable[..., list[list[Sample]]]) -> Measure:
+        """Returns a measure that scores the texts which the measure `solve` has written."""
+
+        def measure(problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
+            written = {group[0]["id"]: group for group in samples.rows(problems.name, SOLVE)}
+            texts = [Texts(problems.prompts[place], written[place]) for place in places]
+            return score(texts, self.config.context or sys.maxsize)
+
+        return measure
 
 
 def _read(spec: Spec, output: Path) -> Mapping[str, Any]:
@@ -149,82 +219,16 @@ def _read(spec: Spec, output: Path) -> Mapping[str, Any]:
     return found
 
 
-def _digest(config: EvalConfig, tasks: Sequence[Task], read: Mapping[str, Any]) -> str:
+def _digest(settings: Mapping[str, Any], tasks: Sequence[Task], read: Mapping[str, Any]) -> str:
     """Returns a hash of everything that the samples depend on: the settings, the files that are read, and the
     problems."""
-    asked = replace(config, output=None, launch=Launch())
-    digest = hashlib.sha256(config_files.dump(asked).encode())
+    asked = {name: value for name, value in settings.items() if name not in ("output", "launch")}
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     digest.update(json.dumps(read, sort_keys=True).encode())
     for task in tasks:
         values = [problem.values for problem in task.problems.problems]
         digest.update(repr((task.problems.name, task.problems.prompts, values)).encode())
     return digest.hexdigest()[:16]
-
-
-def _measures(
-    config: EvalConfig, cast: Cast, task: Task, graders: Graders, samples: Samples
-) -> Iterator[tuple[str, Measure]]:
-    """Yields (name, measure) for a set, in an order in which each finds what it needs of those before."""
-    tokenizer, sampling = cast.tokenizers[config.model], sampling_of(config.sampling, n=config.n, seed=config.seed)
-    engine = cast.engines[config.model]
-    if task.judged:
-        yield JUDGE, Judge(engine=engine, tokenizer=tokenizer, sampling=sampling, context=config.context)
-        return
-    grade, wanted = graders.of(task.reward), config.measures
-    if SOLVE in wanted:
-        yield (
-            SOLVE,
-            Solver(
-                engine=engine, tokenizer=tokenizer, sampling=sampling, grade=grade, context=config.context,
-                weigher=_weigher(config, cast), keep_tokens=bool({LEGIBILITY, DRIFT} & set(wanted)),
-            ),
-        )  # fmt: skip
-    if config.junior is None:
-        return
-    why = f"token ids pass between the models of model.path and junior.path = {config.junior.path}"
-    check_vocabularies(tokenizer, cast.tokenizers[config.junior], why)
-    if HANDOFF in wanted:
-        pair = (engine, cast.engines[config.junior])
-        yield (
-            HANDOFF,
-            HandOff(
-                engines=pair,
-                tokenizer=tokenizer,
-                sampling=sampling,
-                grade=grade,
-                context=config.context,
-                max_rounds=config.max_rounds,
-            ),
-        )
-    if LEGIBILITY in wanted:
-        yield LEGIBILITY, _on_texts(samples, functools.partial(legibility, cast.engines[config.junior]), config)
-    if DRIFT in wanted:
-        others: Mapping[str, Any] = {JUNIOR: cast.readers[config.junior]}
-        others |= {BASE: cast.readers[config.base]} if config.base is not None else {}
-        yield DRIFT, _on_texts(samples, functools.partial(drift, cast.readers[config.model], others), config)
-
-
-def _weigher(config: EvalConfig, cast: Cast) -> Weigher | None:
-    judging = config.verifier
-    if judging is None:
-        return None
-    return Weigher(
-        engine=cast.engines[judging.model],
-        tokenizer=ChatTokenizer(cast.tokenizers[judging.model]) if judging.chat else cast.tokenizers[judging.model],
-        template=read_template(judging.template),
-        sampling=sampling_of(judging.sampling, n=judging.votes, seed=config.seed), context=config.context,
-    )  # fmt: skip
-
-
-def _on_texts(samples: Samples, score: Callable[..., list[list[Sample]]], config: EvalConfig) -> Measure:
-    """Returns a measure that scores the texts which the measure `solve` has written."""
-
-    def measure(problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
-        written = {group[0]["id"]: group for group in samples.rows(problems.name, SOLVE)}
-        texts = [Texts(problems.prompts[place], written[place]) for place in places]
-        return score(texts, config.context or sys.maxsize)
-
-    return measure
 
 
 def _ask(problems: ProblemSet, name: str, measure: Measure, samples: Samples) -> None:

@@ -8,6 +8,7 @@ ungraded.parquet.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import shutil
 import signal
@@ -33,7 +34,7 @@ from megatron_rl.session import answers
 from megatron_rl.session.common import open_world_for, sampling_of
 from megatron_rl.session.eval_engines import open_teacher
 from megatron_rl.session.launch import Place
-from megatron_rl.spec.run_spec import Spec
+from megatron_rl.spec.run_spec import GenerateSpec
 from megatron_rl.text import read_template
 from megatron_rl.types import Outcome
 from megatron_rl.vocabulary import vocabulary_of
@@ -68,9 +69,7 @@ class Answered:
         return "wrong" if self.graded.outcome is Outcome.SCORE else "ungraded"
 
 
-def run(
-    config: GenerateConfig, spec: Spec, place: Place, environment: Mapping[str, str] | None = None
-) -> int:  # fmt: skip
+def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None = None) -> int:
     """Asks the teacher and writes its answers. Every rank runs it. Returns 0.
 
     A row has prompt, response, and every mapped field of the problem. Both are messages where the problem is a
@@ -78,12 +77,12 @@ def run(
     the output has its answers already.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: nothing but the chunk at hand is lost
-    asked, read = list[Asked](), dict[str, Any]()  # on the driver
+    config, made = spec.config, list[_Generation]()  # on the driver
 
     def done() -> bool:
-        asked.extend(asked_of(config, tokenizer_of(config.model), read_problems(config.data)))
-        read.update(_read(config, spec))
-        if not answers.finished(config, _problems(config, asked, read)):
+        asked = asked_of(config, tokenizer_of(config.model), read_problems(config.data))
+        made.append(_Generation(config, spec.settings, asked, _read(spec)))
+        if not answers.finished(spec.settings, made[0].problems):
             return False
         mark = Path(config.output) / answers.MARK
         print(f"{config.output} has all answers of this config already; remove {mark} to ask the teacher again")
@@ -96,30 +95,22 @@ def run(
 
         def work() -> None:
             assert engine is not None  # it runs on the driver
-            parts = Path(config.output) / answers.PARTS
-            found = _graded(config, _answers(config, asked, read, engine, tokenizer, parts))
-            _write(config, found, _problems(config, asked, read))
-            shutil.rmtree(parts)
+            made[0].write(made[0].grade(made[0].answer(engine, tokenizer)))
+            shutil.rmtree(made[0].parts)
 
         world.from_driver(work)
     return 0
 
 
-def _read(config: GenerateConfig, spec: Spec) -> Mapping[str, Any]:
-    """Returns what is read, and says what has changed since a part of the answers was written."""
-    output = Path(config.output)
+def _read(spec: GenerateSpec) -> Mapping[str, Any]:
+    """Returns what is read, and prints what has changed since a part of the answers was written."""
+    output = spec.engine.directory
     begun = (output / answers.MARK).exists() or (output / answers.PARTS).exists()
     record = InputRecord(output / inputs.FILE, done="a part of the answers" if begun else None, accept=True)
     found = inputs.read_files(spec.settings) | inputs.read_revisions(spec.models)
     for change in record.compare(inputs.FILES, found):
         print(f"changed since answers were written, which are asked or graded again: {change}", file=sys.stderr)
     return found
-
-
-def _problems(config: GenerateConfig, asked: Sequence[Asked], read: Mapping[str, Any]) -> str:
-    """Returns the digest of the problems, as the mark of completion has it."""
-    parts = answers.parts_digest(config, read, [a.tokens for a in asked], CHUNK)
-    return answers.problems_digest(config, read, [a.problem.values for a in asked], parts)
 
 
 def asked_of(config: GenerateConfig, tokenizer: Any, problems: Sequence[Problem]) -> list[Asked]:
@@ -150,46 +141,6 @@ def asked_of(config: GenerateConfig, tokenizer: Any, problems: Sequence[Problem]
     return out
 
 
-def _answers(
-    config: GenerateConfig, asked: Sequence[Asked], read: Mapping[str, Any], engine: Engine, tokenizer: Any, parts: Path
-) -> list[Answered]:
-    """Asks all problems, with a progress bar, on the driver. Every CHUNK of prompts that is done is kept in the
-    directory `parts`, from which the same command, given again, goes on."""
-    digest = answers.parts_digest(config, read, [a.tokens for a in asked], CHUNK)
-
-    def one_chunk(start: int) -> list[list[tuple[str, bool]]]:
-        kept = parts / f"{digest}_{start:08d}.json"
-        if kept.exists():
-            return read_json(kept)
-        sampling = sampling_of(config.sampling, n=config.n, seed=config.seed + start)
-        drawn = complete(engine, [a.tokens for a in asked[start : start + CHUNK]], sampling)
-        rows = [
-            [(str(tokenizer.decode(c.tokens, skip_special_tokens=True)), c.stop.finished) for c in group]
-            for group in drawn
-        ]
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_json(kept, rows)
-        return rows
-
-    out: list[Answered] = []
-    for start in track(range(0, len(asked), CHUNK), description="prompts", disable=not sys.stderr.isatty()):
-        for one, group in zip(asked[start : start + CHUNK], one_chunk(start), strict=True):
-            out += [Answered(one.problem, one.prompt, *row) for row in group]
-        if not sys.stderr.isatty():
-            print(f"{min(start + CHUNK, len(asked))} of {len(asked)} prompts", file=sys.stderr, flush=True)
-    return out
-
-
-def _graded(config: GenerateConfig, found: list[Answered]) -> list[Answered]:
-    """Grades the answers where there is a reward. Raises RewardFailure when too many gradings fail."""
-    if config.reward is None:
-        return found
-    with GradePool(config.reward) as pool:
-        graded = pool.grade([a.text for a in found], [a.problem.values for a in found])
-    check_failures(graded, config.reward.max_failure_share)
-    return [replace(a, graded=one) for a, one in zip(found, graded, strict=True)]
-
-
 def _row(answered: Answered) -> dict[str, Any]:
     """Returns a pair with the problem's fields. An assistant's turn that the prompt began becomes part of the
     response."""
@@ -202,35 +153,96 @@ def _row(answered: Answered) -> dict[str, Any]:
     return {**values, "prompt": prompt, "response": [{"role": ASSISTANT, "content": text}]}
 
 
-def _write(config: GenerateConfig, found: list[Answered], problems_digest: str) -> None:
-    """Writes the pairs, marks them as complete, and says how many there are. Whole problems are held out, so that no
-    second sample leaks."""
-    rows = [_row(a) for a in found]
-    problems = sorted({a.problem.row for a in found})
-    chosen = set(random.Random(config.seed).sample(problems, round(config.validation_share * len(problems))))
-    files: dict[str, list[dict[str, Any]]] = {name: [] for name in ("train", "validation", "cut", "wrong", "ungraded")}
-    for row, a in zip(rows, found, strict=True):
-        aside = not a.finished and not config.keep_cut
-        kept = "validation" if a.problem.row in chosen else "train"
-        files["cut" if aside else a.fault or kept].append(row)
-    output = Path(config.output)
-    (output / answers.MARK).unlink(missing_ok=True)  # it speaks of the files that are now replaced
-    for name, part in files.items():
-        (output / f"{name}.parquet").unlink(missing_ok=True)
-        if part:
-            write_parquet(output / f"{name}.parquet", part)
-    answers.mark_finished(config, problems_digest, [f"{name}.parquet" for name, part in files.items() if part])
-    where = "are among them" if config.keep_cut else "stand in cut.parquet"
-    print(
-        f"{len(files['train'])} training and {len(files['validation'])} validation pairs in {output}; "
-        f"{sum(not a.finished for a in found)} answers were cut at sampling.max_tokens = {config.sampling.max_tokens} "
-        f"and {where}; {_grades(config, files)}"
-    )
+@dataclass(frozen=True)
+class _Generation:
+    """The asking of one problem set, on the driver."""
 
+    config: GenerateConfig
+    settings: Mapping[str, Any]  # the config as plain values
+    asked: Sequence[Asked]
+    read: Mapping[str, Any]  # digests of the files that are read
 
-def _grades(config: GenerateConfig, files: Mapping[str, Sequence[Any]]) -> str:
-    """Returns what is known of the answers' grades, as the end of a sentence."""
-    if config.reward is None:
-        return "no answer was graded, so that wrong ones are among the pairs (set reward.target to set them aside)"
-    wrong, ungraded = len(files["wrong"]), len(files["ungraded"])
-    return f"{wrong} wrong answers stand in wrong.parquet, and {ungraded} that could not be graded in ungraded.parquet"
+    @property
+    def parts(self) -> Path:
+        """Returns the directory of the answers that are written, until all are."""
+        return Path(self.config.output) / answers.PARTS
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Returns the digest of the answers."""
+        return answers.parts_digest(self.settings, self.read, [a.tokens for a in self.asked], CHUNK)
+
+    @functools.cached_property
+    def problems(self) -> str:
+        """Returns the digest of the problems, as the mark of completion has it."""
+        return answers.problems_digest(self.read, [a.problem.values for a in self.asked], self.digest)
+
+    def answer(self, engine: Engine, tokenizer: Any) -> list[Answered]:
+        """Asks all problems, with a progress bar. Every CHUNK of prompts that is done is kept in the directory `parts`,
+        from which the same command, given again, goes on."""
+        config, asked, digest, parts = self.config, self.asked, self.digest, self.parts
+
+        def one_chunk(start: int) -> list[list[tuple[str, bool]]]:
+            kept = parts / f"{digest}_{start:08d}.json"
+            if kept.exists():
+                return read_json(kept)
+            sampling = sampling_of(config.sampling, n=config.n, seed=config.seed + start)
+            drawn = complete(engine, [a.tokens for a in asked[start : start + CHUNK]], sampling)
+            rows = [
+                [(str(tokenizer.decode(c.tokens, skip_special_tokens=True)), c.stop.finished) for c in group]
+                for group in drawn
+            ]
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_json(kept, rows)
+            return rows
+
+        out: list[Answered] = []
+        for start in track(range(0, len(asked), CHUNK), description="prompts", disable=not sys.stderr.isatty()):
+            for one, group in zip(asked[start : start + CHUNK], one_chunk(start), strict=True):
+                out += [Answered(one.problem, one.prompt, *row) for row in group]
+            if not sys.stderr.isatty():
+                print(f"{min(start + CHUNK, len(asked))} of {len(asked)} prompts", file=sys.stderr, flush=True)
+        return out
+
+    def grade(self, found: list[Answered]) -> list[Answered]:
+        """Grades the answers where there is a reward. Raises RewardFailure when too many gradings fail."""
+        reward = self.config.reward
+        if reward is None:
+            return found
+        with GradePool(reward) as pool:
+            graded = pool.grade([a.text for a in found], [a.problem.values for a in found])
+        check_failures(graded, reward.max_failure_share)
+        return [replace(a, graded=one) for a, one in zip(found, graded, strict=True)]
+
+    def write(self, found: list[Answered]) -> None:
+        """Writes the pairs, marks them as complete, and prints how many there are. Whole problems are held out, so that
+        no second sample leaks."""
+        config, rows = self.config, [_row(a) for a in found]
+        problems = sorted({a.problem.row for a in found})
+        chosen = set(random.Random(config.seed).sample(problems, round(config.validation_share * len(problems))))
+        files: dict[str, list[dict[str, Any]]] = {
+            name: [] for name in ("train", "validation", "cut", "wrong", "ungraded")
+        }
+        for row, a in zip(rows, found, strict=True):
+            aside = not a.finished and not config.keep_cut
+            kept = "validation" if a.problem.row in chosen else "train"
+            files["cut" if aside else a.fault or kept].append(row)
+        output = Path(config.output)
+        (output / answers.MARK).unlink(missing_ok=True)  # it speaks of the files that are now replaced
+        for name, part in files.items():
+            (output / f"{name}.parquet").unlink(missing_ok=True)
+            if part:
+                write_parquet(output / f"{name}.parquet", part)
+        answers.mark_finished(self.settings, self.problems, [f"{name}.parquet" for name, part in files.items() if part])
+        grades = "no answer was graded, so that wrong ones are among the pairs (set reward.target to set them aside)"
+        if config.reward is not None:
+            grades = (
+                f"{len(files['wrong'])} wrong answers stand in wrong.parquet, and {len(files['ungraded'])} that could "
+                "not be graded in ungraded.parquet"
+            )
+        where = "are among them" if config.keep_cut else "stand in cut.parquet"
+        print(
+            f"{len(files['train'])} training and {len(files['validation'])} validation pairs in {output}; "
+            f"{sum(not a.finished for a in found)} answers were cut at sampling.max_tokens = "
+            f"{config.sampling.max_tokens} and {where}; {grades}"
+        )

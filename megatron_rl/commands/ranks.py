@@ -68,13 +68,13 @@ def run(args: argparse.Namespace) -> int:
         os.environ["OMP_NUM_THREADS"] = "1"
         fork = not has_driver()  # a driver that was touched before a fork does not work after it
         if fork:
-            _command(args, config)  # its imports, once for all ranks
+            _command(args)  # its imports, once for all ranks
         tell(args.command, f"starting {config.launch.nproc} ranks")
         return launch.start_ranks(functools.partial(run, args), config.launch.nproc, fork=fork)
     if isinstance(spec, TrainingSpec) and spec.run.deterministic:
         os.environ.update(DETERMINISTIC)
     place = place or launch.Place(0, 1, 0, "127.0.0.1", 0, job_from(os.environ))
-    return _run_on_rank(args, config, spec, place)
+    return _run_on_rank(args, spec, place)
 
 
 def has_driver() -> bool:
@@ -82,8 +82,8 @@ def has_driver() -> bool:
     return any(driver.exists() for driver in DRIVERS)
 
 
-def _run_on_rank(args: argparse.Namespace, config: Any, spec: Spec, place: launch.Place) -> int:
-    command = _command(args, config)
+def _run_on_rank(args: argparse.Namespace, spec: Spec, place: launch.Place) -> int:
+    command = _command(args)
     from megatron_rl import errors
 
     try:
@@ -114,16 +114,16 @@ def _tell(args: argparse.Namespace, error: BaseException, why: str) -> None:
         Listener.at(args.events).failed(error, why)
 
 
-def _command(args: argparse.Namespace, config: Any) -> Callable[[Any, launch.Place], int]:
+def _command(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
     """Imports the command, and torch with it, and returns its function (specification, place) -> exit status."""
     gc.disable()  # imports make many objects and hardly any garbage: looking for it took a sixth of their time
     try:
-        return _imported(args, config)
+        return _imported(args)
     finally:
         gc.enable()
 
 
-def _imported(args: argparse.Namespace, config: Any) -> Callable[[Any, launch.Place], int]:
+def _imported(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
     if args.command == "train":
         from megatron_rl.session import train
 
@@ -140,7 +140,7 @@ def _imported(args: argparse.Namespace, config: Any) -> Callable[[Any, launch.Pl
     if args.command == "generate":
         from megatron_rl.commands import generate
 
-        return functools.partial(generate.run, config, environment=os.environ)
+        return functools.partial(generate.run, environment=os.environ)
     from megatron_rl.commands import evaluate
 
-    return functools.partial(evaluate.run, config, environment=os.environ)
+    return functools.partial(evaluate.run, environment=os.environ)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
@@ -147,3 +148,20 @@ class EvalConfig:
             check_path("output", self.output)
         if self.output is not None and not self.output.endswith(".json"):
             raise ConfigError(f"output = {self.output!r}: give NAME.json; NAME.jsonl and NAME.html go beside it")
+
+    @property
+    def directory(self) -> Path:
+        """Returns the directory that the output lies in."""
+        return Path(self.output or ".").parent
+
+    @property
+    def models(self) -> dict[str, Model]:
+        """Returns {setting: section} of the models that the evaluation reads."""
+        judging = None if self.verifier is None else self.verifier.model
+        found = {"model": self.model, "junior": self.junior, "verifier.model": judging, "base": self.base}
+        return {name: model for name, model in found.items() if model is not None}
+
+    @property
+    def sets(self) -> dict[str, PromptSet]:
+        """Returns {setting: section} of the problem set of the user's own, where there is one."""
+        return {} if self.data is None else {"data": self.data}

@@ -7,6 +7,7 @@ config can be checked on a login node.
 from __future__ import annotations
 
 from dataclasses import field, replace
+from pathlib import Path
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -73,6 +74,8 @@ __all__ = [
     "config",
 ]
 
+HELD_OUT = "evaluation.prompts"  # the setting of the held-out problems
+
 
 @config
 class TrainConfig:
@@ -126,6 +129,27 @@ class TrainConfig:
         object.__setattr__(self, "roles", roles)
 
     @property
+    def directory(self) -> Path:
+        """Returns the run directory."""
+        return Path(self.run.dir) / self.run.name
+
+    @property
+    def models(self) -> dict[str, Model]:
+        """Returns {setting: section} of the models whose files the run reads."""
+        return {
+            f"roles.{name}.model": role.model
+            for name, role in self.roles.items()
+            if role.same_as is None and (role.endpoint is None or role.model.path)
+        }
+
+    @property
+    def sets(self) -> dict[str, PromptSet]:
+        """Returns {setting: section} of the problem sets that the run reads."""
+        own = {f"roles.{name}.data": role.data for name, role in self.roles.items() if role.data is not None}
+        held_out = self.evaluation.prompts
+        return {"data": self.data, **own, **({} if held_out is None else {HELD_OUT: held_out})}
+
+    @property
     def engine_roles(self) -> list[str]:
         """The roles that have engines of their own, in order: neither another role's nor an endpoint's."""
         return [name for name, role in self.roles.items() if role.same_as is None and role.endpoint is None]
@@ -174,6 +198,16 @@ class SftConfig:
     job: JobConfig = field(default_factory=JobConfig)  # the Slurm job
 
     @property
+    def directory(self) -> Path:
+        """Returns the run directory."""
+        return Path(self.run.dir) / self.run.name
+
+    @property
+    def models(self) -> dict[str, Model]:
+        """Returns {setting: section} of the model."""
+        return {"model": self.model}
+
+    @property
     def trained(self) -> RoleConfig:
         """The model with what trains it, as a role of reinforcement learning has them."""
         return RoleConfig(
@@ -217,3 +251,18 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError for an output that is no usable path."""
         check_path("output", self.output)
+
+    @property
+    def directory(self) -> Path:
+        """Returns the directory that the output lies in."""
+        return Path(self.output).parent
+
+    @property
+    def models(self) -> dict[str, Model]:
+        """Returns {setting: section} of the teacher."""
+        return {"model": self.model}
+
+    @property
+    def sets(self) -> dict[str, PromptSet]:
+        """Returns {setting: section} of the problems."""
+        return {"data": self.data}

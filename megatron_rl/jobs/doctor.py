@@ -33,7 +33,7 @@ from megatron_rl.run import locks
 from megatron_rl.run.checkpoint import read_json
 from megatron_rl.run.directory import RunDirectory
 from megatron_rl.spec import absent
-from megatron_rl.spec.resolve import run_directory, specify
+from megatron_rl.spec.resolve import specify
 from megatron_rl.weights.rectangles import hf_shapes
 
 Verdict = Literal["ok", "note", "wrong"]
@@ -74,7 +74,7 @@ def examine(config: Any | None, profile: Profile | None, *, quick: bool, environ
         lambda: _network(config, profile, environment),
     ]
     if config is not None:
-        parts += [lambda: _files(run_directory(config), quick), lambda: _space(config, quick)]
+        parts += [lambda: _files(config.directory, quick), lambda: _space(config, quick)]
         parts += [lambda: _inputs(config, quick)]
         parts += [] if quick else [lambda: _hub(config, environment)]
         parts += (
@@ -229,7 +229,7 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
 def _space(config: Any, quick: bool) -> Iterator[Check]:
     """Compares the free space of the run directory's file system with the checkpoints that will stand there at once:
     run.keep and the one that is being written, less those that are there, and the models at the end."""
-    directory = place = run_directory(config)
+    directory = place = config.directory
     while not place.exists():
         place = place.absolute().parent
     free, need, said = shutil.disk_usage(place).free / GIB, 1.0, ""

@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_rl.cluster.profile import SHIPPED, Profile
 from megatron_rl.config.schema import ConfigError, Servers
-from megatron_rl.spec.resolve import run_directory
 
 MAX_PATH = 4096  # Linux's
 
@@ -30,7 +29,7 @@ def refuse(config: Any, profile: Profile) -> None:
     shown = [Path(one[0]) for one in mounts if len(one) == 1 or Path(one[0]) == Path(one[1])]
     shown += [Path.home(), Path.cwd(), Path("/tmp")] if profile.container.runtime == "apptainer" else []
     shown += [Path.home()] if "--container-mount-home" in profile.srun else []
-    needed = {"the checkout": SHIPPED.parent, "this directory": Path.cwd(), "the run directory": run_directory(config)}
+    needed = {"the checkout": SHIPPED.parent, "this directory": Path.cwd(), "the run directory": config.directory}
     needed |= {name: Path(value) for name, value in _paths(config) if name != "engine.python" and Path(value).exists()}
     absolute = {name: Path(os.path.abspath(path)) for name, path in needed.items()}
     if hidden := [f"{n} {p}" for n, p in absolute.items() if not any(p.is_relative_to(place) for place in shown)]:

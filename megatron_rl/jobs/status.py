@@ -198,7 +198,7 @@ def _complete(directory: Path) -> bool:
         config = config_files.load(GenerateConfig, [directory / JOBS / "config.yaml"])
     except ConfigError:
         return False
-    return answers.finished(replace(config, output=str(directory)))
+    return answers.finished({**config_files.tree_of(config), "output": str(directory)})
 
 
 def _output(config: Path) -> Path | None:

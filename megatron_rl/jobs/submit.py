@@ -25,7 +25,7 @@ from megatron_rl.run.directory import SWEEP, RunDirectory, check_start
 from megatron_rl.run.disk import write_text
 from megatron_rl.session import answers
 from megatron_rl.spec import server_gpus
-from megatron_rl.spec.resolve import resolve, run_directory
+from megatron_rl.spec.resolve import resolve
 
 JOBS = "jobs"  # the directory of scripts and configs in the run directory; it has the two files below
 SITE, SUBMITTED = "site.yaml", "submitted.jsonl"
@@ -56,7 +56,7 @@ def plan_run(
     `as_roles`: trainer and engines in one array. `to_come`: an earlier job writes the models. Raises ConfigError.
     """
     config = for_site(config, profile, to_come=to_come)
-    job, directory = config.job, run_directory(config).absolute()
+    job, directory = config.job, config.directory.absolute()
     own = ScriptShape(
         template="train", name=config.run.name, nodes=job.nodes, ranks=profile.ranks_per_node,
         gpus=profile.gpus_per_node, time=job.time or profile.time,
@@ -201,7 +201,7 @@ def sweep_configs(
     `points`: (the settings that differ, the whole config of that run). Raises ConfigError for runs that would send
     their weights to the same servers.
     """
-    directory = str(run_directory(config).absolute())
+    directory = str(config.directory.absolute())
     configs = [
         replace(own, run=replace(own.run, dir=directory, name=f"{index:03d}")) for index, (_, own) in enumerate(points)
     ]
@@ -225,7 +225,7 @@ def plan_sweep(
 
     `points`: (the settings that differ, the whole config of that run). `to_come`: an earlier job writes the models.
     """
-    directory, job = run_directory(config).absolute(), config.job
+    directory, job = config.directory.absolute(), config.job
     configs, listing = sweep_configs(config, points)
     configs = [for_site(own, profile, to_come=to_come) for own in configs]
     shape = ScriptShape(
@@ -295,7 +295,7 @@ def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
         f"{directory} is finished: it has the answers that this config asks for; give another output, or remove {mark} "
         "to ask the teacher again, as when the files that data.path names have changed"
     )
-    finished = done if answers.finished(config) else None
+    finished = done if answers.finished(config_files.tree_of(config)) else None
     return Submission(directory, files, ["generate.sbatch"], finished=finished)
 
 
@@ -389,7 +389,7 @@ def reopen(config: TrainConfig | SftConfig) -> None:
 
     Raises ConfigError for a finished run without it, whose jobs would have nothing to do.
     """
-    directory = run_directory(config)
+    directory = config.directory
     if not slices.finished(directory):
         return
     if config.run.resume != "must":

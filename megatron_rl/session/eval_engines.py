@@ -18,7 +18,6 @@ from megatron_rl.engines.base import Engine
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.engines.spread import SpreadEngine
 from megatron_rl.evaluation.text_scores import DRIFT
-from megatron_rl.spec.resolve import run_directory
 from megatron_rl.world import TorchWorld
 
 
@@ -55,7 +54,7 @@ def open_cast(
     elif world.rank == 0:
         from megatron_rl.session.eval_servers import names_of, start
 
-        engines |= start(config.engine, names_of(config), tokenizers, run_directory(config), stack, environment)
+        engines |= start(config.engine, names_of(config), tokenizers, config.directory, stack, environment)
     return Cast(engines, {model: own[model] for model in read if model in own}, tokenizers)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.algorithms.authors import Rule
 from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.config.schema import RoleConfig, Run
+from megatron_rl.config.schema import HELD_OUT, RoleConfig, Run
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.engines.base import Engine, TandemSampling
 from megatron_rl.megatron import parallel
@@ -19,7 +19,7 @@ from megatron_rl.models.adapters import owners
 from megatron_rl.planning import hardware
 from megatron_rl.session.common import Driver, sampling_of
 from megatron_rl.spec.run_spec import RoleSpec, RunSpec
-from megatron_rl.training.prompts import HELD_OUT, asked_tokenizers, read_sets, readers_of
+from megatron_rl.training.prompts import asked_tokenizers, read_sets, readers_of
 from megatron_rl.training.turns import Grade, Table
 from megatron_rl.training.update import Trainee
 from megatron_rl.types import Prompt

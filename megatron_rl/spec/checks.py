@@ -18,6 +18,7 @@ from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Embedded, Servers
 from megatron_rl.config.model import Layout, RoleConfig
 from megatron_rl.config.run import Sinks
+from megatron_rl.config.schema import HELD_OUT
 from megatron_rl.models import registry
 from megatron_rl.models.adapters import adapter_problems
 from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
@@ -25,8 +26,6 @@ from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.models.sizes import Features, Sizes
 from megatron_rl.spec.run_spec import EngineSpec, RunSpec, SftSpec, Spec, TrainingSpec
 from megatron_rl.spec.server_gpus import number_problems
-
-HELD_OUT = "evaluation.prompts"
 
 
 def problems(spec: Spec, *, to_come: bool = False) -> list[str]:

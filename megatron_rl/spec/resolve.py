@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, overload
 
 from megatron_rl.config import files, plugins
 from megatron_rl.config.base import ConfigError
-from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Servers
 from megatron_rl.config.model import CORRECTION_AHEAD, Model, RoleConfig
-from megatron_rl.config.schema import EvalConfig, GenerateConfig, SftConfig, TrainConfig
+from megatron_rl.config.schema import HELD_OUT, EvalConfig, GenerateConfig, SftConfig, TrainConfig
 from megatron_rl.models import registry
 from megatron_rl.spec import absent, checks, server_gpus
 from megatron_rl.spec.run_spec import (
     ClusterSpec,
     DataSpec,
     EngineSpec,
+    EvalSpec,
+    GenerateSpec,
     Host,
     LoopSpec,
     RoleSpec,
@@ -60,15 +60,17 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     shared: dict[str, Any] = {
         "roles": roles_of(config),
         "engine": None if isinstance(config, SftConfig) else engine_of(config),
-        "directory": run_directory(config),
-        "models": _models(config),
-        "sets": _sets(config),
+        "directory": config.directory,
+        "models": config.models,
+        "sets": {} if isinstance(config, SftConfig) else config.sets,
         "reward": None if isinstance(config, SftConfig) else config.reward,
         "settings": files.tree_of(config),
         "cluster": ClusterSpec(ranks=ranks, launch=config.launch),
     }
-    if not isinstance(config, TrainConfig | SftConfig):
-        return Spec(**shared), []
+    if isinstance(config, EvalConfig):
+        return EvalSpec(**shared, config=config), []
+    if isinstance(config, GenerateConfig):
+        return GenerateSpec(**shared, config=config), []
     shared |= {
         "run": config.run,
         "sinks": config.sinks,
@@ -83,7 +85,7 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     except ConfigError as error:
         problems.append(str(error))
     replay = Path(config.debug.replay) if config.debug.replay else None
-    training = {name: source for name, source in shared["sets"].items() if name != checks.HELD_OUT}
+    training = {name: source for name, source in shared["sets"].items() if name != HELD_OUT}
     spec = RunSpec(
         **shared,
         recipe=recipe,
@@ -109,15 +111,8 @@ def engine_of(config: TrainConfig | EvalConfig | GenerateConfig) -> EngineSpec:
         more = {"refit": config.refit, "trains": True}
     else:
         roles.pop("base", None)  # its probabilities are compared; it generates nothing
-    output = Path(config.output) if isinstance(config, GenerateConfig) else run_directory(config)
+    output = Path(config.output) if isinstance(config, GenerateConfig) else config.directory
     return EngineSpec(settings=config.engine, roles=roles, directory=output, families=config.families, **more)
-
-
-def run_directory(config: Config) -> Path:
-    """Returns the directory of a run that has one, else the directory that the output lies in."""
-    if isinstance(config, TrainConfig | SftConfig):
-        return Path(config.run.dir) / config.run.name
-    return Path(config.output or ".").parent
 
 
 def roles_of(config: Config) -> dict[str, RoleSpec]:
@@ -132,7 +127,7 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
     else:
         first_of: dict[Model, str] = {}
         roles = {}
-        for setting, model in _models(config).items():
+        for setting, model in config.models.items():
             name = setting.removesuffix(".model")
             owner = first_of.setdefault(model, name)
             roles[name] = RoleConfig(model=model, policy="none", same_as=None if owner == name else owner)
@@ -147,29 +142,3 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
             loss = dataclasses.replace(loss, correction=CORRECTION_AHEAD)
         out[name] = RoleSpec(**{**vars(role), "loss": loss}, name=name, owner=owner, servers=servers)
     return out
-
-
-def _models(config: Config) -> Mapping[str, Model]:
-    """Returns {setting: section} of the models whose files a command reads."""
-    if isinstance(config, TrainConfig):
-        return {
-            f"roles.{name}.model": role.model
-            for name, role in config.roles.items()
-            if role.same_as is None and (role.endpoint is None or role.model.path)
-        }
-    found: dict[str, Model | None] = {"model": config.model}
-    if isinstance(config, EvalConfig):
-        judging = None if config.verifier is None else config.verifier.model
-        found |= {"junior": config.junior, "verifier.model": judging, "base": config.base}
-    return {name: model for name, model in found.items() if model is not None}
-
-
-def _sets(config: Config) -> Mapping[str, PromptSet]:
-    """Returns {setting: section} of the problem sets that a command reads."""
-    if isinstance(config, SftConfig):
-        return {}
-    found: dict[str, PromptSet | None] = {"data": config.data}
-    if isinstance(config, TrainConfig):
-        found |= {f"roles.{name}.data": role.data for name, role in config.roles.items()}
-        found[checks.HELD_OUT] = config.evaluation.prompts
-    return {name: source for name, source in found.items() if source is not None}

@@ -13,9 +13,10 @@ from typing import Any
 from megatron_rl.config.base import config
 from megatron_rl.config.datasets import PromptSet, SftData
 from megatron_rl.config.engines import Embedded, RefitConfig, Rollouts, Servers
-from megatron_rl.config.evaluation import Evaluation, Reward
+from megatron_rl.config.evaluation import EvalConfig, Evaluation, Reward
 from megatron_rl.config.model import Model, RoleConfig
 from megatron_rl.config.run import Gate, JobConfig, Launch, Run, Sinks
+from megatron_rl.config.schema import GenerateConfig
 
 
 @config
@@ -107,6 +108,24 @@ class Spec:
     sets: Mapping[str, PromptSet]  # by the name of the setting: `data`, `roles.NAME.data`, `evaluation.prompts`
     reward: Reward | None  # None: nothing is graded
     settings: Mapping[str, Any]  # the resolved config as plain values, for records and fingerprints
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSpec(Spec):
+    """The specification of `megatron-rl eval`. The models are roles without a policy: `model`, `junior`, `verifier` and
+    `base`."""
+
+    engine: EngineSpec
+    reward: Reward
+    config: EvalConfig  # what is measured, and how
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSpec(Spec):
+    """The specification of `megatron-rl generate`. The teacher is the role `model`."""
+
+    engine: EngineSpec
+    config: GenerateConfig  # what is asked, and what becomes of the answers
 
 
 @dataclass(frozen=True, kw_only=True)

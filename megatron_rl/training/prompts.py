@@ -14,7 +14,6 @@ from megatron_rl.data.rows import DataError
 from megatron_rl.training.turns import Recipe
 from megatron_rl.vocabulary import Vocabulary, check_vocabularies
 
-HELD_OUT = "evaluation.prompts"
 Encode = Callable[[Mapping[str, Any]], list[int]]  # a problem's values -> its prompt's tokens
 
 

@@ -17,7 +17,7 @@ from megatron_rl.config import files
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.session import train
 from megatron_rl.session.launch import place_from
-from megatron_rl.spec.resolve import resolve, run_directory
+from megatron_rl.spec.resolve import resolve
 from megatron_rl.training.player import Player
 
 
@@ -46,7 +46,7 @@ def main(out, runs):
     for file, port, leave_after in json.loads(runs):
         config = files.load(TrainConfig, [Path(file)], [])
         spec = resolve(config, place.world_size)
-        (run_directory(config) / STOP).unlink(missing_ok=True)
+        (config.directory / STOP).unlink(missing_ok=True)
         with mock.patch.object(train, "Player", functools.partial(Farthest, leave_after=leave_after)):
             statuses.append(train.run(spec, replace(place, port=port)))
     Path(out).write_text(json.dumps(statuses))

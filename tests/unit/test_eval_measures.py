@@ -32,6 +32,7 @@ from megatron_rl.evaluation.text_scores import Texts
 from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.main import main
 from megatron_rl.run.inputs import read_files
+from megatron_rl.session.eval_engines import Cast
 from megatron_rl.session.launch import Place
 from megatron_rl.types import Stop
 from megatron_rl.vocabulary import check_vocabularies
@@ -90,7 +91,7 @@ def data(tmp_path) -> Path:
 
 
 def run(config):
-    return evaluate.run(config, spec_of(config), HERE)
+    return evaluate.run(spec_of(config), HERE)
 
 
 def config_of(models, folder, **changes) -> EvalConfig:
@@ -135,8 +136,11 @@ def test_what_was_killed_goes_on_and_ends_the_same(models, data, capsys, monkeyp
     out = data.parent / "out"
     whole, figures = (out / "eval.jsonl").read_bytes(), json.loads((out / "eval.json").read_text())
     # A kill leaves some problems behind, and a last line that was cut in half.
-    tasks = [evaluate._task(config, TOKENIZER, source) for source in read_sets(config)]
-    digest = evaluate._digest(config, tasks, read_files(spec_of(config).settings))
+    tasks = [
+        evaluate.Evaluation(config, Cast({}, {}, {config.model: TOKENIZER})).task(source)
+        for source in read_sets(config)
+    ]
+    digest = evaluate._digest(spec_of(config).settings, tasks, read_files(spec_of(config).settings))
     partial = Samples(out / "eval.jsonl", digest)
     rows = read_samples(out / "eval.jsonl")
     partial.add([rows[i : i + 2] for i in range(0, 14, 2)])

@@ -49,7 +49,7 @@ def settings(tmp_path):
 
 def evaluated(tmp_path, *words):
     config = config_files.load(EvalConfig, [], words)
-    assert evaluate.run(config, spec_of(config), Place(0, 1, 0, "127.0.0.1", 0), {"PATH": "/usr/bin:/bin"}) == 0
+    assert evaluate.run(spec_of(config), Place(0, 1, 0, "127.0.0.1", 0), {"PATH": "/usr/bin:/bin"}) == 0
     return [json.loads(line)["response"] for line in (tmp_path / "out/x.jsonl").read_text().splitlines()]
 
 
@@ -62,7 +62,7 @@ def test_an_evaluation_starts_its_servers_and_ends_them(settings, tmp_path):
 def test_an_evaluation_tells_why_its_server_did_not_start(settings, tmp_path, monkeypatch):
     config = config_files.load(EvalConfig, [], [*settings, f"engine.python={tmp_path}/python"])
     with pytest.raises(StartError, match=re.escape(SAID)):
-        evaluate.run(config, spec_of(config), Place(0, 1, 0, "127.0.0.1", 0), {"PATH": "/usr/bin:/bin", "FAKE": "dies"})
+        evaluate.run(spec_of(config), Place(0, 1, 0, "127.0.0.1", 0), {"PATH": "/usr/bin:/bin", "FAKE": "dies"})
 
 
 def test_an_evaluation_finds_servers_that_run(settings, tmp_path, fakes):

@@ -32,6 +32,7 @@ from megatron_rl.evaluation.sets import read_sets
 from megatron_rl.main import main
 from megatron_rl.megatron import work_checks
 from megatron_rl.recipes.distil import Distil
+from megatron_rl.session.eval_engines import Cast
 from megatron_rl.vocabulary import vocabulary_of
 from megatron_rl.weights import hf
 from megatron_rl.weights.hf import read_architecture
@@ -40,7 +41,7 @@ TABLES = ("lm_head.weight", "model.embed_tokens.weight")
 
 
 def data_lines(config):
-    return check_data.data_lines(config, spec_of(config), deep=True)
+    return check_data.data_lines(spec_of(config), deep=True)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,7 @@ def test_cases_a_token_of_the_data_without_a_row_is_refused_by_check_and_others_
     tokenizer = tokenizer_of(Model(path=str(there)))
     with pytest.raises(DataError, match="a prompt has token|its prompt has token|cannot be used"):
         if schema is EvalConfig:
-            evaluate._task(bad, tokenizer, read_sets(bad)[0])
+            evaluate.Evaluation(bad, Cast({}, {}, {bad.model: tokenizer})).task(read_sets(bad)[0])
         elif schema is GenerateConfig:
             generate.asked_of(bad, tokenizer, read_problems(bad.data))
         else:

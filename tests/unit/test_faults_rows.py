@@ -31,7 +31,7 @@ __all__ = ["self_play_texts"]  # a fixture
 
 
 def data_lines(config):
-    return check_data.data_lines(config, spec_of(config), deep=True)
+    return check_data.data_lines(spec_of(config), deep=True)
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def served(tmp_path, fake):
 def generated(tmp_path, *words):
     """The rows of each file, by its name."""
     config = config_files.load(GenerateConfig, [], words)
-    assert generate.run(config, spec_of(config), Place(0, 1, 0, "127.0.0.1", 0), {"PATH": "/usr/bin:/bin"}) == 0
+    assert generate.run(spec_of(config), Place(0, 1, 0, "127.0.0.1", 0), {"PATH": "/usr/bin:/bin"}) == 0
     return {file.stem: pq.read_table(file).to_pylist() for file in (tmp_path / "pairs").glob("*.parquet")}
 
 
@@ -171,7 +171,7 @@ def killed_before_writing(tmp_path, monkeypatch, *words):
         raise RuntimeError("killed")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
-        patch.setattr(generate, "_write", killed)
+        patch.setattr(generate._Generation, "write", killed)
         generated(tmp_path, *words)
 
 

@@ -182,9 +182,9 @@ def test_answers_of_another_model_or_reward_are_not_gone_on_with(here):
 
     def digests():
         read = read_files(spec_of(asked).settings)
-        parts = answers.parts_digest(asked, read, [[1, 2]], 8)
-        whole = answers.problems_digest(asked, read, [{}], parts)
-        return parts, whole, evaluate._digest(measured, [], read_files(spec_of(measured).settings))
+        parts = answers.parts_digest(spec_of(asked).settings, read, [[1, 2]], 8)
+        whole = answers.problems_digest(read, [{}], parts)
+        return parts, whole, evaluate._digest(spec_of(measured).settings, [], read_files(spec_of(measured).settings))
 
     first = digests()
     (here / "mine_helper.py").write_text("VALUE = 2\n")

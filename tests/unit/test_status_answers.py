@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from megatron_rl.config import files as config_files
+from megatron_rl.config.files import tree_of
 from megatron_rl.config.schema import GenerateConfig
 from megatron_rl.main import main
 from megatron_rl.run.checkpoint import write_json
@@ -63,10 +63,10 @@ def test_status_tells_the_parts_of_sft_data(data, fake_slurm, capsys):
     (made / "parts/x_00000000.json").unlink()
     config = config_files.load(GenerateConfig, [], ["model.path=org/m", "data.path=d.jsonl", "output=elsewhere"])
     (made / "jobs/config.yaml").write_text(config_files.dump(config))
-    mark_finished(replace(config, output=str(made), seed=7), "digest", [])
+    mark_finished({**tree_of(config), "output": str(made), "seed": 7}, "digest", [])
     assert main(["status", str(made)]) == 0
     assert "written: 0" in capsys.readouterr().out, "what is complete is not what was submitted"
-    mark_finished(replace(config, output=str(made)), "digest", [])
+    mark_finished({**tree_of(config), "output": str(made)}, "digest", [])
     answers(squeue="true")
     assert main(["status", str(made)]) == 0
     said = capsys.readouterr().out
