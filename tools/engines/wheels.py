@@ -1,6 +1,6 @@
 """Writes slurm/gpu/wheels.json: what the packages of slurm/gpu/versions.txt ask for, from their own metadata.
 
-Needs the network; nothing is installed. Run it after a change of a version:
+pip finds the packages, with its own configuration. Needs a network; nothing is installed. Run it after a change of a version:
   python tools/engines/wheels.py
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -18,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 GPU = Path(__file__).parents[2] / "slurm/gpu"
-INDEX = "https://pypi.org/simple"
 TIMEOUT_S = 120.0
-JSON = "application/vnd.pypi.simple.v1+json"
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(5, 29)]  # Python 3.12 on Linux, x86-64
 
 
@@ -56,11 +55,15 @@ def _of_wheel(name: str, version: str) -> dict[str, Any] | None:
 
 
 def _of_source(name: str, version: str) -> dict[str, Any]:
+    """Returns what a package's source archive says. pip finds the archive; its build is not wanted and may fail."""
     stem = f"{name.replace('-', '_')}-{version}"
-    request = urllib.request.Request(f"{INDEX}/{name}/", headers={"Accept": JSON})
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-        files = {file["filename"]: file["url"] for file in json.load(answer)["files"]}
-    with urllib.request.urlopen(files[f"{stem}.tar.gz"], timeout=TIMEOUT_S) as answer:
+    words = [sys.executable, "-m", "pip", "download", "-vv", "--no-deps", "--no-build-isolation", "--no-binary=:all:"]
+    with tempfile.TemporaryDirectory() as directory:
+        done = subprocess.run([*words, f"--dest={directory}", f"{name}=={version}"], capture_output=True, text=True)
+    found = re.search(rf"https?://\S+/{re.escape(stem)}\.tar\.gz", done.stdout)
+    if found is None:
+        sys.exit(f"pip finds no {stem}.tar.gz:\n{done.stdout}{done.stderr}")
+    with urllib.request.urlopen(found[0], timeout=TIMEOUT_S) as answer:
         content = answer.read()
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         member = archive.extractfile(f"{stem}/PKG-INFO")
