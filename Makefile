@@ -16,6 +16,8 @@ TORCH ?= torch==2.13.0
 # torch's CPU build from wherever pip finds it, else from PyTorch's own index. Argument: the pip of an environment.
 cpu-torch = $(1) "torch==2.13.0+cpu" 2>/dev/null || $(1) --index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"
 CONSTRAINTS ?= -c constraints.txt
+# Versions and hashes of what .venv gets beside torch. `make LOCK= setup` takes the newest versions.
+LOCK ?= requirements.txt
 NEMO ?= .venv-nemo
 NEMO_PIP := $(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check
 # The kit for a machine with one GPU: packages to bring (KIT), and its Python's version.
@@ -38,11 +40,13 @@ help: ## this text
 
 setup: $(STAMP) ## make .venv with everything the project needs
 
-$(STAMP): setup.py
+$(STAMP): pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=python3.11 ..."'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"
-	$(PIP) $(CONSTRAINTS) -e ".[dev]"
+	$(if $(LOCK),$(PIP) --no-deps --require-hashes -r $(LOCK))
+	$(PIP) $(if $(LOCK),--no-deps) -e ".[dev]"
+	$(PY) -m pip check
 	touch $@
 
 engines: $(VLLM)/.ready ## vLLM in an environment of its own, .venv-vllm (without a GPU: its CPU build, Linux on x86-64)

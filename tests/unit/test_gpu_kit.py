@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import common
@@ -35,9 +36,8 @@ def arguments(tmp_path, *, held: bool = True) -> argparse.Namespace:
 
 
 def test_every_package_that_the_project_needs_is_brought_or_expected():
-    block = re.search(r"install_requires=\[(.*?)\]\s*,\s*extras", (ROOT / "setup.py").read_text(), re.DOTALL)
-    assert block is not None
-    wanted = {name.lower().replace("_", "-") for name in re.findall(r'"([\w-]+)[^"]*"', block[1])}
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    wanted = {re.match(r"[\w-]+", need)[0].lower().replace("_", "-") for need in needs}
     assert len(wanted) > 10 and wanted <= named("tools/gpu_kit/wheels.txt").keys() | named("tools/gpu_kit/machine.txt")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import os
 import re
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -371,13 +371,8 @@ def test_the_grammar_runtime_is_the_one_math_verify_is_right_with():
 
 
 def core_requirements() -> list[str]:
-    """Returns the names in setup.py's install_requires, without extras."""
-    for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())):
-        if isinstance(node, ast.keyword) and node.arg == "install_requires":
-            return [
-                named(n.value) for n in ast.walk(node.value) if isinstance(n, ast.Constant) and isinstance(n.value, str)
-            ]
-    raise AssertionError("setup.py has no literal install_requires")
+    """Returns the names of the packages that the project always needs, without their extras."""
+    return [named(need) for need in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]]
 
 
 def requirements_of(name: str) -> list[str]:

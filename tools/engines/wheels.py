@@ -1,6 +1,7 @@
 """Writes slurm/gpu/wheels.json: what the packages of slurm/gpu/versions.txt ask for, from their own metadata.
 
-pip finds the packages, with its own configuration. Needs a network; nothing is installed. Run it after a change of a version:
+pip finds the packages, with its own configuration. Needs a network; nothing is installed. Run it after a change of a
+version:
   python tools/engines/wheels.py
 """
 
