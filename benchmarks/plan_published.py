@@ -18,13 +18,15 @@ sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 from common import add_arguments, finish  # noqa: E402
 
+from megatron_rl.models.shape import Shape, read_shape  # noqa: E402
 from megatron_rl.models.sizes import Sizes  # noqa: E402
-from megatron_rl.planning import compute, shapes  # noqa: E402
+from megatron_rl.planning import compute  # noqa: E402
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch  # noqa: E402
 from megatron_rl.planning.hardware import parse_cluster  # noqa: E402
 from megatron_rl.planning.memory import WHOLE, Precision  # noqa: E402
-from megatron_rl.planning.shapes import Parallel, Shape, read_shape  # noqa: E402
 from megatron_rl.planning.workload import Draw  # noqa: E402
+from megatron_rl.weights import counting  # noqa: E402
+from megatron_rl.weights.counting import Parallel  # noqa: E402
 
 FOUNDRY = "github.com/mosaicml/llm-foundry scripts/train/benchmarking/README.md @ 061f2c7"
 AUTOMODEL = "github.com/NVIDIA-NeMo/Automodel docs/performance-summary.md @ 01926a5"
@@ -114,7 +116,7 @@ def grpo(
     recompute = () if shape.name == "llama-3.1-8b" else [WHOLE]
     passed += steps * compute.pass_seconds(shape, parallel, cluster, part, backward=True, recompute=recompute)
     passed += steps * compute.optimizer_seconds(shape, parallel, cluster, Precision.gpu("bfloat16"))
-    room = max(8e9, 0.6 * cluster.device.memory - 2 * shapes.total(shape) / tp)
+    room = max(8e9, 0.6 * cluster.device.memory - 2 * counting.total(shape) / tp)
     # NeMo RL v0.4 has vLLM 0.11, which schedules beside the GPU only if it is told to
     engine = EngineSetup(replicas=cluster.gpus // tp, tp=tp, max_batch=256, kv_bytes=room, overlapped=False)
     draw = Draw(role="", samples=samples, prompt=PROMPT, response=mean - PROMPT, longest=longest - PROMPT)

@@ -16,9 +16,10 @@ from gpu_kit.subjects import RandomPolicy, Scale
 from gpu_kit.two_processes import pair
 from megatron_rl.engines.base import Sampling, complete
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
-from megatron_rl.planning import memory, shapes
+from megatron_rl.models.shape import read_shape
+from megatron_rl.planning import memory
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
-from megatron_rl.planning.shapes import Parallel
+from megatron_rl.weights.counting import Parallel
 
 NAME = "1.5B"
 BARS = {f"rows{rows}/times_generate": 5.0 for rows in subjects.FULL.rows}
@@ -80,7 +81,7 @@ def _rollout(scale: Scale, directory: Path, rows: int, cudnn: Mapping[str, bool]
 
 def _sleep(policy: RandomPolicy, tokens: int) -> dict[str, float]:
     """Puts a policy to sleep and wakes it, against what `megatron-rl plan` says that sleep frees."""
-    shape = shapes.read_shape(str(policy.role.model.path))
+    shape = read_shape(str(policy.role.model.path))
     load = MicroBatchLoad(tokens=tokens)
     held = memory.training(shape, Parallel(world=1), load, Precision.gpu("bfloat16"), stage=0)
     clock.wall_seconds(policy.memory.sleep)  # host memory is pinned the first time

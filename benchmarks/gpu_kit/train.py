@@ -28,10 +28,12 @@ from megatron_rl.megatron import forward
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron import step as core_step
 from megatron_rl.megatron.kernels import choice
-from megatron_rl.planning import flops, memory, shapes
+from megatron_rl.models.shape import Shape, read_shape
+from megatron_rl.planning import memory
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
-from megatron_rl.planning.shapes import Parallel, Shape
 from megatron_rl.training.update import hand_out
+from megatron_rl.weights import flops
+from megatron_rl.weights.counting import Parallel
 from megatron_rl.world import OneProcess
 
 KINDS = ("equal", "varied")
@@ -109,7 +111,7 @@ def _one_case(findings: Findings, case: Case) -> None:
 
 def _ours(findings: Findings, case: Case) -> dict[str, float]:
     """Measures a forward and backward pass over one micro-batch, and an update where the optimizer's state fits."""
-    shape, optimizer = shapes.read_shape(str(case.directory)), case.directory.name not in WITHOUT_OPTIMIZER
+    shape, optimizer = read_shape(str(case.directory)), case.directory.name not in WITHOUT_OPTIMIZER
     batches, tokens = case.batches, case.tokens
 
     def attempt(recompute: Recompute) -> dict[str, float]:

@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron_rl.batches.batch import Batch, batch_of
 from megatron_rl.batches.flat import Counts, Flat, Form
 from megatron_rl.config.schema import Lora
-from megatron_rl.planning.flops import count
-from megatron_rl.planning.shapes import Shape
+from megatron_rl.models.shape import Shape
+from megatron_rl.weights.flops import count
 
 # Operations of an optimizer step: of a forward pass (statistics of earlier weights), and of its training.
 COUNTED = ("forward_flops", "training_flops")

@@ -13,10 +13,19 @@ from megatron_rl.commands.settings import METAVAR, load
 from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning import search as searching
-from megatron_rl.planning import shapes, tables
+from megatron_rl.planning import tables
 from megatron_rl.planning.alternatives import alternatives
 from megatron_rl.planning.hardware import DEVICES, parse_cluster
-from megatron_rl.planning.workload import FILL, build_recipe, draws_of, episodes_of, fills_of, step_work
+from megatron_rl.planning.workload import (
+    FILL,
+    build_recipe,
+    draws_of,
+    episodes_of,
+    fills_of,
+    guess_notes,
+    models_of,
+    step_work,
+)
 from megatron_rl.spec.resolve import resolve
 
 DESCRIPTION = f"""Estimates the memory of each GPU by part and the seconds of each phase, and says what to change.
@@ -81,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(config, TrainConfig):
         raise ConfigError(f"this is a config of `{command}`: only runs of `train` are planned")
     cluster = parse_cluster(args.cluster or plans.own_cluster(config))
-    models = shapes.models_of(config, args.shape)
+    models = models_of(config, args.shape)
     recipe, notes = build_recipe(config)
     work = step_work(
         config,
@@ -104,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(told, indent=1))
     else:
         console = Console(soft_wrap=False, width=None if Console().is_terminal else 130)
-        tables.show(made, said, console, notes=notes + shapes.guess_notes(models))
+        tables.show(made, said, console, notes=notes + guess_notes(models))
         tables.show_alternatives(others, console)
         if args.search:
             tables.show_search(found, made, console)

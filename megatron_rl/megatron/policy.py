@@ -24,7 +24,7 @@ from megatron_rl.megatron.export import WeightExport
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.megatron.role_model import RoleModel
 from megatron_rl.megatron.state import PolicyState
-from megatron_rl.planning.shapes import Shape
+from megatron_rl.models.shape import Shape
 from megatron_rl.world import Replicas, broadcast
 
 EIGHT_BIT_UNIT = 16  # rows by which Transformer Engine's 8-bit products divide

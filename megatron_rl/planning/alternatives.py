@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.schema import ConfigError, Embedded, Servers, TrainConfig
+from megatron_rl.models.shape import Shape
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning.hardware import Cluster
 from megatron_rl.planning.plan import RunPlan
 from megatron_rl.planning.search import engine_choices, engine_words, nodes_words, passes
-from megatron_rl.planning.shapes import Shape
 from megatron_rl.planning.workload import TurnWork
 
 SERVED = 3  # choices of servers that are shown, fastest first

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rl.config.schema import Lora
-from megatron_rl.planning import flops, shapes
+from megatron_rl.models.shape import Shape
 from megatron_rl.planning.hardware import EXPERT_HBM_SHARE, HBM_SHARE, HOST, NETWORK_SHARE, NVLINK_SHARE, Cluster
 from megatron_rl.planning.memory import GRADIENT, MASTER, MOMENTS, WHOLE, Precision
-from megatron_rl.planning.shapes import Parallel, Shape
 from megatron_rl.planning.workload import Draw
+from megatron_rl.weights import counting, flops
+from megatron_rl.weights.counting import Parallel
 
 STEP_S = 1.5e-3  # the part of a decoding step in which the GPU waits for the host
 ROW_S = 20e-6  # the host's work in a decoding step for each sequence: scheduling, inputs, text
@@ -116,7 +117,7 @@ def train_flops(shape: Shape, batch: SequenceBatch, lora: Lora | None = None) ->
 
 def _adapter_flops(shape: Shape, lora: Lora) -> float:
     """Returns the operations of one token's products with adapters in a forward pass."""
-    return 2.0 * shapes.adapter_elements(shape, Parallel(world=1), lora)
+    return 2.0 * counting.adapter_elements(shape, Parallel(world=1), lora)
 
 
 def _layers_share(shape: Shape, batch: SequenceBatch, lora: Lora | None) -> float:
@@ -228,11 +229,11 @@ def optimizer_seconds(
     Gradients are summed over the replicas, Adam runs on this rank's share, and the weights are gathered: of the
     model, or with `lora` of the adapters.
     """
-    stage = shapes.heaviest(shape, parallel)
-    held, replicas = shapes.counts(shape, parallel, stage), parallel.dp * parallel.cp
+    stage = counting.heaviest(shape, parallel)
+    held, replicas = counting.counts(shape, parallel, stage), parallel.dp * parallel.cp
     dense, expert = held.dense, held.expert
     if lora is not None:
-        dense, expert = shapes.adapter_elements(shape, parallel, lora, stage), 0
+        dense, expert = counting.adapter_elements(shape, parallel, lora, stage), 0
     seconds = 0.0
     for number, ranks, stride in (
         (dense, replicas, parallel.tp),
@@ -261,7 +262,7 @@ def decode_step_seconds(
     Few sequences are bound by memory, many by operations. `width`: bytes of a weight.
     """
     sizes, device = shape.sizes, cluster.device
-    outside = shapes.active(shape) - sizes.expert_layers * shape.active * 3 * sizes.hidden * sizes.expert_ffn
+    outside = counting.active(shape) - sizes.expert_layers * shape.active * 3 * sizes.hidden * sizes.expert_ffn
     weights = float(outside)
     if sizes.experts:
         touched = 1 - (1 - shape.active / sizes.experts) ** rows
@@ -373,12 +374,12 @@ def refit_cost(
     trainer's GPUs; or on GPUs of their own.
     """
     device = cluster.device
-    whole = float(width * shapes.total(shape))
+    whole = float(width * counting.total(shape))
     if adapter is not None:
-        whole = float(width * shapes.adapter_elements(shape, Parallel(world=1), adapter))
+        whole = float(width * counting.adapter_elements(shape, Parallel(world=1), adapter))
     network, nvlink = device.network * NETWORK_SHARE, device.nvlink * NVLINK_SHARE
     if place == "ranks":
-        own = width * shapes.counts(shape, parallel, shapes.heaviest(shape, parallel)).all
+        own = width * counting.counts(shape, parallel, counting.heaviest(shape, parallel)).all
         held = min(
             whole, own * min(cluster.per_node, parallel.tp * parallel.pp)
         )  # bytes that the GPUs of one node hold together

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.hardware import A100, HOPPER
 
 GIB = 1 << 30
 
@@ -35,53 +36,20 @@ NVLINK_SHARE = 0.7  # share of Device.nvlink that collectives reach
 NETWORK_SHARE = 0.75  # share of Device.network that collectives reach
 HOST = 20e9  # bytes a second between a GPU and its host's memory
 
+_A100 = Device(
+    name="A100-80", memory_gib=79.2, flops=A100, hbm=2039e9, nvlink=300e9, network=25e9, dense_share=0.67,
+    expert_share=0.25,
+)  # fmt: skip
+_H100 = Device(
+    name="H100", memory_gib=79.1, flops=HOPPER, hbm=3350e9, nvlink=450e9, network=50e9, dense_share=0.52,
+    expert_share=0.15,
+)  # fmt: skip
 DEVICES = {
-    device.name: device
-    for device in (
-        Device(
-            name="A100-40",
-            memory_gib=39.5,
-            flops=312e12,
-            hbm=1555e9,
-            nvlink=300e9,
-            network=25e9,
-            dense_share=0.67,
-            expert_share=0.25,
-        ),
-        Device(
-            name="A100-80",
-            memory_gib=79.2,
-            flops=312e12,
-            hbm=2039e9,
-            nvlink=300e9,
-            network=25e9,
-            dense_share=0.67,
-            expert_share=0.25,
-        ),
-        Device(
-            name="H100",
-            memory_gib=79.1,
-            flops=989e12,
-            hbm=3350e9,
-            nvlink=450e9,
-            network=50e9,
-            dense_share=0.52,
-            expert_share=0.15,
-        ),
-        Device(
-            name="H200",
-            memory_gib=139.8,
-            flops=989e12,
-            hbm=4800e9,
-            nvlink=450e9,
-            network=50e9,
-            dense_share=0.52,
-            expert_share=0.15,
-        ),
-    )
+    "A100-40": replace(_A100, name="A100-40", memory_gib=39.5, hbm=1555e9),
+    "A100-80": _A100,
+    "H100": _H100,
+    "H200": replace(_H100, name="H200", memory_gib=139.8, hbm=4800e9),
 }
-# torch's name of a device -> ours. Boards that are slower than the module of that name are not in the table.
-_BOARDS = ((r"\bA100\b", "A100-80"), (r"\bG?H100\b(?!.*(PCIe|NVL))", "H100"), (r"\bG?H200\b(?!.*NVL)", "H200"))
 OTHER_NAMES = {"A100": "A100-80", "A100-80GB": "A100-80", "A100-40GB": "A100-40", "H100-80": "H100", "H200-141": "H200"}
 
 
@@ -110,14 +78,6 @@ class Cluster:
         if ranks * stride <= self.per_node:
             return inside
         return min(inside, max(1, self.per_node // stride) * self.device.network * NETWORK_SHARE)
-
-
-def peak_flops(name: str) -> float | None:
-    """Returns the dense bfloat16 operations a second of a device, by torch's name of it (`NVIDIA H100 80GB HBM3`).
-
-    None for one whose peak is not known here.
-    """
-    return next((DEVICES[known].flops for board, known in _BOARDS if re.search(board, name)), None)
 
 
 def parse_cluster(text: str) -> Cluster:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.config.schema import Lora, Model
 from megatron_rl.models.adapters import adapted
+from megatron_rl.models.shape import Shape
 from megatron_rl.planning.hardware import GIB
-from megatron_rl.planning.shapes import Parallel, Shape, adapter_elements, counts, stage_layers
+from megatron_rl.weights.counting import Parallel, adapter_elements, counts, stage_layers
 
 GRADIENT = 4  # bytes of a parameter's gradient, which is summed in float32
 # Bytes of a parameter's optimizer state, shared by the ranks that hold it; float32 weights are their own masters.

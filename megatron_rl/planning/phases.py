@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import Lora, RoleConfig, Servers, TrainConfig
-from megatron_rl.planning import compute, memory, shapes
+from megatron_rl.models.shape import Shape
+from megatron_rl.planning import compute, memory
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import Cluster
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
-from megatron_rl.planning.shapes import Parallel, Shape
 from megatron_rl.planning.workload import Draw, TurnWork, longest_context
+from megatron_rl.weights import counting
+from megatron_rl.weights.counting import Parallel
 
 GRADING_S = 0.02  # one of reward.workers grades one response
 CHANGE_S = 1.0  # the orders to servers and supervisors, and freeing memory, when the GPUs change hands. Assumed
@@ -193,13 +195,13 @@ def _changes_of_place(
     moved = 0.0
     for name in trained:
         role, shape, parallel = config.roles[name], models[name], parallels[name]
-        numbers, stage = Precision.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
-        moved += numbers.width * shapes.counts(shape, parallel, stage).all
+        numbers, stage = Precision.gpu(role.model.dtype), counting.heaviest(shape, parallel)
+        moved += numbers.width * counting.counts(shape, parallel, stage).all
         moved += memory.optimizer_bytes(shape, parallel, numbers, stage=stage, lora=role.lora)
     for name in config.server_roles:
         if name not in trained:
             width = Precision.gpu(config.roles[name].model.dtype).width
-            moved += writers_of(config.roles[name]) * width * shapes.total(models[name]) / engines[name].tp
+            moved += writers_of(config.roles[name]) * width * counting.total(models[name]) / engines[name].tp
     return 2 * compute.host_seconds(moved) + 2 * CHANGE_S
 
 
@@ -245,14 +247,14 @@ def _training(
     role: RoleConfig, cluster: Cluster, draws: Sequence[Draw], shape: Shape, parallel: Parallel
 ) -> dict[str, float]:
     """Returns the seconds of the phases of an update on all of `draws`, rollouts and refit left out."""
-    numbers, stage = Precision.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
+    numbers, stage = Precision.gpu(role.model.dtype), counting.heaviest(shape, parallel)
     samples = sum(draw.samples for draw in draws)
     steps = -(-samples // (role.samples_per_optimizer_step or samples))
     batches = [batch_of(role, draw, draw.samples) for draw in draws]
     forward = sum(compute.pass_seconds(shape, parallel, cluster, batch, backward=False) for batch in batches)
-    weights = numbers.width * shapes.counts(shape, parallel, stage).all
+    weights = numbers.width * counting.counts(shape, parallel, stage).all
     if role.lora is not None:
-        weights = numbers.width * shapes.adapter_elements(shape, parallel, role.lora, stage)
+        weights = numbers.width * counting.adapter_elements(shape, parallel, role.lora, stage)
     phases = {}
     if role.loss.kl_coef > 0:
         phases["reference log-probs"] = forward + 4 * compute.host_seconds(weights)

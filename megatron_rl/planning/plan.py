@@ -10,13 +10,15 @@ from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import ConfigError, Embedded, Layout, Servers, TrainConfig
 from megatron_rl.models.adapters import owners
 from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
-from megatron_rl.planning import compute, memory, shapes
+from megatron_rl.models.shape import Shape
+from megatron_rl.planning import compute, memory
 from megatron_rl.planning.compute import EngineSetup
 from megatron_rl.planning.hardware import Cluster
 from megatron_rl.planning.memory import Precision, TrainingBytes
 from megatron_rl.planning.phases import TurnPlan, colocated, engine_of, micro_batch, plan_turn, policy_of, writers_of
-from megatron_rl.planning.shapes import Parallel, Shape
 from megatron_rl.planning.workload import Draw, TurnWork, longest_context
+from megatron_rl.weights import counting
+from megatron_rl.weights.counting import Parallel
 
 PER_NODE = 8  # GPUs of a node where no cluster is named
 ENGINE_WORKSPACE = 3 * memory.GIB  # a server's activations of a prefill and its CUDA graphs, on each GPU
@@ -171,7 +173,7 @@ class RunPlan:
                 {
                     "name": role.name,
                     "model": role.shape.name,
-                    "parameters": shapes.total(role.shape),
+                    "parameters": counting.total(role.shape),
                     "layout": {**asdict(role.parallel), "dp": role.parallel.dp},
                     "training": asdict(role.training),
                     "embedded": role.embedded,
@@ -276,12 +278,12 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draw
     micro = max((micro_batch(role, draw) for draw in own_draws), key=lambda batch: batch.behind)
     held = memory.worst(shape, parallel, micro, numbers, reference=reference, lora=role.lora)
     shared = role.lora is not None and owners(config.roles).get(name, name) != name
-    own = float(numbers.width * shapes.adapter_elements(shape, parallel, role.lora)) if role.lora is not None else 0.0
+    own = float(numbers.width * counting.adapter_elements(shape, parallel, role.lora)) if role.lora is not None else 0.0
     if shared:  # another role's model is this one's too
         held = replace(held, weights=own)
     embedded, cache = 0.0, 0.0
     if isinstance(engine, Embedded):
-        embedded = float(numbers.width * shapes.total(shape)) * writers_of(role)
+        embedded = float(numbers.width * counting.total(shape)) * writers_of(role)
         tokens = max(
             min(engine.max_batch, -(-(draws[other].samples if other in draws else 1) // parallel.world))
             * _longest(config, other, draws)
@@ -312,7 +314,7 @@ def _server(
     problems = engine_problems(shape.sizes, settings.tp, shape.name, expert_parallel=settings.expert_parallel)
     if problems:
         raise ConfigError("\n  ".join(f"engine of {name}: {line}" for line in problems))
-    weights = writers_of(role) * width * shapes.total(shape) / settings.tp
+    weights = writers_of(role) * width * counting.total(shape) / settings.tp
     share = settings.memory_share * cluster.device.memory
     cache = share - weights - ENGINE_WORKSPACE
     longest = max(_longest(config, other, draws) for other in _players(config, name))

@@ -11,14 +11,14 @@ from typing import Any
 from megatron_rl.config.engine_kinds import default_servers
 from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig, Servers, TrainConfig
 from megatron_rl.models.divisibility import Axes, allowed, engine_violations, trainer_problems
+from megatron_rl.models.shape import Shape
 from megatron_rl.planning import plan as plans
-from megatron_rl.planning import shapes
 from megatron_rl.planning.hardware import GIB, Cluster
 from megatron_rl.planning.phases import policy_of
 from megatron_rl.planning.plan import RunPlan
-from megatron_rl.planning.shapes import Shape
 from megatron_rl.planning.workload import TurnWork
 from megatron_rl.spec.resolve import resolve
+from megatron_rl.weights import counting
 
 ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # shares of the cluster's nodes that engines may take
 COLOCATED_SHARE, OWN_SHARE = 0.86, 0.9  # of a GPU: that servers of all roles take in the trainer's, and in their own
@@ -141,7 +141,7 @@ def engine_choices(config: TrainConfig, cluster: Cluster, models: Mapping[str, S
     settings = config.engine if isinstance(config.engine, Servers) else default_servers()
     models = {name: models[name] for name in config.server_roles}
     width = max({"bfloat16": 2, "float32": 4}[config.roles[name].model.dtype] for name in models)
-    largest = max(width * shapes.total(shape) for shape in models.values())
+    largest = max(width * counting.total(shape) for shape in models.values())
     room = settings.memory_share * cluster.device.memory * 0.75
     seen = set()
     for share, tp in itertools.product(ENGINE_SHARES, (1, 2, 4, 8, 16, 32, 64)):

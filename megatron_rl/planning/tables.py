@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_rl.planning import shapes
 from megatron_rl.planning.alternatives import Alternative
 from megatron_rl.planning.hardware import GIB
 from megatron_rl.planning.plan import RunPlan
 from megatron_rl.planning.search import Proposal
+from megatron_rl.weights import counting
 
 
 def show(plan: RunPlan, advice: Sequence[str], console: Console, *, notes: Sequence[str] = ()) -> None:
@@ -92,7 +92,7 @@ def _memory_table(plan: RunPlan) -> Table:
     if any(role.embedded for role in plan.roles):
         table.add_row("keys and values while it generates", *(_gib(role.cache) for role in plan.roles))
     caption = [
-        f"{r.name}: {r.shape.name}, {shapes.total(r.shape) / 1e9:.4g} B parameters, {r.parallel}" for r in plan.roles
+        f"{r.name}: {r.shape.name}, {counting.total(r.shape) / 1e9:.4g} B parameters, {r.parallel}" for r in plan.roles
     ]
     if any(role.embedded for role in plan.roles):
         caption.append(f"while the embedded engine generates: {_gib(plan.rollout_peak)} GiB")

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_rl.config import files as config_files
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import ConfigError, RoleConfig, TrainConfig, Use
+from megatron_rl.models.shape import Shape, read_shape
 
 FILL = 0.5  # mean lengths as a share of the longest allowed, where nothing is said
 
@@ -243,3 +244,26 @@ def _lengths(role: RoleConfig, episode: EpisodeEstimate, fill: float | None) -> 
     prompt = max(1.0, before - later * (response + episode.told))
     room = longest_context(role, episode) - prompt - later * episode.told
     return prompt, response, min(longest, max(1, int(room / episode.answers)))
+
+
+def models_of(config: TrainConfig, given: Sequence[str]) -> dict[str, Shape]:
+    """Returns the shape of every role's model. `given`: ROLE=SOURCE where sizes do not come from the model's path.
+
+    Raises ConfigError for another form, and for a model of which nothing is known.
+    """
+    sources = {name: role.model.path for name, role in config.roles.items()}
+    for word in given:
+        name, _, source = word.partition("=")
+        if name not in sources or not source:
+            raise ConfigError(f"--shape {word}: it has the form ROLE=SOURCE, the roles are {', '.join(sources)}")
+        sources[name] = source
+    return {name: read_shape(source) for name, source in sources.items()}
+
+
+def guess_notes(models: Mapping[str, Shape]) -> list[str]:
+    """Returns a line for every role whose model's sizes are guessed."""
+    return [
+        f"{name}: sizes are those of {shape.name}, by the words of its path; if it is another model: --shape {name}=..."
+        for name, shape in models.items()
+        if shape.guessed
+    ]

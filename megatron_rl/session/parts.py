@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl import hardware
 from megatron_rl.algorithms.authors import Rule
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.config.schema import HELD_OUT, RoleConfig, Run
@@ -16,7 +17,6 @@ from megatron_rl.engines.base import Engine, TandemSampling
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.models.adapters import owners
-from megatron_rl.planning import hardware
 from megatron_rl.session.common import Driver, sampling_of
 from megatron_rl.spec.run_spec import RoleSpec, RunSpec
 from megatron_rl.training.prompts import asked_tokenizers, read_sets, readers_of

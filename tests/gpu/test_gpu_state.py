@@ -10,9 +10,10 @@ from gpu_numbers import by_transformers, gradients_of, optimizer_state, rms
 from layouts_worker import learn, logprobs_of, make_rollouts
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.planning import memory, shapes
+from megatron_rl.models.shape import read_shape
+from megatron_rl.planning import memory
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
-from megatron_rl.planning.shapes import Parallel
+from megatron_rl.weights.counting import Parallel
 
 pytest_plugins = ["gpu_rank"]
 pytestmark = gpu_rank.MARKS
@@ -67,7 +68,7 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(policy, tmp_path):
 def test_sleep_frees_what_the_plan_says_and_wake_brings_all_back(policy):
     learn(policy)
     before, state = dict(policy.export.weights()), optimizer_state(policy)
-    shape = shapes.read_shape(str(policy.role.model.path))
+    shape = read_shape(str(policy.role.model.path))
     load = MicroBatchLoad(tokens=TOKENS)
     said = memory.training(shape, Parallel(world=1), load, Precision.gpu("bfloat16"), stage=0)
     held = torch.cuda.memory_allocated()

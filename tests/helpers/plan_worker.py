@@ -23,10 +23,11 @@ from megatron_rl.config.schema import Layout, Lora, LossConfig, Model, RoleConfi
 from megatron_rl.megatron import forward, offload, optim, parallel
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.models.shape import read_shape
 from megatron_rl.planning import memory
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
-from megatron_rl.planning.shapes import Parallel, read_shape
 from megatron_rl.types import Author, Rollout, spans_of
+from megatron_rl.weights.counting import Parallel
 
 
 class Saved:

@@ -20,15 +20,16 @@ from tiny_models import make_model
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, Layout, TandemConfig, TrainConfig
 from megatron_rl.main import main
-from megatron_rl.planning import compute, memory, phases, search, shapes
+from megatron_rl.models.shape import Shape, read_shape
+from megatron_rl.planning import compute, memory, phases, search
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import DEVICES, GIB, parse_cluster
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
-from megatron_rl.planning.shapes import Parallel, counts, read_shape, total
 from megatron_rl.planning.workload import Draw, build_recipe, draws_of, fills_of, step_work
 from megatron_rl.training.turns import Part
 from megatron_rl.weights import layouts, rectangles, reshard
+from megatron_rl.weights.counting import Parallel, counts, total
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.reshard import RankPlacement
 
@@ -57,7 +58,7 @@ def load(*overrides: str) -> TrainConfig:
     return config_files.load(TrainConfig, [ROOT / TANGO], list(overrides))
 
 
-def models_of(config: TrainConfig) -> dict[str, shapes.Shape]:
+def models_of(config: TrainConfig) -> dict[str, Shape]:
     return {name: read_shape(role.model.path) for name, role in config.roles.items()}
 
 

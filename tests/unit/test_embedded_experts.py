@@ -19,10 +19,10 @@ from megatron_rl.engines.base import Sampling, TandemSampling, complete
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.engines.embedded.feed_forward import add_experts
 from megatron_rl.engines.embedded.weights import ExpertWeights, FeedForward, SharedExpert, WeightSlots, storage
+from megatron_rl.models.shape import read_shape
 from megatron_rl.models.sizes import Routing
-from megatron_rl.planning import shapes
 from megatron_rl.types import FREE
-from megatron_rl.weights import hf
+from megatron_rl.weights import counting, hf
 from megatron_rl.weights.rectangles import hf_shapes
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3")
@@ -160,8 +160,8 @@ def test_the_storage_is_the_models_tensors_bit_for_bit(models, family):
     targets = WeightSlots(slots)
     assert all(torch.equal(targets.read(name, whole(t)).view(t.shape), t) for name, t in tensors.items())
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_of(weights)}
-    shape = shapes.read_shape(str(models / family))
-    assert sum(held.values()) == 4 * shapes.total(shape)
+    shape = read_shape(str(models / family))
+    assert sum(held.values()) == 4 * counting.total(shape)
 
 
 def whole(tensor):

@@ -11,9 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.schema import Lora
-from megatron_rl.planning import compute, flops
+from megatron_rl.models.shape import read_shape
+from megatron_rl.planning import compute
 from megatron_rl.planning.compute import SequenceBatch
-from megatron_rl.planning.shapes import read_shape
+from megatron_rl.weights import flops
 
 LENGTH = 24
 FAMILIES = ("qwen3", "gemma3_text", "qwen2_moe", "deepseek_v3")

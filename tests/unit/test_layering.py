@@ -14,7 +14,7 @@ from megatron_rl.models.registry import families
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 LAYERS = [
-    ["types", "config", "models", "later", "user_code", "frames"],
+    ["types", "config", "models", "hardware", "later", "user_code", "frames"],
     [
         *(
             "spec",
@@ -22,7 +22,6 @@ LAYERS = [
             "batches",
             "rewards",
             "weights",
-            "planning",
             "text",
             "chat",
             "control_tokens",
@@ -38,7 +37,7 @@ LAYERS = [
     ["training.rollouts", "training.rollout_table", "training.store", "training.update", "data"],
     ["training", "evaluation", "report", "run", "environments"],
     ["recipes", "megatron", "engines", "refit", "cluster"],
-    ["session", "conversion", "jobs"],
+    ["session", "conversion", "jobs", "planning"],
     ["main", "commands", "errors", "api", "__main__"],
 ]
 ADAPTERS = 5  # the layer whose rooms stand side by side

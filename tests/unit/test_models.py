@@ -25,9 +25,10 @@ from megatron_rl.models.divisibility import (
     trainer_violations,
 )
 from megatron_rl.models.registry import families, known_sizes
+from megatron_rl.models.shape import read_shape
 from megatron_rl.models.sizes import Rotary, Sizes
-from megatron_rl.planning.shapes import Parallel, counts, read_shape, total
 from megatron_rl.weights import hf, rectangles
+from megatron_rl.weights.counting import Parallel, counts, total
 
 # Parameters of public models in billions, as their cards and papers give them.
 PUBLISHED = {

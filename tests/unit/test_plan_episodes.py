@@ -13,11 +13,11 @@ from megatron_rl.config import plugins
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import ConfigError, TrainConfig, Use
 from megatron_rl.main import main
+from megatron_rl.models.shape import read_shape
 from megatron_rl.planning import compute
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning.compute import EngineSetup
 from megatron_rl.planning.hardware import parse_cluster
-from megatron_rl.planning.shapes import read_shape
 from megatron_rl.planning.workload import Draw, _lengths, episodes_of, longest_context, step_work
 from megatron_rl.training.turns import Part
 

@@ -10,9 +10,11 @@ import pytest
 
 from megatron_rl.config.schema import Lora
 from megatron_rl.main import main
-from megatron_rl.planning import compute, flops, shapes
+from megatron_rl.models.shape import read_shape
+from megatron_rl.planning import compute
 from megatron_rl.planning.compute import SequenceBatch
-from megatron_rl.planning.shapes import Parallel, read_shape
+from megatron_rl.weights import counting, flops
+from megatron_rl.weights.counting import Parallel
 
 FILE = str(Path(__file__).parents[2] / "examples/published/tango_lora_qwen2.5_7b.yaml")
 LORA = Lora(rank=32)
@@ -44,8 +46,8 @@ def test_an_update_of_adapters_takes_two_thirds_of_the_time_and_little_for_the_o
 
 def test_servers_that_hold_adapters_get_these_alone_and_others_the_merged_weights(capsys):
     served, merged = (planned(capsys, f"engine.adapters={kind}")["turns"][0]["sent"] for kind in ("served", "merged"))
-    elements = shapes.adapter_elements(read_shape("qwen2.5-7b"), Parallel(world=1), lora_of_the_example())
-    assert served == 2 * 2 * elements and merged == 2 * 2 * shapes.total(read_shape("qwen2.5-7b"))
+    elements = counting.adapter_elements(read_shape("qwen2.5-7b"), Parallel(world=1), lora_of_the_example())
+    assert served == 2 * 2 * elements and merged == 2 * 2 * counting.total(read_shape("qwen2.5-7b"))
 
 
 def lora_of_the_example() -> Lora:

@@ -16,8 +16,7 @@ from megatron_rl.planning import plan as plans
 from megatron_rl.planning import search
 from megatron_rl.planning.hardware import parse_cluster
 from megatron_rl.planning.plan import RunPlan
-from megatron_rl.planning.shapes import models_of
-from megatron_rl.planning.workload import build_recipe, draws_of, step_work
+from megatron_rl.planning.workload import build_recipe, draws_of, models_of, step_work
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHARED, THREE = "published/self_play_ssp_qwen2.5_7b", "published/evolve_three_qwen2.5_3b"

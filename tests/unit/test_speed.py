@@ -16,15 +16,15 @@ from megatron_rl.batches import dealing
 from megatron_rl.batches.work import COUNTED, Work
 from megatron_rl.config.run import Run
 from megatron_rl.config.schema import LossConfig
-from megatron_rl.planning import flops
-from megatron_rl.planning.hardware import peak_flops
-from megatron_rl.planning.shapes import read_shape
+from megatron_rl.hardware import peak_flops
+from megatron_rl.models.shape import read_shape
 from megatron_rl.run.metrics import SPEED, Tracker, read_metrics
 from megatron_rl.session import parts
 from megatron_rl.timing import Timer
 from megatron_rl.training.update import Trainee, update
 from megatron_rl.training.update import _speed as speed_of
 from megatron_rl.types import Author, Rollout, spans_of
+from megatron_rl.weights import flops
 from megatron_rl.world import OneProcess
 
 SHAPE = read_shape("qwen2.5-1.5b")

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.config.schema import Lora
+from megatron_rl.models.shape import Shape
 from megatron_rl.models.sizes import Features
-from megatron_rl.planning import shapes
-from megatron_rl.planning.shapes import Parallel, Shape
+from megatron_rl.weights import counting
+from megatron_rl.weights.counting import Parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ def count(
     products = tokens * (own.layers + own.experts) + (tokens if labels is None else labels) * own.head
     if lora is None:
         return PassFlops(forward=products + scores, training=3 * (products + scores))
-    added = tokens * 2.0 * shapes.adapter_elements(shape, Parallel(world=1), lora)
+    added = tokens * 2.0 * counting.adapter_elements(shape, Parallel(world=1), lora)
     return PassFlops(forward=products + added + scores, training=2 * products + 3 * (added + scores))
 
 

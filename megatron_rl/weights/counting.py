@@ -1,37 +1,19 @@
-"""Finds the sizes of a role's model (by config.json, public name or file) and how its parameters are cut into ranks."""
+"""Counts the parameters of a model, and of one of the ranks that it is divided over."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from pathlib import Path
 
-from megatron_rl.config.base import read_object
-from megatron_rl.config.schema import ConfigError, Layout, Lora, TrainConfig
+from megatron_rl.config.schema import ConfigError, Layout, Lora
 from megatron_rl.models import registry
 from megatron_rl.models.adapters import adapted
 from megatron_rl.models.rows import Row
-from megatron_rl.models.sizes import Features, Sizes
+from megatron_rl.models.shape import Shape
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.layouts import TrainerLayout
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A model's sizes and features."""
-
-    name: str
-    sizes: Sizes
-    features: Features = Features()
-    guessed: bool = False  # the sizes come from a name that only resembles a public one
-
-    @property
-    def active(self) -> int:
-        """Returns how many experts a token sees; 0 for a dense model."""
-        return self.features.experts_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,61 +142,3 @@ def active(shape: Shape) -> int:
 def _elements(row: Row, parallel: Parallel) -> int:
     """Returns the elements of a parameter on a rank; of a row of experts, those of one expert."""
     return prod(row.cut.held(row.sources, parallel.etp if row.experts else parallel.tp, 0)[0])
-
-
-def read_shape(source: str) -> Shape:
-    """Reads a model's shape from its directory or config.json, or by a public name (`Qwen/Qwen2.5-Math-7B`).
-
-    A path with the words of a public model (`runs/sft_qwen2.5_math_7b/model`) is taken for that model and marked
-    `guessed`. Raises ConfigError when nothing of it is known.
-    """
-    path = Path(source)
-    file = path / "config.json" if path.is_dir() else path
-    if file.is_file():
-        return _from_file(file)
-    public = registry.known()
-    fits = [name for name in public if _words(name) <= _words(source)]
-    if not fits:
-        raise ConfigError(
-            f"no config.json at {source}, and no public model of this name is known here ({', '.join(public)}): "
-            "give its sizes with --shape ROLE=FILE (a config.json, or a directory with one) or --shape ROLE=NAME"
-        )
-    name = max(fits, key=len)
-    guessed = source.count("/") > 1
-    sizes, features = registry.read(public[name], name), registry.features(public[name], name)
-    return Shape(name=name, sizes=sizes, features=features, guessed=guessed)
-
-
-def models_of(config: TrainConfig, given: Sequence[str]) -> dict[str, Shape]:
-    """Returns the shape of every role's model. `given`: ROLE=SOURCE where sizes do not come from the model's path.
-
-    Raises ConfigError for another form, and for a model of which nothing is known.
-    """
-    sources = {name: role.model.path for name, role in config.roles.items()}
-    for word in given:
-        name, _, source = word.partition("=")
-        if name not in sources or not source:
-            raise ConfigError(f"--shape {word}: it has the form ROLE=SOURCE, the roles are {', '.join(sources)}")
-        sources[name] = source
-    return {name: read_shape(source) for name, source in sources.items()}
-
-
-def guess_notes(models: Mapping[str, Shape]) -> list[str]:
-    """Returns a line for every role whose model's sizes are guessed."""
-    return [
-        f"{name}: sizes are those of {shape.name}, by the words of its path; if it is another model: --shape {name}=..."
-        for name, shape in models.items()
-        if shape.guessed
-    ]
-
-
-def _from_file(file: Path) -> Shape:
-    facts = read_object(file)
-    name = file.parent.name if file.name == "config.json" else file.stem
-    where = str(file)
-    return Shape(name=name, sizes=registry.read(facts, where), features=registry.features(facts, where))
-
-
-def _words(name: str) -> set[str]:
-    """Splits a name: `Meta-Llama-3.1-8B-Instruct` gives {meta, llama, 3.1, 8b, instruct}."""
-    return set(re.findall(r"\d+x\d+b|a?\d+(?:\.\d+)?b|\d+(?:\.\d+)?|[a-z]+", name.lower()))

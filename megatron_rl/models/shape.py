@@ -1,0 +1,61 @@
+"""Reads the sizes and features of a model from its config.json, or by its public name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config.base import ConfigError, read_object
+from megatron_rl.models import registry
+from megatron_rl.models.sizes import Features, Sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model's sizes and features."""
+
+    name: str
+    sizes: Sizes
+    features: Features = Features()
+    guessed: bool = False  # the sizes come from a name that only resembles a public one
+
+    @property
+    def active(self) -> int:
+        """Returns how many experts a token sees; 0 for a dense model."""
+        return self.features.experts_per_token
+
+
+def read_shape(source: str) -> Shape:
+    """Reads a model's shape from its directory or config.json, or by a public name (`Qwen/Qwen2.5-Math-7B`).
+
+    A path with the words of a public model (`runs/sft_qwen2.5_math_7b/model`) is taken for that model and marked
+    `guessed`. Raises ConfigError when nothing of it is known.
+    """
+    path = Path(source)
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        return _from_file(file)
+    public = registry.known()
+    fits = [name for name in public if _words(name) <= _words(source)]
+    if not fits:
+        raise ConfigError(
+            f"no config.json at {source}, and no public model of this name is known here ({', '.join(public)}): "
+            "give its sizes with --shape ROLE=FILE (a config.json, or a directory with one) or --shape ROLE=NAME"
+        )
+    name = max(fits, key=len)
+    guessed = source.count("/") > 1
+    sizes, features = registry.read(public[name], name), registry.features(public[name], name)
+    return Shape(name=name, sizes=sizes, features=features, guessed=guessed)
+
+
+def _from_file(file: Path) -> Shape:
+    facts = read_object(file)
+    name = file.parent.name if file.name == "config.json" else file.stem
+    where = str(file)
+    return Shape(name=name, sizes=registry.read(facts, where), features=registry.features(facts, where))
+
+
+def _words(name: str) -> set[str]:
+    """Splits a name: `Meta-Llama-3.1-8B-Instruct` gives {meta, llama, 3.1, 8b, instruct}."""
+    return set(re.findall(r"\d+x\d+b|a?\d+(?:\.\d+)?b|\d+(?:\.\d+)?|[a-z]+", name.lower()))
