@@ -43,7 +43,7 @@ from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.refit.wiring import RankSeat, Seating
 from megatron_rl.weights import layouts
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
-from megatron_rl.weights.rectangles import Rect, by_tensor, hf_shapes, is_sharded
+from megatron_rl.weights.rectangles import Rect, Shard, by_tensor, hf_shapes, megatron
 from megatron_rl.weights.reshard import RefitPlan
 
 RANKS = 4
@@ -154,6 +154,11 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
         figures[f"gather_over_direct_{way}"] = figures["gather_s"] / figures[f"direct_{way}_s"]
         figures[f"direct_{way}_of_p2p"] = figures["p2p_s"] / figures[f"direct_{way}_s"]
     return figures | changes(topology, own, engine, args)
+
+
+def is_sharded(sizes: Sizes, name: str) -> bool:
+    """Returns whether tensor-parallel ranks hold different parts of a Megatron parameter."""
+    return megatron(sizes, name, Shard(2, 0)) != megatron(sizes, name, Shard(2, 1))
 
 
 def shards(topology: Topology, rank: int) -> Shards:

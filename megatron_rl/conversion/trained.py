@@ -16,27 +16,24 @@ from megatron_rl.weights import hf
 from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned
 from megatron_rl.world import TorchWorld
 
-BUCKETS = 4  # the least number of gathered buckets in a shard
-
 
 def export_model(
     world: TorchWorld, export: WeightExport, model: Model, target: Path, *, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Writes a Hugging Face directory: weights in shards, config, tokenizer, and the chat template of the training.
 
-    Rank 0 writes each tensor as it comes, so that no rank holds a whole model: a rank holds a bucket of gathered
-    tensors, at most a quarter of a shard or one tensor that is larger, and the memory that gathering it takes. A
-    directory at `target` is replaced when the new one is complete on the disk. Collective. Raises lines.DiskError when
-    the disk does not take the files.
+    Rank 0 writes each tensor as it comes, so that no rank holds more than one whole tensor. A directory at `target` is
+    replaced when the new one is complete on the disk. Collective. Raises lines.DiskError when the disk does not take
+    the files.
     """
-    stream = export.weights(bucket_mib=min(64, shard_bytes / BUCKETS / 2**20))
+    stream = export.weights(everywhere=False)
     failure: OSError | ConfigError | None = None
     if world.rank == 0:
         try:
             _write(stream, export.planned(), model, target, shard_bytes)
         except (OSError, ConfigError) as error:
             failure = error
-    for _ in stream:  # the ranks that do not write, and rank 0 after a failure, take part in gathering
+    for _ in stream:  # the ranks that do not write, and rank 0 after a failure, take part in the stream
         pass
 
     def raise_failure() -> None:

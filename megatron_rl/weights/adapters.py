@@ -56,11 +56,6 @@ def is_adapter(name: str) -> bool:
     return f".{_MODULE}." in name
 
 
-def is_cut(sizes: Sizes, name: str) -> bool:
-    """Says whether tensor ranks hold different parts of an adapter's parameter. Otherwise each holds the whole."""
-    return _find(sizes, name)[2].sharded
-
-
 def held(sizes: Sizes, name: str, shard: Shard, rank: int) -> Held:
     """Returns (shape on this rank, rectangles) of an adapter's parameter, of rank `rank`, in peft's tensors."""
     _, source, cut = _find(sizes, name, rank)

@@ -73,28 +73,12 @@ def kept_float32(sizes: Sizes) -> frozenset[str]:
     return frozenset(found)
 
 
-def is_sharded(sizes: Sizes, name: str) -> bool:
-    """Says whether tensor-parallel ranks hold different parts of this Megatron parameter.
-
-    Otherwise each holds the whole.
-    """
-    return _find(sizes, name)[0].cut.sharded
-
-
 def is_expert(name: str) -> bool:
     """Says whether this Megatron parameter belongs to one expert of a router.
 
     Expert-parallel ranks hold different parameters of this kind.
     """
     return ".mlp.experts." in name
-
-
-def expert_number(name: str) -> int:
-    """Returns the number of the expert that this Megatron parameter belongs to. Raises KeyError where there is none."""
-    found = _EXPERT_NUMBER.search(name)
-    if found is None:
-        raise KeyError(f"the Megatron parameter {name!r} names no expert")
-    return int(found[2])
 
 
 def renumber_expert(name: str, *, by: int) -> str:

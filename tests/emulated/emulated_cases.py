@@ -174,7 +174,7 @@ def actor(own: Path, family: str, case: dict[str, Any], sizes: dict[str, Any] | 
     errors["triton"] = sum(n for (part, name), n in LEDGER.kernels.items() if part == "update" and "triton" in name)
     errors["loss"] = abs(metrics["loss"] - expected_loss)
     with LEDGER.part("export"):
-        now = dict(policy.export.weights(dtype=torch.float32))
+        now = {name: tensor.float() for name, tensor in policy.export.weights()}
     errors["weights"] = max((now[name] - after[name]).abs().max().item() for name in now)
     with LEDGER.part("reference"):
         errors["reference"] = (logprobs_of(policy, rollouts, reference=True) - logprobs).abs().max().item()

@@ -35,7 +35,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(policy):
     """All sides compute on the device, with the policy's weights."""
     rollouts = make_rollouts(policy.arch.vocab)
     model = AutoModelForCausalLM.from_config(policy.arch.config, dtype=torch.float32, attn_implementation="sdpa")
-    left_out = model.load_state_dict(dict(policy.export.weights(dtype=torch.float32)), strict=False)
+    left_out = model.load_state_dict({n: t.float() for n, t in policy.export.weights()}, strict=False)
     assert not left_out.unexpected_keys and {*left_out.missing_keys} <= {"lm_head.weight"}  # it is tied
     exact, exact_gradients = by_transformers(model.to("cuda"), rollouts)
     theirs, their_gradients = by_transformers(model.to(torch.bfloat16), rollouts)

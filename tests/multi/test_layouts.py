@@ -280,8 +280,7 @@ BOUNDS = {  # absolute, fp32
     "grad_norm": 1e-6,  # of itself where it is above 1
     "names": 0.0,
     "swap": 0.0,
-    "buckets": 0.0,
-    "cast": 0.0,
+    "driver": 0.0,
 }
 BF16 = {
     # The root mean square, as a multiple of what transformers in bfloat16 is off from float32 on the same weights.
