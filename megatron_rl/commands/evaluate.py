@@ -35,7 +35,7 @@ from megatron_rl.rewards.pool import GradePool, check_failures
 from megatron_rl.run import inputs
 from megatron_rl.run.inputs import InputRecord
 from megatron_rl.session.common import open_world_for, sampling_of
-from megatron_rl.session.eval_engines import Cast, open_cast
+from megatron_rl.session.eval_engines import OpenModels, open_models
 from megatron_rl.session.launch import Place
 from megatron_rl.spec.run_spec import EvalSpec, Spec
 from megatron_rl.text import read_template
@@ -77,8 +77,11 @@ def run(spec: EvalSpec, place: Place, environment: Mapping[str, str] | None = No
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: finished problems are kept
     with open_world_for(spec, place) as world, contextlib.ExitStack() as stack:
-        cast = open_cast(spec.config, world, stack, environment or {})
-        world.from_driver(Evaluation(spec.config, cast).run, spec)
+        config = spec.config
+        read = [config.model, config.junior, config.base] if DRIFT in config.measures else []
+        models = [model for model in read if model is not None]
+        cast = open_models(spec.engine, models, world, stack, environment or {})
+        world.from_driver(Evaluation(config, cast).run, spec)
     return 0
 
 
@@ -87,7 +90,7 @@ class Evaluation:
     """One evaluation, with its models, on the driver."""
 
     config: EvalConfig
-    cast: Cast
+    cast: OpenModels
 
     def run(self, spec: Spec) -> None:
         """Measures every set, prints the figures and writes the output. The driver runs it."""

@@ -32,7 +32,7 @@ from megatron_rl.run.checkpoint import read_json, write_json
 from megatron_rl.run.inputs import InputRecord
 from megatron_rl.session import answers
 from megatron_rl.session.common import open_world_for, sampling_of
-from megatron_rl.session.eval_engines import open_teacher
+from megatron_rl.session.eval_engines import open_engines
 from megatron_rl.session.launch import Place
 from megatron_rl.spec.run_spec import GenerateSpec
 from megatron_rl.text import read_template
@@ -91,11 +91,11 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
     with open_world_for(spec, place) as world, contextlib.ExitStack() as stack:
         if world.from_driver(done):
             return 0
-        engine, tokenizer = open_teacher(config, world, stack, environment or {})
+        [name], tokenizer = spec.engine.opened, tokenizer_of(config.model)
+        engines = open_engines(spec.engine, {name: tokenizer}, world, stack, environment or {})
 
         def work() -> None:
-            assert engine is not None  # it runs on the driver
-            made[0].write(made[0].grade(made[0].answer(engine, tokenizer)))
+            made[0].write(made[0].grade(made[0].answer(engines[name], tokenizer)))
             shutil.rmtree(made[0].parts)
 
         world.from_driver(work)

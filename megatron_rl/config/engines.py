@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_rl.config.base import ConfigError, Share, config
 
@@ -81,12 +81,9 @@ class Servers:
     start_timeout_s: PositiveFloat = 600.0  # seconds from a server's start until it must answer
     lost_after_s: PositiveFloat = 15.0  # seconds without a sign of life after which a server counts as lost
     wait_s: PositiveFloat = 1800.0  # seconds to wait while no server can be used, before the run gives up
-    # Times in a row that a server which dies is started again: at once, then after `restart_wait_s`, doubled each time
-    # up to five minutes. 0: never.
+    # Times in a row that a server which dies is started again: at once, then after 10 s, doubled each time up to five
+    # minutes. A death after an hour of answers is the first one in a row again. 0: never.
     restarts: NonNegativeInt = 3
-    restart_wait_s: NonNegativeFloat = 10.0  # seconds before the second new start in a row
-    # Seconds of answers after which a death is the first one in a row again.
-    restart_reset_s: PositiveFloat = 3600.0
 
     @property
     def at_once(self) -> int:

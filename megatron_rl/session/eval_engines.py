@@ -1,87 +1,129 @@
-"""The models of an evaluation, or a teacher, as engines: inside the ranks, or behind servers that are started or
-found.
-"""
+"""Opens engines of models that nothing trains: those of an evaluation, or a teacher. fleet.py opens those of a run."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from megatron_rl.algorithms.authors import boundaries
 from megatron_rl.chat import tokenizer_of
-from megatron_rl.config.schema import Embedded, EvalConfig, GenerateConfig, Model
+from megatron_rl.cluster.address import own_address
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.engines import Embedded, Servers
+from megatron_rl.config.model import Model
 from megatron_rl.engines.base import Engine
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.engines.kind import ModelFacts, kind_of
+from megatron_rl.engines.launch import make_token
+from megatron_rl.engines.pool.membership import Limits
+from megatron_rl.engines.pool.pool import given
+from megatron_rl.engines.server import Server
 from megatron_rl.engines.spread import SpreadEngine
-from megatron_rl.evaluation.text_scores import DRIFT
-from megatron_rl.world import TorchWorld
+from megatron_rl.session.servers import gpus_of, start_server, token_file, visible_gpus
+from megatron_rl.spec.run_spec import EngineSpec, RoleSpec
+from megatron_rl.weights import hf
+from megatron_rl.world import World
 
 
 @dataclass(frozen=True)
-class Cast:
-    """The models of an evaluation, each once, however many parts it plays. All are used on the driver."""
+class OpenModels:
+    """The models of an evaluation, each once, however many roles it has. All are used on the driver."""
 
     engines: Mapping[Model, Engine]
     readers: Mapping[Model, EmbeddedEngine]  # models whose distributions are compared
     tokenizers: Mapping[Model, Any]
 
 
-def open_cast(
-    config: EvalConfig, world: TorchWorld, stack: contextlib.ExitStack, environment: Mapping[str, str]
-) -> Cast:
-    """Loads the models, or starts their servers, which end with `stack`. Collective."""
-    judging = None if config.verifier is None else config.verifier.model
-    writers = _each(config.model, config.junior, judging)
-    read = _each(config.model, config.junior, config.base) if DRIFT in config.measures else []
-    tokenizers = {model: tokenizer_of(model) for model in _each(*writers, *read)}
-    own: dict[Model, EmbeddedEngine] = {}
-    embedded = isinstance(config.engine, Embedded)
-    here = read if world.rank == 0 else []
-    for model in _each(*writers, *here) if embedded else here:
-        own[model] = EmbeddedEngine(
-            model.path, max_batch=config.engine.max_batch, dtype=getattr(torch, model.dtype),
-            tokenizer=tokenizers[model],
-            cuda_graphs=not isinstance(config.engine, Embedded) or config.engine.cuda_graphs,
-        )  # fmt: skip
-        own[model].load_pretrained()
-    engines: dict[Model, Engine] = {}
-    if isinstance(config.engine, Embedded):
-        engines |= {model: SpreadEngine(world, f"model{i}", own[model]) for i, model in enumerate(writers)}
-    elif world.rank == 0:
-        from megatron_rl.session.eval_servers import names_of, start
-
-        engines |= start(config.engine, names_of(config), tokenizers, config.directory, stack, environment)
-    return Cast(engines, {model: own[model] for model in read if model in own}, tokenizers)
-
-
-def open_teacher(
-    config: GenerateConfig, world: TorchWorld, stack: contextlib.ExitStack, environment: Mapping[str, str]
-) -> tuple[Engine | None, Any]:
-    """Returns (engine, tokenizer) of the model that answers; the engine is used on the driver. Collective.
-
-    Servers that are started here end with `stack`; their logs go to the directory of the output. On other ranks than
-    the driver there is no engine with servers.
+def open_models(
+    engines: EngineSpec, read: Sequence[Model], world: World, stack: contextlib.ExitStack,
+    environment: Mapping[str, str],
+) -> OpenModels:  # fmt: skip
+    """Loads the models of `engines`, or starts their servers, which end with `stack`; and loads the models in `read`,
+    whose distributions are compared, on the driver. Collective.
     """
-    model, tokenizer = config.model, tokenizer_of(config.model)
-    if isinstance(config.engine, Embedded):
-        own = EmbeddedEngine(
-            model.path, max_batch=config.engine.max_batch, dtype=getattr(torch, model.dtype), tokenizer=tokenizer,
-            cuda_graphs=config.engine.cuda_graphs,
-        )  # fmt: skip
-        own.load_pretrained()
-        return SpreadEngine(world, "model", own), tokenizer
+    models = {name: role.model for name, role in engines.opened.items()}
+    tokenizers = {model: tokenizer_of(model) for model in dict.fromkeys([*models.values(), *read])}
+    opened = open_engines(
+        engines, {name: tokenizers[model] for name, model in models.items()}, world, stack, environment
+    )
+    readers = {
+        models[name]: engine.local
+        for name, engine in opened.items()
+        if isinstance(engine, SpreadEngine) and models[name] in read
+    }
+    for model in dict.fromkeys(read) if world.rank == 0 else []:
+        if model not in readers:
+            readers[model] = embedded_engine(model, engines.settings, tokenizers[model])
+            readers[model].load_pretrained()
+    return OpenModels({models[name]: engine for name, engine in opened.items()}, readers, tokenizers)
+
+
+def open_engines(
+    engines: EngineSpec, tokenizers: Mapping[str, Any], world: World, stack: contextlib.ExitStack,
+    environment: Mapping[str, str],
+) -> dict[str, Engine]:  # fmt: skip
+    """Returns the engine of each role, with the weights of the role's model directory. Engines are used on the driver;
+    servers are known there alone, and those that are started here end with `stack`. Collective.
+
+    `environment`: of servers. Raises ConfigError, and StartError for a server that does not come.
+    """
+    settings, out = engines.settings, dict[str, Engine]()
+    if isinstance(settings, Embedded):
+        for name, role in engines.opened.items():
+            own = embedded_engine(role.model, settings, tokenizers[name])
+            own.load_pretrained()
+            out[name] = SpreadEngine(world, name, own)
+        return out
     if world.rank != 0:
-        return None, tokenizer
-    from megatron_rl.session.eval_servers import start
+        return out
+    settings = replace(settings, host=own_address(settings.host))
+    if settings.urls and (wrong := set(settings.urls) ^ engines.opened.keys()):
+        raise ConfigError(
+            f"engine.urls: {', '.join(sorted(wrong))}: give servers for each of {', '.join(engines.opened)}"
+        )
+    for name, role in engines.opened.items():
+        servers = _servers(engines, settings, name, model_facts(role, tokenizers[name]), stack, environment)
+        out[name] = engine = given(name, servers, replace(Limits.of(settings), servers=len(servers)))
+        stack.callback(engine.close)
+    return out
 
-    directory = Path(config.output)
-    return start(config.engine, {model: "model"}, {model: tokenizer}, directory, stack, environment)[model], tokenizer
+
+def embedded_engine(model: Model, settings: Embedded | Servers, tokenizer: Any, **more: Any) -> EmbeddedEngine:
+    """Returns the embedded engine of a model, without weights. `more`: arguments of EmbeddedEngine."""
+    graphs = not isinstance(settings, Embedded) or settings.cuda_graphs
+    return EmbeddedEngine(
+        model.path, max_batch=settings.max_batch, dtype=getattr(torch, model.dtype), tokenizer=tokenizer,
+        cuda_graphs=graphs, **more,
+    )  # fmt: skip
 
 
-def _each(*models: Model | None) -> list[Model]:
-    """Returns every model once, in order."""
-    return list({model: None for model in models if model is not None})
+def model_facts(role: RoleSpec, tokenizer: Any) -> ModelFacts:
+    """Returns what a client must know of the model behind its server."""
+    directory = hf.local_directory(role.model.path)
+    architecture, own = hf.read_architecture(directory), tokenizer.eos_token_id
+    ends = hf.eos_tokens(directory, architecture) | (frozenset() if own is None else {own})
+    found = None if role.tandem is None else functools.cache(functools.partial(boundaries, tokenizer))
+    return ModelFacts(ends=ends, vocab=architecture.vocab, boundaries=found)
+
+
+def _servers(
+    engines: EngineSpec, settings: Servers, role: str, facts: ModelFacts, stack: contextlib.ExitStack,
+    environment: Mapping[str, str],
+) -> list[Server]:  # fmt: skip
+    """Returns clients of a role's servers, which answer: those at engine.urls, or those that are started here."""
+    if settings.urls:
+        token, timeout_s = make_token(token_file(engines, settings)), engines.refit.timeout_s
+        return [kind_of(settings).client(url, token, settings, timeout_s, facts) for url in settings.urls[role]]
+    servers = []
+    for replica in range(settings.replicas):
+        own = visible_gpus(gpus_of(engines, settings, role, replica), environment)
+        process, server = start_server(engines, settings, role, replica, {**environment, **own}, facts)
+        stack.callback(process.stop)
+        process.wait_until(server.ready, settings.start_timeout_s)
+        servers.append(server)
+    return servers

@@ -10,18 +10,13 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron_rl.algorithms.authors import boundaries
 from megatron_rl.cluster.address import address_among_ranks, own_address
 from megatron_rl.config.schema import Embedded, Servers
 from megatron_rl.engines.addresses import Addresses
 from megatron_rl.engines.base import Engine
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
-from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.launch import make_token
 from megatron_rl.engines.openai import open_endpoint
 from megatron_rl.engines.pool.pool import Pool
@@ -35,13 +30,12 @@ from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.session.adapter_refit import AdapterRefit
 from megatron_rl.session.colocated import ColocatedServers, start_servers
 from megatron_rl.session.common import Driver
+from megatron_rl.session.eval_engines import embedded_engine, model_facts
 from megatron_rl.session.pool_refit import PoolRefit
-from megatron_rl.session.servers import ENGINES, TOKEN, connect
-from megatron_rl.session.serving import check_gpus
+from megatron_rl.session.servers import ENGINES, check_gpus, connect, token_file
 from megatron_rl.session.supervisors import Supervisor, end_supervisors, hopeless
-from megatron_rl.spec.run_spec import EngineSpec, RoleSpec
+from megatron_rl.spec.run_spec import EngineSpec
 from megatron_rl.text import load_tokenizer
-from megatron_rl.weights import hf
 from megatron_rl.weights.layouts import EngineLayout
 from megatron_rl.world import World, all_gather
 
@@ -99,18 +93,6 @@ def open_fleet(
     return fleet
 
 
-def _about(role: RoleSpec) -> ModelFacts:
-    """Returns what a client must know of a role's model."""
-    model = role.model
-    directory = hf.local_directory(model.path)
-    architecture = hf.read_architecture(directory)
-    tokenizer: Any = load_tokenizer(model.tokenizer or model.path)
-    own = tokenizer.eos_token_id
-    ends = hf.eos_tokens(directory, architecture) | (frozenset() if own is None else {own})
-    found = None if role.tandem is None else functools.cache(functools.partial(boundaries, tokenizer))
-    return ModelFacts(ends=ends, vocab=architecture.vocab, boundaries=found)
-
-
 def _open_endpoints(session: _Session, fleet: Fleet) -> None:
     for name, role in session.engines.roles.items():
         if role.endpoint is None:
@@ -128,11 +110,9 @@ def _open_embedded(session: _Session, settings: Embedded, fleet: Fleet) -> None:
     One without a policy takes its model directory's weights now, and keeps them.
     """
     for name, role in session.engines.opened.items():
-        model, tandem = role.model, role.tandem
-        own = EmbeddedEngine(
-            model.path, max_batch=settings.max_batch, dtype=getattr(torch, model.dtype),
-            cuda_graphs=settings.cuda_graphs, tokenizer=session.tokenizers[name],
-            junior=None if tandem is None else tandem.junior or model.path,
+        own = embedded_engine(
+            role.model, settings, session.tokenizers[name],
+            junior=None if role.tandem is None else role.tandem.junior or role.model.path,
             tells_experts=name in session.policies and role.router_replay,
         )  # fmt: skip
         fleet.engines[name] = SpreadEngine(session.world, name, own)
@@ -141,23 +121,31 @@ def _open_embedded(session: _Session, settings: Embedded, fleet: Fleet) -> None:
             own.load_pretrained()
             continue
         layout = EngineLayout(replicas=policy.export.trainer_layout.world, whole=True)
-        topology, group = _topology(policy, layout, model.dtype), policy.groups.control
-        side = TrainerSide(
-            topology, session.engines.refit, policy.export.shards(), group=group, endpoint=own, host=_board_host(group),
-            added=policy.export.added,
-        )  # fmt: skip
-        session.stack.callback(side.close)
-        fleet.refits[name] = functools.partial(_refit_here, side, name, session.driver)
+        hosts = all_gather(socket.gethostname(), policy.groups.control)
+        host = "127.0.0.1" if len({*hosts}) == 1 else address_among_ranks(os.environ)  # where ranks reach the first
+        side = _trainer_side(session, name, policy, layout, host, endpoint=own)
+
+        def refit(version: int, name: str = name, side: TrainerSide = side) -> None:
+            session.driver.refitted({"role": name, "version": version, **side(version)})
+
+        fleet.refits[name] = refit
 
 
-def _board_host(group: Any) -> str:
-    """The address at which the ranks of a gloo group reach the first of them. Collective."""
-    hosts = all_gather(socket.gethostname(), group)
-    return "127.0.0.1" if len({*hosts}) == 1 else address_among_ranks(os.environ)
-
-
-def _refit_here(side: TrainerSide, name: str, driver: Driver, version: int) -> None:
-    driver.refitted({"role": name, "version": version, **side(version)})
+def _trainer_side(
+    session: _Session, name: str, policy: MegatronPolicy, layout: EngineLayout, host: str, *,
+    endpoint: EmbeddedEngine | None = None,
+) -> TrainerSide:  # fmt: skip
+    """Makes the trainer's side of the refits of a role. `host`: where the refit board listens. Collective."""
+    topology = Topology(
+        sizes=policy.arch, trainer=policy.export.trainer_layout, engines=layout,
+        dtype=session.engines.roles[name].model.dtype,
+    )  # fmt: skip
+    side = TrainerSide(
+        topology, session.engines.refit, policy.export.shards(), group=policy.groups.control, endpoint=endpoint,
+        host=host, added=policy.export.added,
+    )  # fmt: skip
+    session.stack.callback(side.close)
+    return side
 
 
 def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
@@ -186,16 +174,7 @@ def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
             fleet.refits[name] = AdapterRefit(session.world, name, policy, pool, driver, place, engines.refit.timeout_s)
             continue
         layout = EngineLayout(replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel)
-        topology = _topology(policy, layout, role.model.dtype)
-        side = TrainerSide(
-            topology,
-            engines.refit,
-            policy.export.shards(),
-            group=policy.groups.control,
-            host=settings.host,
-            added=policy.export.added,
-        )
-        session.stack.callback(side.close)
+        side = _trainer_side(session, name, policy, layout, settings.host)
         fleet.refits[name] = PoolRefit(
             session.world, name, side, pool, driver, engines.refit.timeout_s, present=policy.memory.present
         )
@@ -232,8 +211,8 @@ def _pool(
     policy keep the weights that they are started with."""
     engines, directory = session.engines, session.driver.directory.path / ENGINES
     role = engines.roles[name]
-    token = make_token(Path(settings.token_file) if settings.token_file else directory / TOKEN)
-    about = _about(role)
+    token = make_token(token_file(engines, settings))
+    about = model_facts(role, load_tokenizer(role.model.tokenizer or role.model.path))
     if role.lora is not None and settings.serves_adapters:
         sharing = [other for other, own in engines.opened.items() if own.servers == role.servers]
         place = (directory / "adapters" / name).resolve()
@@ -250,7 +229,3 @@ def _pool(
     pool.members.waits = session.driver.watch.beat
     session.stack.callback(pool.close)
     return pool
-
-
-def _topology(policy: MegatronPolicy, engines: EngineLayout, dtype: str) -> Topology:
-    return Topology(sizes=policy.arch, trainer=policy.export.trainer_layout, engines=engines, dtype=dtype)

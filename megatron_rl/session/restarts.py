@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-LONGEST_WAIT_S = 300.0  # between a death and the next start
+WAIT_S, LONGEST_WAIT_S = 10.0, 300.0  # before the second new start in a row, and before any
+HEALTHY_S = 3600.0  # of answers, after which a death is the first one in a row again
 DOUBLINGS = 30  # more of them would change nothing, and overflow at some point
 
 
@@ -13,16 +14,16 @@ class Restarts:
     once, the second one after `wait_s` seconds, each further one after twice as long, up to LONGEST_WAIT_S.
     """
 
-    def __init__(self, most: int, *, wait_s: float, reset_s: float) -> None:
+    def __init__(self, most: int, *, wait_s: float = WAIT_S, reset_s: float = HEALTHY_S) -> None:
         self.deaths = 0  # in a row
-        self._most, self._wait_s, self._reset_s = most, wait_s, reset_s
+        self.most, self.reset_s, self._wait_s = most, reset_s, wait_s
 
     def died(self, healthy_s: float) -> float | None:
         """Takes note of a death after so many seconds of answers. Returns the seconds to wait before the next start;
         None when there is none any more.
         """
-        self.deaths = 1 if healthy_s >= self._reset_s else self.deaths + 1
-        if self.deaths > self._most:
+        self.deaths = 1 if healthy_s >= self.reset_s else self.deaths + 1
+        if self.deaths > self.most:
             return None
         if self.deaths == 1:
             return 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +21,11 @@ from toys import characters
 
 from megatron_rl.config.schema import Model, PromptSet, RoleConfig, Run, TrainConfig, Use
 from megatron_rl.engines import own_families
+from megatron_rl.engines.launch import StartError
 from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.run.metrics import read_metrics
-from megatron_rl.session import serving
+from megatron_rl.session import servers
+from megatron_rl.spec.resolve import engine_of
 
 pytestmark = pytest.mark.multi
 FAMILY = "own_family:FAMILY"
@@ -156,10 +159,18 @@ print(len(engine_parameters(sizes, EngineLayout(), 0)))
 
 
 def test_serve_tells_its_server_the_name(base, tmp_path):
+    """The server is a program that writes its environment."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec env > {tmp_path}/environment\n")
+    python.chmod(0o755)
     roles = {"generator": RoleConfig(model=Model(path=str(base / "seed_oss")))}
+    engine = Vllm(python=str(python))
     config = TrainConfig(
-        roles=roles, recipe=Use(target="x:y"), data=PromptSet(path="x"), engine=Vllm(), families=(FAMILY,),
+        roles=roles, recipe=Use(target="x:y"), data=PromptSet(path="x"), engine=engine, families=(FAMILY,),
         run=Run(dir=str(tmp_path)),
     )  # fmt: skip
-    server = serving._Serving(config, Vllm(), "generator", 0, "python", {})
-    assert server._environment == own_families.variables([FAMILY]) == {own_families.VARIABLE: FAMILY}
+    process, client = servers.start_server(engine_of(config), engine, "generator", 0, {"PATH": os.environ["PATH"]})
+    with pytest.raises(StartError, match="ended with status 0"):
+        process.wait_until(lambda: False, 60)
+    client.close()
+    assert f"{own_families.VARIABLE}={FAMILY}\n" in (tmp_path / "environment").read_text()

@@ -37,7 +37,7 @@ from megatron_rl.recipes.entailment import Entailment
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.rubric import Rubric
 from megatron_rl.recipes.tango import PaperTango
-from megatron_rl.session.eval_engines import Cast
+from megatron_rl.session.eval_engines import OpenModels
 from megatron_rl.training.prompts import asked_tokenizers, encoder, read_sets
 
 USER = [said("user", "1 + 1?")]
@@ -315,11 +315,11 @@ def test_an_evaluation_asks_conversations_as_they_are(tmp_path):
     config = config_files.load(EvalConfig, [], ["model.path=models/x", f"data.path={path}"])
     tokenizer = chat_tokenizer()
     [source] = read_eval_sets(config)
-    task = evaluate.Evaluation(config, Cast({}, {}, {config.model: tokenizer})).task(source)
+    task = evaluate.Evaluation(config, OpenModels({}, {}, {config.model: tokenizer})).task(source)
     assert task.problems.prompts == [tokenizer.apply_chat_template(USER, add_generation_prompt=True, return_dict=False)]
     texts = config_files.load(EvalConfig, [], ["model.path=models/x", f"data={{path: {path}, chat: false}}"])
     [source] = read_eval_sets(texts)
-    [prompt] = evaluate.Evaluation(texts, Cast({}, {}, {texts.model: tokenizer})).task(source).problems.prompts
+    [prompt] = evaluate.Evaluation(texts, OpenModels({}, {}, {texts.model: tokenizer})).task(source).problems.prompts
     assert "<|im_start|>" not in tokenizer.decode(prompt, skip_special_tokens=False)
 
 
@@ -329,7 +329,7 @@ def test_a_verifier_of_an_evaluation_is_asked_in_its_chat_template():
         config = config_files.load(EvalConfig, [], [*words, f"verifier.chat={str(chat).lower()}"])
         assert config.verifier is not None
         judge, tokenizer = config.verifier.model, chat_tokenizer()
-        weigher = evaluate.Evaluation(config, Cast({judge: None}, {}, {judge: tokenizer})).weigher()
+        weigher = evaluate.Evaluation(config, OpenModels({judge: None}, {}, {judge: tokenizer})).weigher()
         tokens = weigher._prompt(("1 + 1?", "<step>2</step>")).tokens
         shown = tokenizer.decode(tokens, skip_special_tokens=False)
         assert shown.startswith("<|im_start|>user\n") == shown.endswith("<|im_start|>assistant\n") == chat

@@ -46,8 +46,7 @@ from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.recipes.tango import PaperTango
 from megatron_rl.session.colocated import ColocatedServers
 from megatron_rl.session.orders import HELD, HOLD, RELEASE, SERVES, SETTLE, Line, Orders
-from megatron_rl.session.servers import connect
-from megatron_rl.session.serving import check_gpus
+from megatron_rl.session.servers import check_gpus, connect
 from megatron_rl.session.supervisors import Supervisor
 from megatron_rl.training import loop
 from megatron_rl.training.memory import DeviceMemory

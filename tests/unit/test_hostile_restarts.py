@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.engines.launch import StartError
-from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.session.restarts import LONGEST_WAIT_S, Restarts
 from megatron_rl.session.serving import _keep_alive
 
@@ -50,13 +49,9 @@ class Dying:
         return healthy_s
 
 
-def settings(**own: float) -> Vllm:
-    return Vllm(**{"restarts": 2, "restart_wait_s": 0.1, "restart_reset_s": 3600.0} | own)
-
-
 def test_hostile_deaths_count_in_a_row_alone(capsys):
     server = Dying(1.0, 1.0, DAY_S, 1.0, 1.0)
-    assert _keep_alive(server, settings(), threading.Event(), "judge-0") == 1
+    assert _keep_alive(server, Restarts(2, wait_s=0.1), threading.Event(), "judge-0") == 1
     assert len(server.starts) == 5, "the third death began a new row"
     gaps = [b - a for a, b in zip(server.starts, server.starts[1:], strict=False)]
     assert gaps[0] < 0.1 <= gaps[1] and gaps[2] < 0.1 <= gaps[3]
@@ -68,7 +63,7 @@ def test_hostile_deaths_count_in_a_row_alone(capsys):
 def test_hostile_server_that_never_starts_ends_with_its_own_words(capsys):
     server = Dying(None, None, None)
     with pytest.raises(StartError, match="no such model"):
-        _keep_alive(server, settings(), threading.Event(), "judge-0")
+        _keep_alive(server, Restarts(2, wait_s=0.1), threading.Event(), "judge-0")
     assert len(server.starts) == 3 and capsys.readouterr().err.count("no such model") == 2
 
 
@@ -76,6 +71,6 @@ def test_a_wait_between_two_starts_ends_when_the_server_is_asked_to_leave():
     stop, server = threading.Event(), Dying(None, None)
     timer = threading.Timer(0.2, stop.set)
     timer.start()
-    assert _keep_alive(server, settings(restart_wait_s=600.0), stop, "judge-0") == 0
+    assert _keep_alive(server, Restarts(2, wait_s=600.0), stop, "judge-0") == 0
     assert len(server.starts) == 2
     timer.join()
