@@ -180,8 +180,8 @@ $(TASKS)/.ready: $(STAMP) # reasoning-gym, on top of .venv: pip builds eleven pa
 	$(TASKS)/bin/python -c "import reasoning_gym"
 	touch $@
 
-soak: setup ## a tiny Tango run of 2,000 turns in faults: kills, full disks, clock jumps, servers that lie; some 40 minutes (SEED, TURNS=2000)
-	$(PY) benchmarks/soak.py --turns $(or $(TURNS),2000) --seed $(SEED) --check
+soak: setup ## a tiny Tango run of 2,000 iterations in faults: kills, full disks, clock jumps, servers that lie; some 40 minutes (SEED, ITERATIONS=2000)
+	$(PY) benchmarks/soak.py --iterations $(or $(ITERATIONS),2000) --seed $(SEED) --check
 
 golden: setup ## twelve runs, all settings and all shipped configs against those of another commit, bit for bit (BASE=REV)
 	$(PY) tools/golden/golden.py $(or $(BASE),$(error give the commit to compare with: make golden BASE=REV))

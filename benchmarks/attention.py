@@ -1,7 +1,7 @@
 """Compares ways to attend to bfloat16 on a CPU: as it is, and in float32 (megatron/attention.py).
 
 One thread; 9 heads of 64 elements and 3 for keys and values, causal; so many sequences that they have 2,304 tokens, or
-a few less. Milliseconds of CPU time, the fastest of several rounds that alternate. The figure that counts is the
+a few less. Milliseconds of CPU time, the fastest of several rounds that alternate. The metric that counts is the
 backward pass in bfloat16 over that in float32, the conversions included: above 1, float32 is faster.
 """
 
@@ -45,7 +45,7 @@ def main() -> None:
     common.add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for length in LENGTHS:
         shape = (max(1, TOKENS // length), length, SIZE)
         inputs = [
@@ -57,9 +57,9 @@ def main() -> None:
         rounds = [(passes(as_it_is, inputs), passes(widened, inputs)) for _ in range(args.rounds)]
         for number, name in enumerate(("forward", "backward")):
             narrow, wide = (min(one[side][number] for one in rounds) for side in (0, 1))
-            figures[f"{length}/{name}_ms_bfloat16"], figures[f"{length}/{name}_ms_float32"] = 1e3 * narrow, 1e3 * wide
-            figures[f"{length}/{name}"] = narrow / wide
-    common.finish(figures, BARS, args)
+            metrics[f"{length}/{name}_ms_bfloat16"], metrics[f"{length}/{name}_ms_float32"] = 1e3 * narrow, 1e3 * wide
+            metrics[f"{length}/{name}"] = narrow / wide
+    common.finish(metrics, BARS, args)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Seconds of computing checksums over seconds of writing the same files and pushing them to the disk, in one run.
 
 A checkpoint of `--gb` gigabytes in four files is written as a run writes one, summed up, and checked. Both sides take
-turns; a ratio is the median of the rounds. The disk's cache makes writing faster than a cluster's file system is, so
-that the ratio is an upper bound of what checksums add to a save.
+iterations; a ratio is the median of the rounds. The disk's cache makes writing faster than a cluster's file system is,
+so that the ratio is an upper bound of what checksums add to a save.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from megatron_rl.run.sums import digests, wrong
+from megatron_rl.run.file_checksums import digests, wrong
 
 FILES = 4
 BAR = 4.0  # checksums may cost so many times the writing to this machine's cache

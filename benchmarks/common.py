@@ -1,4 +1,4 @@
-"""Holds what all benchmarks share: options, the printed table, the JSON file, and the bars that figures must reach."""
+"""Holds what all benchmarks share: options, the printed table, the JSON file, and the bars that metrics must reach."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rich.table import Table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --json and --check."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, the bars and the machine to FILE")
-    parser.add_argument("--check", action="store_true", help="exit with status 1 when a figure misses its bar")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the metrics, the bars and the machine to FILE")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 when a metric misses its bar")
 
 
 def finish(
-    figures: Mapping[str, float],
+    metrics: Mapping[str, float],
     bars: Mapping[str, float],
     args: argparse.Namespace,
     *,
@@ -33,20 +33,20 @@ def finish(
     unmeasured: Mapping[str, str] | None = None,
     more: Mapping[str, object] | None = None,
 ) -> None:
-    """Prints the table, writes the JSON file, and with --check exits 1 when a figure misses its bar.
+    """Prints the table, writes the JSON file, and with --check exits 1 when a metric misses its bar.
 
-    `bars`: least acceptable values by figure; `limits`: greatest ones. `unmeasured`: why a figure could not be had; it
-    misses its bar. `more`: what the JSON file holds beside figures. Raises KeyError for a bar without a figure.
+    `bars`: least acceptable values by metric; `limits`: greatest ones. `unmeasured`: why a metric could not be had; it
+    misses its bar. `more`: what the JSON file holds beside metrics. Raises KeyError for a bar without a metric.
     """
     limits, unmeasured = limits or {}, unmeasured or {}
     held = bars.keys() | limits.keys()
     missed = [name for name in unmeasured if name in held]
-    missed += [name for name, bar in bars.items() if name not in missed and not figures[name] >= bar]
-    missed += [name for name, limit in limits.items() if name not in missed and not figures[name] <= limit]
+    missed += [name for name, bar in bars.items() if name not in missed and not metrics[name] >= bar]
+    missed += [name for name, limit in limits.items() if name not in missed and not metrics[name] <= limit]
     table = Table(title=Path(sys.argv[0]).name, title_justify="left")
     for column in ("figure", "value", "bar", ""):
         table.add_column(column, justify="left" if column in ("figure", "") else "right")
-    for name, value in figures.items():
+    for name, value in metrics.items():
         wanted = [f"{sign} {asked[name]:g}" for sign, asked in ((">=", bars), ("<=", limits)) if name in asked]
         verdict = "" if not wanted else "MISSED" if name in missed else "ok"
         table.add_row(name, f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}", ", ".join(wanted), verdict)
@@ -55,7 +55,7 @@ def finish(
     for name, reason in unmeasured.items():
         console.print(f"{name}: not measured{' (MISSED)' if name in missed else ''}: {reason}", highlight=False)
     told = {
-        "figures": dict(figures),
+        "metrics": dict(metrics),
         "bars": dict(bars),
         "limits": dict(limits),
         "missed": missed,
@@ -148,7 +148,7 @@ def cpu_seconds(processes: Iterable[int]) -> float:
 
 
 def machine() -> dict[str, str | int]:
-    """Describes the machine on which figures are measured."""
+    """Describes the machine on which metrics are measured."""
     found: dict[str, str | int] = {
         "processor": _processor(),
         "threads": torch.get_num_threads(),

@@ -18,9 +18,9 @@ import common
 import torch
 
 from megatron_rl.conversion import compare, convert
-from megatron_rl.conversion.source import find, read_sizes
+from megatron_rl.conversion.weight_source import find, read_sizes
 from megatron_rl.weights.hf_writer import HfWriter, Planned
-from megatron_rl.weights.rectangles import hf_shapes
+from megatron_rl.weights.parameter_mapping import hf_shapes
 
 LIMITS = {"to_megatron/peak_mib": 2048 + 250, "to_hf/peak_mib": 2048 + 250, "compare/peak_mib": 2048 + 250}
 CONFIG = {
@@ -36,16 +36,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary directory)")
     common.add_arguments(parser)
     args = parser.parse_args()
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder, context = Path(name), multiprocessing.get_context("spawn")
         size = write_model(folder / "model", args.layers)
-        figures |= {"gigabytes": size / 1e9, "largest_parameter_mib": 2 * 32000 * 2048 / 2**20}
+        metrics |= {"gigabytes": size / 1e9, "largest_parameter_mib": 2 * 32000 * 2048 / 2**20}
         for what, first, second in (("to_megatron", "model", "ck"), ("to_hf", "ck", "back"), ("compare", "ck", "back")):
             with context.Pool(1) as pool:
                 seconds, peak = pool.apply(measure, (what, folder / first, folder / second, int(args.shard_gb * 1e9)))
-            figures |= {f"{what}/s_per_gb": seconds / size * 1e9, f"{what}/peak_mib": peak}
-    common.finish(figures, {}, args, limits=LIMITS)
+            metrics |= {f"{what}/s_per_gb": seconds / size * 1e9, f"{what}/peak_mib": peak}
+    common.finish(metrics, {}, args, limits=LIMITS)
 
 
 def write_model(folder: Path, layers: int) -> int:

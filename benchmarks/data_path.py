@@ -40,16 +40,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.algorithms.advantages import assign_advantages
-from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.batches.cutting import Cost, Prefixes, Shares, micro_batches
-from megatron_rl.batches.work import Work
+from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.batches.micro_batches import Cost, Prefixes, Shares, micro_batches
+from megatron_rl.batches.replica_batch import Work
 from megatron_rl.config.schema import LossConfig
-from megatron_rl.engines.base import Completion
-from megatron_rl.recipes.base import mark_steps
+from megatron_rl.engines.protocol import Completion
+from megatron_rl.recipes.solutions import annotate_steps
 from megatron_rl.text import decode
 from megatron_rl.training.rollouts import from_completion
-from megatron_rl.training.update import hand_out
-from megatron_rl.types import STEP, Marks, Prompt, Rollout, Stop
+from megatron_rl.training.update import scatter
+from megatron_rl.types import STEP, Annotations, Prompt, Rollout, Stop
 from megatron_rl.world import Replicas, TorchWorld
 
 LENGTH, PROMPT, GROUP = 8192, 512, 16  # tokens of a rollout, of its prompt; rollouts of a prompt
@@ -124,10 +124,12 @@ def credited(method: str, prompts: Sequence[Prompt], completions: list[Completio
         rollout = from_completion(prompt, completion, role="generator", group=prompt.id, version=3)
         rollout = rollout.with_rewards(outcome=float(rng.random() < 0.4))
         if method == "tango":
-            rollout = mark_steps(rollout, decode(tokenizer, rollout.response))
-            ranges = rollout.marks_of(STEP).ranges
+            rollout = annotate_steps(rollout, decode(tokenizer, rollout.response))
+            ranges = rollout.annotations_of(STEP).ranges
             assert len(ranges) == STEPS, f"{len(ranges)} steps were found of {STEPS}"
-            rollout = replace(rollout, marks={STEP: Marks(ranges, rng.choice([-1.0, 1.0], len(ranges)) / len(ranges))})
+            rollout = replace(
+                rollout, annotations={STEP: Annotations(ranges, rng.choice([-1.0, 1.0], len(ranges)) / len(ranges))}
+            )
         out.append(rollout)
     return assign_advantages(out, reward="outcome", estimator="grpo", alpha=0.1 if method == "tango" else None)
 
@@ -136,13 +138,13 @@ def one_way(world: TorchWorld, policy: Receiver, answers: Any, method: str, toke
     """Answers in hand on the driver, None elsewhere -> all batches made on this rank, one after the other.
     Collective."""
     rollouts = None if answers is None else credited(method, *answers, tokenizer)
-    work = hand_out(world, policy, rollouts, loss=PolicyLoss(LossConfig(kl_coef=0.0)))  # type: ignore[arg-type]
+    work = scatter(world, policy, rollouts, loss=PolicyLoss(LossConfig(kl_coef=0.0)))  # type: ignore[arg-type]
     for micro in work.micros():
         work.batch(micro)
     return work
 
 
-def rank_figures(rank: int, folder: str, case: str, rounds: int, memory: bool) -> dict[str, float]:
+def rank_metrics(rank: int, folder: str, case: str, rounds: int, memory: bool) -> dict[str, float]:
     """Runs one rank. Returns its CPU-seconds and its bytes, in all and per million tokens of its replica."""
     torch.set_num_threads(1)
     method, ranks, millions = case.split("/")
@@ -160,25 +162,25 @@ def rank_figures(rank: int, folder: str, case: str, rounds: int, memory: bool) -
         with common.AnonymousPeak() as peak:
             work = one_way(world, policy, answers, method, tokenizer)
         most = peak.mib * 2**20 + peak.start - start
-        figures = {"bytes": most, "tokens": float(work.num_tokens)}
+        metrics = {"bytes": most, "tokens": float(work.num_tokens)}
     else:
-        figures = {"cpu_s": float("inf")}
+        metrics = {"cpu_s": float("inf")}
         for _ in range(rounds):
             world.barrier()
             again = answers and (answers[0], [*answers[1]])
             before, wall, written = time.process_time(), time.perf_counter(), _written()
             work = one_way(world, policy, again, method, tokenizer)
-            figures["cpu_s"] = min(figures["cpu_s"], time.process_time() - before)
-            figures |= {"wall_s": time.perf_counter() - wall, "written": _written() - written}
-            figures["tokens"] = float(work.num_tokens)
+            metrics["cpu_s"] = min(metrics["cpu_s"], time.process_time() - before)
+            metrics |= {"wall_s": time.perf_counter() - wall, "written": _written() - written}
+            metrics["tokens"] = float(work.num_tokens)
             del work
     world.barrier()
     dist.destroy_process_group()
-    return figures
+    return metrics
 
 
 def measure(case: str, rounds: int) -> dict[str, float]:
-    """Figures of one case, each rank a process of its own; CPU-seconds and memory in runs apart, as watching memory
+    """Metrics of one case, each rank a process of its own; CPU-seconds and memory in runs apart, as watching memory
     costs time."""
     method, ranks, _ = case.split("/")
     found = {}
@@ -186,7 +188,7 @@ def measure(case: str, rounds: int) -> dict[str, float]:
         for memory in (False, True):
             tasks = [(rank, folder, case, rounds, memory) for rank in range(int(ranks))]
             with multiprocessing.get_context("spawn").Pool(int(ranks)) as pool:
-                found[memory] = pool.starmap(rank_figures, tasks, chunksize=1)
+                found[memory] = pool.starmap(rank_metrics, tasks, chunksize=1)
     (driver, *others), (driver_memory, *others_memory) = found[False], found[True]
     each = 1 if int(ranks) <= 4 else 2
     total = sum(one["tokens"] for one in found[False][::each])
@@ -219,17 +221,17 @@ def main() -> None:
     parser.add_argument("--only", metavar="METHOD/RANKS/MILLIONS", action="append", help="these cases alone")
     common.add_arguments(parser)
     args = parser.parse_args()
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     limits: dict[str, float] = {}
     for case in track(args.only or CASES, "cases", console=Console(stderr=True)):
-        figures |= {f"{case}/{name}": value for name, value in measure(case, args.rounds).items()}
+        metrics |= {f"{case}/{name}": value for name, value in measure(case, args.rounds).items()}
         limits |= {f"{case}/{name}": limit for name, limit in LIMITS.items()}
         if case.startswith("tango"):
             limits[f"{case}/driver_s"] = TANGO_DRIVER_S
     if not args.only:
-        figures["flat"] = figures["grpo/4/64/driver_s"] / figures["grpo/4/1/driver_s"]
+        metrics["flat"] = metrics["grpo/4/64/driver_s"] / metrics["grpo/4/1/driver_s"]
         limits["flat"] = FLAT
-    common.finish(figures, {}, args, limits=limits)
+    common.finish(metrics, {}, args, limits=limits)
 
 
 if __name__ == "__main__":

@@ -39,12 +39,12 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.engines.base import Completion, Engine, Sampling, Tokens, TopScores
+from megatron_rl.engines.protocol import Completion, Engine, Sampling, Tokens, TopScores
 from megatron_rl.engines.vllm.settings import Vllm
-from megatron_rl.environments.base import Environment, EpisodeSettings
-from megatron_rl.environments.moves import EnvironmentFailure, Episode, Move, Over, Said
+from megatron_rl.environments.environment import Environment, EpisodeSettings
+from megatron_rl.environments.episode_types import EnvironmentFailure, Episode, EpisodeEnd, NextRequest, Said
 from megatron_rl.environments.python_tool import PythonTool
-from megatron_rl.training.turns import Table
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import Outcome, Prompt, Stop
 
 BARS = {"overlap": 0.9, "server_overlap": 0.9}
@@ -131,16 +131,16 @@ class Rounds(Environment):
     wait_s: float = 0.0
     text: str = "and so on, for about as many characters as a search result of some length has. " * 4
 
-    def begin(self, task: Mapping[str, Any], seed: int) -> list[Move]:
+    def begin(self, task: Mapping[str, Any], seed: int) -> list[NextRequest]:
         self.left = self.turns
-        return [Move(seat="agent", role="agent", messages=[{"role": "user", "content": "Begin."}])]
+        return [NextRequest(agent="agent", role="agent", messages=[{"role": "user", "content": "Begin."}])]
 
-    def step(self, said: Said) -> list[Move] | Over:
+    def step(self, said: Said) -> list[NextRequest] | EpisodeEnd:
         time.sleep(self.wait_s)
         self.left -= 1
         if not self.left:
-            return Over(rewards={"agent": {"done": 1.0}})
-        return [Move(seat="agent", role="agent", messages=[{"role": "user", "content": self.text}])]
+            return EpisodeEnd(rewards={"agent": {"done": 1.0}})
+        return [NextRequest(agent="agent", role="agent", messages=[{"role": "user", "content": self.text}])]
 
 
 @dataclass
@@ -150,18 +150,18 @@ class Faults(Environment):
     def __post_init__(self) -> None:
         self._tool = PythonTool()
 
-    def begin(self, task: Mapping[str, Any], seed: int) -> list[Move]:
+    def begin(self, task: Mapping[str, Any], seed: int) -> list[NextRequest]:
         self.way, self.child = {0: "hangs", 1: "dies"}.get(seed % 40, ""), None
-        return [Move(seat="agent", role="agent", messages=[{"role": "user", "content": "Begin."}])]
+        return [NextRequest(agent="agent", role="agent", messages=[{"role": "user", "content": "Begin."}])]
 
-    def step(self, said: Said) -> Over:
+    def step(self, said: Said) -> EpisodeEnd:
         if self.way == "dies":
             raise EnvironmentFailure("its process was killed")
         if self.way == "hangs":
             self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             self.child.wait()
             raise EnvironmentFailure("its process hung")
-        return Over(rewards={"agent": {"right": float(self._tool.run({"code": "print(6 * 7)"}).strip() == "42")}})
+        return EpisodeEnd(rewards={"agent": {"right": float(self._tool.run({"code": "print(6 * 7)"}).strip() == "42")}})
 
     def close(self) -> None:
         if self.child is not None:
@@ -179,25 +179,25 @@ def main() -> None:
     common.add_arguments(parser)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is ended on the way out
-    figures = {}
+    metrics = {}
     for dialogue in ("text", "chat"):
-        figures[f"driver_ms_{dialogue}"] = driver_ms(args.episodes, args.turns, dialogue)
-    figures |= overlap(args.episodes, args.turns)
-    figures |= faults(args.faulty)
+        metrics[f"driver_ms_{dialogue}"] = driver_ms(args.episodes, args.turns, dialogue)
+    metrics |= overlap(args.episodes, args.turns)
+    metrics |= faults(args.faulty)
     if args.python.exists():
-        figures |= served_overlap(args.python, args.episodes, args.turns)
+        metrics |= served_overlap(args.python, args.episodes, args.turns)
     else:
         print(f"no part with a server: there is no {args.python} (make engines)")
-    bars = {name: bar for name, bar in BARS.items() if name in figures}
-    common.finish(figures, bars, args, limits=LIMITS)
+    bars = {name: bar for name, bar in BARS.items() if name in metrics}
+    common.finish(metrics, bars, args, limits=LIMITS)
 
 
 def driver_ms(episodes: int, turns: int, dialogue: str) -> float:
     """Returns CPU-milliseconds of this process per answer."""
-    environment, table = Rounds(turns=turns), table_of(StandIn(words("I am writing an answer. " * 10)))
-    play(environment, table, 8, EpisodeSettings(dialogue=dialogue))  # imports, threads
+    environment, context = Rounds(turns=turns), context_of(StandIn(words("I am writing an answer. " * 10)))
+    play(environment, context, 8, EpisodeSettings(dialogue=dialogue))  # imports, threads
     start = time.process_time()
-    found = play(environment, table, episodes, EpisodeSettings(dialogue=dialogue))
+    found = play(environment, context, episodes, EpisodeSettings(dialogue=dialogue))
     return 1000 * (time.process_time() - start) / sum(one.turns for one in found)
 
 
@@ -207,7 +207,7 @@ def overlap(episodes: int, turns: int) -> dict[str, float]:
     generation, tools = answers * ANSWER_S / AT_ONCE, answers * TOOL_S / TOOLS_AT_ONCE
     engine = StandIn(words("An answer."), ANSWER_S)
     start = time.perf_counter()
-    play(Rounds(turns=turns, wait_s=TOOL_S), table_of(engine), episodes, EpisodeSettings(workers=TOOLS_AT_ONCE))
+    play(Rounds(turns=turns, wait_s=TOOL_S), context_of(engine), episodes, EpisodeSettings(workers=TOOLS_AT_ONCE))
     wall = time.perf_counter() - start
     return {"generation_s": generation, "tools_s": tools, "wall_s": wall, "overlap": max(generation, tools) / wall}
 
@@ -219,14 +219,14 @@ def served_overlap(python: Path, episodes: int, turns: int) -> dict[str, float]:
 
     def seconds(wait_s: float) -> float:
         start = time.perf_counter()
-        play(Rounds(turns=turns, wait_s=wait_s, text="[an answer of a tool]"), table, episodes, settings)
+        play(Rounds(turns=turns, wait_s=wait_s, text="[an answer of a tool]"), context, episodes, settings)
         return time.perf_counter() - start
 
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model")
         server = Vllm(python=str(python), max_batch=AT_ONCE, wait_s=60.0)
         with served.open_pool(Path(folder), model, server, TOKENIZER.eos_token_id) as (pool, _):
-            table = table_of(pool, max_tokens=16)
+            context = context_of(pool, max_tokens=16)
             seconds(0.0)  # the first answers take longer, and leave the same in the prefix cache for both
             generations, walls = [seconds(0.0)], []
             for _ in range(SERVED_PAIRS):  # one pair alone differs by 0.05 from the next
@@ -251,7 +251,7 @@ def faults(episodes: int) -> dict[str, float]:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     settings = EpisodeSettings(step_timeout_s=20.0, workers=64)
     start = time.perf_counter()
-    found = play(Faults(), table_of(StandIn(words("An answer."))), episodes, settings)
+    found = play(Faults(), context_of(StandIn(words("An answer."))), episodes, settings)
     seconds = time.perf_counter() - start
     time.sleep(1.0)
     expected = [{0: Outcome.TIMEOUT, 1: Outcome.ERROR}.get(seed % 40, Outcome.SCORE) for seed in range(episodes)]
@@ -269,13 +269,13 @@ def faults(episodes: int) -> dict[str, float]:
     }
 
 
-def play(environment: Environment, table: Table, episodes: int, settings: EpisodeSettings) -> list[Episode]:
+def play(environment: Environment, context: RolloutContext, episodes: int, settings: EpisodeSettings) -> list[Episode]:
     tasks = [Prompt(id=f"0/{i}", tokens=[0]) for i in range(episodes)]
-    return environment.play(table, tasks, range(episodes), dict(table.samplings), settings)
+    return environment.play(context, tasks, range(episodes), dict(context.samplings), settings)
 
 
-def table_of(engine: Engine, max_tokens: int = 512) -> Table:
-    return Table(
+def context_of(engine: Engine, max_tokens: int = 512) -> RolloutContext:
+    return RolloutContext(
         engines={"agent": engine},
         tokenizers={"agent": TOKENIZER},
         samplings={"agent": Sampling(max_tokens=max_tokens)},

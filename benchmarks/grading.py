@@ -24,7 +24,7 @@ import common
 
 from megatron_rl.config.schema import ConfigError, Reward
 from megatron_rl.evaluation.benchmarks import MATH, Benchmark, benchmarks, read_benchmark, source_of
-from megatron_rl.rewards.pool import GradePool, Outcome
+from megatron_rl.rewards.grading_pool import GradePool, Outcome
 
 BARS = {"itself": 0.99, "reformatted": 0.98, "near_miss": 0.99}
 WRAPPED = "Half of it is $\\frac{{1}}{{2}}$, and so on.\n<answer>\\boxed{{{}}}</answer>"
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--disagreements", type=Path, metavar="FILE")
     common.add_arguments(parser)
     args = parser.parse_args()
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     rows: list[dict[str, str]] = []
     for found in benchmarks().values():
         if found.grader != MATH or found.judged:
@@ -55,20 +55,20 @@ def main() -> None:
         if args.limit and args.limit < len(answers):
             answers = random.Random(0).sample(answers, args.limit)
         own, wrong = measure(found, answers, args)
-        figures |= own
+        metrics |= own
         rows += wrong
-    if not figures:
+    if not metrics:
         parser.error(f"{args.data} has none of the sets that math-verify grades")
     if args.disagreements:
         args.disagreements.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    bars = {name: BARS[name.partition("/")[2]] for name in figures if name.partition("/")[2] in BARS}
-    common.finish(figures, bars, args)
+    bars = {name: BARS[name.partition("/")[2]] for name in metrics if name.partition("/")[2] in BARS}
+    common.finish(metrics, bars, args)
 
 
 def measure(
     found: Benchmark, answers: list[str], args: argparse.Namespace
 ) -> tuple[dict[str, float], list[dict[str, str]]]:
-    """Returns the set's figures, and the cases in which the grader gives another score than wanted."""
+    """Returns the set's metrics, and the cases in which the grader gives another score than wanted."""
     cases = [case for answer in answers for case in cases_of(answer)]
     with GradePool(Reward(target=found.grader, workers=args.workers, timeout_s=args.timeout_s)) as pool:
         pool.grade(["\\boxed{1}"], [{"answer": "1"}])
@@ -89,9 +89,9 @@ def measure(
                     "outcome": result.outcome.value,
                 }
             )
-    figures = {f"{found.name}/{kind}": hits[kind] / count for kind, count in counts.items()}
-    figures |= {f"{found.name}/answers": float(len(answers)), f"{found.name}/cases": float(len(cases))}
-    return figures | {f"{found.name}/per_minute": 60 * len(cases) / seconds}, rows
+    metrics = {f"{found.name}/{kind}": hits[kind] / count for kind, count in counts.items()}
+    metrics |= {f"{found.name}/answers": float(len(answers)), f"{found.name}/cases": float(len(cases))}
+    return metrics | {f"{found.name}/per_minute": 60 * len(cases) / seconds}, rows
 
 
 def cases_of(answer: str) -> Iterator[Case]:

@@ -22,8 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.weights import copies, hf
-from megatron_rl.weights.rectangles import Shard, hf_shapes, megatron, megatron_names
+from megatron_rl.weights import hf_model, tensor_copies
+from megatron_rl.weights.parameter_mapping import Shard, hf_shapes, megatron, megatron_names
 
 BARS = {"import/tp1/ratio": 0.8, "import/tp4/ratio": 0.8}
 LIMITS = {"import/tp1/extra_mib": 64, "import/tp4/extra_mib": 64}
@@ -38,13 +38,13 @@ def main() -> None:
     torch.set_num_threads(1)
     width = {"hidden": 2048, "heads": 16, "kv_heads": 4, "head_dim": 128, "ffn": 8192, "vocab": 32000}
     sizes = Sizes(family="qwen2", num_layers=args.layers, tied=False, **width)
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tensors = {n: torch.randn(s if s[1] > 1 else s[:1]).bfloat16() for n, s in hf_shapes(sizes).items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         size = sum(t.nbytes for t in tensors.values())
-        figures["gigabytes"] = size / 1e9
+        metrics["gigabytes"] = size / 1e9
         for tp in (1, 4):
             ranks = [parameters(sizes, Shard(tp, rank)) for rank in range(tp)]
             plain, sliced, ours = fastest_rounds(
@@ -55,17 +55,17 @@ def main() -> None:
                 ],
                 args.rounds,
             )
-            figures |= {f"import/tp{tp}/gb_per_s": size / ours / 1e9, f"import/tp{tp}/ratio": plain / ours}
-            figures[f"import/tp{tp}/of_get_slice"] = sliced / ours
+            metrics |= {f"import/tp{tp}/gb_per_s": size / ours / 1e9, f"import/tp{tp}/ratio": plain / ours}
+            metrics[f"import/tp{tp}/of_get_slice"] = sliced / ours
             with common.AnonymousPeak() as peak:
                 read_shards(folder, ranks)
-            figures[f"import/tp{tp}/extra_mib"] = peak.mib
+            metrics[f"import/tp{tp}/extra_mib"] = peak.mib
             out = folder / "out"
             plain, ours = fastest_rounds(
                 [lambda out=out: write_tensors(out, tensors), lambda r=ranks, o=out: write_shards(o, r)], args.rounds
             )
-            figures |= {f"export/tp{tp}/gb_per_s": size / ours / 1e9, f"export/tp{tp}/ratio": plain / ours}
-    common.finish(figures, BARS, args, limits=LIMITS)
+            metrics |= {f"export/tp{tp}/gb_per_s": size / ours / 1e9, f"export/tp{tp}/ratio": plain / ours}
+    common.finish(metrics, BARS, args, limits=LIMITS)
 
 
 def parameters(sizes: Sizes, shard: Shard) -> list[tuple[torch.Tensor, list]]:
@@ -78,9 +78,9 @@ def parameters(sizes: Sizes, shard: Shard) -> list[tuple[torch.Tensor, list]]:
 def read_shards(folder: Path, ranks: list[list[tuple[torch.Tensor, list]]]) -> None:
     """Imports the parameters of all ranks along their rectangles."""
     for own in ranks:
-        read = hf.DirectoryTensors(folder).read
+        read = hf_model.DirectoryTensors(folder).read
         for parameter, rects in own:
-            copies.fill(parameter, rects, read)
+            tensor_copies.fill(parameter, rects, read)
 
 
 def read_slices(folder: Path, ranks: list[list[tuple[torch.Tensor, list]]]) -> None:
@@ -92,12 +92,14 @@ def read_slices(folder: Path, ranks: list[list[tuple[torch.Tensor, list]]]) -> N
                     rows = slice(rect.row, rect.row + rect.rows)
                     columns = slice(rect.column, rect.column + rect.columns)
                     found = file.get_slice(rect.tensor)
-                    copies.local(parameter, rect).copy_(found[rows] if parameter.dim() == 1 else found[rows, columns])
+                    tensor_copies.local(parameter, rect).copy_(
+                        found[rows] if parameter.dim() == 1 else found[rows, columns]
+                    )
 
 
 def read_plain(folder: Path, into: dict[str, torch.Tensor]) -> None:
     """Copies every tensor of the directory."""
-    for name, tensor in hf.read_tensors(folder):
+    for name, tensor in hf_model.read_tensors(folder):
         into[name].copy_(tensor)
 
 
@@ -106,7 +108,7 @@ def write_shards(folder: Path, ranks: list[list[tuple[torch.Tensor, list]]]) -> 
     tensors: dict[str, torch.Tensor] = {}
     for parts in zip(*ranks, strict=True):
         replicated = len({tuple(rects) for _, rects in parts}) == 1  # every rank holds all of a norm
-        tensors |= copies.assemble([parts[0]] if replicated else parts)
+        tensors |= tensor_copies.assemble([parts[0]] if replicated else parts)
     write_tensors(folder, tensors)
 
 

@@ -1,24 +1,25 @@
-"""Measures what a step of `megatron-rl train` costs beside generating, grading, training and refitting; what Tango
+"""Measures what a cycle of `megatron-rl train` costs beside generating, grading, training and refitting; what Tango
 costs beside GRPO.
 
 Starts short real runs on the last-letter models (made once, as by examples/miniatures/last_letter/run.py) and watches
-their metrics.jsonl: a turn's wall time is that between its line and the one before, its phases are those in its line;
-the first turn does not count. With --engines vllm the trainer is one rank, and the servers are started by `megatron-rl
-serve`, as in a job of their own, pinned to cores. One turn after the other: a turn of GRPO and one of Tango alternate,
-so that neighbours on the machine meet both, and the trainer that waits is stopped. Within a run no two servers share a
-core; with two cores Tango's generator has the trainer's, which waits while it works: the verifier's server has more to
-do. With turns played beside training: the trainer has a core of its own, and the servers share the others.
+their metrics.jsonl: an iteration's wall time is that between its line and the one before, its phases are those in its
+line; the first iteration does not count. With --engines vllm the trainer is one rank, and the servers are started by
+`megatron-rl serve`, as in a job of their own, pinned to cores. One iteration after the other: an iteration of GRPO and
+one of Tango alternate, so that neighbours on the machine meet both, and the trainer that waits is stopped. Within a run
+no two servers share a core; with two cores Tango's generator has the trainer's, which waits while it works: the
+verifier's server has more to do. With iterations collected beside training: the trainer has a core of its own, and the
+servers share the others.
 
-    overhead         share of the turns' wall time in no phase but these: rollout, review, reward, train, refit
+    overhead         share of the iterations' wall time in no phase but these: rollout, review, reward, train, refit
     tango_over_grpo  mean wall time of an update in a Tango run (of either role) over that of an update in a GRPO run,
-                     same generator; the median of turns next to each other
+                     same generator; the median of iterations next to each other
     tango_generator_over_grpo_cpu
                      CPU-seconds of the generator's updates alone in the Tango run, their verifications included, over
                      those of an update in the GRPO run
-    overlap          with rollouts.max_staleness 1: wall time of a turn over max(its generation and grading, its
+    overlap          with rollouts.max_staleness 1: wall time of an iteration over max(its generation and grading, its
                      training and refit)
 
-Figures with `_cpu` are of CPU-seconds of the trainer and its servers, which neighbours on the machine disturb less.
+Metrics with `_cpu` are of CPU-seconds of the trainer and its servers, which neighbours on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -44,22 +45,22 @@ from megatron_rl.run.metrics import MetricsRow, read_metrics
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples/miniatures/last_letter"
-PLAYING, LEARNING = ("rollout", "review", "reward"), ("train", "refit")
+ROLLOUT, LEARNING = ("rollout", "review", "reward"), ("train", "refit")
 ARMS = ("grpo", "tango")
-GENERATOR_TURNS = 3  # in Tango between the verifier's
+GENERATOR_ITERATIONS = 3  # in Tango between the verifier's
 HEADS = 2  # vLLM's attention on a CPU wants heads of 32 at least
 LOOK_S = 0.005
 SERVE_END_S = 60.0
-LONG_S = 5.0  # a step that the bar on the overhead is for
+LONG_S = 5.0  # a cycle that the bar on the overhead is for
 BARS = {"overhead": 0.03, "overlap": 1.15}
 GOAL = {"tango_over_grpo": 1.5}  # with engines on a core of their own
 CHEAP = {"tango_generator_over_grpo_cpu": 1.3}  # with the recipe's own settings, which are there to cost less
-TANGO = {"default": "Tango", "paper": "PaperTango"}  # classes of recipes/tango.py
+TANGO = {"default": "LeanTango", "paper": "Tango"}  # classes of recipes/tango.py
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A turn of a run."""
+    """An iteration of a run."""
 
     wall_s: float
     cpu_s: float  # of all processes of the run
@@ -81,9 +82,9 @@ def main() -> None:
         "--models", type=Path, default=ROOT / f"runs/last_letter_{HEADS}_heads/a", help="made when there are none"
     )
     parser.add_argument("--tango", choices=TANGO, default="default", help="settings: the recipe's own, or the paper's")
-    parser.add_argument("--prompts", type=int, default=256, help="of a turn")
+    parser.add_argument("--prompts", type=int, default=256, help="of an iteration")
     parser.add_argument(
-        "--turns",
+        "--iterations",
         type=int,
         default=9,
         help="of Tango's generator; every fourth is the verifier's beside them. GRPO has as many in all",
@@ -98,7 +99,7 @@ def main() -> None:
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are ended on the way out
     _prepare(args.models)
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for engine in engines:
         for staleness in map(int, args.staleness.split(",")) if engine == "vllm" else (0,):
             with tempfile.TemporaryDirectory() as folder:
@@ -111,55 +112,55 @@ def main() -> None:
                     found = {
                         f"{engine}, staleness {staleness}/{name}": value for name, value in overlapped(seen).items()
                     }
-            figures |= found
+            metrics |= found
     limits = {
         name: limit
-        for name in figures
+        for name in metrics
         for end, limit in BARS.items()
         if name.endswith(f"_{end}") or name.endswith(f"/{end}")
     }
     goal = GOAL | (CHEAP if args.tango == "default" else {})
-    limits |= {f"vllm/{name}": limit for name, limit in goal.items() if f"vllm/{name}" in figures}
-    common.finish(figures, {}, args, limits={name: limit for name, limit in limits.items() if _counts(name, figures)})
+    limits |= {f"vllm/{name}": limit for name, limit in goal.items() if f"vllm/{name}" in metrics}
+    common.finish(metrics, {}, args, limits={name: limit for name, limit in limits.items() if _counts(name, metrics)})
 
 
 def serial(seen: Mapping[str, Sequence[Seen]]) -> dict[str, float]:
-    """Returns the figures of runs whose turns are one after the other."""
+    """Returns the metrics of runs whose iterations are one after the other."""
     out: dict[str, float] = {}
-    for arm, turns in seen.items():
-        out[f"{arm}_turn_s"] = fmean(turn.wall_s for turn in turns)
+    for arm, iterations in seen.items():
+        out[f"{arm}_iteration_s"] = fmean(iteration.wall_s for iteration in iterations)
         whole = [
-            turn for turn in turns if turn.of(PLAYING + LEARNING) <= turn.wall_s
+            iteration for iteration in iterations if iteration.of(ROLLOUT + LEARNING) <= iteration.wall_s
         ]  # no phase was stopped in the middle
-        out[f"{arm}_turns_with_shares"] = len(whole)
-        wall = sum(turn.wall_s for turn in whole) or math.nan
-        for phase in (*PLAYING, *LEARNING):
-            out[f"{arm}_{phase}_share"] = sum(turn.of([phase]) for turn in whole) / wall
-        out[f"{arm}_overhead"] = 1 - sum(turn.of(PLAYING + LEARNING) for turn in whole) / wall
+        out[f"{arm}_iterations_with_shares"] = len(whole)
+        wall = sum(iteration.wall_s for iteration in whole) or math.nan
+        for phase in (*ROLLOUT, *LEARNING):
+            out[f"{arm}_{phase}_share"] = sum(iteration.of([phase]) for iteration in whole) / wall
+        out[f"{arm}_overhead"] = 1 - sum(iteration.of(ROLLOUT + LEARNING) for iteration in whole) / wall
     grpo, tango = seen["grpo"], seen["tango"]
-    out["tango_over_grpo"] = out["tango_turn_s"] / out["grpo_turn_s"]
+    out["tango_over_grpo"] = out["tango_iteration_s"] / out["grpo_iteration_s"]
     out["tango_over_grpo_median"] = median(b.wall_s / a.wall_s for a, b in zip(grpo, tango, strict=False))
     out["tango_over_grpo_cpu"] = fmean(t.cpu_s for t in tango) / fmean(t.cpu_s for t in grpo)
-    own = [turn.cpu_s for turn in tango if turn.row.scope == "generator"]
+    own = [iteration.cpu_s for iteration in tango if iteration.row.scope == "generator"]
     out["tango_generator_over_grpo_cpu"] = fmean(own) / fmean(t.cpu_s for t in grpo)
     return out
 
 
 def overlapped(seen: Mapping[str, Sequence[Seen]]) -> dict[str, float]:
-    """Returns the figures of runs that play a turn while another is trained on."""
+    """Returns the metrics of runs that collect an iteration while another is trained on."""
     out: dict[str, float] = {}
-    for arm, turns in seen.items():
-        turns = turns[1:]  # before the second there was nothing to play beside
-        out[f"{arm}_turn_s"] = fmean(turn.wall_s for turn in turns)
-        out[f"{arm}_playing_s"] = fmean(turn.of(PLAYING) for turn in turns)
-        out[f"{arm}_learning_s"] = fmean(turn.of(LEARNING) for turn in turns)
-        out[f"{arm}_overlap"] = out[f"{arm}_turn_s"] / max(out[f"{arm}_playing_s"], out[f"{arm}_learning_s"])
+    for arm, iterations in seen.items():
+        iterations = iterations[1:]  # before the second there was nothing to collect beside
+        out[f"{arm}_iteration_s"] = fmean(iteration.wall_s for iteration in iterations)
+        out[f"{arm}_rollout_s"] = fmean(iteration.of(ROLLOUT) for iteration in iterations)
+        out[f"{arm}_learning_s"] = fmean(iteration.of(LEARNING) for iteration in iterations)
+        out[f"{arm}_overlap"] = out[f"{arm}_iteration_s"] / max(out[f"{arm}_rollout_s"], out[f"{arm}_learning_s"])
     return out
 
 
 def in_turn(engine: str, folder: Path, args: argparse.Namespace) -> dict[str, list[Seen]]:
-    """Every arm's turns but the first, one of each at a time: while one plays, the other's trainer is stopped, and its
-    servers have nothing to do. What else happens on the machine then meets both.
+    """Every arm's iterations but the first, one of each at a time: while one works, the other's trainer is stopped, and
+    its servers have nothing to do. What else happens on the machine then meets both.
     """
     with contextlib.ExitStack() as stack:
         runs = [stack.enter_context(_opened(arm, engine, 0, folder, args)) for arm in ARMS]
@@ -168,17 +169,17 @@ def in_turn(engine: str, folder: Path, args: argparse.Namespace) -> dict[str, li
                 if not run.stopped and (run.lines() or run.ended()):
                     run.stop()
             time.sleep(LOOK_S)
-        while all([run.turn() for run in runs]):
+        while all([run.iteration() for run in runs]):
             pass
         return {run.arm: run.seen() for run in runs}
 
 
 def watch(arm: str, engine: str, staleness: int, folder: Path, args: argparse.Namespace) -> list[Seen]:
-    """Runs `arm` by itself and returns its turns but the first."""
+    """Runs `arm` by itself and returns its iterations but the first."""
     with _opened(arm, engine, staleness, folder, args) as run:
         while not run.lines() and not run.ended():
             time.sleep(LOOK_S)
-        while run.turn(stop=False):
+        while run.iteration(stop=False):
             pass
         return run.seen()
 
@@ -209,7 +210,7 @@ class _Run:
             )
         return self._trainer.returncode == 0
 
-    def turn(self, *, stop: bool = True) -> bool:
+    def iteration(self, *, stop: bool = True) -> bool:
         """Lets it go on until its next line; False when it ends before."""
         self._spent = self._spent or common.cpu_seconds(self._processes)
         start = time.perf_counter()
@@ -282,14 +283,14 @@ def _started(words: Sequence[str], log: Path, cores: Sequence[int]) -> Iterator[
 
 def _settings(arm: str, args: argparse.Namespace) -> list[str]:
     updates = {
-        "grpo": f"recipe.args.updates={args.turns + args.turns // GENERATOR_TURNS}",
-        "tango": f"recipe.args.generator_updates={args.turns}",
+        "grpo": f"recipe.args.updates={args.iterations + args.iterations // GENERATOR_ITERATIONS}",
+        "tango": f"recipe.args.generator_updates={args.iterations}",
     }
     settings = [
         str(EXAMPLE / f"{arm}.yaml"), f"roles.generator.model.path={args.models}/generator/model",
         "evaluation.prompts=null",
-        f"data.path={args.models}/task/train.jsonl", f"run.prompts_per_step={args.prompts}", "run.save_every=0",
-        "gate.enabled=false", updates[arm],
+        f"data.path={args.models}/task/train.jsonl", f"run.prompts_per_iteration={args.prompts}", "run.save_every=0",
+        "preflight.enabled=false", updates[arm],
     ]  # fmt: skip
     if arm == "tango":
         settings += [f"roles.verifier.model.path={args.models}/verifier/model", "recipe.args.warmup_updates=0"]
@@ -307,9 +308,9 @@ def _prepare(models: Path) -> None:
         run.prepare(models, models.name, run.Stages(), heads=HEADS)
 
 
-def _counts(name: str, figures: Mapping[str, float]) -> bool:
-    """Returns whether a bar is for it: that on the overhead is for long steps."""
-    return not name.endswith("_overhead") or figures[name.replace("_overhead", "_turn_s")] >= LONG_S
+def _counts(name: str, metrics: Mapping[str, float]) -> bool:
+    """Returns whether a bar is for it: that on the overhead is for long cycles."""
+    return not name.endswith("_overhead") or metrics[name.replace("_overhead", "_iteration_s")] >= LONG_S
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ import train_step
 from rich.progress import track
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.algorithms.losses import CompletionLoss
+from megatron_rl.algorithms.policy_loss import CompletionLoss
 from megatron_rl.config.schema import Layout as OneRank
 from megatron_rl.config.schema import LossConfig, Model, RoleConfig
-from megatron_rl.megatron import forward, offload, parallel
+from megatron_rl.megatron import offload, parallel, vocab_statistics
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.training.update import Trainee, update
 from megatron_rl.world import TorchWorld
@@ -58,7 +58,7 @@ def peak_mib(way: str, tokens: int, vocab: int) -> float:
     with common.AnonymousPeak() as peak:
         if way == "chunked":
             group = dist.group.WORLD
-            [found] = forward.vocab_parallel_statistics(
+            [found] = vocab_statistics.vocab_parallel_statistics(
                 hidden, weight, labels, first_row=0, vocab=vocab, temperature=1.0, group=group, names=["logprobs"]
             )
         else:
@@ -93,9 +93,9 @@ def sleeping(hidden: int, layers: int) -> dict[str, float]:
     policy.memory.sleep()
     asleep, between = offload.gradient_bytes(policy.chunks), time.monotonic()
     policy.memory.wake()
-    figures = {"sleep/seconds": between - start, "sleep/wake_seconds": time.monotonic() - between}
+    metrics = {"sleep/seconds": between - start, "sleep/wake_seconds": time.monotonic() - between}
     dist.destroy_process_group()
-    return figures | {"sleep/freed_mib": (held - asleep) / 2**20}
+    return metrics | {"sleep/freed_mib": (held - asleep) / 2**20}
 
 
 def saving(rank: int, folder: str, model: str) -> tuple[float, float]:
@@ -143,13 +143,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, help="of the model that sleeps and is saved")
     common.add_arguments(parser)
     args = parser.parse_args()
-    figures = {}
+    metrics = {}
     for way in track(("chunked", "plain"), description="log-probs"):
-        figures[f"{way}/peak_mib"] = alone(peak_mib, way, args.tokens, args.vocab)
-    figures["plain_over_chunked"] = figures["plain/peak_mib"] / figures["chunked/peak_mib"]
-    figures |= alone(sleeping, args.hidden, args.layers)
-    figures |= saving_over_training(args.hidden, args.layers)
-    common.finish(figures, BARS, args, limits=LIMITS)
+        metrics[f"{way}/peak_mib"] = alone(peak_mib, way, args.tokens, args.vocab)
+    metrics["plain_over_chunked"] = metrics["plain/peak_mib"] / metrics["chunked/peak_mib"]
+    metrics |= alone(sleeping, args.hidden, args.layers)
+    metrics |= saving_over_training(args.hidden, args.layers)
+    common.finish(metrics, BARS, args, limits=LIMITS)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     args = parser.parse_args()
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for model, (family, sizes) in MODELS.items():
@@ -83,9 +83,9 @@ def main() -> None:
                 ROOT / "tests/helpers/plan_worker.py", ranks, folder / f"ranks{ranks}", str(file), timeout_s=1800
             )
             for number, case in enumerate(own):
-                figures |= _errors(case, [answer[number] for answer in answers])
-    limits = {what: 0.15 if what.endswith("activations") else 0.05 for what in figures}
-    finish(figures, {}, args, limits=limits)
+                metrics |= _errors(case, [answer[number] for answer in answers])
+    limits = {what: 0.15 if what.endswith("activations") else 0.05 for what in metrics}
+    finish(metrics, {}, args, limits=limits)
 
 
 def _case(folder: Path, case: tuple[int, str, dict[str, Any], dict[str, Any]]) -> dict[str, Any]:

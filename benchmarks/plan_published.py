@@ -42,7 +42,7 @@ PROMPT = 130  # tokens of a problem of OpenMathInstruct-2 in its template: not p
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One published run: its figure and ours."""
+    """One published run: its metric and ours."""
 
     what: str
     source: str

@@ -1,16 +1,16 @@
 """Measures how a long run recovers from faults, on a real Slurm cluster of four nodes on this machine.
 
 The run is Tango on the last-letter models: two ranks on two nodes, embedded engines, a checkpoint after every step. It
-meets --faults faults of these kinds, drawn by --seed, each after a few turns without one:
+meets --faults faults of these kinds, drawn by --seed, each after a few iterations without one:
 
     rank       SIGKILL to a rank                      hang      SIGSTOP to a rank: it neither works nor ends
     node       SIGKILL to all of a node, slurmd too   save      SIGKILL to a rank while a checkpoint is written
     requeue    scontrol requeue                       warning   SIGUSR1 to the batch script, as before the time limit
 
-`KIND/seconds` is the mean time from the fault until a turn is done that was not done before. It includes the time in
-which Slurm notices a dead node (SlurmdTimeout, 10 s here, and its own rounds) and run.hang_after_s (10 s here).
-`turns_lost` is the mean number of turns done again after a fault. `prompts_lost` counts the prompts of turns that are
-missing, doubled or without all their answers at the end.
+`KIND/seconds` is the mean time from the fault until an iteration is done that was not done before. It includes the time
+in which Slurm notices a dead node (SlurmdTimeout, 10 s here, and its own rounds) and run.hang_after_s (10 s here).
+`iterations_lost` is the mean number of iterations done again after a fault. `prompts_lost` counts the prompts of
+iterations that are missing, doubled or without all their answers at the end.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ EXAMPLE = ROOT / "examples/miniatures/last_letter"
 sys.path[:0] = [str(ROOT / "tests/helpers"), str(EXAMPLE)]
 from slurm_cluster import Cluster, SlurmError, missing_commands  # noqa: E402
 
-from megatron_rl.cluster import slices  # noqa: E402
+from megatron_rl.cluster import job_slices  # noqa: E402
 from megatron_rl.run.metrics import read_metrics  # noqa: E402
-from megatron_rl.training.store import ROLLOUTS, read_rows, turn_files  # noqa: E402
+from megatron_rl.training.store import ROLLOUTS, iteration_files, read_rows  # noqa: E402
 
 KINDS = ("rank", "hang", "node", "save", "requeue", "warning")
 PROMPTS, SAMPLES, HANG_S, GIVE_UP_S, LOOK_S = 8, 5, 10, 300.0, 0.1
@@ -62,8 +62,8 @@ class Watched:
     def __init__(self, cluster: Cluster, run: Path, job: str) -> None:
         self.cluster, self.run, self.job = cluster, run, job
 
-    def last_turn(self) -> int:
-        return max((row.turn for row in read_metrics(self.run) if row.scope != "eval"), default=-1)
+    def last_iteration(self) -> int:
+        return max((row.iteration for row in read_metrics(self.run) if row.scope != "eval"), default=-1)
 
     def element(self) -> str:
         """Returns the element of the chain that runs."""
@@ -95,7 +95,7 @@ def strike(kind: str, watched: Watched, rng: random.Random) -> tuple[str | None,
     """Makes a fault. Returns (a node to be brought back or None, the time of the fault)."""
     cluster = watched.cluster
     if kind == "save":
-        watched.until("a checkpoint under way", lambda: any((watched.run / "checkpoints").glob(".step_*.tmp")))
+        watched.until("a checkpoint under way", lambda: any((watched.run / "checkpoints").glob(".iteration_*.tmp")))
     if kind in ("rank", "hang", "save"):
         watched.until("two ranks", lambda: len(watched.ranks()) == 2)
     struck = time.monotonic()
@@ -126,14 +126,14 @@ def told(cluster: Cluster, words: list[str]) -> bool:
     return True
 
 
-def prompts_lost(run: Path, turns: int) -> float:
-    """Returns the number of prompts in turns that are not there exactly once, or without all their answers."""
-    seen = Counter(row.turn for row in read_metrics(run) if row.scope not in ("eval", "gate"))
-    lost = sum(PROMPTS for turn in range(turns) if seen[turn] != 1)
-    for path in turn_files(run / ROLLOUTS):
+def prompts_lost(run: Path, iterations: int) -> float:
+    """Returns the number of prompts in iterations that are not there exactly once, or without all their answers."""
+    seen = Counter(row.iteration for row in read_metrics(run) if row.scope not in ("eval", "preflight"))
+    lost = sum(PROMPTS for iteration in range(iterations) if seen[iteration] != 1)
+    for path in iteration_files(run / ROLLOUTS):
         groups = Counter(row["group"] for row in read_rows(path))
         lost += PROMPTS - sum(count == SAMPLES for count in groups.values())
-    return float(lost + PROMPTS * (turns - len(turn_files(run / ROLLOUTS))))
+    return float(lost + PROMPTS * (iterations - len(iteration_files(run / ROLLOUTS))))
 
 
 def submit(cluster: Cluster, folder: Path, models: Path, name: str) -> Watched:
@@ -142,7 +142,7 @@ def submit(cluster: Cluster, folder: Path, models: Path, name: str) -> Watched:
     words = [
         str(EXAMPLE / "tango.yaml"), f"roles.generator.model.path={models}/generator/model",
         f"roles.verifier.model.path={models}/verifier/model", f"data.path={models}/task/train.jsonl",
-        "evaluation.prompts=null", f"run.prompts_per_step={PROMPTS}", "run.save_every=1",
+        "evaluation.prompts=null", f"run.prompts_per_iteration={PROMPTS}", "run.save_every=1",
         f"run.hang_after_s={HANG_S}", f"run.dir={folder}", f"run.name={name}", "recipe.args.generator_updates=3000",
         "recipe.args.warmup_updates=1", "job.nodes=2", "job.slices=200", f"--profile={site}",
     ]  # fmt: skip
@@ -154,15 +154,16 @@ def submit(cluster: Cluster, folder: Path, models: Path, name: str) -> Watched:
 
 
 def recover(watched: Watched, kind: str, rng: random.Random) -> tuple[float, int]:
-    """Makes a fault after a few turns without one. Returns (seconds until there is progress, turns done again)."""
-    calm_until = watched.last_turn() + rng.randint(3, 8)
-    watched.until("turns without a fault", lambda: watched.last_turn() >= calm_until)
-    starts = len(slices.read(watched.run))  # read before the fault: its command may come back after the next start
+    """Makes a fault after a few iterations without one. Returns (seconds until there is progress, iterations done
+    again)."""
+    calm_until = watched.last_iteration() + rng.randint(3, 8)
+    watched.until("iterations without a fault", lambda: watched.last_iteration() >= calm_until)
+    starts = len(job_slices.read(watched.run))  # read before the fault: its command may come back after the next start
     node, struck = strike(kind, watched, rng)
-    done = watched.last_turn()
-    watched.until(f"another start after {kind}", lambda: len(slices.read(watched.run)) > starts)
-    again = max(0, done + 1 - slices.read(watched.run)[-1].turns_before)
-    watched.until(f"progress after {kind}", lambda: watched.last_turn() > done)
+    done = watched.last_iteration()
+    watched.until(f"another start after {kind}", lambda: len(job_slices.read(watched.run)) > starts)
+    again = max(0, done + 1 - job_slices.read(watched.run)[-1].iterations_before)
+    watched.until(f"progress after {kind}", lambda: watched.last_iteration() > done)
     seconds = time.monotonic() - struck
     if node is not None:
         watched.cluster.start_node(node)
@@ -200,15 +201,15 @@ def main() -> None:
             "the end",
             lambda: set(cluster.states(watched.job).values()) <= {"COMPLETED", "CANCELLED", "FAILED", "NODE_FAIL"},
         )
-        turns = watched.last_turn() + 1
-        figures = {f"{kind}/seconds": fmean(values) for kind, values in seconds.items() if values}
-        figures |= {
+        iterations = watched.last_iteration() + 1
+        metrics = {f"{kind}/seconds": fmean(values) for kind, values in seconds.items() if values}
+        metrics |= {
             "faults": float(len(kinds)),
-            "turns": float(turns),
-            "turns_lost": fmean(again),
-            "prompts_lost": prompts_lost(watched.run, turns),
+            "iterations": float(iterations),
+            "iterations_lost": fmean(again),
+            "prompts_lost": prompts_lost(watched.run, iterations),
         }
-    common.finish(figures, {}, args, limits={"prompts_lost": 0})
+    common.finish(metrics, {}, args, limits={"prompts_lost": 0})
 
 
 if __name__ == "__main__":

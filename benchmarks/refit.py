@@ -34,17 +34,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.cluster.address import free_port
+from megatron_rl.cluster.host_address import free_port
 from megatron_rl.config.schema import RefitConfig
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.refit.base import ParameterPart, Tensors
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
-from megatron_rl.refit.wiring import RankSeat, Seating
-from megatron_rl.weights import layouts
-from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
-from megatron_rl.weights.rectangles import Rect, Shard, by_tensor, hf_shapes, megatron
-from megatron_rl.weights.reshard import RefitPlan
+from megatron_rl.refit.transport import ParameterPart, Tensors
+from megatron_rl.refit.transport_choice import RankLocation, RankLocations
+from megatron_rl.weights import rank_layouts
+from megatron_rl.weights.parameter_mapping import Rect, Shard, by_tensor, hf_shapes, megatron
+from megatron_rl.weights.rank_layouts import EngineLayout, TrainerLayout
+from megatron_rl.weights.refit_plan import RefitPlan
 
 RANKS = 4
 BUCKET = 64 << 20  # bytes that memcpy copies
@@ -73,9 +73,9 @@ def main() -> None:
     if args.rank is not None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{args.port}", rank=args.rank, world_size=RANKS)
-        figures = {f"{name}/{figure}": value for name in CASES for figure, value in measure(name, args).items()}
+        metrics = {f"{name}/{metric}": value for name in CASES for metric, value in measure(name, args).items()}
         if args.rank == 0:
-            args.json.write_text(json.dumps(figures))
+            args.json.write_text(json.dumps(metrics))
         return
     with tempfile.TemporaryDirectory() as folder:
         port = free_port("127.0.0.1")
@@ -96,8 +96,8 @@ def main() -> None:
         ]
         if any([rank.wait() for rank in ranks]):
             sys.exit("a rank failed")
-        figures = json.loads((Path(folder) / "figures").read_text())
-    common.finish(figures, BARS, args)
+        metrics = json.loads((Path(folder) / "metrics").read_text())
+    common.finish(metrics, BARS, args)
 
 
 def dense(gigabytes: float) -> Topology:
@@ -122,13 +122,13 @@ CASES: dict[str, Callable[[float], Topology]] = {"dense": dense, "moe": moe}
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
-    """Returns the figures of one case, which are those of the slowest rank. Collective."""
+    """Returns the metrics of one case, which are those of the slowest rank. Collective."""
     topology, rank = CASES[name](args.gigabytes), dist.get_rank()
     own, engine = shards(topology, rank), Engine(topology, rank)
     model = 2 * sum(rows * columns for rows, columns in hf_shapes(topology.sizes).values())
-    figures = {"model_gb": model / 1e9, "memcpy_gb_per_s": memcpy(), "gather_wire_gb": (RANKS - 1) * model / 1e9}
+    metrics = {"model_gb": model / 1e9, "memcpy_gb_per_s": memcpy(), "gather_wire_gb": (RANKS - 1) * model / 1e9}
     for way, limit in (("gather", 0), ("bucketed", args.bucket_mib << 20)):
-        figures[f"{way}_s"] = best(lambda limit=limit: gather(topology, own, engine, limit), args.rounds)
+        metrics[f"{way}_s"] = best(lambda limit=limit: gather(topology, own, engine, limit), args.rounds)
     reference = {n: t.clone() for n, t in engine.tensors.items()}
     plan, messages = raw_messages(topology, args)
     runs, sides = {"p2p_s": messages}, []
@@ -139,21 +139,21 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
         side = TrainerSide(
             topology, settings, {n: t for n, (t, _) in own.items()}, group=dist.group.WORLD, endpoint=engine
         )
-        figures["wire_gb"] = side(0)["refit/gigabytes"]
+        metrics["wire_gb"] = side(0)["refit/gigabytes"]
         if any(not torch.equal(t, engine.tensors[n]) for n, t in reference.items()):
             raise SystemExit(f"{name}: direct over {transport} gave other weights than gathering")
         runs[f"direct_{transport}_s"] = lambda side=side: side(1)
         sides.append(side)
-    figures |= {name: min(seconds) for name, seconds in measure_alternately(runs, 4 * args.rounds).items()}
+    metrics |= {name: min(seconds) for name, seconds in measure_alternately(runs, 4 * args.rounds).items()}
     for side in sides:
         side.close()
-    figures |= {"bound_gb": plan.lower_bound * 2 / 1e9, "p2p_gb_per_s": plan.sent * 2 / 1e9 / figures["p2p_s"]}
-    figures["bound_over_direct_bytes"] = figures["bound_gb"] / figures["wire_gb"]
-    figures["bucketed_over_direct"] = figures["bucketed_s"] / figures["direct_shared_memory_s"]
+    metrics |= {"bound_gb": plan.lower_bound * 2 / 1e9, "p2p_gb_per_s": plan.sent * 2 / 1e9 / metrics["p2p_s"]}
+    metrics["bound_over_direct_bytes"] = metrics["bound_gb"] / metrics["wire_gb"]
+    metrics["bucketed_over_direct"] = metrics["bucketed_s"] / metrics["direct_shared_memory_s"]
     for way in TRANSPORTS:
-        figures[f"gather_over_direct_{way}"] = figures["gather_s"] / figures[f"direct_{way}_s"]
-        figures[f"direct_{way}_of_p2p"] = figures["p2p_s"] / figures[f"direct_{way}_s"]
-    return figures | changes(topology, own, engine, args)
+        metrics[f"gather_over_direct_{way}"] = metrics["gather_s"] / metrics[f"direct_{way}_s"]
+        metrics[f"direct_{way}_of_p2p"] = metrics["p2p_s"] / metrics[f"direct_{way}_s"]
+    return metrics | changes(topology, own, engine, args)
 
 
 def is_sharded(sizes: Sizes, name: str) -> bool:
@@ -175,7 +175,7 @@ class Engine:
     """An engine rank's parameters. Implements refit.engine_side.Endpoint."""
 
     def __init__(self, topology: Topology, rank: int) -> None:
-        own = layouts.engine_parameters(topology.sizes, topology.engines, rank)
+        own = rank_layouts.engine_parameters(topology.sizes, topology.engines, rank)
         self.tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, (shape, _) in own.items()}
         self.targets = Tensors(self.tensors)
         self._wanted = by_tensor(own)
@@ -237,7 +237,7 @@ def process_groups() -> dict[str, Any]:
 def shapes_of(topology: Topology, rank: int) -> dict[str, tuple[torch.Size, list[Rect]]]:
     """Returns {parameter: (shape, rectangles)} of a trainer rank."""
     found: dict[str, list[Rect]] = {}
-    for holding in layouts.trainer(topology.sizes, topology.trainer):
+    for holding in rank_layouts.trainer(topology.sizes, topology.trainer):
         if rank in holding.ranks:
             for name, rect in holding.parameters:
                 found.setdefault(name, []).append(rect)
@@ -262,9 +262,9 @@ def chunks(pairs: list[Any], limit: int) -> Iterator[list[Any]]:
 
 def raw_messages(topology: Topology, args: argparse.Namespace) -> tuple[RefitPlan, Callable[[], None]]:
     """Returns the plan, and a function that sends messages of its sizes between its pairs as raw buffers, over gloo."""
-    seats: list[Any] = [None] * RANKS
-    dist.all_gather_object(seats, RankSeat.new(torch.device("cpu")))
-    plan = topology.plan(Seating(seats, dict(enumerate(seats))), args.bucket_mib)
+    locations: list[Any] = [None] * RANKS
+    dist.all_gather_object(locations, RankLocation.new(torch.device("cpu")))
+    plan = topology.plan(RankLocations(locations, dict(enumerate(locations))), args.bucket_mib)
     rank, rounds = dist.get_rank(), 1 + max(b.round_number for b in plan.buckets)
     out, into = ([torch.zeros(args.bucket_mib << 20, dtype=torch.uint8) for _ in range(2)] for _ in range(2))
     sends = {b.round_number: b for b in plan.buckets if b.source == rank}
@@ -291,7 +291,7 @@ def changes(topology: Topology, own: Shards, engine: Engine, args: argparse.Name
     """Times refits after a step of 1e-6 in float32: as deltas over TCP, and sending all weights."""
     parameters = {n: t for n, (t, _) in own.items()}
     masters = {n: t.float() + (torch.rand(t.shape) - 0.5) * t.float().abs() * 2**-8 for n, t in parameters.items()}
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for delta in (False, True):
         settings = RefitConfig(transport="tcp", bucket_mib=args.bucket_mib, verify="off", delta=delta)
         side = TrainerSide(topology, settings, parameters, group=dist.group.WORLD, endpoint=engine)
@@ -302,11 +302,11 @@ def changes(topology: Topology, own: Shards, engine: Engine, args: argparse.Name
         dist.barrier()
         start = time.perf_counter()
         found = side(1)
-        figures[f"{'delta' if delta else 'full'}_s"] = slowest(time.perf_counter() - start)
+        metrics[f"{'delta' if delta else 'full'}_s"] = slowest(time.perf_counter() - start)
         if delta:
-            figures["delta_share_of_bytes"] = found["refit/share_of_full"]
+            metrics["delta_share_of_bytes"] = found["refit/share_of_full"]
         side.close()
-    return figures | {"full_over_delta": figures["full_s"] / figures["delta_s"]}
+    return metrics | {"full_over_delta": metrics["full_s"] / metrics["delta_s"]}
 
 
 def memcpy() -> float:
@@ -335,9 +335,9 @@ def measure_alternately(runs: dict[str, Callable[[], Any]], rounds: int) -> dict
 
 def slowest(seconds: float) -> float:
     """Returns the largest value of all ranks."""
-    figure = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(figure, op=dist.ReduceOp.MAX)
-    return float(figure)
+    metric = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(metric, op=dist.ReduceOp.MAX)
+    return float(metric)
 
 
 if __name__ == "__main__":

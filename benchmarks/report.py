@@ -1,7 +1,7 @@
 """Measures the report: how long a page of a long run takes, how much memory, how large it is, how fast a browser is.
 
-The run is made here: many turns of figures as a Tango run logs them, evaluations, refits, and rollouts in 400 turns.
-`--against DIR` measures the package in another checkout on the same run too.
+The run is made here: many iterations of metrics as a Tango run logs them, evaluations, refits, and rollouts in 400
+iterations. `--against DIR` measures the package in another checkout on the same run too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from browser import Browser, chromium  # noqa: E402
 from common import add_arguments, cpu_seconds, finish  # noqa: E402
 
 from megatron_rl.config.schema import Run  # noqa: E402
-from megatron_rl.run.directory import RunDirectory, open_run  # noqa: E402
+from megatron_rl.run.run_directory import RunDirectory, open_run  # noqa: E402
 from megatron_rl.text import Decoded  # noqa: E402
-from megatron_rl.training.store import TurnStore  # noqa: E402
-from megatron_rl.training.turns import Played, Turn  # noqa: E402
+from megatron_rl.training.iteration import Collected, Iteration  # noqa: E402
+from megatron_rl.training.store import IterationStore  # noqa: E402
 from megatron_rl.types import Author, Rollout, Stop, spans_of  # noqa: E402
 
-FILES = 400  # turns whose rollouts are kept
+FILES = 400  # iterations whose rollouts are kept
 FIGURES = (
     *("alpha", "clip_frac", "engine_gap", "engine_kl", "entropy", "finished", "grad_norm", "groups_without_signal"),
     *("kl_ref", "length", "loss", "lr", "micro_batches", "packed_tokens", "predicted_positive", "ratio", "samples"),
@@ -55,9 +55,9 @@ print(json.dumps([time.process_time() - start, peak, path.stat().st_size / 2**20
 
 
 def main() -> None:
-    """Prints the figures."""
+    """Prints the metrics."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=100_000, help="turns of figures (default: 100000)")
+    parser.add_argument("--iterations", type=int, default=100_000, help="iterations of metrics (default: 100000)")
     parser.add_argument("--rollouts", type=int, default=100_000, help="rollouts that are kept (default: 100000)")
     parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout to measure")
     parser.add_argument("--run", type=Path, metavar="DIR", help="keep the run here, or measure the one that is here")
@@ -66,48 +66,55 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         run = args.run or Path(place) / "run"
         if not run.exists():
-            make_run(run, args.turns, args.rollouts)
+            make_run(run, args.iterations, args.rollouts)
         here = Path(__file__).resolve().parents[1]
-        figures = named("page", measure(here, run))
+        metrics = named("page", measure(here, run))
         if args.against is not None:
-            figures |= named("page, other checkout", measure(args.against.resolve(), run))
+            metrics |= named("page, other checkout", measure(args.against.resolve(), run))
             for what in ("CPU s", "peak MB"):
-                figures[f"{what}, other / this"] = figures[f"page, other checkout: {what}"] / figures[f"page: {what}"]
-        figures |= named("page of all rollouts", measure(here, run, str(args.rollouts)))
+                metrics[f"{what}, other / this"] = metrics[f"page, other checkout: {what}"] / metrics[f"page: {what}"]
+        metrics |= named("page of all rollouts", measure(here, run, str(args.rollouts)))
         if chromium() is not None:
-            figures |= look(run / "report.html", Path(place) / "profile")
+            metrics |= look(run / "report.html", Path(place) / "profile")
     limits = {"page: CPU s": 15, "page: peak MB": 250, "page: MB": 12, "page of all rollouts: peak MB": 350}
     if chromium() is not None:
         limits |= {"page of all rollouts: opened, s": 3, "page of all rollouts: filtered, s": 1}
-    finish(figures, {}, args, limits=limits)
+    finish(metrics, {}, args, limits=limits)
 
 
-def make_run(directory: Path, turns: int, rollouts: int) -> None:
-    """Writes the run: a line of metrics for each turn, an evaluation and a refit for each hundredth and tenth."""
+def make_run(directory: Path, iterations: int, rollouts: int) -> None:
+    """Writes the run: a line of metrics for each iteration, an evaluation and a refit for each hundredth and tenth."""
     draw = random.Random(0)
     run = open_run(Run(dir=str(directory.parent), name=directory.name), "run: {name: long, seed: 1}\n")
     with run.metrics.open("w") as metrics, run.refits.open("w") as refits:
-        for turn in range(turns):
-            role = "verifier" if turn % 4 == 3 else "generator"
-            figures = {name: draw.random() for name in FIGURES}
-            line = {"turn": turn, "step": turn // 4, "scope": role, "time": {name: draw.random() for name in PHASES}}
-            metrics.write(json.dumps(line | {"metrics": figures}) + "\n")
-            if turn % 100 == 0:
-                held_out = {f"{role}/accuracy_sampled": turn / turns, f"{role}/num_problems": 512.0}
+        for iteration in range(iterations):
+            role = "verifier" if iteration % 4 == 3 else "generator"
+            metrics = {name: draw.random() for name in FIGURES}
+            line = {
+                "iteration": iteration,
+                "cycle": iteration // 4,
+                "scope": role,
+                "time": {name: draw.random() for name in PHASES},
+            }
+            metrics.write(json.dumps(line | {"metrics": metrics}) + "\n")
+            if iteration % 100 == 0:
+                held_out = {f"{role}/accuracy_sampled": iteration / iterations, f"{role}/num_problems": 512.0}
                 metrics.write(json.dumps(line | {"scope": "eval", "metrics": held_out}) + "\n")
-            if turn % 10 == 0:
-                refits.write(json.dumps({"role": role, "version": turn, "refit/seconds": draw.random()}) + "\n")
-    keep_rollouts(run, turns, rollouts, draw)
+            if iteration % 10 == 0:
+                refits.write(json.dumps({"role": role, "version": iteration, "refit/seconds": draw.random()}) + "\n")
+    keep_rollouts(run, iterations, rollouts, draw)
 
 
-def keep_rollouts(run: RunDirectory, turns: int, rollouts: int, draw: random.Random) -> None:
-    """Writes the rollouts into files of turns, evenly over the run: texts of about 150 tokens, groups of ten."""
-    store = TurnStore(run.rollouts, decode=decode)
-    each = rollouts // min(FILES, turns)
-    for file in range(min(FILES, turns)):
-        number = file * (turns // min(FILES, turns))
-        turn = Turn(step=number // 4, index=0, roles=("generator",), number=number)
-        store.put(turn, Played(rollouts={"generator": [rollout(draw, i // 10) for i in range(each)]}, metrics={}), {})
+def keep_rollouts(run: RunDirectory, iterations: int, rollouts: int, draw: random.Random) -> None:
+    """Writes the rollouts into files of iterations, evenly over the run: texts of about 150 tokens, groups of ten."""
+    store = IterationStore(run.rollouts, decode=decode)
+    each = rollouts // min(FILES, iterations)
+    for file in range(min(FILES, iterations)):
+        number = file * (iterations // min(FILES, iterations))
+        iteration = Iteration(cycle=number // 4, index=0, roles=("generator",), number=number)
+        store.put(
+            iteration, Collected(rollouts={"generator": [rollout(draw, i // 10) for i in range(each)]}, metrics={}), {}
+        )
 
 
 def rollout(draw: random.Random, group: int) -> Rollout:

@@ -45,8 +45,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from megatron_rl.engines.base import Sampling, complete
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.protocol import Sampling, complete
 
 PRESETS = {
     "tiny": dict(
@@ -183,7 +183,7 @@ def compare(
 def embedded_figures(args: argparse.Namespace) -> dict[str, float]:
     prompts = _prompts(args.preset, args.sequences)
     batches = [b for b in args.batches if b <= args.sequences] or [args.sequences]
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for kind, eos_share, tokens in (
         ("mixed", 3 / args.max_tokens, args.max_tokens),
         ("equal", 1e-9, args.max_tokens // 3),
@@ -191,8 +191,8 @@ def embedded_figures(args: argparse.Namespace) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as folder:
             write_model(Path(folder), args.preset, eos_share)
             found = compare(Path(folder), prompts, Sampling(max_tokens=tokens), batches=batches, rounds=args.rounds)
-        figures |= {f"{kind}/{name}": value for name, value in found.items()}
-    return figures
+        metrics |= {f"{kind}/{name}": value for name, value in found.items()}
+    return metrics
 
 
 def vllm_figures(args: argparse.Namespace) -> dict[str, float]:
@@ -247,15 +247,15 @@ def main() -> None:
         )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is ended on the way out
     torch.set_num_threads(1)
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     if "embedded" in chosen:
-        figures |= embedded_figures(args)
+        metrics |= embedded_figures(args)
     if "vllm" in chosen:
-        figures |= vllm_figures(args)
+        metrics |= vllm_figures(args)
     bars = {
-        name: bar for name, bar in BARS.items() if name in figures and (name != "mixed/ratio" or args.preset == "tiny")
+        name: bar for name, bar in BARS.items() if name in metrics and (name != "mixed/ratio" or args.preset == "tiny")
     }
-    common.finish(figures, bars, args)
+    common.finish(metrics, bars, args)
 
 
 def _prompts(preset: str, count: int) -> list[list[int]]:

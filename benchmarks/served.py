@@ -16,14 +16,14 @@ from typing import Any
 
 import common
 
-from megatron_rl.cluster.address import free_port
-from megatron_rl.engines import sampler
-from megatron_rl.engines.base import Sampling, complete
+from megatron_rl.cluster.host_address import free_port
+from megatron_rl.engines import sampling_seeds
 from megatron_rl.engines.kind import ModelFacts, ServerStart
-from megatron_rl.engines.launch import ServerProcess, make_token
-from megatron_rl.engines.pool.pool import Pool
-from megatron_rl.engines.roster import Announcement, Listing, Roster
+from megatron_rl.engines.pool.server_pool import Pool
+from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.engines.server_log import end_of
+from megatron_rl.engines.server_process import ServerProcess, make_token
+from megatron_rl.engines.server_registry import Announcement, Listing, ServerRegistry
 from megatron_rl.engines.vllm.client import VllmServer
 from megatron_rl.engines.vllm.kind import command
 from megatron_rl.engines.vllm.settings import Vllm
@@ -58,11 +58,11 @@ def open_pool(
     def connect(found: Listing) -> VllmServer:
         return VllmServer(found.url, token, settings, 60.0, facts)
 
-    roster = Roster(directory / "engines")
+    registry = ServerRegistry(directory / "engines")
     try:
         process.wait_until(connect(listing).ready, START_S)
-        with Announcement(roster, listing, alive=lambda: process.ended() is None):
-            pool = Pool(ROLE, settings, roster, connect, fixed=True)
+        with Announcement(registry, listing, alive=lambda: process.ended() is None):
+            pool = Pool(ROLE, settings, registry, connect, fixed=True)
             yield pool, process.pid
             pool.close()
     finally:
@@ -93,7 +93,7 @@ class Offline:
             "n": sampling.n, "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "logprobs": 0,
             "detokenize": False, "stop_token_ids": [eos],
         }  # fmt: skip
-        seeds = [sampler.stream_key(sampling.seed, i, 0) & SEED_MASK for i in range(len(prompts))]
+        seeds = [sampling_seeds.stream_key(sampling.seed, i, 0) & SEED_MASK for i in range(len(prompts))]
         return self._ask({"prompts": prompts, "sampling": settings, "seeds": seeds})
 
     def close(self) -> None:

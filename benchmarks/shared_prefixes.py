@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -120,7 +120,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
             torch.manual_seed(0)
@@ -128,10 +128,10 @@ def main() -> None:
         policy = make_policy(args.model or folder, args)
         for workload in args.workloads:
             found = measure(policy, rollouts(workload, policy.arch.vocab), args.rounds)
-            figures |= {f"{workload}/{name}": value for name, value in found.items()}
+            metrics |= {f"{workload}/{name}": value for name, value in found.items()}
     dist.destroy_process_group()
-    limits = {name: limit for name, limit in LIMITS.items() if name in figures}
-    common.finish(figures, {}, args, limits=limits)
+    limits = {name: limit for name, limit in LIMITS.items() if name in metrics}
+    common.finish(metrics, {}, args, limits=limits)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Soaks a tiny Tango run in faults, for thousands of turns, and looks at what they leave behind.
+"""Soaks a tiny Tango run in faults, for thousands of iterations, and looks at what they leave behind.
 
 Three runs of models of one layer, one after the other:
 
@@ -9,12 +9,12 @@ Three runs of models of one layer, one after the other:
             (NaN, log-probs above 0, ids out of the vocabulary) at random; servers and reward workers are killed all the
             time, a supervisor and the trainer near the end
 
---turns is the number of turns of `struck` and `served` together, half each; `calm` has as many as `struck`.
+--iterations is the number of iterations of `struck` and `served` together, half each; `calm` has as many as `struck`.
 
     differing lines     of metrics.jsonl without its times, `struck` against `calm`, and model files that differ
-    lost prompts        of turns that are missing, doubled or without all their answers
+    lost prompts        of iterations that are missing, doubled or without all their answers
     lies believed       tokens of `served` that no server wrote so
-    slopes              what a process gains by the turn behind its first 200 turns: the median over all pairs of
+    slopes              what a process gains an iteration behind its first 200 of them: the median over all pairs of
                         samples. Memory is anonymous and shared memory; pages of files do not count
     leftovers           when a run has ended: processes, files in /dev/shm and in the folder for temporary files,
                         half-written files in the run's directory; and ranks that outlived their launcher
@@ -50,18 +50,18 @@ from soaking import faults, runs, watch
 from soaking.faults import Fault, World
 
 from megatron_rl.run.metrics import read_metrics
-from megatron_rl.training.store import ROLLOUTS, read_rows, turn_files
+from megatron_rl.training.store import ROLLOUTS, iteration_files, read_rows
 
 ROOT = Path(__file__).parent.parent
 RUNS = ("calm", "struck", "served")
 INSIDE = "MEGATRON_RL_SOAK_INSIDE"  # set within the namespace
 SHM = Path("/dev/shm")
 LOOK_S, END_S = 0.1, 45.0  # END_S: from the end of a launcher to that of the last process under it
-STALLED_S = 900.0  # without a turn: the soak gives up; servers that die in a row are away for up to five minutes
+STALLED_S = 900.0  # without an iteration: the soak gives up; servers that die in a row are away for up to five minutes
 UNPLANNED = 3  # ends that no fault explains, after which the soak gives up
-LATE = 0.8  # share of the turns from which on supervisors and trainers of `served` are killed
-LAST = 0.9  # share of the turns of `struck` before which all its faults are due
-BARS = {"KiB": 1.0, "descriptors": 1.0, "threads": 1.0}  # a turn; in 1,000 turns
+LATE = 0.8  # share of the iterations from which on supervisors and trainers of `served` are killed
+LAST = 0.9  # share of the iterations of `struck` before which all its faults are due
+BARS = {"KiB": 1.0, "descriptors": 1.0, "threads": 1.0}  # an iteration; in 1,000 iterations
 POLICY_WROTE = 0
 
 
@@ -82,7 +82,7 @@ class Soak:
     """One of the runs, and where its things are."""
 
     name: str
-    turns: int
+    iterations: int
     out: Path
     disk: Path
     world: World
@@ -105,24 +105,26 @@ def main() -> None:
     runs.write_models(out / "models")
     results: dict[str, dict[str, Any]] = {}
     for name in args.runs.split(","):
-        file, turns = out / f"{name}.json", max(runs.CYCLE, args.turns // 2)
+        file, iterations = out / f"{name}.json", max(runs.CYCLE, args.iterations // 2)
         told = json.loads(file.read_text()) if file.exists() else {}
-        asked = {"turns": turns} | {each: getattr(args, each) for each in ("seed", "kills", "fills", "share")}
+        asked = {"iterations": iterations} | {each: getattr(args, each) for each in ("seed", "kills", "fills", "share")}
         if told.get("asked") != asked:
-            told = {"asked": asked} | _one(name, turns, out, args)
+            told = {"asked": asked} | _one(name, iterations, out, args)
             file.write_text(json.dumps(told, indent=1) + "\n")
         results[name] = told
-    figures, limits = _figures(results, out)
-    common.finish(figures, {}, args, limits=limits)
+    metrics, limits = _figures(results, out)
+    common.finish(metrics, {}, args, limits=limits)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=2000, help="of `struck` and `served` together (default: 2000)")
+    parser.add_argument(
+        "--iterations", type=int, default=2000, help="of `struck` and `served` together (default: 2000)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the faults' kinds and times")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/soak", help="what is kept (default: runs/soak)")
     parser.add_argument("--runs", default=",".join(RUNS), help="those that are done (default: %(default)s)")
-    parser.add_argument("--kills", type=int, help="SIGKILLs in `struck` (default: one in 50 turns)")
+    parser.add_argument("--kills", type=int, help="SIGKILLs in `struck` (default: one in 50 iterations)")
     parser.add_argument("--fills", type=int, default=2, help="times that the disk fills (default: 2)")
     parser.add_argument("--share", type=float, default=0.02, help="of a server's answers that go wrong (default: 0.02)")
     parser.add_argument("--disk-mib", type=int, default=512, help="size of the disk, as root (default: 512)")
@@ -143,9 +145,9 @@ def _enter_namespace(out: Path, disk_mib: int) -> None:
     os.execvpe("unshare", [*words, f'{mount} && exec "$@"', str(out / "disk"), *again], os.environ | {INSIDE: "1"})
 
 
-def _one(name: str, turns: int, out: Path, args: argparse.Namespace) -> dict[str, Any]:
+def _one(name: str, iterations: int, out: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Does one of the runs. Returns what is told of it, as JSON values."""
-    soak = _opened(name, turns, out, args)
+    soak = _opened(name, iterations, out, args)
     before = set(watch.names_in(*soak.folders))
     told = Told()
     start = time.monotonic()
@@ -161,16 +163,16 @@ def _one(name: str, turns: int, out: Path, args: argparse.Namespace) -> dict[str
     samples = watch.read_samples(soak.out / f"{name}_samples.jsonl")
     wrote = [json.loads(line)["kind"] for f in (out / "faults").glob("*.jsonl") for line in f.read_text().splitlines()]
     return {
-        "turns": turns, "starts": told.starts, "unplanned": told.unplanned, "unmade": told.unmade,
+        "iterations": iterations, "starts": told.starts, "unplanned": told.unplanned, "unmade": told.unmade,
         "outlived": told.outlived, "seconds": round(told.seconds, 1), "struck": dict(told.struck),
         "answers": dict(Counter(wrote)) if name == "served" else {}, "left": left,
-        "half_written": watch.half_written(soak.run), "lost_prompts": _prompts_lost(soak.run, turns),
+        "half_written": watch.half_written(soak.run), "lost_prompts": _prompts_lost(soak.run, iterations),
         "lies_believed": _lies(soak.run) if name == "served" else 0, "models": _digests(soak.run),
-        "slopes": watch.plain(watch.slopes(samples, turns)),
+        "slopes": watch.plain(watch.slopes(samples, iterations)),
     }  # fmt: skip
 
 
-def _opened(name: str, turns: int, out: Path, args: argparse.Namespace) -> Soak:
+def _opened(name: str, iterations: int, out: Path, args: argparse.Namespace) -> Soak:
     """Makes the places of a run, and the environment that all its processes have."""
     own = {each: out / each for each in ("tmp", "faults")}
     for folder in own.values():
@@ -188,30 +190,32 @@ def _opened(name: str, turns: int, out: Path, args: argparse.Namespace) -> Soak:
         watch.MARK: world.mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(own["tmp"]),
         "SOAK_CLOCK": str(world.clock), "SOAK_FAULTS": str(own["faults"]), "SOAK_SHARE": str(args.share),
     }  # fmt: skip
-    return Soak(name=name, turns=turns, out=out, disk=out / "disk", world=world, environment=environment)
+    return Soak(name=name, iterations=iterations, out=out, disk=out / "disk", world=world, environment=environment)
 
 
 def _plan(soak: Soak, args: argparse.Namespace) -> list[Fault]:
     """Draws the faults that are made from outside of a run."""
-    rng, turns = soak.world.rng, soak.turns
-    jumps = ("clock", max(1, turns // 100))
+    rng, iterations = soak.world.rng, soak.iterations
+    jumps = ("clock", max(1, iterations // 100))
     if soak.name == "calm":
         return []
     if soak.name == "struck":
-        kills = max(1, turns // 50) if args.kills is None else args.kills
+        kills = max(1, iterations // 50) if args.kills is None else args.kills
         drawn = Counter([faults.KILLS[i % len(faults.KILLS)] for i in rng.sample(range(5 * kills), kills)])
-        return faults.plan(rng, int(LAST * turns), [*drawn.items(), ("disk", args.fills), jumps])
+        return faults.plan(rng, int(LAST * iterations), [*drawn.items(), ("disk", args.fills), jumps])
     early = faults.plan(
-        rng, int(LATE * turns), [("server", max(1, turns // 40)), ("reward worker", max(1, turns // 250)), jumps]
+        rng,
+        int(LATE * iterations),
+        [("server", max(1, iterations // 40)), ("reward worker", max(1, iterations // 250)), jumps],
     )
-    late = [Fault(int((LATE + share) * turns), kind) for share, kind in ((0.0, "supervisor"), (0.06, "rank"))]
-    return [*early, *late, Fault(int((LATE + 0.12) * turns), "all")]
+    late = [Fault(int((LATE + share) * iterations), kind) for share, kind in ((0.0, "supervisor"), (0.06, "rank"))]
+    return [*early, *late, Fault(int((LATE + 0.12) * iterations), "all")]
 
 
 def _until_done(soak: Soak, planned: list[Fault], told: Told) -> None:
     """Starts the run again and again until it is done. Raises RuntimeError where it does not come to its end."""
     python = runs.write_python(soak.out / "python") if soak.name == "served" else None
-    config = runs.settings(soak.out / "models", soak.disk, soak.name, soak.turns, python=python)
+    config = runs.settings(soak.out / "models", soak.disk, soak.name, soak.iterations, python=python)
     file = runs.write_settings(soak.out / f"{soak.name}.yaml", config)
     watched = watch.Watch(soak.out / f"{soak.name}_samples.jsonl", alone=python is not None)
     while True:
@@ -239,17 +243,19 @@ def _attend(
     """Watches one start of a run to its end and makes the faults that are due. Returns whether one of them ended it."""
     expected, most, since = False, -1, time.monotonic()
     while launcher.poll() is None:
-        turn = watch.last_turn(soak.run)
-        if turn != most:
-            most, since = turn, time.monotonic()
+        iteration = watch.last_iteration(soak.run)
+        if iteration != most:
+            most, since = iteration, time.monotonic()
         if time.monotonic() - since > STALLED_S:
-            raise RuntimeError(f"{soak.name}: no turn for {STALLED_S:.0f} s, at turn {turn}: see {_log(soak)}")
-        watched.look(launcher.pid, turn)
-        if planned and turn >= planned[0].turn and not expected:
+            raise RuntimeError(
+                f"{soak.name}: no iteration for {STALLED_S:.0f} s, at iteration {iteration}: see {_log(soak)}"
+            )
+        watched.look(launcher.pid, iteration)
+        if planned and iteration >= planned[0].iteration and not expected:
             fault = planned[0]
             if faults.strike(fault, soak.world, watched, launcher, soak.run):
                 del planned[0]
-                _say(soak, f"turn {turn}: {fault.kind}")
+                _say(soak, f"iteration {iteration}: {fault.kind}")
                 told.struck[fault.kind] += 1
                 expected = fault.kind in faults.ENDS
         time.sleep(LOOK_S)
@@ -293,21 +299,21 @@ def _keep(soak: Soak) -> None:
         shutil.copytree(soak.run / "logs", kept / "logs")
 
 
-def _prompts_lost(run: Path, turns: int) -> int:
-    """Returns the number of prompts in turns that are not there exactly once, or without all their answers."""
-    seen = Counter(row.turn for row in read_metrics(run))
-    lost = sum(runs.PROMPTS for turn in range(turns) if seen[turn] != 1)
-    files = turn_files(run / ROLLOUTS)
+def _prompts_lost(run: Path, iterations: int) -> int:
+    """Returns the number of prompts in iterations that are not there exactly once, or without all their answers."""
+    seen = Counter(row.iteration for row in read_metrics(run))
+    lost = sum(runs.PROMPTS for iteration in range(iterations) if seen[iteration] != 1)
+    files = iteration_files(run / ROLLOUTS)
     for path in files:
         groups = Counter(row["group"] for row in read_rows(path))
         lost += runs.PROMPTS - sum(count == runs.SAMPLES for count in groups.values())
-    return lost + runs.PROMPTS * max(0, turns - len(files))
+    return lost + runs.PROMPTS * max(0, iterations - len(files))
 
 
 def _lies(run: Path) -> int:
     """Returns the number of sampled tokens with a log-prob that no server gives them (fake_vllm.logprob_of)."""
     wrong = 0
-    for path in turn_files(run / ROLLOUTS):
+    for path in iteration_files(run / ROLLOUTS):
         for row in pq.read_table(path, columns=["spans", "tokens", "logprobs"]).to_pylist():
             spans, tokens, told = row["spans"], row["tokens"], row["logprobs"]
             for start, end, author, *_ in (spans[i : i + 4] for i in range(0, len(spans), 4)):
@@ -322,14 +328,14 @@ def _digests(run: Path) -> dict[str, str]:
 
 
 def _figures(results: dict[str, dict[str, Any]], out: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the figures, and the bars that they must not be above."""
-    figures: dict[str, float] = {}
+    """Returns the metrics, and the bars that they must not be above."""
+    metrics: dict[str, float] = {}
     limits: dict[str, float] = {}
     for name, told in results.items():
-        figures |= {f"{name}: turns": told["turns"], f"{name}: seconds": told["seconds"]}
-        figures |= {f"{name}: starts": told["starts"]} if name != "calm" else {}
-        figures |= {f"{name}: {kind} struck": count for kind, count in sorted(told["struck"].items())}
-        figures |= {f"{name}: answers, {kind}": count for kind, count in sorted(told["answers"].items())}
+        metrics |= {f"{name}: iterations": told["iterations"], f"{name}: seconds": told["seconds"]}
+        metrics |= {f"{name}: starts": told["starts"]} if name != "calm" else {}
+        metrics |= {f"{name}: {kind} struck": count for kind, count in sorted(told["struck"].items())}
+        metrics |= {f"{name}: answers, {kind}": count for kind, count in sorted(told["answers"].items())}
         zero = {
             "ends that no fault explains": told["unplanned"], "lost prompts": told["lost_prompts"],
             "left: processes": told["outlived"], "left: /dev/shm, temporary files": len(told["left"]),
@@ -337,23 +343,23 @@ def _figures(results: dict[str, dict[str, Any]], out: Path) -> tuple[dict[str, f
         }  # fmt: skip
         zero |= {"lies believed": told["lies_believed"]} if name == "served" else {}
         for what, value in zero.items():
-            figures[f"{name}: {what}"], limits[f"{name}: {what}"] = value, 0.0
+            metrics[f"{name}: {what}"], limits[f"{name}: {what}"] = value, 0.0
         for process, slope in sorted(told["slopes"].items()):
             for unit, value in (("KiB", slope["kib"]), *((u, slope[u]) for u in ("descriptors", "threads"))):
-                figure = f"{name}: {process}, {unit} {'a turn' if unit == 'KiB' else 'in 1,000 turns'}"
-                figures[figure], limits[figure] = value, BARS[unit]
+                metric = f"{name}: {process}, {unit} {'an iteration' if unit == 'KiB' else 'in 1,000 iterations'}"
+                metrics[metric], limits[metric] = value, BARS[unit]
     if {"calm", "struck"} <= results.keys():
         lines = _differing(out / "kept/calm", out / "kept/struck")
         models = sum(results["calm"]["models"].get(n) != d for n, d in results["struck"]["models"].items())
         models += len(results["calm"]["models"].keys() - results["struck"]["models"].keys())
         for what, value in (("differing lines", lines), ("differing model files", models)):
-            figures[what], limits[what] = value, 0.0
-    return figures, limits
+            metrics[what], limits[what] = value, 0.0
+    return metrics, limits
 
 
 def _differing(one: Path, other: Path) -> int:
     """Returns the number of metric lines that two runs do not share, times aside."""
-    first, second = ([(r.turn, r.step, r.scope, r.metrics) for r in read_metrics(run)] for run in (one, other))
+    first, second = ([(r.iteration, r.cycle, r.scope, r.metrics) for r in read_metrics(run)] for run in (one, other))
     return sum(a != b for a, b in zip(first, second, strict=False)) + abs(len(first) - len(second))
 
 

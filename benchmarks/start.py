@@ -1,4 +1,5 @@
-"""Measures how soon a command speaks: `--help`, `check`, and `train` to its first line, first turn and longest silence.
+"""Measures how soon a command speaks: `--help`, `check`, and `train` to its first line, first iteration and longest
+silence.
 
     python benchmarks/start.py --against /path/of/another/checkout --check
 
@@ -25,7 +26,7 @@ import common
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"first_line_s": 1.5, "first_turn_s": 8.0, "check_cpu_s": 2.0}
+LIMITS = {"first_line_s": 1.5, "first_iteration_s": 8.0, "check_cpu_s": 2.0}
 
 
 def main() -> None:
@@ -42,10 +43,10 @@ def main() -> None:
             for name, value in measure(place, args.models.resolve()).items():
                 if number:  # the first round reads the files
                     found.setdefault(label + name, []).append(value)
-    figures = {name: statistics.median(values) for name, values in sorted(found.items())}
-    for name in [name for name in figures if f"before/{name}" in figures and figures[name]]:
-        figures[f"ratio/{name}"] = figures[f"before/{name}"] / figures[name]
-    common.finish(figures, {}, args, limits=LIMITS)
+    metrics = {name: statistics.median(values) for name, values in sorted(found.items())}
+    for name in [name for name in metrics if f"before/{name}" in metrics and metrics[name]]:
+        metrics[f"ratio/{name}"] = metrics[f"before/{name}"] / metrics[name]
+    common.finish(metrics, {}, args, limits=LIMITS)
 
 
 def measure(place: Path, models: Path) -> dict[str, float]:
@@ -56,10 +57,10 @@ def measure(place: Path, models: Path) -> dict[str, float]:
         f"evaluation.prompts.path={models}/task/test.jsonl",
         *(f"roles.{role}.model.path={models}/{role}/model" for role in ("generator", "verifier")),
     ]
-    figures = {}
+    metrics = {}
     for name, words in {"help": ["--help"], "train_help": ["train", "--help"], "check": ["check", *settings]}.items():
-        figures |= {f"{name}_{kind}": value for kind, value in _whole(place, words).items()}
-    return figures | _run(place, settings)
+        metrics |= {f"{name}_{kind}": value for kind, value in _whole(place, words).items()}
+    return metrics | _run(place, settings)
 
 
 def _command(place: Path, words: list[str]) -> dict[str, object]:
@@ -77,8 +78,8 @@ def _whole(place: Path, words: list[str]) -> dict[str, float]:
 
 
 def _run(place: Path, settings: list[str]) -> dict[str, float]:
-    """Starts the demo's run and ends it after its first turn. -> seconds to its first line and turn, the longest time
-    without a line before that turn, and CPU seconds of all processes"""
+    """Starts the demo's run and ends it after its first iteration. -> seconds to its first line and iteration, the
+    longest time without a line before that iteration, and CPU seconds of all processes"""
     directory = Path(tempfile.mkdtemp(prefix="start_"))
     words = ["train", *settings, f"run.dir={directory}", "run.name=a", "evaluation.at_start=false"]
     start = time.monotonic()
@@ -89,10 +90,10 @@ def _run(place: Path, settings: list[str]) -> dict[str, float]:
     try:
         for text in process.stdout:
             moments.append(time.monotonic() - start)
-            if text.startswith("turn 1/"):
+            if text.startswith("iteration 1/"):
                 break
         else:
-            raise RuntimeError(f"the run in {place} ended before its first turn, with status {process.wait()}")
+            raise RuntimeError(f"the run in {place} ended before its first iteration, with status {process.wait()}")
         cpu_s = _tree_cpu_s(process.pid)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -101,7 +102,7 @@ def _run(place: Path, settings: list[str]) -> dict[str, float]:
     silences = [after - earlier for earlier, after in zip([0.0, *moments], moments, strict=False)]
     return {
         "first_line_s": moments[0],
-        "first_turn_s": moments[-1],
+        "first_iteration_s": moments[-1],
         "longest_silence_s": max(silences),
         "train_cpu_s": cpu_s,
     }

@@ -1,4 +1,4 @@
-"""Writes and reads a turn of the store: seconds, bytes per token, and memory, without texts.
+"""Writes and reads an iteration of the store: seconds, bytes per token, and memory, without texts.
 
     python benchmarks/store.py [--rollouts 1024] [--tokens 8192] [--directory /tmp]
 
@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from megatron_rl.training.store import TurnStore
-from megatron_rl.training.turns import Played, Turn
-from megatron_rl.types import STEP, Author, Marks, Rollout, spans_of
+from megatron_rl.training.iteration import Collected, Iteration
+from megatron_rl.training.store import IterationStore
+from megatron_rl.types import STEP, Annotations, Author, Rollout, spans_of
 
 PROMPT, STEP_TOKENS, GROUP = 256, 256, 16
-TURN = Turn(step=0, index=0, roles=("generator",), number=0)
+ITERATION = Iteration(cycle=0, index=0, roles=("generator",), number=0)
 
 
 def rollouts(count: int, length: int, *, steps: bool) -> list[Rollout]:
@@ -33,7 +33,7 @@ def rollouts(count: int, length: int, *, steps: bool) -> list[Rollout]:
     ends = np.arange(PROMPT + STEP_TOKENS, length + 1, STEP_TOKENS)
     out = []
     for place in range(count):
-        marks = {STEP: Marks(np.stack([ends - STEP_TOKENS, ends], axis=1), draw.normal(size=len(ends)))}
+        annotations = {STEP: Annotations(np.stack([ends - STEP_TOKENS, ends], axis=1), draw.normal(size=len(ends)))}
         per_token = draw.normal(size=length // STEP_TOKENS + 1).astype(np.float32).repeat(STEP_TOKENS)[:length]
         out.append(
             Rollout(
@@ -44,7 +44,7 @@ def rollouts(count: int, length: int, *, steps: bool) -> list[Rollout]:
                 spans=spans,
                 payload={"question": "How many? " * 20, "answer": str(place // GROUP)},
                 rewards={"outcome": float(place % 2)},
-                marks=marks if steps else {},
+                annotations=annotations if steps else {},
                 advantages=per_token if steps else float(draw.normal()),
             )
         )
@@ -65,14 +65,18 @@ def main() -> None:
     options = parser.parse_args()
     millions = options.rollouts * options.tokens / 1e6
     for name, steps in (("grpo", False), ("tango", True)):
-        played = Played(rollouts={"generator": rollouts(options.rollouts, options.tokens, steps=steps)}, metrics={})
+        collected = Collected(
+            rollouts={"generator": rollouts(options.rollouts, options.tokens, steps=steps)}, metrics={}
+        )
         with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-            store = TurnStore(Path(directory), keep_every=0)
-            store.put(TURN, played, {})  # loads libraries
-            path, write_cpu, write_wall = measured(lambda store=store, played=played: store.put(TURN, played, {}))
-            found, read_cpu, read_wall = measured(lambda store=store: store.get(TURN))
+            store = IterationStore(Path(directory), keep_every=0)
+            store.put(ITERATION, collected, {})  # loads libraries
+            path, write_cpu, write_wall = measured(
+                lambda store=store, collected=collected: store.put(ITERATION, collected, {})
+            )
+            found, read_cpu, read_wall = measured(lambda store=store: store.get(ITERATION))
             size = os.stat(path).st_size
-            before, after = played.rollouts["generator"], found[0].rollouts["generator"]
+            before, after = collected.rollouts["generator"], found[0].rollouts["generator"]
             assert all(a.tokens.tobytes() == b.tokens.tobytes() for a, b in zip(after, before, strict=True))
         print(
             f"{name}: {millions:.1f} M tokens, {size / millions / 1e6:.2f} B a token; "

@@ -30,9 +30,9 @@ from rollout import EOS, PRESETS, VLLM_PYTHON, _prompts, write_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.algorithms.authors import Rule, boundaries
-from megatron_rl.engines.base import Engine, Sampling, TandemSampling, complete
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.algorithms.tandem_authors import Rule, boundaries
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.protocol import Engine, Sampling, TandemSampling, complete
 from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.text import load_tokenizer
 
@@ -131,15 +131,15 @@ def main() -> None:
         parser.error(f"--engines {args.engines}: give embedded, vllm, or both")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended on the way out
     torch.set_num_threads(1)
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         make_pair(model, args.preset, args.max_tokens)
         if "embedded" in chosen:
-            figures |= {f"embedded/{name}": value for name, value in embedded_figures(model, args).items()}
+            metrics |= {f"embedded/{name}": value for name, value in embedded_figures(model, args).items()}
         if "vllm" in chosen:
-            figures |= {f"vllm/{name}": value for name, value in vllm_figures(model, Path(folder), args).items()}
-    common.finish(figures, {name: bar for name, bar in BARS.items() if name in figures}, args)
+            metrics |= {f"vllm/{name}": value for name, value in vllm_figures(model, Path(folder), args).items()}
+    common.finish(metrics, {name: bar for name, bar in BARS.items() if name in metrics}, args)
 
 
 if __name__ == "__main__":

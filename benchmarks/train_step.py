@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from megatron_rl.algorithms.losses import CompletionLoss
-from megatron_rl.batches.batch import Batch, pack
+from megatron_rl.algorithms.policy_loss import CompletionLoss
+from megatron_rl.batches.packed_batch import Batch, pack
 from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -152,15 +152,15 @@ def rank_seconds(rank: int, folder: str, name: str, packed: bool, args: argparse
 
 def by_layout(folder: str, args: argparse.Namespace, tokens: int) -> dict[str, float]:
     """Returns the tokens per CPU-second of each layout, packed and padded."""
-    figures, cases = {}, [(name, packed) for name in LAYOUTS for packed in (True, False)]
+    metrics, cases = {}, [(name, packed) for name in LAYOUTS for packed in (True, False)]
     with multiprocessing.get_context("spawn").Pool(RANKS) as pool:
         for name, packed in track(cases, "layouts on two ranks", console=Console(stderr=True)):
             ranks = pool.starmap(
                 rank_seconds, [(rank, folder, name, packed, args) for rank in range(RANKS)], chunksize=1
             )
             seconds = min(sum(both) for both in zip(*ranks, strict=True))
-            figures[f"{name}/{'packed' if packed else 'padded'}"] = tokens / seconds
-    return figures
+            metrics[f"{name}/{'packed' if packed else 'padded'}"] = tokens / seconds
+    return metrics
 
 
 def measure(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> tuple[float, float]:
@@ -196,7 +196,7 @@ def main() -> None:
     torch.set_num_threads(1)
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(PRESETS[args.preset], dtype=torch.float32).save_pretrained(folder)
@@ -208,19 +208,19 @@ def main() -> None:
             plain = transformers_step(Path(folder), batch, args.rows, args.dtype)
             seconds, theirs = measure(ours, plain, args.rounds)
             tokens = len(batch.tokens)
-            figures |= {
+            metrics |= {
                 f"{kind}/ours_tokens_per_cpu_s": tokens / seconds,
                 f"{kind}/transformers_tokens_per_cpu_s": tokens / theirs,
             }
-            figures[f"{kind}/ratio"] = theirs / seconds
+            metrics[f"{kind}/ratio"] = theirs / seconds
         dist.destroy_process_group()
         if args.layouts:
             found = by_layout(folder, args, tokens)
             for name, rate in found.items():
-                figures[f"{name}/tokens_per_cpu_s"] = rate
-                figures[f"{name}/of_one_process"] = rate / figures["varied/ours_tokens_per_cpu_s"]
-                figures[f"{name}/of_transformers"] = rate / figures["varied/transformers_tokens_per_cpu_s"]
-    common.finish(figures, WIDE_BARS if args.preset == "smollm2" else BARS, args)
+                metrics[f"{name}/tokens_per_cpu_s"] = rate
+                metrics[f"{name}/of_one_process"] = rate / metrics["varied/ours_tokens_per_cpu_s"]
+                metrics[f"{name}/of_transformers"] = rate / metrics["varied/transformers_tokens_per_cpu_s"]
+    common.finish(metrics, WIDE_BARS if args.preset == "smollm2" else BARS, args)
 
 
 if __name__ == "__main__":

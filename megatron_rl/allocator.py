@@ -22,7 +22,7 @@ def restart_without_thread_caches() -> None:
     takes time, from a program that Python was started to run.
 
     glibc keeps up to seven freed blocks of each of 64 sizes for each thread, and returns no page that they lie in. A
-    driver with twenty threads grew by 1.6 KiB a turn with them and by 0.4 without, while it held nothing more
+    driver with twenty threads grew by 1.6 KiB an iteration with them and by 0.4 without, while it held nothing more
     (docs/log.md). The number of blocks is read from GLIBC_TUNABLES when a program starts. Without glibc, under a
     debugger or a profiler, in a child of multiprocessing, and where GLIBC_TUNABLES gives that number already, nothing
     happens.
@@ -92,10 +92,10 @@ def return_free_pages() -> None:
     """Frees objects that only refer to each other, and returns whole pages that malloc keeps for later, also those
     between pages in use. Without glibc no page is returned.
 
-    Closed connections are such objects. Python looks for them rarely, and they hold buffers. Turns allocate and free
-    blocks of many sizes, so that free pages lie between used ones. By itself malloc returns those at the end of its
-    heap alone, and a process grows by the others. Before its first turn a run freezes what is there, so that the look
-    takes milliseconds.
+    Closed connections are such objects. Python looks for them rarely, and they hold buffers. Iterations allocate and
+    free blocks of many sizes, so that free pages lie between used ones. By itself malloc returns those at the end of
+    its heap alone, and a process grows by the others. Before its first iteration a run freezes what is there, so that
+    the look takes milliseconds.
     """
     gc.collect()
     if platform.libc_ver()[0] == "glibc":

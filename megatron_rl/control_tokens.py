@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from megatron_rl.chat import ASSISTANT, QUOTED, Message
+from megatron_rl.chat_template import ASSISTANT, QUOTED, Message
 from megatron_rl.text import TOKENIZERS, fill
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.data.rows import DataError
-from megatron_rl.engines.base import EngineError
 from megatron_rl.engines.http import RequestRefused
-from megatron_rl.rewards.pool import RewardFailure
+from megatron_rl.engines.protocol import EngineError
+from megatron_rl.rewards.grading_pool import RewardFailure
 from megatron_rl.run.checkpoint import CheckpointError
-from megatron_rl.run.directory import RunBusy
-from megatron_rl.run.lines import DiskError
-from megatron_rl.training.gate import GateFailure
+from megatron_rl.run.json_lines import DiskError
+from megatron_rl.run.run_directory import RunBusy
+from megatron_rl.training.collector import RolloutError
 from megatron_rl.training.loop import NothingTrained
-from megatron_rl.training.player import PlayError
+from megatron_rl.training.preflight import PreflightFailure
 from megatron_rl.training.store import StoreError
 from megatron_rl.world import DriverError  # raised on the other ranks for an error on rank 0
 
@@ -25,9 +25,9 @@ EXPECTED = (
     EngineError,
     FileNotFoundError,
     FloatingPointError,
-    GateFailure,
+    PreflightFailure,
     NothingTrained,
-    PlayError,
+    RolloutError,
     RequestRefused,
     RewardFailure,
     RunBusy,

@@ -22,7 +22,7 @@ LENGTH_BYTES = 4
 Arrays = dict[str, np.ndarray]  # by name
 
 
-class PackingError(ValueError):
+class CodecError(ValueError):
     """Raised for bytes that are no frame, or no value in a frame."""
 
 
@@ -40,26 +40,26 @@ def pack(about: Any, arrays: Mapping[str, np.ndarray]) -> bytearray:
 
 
 def unpack(frame: bytes | bytearray | memoryview) -> tuple[Any, Arrays]:
-    """Returns (about, arrays by name) of a frame; the arrays are views of it. Raises PackingError for bytes that are no
+    """Returns (about, arrays by name) of a frame; the arrays are views of it. Raises CodecError for bytes that are no
     frame.
     """
     data, arrays = memoryview(frame), Arrays()
     start = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
     if not LENGTH_BYTES < start <= len(data):
-        raise PackingError(f"{len(data)} bytes are no frame: its header would end at byte {start}")
+        raise CodecError(f"{len(data)} bytes are no frame: its header would end at byte {start}")
     try:
         header = json.loads(bytes(data[LENGTH_BYTES:start]))
         about = header["about"]
         for name, kind, shape in header["arrays"]:
             if kind not in KINDS or any(type(size) is not int or size < 0 for size in shape):
-                raise PackingError(f"an array of kind {str(kind)[:40]!r} and shape {str(shape)[:80]}")
+                raise CodecError(f"an array of kind {str(kind)[:40]!r} and shape {str(shape)[:80]}")
             count = math.prod(shape)
             arrays[name] = np.frombuffer(data, kind, count, start).reshape(shape) if count else np.empty(shape, kind)
             start += arrays[name].nbytes
-    except PackingError:
+    except CodecError:
         raise
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-        raise PackingError(f"the header of a frame is wrong: {type(error).__name__} {str(error)[:200]}") from error
+        raise CodecError(f"the header of a frame is wrong: {type(error).__name__} {str(error)[:200]}") from error
     if start != len(data):
-        raise PackingError(f"a frame has {len(data)} bytes, its header tells of {start}")
+        raise CodecError(f"a frame has {len(data)} bytes, its header tells of {start}")
     return about, arrays

@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words[0] if words else None
     if command in ON_RANKS:
-        # Arrow's own allocator, which it chooses when it is first imported, holds 6 MB for turns of 64 KiB, and moves
-        # in steps (docs/log.md).
+        # Arrow's own allocator, which it chooses when it is first imported, holds 6 MB for iterations of 64 KiB, and
+        # moves in steps (docs/log.md).
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
         # Ranks whose messages overlap with products need this order of them. CUDA reads it once, when torch is first
         # asked for a GPU: some imports do so. Ranks that are started here find it in their environment.
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _tell_start(command, words)
     from megatron_rl.commands.parser import build_parser  # the first line stands before what takes a second to import
     from megatron_rl.config.base import ConfigError, without_passwords
-    from megatron_rl.run.directory import RunBusy
-    from megatron_rl.run.lines import DiskError
+    from megatron_rl.run.json_lines import DiskError
+    from megatron_rl.run.run_directory import RunBusy
 
     parser = build_parser(command)
     args, rest = parser.parse_known_args(words)
@@ -60,7 +60,7 @@ def _is_first() -> bool:
 
 def _tell_start(command: str, words: Sequence[str]) -> None:
     """Prints the first line, at once."""
-    from megatron_rl.run.start import tell
+    from megatron_rl.run.startup_messages import tell
 
     files = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
     tell(command, f"reading {', '.join(files)}" if files else "reading the settings")

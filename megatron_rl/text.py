@@ -34,7 +34,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     # imported here: reading a template needs neither of the two, and they take seconds
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    from megatron_rl.weights.hf import local_directory
+    from megatron_rl.weights.hf_model import local_directory
 
     local = local_directory(directory)
     kind = PreTrainedTokenizerFast if (local / "tokenizer.json").is_file() else AutoTokenizer

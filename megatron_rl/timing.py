@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.later import Later
+from megatron_rl.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     import torch
 else:
-    torch = Later("torch")
+    torch = LazyModule("torch")
 
 
 class Timer:

@@ -1,7 +1,8 @@
 """The data that flows through a run: prompts and rollouts. Every shape in the project is named here, once.
 
-P prompts of a turn   G rollouts of one prompt   S rollouts of an update   T tokens of one rollout
-K spans or marks of one rollout   N packed positions   V vocabulary   L layers   k experts or candidates of one token
+P prompts of an iteration   G rollouts of one prompt   S rollouts of an update   T tokens of one rollout
+K spans or annotations of one rollout   N packed positions   V vocabulary   L layers
+k experts or candidates of one token
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 FREE = -1  # stands in place of an expert's number where the router chooses by itself
 NO_VERSION = -1  # the version of a span that no engine wrote
-STEP = "step"  # the label of the marks of reasoning steps
+STEP = "step"  # the label of the annotations of reasoning steps
 
 
 class Stop(enum.Enum):
@@ -46,7 +47,7 @@ class Author(enum.IntEnum):
     """The writer of the tokens of a span."""
 
     POLICY = 0  # the role's own policy sampled them: they are trained on
-    PARTNER = 1  # another model wrote them: the junior of a tandem, or another seat
+    PARTNER = 1  # another model wrote them: the junior of a tandem, or another agent
     ENVIRONMENT = 2  # nobody sampled them: a prompt, a tool's output, a user's turn
 
 
@@ -60,7 +61,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Marks:
+class Annotations:
     """Labelled ranges of tokens in one rollout, such as its reasoning steps, with a score each once they are judged."""
 
     ranges: np.ndarray  # [K, 2] int32, [start, end) positions in the rollout's tokens, in order
@@ -71,14 +72,16 @@ class Marks:
         if self.scores is not None:
             object.__setattr__(self, "scores", np.asarray(self.scores, np.float64))
             if len(self.scores) != len(self.ranges):
-                raise ValueError(f"{len(self.scores)} scores for {len(self.ranges)} marks: give one per mark")
+                raise ValueError(
+                    f"{len(self.scores)} scores for {len(self.ranges)} annotations: give one per annotation"
+                )
 
     def __len__(self) -> int:
         return len(self.ranges)
 
 
 FEW_SPANS = 8  # so many and fewer are looked at one by one: numpy's price for a call is that of ten numbers
-NO_MARKS = Marks(np.empty((0, 2), np.int32))
+NO_ANNOTATIONS = Annotations(np.empty((0, 2), np.int32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,7 +103,7 @@ class Rollout:
     stop: Stop = Stop.EOS
     payload: Mapping[str, Any] = field(default_factory=dict)  # JSON values
     rewards: Mapping[str, float] = field(default_factory=dict)
-    marks: Mapping[str, Marks] = field(default_factory=dict)  # by label
+    annotations: Mapping[str, Annotations] = field(default_factory=dict)  # by label
     advantages: float | np.ndarray | None = (
         None  # one number for all trained tokens, or [T] float32; None before credit is assigned
     )
@@ -186,9 +189,9 @@ class Rollout:
         """The oldest weight version that wrote a token; NO_VERSION when the policy wrote nothing."""
         return min(self.versions, default=NO_VERSION)
 
-    def marks_of(self, label: str) -> Marks:
-        """The marks with this label; none when nothing was marked."""
-        return self.marks.get(label, NO_MARKS)
+    def annotations_of(self, label: str) -> Annotations:
+        """The annotations with this label; none when nothing was annotated."""
+        return self.annotations.get(label, NO_ANNOTATIONS)
 
     def positions(self, ranges: Sequence[tuple[int, int]] | np.ndarray) -> np.ndarray:
         """Turns [start, end) ranges over `response` into ranges over `tokens`. [K, 2] -> [K, 2] int32."""

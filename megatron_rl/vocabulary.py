@@ -89,7 +89,7 @@ def _ids(path: str, name: str, value: Any) -> set[int]:
 
 def _read(directory: str, name: str) -> dict[str, Any]:
     """Returns the contents of a JSON file beside a model; nothing where there is no such file."""
-    from megatron_rl.weights.hf import local_directory  # not needed to import the others
+    from megatron_rl.weights.hf_model import local_directory  # not needed to import the others
 
     try:
         file = Path(local_directory(directory)) / name

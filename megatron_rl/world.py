@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
-from megatron_rl.packing import TRAVELLERS, pack, unpack
+from megatron_rl.message_codec import TRAVELLERS, pack, unpack
 
 T = TypeVar("T")
 Handler = Callable[[Any], Any]
@@ -72,13 +72,13 @@ class World(Protocol):
         """
         ...
 
-    def hand_out(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
+    def scatter(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
         """Collective: gives every rank its replica's bytes, [sizes[replica]] uint8. `make(replica)` is called on rank 0
         alone, once per replica, and must not raise: other ranks wait. Rank 0 sends each replica's bytes once, to its
         first rank, and holds one buffer beside its own; a replica's other ranks get them from the first."""
         ...
 
-    def hand_in(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
+    def gather_back(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
         """Collective: brings the array [size] float32 of each replica's reporter to rank 0, which knows the sizes. ->
         [replicas] arrays there, None elsewhere."""
         ...
@@ -110,10 +110,10 @@ class OneProcess:
         with self._calling:
             return [self._handlers[name](argument)]
 
-    def hand_out(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
+    def scatter(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
         return make(0)
 
-    def hand_in(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
+    def gather_back(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
         return None if own is None else [own]
 
 
@@ -182,7 +182,7 @@ class TorchWorld:
                 raise FollowerError(f"rank {rank} failed in {name!r}:\n{failure}")
         return [unpack(packed) for _, packed in answers]
 
-    def hand_out(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
+    def scatter(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
         own = replicas.of(self.rank)
         if self.rank == 0:
             for replica, ranks in enumerate(replicas.ranks):
@@ -197,7 +197,7 @@ class TorchWorld:
             dist.broadcast(torch.from_numpy(buffer), replicas.ranks[own][0], group=replicas.group)
         return buffer
 
-    def hand_in(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
+    def gather_back(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
         if self.rank != 0:
             if self.rank in replicas.reporters:
                 assert own is not None

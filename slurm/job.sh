@@ -130,7 +130,7 @@ train() {
     step --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 -- \
         doctor "$CONFIG" ${PROFILE:+--profile="$PROFILE"} --quick
     if [ "$STATUS" -eq 0 ]; then
-        # Slurm's warning (--signal=B:USR1@) makes a file; the run looks for it after every turn, saves and leaves.
+        # Slurm's warning (--signal=B:USR1@) makes a file; the run looks for it after every iteration, saves and leaves.
         trap 'say "time is nearly up"; touch "$RUN_DIR/leave.$JOB.$RESTART" || true' USR1
         step --label --output="$RUN_DIR/logs/$NAME.out" -- "$command" "$CONFIG"
     fi

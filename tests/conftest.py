@@ -92,7 +92,7 @@ def _make_last_letter(base: Path) -> None:
 
     import task
 
-    from megatron_rl.data.last_letter import ProblemSizes, make_problem, teacher_solution
+    from megatron_rl.contrib.last_letter_data import ProblemSizes, make_problem, teacher_solution
 
     sizes = ProblemSizes((2, 3), (2, 3), alphabet=6)
     regime = task.Regime(0.35, sizes, sizes, sizes, sizes, 0.3, 1e-3, 1, 3, 1e-3)
@@ -165,5 +165,5 @@ def tango_settings(base: Path, out: Path, name: str) -> list[str]:
         f"roles.verifier.model.path={base}/verifier/model", f"data.path={base}/task/train.jsonl",
         f"evaluation.prompts.path={base}/task/test.jsonl", "evaluation.num_prompts=32", "evaluation.every=1",
         "recipe.args.generator_updates=5", "recipe.args.warmup_updates=1", "recipe.args.balanced_per_class=8",
-        "run.prompts_per_step=8", "run.save_every=1", f"run.dir={out}", f"run.name={name}",
+        "run.prompts_per_iteration=8", "run.save_every=1", f"run.dir={out}", f"run.name={name}",
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from rich.table import Table
 from megatron_rl.commands.conversions import add_family_argument
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion.compare import compare
-from megatron_rl.conversion.source import find
+from megatron_rl.conversion.weight_source import find
 from megatron_rl.models import registry
 
 

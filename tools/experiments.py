@@ -18,7 +18,7 @@ from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, SftConfig, TrainConfig
 from megatron_rl.jobs import submit
 from megatron_rl.jobs.submit import Submission
-from megatron_rl.run.directory import SWEEP
+from megatron_rl.run.run_directory import SWEEP
 from megatron_rl.spec.resolve import resolve
 
 SCHEMAS: dict[str, Any] = {"train": TrainConfig, "sft": SftConfig, "eval": EvalConfig}

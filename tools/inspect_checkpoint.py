@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Shows what a checkpoint or a model directory holds: tensors, shapes, sizes, and the number of turns it comes after.
+"""Shows what a checkpoint or a model directory holds: tensors, shapes, sizes, and the number of iterations it comes
+after.
 
 python tools/inspect_checkpoint.py runs/demo --role generator
 python tools/inspect_checkpoint.py runs/demo/models/verifier
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.conversion.source import find
+from megatron_rl.conversion.weight_source import find
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "F32": 4, "BF16": 2, "F16": 2, "float64": 8, "F64": 8}
 
@@ -51,7 +52,7 @@ def main() -> int:
         (parent.name for parent in (source.path, *source.path.parents) if parent.name.startswith("step_")), None
     )
     if step:
-        console.print(f"{step}: the state after that many turns")
+        console.print(f"{step}: the state after that many iterations")
     console.print(f"model {totals['model'] / 1e6:,.3f} MB, optimizer {totals['optimizer'] / 1e6:,.3f} MB")
     return 0
 

@@ -4,7 +4,7 @@
     make nemo-run      # once: NeMo-Run in an environment of its own
     .venv-nemo/bin/python tools/launch.py examples/nemo_run/sft_tango_eval.py --small
     .venv-nemo/bin/python tools/launch.py examples/nemo_run/sft_tango_eval.py --executor slurm --profile a100 --dryrun
-    .venv-nemo/bin/python tools/launch.py examples/nemo_run/sweep.py rates.run.steps=20 --executor slurm --wait
+    .venv-nemo/bin/python tools/launch.py examples/nemo_run/sweep.py rates.run.cycles=20 --executor slurm --wait
 
 Every task's config is resolved first and written to RUN/jobs, as `megatron-rl submit` does; the tasks run with the
 profile's python. On Slurm an array, and what comes after one, goes through the scripts of slurm/: NeMo-Run would wait
@@ -43,9 +43,9 @@ from experiments import (  # noqa: E402
     with_overrides,
 )
 
-from megatron_rl.cluster import profile, slices, slurm  # noqa: E402
+from megatron_rl.cluster import job_slices, profile, slurm_commands  # noqa: E402
+from megatron_rl.cluster.batch_script import common_settings  # noqa: E402
 from megatron_rl.cluster.profile import Profile  # noqa: E402
-from megatron_rl.cluster.render import common_settings  # noqa: E402
 from megatron_rl.config.schema import ConfigError  # noqa: E402
 from megatron_rl.jobs import submit  # noqa: E402
 
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"launch: {error}", file=sys.stderr)
         return 2
-    except slurm.SlurmError as error:
+    except slurm_commands.SlurmError as error:
         print(f"launch: {error}", file=sys.stderr)
         return 1
 
@@ -223,9 +223,9 @@ def _slurm(experiment: Experiment, site: Profile, args: argparse.Namespace) -> i
     if args.dryrun:
         _print_scripts(_nemo_run(), experiment.name, planned, site)
         return 0
-    slurm.require()
+    slurm_commands.require()
     nemo = _nemo_run()
-    for name in (left_out := slurm.left_out(os.environ)):
+    for name in (left_out := slurm_commands.left_out(os.environ)):
         del os.environ[name]  # NeMo-Run calls sbatch with this process's environment
     for one in planned:
         if one.submission is not None:
@@ -293,8 +293,8 @@ def _submit_steps(nemo: Any, name: str, steps: Sequence[Step], site: Profile) ->
         try:
             running.run(detach=True)
         except UnexpectedExit as error:
-            slurm.cancel([_job_id(job) for job in running.jobs if job.handle])
-            raise slurm.SlurmError(
+            slurm_commands.cancel([_job_id(job) for job in running.jobs if job.handle])
+            raise slurm_commands.SlurmError(
                 f"{error.result.command}: {error.result.stderr.strip()}; what was submitted before is cancelled"
             ) from error
     return {job.id: [_job_id(job)] for job in running.jobs}
@@ -406,8 +406,8 @@ def _follow(planned: Sequence[Planned], ids: Mapping[str, Sequence[str]], every_
     states: dict[str, str] = {}
     while True:
         try:
-            now = slurm.states([job for found in ids.values() for job in found])
-        except slurm.SlurmError as error:  # slurmctld is busy or away; the jobs are not
+            now = slurm_commands.states([job for found in ids.values() for job in found])
+        except slurm_commands.SlurmError as error:  # slurmctld is busy or away; the jobs are not
             print(f"{time.strftime('%H:%M:%S')} {error}", flush=True)
             time.sleep(every_s)
             continue
@@ -429,7 +429,7 @@ def _follow(planned: Sequence[Planned], ids: Mapping[str, Sequence[str]], every_
 
 def _succeeded(one: Planned, jobs: Sequence[str], states: Mapping[str, str]) -> bool:
     if isinstance(one.task, Task) and one.submission is not None and one.task.command != "eval":
-        return all(slices.finished(run) for run in submit.runs_of(one.submission.directory))
+        return all(job_slices.finished(run) for run in submit.runs_of(one.submission.directory))
     return {state for element, state in states.items() if element.partition("_")[0] in jobs} == {"COMPLETED"}
 
 

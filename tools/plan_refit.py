@@ -27,10 +27,10 @@ from megatron_rl.commands.conversions import add_family_argument
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import registry
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.weights import layouts, reshard
-from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
-from megatron_rl.weights.rectangles import hf_shapes
-from megatron_rl.weights.reshard import RankPlacement, RefitPlan
+from megatron_rl.weights import rank_layouts, refit_plan
+from megatron_rl.weights.parameter_mapping import hf_shapes
+from megatron_rl.weights.rank_layouts import EngineLayout, TrainerLayout
+from megatron_rl.weights.refit_plan import RankPlacement, RefitPlan
 
 NVLINK = 300e9  # bytes a second, per GPU and direction
 
@@ -84,8 +84,8 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     first = 0 if args.together else -(-trainer.world // per_node) * per_node
     sending, receiving = placement(trainer.world, 0, per_node), placement(engine.world, first, per_node)
     start = time.perf_counter()
-    plan = reshard.plan(
-        layouts.trainer(sizes, trainer), layouts.engines(sizes, engine), trainer=sending, engine=receiving,
+    plan = refit_plan.plan(
+        rank_layouts.trainer(sizes, trainer), rank_layouts.engines(sizes, engine), trainer=sending, engine=receiving,
         bucket_elements=args.bucket * 2**20 // args.bytes,
     )  # fmt: skip
     seconds = time.perf_counter() - start

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Cuts a checkpoint, optimizer included, anew for another layout. Needs no GPU and no ranks.
 
-    python tools/reshard_checkpoint.py runs/demo/checkpoints/step_000048 out/step_000048 --tp 2
+    python tools/reshard_checkpoint.py runs/demo/checkpoints/iteration_000048 out/iteration_000048 --tp 2
     python tools/reshard_checkpoint.py runs/demo out/generator --role generator --tp 2
 
 To go on with a run from the result, let it replace the directory of the same name under runs/NAME/checkpoints, and set

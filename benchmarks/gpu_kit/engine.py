@@ -14,8 +14,8 @@ from gpu_kit import clock, subjects
 from gpu_kit.findings import Findings
 from gpu_kit.subjects import RandomPolicy, Scale
 from gpu_kit.two_processes import pair
-from megatron_rl.engines.base import Sampling, complete
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.models.shape import read_shape
 from megatron_rl.planning import memory
 from megatron_rl.planning.memory import MicroBatchLoad, Precision

@@ -69,7 +69,7 @@ class Findings:
             raise DeviceLost(self._unreached)
 
     def lack(self, name: str, reason: str) -> None:
-        """Notes why a figure, or a group of figures, was not measured. Figures of the group that have a bar are named
+        """Notes why a figure, or a group of figures, was not measured. Metrics of the group that have a bar are named
         each."""
         held = [bar for bar in self._bars if bar == name or bar.startswith(f"{name}/")]
         self.unmeasured |= dict.fromkeys(held or [name], reason)

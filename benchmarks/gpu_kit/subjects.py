@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import model as models
-from megatron_rl.megatron import optim, parallel
+from megatron_rl.megatron import optimizer as optim
+from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.models import registry
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
@@ -181,7 +182,7 @@ def rollouts_of(lengths: list[int], vocab: int, seed: int = 0) -> list[Rollout]:
 
 @contextlib.contextmanager
 def cudnn_attention(allowed: bool) -> Iterator[None]:
-    """Lets torch take cuDNN's attention for the block, or not, as a run does not (session/common.py)."""
+    """Lets torch take cuDNN's attention for the block, or not, as a run does not (session/run_setup.py)."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(allowed)
     try:
@@ -192,7 +193,7 @@ def cudnn_attention(allowed: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    """Makes this process the only rank for the block, with the settings of a run (session/common.py)."""
+    """Makes this process the only rank for the block, with the settings of a run (session/run_setup.py)."""
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:

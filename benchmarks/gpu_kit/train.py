@@ -20,18 +20,18 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 from gpu_kit import clock, subjects
 from gpu_kit.findings import Findings, NotMeasured, first_sentence, first_that_fits
 from gpu_kit.subjects import RandomPolicy, Recompute, Scale
-from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.batches.batch import statistics_needed
-from megatron_rl.batches.work import Work
+from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.batches.packed_batch import statistics_needed
+from megatron_rl.batches.replica_batch import Work
 from megatron_rl.config.schema import LossConfig
-from megatron_rl.megatron import forward
 from megatron_rl.megatron import model as models
-from megatron_rl.megatron import step as core_step
+from megatron_rl.megatron import pipeline_pass as core_step
+from megatron_rl.megatron import vocab_statistics
 from megatron_rl.megatron.kernels import choice
 from megatron_rl.models.shape import Shape, read_shape
 from megatron_rl.planning import memory
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
-from megatron_rl.training.update import hand_out
+from megatron_rl.training.update import scatter
 from megatron_rl.weights import flops
 from megatron_rl.weights.counting import Parallel
 from megatron_rl.world import OneProcess
@@ -159,7 +159,7 @@ def _fitting(shape: Shape, tokens: int, *, optimizer: bool) -> list[Recompute]:
 def work_of(policy: RandomPolicy, lengths: list[int], seed: int) -> Work:
     """Returns one optimizer step on random sequences."""
     rollouts = subjects.rollouts_of(lengths, policy.arch.vocab, seed)
-    return hand_out(OneProcess(), policy, rollouts, loss=_LOSS)
+    return scatter(OneProcess(), policy, rollouts, loss=_LOSS)
 
 
 def both_passes(policy: RandomPolicy, work: Work) -> None:
@@ -215,7 +215,7 @@ def _head(findings: Findings, scale: Scale) -> dict[str, float]:
     group = torch.distributed.group.WORLD
 
     def ours(triton: bool) -> Tensor:
-        return forward.vocab_parallel_statistics(
+        return vocab_statistics.vocab_parallel_statistics(
             hidden, weight, labels, first_row=0, vocab=vocab, temperature=1.0, group=group, names=["logprobs"],
             triton=triton,
         )[0]  # fmt: skip

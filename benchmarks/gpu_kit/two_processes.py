@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from megatron_rl.config.schema import RefitConfig
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import EngineSide
+from megatron_rl.refit.refit_store import Address, RefitStore
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
-from megatron_rl.weights.layouts import EngineLayout
+from megatron_rl.weights.rank_layouts import EngineLayout
 
 START = ["spawn"]  # how the other process starts: a fork of one that has used a GPU could not use it
 JOIN_S = 120.0  # for the other process to import its libraries and to join
@@ -120,7 +120,7 @@ def serve(folder: str, number: int) -> None:
     setup = json.loads((own / "setup.json").read_text())
     torch.cuda.set_device(0)
     engine = EmbeddedEngine(setup["model"], dtype=getattr(torch, setup["dtype"]))
-    side = EngineSide(Board.join(Address(*setup["address"])), 0, engine, torch.device("cuda:0"))
+    side = EngineSide(RefitStore.join(Address(*setup["address"])), 0, engine, torch.device("cuda:0"))
     (own / f"joined{number}").touch()
     while not (own / "end").exists():
         version = side.take_part(0.1)

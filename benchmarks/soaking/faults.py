@@ -31,9 +31,9 @@ ENDS = ("rank", "launcher", "all", "saving", "disk")  # what a run ends by
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """A fault that is due when so many turns are done."""
+    """A fault that is due when so many iterations are done."""
 
-    turn: int
+    iteration: int
     kind: str
 
 
@@ -48,11 +48,12 @@ class World:
     rng: random.Random
 
 
-def plan(rng: random.Random, turns: int, counts: Sequence[tuple[str, int]]) -> list[Fault]:
-    """Spreads faults over a run: each in a share of the turns of its own, somewhere in it, the kinds in any order."""
+def plan(rng: random.Random, iterations: int, counts: Sequence[tuple[str, int]]) -> list[Fault]:
+    """Spreads faults over a run: each in a share of the iterations of its own, somewhere in it, the kinds in any
+    order."""
     kinds = [kind for kind, count in counts for _ in range(count)]
     rng.shuffle(kinds)
-    return [Fault(int((i + rng.random()) * turns / len(kinds)), kind) for i, kind in enumerate(kinds)]
+    return [Fault(int((i + rng.random()) * iterations / len(kinds)), kind) for i, kind in enumerate(kinds)]
 
 
 def strike(fault: Fault, world: World, watched: Watch, launcher: psutil.Popen, run: Path) -> bool:
@@ -69,7 +70,7 @@ def strike(fault: Fault, world: World, watched: Watch, launcher: psutil.Popen, r
         case "all":
             return _kill(watch.marked(world.mark))
         case "saving":
-            _wait(lambda: any((run / "checkpoints").glob(".step_*.tmp")), launcher, SAVING_S)
+            _wait(lambda: any((run / "checkpoints").glob(".iteration_*.tmp")), launcher, SAVING_S)
             return _kill(watched.named(launcher.pid, "rank"), world.rng)
         case kind:
             return _kill(watched.named(launcher.pid, kind), world.rng)

@@ -14,11 +14,11 @@ import cut_runs  # noqa: E402
 
 SOLVER = "solver"
 SPEECH = ["<eos>", "a", "b", "c", "<step>a</step>", "<step>b</step>"]
-PROMPTS, SAMPLES = 4, 3  # of a turn; of a problem
+PROMPTS, SAMPLES = 4, 3  # of an iteration; of a problem
 REPLICAS = 2  # servers of a role
-CYCLE = 4  # turns: three of the generator, one of the verifier
+CYCLE = 4  # iterations: three of the generator, one of the verifier
 SAVE_CYCLES = 4  # between two checkpoints; of a short run one
-SHORT = 100  # turns
+SHORT = 100  # iterations
 REQUEST_S = 4.0  # what a server that drips costs
 
 
@@ -33,15 +33,15 @@ def write_models(base: Path) -> None:
     (base / "made").touch()
 
 
-def settings(base: Path, runs: Path, name: str, turns: int, *, python: Path | None = None) -> dict[str, Any]:
-    """Returns the config of a run of so many turns, in the directory runs/name.
+def settings(base: Path, runs: Path, name: str, iterations: int, *, python: Path | None = None) -> dict[str, Any]:
+    """Returns the config of a run of so many iterations, in the directory runs/name.
 
     It has two ranks with the embedded engine; with `python`, a program that starts servers, one rank and two servers
     of each role.
     """
-    cycles = turns // CYCLE
+    cycles = iterations // CYCLE
     args = {
-        "generator_updates": max(1, 3 * cycles), "warmup_updates": turns - CYCLE * cycles, "group_size": SAMPLES,
+        "generator_updates": max(1, 3 * cycles), "warmup_updates": iterations - CYCLE * cycles, "group_size": SAMPLES,
         "verifications": SAMPLES, "alpha_start": 0.5, "generator_template": f"{base}/plain.txt",
         "verifier_template": f"{base}/turns.txt",
     }  # fmt: skip
@@ -50,10 +50,10 @@ def settings(base: Path, runs: Path, name: str, turns: int, *, python: Path | No
         "verifier": cut_runs.role(base, model=cut_runs.VERIFIER, lr=1e-3, sampling={"max_tokens": 2}),
     }
     own = {
-        "dir": str(runs), "prompts_per_step": PROMPTS, "save_every": 1 if turns < SHORT else SAVE_CYCLES,
+        "dir": str(runs), "prompts_per_iteration": PROMPTS, "save_every": 1 if iterations < SHORT else SAVE_CYCLES,
         "deterministic": True, "async_save": True, "train_without_signal": True, "hang_after_s": 120.0,
     }  # fmt: skip
-    target = "megatron_rl.recipes.tango:PaperTango"
+    target = "megatron_rl.recipes.tango:Tango"
     found = cut_runs.config(base, name, target, roles, args=args, reward="begins_well", **own)
     if python is not None:
         found["launch"] = {"nproc": 1}

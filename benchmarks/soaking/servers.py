@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 from fake_vllm import GENERATE, JOIN, PAUSE, UPDATE, Handler  # noqa: E402
 from refitted_servers import RefittedVllm  # noqa: E402
 
-from megatron_rl.engines.guard import TOKEN_FILE  # noqa: E402
+from megatron_rl.engines.auth_middleware import TOKEN_FILE  # noqa: E402
 from megatron_rl.frames import pack, unpack  # noqa: E402
 
 FAULTS, SHARE = "SOAK_FAULTS", "SOAK_SHARE"  # the directory; the share of answers that something happens to

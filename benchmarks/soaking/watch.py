@@ -1,4 +1,4 @@
-"""The watch over the processes of a run: what each holds while turns go by, and what is left of them afterwards.
+"""The watch over the processes of a run: what each holds while iterations go by, and what is left of them afterwards.
 
 Every process that belongs to a soak has a word in its environment (MARK), so that it is found whoever its parent is.
 """
@@ -18,8 +18,8 @@ import numpy as np
 import psutil
 
 MARK = "MEGATRON_RL_SOAK"
-WARM_TURNS = 200  # of a process, before its memory has to be flat; of a short run a fifth
-SHARE_WATCHED = 0.5  # of a run's turns behind the warm ones that a process must have lived for to have a slope
+WARM_ITERATIONS = 200  # of a process, before its memory has to be flat; of a short run a fifth
+SHARE_WATCHED = 0.5  # of a run's iterations behind the warm ones that a process must have lived for to have a slope
 LONGEST_LINE = 1 << 16  # of metrics.jsonl
 POLL_S = 0.1
 
@@ -28,7 +28,7 @@ POLL_S = 0.1
 class Sample:
     """What one process held at one moment."""
 
-    turn: int  # turns that the run had done
+    iteration: int  # iterations that the run had done
     name: str  # of the process: rank 0, server generator-1
     pid: int
     held_kib: int  # anonymous and shared memory; pages of files, which the kernel takes back, do not count
@@ -39,16 +39,16 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Slope:
-    """How fast a process grew behind its warm turns."""
+    """How fast a process grew behind its warm iterations."""
 
-    kib: float  # a turn
-    descriptors: float  # in 1,000 turns
-    threads: float  # in 1,000 turns
-    turns: int  # that it was watched for
+    kib: float  # an iteration
+    descriptors: float  # in 1,000 iterations
+    threads: float  # in 1,000 iterations
+    iterations: int  # that it was watched for
 
 
 class Watch:
-    """Takes samples of all processes under a launcher, one in a turn, and keeps them in a file.
+    """Takes samples of all processes under a launcher, one in an iteration, and keeps them in a file.
 
     Memory and descriptors rise and fall with what is under way: few samples would have slopes by chance.
     """
@@ -63,15 +63,15 @@ class Watch:
         """Forgets the processes of the start before."""
         self._names, self._next = {}, 0
 
-    def look(self, launcher: int, turn: int) -> None:
+    def look(self, launcher: int, iteration: int) -> None:
         """Takes a sample where one is due."""
-        if turn < self._next:
+        if iteration < self._next:
             return
-        self._next = turn + 1
+        self._next = iteration + 1
         with self._file.open("a") as file:
             for process in family(launcher):
                 with contextlib.suppress(psutil.Error, OSError):
-                    found = sample(process.pid, self._name(process, launcher), turn)
+                    found = sample(process.pid, self._name(process, launcher), iteration)
                     file.write(json.dumps(asdict(found)) + "\n")
 
     def named(self, launcher: int, start: str) -> list[psutil.Process]:
@@ -104,9 +104,9 @@ def name_of(process: psutil.Process, launcher: int, ranks: int | None) -> str:
     none)."""
     words = process.cmdline()
     text = " ".join(words)
-    if "megatron_rl.rewards.keeper" in text:  # a keeper starts the worker as its child, which has its words
+    if "megatron_rl.rewards.reaper" in text:  # a keeper starts the worker as its child, which has its words
         parent = process.parent()
-        inside = parent is not None and "megatron_rl.rewards.keeper" in " ".join(parent.cmdline())
+        inside = parent is not None and "megatron_rl.rewards.reaper" in " ".join(parent.cmdline())
         return "reward worker" if inside else "keeper of a reward worker"
     for kind, mark in (("server", "soaking/servers.py"), ("supervisor", "megatron_rl.main serve")):
         if mark in text:
@@ -128,37 +128,37 @@ def _served(words: Sequence[str], process: psutil.Process) -> str:
     return f"{told['--role']}-{told['--replica']}"
 
 
-def sample(pid: int, name: str, turn: int) -> Sample:
+def sample(pid: int, name: str, iteration: int) -> Sample:
     """Reads what a process holds. Raises OSError when it has ended."""
     told = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     if "VmRSS" not in told:
         raise ProcessLookupError(f"process {pid} has ended")
     kib = {key: int(told[key].split()[0]) for key in ("RssAnon", "RssShmem", "VmRSS")}
     return Sample(
-        turn=turn, name=name, pid=pid, held_kib=kib["RssAnon"] + kib["RssShmem"], resident_kib=kib["VmRSS"],
+        iteration=iteration, name=name, pid=pid, held_kib=kib["RssAnon"] + kib["RssShmem"], resident_kib=kib["VmRSS"],
         descriptors=len(os.listdir(f"/proc/{pid}/fd")), threads=int(told["Threads"]),
     )  # fmt: skip
 
 
-def slopes(samples: Iterable[Sample], turns: int) -> dict[str, Slope]:
+def slopes(samples: Iterable[Sample], iterations: int) -> dict[str, Slope]:
     """Returns how fast the processes grew, by name: of each name the one that lived longest, where it lived long."""
     lives: dict[tuple[str, int], list[Sample]] = defaultdict(list)
     for each in samples:
         lives[each.name, each.pid].append(each)
     found: dict[str, Slope] = {}
-    warm = min(WARM_TURNS, turns // 5)
+    warm = min(WARM_ITERATIONS, iterations // 5)
     for (name, _), life in lives.items():
-        late = [each for each in life if each.turn >= life[0].turn + warm]
-        watched = late[-1].turn - late[0].turn if late else 0
-        short = len(late) < 3 or watched < SHARE_WATCHED * (turns - warm)
-        if short or (name in found and watched <= found[name].turns):
+        late = [each for each in life if each.iteration >= life[0].iteration + warm]
+        watched = late[-1].iteration - late[0].iteration if late else 0
+        short = len(late) < 3 or watched < SHARE_WATCHED * (iterations - warm)
+        if short or (name in found and watched <= found[name].iterations):
             continue
-        at = np.array([each.turn for each in late], float)
+        at = np.array([each.iteration for each in late], float)
         found[name] = Slope(
             kib=median_slope(at, [each.held_kib for each in late]),
             descriptors=1000 * median_slope(at, [each.descriptors for each in late]),
             threads=1000 * median_slope(at, [each.threads for each in late]),
-            turns=watched,
+            iterations=watched,
         )
     return found
 
@@ -193,12 +193,12 @@ def gone(mark: str, within_s: float) -> list[psutil.Process]:
     return left
 
 
-def last_turn(run: Path) -> int:
-    """Returns the number of turns that metrics.jsonl tells of, by its last whole line."""
+def last_iteration(run: Path) -> int:
+    """Returns the number of iterations that metrics.jsonl tells of, by its last whole line."""
     with contextlib.suppress(OSError, ValueError, IndexError, KeyError), (run / "metrics.jsonl").open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - LONGEST_LINE))
-        return int(json.loads(file.read().split(b"\n")[-2])["turn"]) + 1
+        return int(json.loads(file.read().split(b"\n")[-2])["iteration"]) + 1
     return 0
 
 

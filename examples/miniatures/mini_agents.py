@@ -18,13 +18,13 @@ sys.path += [str(HERE), str(HERE / "evolve")]
 from mini_runs import command, console, series, start_middle_end, windows  # noqa: E402  (beside this file)
 from rich.table import Table  # noqa: E402
 
-from megatron_rl.training.store import ROLLOUTS, read_rows, turn_files  # noqa: E402
+from megatron_rl.training.store import ROLLOUTS, iteration_files, read_rows  # noqa: E402
 
 Row = Mapping[str, Any]  # a sample as `training.store.read_rows` gives it
 ROLE = "agent"
 CURVES = {"reward/outcome": "right answers", "reward/tool_calls": "calls of the tool", "length": "tokens written"}
 TASK_SEED = 1
-WIDTH = 3  # turns that the start, the middle and the end of a curve are means of
+WIDTH = 3  # iterations that the start, the middle and the end of a curve are means of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Miniature:
     write_task: Callable[[Path, int], None]  # (directory, seed): makes `model`, train.jsonl, test.jsonl and sft.jsonl
     sft_steps: int
     arms: Sequence[Arm]
-    # Further figures by their labels: a number of a sample, or None for a sample that the figure is not about.
+    # Further metrics by their labels: a number of a sample, or None for a sample that the metric is not about.
     samples: Mapping[str, Callable[[Row], float | None]] = field(default_factory=dict)
 
     @property
@@ -57,7 +57,7 @@ class Miniature:
 
 
 def main(miniature: Miniature, description: str | None) -> None:
-    """Runs all arms of a miniature and prints the table of their figures."""
+    """Runs all arms of a miniature and prints the table of their metrics."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0, help="seed of reinforcement learning")
@@ -72,7 +72,7 @@ def main(miniature: Miniature, description: str | None) -> None:
             "train", str(miniature.config), f"run.name={arm.name}", f"run.seed={options.seed}",
             f"recipe.args.updates={options.updates}", f"recipe.args.environment.args.tools={tools}",
         )  # fmt: skip
-        for label, values in figures(miniature, miniature.base / arm.name).items():
+        for label, values in metrics(miniature, miniature.base / arm.name).items():
             shown = ("" if math.isnan(value) else f"{value:.2f}" for value in values)
             table.add_row(arm.label, label, *shown)
     command("report", str(miniature.base / miniature.arms[0].name))
@@ -90,16 +90,16 @@ def prepare(miniature: Miniature) -> None:
         command("sft", str(sft), f"steps={miniature.sft_steps}", f"run.dir={base}")
 
 
-def figures(miniature: Miniature, run: Path) -> dict[str, list[float]]:
-    """Returns the figures of a run by their labels, each at the start, at the middle and at the end; nan where there is
+def metrics(miniature: Miniature, run: Path) -> dict[str, list[float]]:
+    """Returns the metrics of a run by their labels, each at the start, at the middle and at the end; nan where there is
     none."""
     held_out = [value for _, value in series(run, "eval", f"{ROLE}/reward_sampled", counted=ROLE)]
     out = {"right answers, held out": [held_out[0], math.nan, held_out[-1]]}
     for name, label in CURVES.items():
         out[label] = start_middle_end([value for _, value in series(run, ROLE, name, counted=ROLE)], width=WIDTH)
-    turns = [read_rows(path, ROLE) for path in turn_files(run / ROLLOUTS)] if miniature.samples else []
-    for label, figure in miniature.samples.items():
-        out[label] = [_mean(window, figure) for window in windows(turns, width=WIDTH)]
+    iterations = [read_rows(path, ROLE) for path in iteration_files(run / ROLLOUTS)] if miniature.samples else []
+    for label, metric in miniature.samples.items():
+        out[label] = [_mean(window, metric) for window in windows(iterations, width=WIDTH)]
     return out
 
 
@@ -118,7 +118,7 @@ def conversation(prompt: str, *said: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": prompt}, *told]}
 
 
-def _mean(turns: Sequence[Sequence[Row]], figure: Callable[[Row], float | None]) -> float:
-    """Returns the mean of a figure over all samples of some turns that it is about; nan where there are none."""
-    values = [value for rows in turns for row in rows if (value := figure(row)) is not None]
+def _mean(iterations: Sequence[Sequence[Row]], metric: Callable[[Row], float | None]) -> float:
+    """Returns the mean of a metric over all samples of some iterations that it is about; nan where there are none."""
+    values = [value for rows in iterations for row in rows if (value := metric(row)) is not None]
     return sum(values) / len(values) if values else math.nan

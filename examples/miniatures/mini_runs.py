@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-Figures = Mapping[str, float]
+Metrics = Mapping[str, float]
 Value = TypeVar("Value")
 console = Console(soft_wrap=True)
 
@@ -25,20 +25,20 @@ def command(*arguments: str) -> None:
 
 
 def series(
-    run: Path, scope: str, name: str, *, counted: str, more: Callable[[Figures], Figures] = lambda figures: {}
+    run: Path, scope: str, name: str, *, counted: str, more: Callable[[Metrics], Metrics] = lambda metrics: {}
 ) -> list[tuple[int, float]]:
-    """Returns (updates before it, figure) of every line of a run's metrics in `scope` that has the figure.
+    """Returns (updates before it, metric) of every line of a run's metrics in `scope` that has the metric.
 
-    An update has one line in the scope `counted`, which is its first; `more` makes further figures of those lines.
+    An update has one line in the scope `counted`, which is its first; `more` makes further metrics of those lines.
     """
     points, done = {}, 0
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-        figures = dict(line["metrics"])
+        metrics = dict(line["metrics"])
         if line["scope"] == counted:
-            figures |= more(figures)
+            metrics |= more(metrics)
             done += 1
-        if line["scope"] == scope and name in figures:
-            points[done] = figures[name]
+        if line["scope"] == scope and name in metrics:
+            points[done] = metrics[name]
     return sorted(points.items())
 
 

@@ -71,7 +71,9 @@ def assign_advantages(
     alphas = None if alpha is None else _alphas(alpha, len(rollouts))
     find_estimator(estimator)
     if alpha is not None and word_of(estimator) == w_reinforce.__name__:
-        raise ConfigError("estimator w_reinforce tells right answers from wrong ones, and has no rule for step rewards")
+        raise ConfigError(
+            "estimator w_reinforce tells correct answers from wrong ones, and has no rule for step rewards"
+        )
     if not rollouts:
         return []
     rewards = np.array([_outcome(rollout, reward) for rollout in rollouts])
@@ -79,7 +81,7 @@ def assign_advantages(
     groups = _groups(rollouts)
     outcomes = _estimated(estimator, rewards, groups, tokens, members=np.bincount(groups)[groups])
     factors = np.ones(len(rollouts)) if weights is None else np.asarray(weights, np.float64)
-    if alphas is None or all(r.marks_of(STEP).scores is None for r in rollouts):
+    if alphas is None or all(r.annotations_of(STEP).scores is None for r in rollouts):
         return [*map(_credited, rollouts, rewards.tolist(), (outcomes * factors).tolist())]
     found = _step_advantages(rollouts, estimator=estimator, credit=steps, rloo_scale=RLOO_STEP_SCALE)
     mixed = (w * ((1 - a) * o + a * s) for o, s, w, a in zip(outcomes, found, factors, alphas, strict=True))
@@ -129,9 +131,9 @@ def _step_advantages(
 ) -> Iterable[np.ndarray | float]:
     """Gives the step advantages one rollout after the other: those of all at once would be 8 bytes a token."""
     estimate = find_estimator(estimator)
-    scores = [rollout.marks_of(STEP).scores for rollout in rollouts]
+    scores = [rollout.annotations_of(STEP).scores for rollout in rollouts]
     if estimate is reinforce_pp:
-        judged = [own is not None or not len(r.marks_of(STEP)) for r, own in zip(rollouts, scores, strict=True)]
+        judged = [own is not None or not len(r.annotations_of(STEP)) for r, own in zip(rollouts, scores, strict=True)]
         spread = (
             _spread(r, s, credit) if known else None for r, s, known in zip(rollouts, scores, judged, strict=True)
         )
@@ -210,7 +212,7 @@ def _spread(rollout: Rollout, scores: np.ndarray | None, credit: StepCredit) -> 
     them alone. -> [T] float64; 0.0 without scores."""
     if scores is None or not len(scores):
         return 0.0
-    ends, length = rollout.marks_of(STEP).ranges[:, 1], len(rollout.tokens)
+    ends, length = rollout.annotations_of(STEP).ranges[:, 1], len(rollout.tokens)
     order = np.argsort(ends, kind="stable")
     ends = ends[order]
     if not (ends[0] > 0 and ends[-1] <= length):

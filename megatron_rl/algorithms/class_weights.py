@@ -11,12 +11,12 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class ClassCounts:
-    """Moving counts of rows whose solution is right and wrong; None before the first batch.
+    """Moving counts of rows whose solution is correct and wrong; None before the first batch.
 
     The state a checkpoint holds: `dataclasses.asdict(counts)` and `ClassCounts(**state)`.
     """
 
-    right: float | None = None
+    correct: float | None = None
     wrong: float | None = None
 
     def updated(self, labels: Sequence[bool], decay: float) -> ClassCounts:
@@ -26,11 +26,11 @@ class ClassCounts:
             raise ValueError(f"decay = {decay} of the class counts: give a number from 0 (this batch alone) to below 1")
         if not labels:
             return self
-        right = float(sum(labels))
-        wrong = len(labels) - right
-        if self.right is None or self.wrong is None:
-            return ClassCounts(right, wrong)
-        return ClassCounts(decay * self.right + (1 - decay) * right, decay * self.wrong + (1 - decay) * wrong)
+        correct = float(sum(labels))
+        wrong = len(labels) - correct
+        if self.correct is None or self.wrong is None:
+            return ClassCounts(correct, wrong)
+        return ClassCounts(decay * self.correct + (1 - decay) * correct, decay * self.wrong + (1 - decay) * wrong)
 
     def weights(self, labels: Sequence[bool]) -> list[float]:
         """Turns [B] labels into [B] weights 1 / (sqrt(count of the class) + 1e-6), rescaled to average 1 over the rows
@@ -40,9 +40,9 @@ class ClassCounts:
         """
         if not labels:
             return []
-        if self.right is None or self.wrong is None:
+        if self.correct is None or self.wrong is None:
             raise ValueError("no batch was counted yet: call updated() first")
-        raw = {True: 1 / (math.sqrt(self.right) + EPSILON), False: 1 / (math.sqrt(self.wrong) + EPSILON)}
+        raw = {True: 1 / (math.sqrt(self.correct) + EPSILON), False: 1 / (math.sqrt(self.wrong) + EPSILON)}
         rows = [raw[bool(label)] for label in labels]
         mean = math.fsum(rows) / len(rows)
         return [w / mean for w in rows]

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.batches.batch import Batch, at
+from megatron_rl.batches.packed_batch import Batch, at
 from megatron_rl.config.schema import CorrectionConfig
-from megatron_rl.later import Later
+from megatron_rl.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
-    torch, Tensor = Later("torch"), Any
+    torch, Tensor = LazyModule("torch"), Any
 
 LOG_LIMIT = 20.0  # |log r| is bounded so, as in verl: exp of more may be inf, and inf times an advantage of 0 is nan
 EXP_LIMIT = 40.0  # largest argument of exp in a loss: float32 also holds the square of the result, for gradient norms
@@ -36,9 +36,9 @@ def bounded_exp(values: Tensor, limit: float | Tensor = EXP_LIMIT) -> Tensor:
 def correction_weights(
     config: CorrectionConfig | None, gap: Tensor, batch: Batch
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Turns gap [N] = log r of trained labels, 0 elsewhere, into weights of the labels' losses and figures, [N] each.
+    """Turns gap [N] = log r of trained labels, 0 elsewhere, into weights of the labels' losses and metrics, [N] each.
 
-    A weight has no gradient, and is 1 where the label was not sampled by the policy. The figures are 1 where r of the
+    A weight has no gradient, and is 1 where the label was not sampled by the policy. The metrics are 1 where r of the
     label, or of its rollout, lies outside the bounds: `correction_truncated` where it was moved into them,
     `correction_masked` where the weight is 0. No correction gives (None, {}).
 
@@ -73,7 +73,7 @@ def off_policy_mask(threshold: float | None, logprobs: Tensor, batch: Batch) -> 
 
     A rollout's distance is the mean of log p_engine - log p over its trained labels, with the live p; it estimates KL.
     The weights, [N] without gradient, are 0 at trained labels whose advantage is negative where that is above
-    `threshold`, and 1 elsewhere; the figure `off_policy_masked` counts the zeros. No threshold gives (None, {}).
+    `threshold`, and 1 elsewhere; the metric `off_policy_masked` counts the zeros. No threshold gives (None, {}).
     """
     if threshold is None:
         return None, {}

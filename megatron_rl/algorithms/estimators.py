@@ -87,7 +87,7 @@ def opmd(
 
 
 def asymre(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray, *, baseline_shift: float = -0.1) -> np.ndarray:
-    """Returns r - (mean of group + baseline_shift): below 0 the shift makes right answers weigh more than wrong ones,
+    """Returns r - (mean of group + baseline_shift): below 0 the shift makes correct answers weigh more than wrong ones,
     for data of older policies (AsymRE, arXiv 2506.20520); no std. It is meant for a loss without ratio and clip."""
     return compare(rewards, groups)[0] - baseline_shift
 
@@ -95,7 +95,7 @@ def asymre(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray, *, basel
 def w_reinforce(
     rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray, *, positive_weight: float = 0.1
 ) -> np.ndarray:
-    """Returns `positive_weight` for a right answer, whose reward is above 0.5, and -1 for a wrong one; no baseline
+    """Returns `positive_weight` for a correct answer, whose reward is above 0.5, and -1 for a wrong one; no baseline
     (W-REINFORCE, arXiv 2506.01347). With positive_weight 0 wrong answers alone are trained on (NSR)."""
     return np.where(rewards > 0.5, float(positive_weight), -1.0)
 

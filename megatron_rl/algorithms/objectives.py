@@ -1,6 +1,6 @@
 """Objectives of policy losses: functions from log-probs and advantages to a loss per token, named in the config.
 
-A new one is a function (live, batch, **args) -> [N] per-token loss, or that and detached figures [N] by name. What it
+A new one is a function (live, batch, **args) -> [N] per-token loss, or that and detached metrics [N] by name. What it
 reads is 0 wherever a label is not in the loss; `batch.old` are the log-probs at the start of the update
 (the live ones' in a first optimizer step).
 """
@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pydantic
 
 from megatron_rl.algorithms.corrections import LOG_LIMIT, bounded_exp
-from megatron_rl.batches.batch import Batch, Statistics, at
+from megatron_rl.batches.packed_batch import Batch, Statistics, at
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.later import Later
+from megatron_rl.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
-    torch, Tensor = Later("torch"), Any
+    torch, Tensor = LazyModule("torch"), Any
 
 Answer = Tensor | tuple[Tensor, dict[str, Tensor]]
 NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
@@ -108,12 +108,12 @@ def clipped(
     log_ratio = live.logprobs - batch.old
     if ratio_bound is not None:
         log_ratio = log_ratio.clamp(-math.log(ratio_bound), math.log(ratio_bound))
-    loss, figures = _clip(bounded_exp(log_ratio), batch.advantages, clip_low, clip_high)
+    loss, metrics = _clip(bounded_exp(log_ratio), batch.advantages, clip_low, clip_high)
     if dual_clip is not None:
         most = -dual_clip * batch.advantages
         over = (batch.advantages < 0) & (loss > most)
-        loss, figures = torch.where(over, most, loss), {**figures, "dual_clip_frac": over}
-    return loss, figures
+        loss, metrics = torch.where(over, most, loss), {**metrics, "dual_clip_frac": over}
+    return loss, metrics
 
 
 def gspo(
@@ -230,12 +230,12 @@ def distilled(live: Statistics, batch: Batch, *, max_fall: Positive | None = Non
     is ours with a correction that never binds, and adds 0.001 log(ratio)^2, which is not offered.
     """
     gain = (batch.values["teacher_logprobs"] - live.logprobs).detach()
-    loss, figures = -bounded_exp(live.logprobs - batch.old) * gain, {"teacher_gap": -gain}
+    loss, metrics = -bounded_exp(live.logprobs - batch.old) * gain, {"teacher_gap": -gain}
     if max_fall is None:
-        return loss, figures
+        return loss, metrics
     fall = batch.engine_logprobs.exp() - live.logprobs.detach().exp()
     dropped = batch.mask & (fall > max_fall)
-    return at(~dropped, loss), {**figures, "drop_frac": dropped}
+    return at(~dropped, loss), {**metrics, "drop_frac": dropped}
 
 
 @objective(needs=["entropy", "candidate_logprobs", "teacher_candidate_logprobs"], uses_advantages=False)

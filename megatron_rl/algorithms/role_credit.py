@@ -16,7 +16,7 @@ class RoleBaselines:
     """A moving average of the rewards of each role (SPIRAL's role-conditioned baselines, arXiv 2506.24119).
 
     In a game in which one side wins what the other loses, a group's mean says nothing; a role's own usual reward does.
-    A recipe keeps one from turn to turn, and has `asdict` of it in its state_dict.
+    A recipe keeps one from iteration to iteration, and has `asdict` of it in its state_dict.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)  # by role; 0 before any reward

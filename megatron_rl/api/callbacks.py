@@ -15,54 +15,55 @@ class RunState:
     """The place that a run has reached. Callbacks read it; `stop` is all that they change."""
 
     run: Path  # the run's directory
-    turns: int  # turns of the whole run
-    turn: int = 0  # turns that are done
-    step: int = 0  # step of the recipe that the last line belongs to; after an evaluation, steps that are done
-    # Lines since this start as `TrainResult.history` has them: turn, step, scope, and each figure by its name.
+    iterations: int  # iterations of the whole run
+    iteration: int = 0  # iterations that are done
+    cycle: int = 0  # cycle of the recipe that the last line belongs to; after an evaluation, cycles that are done
+    # Lines since this start as `TrainResult.history` has them: iteration, cycle, scope, and each metric by its name.
     history: list[dict[str, Any]] = field(default_factory=list)
-    last: dict[str, dict[str, float]] = field(default_factory=dict)  # the newest figures by scope
+    last: dict[str, dict[str, float]] = field(default_factory=dict)  # the newest metrics by scope
     stopping: bool = False  # a callback has asked to stop
 
     def stop(self) -> None:
-        """Asks the run to save and leave at once: after this turn, or after this evaluation and before the next turn.
-        The trained models are written as at the end; another `train()` goes on from there, with that evaluation once
-        more."""
+        """Asks the run to save and leave at once: after this iteration, or after this evaluation and before the next
+        iteration. The trained models are written as at the end; another `train()` goes on from there, with that
+        evaluation once more."""
         self.stopping = True
 
 
 class Callback:
-    """The base of callbacks: each method does nothing. They run in the program that called `train()`, between turns,
-    while the run waits. What one raises ends the run, which saves before it leaves, and is raised by `train()`."""
+    """The base of callbacks: each method does nothing. They run in the program that called `train()`, between
+    iterations, while the run waits. What one raises ends the run, which saves before it leaves, and is raised by
+    `train()`."""
 
     def on_train_begin(self, state: RunState) -> None:
-        """Is called before the first turn; of a run that goes on, `state.turn` turns are done."""
+        """Is called before the first iteration; of a run that goes on, `state.iteration` iterations are done."""
 
-    def on_turn_end(self, state: RunState) -> None:
-        """Is called after every turn and its update, with the turn's figures in `state.last`."""
+    def on_iteration_end(self, state: RunState) -> None:
+        """Is called after every iteration and its update, with the iteration's metrics in `state.last`."""
 
     def on_evaluate(self, state: RunState) -> None:
-        """Is called after every evaluation, with its figures in `state.last["eval"]`."""
+        """Is called after every evaluation, with its metrics in `state.last["eval"]`."""
 
     def on_train_end(self, state: RunState) -> None:
         """Is called once the run has ended in order: finished, or stopped by a callback."""
 
 
 def take_event(state: RunState, event: dict[str, Any], callbacks: Sequence[Callback]) -> None:
-    """Brings the state up to date with what the run told (session.listening), and calls the callbacks."""
+    """Brings the state up to date with what the run told (session.parent_events), and calls the callbacks."""
     match event["event"]:
         case "begin":
-            state.turns, state.turn = event["turns"], event["turn"]
+            state.iterations, state.iteration = event["iterations"], event["iteration"]
             for one in callbacks:
                 one.on_train_begin(state)
         case "metrics":
-            figures, before = event["metrics"], event["scope"] == EVAL  # see metrics.MetricsRow.place
-            turn, step = event["turn"] - before, event["step"] - before
-            state.step, state.last[event["scope"]] = event["step"], figures
-            state.history.append({"turn": turn, "step": step, "scope": event["scope"]} | figures)
+            metrics, before = event["metrics"], event["scope"] == EVAL  # see metrics.MetricsRow.place
+            iteration, cycle = event["iteration"] - before, event["cycle"] - before
+            state.cycle, state.last[event["scope"]] = event["cycle"], metrics
+            state.history.append({"iteration": iteration, "cycle": cycle, "scope": event["scope"]} | metrics)
             if before:
                 for one in callbacks:
                     one.on_evaluate(state)
-        case "turn":
-            state.turn = event["turn"]
+        case "iteration":
+            state.iteration = event["iteration"]
             for one in callbacks:
-                one.on_turn_end(state)
+                one.on_iteration_end(state)

@@ -51,7 +51,7 @@ def run(words: Sequence[str], told: Callable[[Event], bool] | None = None, *, sh
     """Runs `megatron-rl *words` to its end. Returns the exit status: 0, or 130 where it saved and left. `show`: what it
     prints is shown; else only an error tells the end of it.
 
-    `told` gets what a training run tells (session.listening), while the run waits; it returns whether the run is to
+    `told` gets what a training run tells (session.parent_events), while the run waits; it returns whether the run is to
     stop. A KeyboardInterrupt asks the run to save and leave, and is raised again when it has; a second one kills it.
     Raises ConfigError and RunFailed with the run's own words, and whatever `told` raises, once the run has left.
     """

@@ -19,12 +19,12 @@ from megatron_rl.config.base import ConfigError, Use
 WORDS: Mapping[str, str] = {
     "grpo": "megatron_rl.recipes.grpo:Grpo",
     "dapo": "megatron_rl.recipes.dapo:Dapo",
-    "remax": "megatron_rl.recipes.remax:Remax",
+    "remax": "megatron_rl.contrib.remax:Remax",
+    "lean_tango": "megatron_rl.recipes.tango:LeanTango",
     "tango": "megatron_rl.recipes.tango:Tango",
-    "tango_paper": "megatron_rl.recipes.tango:PaperTango",
     "agents": "megatron_rl.recipes.agents:Agents",
-    "rubric": "megatron_rl.recipes.rubric:Rubric",
-    "pairwise": "megatron_rl.recipes.pairwise:Pairwise",
+    "rubric": "megatron_rl.contrib.rubric:Rubric",
+    "pairwise": "megatron_rl.contrib.pairwise:Pairwise",
     "distil": "megatron_rl.recipes.distil:Distil",
 }
 _COUNTS = ("updates", "generator_updates")  # arguments that say how long a run is, the first that a recipe has

@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import TrainConfig
-from megatron_rl.run.directory import FAILED, RunDirectory
 from megatron_rl.run.metrics import read_metrics
+from megatron_rl.run.run_directory import FAILED, RunDirectory
 
 MODELS = "models"  # in a run's directory: one Hugging Face directory for each trained policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """The files and figures of a run, also of one that was stopped."""
+    """The files and metrics of a run, also of one that was stopped."""
 
     run: Path  # the run's directory
-    finished: bool  # all turns are done; else `train()` goes on
+    finished: bool  # all iterations are done; else `train()` goes on
     failed: str | None  # why the last start failed, in a line; None where it did not
-    # Figures of the whole run: ROLE_FIGURE_start and ROLE_FIGURE_end of the first and last evaluation, turns, updates
-    # by policy, seconds.
-    figures: Mapping[str, Any]
-    # Lines of metrics.jsonl, flat: turn, step, scope (a role, eval or gate), and each figure by its name. Turns and
-    # steps count from 0; an evaluation has those of the last turn before it, and -1 before the first. Made for
-    # pandas.DataFrame(result.history).
+    # Metrics of the whole run: ROLE_FIGURE_start and ROLE_FIGURE_end of the first and last evaluation, iterations,
+    # updates by policy, seconds.
+    metrics: Mapping[str, Any]
+    # Lines of metrics.jsonl, flat: iteration, cycle, scope (a role, eval or preflight), and each metric by its name.
+    # Iterations and cycles count from 0; an evaluation has those of the last iteration before it, and -1 before the
+    # first. Made for pandas.DataFrame(result.history).
     history: list[dict[str, Any]]
     models: Mapping[str, Path]  # Hugging Face directories of the trained models, by policy
 
@@ -38,9 +38,9 @@ class TrainResult:
         places |= {"summary": directory.summary, "log": directory.logs / "driver.log"}
         return places | {f"model/{name}": path for name, path in self.models.items()}
 
-    def column(self, figure: str, scope: str | None = None) -> list[float]:
-        """Returns a figure, such as `reward/trained`, of every line of a scope (None: of any) that has it, in order."""
-        return [row[figure] for row in self.history if figure in row and scope in (None, row["scope"])]
+    def column(self, metric: str, scope: str | None = None) -> list[float]:
+        """Returns a metric, such as `reward/trained`, of every line of a scope (None: of any) that has it, in order."""
+        return [row[metric] for row in self.history if metric in row and scope in (None, row["scope"])]
 
 
 def read_result(config: TrainConfig) -> TrainResult:
@@ -48,11 +48,11 @@ def read_result(config: TrainConfig) -> TrainResult:
     directory = RunDirectory(Path(config.run.dir) / config.run.name)
     summary = directory.read_summary()
     history = [
-        {"turn": row.place[0], "step": row.place[1], "scope": row.scope, **row.metrics}
+        {"iteration": row.place[0], "cycle": row.place[1], "scope": row.scope, **row.metrics}
         for row in read_metrics(directory.path)
     ]
     found = sorted((directory.path / MODELS).glob("*/config.json"))
     return TrainResult(
-        run=directory.path, finished=bool(summary.get("finished")), failed=summary.get(FAILED), figures=summary,
+        run=directory.path, finished=bool(summary.get("finished")), failed=summary.get(FAILED), metrics=summary,
         history=history, models={file.parent.name: file.parent for file in found},
     )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from megatron_rl.api import hub, inputs, process
+from megatron_rl.api import data_files, process, push_to_hub
 from megatron_rl.api.callbacks import Callback, RunState, take_event
 from megatron_rl.api.config import Config, Settings
 from megatron_rl.api.names import settings_of
@@ -41,10 +41,10 @@ class Trainer:
     def __init__(
         self,
         model: str | Path | Mapping[str, str | Path] | None = None,
-        reward: inputs.Reward | None = None,
-        dataset: inputs.Rows | str | Path | None = None,
+        reward: data_files.Reward | None = None,
+        dataset: data_files.Rows | str | Path | None = None,
         *,
-        eval_dataset: inputs.Rows | str | Path | None = None,
+        eval_dataset: data_files.Rows | str | Path | None = None,
         recipe: Any = None,
         config: Config | TrainConfig | Settings | str | Path | None = None,
         callbacks: Sequence[Callback] = (),
@@ -75,7 +75,7 @@ class Trainer:
         base = base | _models(model, roles)
         if reward is not None:
             base = _without(base, "reward", "args")
-            section, called = inputs.reward_settings(reward, directory)
+            section, called = data_files.reward_settings(reward, directory)
             base = base | {"reward": section} | _gate(base | given, bool(called))
         else:
             called = []
@@ -88,15 +88,15 @@ class Trainer:
 
     def train(self, *, fresh: bool = False) -> TrainResult:
         """Runs to the end, or until a callback stops it, in processes of its own (`ranks` of them), and returns what
-        the run left. A run that was interrupted or stopped goes on from its newest checkpoint; `fresh` plays the turns
-        again that it had played since.
+        the run left. A run that was interrupted or stopped goes on from its newest checkpoint; `fresh` collects the
+        iterations again that it had collected since.
 
         Raises ConfigError for what the run refuses, RunFailed with the run's message when it fails, KeyboardInterrupt
         once an interrupted run has saved and left, and what a callback raises.
         """
         self._write()
         config = self.config.resolve()
-        state = RunState(run=Path(config.run.dir) / config.run.name, turns=0)
+        state = RunState(run=Path(config.run.dir) / config.run.name, iterations=0)
 
         def told(event: process.Event) -> bool:
             take_event(state, event, self.callbacks)
@@ -108,11 +108,11 @@ class Trainer:
         return read_result(config)
 
     def evaluate(
-        self, dataset: inputs.Rows | str | Path | None = None, *, n: int = 1, temperature: float = 0.0
+        self, dataset: data_files.Rows | str | Path | None = None, *, n: int = 1, temperature: float = 0.0
     ) -> dict[str, float]:
         """Measures the first role's model, trained or as it started, by the run's reward on `dataset` (None: the eval
-        dataset), `n` samples of each problem. Returns `accuracy` (the share that is right), `reward` (the mean) and
-        further figures, as `megatron-rl eval` calls them.
+        dataset), `n` samples of each problem. Returns `accuracy` (the share that is correct), `reward` (the mean) and
+        further metrics, as `megatron-rl eval` calls them.
 
         Raises ConfigError where there is no data, or the recipe plays episodes of an environment; RunFailed.
         """
@@ -127,7 +127,7 @@ class Trainer:
         }  # fmt: skip
         tree["sampling"] = tree["sampling"] | {"temperature": temperature}
         self._run("eval", EvalConfig, tree, output.with_suffix(".yaml"))
-        return json.loads(output.read_text(encoding="utf-8"))["figures"]
+        return json.loads(output.read_text(encoding="utf-8"))["metrics"]
 
     def generate(
         self, prompts: Sequence[str | Sequence[Mapping[str, str]]], *, n: int = 1, max_tokens: int | None = None,
@@ -144,10 +144,10 @@ class Trainer:
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
         with tempfile.TemporaryDirectory(prefix="megatron_rl_") as place:
             rows = [{"prompt": prompt} for prompt in self._put(config, prompts)]
-            data = inputs.data_settings(rows, "prompts", Path(place)) | {"max_bad_share": 0.0}
+            data = data_files.data_settings(rows, "prompts", Path(place)) | {"max_bad_share": 0.0}
             tree = self._model_settings(config) | {
                 "data": data, "template": self._template(config, data), "output": f"{place}/answers", "n": n,
-                "seed": config.run.seed, "validation_share": 0.0, "keep_cut": True,
+                "seed": config.run.seed, "validation_share": 0.0, "keep_truncated": True,
             }  # fmt: skip
             tree["sampling"] = tree["sampling"] | {k: v for k, v in sampling.items() if v is not None}
             self._run("generate", GenerateConfig, tree, Path(place) / "generate.yaml")
@@ -166,7 +166,7 @@ class Trainer:
             raise ConfigError(f"no trained model in {self.config.get('run.name')}: call train() before push_to_hub")
         if role is not None and role not in models:
             raise ConfigError(f"role = {role!r}: trained are {', '.join(models)}")
-        return hub.push(models[role or next(iter(models))], repo, private=private)
+        return push_to_hub.push(models[role or next(iter(models))], repo, private=private)
 
     def _write(self) -> None:
         process.write_config(self._file, str(self.config))
@@ -197,7 +197,7 @@ class Trainer:
         if "environment" in arguments:
             raise ConfigError(
                 f"recipe {config.recipe.target} plays episodes of an environment, and this asks single questions: the "
-                "figures of its evaluations are in train()'s result"
+                "metrics of its evaluations are in train()'s result"
             )
         named = [name for name in _TEMPLATES if name in arguments]
         return vars(self._recipe(config))[named[0]] if named else None
@@ -210,12 +210,12 @@ class Trainer:
                 raise ConfigError("evaluate() has no data: give it a dataset, or the Trainer an eval_dataset")
             return held
         shared = {name: value for name, value in self.config.get("data").items() if name not in _OF_THE_SET}
-        return shared | inputs.data_settings(dataset, "eval", Path(config.run.dir) / INPUTS)
+        return shared | data_files.data_settings(dataset, "eval", Path(config.run.dir) / INPUTS)
 
     def _put(self, config: TrainConfig, prompts: Sequence[Any]) -> list[Any]:
         """Returns prompts in one form: conversations where one of them is one, or the training problems are."""
-        first = inputs.first_row(self.config.get("data")) or {}
-        trained = bool(config.data.chat) or inputs.is_chat(self.config.get("data"), first)
+        first = data_files.first_row(self.config.get("data")) or {}
+        trained = bool(config.data.chat) or data_files.is_chat(self.config.get("data"), first)
         if not trained and all(isinstance(prompt, str) for prompt in prompts):
             return list(prompts)
         system = [] if config.data.system is None else [{"role": "system", "content": config.data.system}]
@@ -234,14 +234,15 @@ def _models(model: Any, roles: Sequence[str]) -> Settings:
         return {}
     paths = dict(model) if isinstance(model, Mapping) else dict.fromkeys(roles, model)
     if unknown := [role for role in paths if role not in roles]:
-        raise ConfigError(f"model names the role {unknown[0]!r}, and the recipe plays with {', '.join(roles)}")
+        raise ConfigError(f"model names the role {unknown[0]!r}, and the recipe has {', '.join(roles)}")
     return {"roles": {role: {"model": {"path": str(path)}} for role, path in paths.items()}}
 
 
 def _gate(config: Config, functions: bool) -> Settings:
-    """Returns gate.reward = false where functions were given and nothing says how an answer stands in a response."""
-    said = config.get("gate.reward") is not None or config.get("reward.answer_format") is not None
-    return {"gate": {"reward": False}} if functions and not said else {}
+    """Returns preflight.reward = false where functions were given and nothing says how an answer stands in a
+    response."""
+    said = config.get("preflight.reward") is not None or config.get("reward.answer_format") is not None
+    return {"preflight": {"reward": False}} if functions and not said else {}
 
 
 def _data(base: Config, dataset: Any, held_out: Any, directory: Path) -> Settings:
@@ -249,10 +250,10 @@ def _data(base: Config, dataset: Any, held_out: Any, directory: Path) -> Setting
     found: dict[str, Any] = {}
     data = base.get("data", {})
     if dataset is not None:
-        found["data"] = data = data | inputs.data_settings(dataset, "data", directory)
+        found["data"] = data = data | data_files.data_settings(dataset, "data", directory)
     if held_out is not None:
         shared = {name: value for name, value in data.items() if name not in _OF_THE_SET}
-        own = inputs.data_settings(held_out, "eval", directory)
+        own = data_files.data_settings(held_out, "eval", directory)
         prompts = shared | {"shuffle": False} | (base.get("evaluation.prompts") or {}) | own
         found["evaluation"] = {"prompts": prompts}
     return found
@@ -264,7 +265,7 @@ def _columns(config: Config, called: Sequence[Any]) -> Settings:
     for key in ("data", "evaluation.prompts"):
         source = config.get(key)
         if called and source:
-            fields = inputs.column_fields(called, source, inputs.first_row(source))
+            fields = data_files.column_fields(called, source, data_files.first_row(source))
             found = {**found, **({f"{key}.fields": fields} if fields else {})}
     return found
 
@@ -273,7 +274,7 @@ def _plain_prompts(config: Config, target: str) -> Settings:
     """Returns the template `plain` where nothing names another and the prompts are whole texts, as in TRL."""
     source = config.get("data", {})
     named = "template" in fields_of(target) and config.get("recipe.args.template") is None
-    if not named or not inputs.is_raw_text(source, inputs.first_row(source)):
+    if not named or not data_files.is_raw_text(source, data_files.first_row(source)):
         return {}
     return {"recipe.args.template": "plain"}
 

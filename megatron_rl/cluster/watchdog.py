@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.cluster.slices import HUNG
+from megatron_rl.cluster.job_slices import HUNG
 
 POLL_S = 2.0
 GRACE_S = 10.0  # time for all ranks to write their stacks

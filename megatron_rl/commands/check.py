@@ -14,8 +14,8 @@ from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config.base import Use
 from megatron_rl.config.schema import EvalConfig
-from megatron_rl.session.launch import has_gpu
-from megatron_rl.spec import absent
+from megatron_rl.session.launch_ranks import has_gpu
+from megatron_rl.spec import missing_files
 from megatron_rl.spec.explain import explain, explain_recipe
 from megatron_rl.spec.resolve import resolve
 from megatron_rl.spec.run_spec import Host, RunSpec, Spec
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         if spec.reward is not None:
             plugins.build(Use(target=spec.reward.target, args=spec.reward.args))
         check_models(spec)
-    lines += [f"note: {one}" for one in absent.absent_files(spec) if args.elsewhere or one.on_hub]
+    lines += [f"note: {one}" for one in missing_files.absent_files(spec) if args.elsewhere or one.on_hub]
     if args.show:
         print(config_files.dump(config), end="")
     from megatron_rl.commands.check_data import data_lines
@@ -58,5 +58,5 @@ def _gpu_notes(spec: Spec, host: Host) -> list[str]:
     """Returns a note on GPUs of servers that would be refused on a host with GPUs, where this host has none: the run
     may be for another host."""
     if isinstance(spec, RunSpec) and not getattr(spec.engine.settings, "gpus", ()):
-        return []  # right on a CPU, and a site's profile may start the servers elsewhere
+        return []  # correct on a CPU, and a site's profile may start the servers elsewhere
     return [f"note: refused on a host with GPUs: {one}" for one in device_problems(spec.engine, host.ranks)]

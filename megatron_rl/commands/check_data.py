@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.chat import ASSISTANT, ChatTokenizer, problem_text, tokenize, tokenizer_of
+from megatron_rl.chat_template import ASSISTANT, ChatTokenizer, problem_text, tokenize, tokenizer_of
 from megatron_rl.config.data_settings import generated_name
 from megatron_rl.config.schema import HELD_OUT, ConfigError, Model, PromptSet, SftData
 from megatron_rl.data.conversations import MESSAGES, QUESTION

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_rl.config.model import Model
 from megatron_rl.spec.run_spec import Spec
-from megatron_rl.weights import adapters, hf
+from megatron_rl.weights import hf_model, lora_adapters
 
 
 def check_models(spec: Spec) -> None:
@@ -17,7 +17,7 @@ def check_models(spec: Spec) -> None:
     models += [(Model(path=path), None) for path in juniors if path is not None]
     for model, lora in models:
         if Path(model.path).is_dir() and model.init == "pretrained":
-            sizes = hf.read_architecture(model.path)
-            hf.check(model.path, sizes, cast=True)
+            sizes = hf_model.read_architecture(model.path)
+            hf_model.check(model.path, sizes, cast=True)
             if lora is not None and lora.path is not None:
-                adapters.read(lora.path, sizes, lora)
+                lora_adapters.read(lora.path, sizes, lora)

@@ -38,7 +38,7 @@ def add_parsers(commands: Any) -> None:
         action="store_true",
         help="make only the checks that every node of a job makes as it starts; print only what is wrong",
     )
-    status = commands.add_parser("status", help="a run's jobs, engines, turns, rates, starts and what ended them")
+    status = commands.add_parser("status", help="a run's jobs, engines, iterations, rates, starts and what ended them")
     status.add_argument("run", type=Path, help="a run directory, or a sweep's")
     stop = commands.add_parser("stop", help="let a run save and leave, and cancel its jobs that wait")
     stop.add_argument("run", type=Path, help="a run directory, or a sweep's")
@@ -101,7 +101,7 @@ def _add_submit(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs one of NAMES. Returns the exit status, 1 when a command of Slurm's fails. Raises ConfigError."""
-    from megatron_rl.cluster.slurm import SlurmError
+    from megatron_rl.cluster.slurm_commands import SlurmError
 
     try:
         calls = {"submit": _submit, "doctor": _doctor, "status": _status, "stop": _stop, "logs": _logs, "slice": _slice}
@@ -112,11 +112,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _submit(args: argparse.Namespace) -> int:
-    from megatron_rl.cluster import slurm
+    from megatron_rl.cluster import slurm_commands
     from megatron_rl.jobs import submit
 
     submission, run = _planned(args)
-    left_out = ", ".join(slurm.left_out(os.environ)) or "nothing"
+    left_out = ", ".join(slurm_commands.left_out(os.environ)) or "nothing"
     said = f"left out of this shell's environment (the profile's `environment` is for what jobs need): {left_out}"
     if args.dry_run:
         for name in submission.scripts:
@@ -208,8 +208,8 @@ def _logs(args: argparse.Namespace) -> int:
 
 def _slice(args: argparse.Namespace) -> int:
     """Answers slurm/job.sh: prints the run directory, whether the run is over, or `ACTION: why`."""
-    from megatron_rl.cluster import slices
-    from megatron_rl.cluster.job import job_from
+    from megatron_rl.cluster import job_slices
+    from megatron_rl.cluster.slurm_job import job_from
 
     config = load(args.settings)[1]
     directory = config.directory.absolute()
@@ -217,14 +217,14 @@ def _slice(args: argparse.Namespace) -> int:
         print(directory)
         return 0
     if args.what == "over":
-        print("over" if slices.over(directory) else "goes on")
+        print("over" if job_slices.over(directory) else "goes on")
         return 0
     job = job_from(os.environ)
     if job is None:
         raise ConfigError(f"slice {args.what} is for a batch script: there is no SLURM_JOB_ID here")
     if args.what == "begin":
-        action, why = slices.begin(directory, job, os.environ.get("SLURM_JOB_NODELIST", ""), config.job.stalled)
+        action, why = job_slices.begin(directory, job, os.environ.get("SLURM_JOB_NODELIST", ""), config.job.stalled)
     else:
-        action, why = slices.end(directory, job, args.status)
+        action, why = job_slices.end(directory, job, args.status)
     print(f"{action}: {why}")
     return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_rl.commands.settings import positive
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.conversion.target import stoppable
+from megatron_rl.conversion.output_directory import stoppable
 from megatron_rl.models import registry
 
 HELP = {
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         everything = (
             ""
             if command == "to-hf"
-            else "; without it all roles and the run's state go into a directory of the same name step_N"
+            else "; without it all roles and the run's state go into a directory of the same name iteration_N"
         )
         parser.add_argument("--role", help=f"which role's model, where a checkpoint holds several{everything}")
         parser.add_argument(
@@ -86,9 +86,9 @@ def run(command: str, args: argparse.Namespace) -> int:
 def _run(command: str, args: argparse.Namespace) -> int:
     import torch
 
-    from megatron_rl.conversion import convert, recut
-    from megatron_rl.conversion.source import find
-    from megatron_rl.weights.layouts import TrainerLayout
+    from megatron_rl.conversion import convert, reshard
+    from megatron_rl.conversion.weight_source import find
+    from megatron_rl.weights.rank_layouts import TrainerLayout
 
     registry.add(args.family, "--family")
     if command == "reshard":
@@ -97,7 +97,7 @@ def _run(command: str, args: argparse.Namespace) -> int:
             for etp in (args.etp or 1, args.etp or args.tp)
         )
         asked = {"role": args.role, "model": args.model, "trust": args.trust}
-        for path in recut.reshard(args.source, args.target, dense, experts=experts, **asked):
+        for path in reshard.reshard(args.source, args.target, dense, experts=experts, **asked):
             etp = f", etp {args.etp}" if args.etp else ""
             print(f"{path} -> {args.target} (tp {args.tp}, pp {args.pp}, ep {args.ep}{etp})")
         return 0

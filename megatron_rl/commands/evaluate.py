@@ -17,26 +17,26 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_rl.chat import ChatTokenizer
+from megatron_rl.chat_template import ChatTokenizer
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, Reward
 from megatron_rl.data.rows import DataError
 from megatron_rl.evaluation.draw import ProblemSet, prompt_tokens
-from megatron_rl.evaluation.figures import SetFigures, figures_of, gradings, macro
 from megatron_rl.evaluation.handoff import HANDOFF, HandOff
 from megatron_rl.evaluation.judge import JUDGE, Judge, verifier_values
 from megatron_rl.evaluation.samples import PARTIAL, Sample, Samples
+from megatron_rl.evaluation.set_metrics import SetMetrics, gradings, macro, metrics_of
 from megatron_rl.evaluation.sets import GradedSet, read_sets
 from megatron_rl.evaluation.solve import SOLVE, Grade, Solver
 from megatron_rl.evaluation.text_scores import BASE, DRIFT, JUNIOR, LEGIBILITY, Texts, drift, legibility
 from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.report import evaluation_page as report
-from megatron_rl.rewards.pool import GradePool, check_failures
-from megatron_rl.run import inputs
-from megatron_rl.run.inputs import InputRecord
-from megatron_rl.session.common import open_world_for, sampling_of
+from megatron_rl.rewards.grading_pool import GradePool, check_failures
+from megatron_rl.run import input_digests
+from megatron_rl.run.input_digests import InputRecord
 from megatron_rl.session.eval_engines import OpenModels, open_models
-from megatron_rl.session.launch import Place
+from megatron_rl.session.launch_ranks import Place
+from megatron_rl.session.run_setup import open_world_for, sampling_of
 from megatron_rl.spec.run_spec import EvalSpec, Spec
 from megatron_rl.text import read_template
 from megatron_rl.vocabulary import check_vocabularies, vocabulary_of
@@ -71,7 +71,7 @@ class Graders:
 
 
 def run(spec: EvalSpec, place: Place, environment: Mapping[str, str] | None = None) -> int:
-    """Evaluates and prints the figures. Every rank runs it. Returns 0.
+    """Evaluates and prints the metrics. Every rank runs it. Returns 0.
 
     `environment`: the environment of servers that it starts.
     """
@@ -80,8 +80,8 @@ def run(spec: EvalSpec, place: Place, environment: Mapping[str, str] | None = No
         config = spec.config
         read = [config.model, config.junior, config.base] if DRIFT in config.measures else []
         models = [model for model in read if model is not None]
-        cast = open_models(spec.engine, models, world, stack, environment or {})
-        world.from_driver(Evaluation(config, cast).run, spec)
+        models = open_models(spec.engine, models, world, stack, environment or {})
+        world.from_driver(Evaluation(config, models).run, spec)
     return 0
 
 
@@ -90,10 +90,10 @@ class Evaluation:
     """One evaluation, with its models, on the driver."""
 
     config: EvalConfig
-    cast: OpenModels
+    models: OpenModels
 
     def run(self, spec: Spec) -> None:
-        """Measures every set, prints the figures and writes the output. The driver runs it."""
+        """Measures every set, prints the metrics and writes the output. The driver runs it."""
         config, start = self.config, time.monotonic()
         tasks = [self.task(source) for source in read_sets(config)]
         output = None if config.output is None else Path(config.output)
@@ -101,14 +101,14 @@ class Evaluation:
         samples = Samples(place, _digest(spec.settings, tasks, {} if output is None else _read(spec, output)))
         if samples.resumed:
             print(f"{samples.resumed} problems were done before: going on from there", file=sys.stderr, flush=True)
-        sets: list[SetFigures] = []
+        sets: list[SetMetrics] = []
         with contextlib.ExitStack() as stack:
             graders = Graders(stack)
             for task in tasks:
                 for name, measure in self.measures(task, graders, samples):
                     _ask(task.problems, name, measure, samples)
                     own = task.problems
-                    sets.append(figures_of(samples, own.name, own.title, name, ks=config.k, seed=config.seed))
+                    sets.append(metrics_of(samples, own.name, own.title, name, ks=config.k, seed=config.seed))
         means = macro(sets, seed=config.seed)
         for table in report.console_tables(sets, means):
             Console(width=None if sys.stdout.isatty() else 60 + 40 * len(sets)).print(table)
@@ -120,7 +120,7 @@ class Evaluation:
             text = config_files.dump_tree(spec.settings)
             report.write_evaluation_page(output.with_suffix(".html"), sets, means, samples, text)
             about = {"model": config.model.path, "seconds": round(time.monotonic() - start, 1)}
-            report.write_figures(output, report.figures_json(sets, means, about))
+            report.write_metrics(output, report.metrics_json(sets, means, about))
             samples.forget()
             print(f"{output}, {output.with_suffix('.jsonl').name}, {output.with_suffix('.html').name}")
         check_failures(gradings(samples, sets), config.reward.max_failure_share)
@@ -131,7 +131,7 @@ class Evaluation:
         Raises ConfigError for a template that is not there, DataError for a token that the model has no row for.
         """
         config = self.config
-        tokenizer = self.cast.tokenizers[config.model]
+        tokenizer = self.models.tokenizers[config.model]
         try:
             text = read_template(source.template)
             values = [
@@ -148,9 +148,12 @@ class Evaluation:
 
     def measures(self, task: Task, graders: Graders, samples: Samples) -> Iterator[tuple[str, Measure]]:
         """Yields (name, measure) for a set, in an order in which each finds what it needs of those before."""
-        config, cast = self.config, self.cast
-        tokenizer, sampling = cast.tokenizers[config.model], sampling_of(config.sampling, n=config.n, seed=config.seed)
-        engine = cast.engines[config.model]
+        config, models = self.config, self.cast
+        tokenizer, sampling = (
+            models.tokenizers[config.model],
+            sampling_of(config.sampling, n=config.n, seed=config.seed),
+        )
+        engine = models.engines[config.model]
         if task.judged:
             yield JUDGE, Judge(engine=engine, tokenizer=tokenizer, sampling=sampling, context=config.context)
             return
@@ -166,9 +169,9 @@ class Evaluation:
         if config.junior is None:
             return
         why = f"token ids pass between the models of model.path and junior.path = {config.junior.path}"
-        check_vocabularies(tokenizer, cast.tokenizers[config.junior], why)
+        check_vocabularies(tokenizer, models.tokenizers[config.junior], why)
         if HANDOFF in wanted:
-            pair = (engine, cast.engines[config.junior])
+            pair = (engine, models.engines[config.junior])
             yield (
                 HANDOFF,
                 HandOff(
@@ -181,21 +184,21 @@ class Evaluation:
                 ),
             )
         if LEGIBILITY in wanted:
-            yield LEGIBILITY, self.on_texts(samples, functools.partial(legibility, cast.engines[config.junior]))
+            yield LEGIBILITY, self.on_texts(samples, functools.partial(legibility, models.engines[config.junior]))
         if DRIFT in wanted:
-            others: Mapping[str, Any] = {JUNIOR: cast.readers[config.junior]}
-            others |= {BASE: cast.readers[config.base]} if config.base is not None else {}
-            yield DRIFT, self.on_texts(samples, functools.partial(drift, cast.readers[config.model], others))
+            others: Mapping[str, Any] = {JUNIOR: models.readers[config.junior]}
+            others |= {BASE: models.readers[config.base]} if config.base is not None else {}
+            yield DRIFT, self.on_texts(samples, functools.partial(drift, models.readers[config.model], others))
 
     def weigher(self) -> Weigher | None:
         """Returns the verifier that weighs samples; None where the config names none."""
-        config, cast = self.config, self.cast
+        config, models = self.config, self.cast
         judging = config.verifier
         if judging is None:
             return None
         return Weigher(
-            engine=cast.engines[judging.model],
-            tokenizer=ChatTokenizer(cast.tokenizers[judging.model]) if judging.chat else cast.tokenizers[judging.model],
+            engine=models.engines[judging.model],
+            tokenizer=ChatTokenizer(models.tokenizers[judging.model]) if judging.chat else models.tokenizers[judging.model],
             template=read_template(judging.template),
             sampling=sampling_of(judging.sampling, n=judging.votes, seed=config.seed), context=config.context,
         )  # fmt: skip
@@ -216,8 +219,8 @@ def _read(spec: Spec, output: Path) -> Mapping[str, Any]:
     begun = Path(f"{output.with_suffix('.jsonl')}{PARTIAL}").exists()
     place = output.with_suffix(".inputs")  # not .json: a folder of evaluations has one such file for each result
     record = InputRecord(place, done="a part of the samples" if begun else None, accept=True)
-    found = inputs.read_files(spec.settings) | inputs.read_revisions(spec.models)
-    for change in record.compare(inputs.FILES, found):
+    found = input_digests.read_files(spec.settings) | input_digests.read_revisions(spec.models)
+    for change in record.compare(input_digests.FILES, found):
         print(f"changed since samples were drawn, which are drawn again: {change}", file=sys.stderr, flush=True)
     return found
 

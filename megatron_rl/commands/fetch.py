@@ -38,17 +38,17 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fetches everything, one after the other. Returns 0; raises ConfigError for the first that cannot be had."""
-    from megatron_rl.data import hub
+    from megatron_rl.data import hub_fetch
 
     settings = [word for word in args.what if "=" in word or Path(word).suffix in (".yaml", ".yml")]
-    wanted = [hub.parse(word) for word in args.what if word not in settings]
+    wanted = [hub_fetch.parse(word) for word in args.what if word not in settings]
     config = load(settings)[1] if settings else None
-    named, sets = hub.wanted_by(config), _benchmark_sets(config)
+    named, sets = hub_fetch.wanted_by(config), _benchmark_sets(config)
     if settings and not (named or sets):
         print("the config names nothing of the hub: its models and data are files here")
-    overrides = [f"data_dir={args.to.absolute() / hub.DATASETS}"] if sets else []
-    for each in [*wanted, *named, *(hub.Wanted(name=name, kind="dataset") for name in sets)]:
-        done = hub.fetch(each, args.to.absolute())
+    overrides = [f"data_dir={args.to.absolute() / hub_fetch.DATASETS}"] if sets else []
+    for each in [*wanted, *named, *(hub_fetch.Wanted(name=name, kind="dataset") for name in sets)]:
+        done = hub_fetch.fetch(each, args.to.absolute())
         verb = "fetched" if done.new else "is here already:"
         print(f"{done.wanted.name} {verb} {len(done.files)} files, {done.size / 1e9:.2f} GB, commit {done.commit[:12]}")
         print(f"  {done.folder}")

@@ -1,8 +1,8 @@
 """`megatron-rl generate`: asks a teacher a problem set, and writes SFT pairs to train.parquet and validation.parquet.
 
-Answers that were cut at sampling.max_tokens go to cut.parquet, unless keep_cut is set: training on them would teach to
-stop in the middle. With a `reward`, wrong answers go to wrong.parquet, and those that it cannot grade to
-ungraded.parquet.
+Answers that were truncated at sampling.max_tokens go to truncated.parquet, unless keep_truncated is set: training on
+them would teach to stop in the middle. With a `reward`, wrong answers go to wrong.parquet, and those that it cannot
+grade to ungraded.parquet.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any
 
 from rich.progress import track
 
-from megatron_rl.chat import ASSISTANT, ChatError, problem_text, tokenizer_of
+from megatron_rl.chat_template import ASSISTANT, ChatError, problem_text, tokenizer_of
 from megatron_rl.config.schema import ConfigError, GenerateConfig
 from megatron_rl.data.problems import Problem, read_problems
 from megatron_rl.data.rows import BadRow, DataError, refuse, write_parquet
-from megatron_rl.engines.base import Engine, complete
+from megatron_rl.engines.protocol import Engine, complete
 from megatron_rl.evaluation.draw import prompt_tokens
-from megatron_rl.rewards.pool import Graded, GradePool, check_failures
-from megatron_rl.run import inputs
+from megatron_rl.rewards.grading_pool import Graded, GradePool, check_failures
+from megatron_rl.run import input_digests
 from megatron_rl.run.checkpoint import read_json, write_json
-from megatron_rl.run.inputs import InputRecord
-from megatron_rl.session import answers
-from megatron_rl.session.common import open_world_for, sampling_of
+from megatron_rl.run.input_digests import InputRecord
+from megatron_rl.session import generation_progress
 from megatron_rl.session.eval_engines import open_engines
-from megatron_rl.session.launch import Place
+from megatron_rl.session.launch_ranks import Place
+from megatron_rl.session.run_setup import open_world_for, sampling_of
 from megatron_rl.spec.run_spec import GenerateSpec
 from megatron_rl.text import read_template
 from megatron_rl.types import Outcome
@@ -64,7 +64,7 @@ class Answered:
     @property
     def fault(self) -> str | None:
         """Returns the name of the file that the answer is set aside in for its grade; None for one that is not."""
-        if self.graded is None or self.graded.right:
+        if self.graded is None or self.graded.correct:
             return None
         return "wrong" if self.graded.outcome is Outcome.SCORE else "ungraded"
 
@@ -82,9 +82,9 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
     def done() -> bool:
         asked = asked_of(config, tokenizer_of(config.model), read_problems(config.data))
         made.append(_Generation(config, spec.settings, asked, _read(spec)))
-        if not answers.finished(spec.settings, made[0].problems):
+        if not generation_progress.finished(spec.settings, made[0].problems):
             return False
-        mark = Path(config.output) / answers.MARK
+        mark = Path(config.output) / generation_progress.MARK
         print(f"{config.output} has all answers of this config already; remove {mark} to ask the teacher again")
         return True
 
@@ -105,10 +105,10 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
 def _read(spec: GenerateSpec) -> Mapping[str, Any]:
     """Returns what is read, and prints what has changed since a part of the answers was written."""
     output = spec.engine.directory
-    begun = (output / answers.MARK).exists() or (output / answers.PARTS).exists()
-    record = InputRecord(output / inputs.FILE, done="a part of the answers" if begun else None, accept=True)
-    found = inputs.read_files(spec.settings) | inputs.read_revisions(spec.models)
-    for change in record.compare(inputs.FILES, found):
+    begun = (output / generation_progress.MARK).exists() or (output / generation_progress.PARTS).exists()
+    record = InputRecord(output / input_digests.FILE, done="a part of the answers" if begun else None, accept=True)
+    found = input_digests.read_files(spec.settings) | input_digests.read_revisions(spec.models)
+    for change in record.compare(input_digests.FILES, found):
         print(f"changed since answers were written, which are asked or graded again: {change}", file=sys.stderr)
     return found
 
@@ -165,17 +165,17 @@ class _Generation:
     @property
     def parts(self) -> Path:
         """Returns the directory of the answers that are written, until all are."""
-        return Path(self.config.output) / answers.PARTS
+        return Path(self.config.output) / generation_progress.PARTS
 
     @functools.cached_property
     def digest(self) -> str:
         """Returns the digest of the answers."""
-        return answers.parts_digest(self.settings, self.read, [a.tokens for a in self.asked], CHUNK)
+        return generation_progress.parts_digest(self.settings, self.read, [a.tokens for a in self.asked], CHUNK)
 
     @functools.cached_property
     def problems(self) -> str:
         """Returns the digest of the problems, as the mark of completion has it."""
-        return answers.problems_digest(self.read, [a.problem.values for a in self.asked], self.digest)
+        return generation_progress.problems_digest(self.read, [a.problem.values for a in self.asked], self.digest)
 
     def answer(self, engine: Engine, tokenizer: Any) -> list[Answered]:
         """Asks all problems, with a progress bar. Every CHUNK of prompts that is done is kept in the directory `parts`,
@@ -224,25 +224,27 @@ class _Generation:
             name: [] for name in ("train", "validation", "cut", "wrong", "ungraded")
         }
         for row, a in zip(rows, found, strict=True):
-            aside = not a.finished and not config.keep_cut
+            aside = not a.finished and not config.keep_truncated
             kept = "validation" if a.problem.row in chosen else "train"
             files["cut" if aside else a.fault or kept].append(row)
         output = Path(config.output)
-        (output / answers.MARK).unlink(missing_ok=True)  # it speaks of the files that are now replaced
+        (output / generation_progress.MARK).unlink(missing_ok=True)  # it speaks of the files that are now replaced
         for name, part in files.items():
             (output / f"{name}.parquet").unlink(missing_ok=True)
             if part:
                 write_parquet(output / f"{name}.parquet", part)
-        answers.mark_finished(self.settings, self.problems, [f"{name}.parquet" for name, part in files.items() if part])
+        generation_progress.mark_finished(
+            self.settings, self.problems, [f"{name}.parquet" for name, part in files.items() if part]
+        )
         grades = "no answer was graded, so that wrong ones are among the pairs (set reward.target to set them aside)"
         if config.reward is not None:
             grades = (
                 f"{len(files['wrong'])} wrong answers stand in wrong.parquet, and {len(files['ungraded'])} that could "
                 "not be graded in ungraded.parquet"
             )
-        where = "are among them" if config.keep_cut else "stand in cut.parquet"
+        where = "are among them" if config.keep_truncated else "stand in truncated.parquet"
         print(
             f"{len(files['train'])} training and {len(files['validation'])} validation pairs in {output}; "
-            f"{sum(not a.finished for a in found)} answers were cut at sampling.max_tokens = "
+            f"{sum(not a.finished for a in found)} answers were truncated at sampling.max_tokens = "
             f"{config.sampling.max_tokens} and {where}; {grades}"
         )

@@ -18,7 +18,7 @@ SAY_S = 10.0  # time between two lines on how many rows are done
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0, or 1 when grading itself fails. Raises ConfigError."""
-    from megatron_rl.rewards.pool import RewardFailure
+    from megatron_rl.rewards.grading_pool import RewardFailure
 
     if args.out is None or (args.completions and args.compare):
         raise ConfigError("give --out DIR, and one of --completions FILE and --compare A.json B.json ...")
@@ -39,7 +39,7 @@ def grade_completions(config: GradingConfig, source: Path, directory: Path) -> i
     """
     from megatron_rl.evaluation import completions
     from megatron_rl.evaluation.benchmarks import benchmark
-    from megatron_rl.rewards.pool import GradePool
+    from megatron_rl.rewards.grading_pool import GradePool
 
     reward = config.reward
     if config.benchmark is not None:
@@ -56,8 +56,8 @@ def grade_completions(config: GradingConfig, source: Path, directory: Path) -> i
         summary = completions.grade_file(source, directory, pool.grade, say=say)
     print(f"{'graded by':12} {reward.target}")
     print(f"{'rows':12} {summary['rows']}")
-    for figure in ("accuracy", "reward"):
-        print(f"{figure:12} {summary[figure]:.4f}")
+    for metric in ("accuracy", "reward"):
+        print(f"{metric:12} {summary[metric]:.4f}")
     for outcome, count in sorted(summary["outcomes"].items()):
         print(f"{outcome:12} {count}")
     print(f"{directory / completions.GRADED} ({time.monotonic() - start:.1f} s)")

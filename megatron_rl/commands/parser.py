@@ -88,7 +88,7 @@ def _add_run_command(commands: Any, name: str) -> None:
         _add_evaluation_arguments(parser)
     if name == "train":
         parser.add_argument(
-            "--fresh", action="store_true", help="play the turns again that a run had played when it stopped"
+            "--fresh", action="store_true", help="collect the iterations again that a run had collected when it stopped"
         )
         parser.add_argument("--events", help=argparse.SUPPRESS)  # the socket of a program that is told of the run
 

@@ -19,12 +19,12 @@ from megatron_rl.planning.hardware import DEVICES, parse_cluster
 from megatron_rl.planning.workload import (
     FILL,
     build_recipe,
+    cycle_work,
     draws_of,
     episodes_of,
     fills_of,
     guess_notes,
     models_of,
-    step_work,
 )
 from megatron_rl.spec.resolve import resolve
 
@@ -66,8 +66,8 @@ def add_parser(commands: Any) -> None:
         "--draws",
         action="append",
         default=[],
-        metavar="TURN.ROLE=NUMBER",
-        help="samples of a role for each prompt of a turn, in the mean, over what the recipe says: "
+        metavar="ITERATION.ROLE=NUMBER",
+        help="samples of a role for each prompt of an iteration, in the mean, over what the recipe says: "
         "generator.verifier=1.5 where not every solution is verified",
     )
     parser.add_argument(
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = parse_cluster(args.cluster or plans.own_cluster(config))
     models = models_of(config, args.shape)
     recipe, notes = build_recipe(config)
-    work = step_work(
+    work = cycle_work(
         config,
         recipe,
         fills=fills_of(config, args.fill),

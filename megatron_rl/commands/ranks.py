@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.cluster.job import job_from
+from megatron_rl.cluster.slurm_job import job_from
 from megatron_rl.commands import settings
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
 from megatron_rl.config.base import without_passwords
-from megatron_rl.run.directory import check_start, only_one
-from megatron_rl.run.start import tell
-from megatron_rl.session import launch
+from megatron_rl.run.run_directory import check_start, only_one
+from megatron_rl.run.startup_messages import tell
+from megatron_rl.session import launch_ranks
 from megatron_rl.spec.resolve import resolve
 from megatron_rl.spec.run_spec import Host, Spec, TrainingSpec
 from megatron_rl.user_code import told
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     schema = settings.SCHEMAS["train" if args.command == "drift" else args.command]
     config = config_files.load(schema, files, overrides)
     try:
-        place = launch.place_from(os.environ)
+        place = launch_ranks.place_from(os.environ)
     except ValueError as error:
         raise configs.ConfigError(str(error)) from error
     if args.command == "eval" and args.skip_done and config.output and Path(config.output).exists():
@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
         config = dataclasses.replace(config, debug=configs.Debug())  # it asks the engines, whatever is replayed
     host = None
     if place is None or place.rank == 0:
-        host = Host(launch.ranks_on_host(place, config.launch.nproc, os.environ), launch.has_gpu(os.environ))
+        host = Host(
+            launch_ranks.ranks_on_host(place, config.launch.nproc, os.environ), launch_ranks.has_gpu(os.environ)
+        )
     spec = resolve(config, place.world_size if place else config.launch.nproc, here=host)
     if host is not None:
         if isinstance(spec, TrainingSpec):  # its directory may refuse it: before imports that take half a minute
@@ -70,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
         if fork:
             _command(args)  # its imports, once for all ranks
         tell(args.command, f"starting {config.launch.nproc} ranks")
-        return launch.start_ranks(functools.partial(run, args), config.launch.nproc, fork=fork)
+        return launch_ranks.start_ranks(functools.partial(run, args), config.launch.nproc, fork=fork)
     if isinstance(spec, TrainingSpec) and spec.run.deterministic:
         os.environ.update(DETERMINISTIC)
-    place = place or launch.Place(0, 1, 0, "127.0.0.1", 0, job_from(os.environ))
+    place = place or launch_ranks.Place(0, 1, 0, "127.0.0.1", 0, job_from(os.environ))
     return _run_on_rank(args, spec, place)
 
 
@@ -82,7 +84,7 @@ def has_driver() -> bool:
     return any(driver.exists() for driver in DRIVERS)
 
 
-def _run_on_rank(args: argparse.Namespace, spec: Spec, place: launch.Place) -> int:
+def _run_on_rank(args: argparse.Namespace, spec: Spec, place: launch_ranks.Place) -> int:
     command = _command(args)
     from megatron_rl import errors
 
@@ -108,13 +110,13 @@ def _tell(args: argparse.Namespace, error: BaseException, why: str) -> None:
     """Tells the program that started this one, where there is such a one, why the run ended."""
     if args.command != "train" or args.events is None:
         return
-    from megatron_rl.session.listening import Listener
+    from megatron_rl.session.parent_events import Listener
 
     with contextlib.suppress(OSError):  # it is gone
         Listener.at(args.events).failed(error, why)
 
 
-def _command(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
+def _command(args: argparse.Namespace) -> Callable[[Any, launch_ranks.Place], int]:
     """Imports the command, and torch with it, and returns its function (specification, place) -> exit status."""
     gc.disable()  # imports make many objects and hardly any garbage: looking for it took a sixth of their time
     try:
@@ -123,7 +125,7 @@ def _command(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
         gc.enable()
 
 
-def _imported(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
+def _imported(args: argparse.Namespace) -> Callable[[Any, launch_ranks.Place], int]:
     if args.command == "train":
         from megatron_rl.session import train
 

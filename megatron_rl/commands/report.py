@@ -15,7 +15,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_rl.report.pages import write_comparison, write_report
     from megatron_rl.report.reading import is_run, read_run
     from megatron_rl.report.shown_rollouts import MAX_ROLLOUTS
-    from megatron_rl.run.directory import SWEEP
+    from megatron_rl.run.run_directory import SWEEP
 
     for path in args.runs:
         if not path.exists():

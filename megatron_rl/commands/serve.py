@@ -14,12 +14,12 @@ from megatron_rl.spec.resolve import engine_of
 
 def run(args: argparse.Namespace) -> int:
     """Returns the server's exit status, or 1 when it cannot be started. Raises ConfigError."""
-    from megatron_rl.engines.base import EngineError
-    from megatron_rl.session import serving
+    from megatron_rl.engines.protocol import EngineError
+    from megatron_rl.session import run_server
 
     engines = engine_of(config_files.load(TrainConfig, *split(args.settings)))
     try:
-        return serving.run(
+        return run_server.run(
             engines, role=args.role, replica=args.replica, with_parent=args.with_parent, environment=os.environ,
             gpus=args.gpus,
         )  # fmt: skip

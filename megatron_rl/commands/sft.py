@@ -9,17 +9,17 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_rl.algorithms.losses import CompletionLoss
-from megatron_rl.chat import tokenizer_of
+from megatron_rl.algorithms.policy_loss import CompletionLoss
+from megatron_rl.chat_template import tokenizer_of
 from megatron_rl.config.schema import ConfigError, SftData
 from megatron_rl.conversion.trained import export_model
 from megatron_rl.data.sft import read_samples, sft_rollouts
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.run.directory import Interrupts
-from megatron_rl.session.common import Driver, Saver, open_driver, open_world_for
-from megatron_rl.session.launch import Place
-from megatron_rl.session.parts import peak_flops
+from megatron_rl.run.run_directory import Interrupts
+from megatron_rl.session.builders import peak_flops
+from megatron_rl.session.launch_ranks import Place
+from megatron_rl.session.run_setup import Driver, Saver, open_driver, open_world_for
 from megatron_rl.spec.run_spec import SftSpec
 from megatron_rl.training.update import Trainee, mean_loss, update
 from megatron_rl.types import Rollout
@@ -48,7 +48,7 @@ def _run(spec: SftSpec, place: Place, world: TorchWorld) -> int:
     )
     with (
         Interrupts(announce=place.rank == 0) as interrupts,
-        open_driver(spec, world, place, total_turns=steps) as driver,
+        open_driver(spec, world, place, total_iterations=steps) as driver,
     ):
         world.from_driver(driver.compare, spec.models, _told(spec.data, samples, validation))
         if driver.finished:
@@ -90,7 +90,7 @@ def _train(
         if validates and (step + 1 == steps or (spec.validate_every and (step + 1) % spec.validate_every == 0)):
             with driver.watch("validate"):
                 metrics["validation_loss"] = mean_loss(world, trainee, None if own is None else own[1])
-        driver.log(step, "sft", metrics, turn=step)
+        driver.log(step, "sft", metrics, iteration=step)
         leave = world.broadcast(interrupts.requested or (world.rank == 0 and driver.leave()))
         last = step + 1 == steps
         if leave or last or (spec.run.save_every and (step + 1) % spec.run.save_every == 0):

@@ -55,7 +55,7 @@ class Servers:
     # each with `memory_share` of it. false: servers have GPUs of their own.
     colocate: bool = False
     python: str | None = None  # Python interpreter of the environment that has the engine; null: that of the run
-    # Where servers and the refit board listen: an address, an interface (ib0), or auto for this host's own name.
+    # Where servers and the refit store listen: an address, an interface (ib0), or auto for this host's own name.
     host: str = "127.0.0.1"
     # GPUs of the servers that the run starts, counted among those that the run sees: the first `tp` are the first
     # server's, and so on. Ranks of the trainer have the first ones. Empty: all of them, which is refused on GPUs, but
@@ -141,8 +141,8 @@ class RefitConfig:
 class Rollouts:
     """Settings of rollouts that are written while training goes on."""
 
-    # Turns that may be played before earlier ones are trained on. 0: play and train take turns. Above 0, a role that
-    # sets no loss.correction has {kind: truncate, high: 2.0}.
+    # Iterations that may be collected before earlier ones are trained on. 0: rollouts and training alternate. Above 0,
+    # a role that sets no loss.correction has {kind: truncate, high: 2.0}.
     max_staleness: NonNegativeInt = 0
     # What to do with a rollout that several weight versions wrote. keep: use each token's log-prob as the engine gave
     # it. rescore: compute all of them anew with the trainer. drop: leave the rollout out of the update.

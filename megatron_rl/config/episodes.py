@@ -12,7 +12,7 @@ class EpisodeEstimate:
     """An estimate of how often a role answers in an episode, and of what happens between two answers. Only plans read
     it. The defaults are those of a role that answers once."""
 
-    answers: PositiveInt = 1  # of a seat in one episode
+    answers: PositiveInt = 1  # of an agent in one episode
     told: NonNegativeInt = 0  # mean tokens that its environment puts before each answer but the first
     tool_s: NonNegativeFloat = 0.0  # mean seconds that the environment, with its tools, takes for that
     calls_at_once: PositiveInt = 64  # calls of the environment that run at the same time, over all episodes

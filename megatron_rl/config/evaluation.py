@@ -21,8 +21,8 @@ class Evaluation:
     """The evaluations on held-out problems during a training run."""
 
     prompts: PromptSet | None = None  # the held-out problems; null: no evaluation
-    every: NonNegativeInt = 0  # steps of the recipe between evaluations; 0: only at the end
-    at_start: bool = True  # evaluate before the first step, too
+    every: NonNegativeInt = 0  # cycles of the schedule between evaluations; 0: only at the end
+    at_start: bool = True  # evaluate before the first cycle, too
     num_prompts: PositiveInt = 256  # problems of one evaluation
 
 
@@ -32,8 +32,8 @@ class Reward:
 
     target: str = "megatron_rl.rewards.math_answer:grade"  # the function's name as package.module:name
     args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments for it
-    # Least and greatest score that the function may return. Any other one is a failed grading, and refused at the gate.
-    # A score above the middle counts as right.
+    # Least and greatest score that the function may return. Any other one is a failed grading, and refused at the
+    # preflight. A score above the middle counts as correct.
     range: tuple[float, float] = (0.0, 1.0)
     workers: PositiveInt = 2  # worker processes
     # Seconds for one answer; a worker that takes longer is killed. A function of batches has as many times that as the
@@ -45,13 +45,14 @@ class Reward:
     # Neither counts as a failure of the reward.
     cut_off: Literal["wrong", "drop"] = "wrong"
     max_failure_share: Share = 0.05  # stop the run when a larger share of an update's gradings fails
-    wrong_answer: str = "-123456.789"  # an answer that is wrong for every problem; the gate before training grades it
-    # The response that the gate before training grades; {answer} is replaced by the answer.
+    # an answer that is wrong for every problem; the preflight before training grades it
+    wrong_answer: str = "-123456.789"
+    # The response that the preflight before training grades; {answer} is replaced by the answer.
     answer_format: str = "<answer>\\boxed{{answer}}</answer>"
 
     @property
-    def half(self) -> float:
-        """Returns the score above which an answer counts as right."""
+    def threshold(self) -> float:
+        """Returns the score above which an answer counts as correct."""
         return (self.range[0] + self.range[1]) / 2
 
     def __post_init__(self) -> None:
@@ -99,7 +100,7 @@ class EvalConfig:
     template: str | None = None  # name or file of the prompt; null: the benchmark's own, and tango_generator for `data`
     # Put the prompt as a user's message into the tokenizer's chat template. Conversations of `data` need no setting.
     chat: bool = False
-    # NAME.json for the figures. Beside it NAME.jsonl gets every sample, and NAME.html the report.
+    # NAME.json for the metrics. Beside it NAME.jsonl gets every sample, and NAME.html the report.
     output: str | None = None
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))  # sampling of the answers
     # Most tokens of prompt and answer together; max_tokens is lowered to context - prompt - 8 where needed. null: no

@@ -12,7 +12,8 @@ from megatron_rl.config.base import ConfigError, Share, config
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import EndpointConfig
 
-Strategy = Literal["bernoulli", "alternating", "chunk", "sentence", "word"]  # algorithms/authors.py explains each
+# algorithms/tandem_authors.py explains each
+Strategy = Literal["bernoulli", "alternating", "chunk", "sentence", "word"]
 # Names of the matrices that an adapter may change, as Hugging Face and peft have them.
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -177,7 +178,8 @@ class CorrectionConfig:
             )
 
 
-# The correction of roles that name none, where rollouts are played ahead of training (rollouts.max_staleness above 0).
+# The correction of roles that name none, where rollouts are collected ahead of training (rollouts.max_staleness above
+# 0).
 CORRECTION_AHEAD = CorrectionConfig(kind="truncate", high=2.0)
 
 
@@ -323,14 +325,14 @@ class RoleConfig:
     packed: bool = True  # true: sequences end to end without padding; false: one padded row per sequence
     micro_batch_tokens: PositiveInt = 8192  # largest micro-batch, in tokens per context-parallel rank
     samples_per_optimizer_step: PositiveInt | None = None  # B, samples in one optimizer step; null: one step per update
-    data: PromptSet | None = None  # problems for this role's turns; null: the run's `data`
+    data: PromptSet | None = None  # problems for this role's iterations; null: the run's `data`
     # For models with experts: train each token with the experts that the engine chose for it. Not with sglang.
     router_replay: bool = False
     # Compute a prompt once for all samples that begin with it, forward and backward, in updates and log-probs
     # (docs/layouts.md). Needs packed, and cp 1.
     shared_prefixes: bool = False
     mean_tokens: MeanTokens = field(default_factory=MeanTokens)  # what `plan` takes for the mean lengths
-    sleep: bool = False  # move optimizer state and gradients to CPU memory between this role's turns
+    sleep: bool = False  # move optimizer state and gradients to CPU memory between this role's iterations
 
     @property
     def has_policy(self) -> bool:

@@ -13,32 +13,32 @@ from megatron_rl.config.base import ConfigError, check_path, config
 class Run:
     """The length of a run, its directory and its checkpoints.
 
-    A step is a step of the recipe; of SFT an optimizer step.
+    A cycle is an item of the recipe's schedule; of SFT, an optimizer step.
     """
 
     name: str = "run"  # name of the run
     dir: str = "runs"  # the run directory is dir/name
     seed: int = 0  # seed of all random numbers of the run
-    steps: PositiveInt | None = None  # steps of the run; null: as many as the recipe plans; fewer end it early
-    prompts_per_step: PositiveInt = 256  # P, prompts of every turn
+    cycles: PositiveInt | None = None  # cycles of the run; null: as many as the recipe plans; fewer end it early
+    prompts_per_iteration: PositiveInt = 256  # P, prompts of every iteration
     # What happens to an update whose advantages are all 0. false: it is skipped. true: the optimizer takes its steps
     # all the same, by the KL term, the entropy bonus, weight decay and momentum, as the release of RL Tango does.
     train_without_signal: bool = False
-    save_every: NonNegativeInt = 50  # steps between checkpoints; 0: only at the end
+    save_every: NonNegativeInt = 50  # cycles between checkpoints; 0: only at the end
     keep: PositiveInt = 2  # number of newest checkpoints that are kept
     # Write checkpoints while training goes on, by processes that hold a copy; training waits for the first one.
     async_save: bool = False
     # auto: continue a run that is there, else begin. never: refuse to start where a run is. must: refuse where none is;
     # accept changes.
     resume: Literal["auto", "never", "must"] = "auto"
-    save_rollouts_every: NonNegativeInt = 1  # keep the rollouts of every n-th turn, with their texts; 0: none
+    save_rollouts_every: NonNegativeInt = 1  # keep the rollouts of every n-th iteration, with their texts; 0: none
     # Use only kernels that give the same bits every time, where there is a choice; slower on a GPU.
     deterministic: bool = False
     # Operations a second of one device at its best, in 10^12, that `mfu` is a share of. null: the bfloat16 peak of an
     # A100, H100 or H200 for roles in bfloat16; for other devices and dtypes no `mfu` is logged.
     peak_tflops: PositiveFloat | None = None
-    # Seconds without the end of any phase of a turn after which all ranks write their stacks and end; 0: never. While
-    # no server can be used, `engine.wait_s` is the limit, and these seconds count from the end of that wait.
+    # Seconds without the end of any phase of an iteration after which all ranks write their stacks and end; 0: never.
+    # While no server can be used, `engine.wait_s` is the limit, and these seconds count from the end of that wait.
     hang_after_s: NonNegativeFloat = 7200.0
 
     def __post_init__(self) -> None:
@@ -72,10 +72,10 @@ class JobConfig:
 
 
 @config
-class Gate:
-    """The gate before training: what must hold before the first update."""
+class Preflight:
+    """The preflight before training: what must hold before the first update."""
 
-    num_prompts: PositiveInt = 4  # prompts that the gate tries
+    num_prompts: PositiveInt = 4  # prompts that the preflight tries
     max_logprob_gap: NonNegativeFloat = 0.05  # largest mean |engine - trainer| log-prob of sampled tokens, in nats
     reward: bool = True  # try the reward on the prompts' own answers and on a wrong one; false: not
     enabled: bool = True  # false: begin without any of these checks
@@ -85,7 +85,7 @@ class Gate:
 class Debug:
     """Replaying of rollouts, to look for faults."""
 
-    replay: str | None = None  # a run that kept every turn: train on its rollouts instead of asking an engine
+    replay: str | None = None  # a run that kept every iteration: train on its rollouts instead of asking an engine
 
 
 @config
@@ -96,7 +96,8 @@ class Sinks:
     wandb_project: str | None = None  # project of Weights & Biases that receives the metrics; null: none
     wandb_entity: str | None = None  # team or user of that project; null: the one that wandb is logged in as
     wandb_tags: tuple[str, ...] = ()  # tags of the run there
-    samples: NonNegativeInt = 4  # rollouts of each role and turn that TensorBoard and Weights & Biases get as texts
+    # rollouts of each role and iteration that TensorBoard and Weights & Biases get as texts
+    samples: NonNegativeInt = 4
     # Port at which the driver answers GET /metrics in the text format of Prometheus; 0: a free one, which it prints;
     # null: none.
     prometheus_port: Annotated[NonNegativeInt, Field(le=65535)] | None = None

@@ -30,7 +30,7 @@ from megatron_rl.config.model import (
     Strategy,
     TandemConfig,
 )
-from megatron_rl.config.run import Debug, Gate, JobConfig, Launch, Run, Sinks
+from megatron_rl.config.run import Debug, JobConfig, Launch, Preflight, Run, Sinks
 
 __all__ = [
     "CORRECTION_AHEAD",
@@ -42,7 +42,7 @@ __all__ = [
     "Engine",
     "EvalConfig",
     "Evaluation",
-    "Gate",
+    "Preflight",
     "Generated",
     "GenerateConfig",
     "GradingConfig",
@@ -81,9 +81,9 @@ HELD_OUT = "evaluation.prompts"  # the setting of the held-out problems
 class TrainConfig:
     """Reinforcement learning: `megatron-rl train`."""
 
-    roles: dict[str, RoleConfig]  # the models that play, by the names that the recipe gives their roles
+    roles: dict[str, RoleConfig]  # the models that write, by the names that the recipe gives their roles
     families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
-    recipe: Use  # the algorithm: which role plays and learns when
+    recipe: Use  # the algorithm: which role writes and learns when
     data: PromptSet  # the problems to train on
     evaluation: Evaluation = field(default_factory=Evaluation)  # measurements on held-out problems
     # The engine that writes rollouts.
@@ -93,7 +93,7 @@ class TrainConfig:
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
     refit: RefitConfig = field(default_factory=RefitConfig)  # transfer of new weights to the engines
     rollouts: Rollouts = field(default_factory=Rollouts)  # rollouts that are written while training goes on
-    gate: Gate = field(default_factory=Gate)  # checks before the first update
+    preflight: Preflight = field(default_factory=Preflight)  # checks before the first update
     debug: Debug = field(default_factory=Debug)  # replaying of rollouts
     sinks: Sinks = field(default_factory=Sinks)  # further places that receive the metrics
     job: JobConfig = field(default_factory=JobConfig)  # the Slurm job
@@ -238,9 +238,9 @@ class GenerateConfig:
     n: PositiveInt = 1  # answers to each problem
     seed: int = 0  # seed of all draws
     validation_share: Share = 0.02  # share of the problems whose answers go into validation.parquet
-    # What becomes of answers that were cut at sampling.max_tokens. false: they are set aside in cut.parquet. true: they
-    # are pairs like the others, as in the release of RL Tango.
-    keep_cut: bool = False
+    # What becomes of answers that were cut at sampling.max_tokens. false: they are set aside in truncated.parquet.
+    # true: they are pairs like the others, as in the release of RL Tango.
+    keep_truncated: bool = False
     # The function that grades the answers: wrong ones go to wrong.parquet, and those that could not be graded to
     # ungraded.parquet. null: nothing is graded, wrong answers are among the pairs.
     reward: Reward | None = None

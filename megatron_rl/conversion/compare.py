@@ -11,9 +11,9 @@ from rich.progress import track
 from torch import Tensor
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.conversion.source import WeightSource
-from megatron_rl.weights import copies, hf
-from megatron_rl.weights.rectangles import hf_shapes
+from megatron_rl.conversion.weight_source import WeightSource
+from megatron_rl.weights import hf_model, tensor_copies
+from megatron_rl.weights.parameter_mapping import hf_shapes
 
 
 def compare(first: WeightSource, second: WeightSource) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def _pairs(first: WeightSource, second: WeightSource) -> Iterator[tuple[str, Ten
         raise ConfigError(f"{first.adapter} and {second.adapter} are both adapters: merge one of them by to-hf first")
     swap = second.checkpoint is not None or second.adapter is not None
     leading, other = (second, first) if swap else (first, second)
-    files, names = hf.DirectoryTensors(other.path), set()
+    files, names = hf_model.DirectoryTensors(other.path), set()
     for name, a in leading.tensors():
         if name not in files.stored:
             raise ConfigError(f"{other.path} has no tensor {name}, which {leading.path} has")
@@ -65,7 +65,7 @@ def _pairs(first: WeightSource, second: WeightSource) -> Iterator[tuple[str, Ten
 def _gap(a: Tensor, b: Tensor) -> dict[str, float]:
     """Returns the relative and the largest difference, computed in float64 block by block."""
     gap = norm = largest = 0.0
-    for x, y in zip(copies.blocks(a), copies.blocks(b), strict=True):
+    for x, y in zip(tensor_copies.blocks(a), tensor_copies.blocks(b), strict=True):
         x = x.double()
         difference = (x - y.double()).abs()
         gap += float(difference.square().sum())

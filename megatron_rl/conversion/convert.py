@@ -16,16 +16,16 @@ from torch import Tensor
 
 from megatron_rl.config.base import read_object
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.conversion.source import WeightSource
-from megatron_rl.conversion.target import copy_side_files, fresh
+from megatron_rl.conversion.output_directory import copy_side_files, fresh
+from megatron_rl.conversion.weight_source import WeightSource
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.run.sums import write_sums
-from megatron_rl.weights import copies, hf
+from megatron_rl.run.file_checksums import write_sums
+from megatron_rl.weights import hf_model, tensor_copies
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
 from megatron_rl.weights.dist_names import counts, extra_states, spellings
 from megatron_rl.weights.dist_writer import FILE_BYTES, DistWriter
 from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned, plan_tensors
-from megatron_rl.weights.rectangles import WHOLE, hf_shapes, kept_float32, megatron
+from megatron_rl.weights.parameter_mapping import WHOLE, hf_shapes, kept_float32, megatron
 
 OF_CHECKPOINTS = ("metadata.json", "COMPLETE.json", "state.json")  # JSON files of a checkpoint, not of a model
 EMPTY = [None]  # what megatron-core keeps as extra state of a module that has none
@@ -51,7 +51,7 @@ def to_hf(
     """
     sizes = source.sizes
     if source.checkpoint is None:
-        hf.check(source.path, sizes, cast=dtype is not None)
+        hf_model.check(source.path, sizes, cast=dtype is not None)
     planned, said = _planned(source, sizes, dtype), ""
     with fresh(target, wanted_bytes=sum(t.nbytes for t in planned)) as folder:
         steps = _steps(source.tensors(), len(planned), "tensors")
@@ -67,7 +67,7 @@ def to_hf(
         _set_dtype(folder / "config.json", dtype)
         write_sums(folder)
         if verify:
-            _verify(source, hf.DirectoryTensors(folder), dtype)
+            _verify(source, hf_model.DirectoryTensors(folder), dtype)
             compare = _compare_logits if source.adapter is None else _compare_merged
             said = compare(source, sizes, folder, exact=dtype is None)
     return said
@@ -90,8 +90,8 @@ def to_megatron(
     if source.adapter is not None:
         raise ConfigError(f"{source.adapter} is an adapter: merge it by to-hf first, and give what that writes")
     sizes = source.sizes
-    hf.check(source.path, sizes, cast=dtype is not None)
-    tensors, names = hf.DirectoryTensors(source.path), whole_names(sizes)
+    hf_model.check(source.path, sizes, cast=dtype is not None)
+    tensors, names = hf_model.DirectoryTensors(source.path), whole_names(sizes)
     wanted = (
         sum(math.prod(shape) for shape in hf_shapes(sizes).values())
         * (dtype or next(iter(source.dtypes().values()))).itemsize
@@ -127,7 +127,7 @@ def _planned(source: WeightSource, sizes: Sizes, dtype: torch.dtype | None) -> l
 
 
 def _parameter(
-    source: WeightSource, sizes: Sizes, tensors: hf.DirectoryTensors, name: str, dtype: torch.dtype | None
+    source: WeightSource, sizes: Sizes, tensors: hf_model.DirectoryTensors, name: str, dtype: torch.dtype | None
 ) -> Tensor:
     """Returns one whole Megatron parameter, vocabulary not padded. Raises ConfigError for non-finite numbers."""
     (rows, columns), rects = megatron(sizes, name, WHOLE)
@@ -136,7 +136,7 @@ def _parameter(
     first = tensors.whole(rects[0].tensor)
     kind = first.dtype if dtype is None or name in kept_float32(sizes) else dtype
     parameter = torch.empty((rows, columns) if first.dim() > 1 else (rows,), dtype=kind)
-    copies.fill(parameter, rects, tensors.read)
+    tensor_copies.fill(parameter, rects, tensors.read)
     return parameter
 
 
@@ -147,7 +147,7 @@ def _cast(source: WeightSource, name: str, tensor: Tensor, dtype: torch.dtype | 
 
 
 def _check_finite(source: WeightSource, name: str, tensor: Tensor) -> None:
-    if not copies.all_finite(tensor):
+    if not tensor_copies.all_finite(tensor):
         raise ConfigError(
             f"{source.file_of(name)}: {name} holds numbers that are not finite: its run failed, or the file is damaged"
         )
@@ -170,7 +170,11 @@ def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
 
 
 def _verify(
-    source: WeightSource, other: hf.DirectoryTensors, dtype: torch.dtype | None, *, cast: torch.dtype | None = None
+    source: WeightSource,
+    other: hf_model.DirectoryTensors,
+    dtype: torch.dtype | None,
+    *,
+    cast: torch.dtype | None = None,
 ) -> None:
     """Compares every tensor of `source`, cast to `dtype`, with the directory's, cast to `cast`, bit for bit.
 
@@ -183,7 +187,7 @@ def _verify(
         a, b = tensor, other.whole(name)
         if name not in kept:
             a, b = a if dtype is None else a.to(dtype), b if cast is None else b.to(cast)
-        if not copies.same_bits(a, b):
+        if not tensor_copies.same_bits(a, b):
             raise ConfigError(f"{name} does not read back as it was written: is the disk failing?")
         names.add(name)
     if names != wanted:
@@ -222,7 +226,11 @@ def _compare_merged(source: WeightSource, sizes: Sizes, folder: Path, *, exact: 
     if why := parity.obstacle(sizes):
         return f"not compared with peft: {why}"
     assert source.adapter is not None
-    theirs, ours, most = parity.merged_by_peft(source.path, source.adapter, sizes), hf.DirectoryTensors(folder), 0.0
+    theirs, ours, most = (
+        parity.merged_by_peft(source.path, source.adapter, sizes),
+        hf_model.DirectoryTensors(folder),
+        0.0,
+    )
     for name in ours.stored:
         own = ours.whole(name)
         gap, largest = float((own.float() - theirs[name]).abs().max()), float(theirs[name].abs().max())

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.batches.batch import pack
+from megatron_rl.batches.packed_batch import pack
 from megatron_rl.config.schema import Layout, Model, RoleConfig
-from megatron_rl.megatron import parallel, step
+from megatron_rl.megatron import parallel, pipeline_pass
 from megatron_rl.megatron.attention import RotaryTable
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
-from megatron_rl.weights.copies import by_expert
-from megatron_rl.weights.rectangles import hf_shapes
+from megatron_rl.weights.parameter_mapping import hf_shapes
+from megatron_rl.weights.tensor_copies import by_expert
 
 POSITIONS = 8
 BYTES_PER_PARAMETER = 8  # of both models together, in float32
@@ -83,7 +83,9 @@ def _logits(checkpoint: Path, model: Path, tokens: torch.Tensor) -> torch.Tensor
         advantages=0.0,
     )
     like = next(policy.chunks[0].parameters())
-    micro = step.make_micro_batch(pack([own]), RotaryTable(policy.arch), cut=step.Cut(packed=True), like=like)
+    micro = pipeline_pass.make_micro_batch(
+        pack([own]), RotaryTable(policy.arch), cut=pipeline_pass.RankPart(packed=True), like=like
+    )
     with groups.active(), torch.no_grad():
         logits = policy.chunks[0](micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
     return logits[0, :, : policy.arch.vocab].float().cpu()

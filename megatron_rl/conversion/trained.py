@@ -9,10 +9,10 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_rl.config.schema import ConfigError, Model
-from megatron_rl.conversion.target import copy_side_files, fresh
+from megatron_rl.conversion.output_directory import copy_side_files, fresh
 from megatron_rl.megatron.export import WeightExport
-from megatron_rl.run import lines, sums
-from megatron_rl.weights import hf
+from megatron_rl.run import file_checksums, json_lines
+from megatron_rl.weights import hf_model
 from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned
 from megatron_rl.world import TorchWorld
 
@@ -39,9 +39,9 @@ def export_model(
     def raise_failure() -> None:
         if failure is not None:
             free = shutil.disk_usage(target.parent).free
-            raise lines.DiskError(
+            raise json_lines.DiskError(
                 f"the trained model cannot be written to {target}, where {free / 1e9:.1f} GB are free ({failure}); its "
-                f"weights are safe in the last checkpoint: {lines.RESUME}"
+                f"weights are safe in the last checkpoint: {json_lines.RESUME}"
             ) from failure
 
     world.from_driver(raise_failure)
@@ -52,9 +52,9 @@ def _write(
 ) -> None:
     with fresh(target, wanted_bytes=sum(tensor.nbytes for tensor in planned), replace=True) as folder:
         HfWriter(folder, planned, shard_bytes=shard_bytes).write_all(tensors)
-        sums.write_sums(folder)
-        copy_side_files(hf.local_directory(model.path), folder)
+        file_checksums.write_sums(folder)
+        copy_side_files(hf_model.local_directory(model.path), folder)
         if model.tokenizer:
-            copy_side_files(hf.local_directory(model.tokenizer), folder, keep=("config.json",))
+            copy_side_files(hf_model.local_directory(model.tokenizer), folder, keep=("config.json",))
         if model.chat_template:
             shutil.copyfile(model.chat_template, folder / "chat_template.jinja")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.chat import SYSTEMS, ChatError, last_user
+from megatron_rl.chat_template import SYSTEMS, ChatError, last_user
 from megatron_rl.config.data_settings import generated_name, resolve
 from megatron_rl.config.schema import ConfigError, PromptSet
 from megatron_rl.data.conversations import (
@@ -193,7 +193,7 @@ class PromptReader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a saved place; over other data, or with another seed, to the beginning of the next epoch. Whether a
-        run may go on with other data is decided before (run.inputs)."""
+        run may go on with other data is decided before (run.input_digests)."""
         self._epoch, self._position, self.dropped = state["epoch"], state["position"], state["dropped"]
         if state["order"] != self._told_order:
             self._epoch, self._position = self._epoch + 1, 0

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.later import Later
+from megatron_rl.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 else:
-    pa, pq = Later("pyarrow"), Later("pyarrow.parquet")
+    pa, pq = LazyModule("pyarrow"), LazyModule("pyarrow.parquet")
 
 SHOWN = 5  # most bad rows named in a message
 LARGEST = 1e300  # numbers from here on are no answers
@@ -94,7 +94,7 @@ def reach(row: Any, key: str) -> Any:
 
 def refuse_no_json(value: Any, key: str = "") -> None:
     """Raises DataError, with the dotted key, for a value that JSON does not know, such as a timestamp or NaN: rewards,
-    environments and the store of turns get a problem's values as JSON."""
+    environments and the store of iterations get a problem's values as JSON."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             refuse_no_json(one, f"{key}.{name}" if key else str(name))

@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.chat import ASSISTANT, WEIGHT, ChatError, Message, conversation_tokens, refuse_endless, tokenize
+from megatron_rl.chat_template import (
+    ASSISTANT,
+    WEIGHT,
+    ChatError,
+    Message,
+    conversation_tokens,
+    refuse_endless,
+    tokenize,
+)
 from megatron_rl.config.schema import SftData
 from megatron_rl.data.conversations import (
     CONVERSATIONS,

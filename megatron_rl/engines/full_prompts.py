@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from megatron_rl.engines.base import Completion
+from megatron_rl.engines.protocol import Completion
 from megatron_rl.types import Stop
 
 _log = logging.getLogger(__name__)

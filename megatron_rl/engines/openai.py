@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.schema import ConfigError, EndpointConfig
-from megatron_rl.engines import answers, sampler
-from megatron_rl.engines.base import Completion, EngineError, Sampling, TopScores, empty
+from megatron_rl.engines import response_parsing, sampling_seeds
 from megatron_rl.engines.http import CONTROL_BYTES, RequestRefused, ServerLost
 from megatron_rl.engines.pool.membership import Limits
-from megatron_rl.engines.pool.pool import ServerEngine, given
+from megatron_rl.engines.pool.server_pool import ServerEngine, given
+from megatron_rl.engines.protocol import Completion, EngineError, Sampling, TopScores, empty
 from megatron_rl.engines.server import Server
 from megatron_rl.types import Stop
 
@@ -90,7 +90,7 @@ class OpenAiServer(Server):
             return [empty(sampling)] * sampling.n
         n = 1 if sampling.greedy else sampling.n
         body = self._request(prompt, sampling, n, seed, min(sampling.max_tokens, room))
-        size = answers.FREE_BYTES + n * body["max_tokens"] * answers.JSON_TOKEN_BYTES
+        size = response_parsing.FREE_BYTES + n * body["max_tokens"] * response_parsing.JSON_TOKEN_BYTES
         choices = await self._ask(body, n, timeout_s, size)
         with self._understood():
             return [self._completion(choice, sampling, body["max_tokens"]) for choice in choices] * (sampling.n // n)
@@ -111,7 +111,9 @@ class OpenAiServer(Server):
         body |= {"logprobs": max(1, k)} | ({"return_token_ids": True} if self._endpoint.extensions else {})
         body |= {"return_tokens_as_token_ids": True} if k else {}
         try:
-            size = answers.FREE_BYTES + sum(map(len, longer)) * (answers.JSON_TOKEN_BYTES + k * answers.ENTRY_BYTES)
+            size = response_parsing.FREE_BYTES + sum(map(len, longer)) * (
+                response_parsing.JSON_TOKEN_BYTES + k * response_parsing.ENTRY_BYTES
+            )
             choices = iter(await self._ask(body, len(longer), timeout_s, size) if longer else [])
         except RequestRefused as error:
             asked = f"`echo` with `logprobs: {max(1, k)}`"
@@ -121,7 +123,7 @@ class OpenAiServer(Server):
 
     def _check(self, prompt: np.ndarray, sampling: Sampling) -> None:
         """Raises ValueError for what cannot be asked."""
-        sampler.check(sampling)
+        sampling_seeds.check(sampling)
         if not len(prompt) or prompt.min() < 0:
             raise RequestRefused(f"a prompt is empty or has tokens below 0: {prompt[:10].tolist()} ...")
         if sampling.tandem is not None:
@@ -184,16 +186,16 @@ class OpenAiServer(Server):
         tokens = choice.get("token_ids")
         told = _logprobs(choice) if tokens is not None and sampling.logprobs else None
         if tokens is not None:
-            tokens = answers.read_tokens(tokens, self._vocab, room)
+            tokens = response_parsing.read_tokens(tokens, self._vocab, room)
         if tokens is None:
             tokens = self._tokenizer.encode(choice["text"], add_special_tokens=False)[: sampling.max_tokens]
             own = self._tokenizer.eos_token_id
             tokens += [own] if stop is Stop.EOS and own is not None and tokens[-1:] != [own] else []
         if told is not None:
-            told = answers.read_logprobs(told, (len(tokens),))
+            told = response_parsing.read_logprobs(told, (len(tokens),))
         return Completion(
             tokens=tokens,
-            logprobs=answers.drawn(told if sampling.plain else None, sampling, len(tokens)),
+            logprobs=response_parsing.drawn(told if sampling.plain else None, sampling, len(tokens)),
             stop=stop,
             model_logprobs=told if sampling.plain or sampling.greedy else None,
         )

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron_rl.engines import answers
-from megatron_rl.engines.base import Completion, Sampling, TopScores
+from megatron_rl.engines import response_parsing
 from megatron_rl.engines.http import CONTROL_S, REFUSED, Http, RequestRefused, ServerLost
+from megatron_rl.engines.protocol import Completion, Sampling, TopScores
 
 MARGIN_S = 30.0  # seconds beyond what a refit may take, before its request is given up
 
@@ -69,7 +69,7 @@ class Server:
         raise NotImplementedError
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
-        """Takes a seat at the trainer's refit board. `secret`: what signs there."""
+        """Joins the trainer's refit store. `secret`: what signs there."""
         raise self._has_own_weights()
 
     def pause(self) -> None:
@@ -117,7 +117,7 @@ class Server:
 
     def _understood(self) -> contextlib.AbstractContextManager[None]:
         """Treats an answer of another shape than the engine's as a failed request."""
-        return answers.understood(self.url, self.speaker, retry_after_s=self.retry_after_s)
+        return response_parsing.understood(self.url, self.speaker, retry_after_s=self.retry_after_s)
 
     def _post(self, path: str, body: Any = None, *, timeout_s: float = CONTROL_S) -> Any:
         return self._http.call("POST", path, body, timeout_s=timeout_s)
@@ -140,6 +140,6 @@ class Server:
         """Returns the scores of one text: `logprobs` [T, 1 + k] of its tokens and of the likeliest ones, `ids` [T, k]
         of the likeliest ones. Raises AnswerError for numbers that make no sense.
         """
-        logprobs = answers.read_logprobs(logprobs, (len(ids), 1 + ids.shape[1]))
-        answers.check_ids(ids, self._vocab)
+        logprobs = response_parsing.read_logprobs(logprobs, (len(ids), 1 + ids.shape[1]))
+        response_parsing.check_ids(ids, self._vocab)
         return TopScores(logprobs=logprobs[:, 0].copy(), ids=ids, top_logprobs=logprobs[:, 1:].copy())

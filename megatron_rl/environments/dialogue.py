@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_rl.chat import ASSISTANT, QUOTED, USER, ChatError, Message, render
+from megatron_rl.chat_template import ASSISTANT, QUOTED, USER, ChatError, Message, render
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.control_tokens import ControlTokens
-from megatron_rl.environments.moves import Call, Tool
+from megatron_rl.environments.episode_types import Call, Tool
 from megatron_rl.text import decode
 
 TEXT, CHAT = "text", "chat"  # kinds of dialogue; a third is RENDERERS with a name behind it

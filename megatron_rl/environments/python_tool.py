@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.base import ConfigError
-from megatron_rl.environments.moves import EnvironmentFailure, Tool
+from megatron_rl.environments.episode_types import EnvironmentFailure, Tool
 from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.sandbox import Ran, SandboxFailure, SandboxSettings
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.base import ConfigError
-from megatron_rl.environments.moves import EnvironmentFailure, Tool
+from megatron_rl.environments.episode_types import EnvironmentFailure, Tool
 
 KEPT = 4  # indices in memory
 INDEX = ".bm25"  # behind the corpus's name: the directory of its index

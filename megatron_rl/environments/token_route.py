@@ -25,9 +25,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from megatron_rl.engines.base import Completion, EngineError, Sampling
+from megatron_rl.engines.protocol import Completion, EngineError, Sampling
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import from_completion
-from megatron_rl.training.turns import Table
 from megatron_rl.types import Prompt, Rollout, Stop
 
 MODELS, GENERATE, SESSION = "/v1/models", "/inference/v1/generate", "X-Session-ID"
@@ -50,7 +50,7 @@ class RouteRefusal(ValueError):
 class TokenRoute:
     """A server on the loopback address that answers for the roles' engines while episodes are played.
 
-    Every request names its role by `model` and its seat by the header X-Session-ID (`RoutedPlay.session_id`), and
+    Every request names its role by `model` and its agent by the header X-Session-ID (`RoutedPlay.session_id`), and
     carries the route's token. It listens from its making to `close`.
     """
 
@@ -67,9 +67,11 @@ class TokenRoute:
         self._server.server_close()
 
     @contextlib.contextmanager
-    def serving(self, table: Table, samplings: Mapping[str, Sampling], seeds: Sequence[int]) -> Iterator[RoutedPlay]:
+    def serving(
+        self, context: RolloutContext, samplings: Mapping[str, Sampling], seeds: Sequence[int]
+    ) -> Iterator[RoutedPlay]:
         """Answers for the roles of `samplings` in the block, in which the episodes with these seeds are played."""
-        play = RoutedPlay(next(self._names), table, samplings, seeds)
+        play = RoutedPlay(next(self._names), context, samplings, seeds)
         self._plays[play.name] = play
         try:
             with play.reading():
@@ -85,59 +87,61 @@ class TokenRoute:
     def generate(self, session: str, body: Any) -> dict[str, Any]:
         """Asks the engine that a request names, and waits for its answer. Raises RouteRefusal."""
         name, _, rest = session.partition(".")
-        place, _, seat = rest.partition(".")
+        place, _, agent = rest.partition(".")
         play = self._plays.get(name)
         if play is None:
             raise RouteRefusal(409, f"{SESSION} = {session!r}: its episode is over")
-        if not seat or not place.isdecimal() or int(place) >= play.episodes:
-            raise RouteRefusal(400, f"{SESSION} = {session!r}: it has the form play.episode.seat")
+        if not agent or not place.isdecimal() or int(place) >= play.episodes:
+            raise RouteRefusal(400, f"{SESSION} = {session!r}: it has the form play.episode.agent")
         if not isinstance(body, Mapping):
             raise RouteRefusal(400, "the body is no JSON object")
-        return play.generate(int(place), seat, body)
+        return play.generate(int(place), agent, body)
 
 
 class RoutedPlay:
     """The episodes of one call of an episode maker: their requests, and the record of what was sampled for them."""
 
-    def __init__(self, name: str, table: Table, samplings: Mapping[str, Sampling], seeds: Sequence[int]) -> None:
+    def __init__(
+        self, name: str, context: RolloutContext, samplings: Mapping[str, Sampling], seeds: Sequence[int]
+    ) -> None:
         self.name, self.episodes = name, len(seeds)
-        self.longest = {role: table.max_prompt_tokens[role] for role in samplings}
+        self.longest = {role: context.max_prompt_tokens[role] for role in samplings}
         self.failure: BaseException | None = None  # of an engine
-        self._table, self._samplings, self._seeds = table, samplings, seeds
-        self._sessions = {role: table.session(role) for role in samplings}
+        self._context, self._samplings, self._seeds = context, samplings, seeds
+        self._sessions = {role: context.session(role) for role in samplings}
         self._lock = threading.Lock()  # guards what follows
         self._over = False
         self._waiting: dict[tuple[str, int], Future[Completion]] = {}  # by role and key
-        self._asked: Counter[tuple[int, str, bytes]] = Counter()  # requests of each episode's seats, by prompt
-        self._last: dict[tuple[int, str], int] = {}  # the key of each seat's latest request
+        self._asked: Counter[tuple[int, str, bytes]] = Counter()  # requests of each episode's agents, by prompt
+        self._last: dict[tuple[int, str], int] = {}  # the key of each agent's latest request
         self._answers: dict[tuple[int, str], list[Rollout]] = {}
 
-    def session_id(self, place: int, seat: str) -> str:
-        """Returns the value of X-Session-ID for a seat of the episode at `place`."""
-        return f"{self.name}.{place}.{seat}"
+    def session_id(self, place: int, agent: str) -> str:
+        """Returns the value of X-Session-ID for an agent of the episode at `place`."""
+        return f"{self.name}.{place}.{agent}"
 
-    def answer(self, place: int, seat: str, tokens: np.ndarray, start: int) -> Rollout | None:
-        """Returns the answer of a seat that ended with the last of `tokens` [T] int32 and began at `start`, as the
+    def answer(self, place: int, agent: str, tokens: np.ndarray, start: int) -> Rollout | None:
+        """Returns the answer of an agent that ended with the last of `tokens` [T] int32 and began at `start`, as the
         rollout of its prompt and itself; None where no engine sampled these tokens there."""
         with self._lock:
-            answers = list(self._answers.get((place, seat), ()))
+            answers = list(self._answers.get((place, agent), ()))
         return next((a for a in answers if a.start == start and np.array_equal(a.tokens, tokens)), None)
 
-    def generate(self, place: int, seat: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """See TokenRoute.generate. The draw is a function of the role's seed, the episode's seed and place, the seat,
-        the prompt, and how often the seat asked it before: several programs of one seat may ask at the same time."""
+    def generate(self, place: int, agent: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """See TokenRoute.generate. The draw is a function of the role's seed, the episode's seed and place, the agent,
+        the prompt, and how often the agent asked it before: several programs of one agent may ask at the same time."""
         role = body.get("model")
         if role not in self._sessions:
             raise RouteRefusal(404, f"model = {role!r}: the roles are {', '.join(self._sessions)}")
         tokens = _prompt(body, role, self.longest[role])
         sampling = _forced(self._samplings[role], body.get("sampling_params"))
-        completion = self._ask(place, seat, role, tokens, sampling)
-        version = self._table.engines[role].version
-        weight = self._table.partner_weights.get(role, 0.0)
-        prompt = Prompt(id=seat, tokens=tokens)
-        answer = from_completion(prompt, completion, role=role, group=seat, version=version, partner_weight=weight)
+        completion = self._ask(place, agent, role, tokens, sampling)
+        version = self._context.engines[role].version
+        weight = self._context.partner_weights.get(role, 0.0)
+        prompt = Prompt(id=agent, tokens=tokens)
+        answer = from_completion(prompt, completion, role=role, group=agent, version=version, partner_weight=weight)
         with self._lock:
-            self._answers.setdefault((place, seat), []).append(answer)
+            self._answers.setdefault((place, agent), []).append(answer)
         return {"choices": [_choice(completion)]}
 
     @contextlib.contextmanager
@@ -159,16 +163,16 @@ class RoutedPlay:
         for reader in readers:
             reader.join()
 
-    def _ask(self, place: int, seat: str, role: str, tokens: np.ndarray, sampling: Sampling) -> Completion:
+    def _ask(self, place: int, agent: str, role: str, tokens: np.ndarray, sampling: Sampling) -> Completion:
         future: Future[Completion] = Future()
         prompt = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
         with self._lock:
             if self._over:
                 raise RouteRefusal(503, "the play is over")
-            times = self._asked[place, seat, prompt]
-            self._asked[place, seat, prompt] += 1
-            key = self._table.seed_for("token route", self._seeds[place], place, seat, prompt.hex(), times)
-            before, self._last[place, seat] = self._last.get((place, seat)), key
+            times = self._asked[place, agent, prompt]
+            self._asked[place, agent, prompt] += 1
+            key = self._context.seed_for("token route", self._seeds[place], place, agent, prompt.hex(), times)
+            before, self._last[place, agent] = self._last.get((place, agent)), key
             self._waiting[role, key] = future
         try:
             self._sessions[role].ask(key, tokens, sampling, after=before)

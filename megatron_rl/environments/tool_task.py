@@ -8,38 +8,46 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_rl.chat import TOOL, USER, UserText, problem_text
+from megatron_rl.chat_template import TOOL, USER, UserText, problem_text
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
-from megatron_rl.environments.base import Environment, EpisodeSettings
 from megatron_rl.environments.dialogue import RENDERERS
-from megatron_rl.environments.moves import Call, EnvironmentFailure, Move, Over, Said, Tool, quoting
+from megatron_rl.environments.environment import Environment, EpisodeSettings
+from megatron_rl.environments.episode_types import (
+    Call,
+    EnvironmentFailure,
+    EpisodeEnd,
+    NextRequest,
+    Said,
+    Tool,
+    quoting,
+)
 from megatron_rl.text import read_template
 
 
 @dataclass(kw_only=True)
 class ToolTask(Environment):
-    """One seat that is asked a question, and asks tools until it answers or may ask no more.
+    """One agent that is asked a question, and asks tools until it answers or may ask no more.
 
     With `calls: tags` the model writes a call as `<search>query</search>`, as a base model can: the tag is the tool's
     name, and its content is the tool's one required argument. With `calls: template` the chat template has a form for
     calls, and their answers are messages of the role `tool`. The conversation of a task that has `messages` is the
-    prompt; else the question fills the template. What the seat wrote is graded by the run's reward function, and
+    prompt; else the question fills the template. What the agent wrote is graded by the run's reward function, and
     `tool_calls` among its rewards is the number of calls. A tool that fails is asked once more; failing again, it ends
     the episode as an error.
     """
 
     tools: tuple[Use, ...]  # {target, args} of each
     template: str  # prompt: a text file or a packaged prompt, with {question}
-    role: str = "agent"  # also the seat's name
+    role: str = "agent"  # also the agent's name
     calls: Literal["tags", "template"] = "tags"  # how the model writes a call of a tool
     answer: str = "answer"  # tag of the answer, where calls are tags
     result: str = "\n<result>{result}</result>\n"  # what follows a call, where calls are tags
-    # What a seat is told that neither called a tool nor answered, where calls are tags; it counts as a call. null: the
-    # episode ends with what it wrote.
+    # What an agent is told that neither called a tool nor answered, where calls are tags; it counts as a call. null:
+    # the episode ends with what it wrote.
     reminder: str | None = None
     max_calls: int = 4  # of tools, in an episode
-    graded: Literal["all", "last"] = "all"  # all that the seat wrote, without what tools answered; or its last text
+    graded: Literal["all", "last"] = "all"  # all that the agent wrote, without what tools answered; or its last text
 
     def __post_init__(self) -> None:
         if self.max_calls < 1:
@@ -62,7 +70,7 @@ class ToolTask(Environment):
         if self.calls == "tags":
             self._arguments = {name: _argument(tool) for name, tool in self._tools.items()}
 
-    def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[Move] | Over:
+    def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[NextRequest] | EpisodeEnd:
         self._texts: list[str] = []
         self._made = 0  # calls, and reminders
         self._run_calls = 0
@@ -70,7 +78,7 @@ class ToolTask(Environment):
         text = problem_text(self._template, asked)
         return self._ask(text.messages if isinstance(text, UserText) else [{"role": USER, "content": text}])
 
-    def step(self, said: Said) -> Sequence[Move] | Over:
+    def step(self, said: Said) -> Sequence[NextRequest] | EpisodeEnd:
         self._texts.append(said.text)
         if said.stop is None or not said.stop.finished or self._made >= self.max_calls:
             return self._over()
@@ -100,8 +108,8 @@ class ToolTask(Environment):
     def most_answers(self, role: str) -> int | None:
         return self.max_calls + 1 if role == self.role else None
 
-    def _after_tags(self, text: str) -> Sequence[Move] | Over:
-        """Runs the first call in a text. -> the next move, or the end where the text has an answer or neither."""
+    def _after_tags(self, text: str) -> Sequence[NextRequest] | EpisodeEnd:
+        """Runs the first call in a text. -> the next request, or the end where the text has an answer or neither."""
         found = first_call(text, [*self._tools, self.answer])
         if found is None and self.reminder is not None:
             self._made += 1
@@ -112,8 +120,8 @@ class ToolTask(Environment):
         result = self._result(Call(name=found[0], arguments={self._arguments[found[0]]: content}))
         return self._ask([quoting(USER, self.result, result=result)])
 
-    def _after_calls(self, calls: Sequence[Call]) -> Sequence[Move] | Over:
-        """Runs the calls of a message, as many as are left. -> the next move, or the end where there is no call."""
+    def _after_calls(self, calls: Sequence[Call]) -> Sequence[NextRequest] | EpisodeEnd:
+        """Runs the calls of a message, as many as are left. -> the next request, or the end where there is no call."""
         messages = []
         for call in calls:
             left = self._made < self.max_calls
@@ -141,11 +149,11 @@ class ToolTask(Environment):
             )
         return result
 
-    def _ask(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Move]:
+    def _ask(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[NextRequest]:
         tags = [*self._tools, self.answer] if self._made < self.max_calls else [self.answer]
         return [
-            Move(
-                seat=self.role,
+            NextRequest(
+                agent=self.role,
                 role=self.role,
                 messages=messages,
                 tools=[*self._tools.values()] if self.calls == "template" else (),
@@ -153,9 +161,9 @@ class ToolTask(Environment):
             )
         ]
 
-    def _over(self) -> Over:
+    def _over(self) -> EpisodeEnd:
         text = "\n".join(self._texts) if self.graded == "all" else self._texts[-1]
-        return Over(answers={self.role: text}, rewards={self.role: {"tool_calls": float(self._run_calls)}})
+        return EpisodeEnd(answers={self.role: text}, rewards={self.role: {"tool_calls": float(self._run_calls)}})
 
 
 def first_call(text: str, names: Sequence[str]) -> tuple[str, str] | None:
@@ -175,7 +183,7 @@ def _built(use: Use) -> Tool:
     if not isinstance(tool, Tool):
         raise ConfigError(
             f"args.tools: {use.target} is no tool: name a dataclass that inherits from "
-            "megatron_rl.environments.moves:Tool"
+            "megatron_rl.environments.episode_types:Tool"
         )
     if lacking := [name for name in ("name", "description", "parameters") if not hasattr(tool, name)]:
         raise ConfigError(f"args.tools: {use.target} has no {' and no '.join(lacking)}: write them into the class")

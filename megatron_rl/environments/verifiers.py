@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.base import ConfigError
-from megatron_rl.engines.base import Sampling
-from megatron_rl.environments.base import EpisodeMaker, EpisodeSettings
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.environments.environment import EpisodeMaker, EpisodeSettings
+from megatron_rl.environments.episode_types import AGENT, EnvironmentFailure, Episode
 from megatron_rl.environments.line_process import LineProcess
-from megatron_rl.environments.moves import SEAT, EnvironmentFailure, Episode
 from megatron_rl.environments.token_route import RoutedPlay, TokenRoute
-from megatron_rl.training.turns import Table
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import NO_VERSION, Author, Outcome, Prompt, Rollout, spans_of
 
 HOST = Path(__file__).with_name("verifiers_host.py")
-REWARD = "reward"  # the name of the sum of what a seat got, under which all agents of an environment have something
+REWARD = "reward"  # the name of the sum of what an agent got, under which all agents of an environment have something
 START_S = 600.0  # for the library and the task set, which may come from a slow disk or a network
 LATE_S = 30.0  # beyond an episode's time-out: a host that has not given it up then hangs
 LOOK_S = 0.2  # between two looks at the engines
@@ -52,7 +52,7 @@ class Verifiers(EpisodeMaker):
 
     def __post_init__(self) -> None:
         self._running: _Running | None = None
-        self._lock = threading.Lock()  # an evaluation may play at the same time as a turn
+        self._lock = threading.Lock()  # an evaluation may play at the same time as an iteration
         if shutil.which(self.python) is None:
             raise ConfigError(
                 f"python = {self.python}: there is no such program; `make verifiers` makes .venv-verifiers/bin/python"
@@ -72,7 +72,7 @@ class Verifiers(EpisodeMaker):
 
     def play(
         self,
-        table: Table,
+        context: RolloutContext,
         tasks: Sequence[Prompt],
         seeds: Sequence[int],
         samplings: Mapping[str, Sampling],
@@ -84,18 +84,18 @@ class Verifiers(EpisodeMaker):
         """
         indices = [self._index(task) for task in tasks]
         own = {role: samplings[role] for role in dict.fromkeys(self.agents.values())}
-        with self._alone(table, own):
+        with self._alone(context, own):
             running = self._started()
-            with running.route.serving(table, own, seeds) as play:
-                results = _Results(running, table, play, settings).of(indices)
+            with running.route.serving(context, own, seeds) as play:
+                results = _Results(running, context, play, settings).of(indices)
                 return [self._episode(play, task, result) for task, result in zip(tasks, results, strict=True)]
 
     @contextlib.contextmanager
-    def _alone(self, table: Table, roles: Iterable[str]) -> Iterator[None]:
+    def _alone(self, context: RolloutContext, roles: Iterable[str]) -> Iterator[None]:
         """Waits until nobody else plays. The engines are looked after meanwhile: who plays may wait for a server that
         the thread waiting here must bring to the current weights."""
         while not self._lock.acquire(timeout=LOOK_S):
-            _look_after(table, roles)
+            _look_after(context, roles)
         try:
             yield
         finally:
@@ -142,14 +142,14 @@ class _Running:
         self._process: LineProcess | None = None
         self.route = TokenRoute()
         self._owner = os.getpid()
-        self._closed = False  # a turn that is played ahead may go on in another thread while the program ends
+        self._closed = False  # an iteration that is collected ahead may go on in another thread while the program ends
 
     def look(self) -> None:
         """Forgets a process that ended between two calls."""
         if self._process is not None and self._process.ended:
             self.end()
 
-    def ready(self, table: Table) -> LineProcess:
+    def ready(self, context: RolloutContext) -> LineProcess:
         """Returns the process, started where there is none. Raises ConfigError with the end of its log, and
         EnvironmentFailure after `close`."""
         if self._closed:
@@ -158,7 +158,7 @@ class _Running:
             words = [self._python, "-I", str(HOST)]
             try:
                 self._process = LineProcess(words, self._directory / "log.txt")
-                self._process.say(self._told(table, self._process))
+                self._process.say(self._told(context, self._process))
                 if self._process.hear(START_S) is None:
                     raise EOFError(f"it was not ready within {START_S:g} s")
             except (EOFError, OSError) as error:
@@ -180,14 +180,14 @@ class _Running:
         self.route.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _told(self, table: Table, process: LineProcess) -> dict[str, Any]:
+    def _told(self, context: RolloutContext, process: LineProcess) -> dict[str, Any]:
         """Returns the first line for the process. The roles' tokenizers are written out for it: those here may have
         another chat template than the model's directory."""
         clients = {}
         for role in self._own["agents"].values():
             directory = self._directory / "tokenizers" / role
             if not directory.exists():
-                table.tokenizers[role].save_pretrained(directory)
+                context.tokenizers[role].save_pretrained(directory)
             renderer = {"name": "default", **self._renderers.get(role, {})}
             clients[role] = {"renderer_model_name": str(directory), "renderer": renderer}
         scratch = tempfile.mkdtemp(prefix="host_", dir=self._directory)
@@ -198,8 +198,8 @@ class _Running:
 class _Results:
     """The results of one call's episodes, as the process tells them."""
 
-    def __init__(self, running: _Running, table: Table, play: RoutedPlay, settings: EpisodeSettings) -> None:
-        self._running, self._table, self._play, self._settings = running, table, play, settings
+    def __init__(self, running: _Running, context: RolloutContext, play: RoutedPlay, settings: EpisodeSettings) -> None:
+        self._running, self._context, self._play, self._settings = running, context, play, settings
         self._deadlines: dict[int, float] = {}  # of the episodes under way
         self._found: dict[int, Mapping[str, Any]] = {}
 
@@ -207,8 +207,8 @@ class _Results:
         """Plays the tasks at these places of the task set. [E] -> [E]. Raises what an engine raised."""
         waiting = deque(range(len(indices)))
         while len(self._found) < len(indices):
-            _look_after(self._table, self._play.longest)
-            process = self._running.ready(self._table)
+            _look_after(self._context, self._play.longest)
+            process = self._running.ready(self._context)
             while waiting and len(self._deadlines) < self._settings.workers:
                 self._begin(process, waiting.popleft(), indices)
             try:
@@ -247,12 +247,12 @@ class _Results:
         self._deadlines = {}
 
 
-def _look_after(table: Table, roles: Iterable[str]) -> None:
+def _look_after(context: RolloutContext, roles: Iterable[str]) -> None:
     """Shows that the run lives, and has the servers of the roles looked after: the threads that read their answers do
     not own them."""
-    table.watch.beat()
+    context.watch.beat()
     for role in roles:
-        table.engines[role].tend()
+        context.engines[role].tend()
 
 
 def _scored(play: RoutedPlay, task: Prompt, agents: Mapping[str, str], result: Mapping[str, Any]) -> Episode:
@@ -260,12 +260,12 @@ def _scored(play: RoutedPlay, task: Prompt, agents: Mapping[str, str], result: M
     shows as sampled and that no engine sampled."""
     number, traces, rollouts = result["number"], result["traces"], []
     for trace in traces:
-        seat = trace["session"].removeprefix(play.session_id(number, ""))
-        payload = {**task.payload, SEAT: seat, "metrics": trace["metrics"]}
+        agent = trace["session"].removeprefix(play.session_id(number, ""))
+        payload = {**task.payload, AGENT: agent, "metrics": trace["metrics"]}
         rewards = {**trace["rewards"], REWARD: sum(trace["rewards"].values())}
         for branch in trace["branches"] if trace["trained"] else ():
             role, group = agents[trace["agent"]], f"{number}:{task.id}"
-            answers = list(_answers(play, number, seat, branch))
+            answers = list(_answers(play, number, agent, branch))
             rollouts.append(_rollout(branch, answers, role, group, payload, rewards))
     return Episode(
         task=task,
@@ -277,14 +277,14 @@ def _scored(play: RoutedPlay, task: Prompt, agents: Mapping[str, str], result: M
     )
 
 
-def _answers(play: RoutedPlay, number: int, seat: str, branch: Mapping[str, Any]) -> Iterator[Rollout]:
+def _answers(play: RoutedPlay, number: int, agent: str, branch: Mapping[str, Any]) -> Iterator[Rollout]:
     """Yields the recorded answer of each stretch that a trace shows as sampled."""
     tokens = np.array(branch["tokens"], np.int32)
     for start, end, _ in branch["sampled"]:
-        answer = play.answer(number, seat, tokens[:end], start)
+        answer = play.answer(number, agent, tokens[:end], start)
         if answer is None:
             raise EnvironmentFailure(
-                f"seat {seat}: the trace shows tokens {start} to {end} as sampled, and no engine sampled them there"
+                f"agent {agent}: the trace shows tokens {start} to {end} as sampled, and no engine sampled them there"
             )
         yield answer
 

@@ -69,21 +69,21 @@ class Host:
         from verifiers.v1.clients import ModelContext, TrainClientConfig
         from verifiers.v1.env import RunSlot
 
-        seats: dict[str, int] = {}
+        agents: dict[str, int] = {}
         begun: dict[str, int] = {}
 
-        def seat(trace: Any) -> None:
+        def agent(trace: Any) -> None:
             """Names a trace before its first request: the name goes out as X-Session-ID."""
             name = trace.agent.name
-            seats[name] = seats.get(name, 0) + 1
-            trace.id = asked["session"] + (name if seats[name] == 1 else f"{name}-{seats[name]}")
+            agents[name] = agents.get(name, 0) + 1
+            trace.id = asked["session"] + (name if agents[name] == 1 else f"{name}-{agents[name]}")
             begun[trace.id] = len(begun)
 
         # Every agent has a model and a client of its own: these stand for none.
         context = ModelContext(
             model=next(iter(self._roles.values())), client=TrainClientConfig(base_url="http://unused")
         )
-        episode = await self._env.run_slot(RunSlot(self.task(asked["task"])), context, on_trace=seat)
+        episode = await self._env.run_slot(RunSlot(self.task(asked["task"])), context, on_trace=agent)
         episode.traces.sort(key=lambda trace: begun[trace.id])  # they came in the order in which agents were done
         return episode
 

@@ -121,7 +121,7 @@ def solution(row: DataRow) -> Values:
     """Reads a solution for a verifier: question, steps, and `label`, the first wrong step (from 0; -1: none).
 
     `step_labels`, where the row has them, give a label for every step. `correct` says whether the final answer is
-    right; without such a field, whether no step is wrong. Raises DataError for a row that is no such solution.
+    correct; without such a field, whether no step is wrong. Raises DataError for a row that is no such solution.
     """
     steps = row.get("steps")
     if not isinstance(steps, (list, tuple)) or not steps or not all(isinstance(step, str) for step in steps):
@@ -131,7 +131,7 @@ def solution(row: DataRow) -> Values:
     if labels is not None:
         if len(labels) != len(steps):
             raise DataError(f"{len(labels)} step_labels for {len(steps)} steps: give one for each")
-        label = next((i for i, right in enumerate(labels) if not right), -1)
+        label = next((i for i, correct in enumerate(labels) if not correct), -1)
     if not isinstance(label, int) or isinstance(label, bool) or not -1 <= label < len(steps):
         raise DataError(f"label is {label!r}: give the first wrong step, 0 to {len(steps) - 1}, or -1 for none")
     correct = row.get("final_answer_correct", row.get("correct"))

@@ -13,12 +13,13 @@ from typing import Any
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.data.rows import BadRow, json_rows
-from megatron_rl.evaluation.figures import RIGHT
-from megatron_rl.rewards.pool import Graded
-from megatron_rl.run.disk import write_text
+from megatron_rl.evaluation.set_metrics import CORRECT
+from megatron_rl.rewards.grading_pool import Graded
+from megatron_rl.run.atomic_files import write_text
 
 CHUNK = 256  # rows graded between two writes
-BAD_ROW = "bad_row"  # outcome of a row that is no completion; the other outcomes are those of rewards.pool.Outcome
+# outcome of a row that is no completion; the other outcomes are those of rewards.grading_pool.Outcome
+BAD_ROW = "bad_row"
 GRADED = "graded.jsonl"
 MAX_DETAIL = 300  # characters of a failure's description
 Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
@@ -37,7 +38,7 @@ class CompletionRow:
 def grade_file(
     source: Path, directory: Path, grade: Grade, *, say: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
-    """Grades rows {"id", "answer", "completion"} and returns the summary: rows, accuracy (the share that is right),
+    """Grades rows {"id", "answer", "completion"} and returns the summary: rows, accuracy (the share that is correct),
     reward (the mean score) and counts by outcome.
 
     Writes DIR/graded.jsonl, rows {"id", "score", "outcome"} in the same order, and DIR/summary.json. Other fields of a
@@ -51,7 +52,7 @@ def grade_file(
     out = directory / GRADED
     done = _done(out)
     counts, total = Counter(row["outcome"] for row in done), sum(row["score"] for row in done)
-    right = sum(row["score"] > RIGHT for row in done)
+    correct = sum(row["score"] > CORRECT for row in done)
     rows = (_row(*line) for line in json_rows(source))
     for number, old in enumerate(done, start=1):
         row = next(rows, None)
@@ -68,14 +69,14 @@ def grade_file(
             os.fsync(file.fileno())
             counts.update(answer["outcome"] for answer in answers)
             total += sum(answer["score"] for answer in answers)
-            right += sum(answer["score"] > RIGHT for answer in answers)
+            correct += sum(answer["score"] > CORRECT for answer in answers)
             say(sum(counts.values()))
     count = sum(counts.values())
     if not count:
         raise ConfigError(
             f"--completions {source}: it has no rows; a row is {{'id': ..., 'answer': ..., 'completion': ...}}"
         )
-    summary = {"rows": count, "accuracy": right / count, "reward": total / count, "outcomes": dict(counts)}
+    summary = {"rows": count, "accuracy": correct / count, "reward": total / count, "outcomes": dict(counts)}
     write_text(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Confusion:
     """The counts of judgements by (what was said, what is true).
 
-    tp: said right, is right. fp: said right, is wrong. tn: said wrong, is wrong. fn: said wrong, is right.
+    tp: said correct, is correct. fp: said correct, is wrong. tn: said wrong, is wrong. fn: said wrong, is correct.
     """
 
     tp: int = 0
@@ -24,7 +24,7 @@ class Confusion:
 
     @property
     def predicted_positive(self) -> float:
-        """Returns the share that was judged right; 0.0 without judgements.
+        """Returns the share that was judged correct; 0.0 without judgements.
 
         Near 0 or 1 the judge always says the same.
         """
@@ -32,14 +32,14 @@ class Confusion:
 
     @property
     def f1(self) -> float | None:
-        """Returns ProcessBench's F1, the harmonic mean of the accuracies on the right and on the wrong.
+        """Returns ProcessBench's F1, the harmonic mean of the accuracies on the correct and on the wrong.
 
         None when one of the two classes is empty.
         """
-        right, wrong = self.tp + self.fn, self.tn + self.fp
-        if not right or not wrong:
+        correct, wrong = self.tp + self.fn, self.tn + self.fp
+        if not correct or not wrong:
             return None
-        return harmonic_mean(self.tp / right, self.tn / wrong)
+        return harmonic_mean(self.tp / correct, self.tn / wrong)
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics confusion/tp, confusion/fp, confusion/tn, confusion/fn and predicted_positive."""

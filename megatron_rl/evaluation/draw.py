@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.chat import ChatTokenizer, problem_text, tokenize
+from megatron_rl.chat_template import ChatTokenizer, problem_text, tokenize
 from megatron_rl.data.problems import Problem
-from megatron_rl.engines.base import Completion, Engine, Sampling, Tokens
+from megatron_rl.engines.protocol import Completion, Engine, Sampling, Tokens
 from megatron_rl.types import Stop
 
 ROOM = 8  # tokens of the context that stay free

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.engines.base import Completion, Engine, Sampling
+from megatron_rl.engines.protocol import Completion, Engine, Sampling
 from megatron_rl.evaluation.draw import ProblemSet, draw, limit
 from megatron_rl.evaluation.samples import Sample
 from megatron_rl.evaluation.solve import Grade, answer_of, decoded, sample_of

@@ -1,5 +1,5 @@
-"""A verifier on solutions with known errors: ProcessBench, outcome and step judgements, confidence of votes, and right
-labels for wrong reasons."""
+"""A verifier on solutions with known errors: ProcessBench, outcome and step judgements, confidence of votes, and
+correct labels for wrong reasons."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.engines.base import Completion, Engine, Sampling
+from megatron_rl.engines.protocol import Completion, Engine, Sampling
 from megatron_rl.evaluation.confusion import Confusion, agreement, confusion, harmonic_mean, step_confusion
 from megatron_rl.evaluation.draw import ProblemSet
-from megatron_rl.evaluation.estimators import Calibration, Interval, bootstrap, calibration, mean_interval
 from megatron_rl.evaluation.judging import Judging, Question, judge_all
 from megatron_rl.evaluation.samples import Sample
 from megatron_rl.evaluation.solve import sample_of
+from megatron_rl.evaluation.statistics import Calibration, Interval, bootstrap, calibration, mean_interval
 from megatron_rl.rewards.verdicts import final_verdict, step_verdicts
 from megatron_rl.types import Prompt, Stop
 
@@ -76,7 +76,7 @@ def reading(text: str, num_steps: int) -> Sample:
     -1: it calls none wrong, with a verdict for each; None: it cannot be read so, and agrees with no label.
     """
     verdicts = step_verdicts(text)
-    wrong = next((i for i, right in enumerate(verdicts[:num_steps]) if not right), None)
+    wrong = next((i for i, correct in enumerate(verdicts[:num_steps]) if not correct), None)
     predicted = wrong if wrong is not None else NO_ERROR if len(verdicts) == num_steps else None
     return {"response": text, "verdicts": list(verdicts), "final": final_verdict(text), "predicted": predicted}
 
@@ -90,28 +90,28 @@ def vote(predictions: Sequence[int | None]) -> int | None:
 
 
 def judged(groups: Sequence[Sequence[Sample]], *, seed: int = 0) -> tuple[dict[str, Interval], Calibration | None]:
-    """Computes the figures of a set of [P][n] samples with their intervals, and how sure the votes are.
+    """Computes the metrics of a set of [P][n] samples with their intervals, and how sure the votes are.
 
-    A solution is one problem of the bootstrap. Figures of one verification are means over n.
+    A solution is one problem of the bootstrap. Metrics of one verification are means over n.
     """
     wrong = np.array([group[0]["label"] != NO_ERROR for group in groups])
     hits = np.array([fmean(float(row["predicted"] == row["label"]) for row in group) for group in groups])
-    figures = _processbench("", hits, wrong, seed)
+    metrics = _processbench("", hits, wrong, seed)
     if len(groups[0]) > 1:
         votes = np.array([float(vote([row["predicted"] for row in group]) == group[0]["label"]) for group in groups])
-        figures |= _processbench("_vote", votes, wrong, seed)
+        metrics |= _processbench("_vote", votes, wrong, seed)
     for name, statistic in _STATISTICS.items():
         own = bootstrap(
             len(groups), lambda rows, of=statistic: of([row for i in rows for row in groups[i]]), seed=seed,
             resamples=500,
         )  # fmt: skip
-        figures[name] = own
+        metrics[name] = own
     aligned = [fmean(float(len(r["verdicts"]) == len(r["steps"])) for r in group) for group in groups]
-    figures["aligned"] = mean_interval(aligned, seed=seed)
-    figures["finished"] = mean_interval([fmean(float(r["finished"]) for r in group) for group in groups], seed=seed)
+    metrics["aligned"] = mean_interval(aligned, seed=seed)
+    metrics["finished"] = mean_interval([fmean(float(r["finished"]) for r in group) for group in groups], seed=seed)
     confidences = [fmean(float(row["final"] is True) for row in group) for group in groups]
     sure = calibration(confidences, [bool(group[0]["correct"]) for group in groups])
-    return {name: value for name, value in figures.items() if value is not None}, sure
+    return {name: value for name, value in metrics.items() if value is not None}, sure
 
 
 def _processbench(suffix: str, hits: np.ndarray, wrong: np.ndarray, seed: int) -> dict[str, Interval | None]:
@@ -135,7 +135,7 @@ def _processbench(suffix: str, hits: np.ndarray, wrong: np.ndarray, seed: int) -
 
 
 def _outcomes(rows: Sequence[Sample]) -> Confusion:
-    """Compares final verdicts with whether the final answer is right."""
+    """Compares final verdicts with whether the final answer is correct."""
     return confusion((row["final"], bool(row["correct"])) for row in rows)
 
 
@@ -144,8 +144,8 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def _located(rows: Sequence[Sample]) -> float | None:
-    """Finds right labels with wrong reasons: among verifications that rightly reject a solution with an error, returns
-    the share that find its first one."""
+    """Finds correct labels with wrong reasons: among verifications that rightly reject a solution with an error,
+    returns the share that find its first one."""
     rejected = [r for r in rows if r["label"] != NO_ERROR and not r["correct"] and r["final"] is False]
     return fmean(float(r["predicted"] == r["label"]) for r in rejected) if rejected else None
 
@@ -158,8 +158,8 @@ def step_counts(rows: Sequence[Sample]) -> Confusion:
     aligned = [row for row in rows if len(row["verdicts"]) == len(row["steps"])]
     labels = []
     for row in aligned:
-        right = len(row["steps"]) if row["label"] == NO_ERROR else row["label"]
-        known = [True] * right + [False] * (right < len(row["steps"]))
+        correct = len(row["steps"]) if row["label"] == NO_ERROR else row["label"]
+        known = [True] * correct + [False] * (correct < len(row["steps"]))
         labels.append(known if row["step_labels"] is None else [bool(label) for label in row["step_labels"]])
     verdicts = [row["verdicts"][: len(gold)] for row, gold in zip(aligned, labels, strict=True)]
     return step_confusion(verdicts, labels)
@@ -167,7 +167,7 @@ def step_counts(rows: Sequence[Sample]) -> Confusion:
 
 _STATISTICS: Mapping[str, Callable[[Sequence[Sample]], float | None]] = {  # of the samples of some solutions
     "outcome_accuracy": lambda rows: agreement(_outcomes(rows)),
-    "outcome_right_accuracy": lambda rows: _share((c := _outcomes(rows)).tp, c.tp + c.fn),
+    "outcome_correct_accuracy": lambda rows: _share((c := _outcomes(rows)).tp, c.tp + c.fn),
     "outcome_wrong_accuracy": lambda rows: _share((c := _outcomes(rows)).tn, c.tn + c.fp),
     "outcome_f1": lambda rows: _outcomes(rows).f1,
     "located_when_rejected": _located,

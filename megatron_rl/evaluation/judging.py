@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from megatron_rl.engines.base import Completion, Engine, Sampling
+from megatron_rl.engines.protocol import Completion, Engine, Sampling
 from megatron_rl.evaluation.draw import limit
 from megatron_rl.text import Decoded, decode
 from megatron_rl.training.rollouts import from_completion

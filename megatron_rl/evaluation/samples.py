@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.run.disk import write_text
-from megatron_rl.run.lines import UNREADABLE, append
-from megatron_rl.run.lines import read as read_lines
+from megatron_rl.run.atomic_files import write_text
+from megatron_rl.run.json_lines import UNREADABLE, append
+from megatron_rl.run.json_lines import read as read_lines
 
 Sample = dict[str, Any]  # `set`, `measure`, `id` (of the problem), `sample` (0..n-1), and what the measure found
 PARTIAL = ".partial"

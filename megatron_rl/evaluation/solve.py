@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.engines.base import Completion, Engine, Sampling
+from megatron_rl.engines.protocol import Completion, Engine, Sampling
 from megatron_rl.evaluation.draw import ProblemSet, draw_within
 from megatron_rl.evaluation.samples import Sample
 from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.rewards.answer_key import answer_key
-from megatron_rl.rewards.pool import Graded
+from megatron_rl.rewards.grading_pool import Graded
 
 Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
 SOLVE = "solve"

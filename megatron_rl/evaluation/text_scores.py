@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from megatron_rl.engines.base import Engine, Tokens
+from megatron_rl.engines.protocol import Engine, Tokens
 from megatron_rl.evaluation.samples import Sample
 
 LEGIBILITY, DRIFT = "legibility", "drift"
@@ -65,12 +65,12 @@ def drift(
     """
 
     def one(row: Sample, t: Texts) -> Sample:
-        figures: dict[str, float | None] = dict.fromkeys(
+        metrics: dict[str, float | None] = dict.fromkeys(
             f"{kind}_{name}" for name in pair_names(["", *others]) for kind in ("kl", "gap")
         )
         if t.fits(row, context):
-            figures |= _compared({"": writer, **others}, [*t.prompt, *row["token_ids"]], len(t.prompt))
-        return _about(row, DRIFT) | figures | {"tokens": len(row["token_ids"])}
+            metrics |= _compared({"": writer, **others}, [*t.prompt, *row["token_ids"]], len(t.prompt))
+        return _about(row, DRIFT) | metrics | {"tokens": len(row["token_ids"])}
 
     return [[one(row, t) for row in t.rows] for t in texts]
 

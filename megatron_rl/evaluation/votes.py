@@ -1,4 +1,4 @@
-"""How sure a verifier is of solutions: the share of its votes that call them right."""
+"""How sure a verifier is of solutions: the share of its votes that call them correct."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.chat import tokenize
+from megatron_rl.chat_template import tokenize
 from megatron_rl.control_tokens import fill_quoting
-from megatron_rl.engines.base import Engine, Sampling
+from megatron_rl.engines.protocol import Engine, Sampling
 from megatron_rl.evaluation.judging import Judging, Question, judge_all
 from megatron_rl.rewards.tags import step_texts
 from megatron_rl.rewards.verdicts import final_verdict

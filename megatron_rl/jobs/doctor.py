@@ -19,22 +19,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_rl.cluster import slurm
-from megatron_rl.cluster.address import own_address
+from megatron_rl.cluster import slurm_commands
+from megatron_rl.cluster.host_address import own_address
 from megatron_rl.cluster.profile import Profile
-from megatron_rl.config import hub
+from megatron_rl.config import hub_cache
 from megatron_rl.config.schema import ConfigError, Model, Servers, SftConfig, TrainConfig
 from megatron_rl.jobs import versions
 from megatron_rl.jobs.submit import engine_python
 from megatron_rl.models import registry
-from megatron_rl.models.adapters import num_elements
+from megatron_rl.models.lora_targets import num_elements
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.run import locks
+from megatron_rl.run import directory_lock
 from megatron_rl.run.checkpoint import read_json
-from megatron_rl.run.directory import RunDirectory
-from megatron_rl.spec import absent
+from megatron_rl.run.run_directory import RunDirectory
+from megatron_rl.spec import missing_files
 from megatron_rl.spec.resolve import specify
-from megatron_rl.weights.rectangles import hf_shapes
+from megatron_rl.weights.parameter_mapping import hf_shapes
 
 Verdict = Literal["ok", "note", "wrong"]
 PYTHON = (3, 11)
@@ -153,8 +153,8 @@ def _gpus(profile: Profile | None, environment: Mapping[str, str]) -> Iterator[C
         "--format=csv,noheader",
     ]
     try:
-        lines = slurm.run(query).strip().splitlines()
-    except slurm.SlurmError as error:
+        lines = slurm_commands.run(query).strip().splitlines()
+    except slurm_commands.SlurmError as error:
         yield Check("GPUs", str(error), "wrong", "the driver does not answer: drain this node")
         return
     found = f"{len(lines)} x {lines[0] if lines else ''}"
@@ -206,7 +206,7 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
             file.write(b"\0" * (size << 20))
             file.flush()
             os.fsync(file.fileno())
-            locks_here = locks.flock(file.fileno())
+            locks_here = directory_lock.flock(file.fileno())
         rate = size / (time.perf_counter() - start)
         probe.rename(moved)
     except OSError as error:
@@ -237,7 +237,7 @@ def _space(config: Any, quick: bool) -> Iterator[Check]:
         with contextlib.suppress(ConfigError, ValueError):  # _inputs tells of it
             own = [_saved_bytes(role) for _, role in _roles(config) if role.has_policy]
             one, models = sum(saved for saved, _ in own) / GIB, sum(model for _, model in own) / GIB
-            there = len([*RunDirectory(directory).checkpoints.glob("step_*")])
+            there = len([*RunDirectory(directory).checkpoints.glob("iteration_*")])
             count = max(1, config.run.keep + 1 - there)
             need = max(need, count * one + models)
             said = f"; {count} more checkpoints of {one:.3g} GiB (run.keep + 1), and models at the end: {need:.3g} GiB"
@@ -258,14 +258,14 @@ def _saved_bytes(role: Any) -> tuple[float, float]:
 
 
 def _inputs(config: Any, quick: bool) -> Iterator[Check]:
-    for one in absent.absent_files(specify(config, config.launch.nproc)[0]):
+    for one in missing_files.absent_files(specify(config, config.launch.nproc)[0]):
         problem = one.problem
         if problem is not None:
             yield Check(one.name, problem if one.on_hub else str(one), "wrong", f"put it there, or mend {one.name}")
-        elif not hub.is_cached(one.path, one.kind):
+        elif not hub_cache.is_cached(one.path, one.kind):
             yield Check(one.name, str(one), "note", _fetching(one))
         else:
-            yield Check(one.name, f"{one.path}, from {hub.cache()}")
+            yield Check(one.name, f"{one.path}, from {hub_cache.cache()}")
     if quick:
         return
     for name, role in _roles(config):
@@ -283,29 +283,31 @@ def _inputs(config: Any, quick: bool) -> Iterator[Check]:
             yield Check(f"model of {name}", f"{_parameters(found) / 1e9:.3g} B parameters ({found.family})")
 
 
-def _fetching(one: absent.Absent) -> str:
+def _fetching(one: missing_files.Absent) -> str:
     """Returns how a name of the hub comes here."""
-    token = "" if hub.has_token() else "; gated ones need a token: `hf auth login`, or HF_TOKEN"
+    token = "" if hub_cache.has_token() else "; gated ones need a token: `hf auth login`, or HF_TOKEN"
     return f"the run fetches it; to do so before: `{one.fetch}`{token}"
 
 
 def _hub(config: Any, environment: Mapping[str, str]) -> Iterator[Check]:
     """Tells where the hub's files are kept, whether the hub is asked, and whether there is a token."""
-    if not any(one.on_hub for one in absent.absent_files(specify(config, config.launch.nproc)[0])):
+    if not any(one.on_hub for one in missing_files.absent_files(specify(config, config.launch.nproc)[0])):
         return
-    where, told = hub.cache(), environment.get("HF_HOME") or environment.get("HF_HUB_CACHE")
+    where, told = hub_cache.cache(), environment.get("HF_HOME") or environment.get("HF_HUB_CACHE")
     shared = "" if told else "set HF_HOME to a folder that all nodes see, so that a model is fetched once"
     yield Check("HF_HOME", f"{where}" + ("" if told else " (not set)"), "ok" if told else "note", shared)
-    asked = "not asked: HF_HUB_OFFLINE is set" if hub.offline() else "asked for what is not there"
+    asked = "not asked: HF_HUB_OFFLINE is set" if hub_cache.offline() else "asked for what is not there"
     cure = (
-        "" if hub.offline() else "nodes without a network: fetch on a login node, then set HF_HUB_OFFLINE=1 in the job"
+        ""
+        if hub_cache.offline()
+        else "nodes without a network: fetch on a login node, then set HF_HUB_OFFLINE=1 in the job"
     )
     yield Check("Hugging Face hub", asked, "ok", cure)
     yield Check(
         "hub token",
-        "there is one" if hub.has_token() else "none",
-        "ok" if hub.has_token() else "note",
-        "" if hub.has_token() else "gated models and private data need one: `hf auth login`, or HF_TOKEN",
+        "there is one" if hub_cache.has_token() else "none",
+        "ok" if hub_cache.has_token() else "note",
+        "" if hub_cache.has_token() else "gated models and private data need one: `hf auth login`, or HF_TOKEN",
     )
 
 
@@ -389,29 +391,29 @@ def _memory(config: Any, profile: Profile | None) -> Iterator[Check]:
 def _room(ranks: int) -> tuple[float, str]:
     """Returns the GiB that a rank has, and where they are."""
     if shutil.which("nvidia-smi"):
-        with contextlib.suppress(slurm.SlurmError, ValueError):
-            said = slurm.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
+        with contextlib.suppress(slurm_commands.SlurmError, ValueError):
+            said = slurm_commands.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
             return min(float(line) for line in said.splitlines()) / 1024, "on each GPU here"
     return psutil.virtual_memory().total / GIB / ranks, "of this host's memory for each of its ranks"
 
 
 def _slurm(profile: Profile | None) -> Iterator[Check]:
-    if not slurm.present():
+    if not slurm_commands.present():
         yield Check("Slurm", "no sbatch here", "note", "submit from a login node")
         return
     try:
-        yield Check("Slurm", slurm.run(["sbatch", "--version"]).strip())
+        yield Check("Slurm", slurm_commands.run(["sbatch", "--version"]).strip())
         if profile is not None and profile.partition is not None:
-            said = slurm.run(["sinfo", "--noheader", f"--partition={profile.partition}", "--format=%D %t %l"])
+            said = slurm_commands.run(["sinfo", "--noheader", f"--partition={profile.partition}", "--format=%D %t %l"])
             there = [line for line in said.split("\n") if line]
-            bad = f"there is none: {slurm.run(['sinfo', '--noheader', '--format=%R']).split()}"
+            bad = f"there is none: {slurm_commands.run(['sinfo', '--noheader', '--format=%R']).split()}"
             yield Check(
                 f"partition {profile.partition}",
                 "; ".join(there) or bad,
                 "ok" if there else "wrong",
                 "" if there else "correct the profile's partition",
             )
-    except slurm.SlurmError as error:
+    except slurm_commands.SlurmError as error:
         yield Check(
             "Slurm",
             str(error).partition("\n")[0],

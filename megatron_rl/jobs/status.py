@@ -14,26 +14,26 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl.cluster import slices, slurm
-from megatron_rl.cluster.job import STOP
-from megatron_rl.cluster.slices import Slice
+from megatron_rl.cluster import job_slices, slurm_commands
+from megatron_rl.cluster.job_slices import Slice
+from megatron_rl.cluster.slurm_job import STOP
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, GenerateConfig
-from megatron_rl.engines.roster import Listing, Roster
+from megatron_rl.engines.server_registry import Listing, ServerRegistry
 from megatron_rl.jobs.submit import JOBS, jobs_of, read_sweep, runs_of
-from megatron_rl.report.record import RunRecord
-from megatron_rl.run.directory import RunDirectory
+from megatron_rl.report.run_record import RunRecord
 from megatron_rl.run.metrics import MetricsRow, unlearned
-from megatron_rl.session import answers
-from megatron_rl.session.servers import ENGINES
+from megatron_rl.run.run_directory import RunDirectory
+from megatron_rl.session import generation_progress
+from megatron_rl.session.server_connection import ENGINES
 
-RECENT = 10  # the last turns, of which seconds per turn are the median
-LOOK_S = 2.5  # time between two looks at the roster: a server that lives renews its file every second
+RECENT = 10  # the last iterations, of which seconds per iteration are the median
+LOOK_S = 2.5  # time between two looks at the server registry: a server that lives renews its file every second
 FOLLOW_S = 1.0
-SHOWN = ("update", "staleness", "version_lag", "skipped", "rests", "loss", "length")  # figures of a role
+SHOWN = ("update", "staleness", "version_lag", "skipped", "rests", "loss", "length")  # metrics of a role
 REWARD = "reward/"
 NO_JOBS = "no job of it waits or runs"
-RUNS = ("train.sbatch", "roles.sbatch", "sweep.sbatch")  # scripts of what has turns
+RUNS = ("train.sbatch", "roles.sbatch", "sweep.sbatch")  # scripts of what has iterations
 DATA, EVALUATIONS = "generate.sbatch", "eval.sbatch"  # scripts of what has answers alone
 
 
@@ -42,29 +42,29 @@ class Status:
     """A run's progress, jobs and engines at one moment."""
 
     directory: Path
-    turns: int  # turns in the metrics
-    planned: int | None  # turns of the whole run, where it has said so
-    saved: int  # turns in the newest complete checkpoint
-    seconds_per_turn: float | None
+    iterations: int  # iterations in the metrics
+    planned: int | None  # iterations of the whole run, where it has said so
+    saved: int  # iterations in the newest complete checkpoint
+    seconds_per_iteration: float | None
     last: Mapping[str, MetricsRow]  # the newest line of each scope
     slices: Sequence[Slice]
     engines: Sequence[tuple[Listing, bool]]  # each with whether it lives
-    jobs: Sequence[slurm.Queued]
+    jobs: Sequence[slurm_commands.Queued]
     state: str  # finished, running, waiting for nodes, failed, stopped, or why it is not known
     failed: str | None = None  # why the last start failed
     damage: Sequence[str] = ()  # sentences about files that could not be read
-    unlearned: Sequence[str] = ()  # a sentence for each role that had turns and no update
-    answered: str | None = None  # how far SFT data or evaluations are, which have no turns; None for a run
+    unlearned: Sequence[str] = ()  # a sentence for each role that had iterations and no update
+    answered: str | None = None  # how far SFT data or evaluations are, which have no iterations; None for a run
 
     @property
     def remaining_s(self) -> float | None:
-        """Returns the seconds that are left, or None where planned turns or rates are not known."""
-        if self.planned is None or self.seconds_per_turn is None:
+        """Returns the seconds that are left, or None where planned iterations or rates are not known."""
+        if self.planned is None or self.seconds_per_iteration is None:
             return None
-        return (self.planned - self.turns) * self.seconds_per_turn
+        return (self.planned - self.iterations) * self.seconds_per_iteration
 
 
-def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued] | None = None) -> Status:
+def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm_commands.Queued] | None = None) -> Status:
     """Reads a run's status. Takes `look_s` seconds where there are servers.
 
     `jobs`: the run's own jobs, for a run in a sweep; None asks Slurm. Raises ConfigError for what is no run directory.
@@ -73,31 +73,31 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued
     if not (own.config.exists() or (directory / "jobs").exists()):
         raise ConfigError(f"{directory} is no run directory: it has neither config.yaml nor jobs/")
     record = RunRecord(directory)
-    rows = [row for row in record.metrics() if row.scope != "gate"]
-    turns = [row for row in rows if row.scope != "eval"]
+    rows = [row for row in record.metrics() if row.scope != "preflight"]
+    iterations = [row for row in rows if row.scope != "eval"]
     summary, trouble = record.summary(), ""
     planned, failed = summary.get("planned"), summary.get("failed")
     try:
-        jobs = slurm.queue(jobs_of(directory)) if jobs is None else jobs
-    except slurm.SlurmError as error:  # slurmctld is busy; the directory still tells most
+        jobs = slurm_commands.queue(jobs_of(directory)) if jobs is None else jobs
+    except slurm_commands.SlurmError as error:  # slurmctld is busy; the directory still tells most
         jobs, trouble = [], f"what its jobs do is not known ({error})"
     state = _state(directory, jobs, trouble)
     alive = state not in (NO_JOBS, "stopped", "failed")
-    recent = [sum(row.time.values()) for row in turns[-RECENT:]]
+    recent = [sum(row.time.values()) for row in iterations[-RECENT:]]
     return Status(
         directory=directory,
-        turns=max((row.turn + 1 for row in turns), default=0),
+        iterations=max((row.iteration + 1 for row in iterations), default=0),
         planned=planned if isinstance(planned, int) else None,
-        saved=slices.turns_done(directory),
-        seconds_per_turn=median(recent) if recent else None,
+        saved=job_slices.iterations_done(directory),
+        seconds_per_iteration=median(recent) if recent else None,
         last={row.scope: row for row in rows},
-        slices=_with_accounting(slices.read(directory, alive=alive), jobs_of(directory)),
+        slices=_with_accounting(job_slices.read(directory, alive=alive), jobs_of(directory)),
         engines=_engines(directory, look_s),
         jobs=jobs,
         state=state,
         failed=failed if isinstance(failed, str) else None,
         damage=record.damage,
-        unlearned=_unlearned(turns),
+        unlearned=_unlearned(iterations),
         answered=_answered(directory),
     )
 
@@ -105,8 +105,10 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued
 def show(status: Status, console: Console) -> None:
     """Prints the status as lines and tables."""
     planned = "" if status.planned is None else f" of {status.planned}"
-    turns = f"{status.turns}{planned} turns, {status.saved} saved{_rates(status)}"
-    console.print(f"[bold]{escape(str(status.directory))}[/]: {escape(f'{status.state}; {status.answered or turns}')}")
+    iterations = f"{status.iterations}{planned} iterations, {status.saved} saved{_rates(status)}"
+    console.print(
+        f"[bold]{escape(str(status.directory))}[/]: {escape(f'{status.state}; {status.answered or iterations}')}"
+    )
     if status.failed:
         console.print(f"[red]its last start failed[/]: {escape(status.failed)}")
     for sentence in status.damage:
@@ -123,7 +125,9 @@ def show(status: Status, console: Console) -> None:
     if status.slices:
         console.print(
             _table(
-                "starts", ("job", "restart", "nodes", "began", "turns", "ended by"), [*map(_slice_cells, status.slices)]
+                "starts",
+                ("job", "restart", "nodes", "began", "iterations", "ended by"),
+                [*map(_slice_cells, status.slices)],
             )
         )
     for sentence in status.unlearned:
@@ -132,13 +136,17 @@ def show(status: Status, console: Console) -> None:
         chosen = {name: value for name, value in row.metrics.items() if name in SHOWN or name.startswith(REWARD)}
         chosen |= {name: value for name, value in row.metrics.items() if "accuracy" in name or "reward_" in name}
         if chosen:
-            place = f"after step {row.step}" if scope == "eval" else f"at turn {row.turn + 1} (step {row.step + 1})"
-            figures = ", ".join(f"{name} {value:.4g}" for name, value in chosen.items())
-            console.print(escape(f"{scope} {place}: {figures}"))
+            place = (
+                f"after cycle {row.cycle}"
+                if scope == "eval"
+                else f"at iteration {row.iteration + 1} (cycle {row.cycle + 1})"
+            )
+            metrics = ", ".join(f"{name} {value:.4g}" for name, value in chosen.items())
+            console.print(escape(f"{scope} {place}: {metrics}"))
 
 
 def stop(directory: Path, *, now: bool) -> str:
-    """Asks the run to save and leave after its turn, and cancels its jobs that wait. Returns a line to print.
+    """Asks the run to save and leave after its iteration, and cancels its jobs that wait. Returns a line to print.
 
     `now`: cancels all its jobs at once, as is always done with those of SFT data and evaluations. Raises ConfigError
     where there is no directory, and SlurmError.
@@ -150,18 +158,18 @@ def stop(directory: Path, *, now: bool) -> str:
         (run / STOP).touch()
     if _has_answers_alone(directory):
         return f"{directory}: {_cancel_answers(directory)}"
-    slurm.cancel(jobs_of(directory), pending=not now)
+    slurm_commands.cancel(jobs_of(directory), pending=not now)
     if now:
-        saved = ", ".join(str(slices.turns_done(run)) for run in runs_of(directory))
-        return f"{directory}: its jobs are cancelled; the newest checkpoint has {saved} turns"
+        saved = ", ".join(str(job_slices.iterations_done(run)) for run in runs_of(directory))
+        return f"{directory}: its jobs are cancelled; the newest checkpoint has {saved} iterations"
     return (
-        f"{directory}: it saves and leaves after the turn at hand (--now: at once); "
+        f"{directory}: it saves and leaves after the iteration at hand (--now: at once); "
         "the same command, or `megatron-rl submit` of the same config, goes on"
     )
 
 
 def _has_answers_alone(directory: Path) -> bool:
-    """Says whether the directory is one of SFT data or evaluations: their jobs take no turns, and save none."""
+    """Says whether the directory is one of SFT data or evaluations: their jobs take no iterations, and save none."""
     here = {path.name for path in (directory / JOBS).glob("*.sbatch")}
     return bool(here & {DATA, EVALUATIONS}) and not here & {*RUNS}
 
@@ -169,11 +177,11 @@ def _has_answers_alone(directory: Path) -> bool:
 def _cancel_answers(directory: Path) -> str:
     """Cancels jobs that have answers alone, which lose the part at hand. Returns the end of a line to print."""
     goes_on = "finished parts of the answers are kept, and `megatron-rl submit` of the same config goes on after them"
-    if not slurm.present():
+    if not slurm_commands.present():
         return f"there is no Slurm here to cancel its jobs with; they are not queued again; {goes_on}"
-    if not slurm.queue(jobs_of(directory)):
+    if not slurm_commands.queue(jobs_of(directory)):
         return NO_JOBS
-    slurm.cancel(jobs_of(directory))
+    slurm_commands.cancel(jobs_of(directory))
     return f"its jobs are cancelled; {goes_on}"
 
 
@@ -183,7 +191,7 @@ def _answered(directory: Path) -> str | None:
         return None
     said = []
     if (directory / JOBS / DATA).exists():
-        parts = len([*(directory / answers.PARTS).glob("*.json")])
+        parts = len([*(directory / generation_progress.PARTS).glob("*.json")])
         said.append("its SFT data are complete" if _complete(directory) else f"parts of its answers written: {parts}")
     if (directory / JOBS / EVALUATIONS).exists():
         outputs = [_output(path) for path in (directory / JOBS).glob("[0-9]*.yaml")]
@@ -198,7 +206,7 @@ def _complete(directory: Path) -> bool:
         config = config_files.load(GenerateConfig, [directory / JOBS / "config.yaml"])
     except ConfigError:
         return False
-    return answers.finished({**config_files.tree_of(config), "output": str(directory)})
+    return generation_progress.finished({**config_files.tree_of(config), "output": str(directory)})
 
 
 def _output(config: Path) -> Path | None:
@@ -238,7 +246,7 @@ def follow(directory: Path, pattern: str) -> Iterator[str]:
                     file.seek(places.get(path, 0))
                     yield from (f"{path.stem}: {line.rstrip()}" for line in file)
                     places[path] = file.tell()
-        if slices.over(directory):
+        if job_slices.over(directory):
             return
         time.sleep(FOLLOW_S)
 
@@ -251,7 +259,7 @@ def sweep_status(directory: Path) -> list[tuple[str, str, Status | None]] | None
     points = read_sweep(directory)
     if points is None:
         return None
-    jobs, out = slurm.queue(jobs_of(directory)), []
+    jobs, out = slurm_commands.queue(jobs_of(directory)), []
     for index, point in enumerate(points):
         element = [job for job in jobs if job.id.endswith(f"_{index}") and job.name.endswith("-sweep")]  # not engines
         own = directory / point["run"]
@@ -268,34 +276,34 @@ def show_sweep(runs: Sequence[tuple[str, str, Status | None]], console: Console)
     def cells(run: str, changes: str, found: Status | None) -> tuple[str, ...]:
         if found is None:
             return run, changes, "not begun", ""
-        return run, changes, found.state, f"{found.turns}" + (f" of {found.planned}" if found.planned else "")
+        return run, changes, found.state, f"{found.iterations}" + (f" of {found.planned}" if found.planned else "")
 
-    console.print(_table("sweep", ("run", "settings", "", "turns"), [cells(*run) for run in runs]))
+    console.print(_table("sweep", ("run", "settings", "", "iterations"), [cells(*run) for run in runs]))
 
 
 def _engines(directory: Path, look_s: float) -> list[tuple[Listing, bool]]:
     """Returns the listed engines, each with whether it renewed its listing within `look_s` seconds."""
-    roster = Roster(directory / ENGINES, directory.stat().st_uid)  # the run may be somebody else's
-    before = {(listing.name, listing.incarnation): listing.beat for listing in roster.all()}
+    registry = ServerRegistry(directory / ENGINES, directory.stat().st_uid)  # the run may be somebody else's
+    before = {(listing.name, listing.incarnation): listing.beat for listing in registry.all()}
     if not before:
         return []
     time.sleep(look_s)
-    return [(found, before.get((found.name, found.incarnation)) != found.beat) for found in roster.all()]
+    return [(found, before.get((found.name, found.incarnation)) != found.beat) for found in registry.all()]
 
 
 def _with_accounting(starts: Sequence[Slice], jobs: Sequence[str]) -> list[Slice]:
     """Returns the starts; one that ended without a word gets the end that Slurm's accounting knows, if any."""
-    known = slurm.accounted(jobs) if any(one.cause == slices.SILENT for one in starts) else {}
+    known = slurm_commands.accounted(jobs) if any(one.cause == job_slices.SILENT for one in starts) else {}
     return [
         replace(one, cause=f"{known[one.job, one.restart]} (sacct)")
-        if one.cause == slices.SILENT and (one.job, one.restart) in known
+        if one.cause == job_slices.SILENT and (one.job, one.restart) in known
         else one
         for one in starts
     ]
 
 
-def _state(directory: Path, jobs: Sequence[slurm.Queued], trouble: str) -> str:
-    if slices.finished(directory):
+def _state(directory: Path, jobs: Sequence[slurm_commands.Queued], trouble: str) -> str:
+    if job_slices.finished(directory):
         return "finished"
     if any(job.state == "RUNNING" for job in jobs):
         return "running"
@@ -307,19 +315,19 @@ def _state(directory: Path, jobs: Sequence[slurm.Queued], trouble: str) -> str:
         return "failed"
     if (directory / STOP).exists():
         return "stopped"
-    return NO_JOBS if slurm.present() else "no Slurm here to ask for its jobs"
+    return NO_JOBS if slurm_commands.present() else "no Slurm here to ask for its jobs"
 
 
 def _unlearned(rows: Sequence[MetricsRow]) -> list[str]:
     done = {row.scope: row.metrics["update"] for row in rows if "update" in row.metrics}
-    return unlearned({role: len({row.turn for row in rows if row.scope == role}) for role in done}, done)
+    return unlearned({role: len({row.iteration for row in rows if row.scope == role}) for role in done}, done)
 
 
 def _rates(status: Status) -> str:
-    if status.seconds_per_turn is None or status.state == "finished":
+    if status.seconds_per_iteration is None or status.state == "finished":
         return ""
     left = status.remaining_s
-    return f"; {status.seconds_per_turn:.1f} s a turn" + ("" if left is None else f", {_hours(left)} to go")
+    return f"; {status.seconds_per_iteration:.1f} s an iteration" + ("" if left is None else f", {_hours(left)} to go")
 
 
 def _slice_cells(one: Slice) -> tuple[str, ...]:
@@ -327,8 +335,8 @@ def _slice_cells(one: Slice) -> tuple[str, ...]:
         began = time.strftime("%m-%d %H:%M:%S", time.localtime(one.began))
     except (OverflowError, ValueError, OSError):  # a damaged file
         began = "?"
-    turns = f"{one.turns_before} to {'?' if one.turns_after is None else one.turns_after}"
-    return one.job, str(one.restart), one.nodes, began, turns, one.cause or "it runs, or has just ended"
+    iterations = f"{one.iterations_before} to {'?' if one.iterations_after is None else one.iterations_after}"
+    return one.job, str(one.restart), one.nodes, began, iterations, one.cause or "it runs, or has just ended"
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_rl.cluster import slices, slurm
-from megatron_rl.cluster.job import STOP
+from megatron_rl.cluster import job_slices, slurm_commands
+from megatron_rl.cluster.batch_script import ScriptShape, common_settings, script
 from megatron_rl.cluster.profile import SHIPPED, Profile
-from megatron_rl.cluster.render import ScriptShape, common_settings, script
+from megatron_rl.cluster.slurm_job import STOP
 from megatron_rl.config import files as config_files
 from megatron_rl.config.base import check_path
 from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Servers, SftConfig, TrainConfig
 from megatron_rl.jobs import site
-from megatron_rl.report.record import read_points
-from megatron_rl.run import lines
-from megatron_rl.run.directory import SWEEP, RunDirectory, check_start
-from megatron_rl.run.disk import write_text
-from megatron_rl.session import answers
+from megatron_rl.report.run_record import read_points
+from megatron_rl.run import json_lines
+from megatron_rl.run.atomic_files import write_text
+from megatron_rl.run.run_directory import SWEEP, RunDirectory, check_start
+from megatron_rl.session import generation_progress
 from megatron_rl.spec import server_gpus
 from megatron_rl.spec.resolve import resolve
 
@@ -290,12 +290,12 @@ def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
     }
     files = {"config.yaml": config_files.dump(config)}
     files["generate.sbatch"] = script(shape, profile, settings, Path.cwd())
-    mark = directory / answers.MARK
+    mark = directory / generation_progress.MARK
     done = (
         f"{directory} is finished: it has the answers that this config asks for; give another output, or remove {mark} "
         "to ask the teacher again, as when the files that data.path names have changed"
     )
-    finished = done if answers.finished(config_files.tree_of(config)) else None
+    finished = done if generation_progress.finished(config_files.tree_of(config)) else None
     return Submission(directory, files, ["generate.sbatch"], finished=finished)
 
 
@@ -371,7 +371,7 @@ def write(submission: Submission) -> None:
     """
     if submission.finished is not None:
         raise ConfigError(submission.finished)
-    slurm.require()
+    slurm_commands.require()
     refuse_busy(submission.directory)
     write_files(submission)
 
@@ -390,10 +390,10 @@ def reopen(config: TrainConfig | SftConfig) -> None:
     Raises ConfigError for a finished run without it, whose jobs would have nothing to do.
     """
     directory = config.directory
-    if not slices.finished(directory):
+    if not job_slices.finished(directory):
         return
     if config.run.resume != "must":
-        raise ConfigError(f"{directory} is finished: give another run.name, or more steps and run.resume=must")
+        raise ConfigError(f"{directory} is finished: give another run.name, or more cycles and run.resume=must")
     RunDirectory(directory).update_summary({"finished": False})
 
 
@@ -411,12 +411,12 @@ def send(submission: Submission, *, dependency: str | None = None) -> dict[str, 
     for name in submission.scripts:
         first, element = submission.trainers.get(name, (None, None))
         try:
-            ids[name] = slurm.submit(
+            ids[name] = slurm_commands.submit(
                 submission.directory / JOBS / name,
                 dependency=f"after:{ids[first]}_{element or 0}" if first else dependency,
             )
-        except slurm.SlurmError:
-            slurm.cancel([*ids.values()])
+        except slurm_commands.SlurmError:
+            slurm_commands.cancel([*ids.values()])
             raise
         record_job(submission.directory, name, ids[name])
         if first is not None:
@@ -429,7 +429,7 @@ def send(submission: Submission, *, dependency: str | None = None) -> dict[str, 
 
 def refuse_busy(directory: Path) -> None:
     """Raises ConfigError where a job of this directory still waits or runs."""
-    if busy := slurm.queue(jobs_of(directory)):
+    if busy := slurm_commands.queue(jobs_of(directory)):
         listed = ", ".join(f"{job.id} ({job.state.lower()})" for job in busy)
         raise ConfigError(f"{directory} has jobs already: {listed}; megatron-rl stop {directory} ends them")
 
@@ -442,12 +442,14 @@ def allow_start(directory: Path) -> None:
 
 def record_job(directory: Path, script: str, job: str) -> None:
     """Records a job of this directory, for `megatron-rl status` and `stop`."""
-    lines.append(directory / JOBS / SUBMITTED, json.dumps({"script": script, "job": job, "time": time.time()}).encode())
+    json_lines.append(
+        directory / JOBS / SUBMITTED, json.dumps({"script": script, "job": job, "time": time.time()}).encode()
+    )
 
 
 def jobs_of(directory: Path) -> list[str]:
     """Returns all jobs that were ever submitted for this directory."""
-    return lines.read(directory / JOBS / SUBMITTED, _job_of).values  # a full disk may have left half a line
+    return json_lines.read(directory / JOBS / SUBMITTED, _job_of).values  # a full disk may have left half a line
 
 
 def runs_of(directory: Path) -> list[Path]:

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl import sdpa
+from megatron_rl.host_to_device import upload
 from megatron_rl.megatron import platform
 from megatron_rl.megatron.kernels import varlen
-from megatron_rl.megatron.parts import Chosen, rotate
+from megatron_rl.megatron.torch_layers import Chosen, rotate
 from megatron_rl.models.sizes import Features
-from megatron_rl.transfers import upload
-from megatron_rl.weights.hf import Architecture
+from megatron_rl.weights.hf_model import Architecture
 
 platform.install()
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.megatron.role_model import RoleModel
-from megatron_rl.models.adapters import adapted
-from megatron_rl.refit.base import ParameterPart
-from megatron_rl.weights import adapters, copies, layouts, rectangles
+from megatron_rl.models.lora_targets import adapted
+from megatron_rl.refit.transport import ParameterPart
+from megatron_rl.weights import lora_adapters, parameter_mapping, rank_layouts, tensor_copies
 from megatron_rl.weights.hf_writer import Planned, plan_tensors
-from megatron_rl.weights.layouts import Holding, TrainerLayout
-from megatron_rl.weights.rectangles import Rect, Shard
+from megatron_rl.weights.parameter_mapping import Rect, Shard
+from megatron_rl.weights.rank_layouts import Holding, TrainerLayout
 
 
 class WeightExport:
@@ -52,8 +52,8 @@ class WeightExport:
     def planned(self) -> list[Planned]:
         """Returns the tensors that `weights` yields, in the order of a Hugging Face directory. Not collective."""
         arch, dtype = self._model.arch, getattr(torch, self._model.role.model.dtype)
-        kept = rectangles.kept_float32(arch)
-        return plan_tensors(arch, {n: torch.float32 if n in kept else dtype for n in rectangles.hf_shapes(arch)})
+        kept = parameter_mapping.kept_float32(arch)
+        return plan_tensors(arch, {n: torch.float32 if n in kept else dtype for n in parameter_mapping.hf_shapes(arch)})
 
     def weights(self, *, everywhere: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Streams (Hugging Face name, whole tensor on CPU) to rank 0, or `everywhere`. Consume the stream to its end.
@@ -63,10 +63,10 @@ class WeightExport:
         """
         model = self._model
         model.check_readable()
-        shards, holdings = self.shards(), layouts.trainer(model.arch, self.trainer_layout)
+        shards, holdings = self.shards(), rank_layouts.trainer(model.arch, self.trainer_layout)
 
         def read(name: str, rect: Rect) -> Tensor:
-            own = copies.local(shards[name], rect)
+            own = tensor_copies.local(shards[name], rect)
             more = self.added(name, ParameterPart(rect.at_row, rect.at_column, rect.rows, rect.columns))
             return own if more is None else more.add_(own).to(own.dtype)
 
@@ -78,10 +78,10 @@ class WeightExport:
         if model.adapters is None or lora is None:
             return {}
         dtype, named = getattr(torch, model.role.model.dtype), model.adapters.named
-        planned = [Planned(name, shape, dtype) for name, shape in adapters.shapes(model.arch, lora).items()]
+        planned = [Planned(name, shape, dtype) for name, shape in lora_adapters.shapes(model.arch, lora).items()]
 
         def read(name: str, rect: Rect) -> Tensor:
-            return copies.local(named[name].detach(), rect)
+            return tensor_copies.local(named[name].detach(), rect)
 
         return dict(_gathered(planned, self._adapter_holdings(), read, model.groups.control, everywhere=everywhere))
 
@@ -91,25 +91,25 @@ class WeightExport:
         assert lora is not None
         for stage, layers in enumerate(layout.layers(arch)):
             names = [
-                adapters.parameter_name(layer, found.name, part)
+                lora_adapters.parameter_name(layer, found.name, part)
                 for layer in layers
                 for found in adapted(arch, layer, lora)
-                for part in adapters.PARTS
+                for part in lora_adapters.PARTS
             ]
             for rank in range(layout.tp):
-                held = ((n, adapters.held(arch, n, Shard(layout.tp, rank), lora.rank)[1]) for n in names)
+                held = ((n, lora_adapters.held(arch, n, Shard(layout.tp, rank), lora.rank)[1]) for n in names)
                 yield Holding((stage * layout.tp * layout.dp + rank,), [(n, r) for n, rects in held for r in rects])
 
     def write_adapter(self, directory: Path) -> None:
         """Writes the adapter in peft's format, on the first rank; nothing without `role.lora`."""
         tensors, role = self.adapter(everywhere=False), self._model.role
         if tensors and role.lora is not None and dist.get_rank(self._model.groups.control) == 0:
-            adapters.write(directory, tensors, role.lora, role.model.path, self._base_digest)
+            lora_adapters.write(directory, tensors, role.lora, role.model.path, self._base_digest)
 
     @functools.cached_property
     def _base_digest(self) -> str:
         """The digest of the files of the frozen model, as they are when the digest is first needed."""
-        return adapters.base_digest(self._model.role.model.path)
+        return lora_adapters.base_digest(self._model.role.model.path)
 
 
 def _gathered(
@@ -133,7 +133,7 @@ def _gathered(
     for name, shape, dtype in planned:
         whole = torch.empty(shape if rank == 0 or everywhere else 0, dtype=dtype)
         for holder, parameter, rect in parts[name].values():
-            place = copies.from_tensor(whole, rect) if rank == 0 else whole
+            place = tensor_copies.from_tensor(whole, rect) if rank == 0 else whole
             if rank == holder:
                 part = read(parameter, rect).to("cpu", dtype).contiguous()
                 place.copy_(part) if rank == 0 else dist.send(part, dist.get_global_rank(group, 0), group)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from megatron_rl.config.schema import Lora
 from megatron_rl.megatron import platform
-from megatron_rl.models.adapters import Projection, adapted, linears, projections
+from megatron_rl.models.lora_targets import Projection, adapted, linears, projections
 from megatron_rl.models.rows import HF_LAYER, MEGATRON_LAYER
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.weights import adapters, copies, rectangles
-from megatron_rl.weights.rectangles import Rect, Shard
+from megatron_rl.weights import lora_adapters, parameter_mapping, tensor_copies
+from megatron_rl.weights.parameter_mapping import Rect, Shard
 
 platform.install()
 
@@ -163,7 +163,7 @@ class RoleAdapters:
             self._layers.append((layer, own))
             for name, adapter in own.items():
                 self.named |= {
-                    adapters.parameter_name(number, name, part): parameter
+                    lora_adapters.parameter_name(number, name, part): parameter
                     for part, parameter in adapter.named_parameters()
                 }
         self.show()
@@ -180,16 +180,16 @@ class RoleAdapters:
         Ranks of any layout draw the same. Raises ConfigError for an adapter that is not the settings' or the model's.
         """
         path, rank = self._settings.path, self._settings.rank
-        found = None if path is None else adapters.read(path, self._sizes, self._settings)
+        found = None if path is None else lora_adapters.read(path, self._sizes, self._settings)
         for name, parameter in self.named.items():
-            _, rects = adapters.held(self._sizes, name, self._shard, rank)
+            _, rects = lora_adapters.held(self._sizes, name, self._shard, rank)
             if found is not None:
                 read = functools.partial(_rectangle, found)
-                copies.fill(parameter, rects, read)
+                tensor_copies.fill(parameter, rects, read)
             elif name.endswith("lora_a"):
-                whole = adapters.held(self._sizes, name, rectangles.WHOLE, rank)[0]
+                whole = lora_adapters.held(self._sizes, name, parameter_mapping.WHOLE, rank)[0]
                 drawn = {rects[0].tensor: _draw(whole, self._settings, f"{seed}/{name}")}
-                copies.fill(parameter, rects, functools.partial(_rectangle, drawn))
+                tensor_copies.fill(parameter, rects, functools.partial(_rectangle, drawn))
 
     def added(self, name: str, row: int, column: int, rows: int, columns: int) -> Tensor | None:
         """Returns alpha / r B A of a rectangle of one of the base's parameters as this rank holds it, in float32.
@@ -224,7 +224,7 @@ class RoleAdapters:
         }
         for linear in linears(self._sizes, number):
             name = f"{MEGATRON_LAYER.format(number)}{linear}.weight"
-            rects = rectangles.megatron(self._sizes, name, self._shard)[1]
+            rects = parameter_mapping.megatron(self._sizes, name, self._shard)[1]
             pairs = [(rect, by_tensor[rect.tensor]) for rect in rects if rect.tensor in by_tensor]
             found += [(name, pairs)] if pairs else []
         return found
@@ -232,7 +232,7 @@ class RoleAdapters:
 
 def only_adapters(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries of a model's sharded state that belong to adapters."""
-    return {name: value for name, value in state.items() if adapters.is_adapter(name)}
+    return {name: value for name, value in state.items() if lora_adapters.is_adapter(name)}
 
 
 def freeze(cores: Sequence[Any]) -> None:
@@ -262,7 +262,7 @@ def _joined(sizes: Sizes, layer: int, linear: str, own: Sequence[Projection], sh
     names = tuple(p.name for p in own if p.linear == linear)
     by_tensor = {f"{HF_LAYER.format(layer)}{p.module}.weight": p for p in inside}
     runs: list[tuple[int | None, int, int]] = []
-    rects = rectangles.megatron(sizes, f"{MEGATRON_LAYER.format(layer)}{linear}.weight", shard)[1]
+    rects = parameter_mapping.megatron(sizes, f"{MEGATRON_LAYER.format(layer)}{linear}.weight", shard)[1]
     for rect in sorted(rects, key=lambda rect: rect.at_row):
         found = by_tensor[rect.tensor]
         whole = found.rows // (1 if found.inward else shard.tp)
@@ -271,7 +271,7 @@ def _joined(sizes: Sizes, layer: int, linear: str, own: Sequence[Projection], sh
 
 
 def _rectangle(tensors: Mapping[str, Tensor], rect: Rect) -> Tensor:
-    return copies.from_tensor(tensors[rect.tensor], rect)
+    return tensor_copies.from_tensor(tensors[rect.tensor], rect)
 
 
 def _draw(shape: tuple[int, int], settings: Lora, key: str) -> Tensor:

@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.config.schema import ConfigError, Layout, Model
-from megatron_rl.megatron import platform, replay
+from megatron_rl.megatron import platform, router_replay
 from megatron_rl.megatron.attention import SDPAttention
-from megatron_rl.megatron.forward import vocab_parallel_statistics
 from megatron_rl.megatron.joint_norm import JointNorm
 from megatron_rl.megatron.kernels import choice, varlen
-from megatron_rl.megatron.latent import LatentAttention
+from megatron_rl.megatron.latent_attention import LatentAttention
 from megatron_rl.megatron.parallel import Groups
-from megatron_rl.megatron.parts import Chosen, GeGLU, NormedAddition, RMSNorm, SwiGLU, choose
+from megatron_rl.megatron.torch_layers import Chosen, GeGLU, NormedAddition, RMSNorm, SwiGLU, choose
+from megatron_rl.megatron.vocab_statistics import vocab_parallel_statistics
 from megatron_rl.models import core_settings
-from megatron_rl.models.cuts import padded_vocab
+from megatron_rl.models.partitions import padded_vocab
 from megatron_rl.models.sizes import Routing
-from megatron_rl.weights import rectangles
-from megatron_rl.weights.hf import Architecture
+from megatron_rl.weights import parameter_mapping
+from megatron_rl.weights.hf_model import Architecture
 from megatron_rl.world import all_gather
 
 platform.install()
@@ -63,7 +63,8 @@ class PolicyModel(Chosen, GPTModel):
 
     temperature: float = 1.0
     true_vocab: int = 0
-    asked: tuple[str, ...] = ("logprobs",)  # names of the statistics that the last stage answers, see batches/batch.py
+    # names of the statistics that the last stage answers, see batches/packed_batch.py
+    asked: tuple[str, ...] = ("logprobs",)
     wanted: Tensor | None = None  # [n] the place in [S L] whose hidden state answers each label; one may answer several
 
     def _postprocess(
@@ -322,8 +323,8 @@ def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, torch.nn.Paramete
                 yield name, parameter
                 continue
             layer, rest = layers[prefix], name[len(prefix) :]
-            if rectangles.is_expert(name):
-                rest = rectangles.renumber_expert(rest, by=layer.mlp.local_expert_indices[0])
+            if parameter_mapping.is_expert(name):
+                rest = parameter_mapping.renumber_expert(rest, by=layer.mlp.local_expert_indices[0])
             yield f"decoder.layers.{layer.layer_number - 1}.{rest}", parameter
 
 
@@ -342,7 +343,7 @@ def _mark_experts(chunk: PolicyModel) -> None:
     between ep = 1 and more.
     """
     for name, parameter in chunk.named_parameters():
-        if rectangles.is_expert(name):
+        if parameter_mapping.is_expert(name):
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
@@ -351,13 +352,13 @@ def _prepare_routers(chunk: PolicyModel, routing: Routing | None) -> None:
 
     The bias is a parameter that is not trained, so that it travels like all others. Core would make a buffer of it.
     """
-    for _, router in replay.routers(chunk):
+    for _, router in router_replay.routers(chunk):
         assert routing is not None, "a model whose layers have experts has routers"
         if routing.biased:
             zeros = torch.zeros(router.num_experts, dtype=torch.float32)
             router.expert_bias = torch.nn.Parameter(zeros, requires_grad=False)
     if routing is not None and routing.groups > 1:
-        replay.limit(chunk, routing)
+        router_replay.limit(chunk, routing)
 
 
 def _scale_embedding(chunk: PolicyModel, scale: float) -> None:

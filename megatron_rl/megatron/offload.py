@@ -1,5 +1,5 @@
-"""Puts a role to sleep between its turns: frees gradient buffers, and moves the optimizer's state to host memory; the
-weights too where engines take the device.
+"""Puts a role to sleep between its iterations: frees gradient buffers, and moves the optimizer's state to host memory;
+the weights too where engines take the device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from megatron_rl.megatron import optim
+from megatron_rl.megatron import optimizer as optim
 
 ALIGNMENT = 512  # bytes: where a copy begins in a block of pinned memory
 BLOCK = 1 << 28  # bytes for which such a block has room, at least

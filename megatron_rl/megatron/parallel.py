@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.schema import Layout
 from megatron_rl.megatron import platform
-from megatron_rl.weights.rectangles import Shard
+from megatron_rl.weights.parameter_mapping import Shard
 from megatron_rl.world import Replicas, all_gather
 
 platform.install()

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.batches.batch import CANDIDATES, BatchLoss, by_name, num_rows, statistics_needed
-from megatron_rl.batches.cutting import Cost, Prefixes, Shares, micro_batches
-from megatron_rl.batches.work import COUNTED, Work
+from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.batches.micro_batches import Cost, Prefixes, Shares, micro_batches
+from megatron_rl.batches.packed_batch import CANDIDATES, BatchLoss, by_name, num_rows, statistics_needed
+from megatron_rl.batches.replica_batch import COUNTED, Work
 from megatron_rl.config.schema import RoleConfig
 from megatron_rl.megatron import model as models
-from megatron_rl.megatron import offload, optim, work_checks
-from megatron_rl.megatron import step as core_step
+from megatron_rl.megatron import offload, optimizer, work_checks
+from megatron_rl.megatron import pipeline_pass as core_step
 from megatron_rl.megatron.attention import Context, RotaryTable
 from megatron_rl.megatron.export import WeightExport
 from megatron_rl.megatron.parallel import Groups
@@ -93,9 +93,9 @@ class MegatronPolicy(RoleModel):
         """One optimizer step on the replica's share of `work.steps[step]`, after those before it: with
         `optimizer.overlap` weights are not whole again before the last one. Returns means over all replicas: `loss` by
         the step's denominator, other sums per trained token; grad_norm, lr, numbers of tokens and micro-batches, how
-        uneven these are (batches/cutting.py); with router replay `replayed`, the share of tokens whose experts are
-        given; with shared prefixes `shared_tokens`, which are not computed again. Raises FloatingPointError when the
-        gradient is not finite."""
+        uneven these are (batches/micro_batches.py); with router replay `replayed`, the share of tokens whose experts
+        are given; with shared prefixes `shared_tokens`, which are not computed again. Raises FloatingPointError when
+        the gradient is not finite."""
         if not self.trainable:
             raise RuntimeError("this policy was built with trainable=False: it has no optimizer")
         if self.memory.asleep:
@@ -104,7 +104,7 @@ class MegatronPolicy(RoleModel):
         if totals.denominator <= 0:
             raise ValueError("the optimizer step has no trained token: nothing to update on")
         with self.active():
-            optim.zero_grad(self.chunks, self.optimizer)
+            optimizer.zero_grad(self.chunks, self.optimizer)
             names, scale = statistics_needed(loss.needs), self.groups.dp_size / totals.denominator
             with self.timer("forward_backward"):
                 results = self._run(work, step, core_step.Pass(names=names, loss=loss, scale=scale, backward=True))
@@ -167,7 +167,9 @@ class MegatronPolicy(RoleModel):
         context = Context(layout.cp, self.groups.cp_rank, self.groups.cp)
         parts, part = (layout.tp, self.groups.tp_rank) if layout.sequence_parallel else (1, 0)
         unit = EIGHT_BIT_UNIT if self.role.model.fp8 else 1
-        cut = core_step.Cut(self.role.packed, parts=parts, part=part, context=context, unit=unit, flash=self._flash)
+        cut = core_step.RankPart(
+            self.role.packed, parts=parts, part=part, context=context, unit=unit, flash=self._flash
+        )
         like = next(models.unwrap(self.chunks[0]).parameters())
         for micro in work.micros(step):
             batch = work.batch(micro)

@@ -11,15 +11,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.schema import ConfigError, RoleConfig
-from megatron_rl.megatron import lora, offload, optim, platform, replay
+from megatron_rl.megatron import lora, offload, optimizer, platform, router_replay
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.parallel import Groups
-from megatron_rl.models.adapters import adapter_problems
 from megatron_rl.models.divisibility import Axes, trainer_problems
+from megatron_rl.models.lora_targets import adapter_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.timing import Timer
-from megatron_rl.weights import copies, hf, rectangles
-from megatron_rl.weights.adapters import is_adapter
+from megatron_rl.weights import hf_model, parameter_mapping, tensor_copies
+from megatron_rl.weights.lora_adapters import is_adapter
 
 platform.install()
 
@@ -47,7 +47,7 @@ class RoleModel:
     ) -> None:
         self.role, self.groups, self.trainable = role, groups, trainable
         self.timer = Timer(cuda=torch.cuda.is_available())
-        self.arch = hf.read_architecture(role.model.path)
+        self.arch = hf_model.read_architecture(role.model.path)
         self._check_settings()
         adapted = role.lora is not None
         self.fused = models.uses_transformer_engine(self.arch, role.model.dtype, adapted=adapted)
@@ -70,10 +70,10 @@ class RoleModel:
             self.chunks: list[Any] = list(self._model)
             if trainable:
                 sums = models.uses_fused_sums(role.model)
-                self.chunks = optim.wrap(
+                self.chunks = optimizer.wrap(
                     self.config, self.chunks, overlap=role.optimizer.overlap, late=self._late, fused_sums=sums
                 )
-                self.optimizer, self.scheduler = optim.build(role, self.config, self.chunks, timer=self.timer)
+                self.optimizer, self.scheduler = optimizer.build(role, self.config, self.chunks, timer=self.timer)
         self._calls = {name: vars(self.config).get(name) for name in _OF_ROLE}
         self._steps_left = 0
         self.memory = offload.PolicyMemory(self.chunks, self.optimizer)
@@ -95,7 +95,7 @@ class RoleModel:
         beside the next forward pass."""
         self._steps_left = steps_left if self._late else 0
         if self._late:
-            (optim.gather_late if steps_left else optim.gather)(self.chunks)
+            (optimizer.gather_late if steps_left else optimizer.gather)(self.chunks)
 
     def check_readable(self) -> None:
         """Raises RuntimeError while the weights are in host memory, and between two optimizer steps of an update whose
@@ -135,7 +135,7 @@ class RoleModel:
         )
         self._fill(cores, seed)
         for core in cores if role.router_replay else ():
-            replay.install(core)
+            router_replay.install(core)
         chunks = [models.in_half(config, c) for c in cores] if config.bf16 else [*cores]
         if role.lora is not None:
             lora.freeze(cores)  # only now: what is not trained would stay float32
@@ -145,14 +145,14 @@ class RoleModel:
         """Copies this rank's shards out of the Hugging Face weights, or out of a seeded transformers initialisation."""
         if self.role.model.init == "random":
             torch.manual_seed(seed)
-            made = copies.by_expert(
+            made = tensor_copies.by_expert(
                 AutoModelForCausalLM.from_config(self.arch.config, dtype=torch.float32).state_dict(), self.arch
             )
 
-            def read(rect: rectangles.Rect) -> Tensor:
-                return copies.from_tensor(made[rect.tensor], rect)
+            def read(rect: parameter_mapping.Rect) -> Tensor:
+                return tensor_copies.from_tensor(made[rect.tensor], rect)
         else:
-            hf.check(self.role.model.path, self.arch, cast=True)
-            read = hf.DirectoryTensors(self.role.model.path).read
+            hf_model.check(self.role.model.path, self.arch, cast=True)
+            read = hf_model.DirectoryTensors(self.role.model.path).read
         for name, parameter in models.named_parameters(cores):
-            copies.fill(parameter, rectangles.megatron(self.arch, name, self.groups.shard)[1], read)
+            tensor_copies.fill(parameter, parameter_mapping.megatron(self.arch, name, self.groups.shard)[1], read)

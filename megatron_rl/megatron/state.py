@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.megatron import lora, optim, platform, saved_state, writers
+from megatron_rl.megatron import checkpoint_writers, lora, optimizer, optimizer_checkpoint, platform
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.export import WeightExport
 from megatron_rl.megatron.role_model import RoleModel
-from megatron_rl.weights import adapters
+from megatron_rl.weights import lora_adapters
 from megatron_rl.world import broadcast
 
 platform.install()
@@ -45,12 +45,12 @@ class PolicyState:
         """
         model = self._model
         model.check_readable()
-        with model.memory.awake(), model.active(), writers.one_save():
-            state = saved_state.without_copies(self._sharded(loading=False))
+        with model.memory.awake(), model.active(), checkpoint_writers.one_save():
+            state = optimizer_checkpoint.without_copies(self._sharded(loading=False))
             request = dist_checkpointing.save(state, str(directory), async_sharded_save=background, **_OWN_WRITER)
             if request is not None:
                 self._saves.schedule_async_request(request)
-        self._export.write_adapter(directory / adapters.DIRECTORY)
+        self._export.write_adapter(directory / lora_adapters.DIRECTORY)
 
     def saved(self, *, wait: bool) -> bool:
         """Checks whether all saves that began are written; with `wait` it waits for them. Raises a writer's error."""
@@ -62,16 +62,16 @@ class PolicyState:
         decay stay those of this role's settings. Raises ConfigError for adapters of other settings, or of another
         base."""
         model = self._model
-        self._check_base(directory / adapters.DIRECTORY)
+        self._check_base(directory / lora_adapters.DIRECTORY)
         with model.memory.awake(), model.active():
             loaded = dist_checkpointing.load(self._to_load(directory), str(directory))
             state = cast(dict[str, Any], loaded)  # not the pair that it returns when asked for its strictness' findings
             for i, chunk in enumerate(model.chunks):
                 models.unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)
             if model.trainable:
-                optim.adopt_rates(model.optimizer, state["optimizer"])
+                optimizer.adopt_rates(model.optimizer, state["optimizer"])
                 model.optimizer.load_state_dict(state["optimizer"])
-                optim.apply_settings(model.role, model.optimizer)
+                optimizer.apply_settings(model.role, model.optimizer)
                 model.scheduler.num_steps = 0  # core adds the checkpoint's to it
                 model.scheduler.load_state_dict(state["scheduler"])
 
@@ -81,7 +81,7 @@ class PolicyState:
         if role.lora is None and not directory.is_dir():
             return
         if dist.get_rank(control) == 0:
-            problem = adapters.difference(directory, role.lora, role.model.path)
+            problem = lora_adapters.difference(directory, role.lora, role.model.path)
         if problem := broadcast(problem, control):
             raise ConfigError(problem)
 
@@ -100,7 +100,7 @@ class PolicyState:
 
     def _sharded(self, *, loading: bool) -> dict[str, Any]:
         """Returns core's description of the role's state on this rank."""
-        model, metadata = self._model, optim.checkpoint_metadata()
+        model, metadata = self._model, optimizer.checkpoint_metadata()
         state: dict[str, Any] = {}
         for i, chunk in enumerate(model.chunks):
             whole = models.unwrap(chunk).sharded_state_dict(metadata=metadata)

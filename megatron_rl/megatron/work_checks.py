@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_rl.batches.batch import CANDIDATES
-from megatron_rl.batches.work import Work
-from megatron_rl.weights.hf import Architecture
+from megatron_rl.batches.packed_batch import CANDIDATES
+from megatron_rl.batches.replica_batch import Work
+from megatron_rl.weights.hf_model import Architecture
 
 
 def check(work: Work, arch: Architecture, path: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.models.cuts import (
+from megatron_rl.models.partitions import (
     ByColumns,
     ByRows,
-    Cut,
     EngineHeads,
     EngineVocabulary,
+    Partition,
     QueryGroups,
     Source,
     Vocabulary,
@@ -24,7 +24,7 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 
 def norm(name: str, tensor: str, width: int, *, fused: str | None = None) -> Row:
     """Returns the row of a norm's weight [width], which every rank holds whole."""
-    return Row(name=name, fused=fused, sources=(Source(tensor, width),), cut=Whole(), engine=tensor)
+    return Row(name=name, fused=fused, sources=(Source(tensor, width),), partition=Whole(), engine=tensor)
 
 
 def joint_norm(part: str, width: int) -> Row:
@@ -36,9 +36,9 @@ def joint_norm(part: str, width: int) -> Row:
     return Row(
         name=f"self_attention.{part}_layernorm.weight",
         sources=(Source(tensor, width),),
-        cut=ByRows(),
+        partition=ByRows(),
         engine=tensor,
-        engine_cut=Whole(),
+        engine_partition=Whole(),
     )
 
 
@@ -58,9 +58,9 @@ def attention(
         return Row(
             name=f"self_attention.linear_qkv.{kind}",
             sources=tuple(Source(f"self_attn.{part}_proj.{kind}", count * d, columns) for part, count in parts),
-            cut=QueryGroups(*heads),
+            partition=QueryGroups(*heads),
             engine=f"self_attn.qkv_proj.{kind}",
-            engine_cut=EngineHeads(*heads),
+            engine_partition=EngineHeads(*heads),
         )
 
     first = "input_layernorm.weight"
@@ -76,7 +76,7 @@ def attention(
         Row(
             name="self_attention.linear_proj.weight",
             sources=(Source(out, h, sizes.heads * d),),
-            cut=ByColumns(),
+            partition=ByColumns(),
             engine=out,
         )
     )
@@ -91,10 +91,12 @@ def latent_attention(sizes: Sizes) -> list[Row]:
     """
     h, heads, down = sizes.hidden, sizes.heads, "kv_a_proj_with_mqa"
 
-    def projection(part: str, tensor: str, shape: tuple[int, int], cut: Cut, engine: str | None = None) -> Row:
+    def projection(
+        part: str, tensor: str, shape: tuple[int, int], partition: Partition, engine: str | None = None
+    ) -> Row:
         source = Source(f"self_attn.{tensor}.weight", *shape)
         name = f"self_attention.linear_{part}.weight"
-        return Row(name=name, sources=(source,), cut=cut, engine=f"self_attn.{engine or tensor}.weight")
+        return Row(name=name, sources=(source,), partition=partition, engine=f"self_attn.{engine or tensor}.weight")
 
     def latent_norm(part: str, width: int) -> Row:
         return norm(f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_a_layernorm.weight", width)
@@ -135,13 +137,13 @@ def gated(module: str, tensors: str, ffn: int, hidden: int) -> list[Row]:
         Row(
             name=f"{module}.linear_fc1.weight",
             sources=(Source(gate, ffn, hidden), Source(up, ffn, hidden)),
-            cut=ByRows(),
+            partition=ByRows(),
             engine=f"{tensors}.gate_up_proj.weight",
         ),
         Row(
             name=f"{module}.linear_fc2.weight",
             sources=(Source(down, hidden, ffn),),
-            cut=ByColumns(),
+            partition=ByColumns(),
             engine=down,
         ),
     ]
@@ -161,7 +163,7 @@ def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) 
         Row(
             name="mlp.router.weight",
             sources=(Source(router, count, h),),
-            cut=Whole(),
+            partition=Whole(),
             engine=router,
             in_memory="mlp.gate.weight",
         ),
@@ -169,7 +171,7 @@ def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) 
             name=f"mlp.experts.local_experts.{EXPERT}.linear_fc1.weight",
             fused=f"mlp.experts.linear_fc1.weight{EXPERT}",
             sources=(Source(gate, width, h), Source(up, width, h)),
-            cut=ByRows(),
+            partition=ByRows(),
             engine=f"{module}.experts.w13_weight",
             in_memory="mlp.experts.gate_up_proj",
             experts=count,
@@ -178,7 +180,7 @@ def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) 
             name=f"mlp.experts.local_experts.{EXPERT}.linear_fc2.weight",
             fused=f"mlp.experts.linear_fc2.weight{EXPERT}",
             sources=(Source(down, h, width),),
-            cut=ByColumns(),
+            partition=ByColumns(),
             engine=f"{module}.experts.w2_weight",
             in_memory="mlp.experts.down_proj",
             experts=count,
@@ -192,7 +194,7 @@ def expert_bias(sizes: Sizes, *, module: str = "mlp.gate") -> Row:
     return Row(
         name="mlp.router.expert_bias",
         sources=(Source(tensor, sizes.experts),),
-        cut=Whole(),
+        partition=Whole(),
         engine=tensor,
         float32=True,
     )
@@ -212,7 +214,7 @@ def shared_expert(sizes: Sizes, *, module: str = "mlp.shared_expert", gate: bool
         Row(
             name="mlp.shared_experts.gate_weight",
             sources=(Source(tensor, 1, sizes.hidden),),
-            cut=Whole(),
+            partition=Whole(),
             engine=tensor,
         ),
     ]
@@ -224,7 +226,12 @@ def ends(sizes: Sizes) -> OuterRows:
     def table(name: str, tensor: str, *, engine: str | None = None, copy: bool = False) -> Row:
         source = Source(tensor, sizes.vocab, sizes.hidden)
         return Row(
-            name=name, sources=(source,), cut=Vocabulary(), engine=engine, engine_cut=EngineVocabulary(), copy=copy
+            name=name,
+            sources=(source,),
+            partition=Vocabulary(),
+            engine=engine,
+            engine_partition=EngineVocabulary(),
+            copy=copy,
         )
 
     embedding = table("embedding.word_embeddings.weight", EMBEDDING, engine=EMBEDDING)

@@ -73,9 +73,9 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
     No token is dropped. Besides the caller's loss only `aux_loss` trains the router. Choosing the k largest scores
     gives the same experts before and after the softmax. A softmax over the chosen experts equals the softmax over all,
     divided by the chosen ones' sum: this is what families that renormalise do. Groups of experts and their bias are not
-    among core's settings: megatron/replay.py limits a choice to groups, because core takes a group for as good as the
-    sum of its k / groups_chosen best, and a bias of core's own would be moved by its load balancing. Raises ConfigError
-    for a router that could not learn.
+    among core's settings: megatron/router_replay.py limits a choice to groups, because core takes a group for as good
+    as the sum of its k / groups_chosen best, and a bias of core's own would be moved by its load balancing. Raises
+    ConfigError for a router that could not learn.
     """
     routing = features.routing
     if routing is None:

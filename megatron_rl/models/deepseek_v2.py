@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import blocks
-from megatron_rl.models.base import KEYS, SETTLED, Family, dims
+from megatron_rl.models.family import KEYS, SETTLED, Family, dims
 from megatron_rl.models.rows import Row
 from megatron_rl.models.sizes import Features, Routing, Sizes
 

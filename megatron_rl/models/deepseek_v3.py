@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import blocks
-from megatron_rl.models.base import Family, dims
 from megatron_rl.models.deepseek_v2 import EVERYWHERE, HEADS, SCALED, DeepseekV2, groups_of
+from megatron_rl.models.family import Family, dims
 from megatron_rl.models.rows import Row
 from megatron_rl.models.sizes import Routing, Sizes
 

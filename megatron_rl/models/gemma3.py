@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.models import blocks
-from megatron_rl.models.base import Family, dims
+from megatron_rl.models.family import Family, dims
 from megatron_rl.models.rows import Row
 from megatron_rl.models.sizes import AttentionKind, Features, Rotary, Sizes
 

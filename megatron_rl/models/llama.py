@@ -5,7 +5,7 @@ lists both. The tokenizer puts <|begin_of_text|> before a text, and the chat tem
 is tokenized without special tokens, or it begins with two.
 """
 
-from megatron_rl.models.base import Family, dims
+from megatron_rl.models.family import Family, dims
 
 _8B = dims((32, 4096, 32, 8, 14336), vocab=128256)
 _70B = dims((80, 8192, 64, 8, 28672), vocab=128256)

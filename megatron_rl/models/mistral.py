@@ -6,7 +6,7 @@ Its chat template refuses a system's message in older versions, and two messages
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.models.base import Family, dims, windowless
+from megatron_rl.models.family import Family, dims, windowless
 from megatron_rl.models.sizes import Sizes
 
 

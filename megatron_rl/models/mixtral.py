@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl.models import blocks
-from megatron_rl.models.base import EVERY_LAYER, KEYS, SETTLED, Family, dims, windowless
+from megatron_rl.models.family import EVERY_LAYER, KEYS, SETTLED, Family, dims, windowless
 from megatron_rl.models.rows import Row
 from megatron_rl.models.sizes import Routing, Sizes
 

@@ -5,7 +5,7 @@ too: a base model that is sampled through its chat template does not stop by its
 The padding token is <|endoftext|>, which base models write as their end: it must not be masked by its number.
 """
 
-from megatron_rl.models.base import SETTLED, Family, dims
+from megatron_rl.models.family import SETTLED, Family, dims
 from megatron_rl.models.sizes import Features
 
 

@@ -3,7 +3,7 @@
 Ends of texts and padding are those of Qwen2.
 """
 
-from megatron_rl.models.base import EVERY_LAYER, Family
+from megatron_rl.models.family import EVERY_LAYER, Family
 from megatron_rl.models.qwen2 import Qwen2
 
 

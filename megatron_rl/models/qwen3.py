@@ -4,7 +4,7 @@ Its chat template opens a thinking part by itself: `enable_thinking` of the temp
 turns lose their thoughts when they are rendered again.
 """
 
-from megatron_rl.models.base import Family, dims
+from megatron_rl.models.family import Family, dims
 from megatron_rl.models.sizes import Features
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_rl.models.base import EVERY_LAYER, SETTLED, dims
+from megatron_rl.models.family import EVERY_LAYER, SETTLED, dims
 from megatron_rl.models.qwen3 import Qwen3
 
 

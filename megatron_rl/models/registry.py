@@ -14,7 +14,7 @@ from typing import Any
 from megatron_rl import models
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.models.base import Family
+from megatron_rl.models.family import Family
 from megatron_rl.models.rows import OuterRows, Row
 from megatron_rl.models.sizes import Features, Sizes
 

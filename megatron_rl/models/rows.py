@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_rl.models.cuts import Cut, Source
+from megatron_rl.models.partitions import Partition, Source
 
 MEGATRON_LAYER, HF_LAYER = "decoder.layers.{}.", "model.layers.{}."  # what names of layers' parameters begin with
 EXPERT = "{e}"  # stands for an expert's number in the names of a row
@@ -26,11 +26,11 @@ class Row:
 
     name: str  # Megatron's, as core's local layer spec spells it
     sources: tuple[Source, ...]  # Hugging Face tensors that the parameter is made of
-    cut: Cut  # how tensor-parallel ranks of the trainer cut it; of an expert, expert-tensor-parallel ones
+    partition: Partition  # how tensor-parallel ranks of the trainer cut it; of an expert, expert-tensor-parallel ones
     # vLLM's and SGLang's parameter, which stacks all experts; None: they hold none for this row. Rows of one name stand
     # end to end in it.
     engine: str | None
-    engine_cut: Cut | None = None  # how an engine's ranks cut it; None: as the trainer's do
+    engine_partition: Partition | None = None  # how an engine's ranks cut it; None: as the trainer's do
     fused: str | None = None  # Megatron's name in Transformer Engine's layer spec; None: `name`
     in_memory: str | None = None  # the parameter of a transformers model that holds the sources; None: their own names
     experts: int = 0  # experts of the layer; 0: the parameter belongs to none
@@ -42,9 +42,9 @@ class Row:
         return self.fused if fused and self.fused is not None else self.name
 
     @property
-    def of_engine(self) -> Cut:
+    def of_engine(self) -> Partition:
         """Returns how an engine's ranks cut the parameter."""
-        return self.cut if self.engine_cut is None else self.engine_cut
+        return self.partition if self.engine_partition is None else self.engine_partition
 
 
 class OuterRows(NamedTuple):

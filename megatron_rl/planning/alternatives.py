@@ -11,11 +11,11 @@ from megatron_rl.planning import plan as plans
 from megatron_rl.planning.hardware import Cluster
 from megatron_rl.planning.plan import RunPlan
 from megatron_rl.planning.search import engine_choices, engine_words, nodes_words, passes
-from megatron_rl.planning.workload import TurnWork
+from megatron_rl.planning.workload import IterationWork
 
 SERVED = 3  # choices of servers that are shown, fastest first
 STALENESS = "rollouts.max_staleness"
-AHEAD = "turns generated beside training (rollouts.max_staleness=1)"
+AHEAD = "iterations generated beside training (rollouts.max_staleness=1)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +26,16 @@ class Alternative:
     engine: str  # in words
     trainer_gpus: int
     engine_gpus: int  # GPUs of servers; 0 of the embedded engine
-    step_s: float  # seconds of a step
+    cycle_s: float  # seconds of a cycle
     problem: str  # why it does not fit; empty where it does
     overrides: Sequence[str]  # empty of the config as it is
 
 
 def alternatives(
-    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork]
+    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[IterationWork]
 ) -> list[Alternative]:
     """Returns the config as it is, then the embedded engine, the fastest servers, on GPUs of their own and in the
-    trainer's, and the fastest of those on their own while it generates the next turn beside training.
+    trainer's, and the fastest of those on their own while it generates the next iteration beside training.
 
     Layouts are those of the config. An engine beside which the trainer does not fit is planned with full
     recomputation. Engines that leave GPUs the layouts cannot be cut for are left out, and those that `check` refuses.
@@ -59,14 +59,14 @@ def alternatives(
         served.append(_alternative(choice, config, cluster, models, work, words))
     fitting = [one for one in served if one is not None and not one.problem]
     found = [asked, *(one for one in embedded if one is not None)]
-    found += sorted(fitting, key=lambda one: one.step_s)[:SERVED]
+    found += sorted(fitting, key=lambda one: one.cycle_s)[:SERVED]
     if not config.rollouts.max_staleness:
         found += _ahead(config, cluster, models, work)
     return found
 
 
 def _ahead(
-    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork]
+    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[IterationWork]
 ) -> list[Alternative]:
     """Returns the fastest run with servers that generates beside training; none where nothing fits."""
     word, ahead = f"{STALENESS}=1", replace(config.rollouts, max_staleness=1)
@@ -79,12 +79,12 @@ def _ahead(
             own = [*engine_words(engine, config.engine), word]
             tried.append(_alternative(replace(choice, rollouts=ahead), config, cluster, models, work, own))
     fitting = [one for one in tried if one is not None and not one.problem]
-    return sorted(fitting, key=lambda one: one.step_s)[:1]
+    return sorted(fitting, key=lambda one: one.cycle_s)[:1]
 
 
 def _alternative(
     config: TrainConfig, asked: TrainConfig, cluster: Cluster, models: Mapping[str, Shape],
-    work: Sequence[TurnWork], overrides: Sequence[str],
+    work: Sequence[IterationWork], overrides: Sequence[str],
 ) -> Alternative | None:  # fmt: skip
     """Returns the plan of `config` in short; None where its layouts cannot be cut so, and where `check` refuses it
     though not the config asked about."""
@@ -108,7 +108,7 @@ def _alternative(
             return None
         overrides = [*overrides, *nodes_words(asked, config, made)]
     return Alternative(
-        engine=_words(config), trainer_gpus=made.ranks, engine_gpus=plans.server_gpus(config), step_s=made.step_s,
+        engine=_words(config), trainer_gpus=made.ranks, engine_gpus=plans.server_gpus(config), cycle_s=made.cycle_s,
         problem=next(iter(made.problems), ""), overrides=overrides,
     )  # fmt: skip
 
@@ -119,7 +119,7 @@ def _anywhere(engine: Servers) -> Servers:
 
 
 def _made(
-    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork]
+    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[IterationWork]
 ) -> RunPlan | None:
     try:
         return plans.make(config, cluster, models, work)

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.schema import Lora, Model
-from megatron_rl.models.adapters import adapted
+from megatron_rl.models.lora_targets import adapted
 from megatron_rl.models.shape import Shape
 from megatron_rl.planning.hardware import GIB
 from megatron_rl.weights.counting import Parallel, adapter_elements, counts, stage_layers
@@ -17,7 +17,7 @@ from megatron_rl.weights.counting import Parallel, adapter_elements, counts, sta
 GRADIENT = 4  # bytes of a parameter's gradient, which is summed in float32
 # Bytes of a parameter's optimizer state, shared by the ranks that hold it; float32 weights are their own masters.
 MOMENTS, MASTER = 8, 4
-CHUNK = 1 << 27  # logits held at once on a GPU, as in megatron/forward.py
+CHUNK = 1 << 27  # logits held at once on a GPU, as in megatron/vocab_statistics.py
 EXCHANGE = 1 << 28  # bytes through which a reference and the live weights change places, as in megatron/offload.py
 CONTEXT = 2.5 * GIB  # CUDA context, NCCL's buffers, libraries
 WHOLE = "layer"  # recompute a whole layer from its input

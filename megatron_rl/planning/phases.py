@@ -1,4 +1,4 @@
-"""Plans one turn: the seconds of its phases, and what is assumed of roles that answer several times."""
+"""Plans one iteration: the seconds of its phases, and what is assumed of roles that answer several times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.planning import compute, memory
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import Cluster
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
-from megatron_rl.planning.workload import Draw, TurnWork, longest_context
+from megatron_rl.planning.workload import Draw, IterationWork, longest_context
 from megatron_rl.weights import counting
 from megatron_rl.weights.counting import Parallel
 
@@ -22,7 +22,8 @@ CHANGE_S = 1.0  # the orders to servers and supervisors, and freeing memory, whe
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodePlan:
-    """The assumptions of a turn's plan on a role that answers several times in a sample, and what follows from them."""
+    """The assumptions of an iteration's plan on a role that answers several times in a sample, and what follows from
+    them."""
 
     role: str
     estimate: EpisodeEstimate
@@ -56,11 +57,11 @@ class EpisodePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnPlan:
-    """The seconds of one turn by phase, in order, and the tokens of it."""
+class IterationPlan:
+    """The seconds of one iteration by phase, in order, and the tokens of it."""
 
     role: str  # the roles that it trains, joined by +
-    times: int  # turns like this one in a step
+    times: int  # iterations like this one in a cycle
     phases: Mapping[str, float]
     hidden: float  # seconds of generation that run beside training and are not waited for
     generated: float  # tokens that are generated
@@ -92,11 +93,12 @@ def engine_of(config: TrainConfig, role: str) -> str:
     return config.server_owners.get(policy, policy)
 
 
-def plan_turn(
-    config: TrainConfig, cluster: Cluster, work: TurnWork, models: Mapping[str, Shape],
+def plan_iteration(
+    config: TrainConfig, cluster: Cluster, work: IterationWork, models: Mapping[str, Shape],
     parallels: Mapping[str, Parallel], engines: Mapping[str, EngineSetup],
-) -> TurnPlan:  # fmt: skip
-    """Plans a turn: its roles' answers, and then an update of every policy that it trains, one after the other."""
+) -> IterationPlan:  # fmt: skip
+    """Plans an iteration: its roles' answers, and then an update of every policy that it trains, one after the
+    other."""
     servers, together = isinstance(config.engine, Servers), colocated(config)
     written = _generation(config, cluster, work, models, engines)
     phases = dict(written.phases)
@@ -127,7 +129,7 @@ def plan_turn(
         compute.train_flops(models[d.role], batch_of(config.roles[d.role], d, d.samples), config.roles[d.role].lora)
         for d in work.trained
     )
-    return TurnPlan(
+    return IterationPlan(
         role=work.role, times=work.times, phases=phases, hidden=beside,
         generated=sum(d.samples * d.written for d in work.draws),
         trained=sum(d.samples * d.length for d in work.trained),
@@ -145,7 +147,7 @@ def _served_adapter(config: TrainConfig, name: str) -> Lora | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Generation:
-    """The answers of all roles in the plan of a turn, in seconds."""
+    """The answers of all roles in the plan of an iteration, in seconds."""
 
     phases: Mapping[str, float]
     rows: Mapping[str, float]
@@ -154,10 +156,11 @@ class _Generation:
 
 
 def _generation(
-    config: TrainConfig, cluster: Cluster, work: TurnWork, models: Mapping[str, Shape],
+    config: TrainConfig, cluster: Cluster, work: IterationWork, models: Mapping[str, Shape],
     engines: Mapping[str, EngineSetup],
 ) -> _Generation:  # fmt: skip
-    """Plans the answers of a turn, role after role. What an endpoint answers is left out: its machines are not known.
+    """Plans the answers of an iteration, role after role. What an endpoint answers is left out: its machines are not
+    known.
 
     Answers go on to the next role as they come: only the part behind the first counts, unless one server, or servers
     that share their GPUs, write both.
@@ -187,8 +190,8 @@ def _changes_of_place(
     config: TrainConfig, trained: Sequence[str], models: Mapping[str, Shape], parallels: Mapping[str, Parallel],
     engines: Mapping[str, EngineSetup],
 ) -> float:  # fmt: skip
-    """Returns the seconds in which one GPU's memory changes between servers and trainer, for a turn that trains these
-    policies.
+    """Returns the seconds in which one GPU's memory changes between servers and trainer, for an iteration that trains
+    these policies.
 
     Their weights and optimizers come and go. Their servers drop their weights, the others keep theirs in host memory.
     """

@@ -8,15 +8,23 @@ from typing import Any
 
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import ConfigError, Embedded, Layout, Servers, TrainConfig
-from megatron_rl.models.adapters import owners
 from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
+from megatron_rl.models.lora_targets import owners
 from megatron_rl.models.shape import Shape
 from megatron_rl.planning import compute, memory
 from megatron_rl.planning.compute import EngineSetup
 from megatron_rl.planning.hardware import Cluster
 from megatron_rl.planning.memory import Precision, TrainingBytes
-from megatron_rl.planning.phases import TurnPlan, colocated, engine_of, micro_batch, plan_turn, policy_of, writers_of
-from megatron_rl.planning.workload import Draw, TurnWork, longest_context
+from megatron_rl.planning.phases import (
+    IterationPlan,
+    colocated,
+    engine_of,
+    micro_batch,
+    plan_iteration,
+    policy_of,
+    writers_of,
+)
+from megatron_rl.planning.workload import Draw, IterationWork, longest_context
 from megatron_rl.weights import counting
 from megatron_rl.weights.counting import Parallel
 
@@ -46,7 +54,7 @@ class RolePlan:
 
     @property
     def asleep(self) -> float:
-        """Returns the bytes that the role holds on the GPU in another role's turn."""
+        """Returns the bytes that the role holds on the GPU in another role's iteration."""
         if self.leaves:
             return 0.0
         held = self.training.weights + self.embedded
@@ -73,24 +81,26 @@ class RunPlan:
     ranks: int
     roles: Sequence[RolePlan]
     servers: Sequence[ServerPlan]
-    turns: Sequence[TurnPlan]
+    iterations: Sequence[IterationPlan]
 
     @property
-    def step_s(self) -> float:
-        return sum(turn.seconds * turn.times for turn in self.turns)
+    def cycle_s(self) -> float:
+        return sum(iteration.seconds * iteration.times for iteration in self.iterations)
 
     @property
     def tokens_per_gpu(self) -> float:
         """Returns the tokens trained on in a second, divided by all GPUs of the cluster."""
-        return sum(turn.trained * turn.times for turn in self.turns) / self.step_s / self.cluster.gpus
+        return (
+            sum(iteration.trained * iteration.times for iteration in self.iterations) / self.cycle_s / self.cluster.gpus
+        )
 
     @property
     def phases(self) -> dict[str, float]:
-        """Returns the seconds of a step by phase."""
+        """Returns the seconds of a cycle by phase."""
         out: dict[str, float] = {}
-        for turn in self.turns:
-            for name, seconds in turn.phases.items():
-                out[name] = out.get(name, 0.0) + seconds * turn.times
+        for iteration in self.iterations:
+            for name, seconds in iteration.phases.items():
+                out[name] = out.get(name, 0.0) + seconds * iteration.times
         return out
 
     @property
@@ -127,7 +137,7 @@ class RunPlan:
     def host_per_node(self) -> float:
         """Returns the bytes of a trainer node's own memory."""
         kept = 0.0
-        if self.beside:  # in a turn the weights of all servers but those of the role that trains
+        if self.beside:  # in an iteration the weights of all servers but those of the role that trains
             kept = sum(server.weights for server in self.servers) - min(server.weights for server in self.servers)
             kept *= SERVER_COPY
         return (sum(role.host for role in self.roles) + kept) * min(self.cluster.per_node, self.ranks)
@@ -163,7 +173,7 @@ class RunPlan:
             "trainer_gpus": self.ranks,
             "fits": not self.problems,
             "problems": self.problems,
-            "step_s": self.step_s,
+            "cycle_s": self.cycle_s,
             "tokens_per_s_per_gpu": self.tokens_per_gpu,
             "phases_s": self.phases,
             "reserve": self.reserve,
@@ -184,7 +194,7 @@ class RunPlan:
                 for role in self.roles
             ],
             "servers": [asdict(server) for server in self.servers],
-            "turns": [{**asdict(turn), "seconds": turn.seconds} for turn in self.turns],
+            "iterations": [{**asdict(iteration), "seconds": iteration.seconds} for iteration in self.iterations],
         }
 
 
@@ -200,7 +210,7 @@ def own_cluster(config: TrainConfig) -> str:
     return f"{config.job.nodes + -(-server_gpus(config) // PER_NODE)}x{PER_NODE}xA100-80"
 
 
-def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork]) -> RunPlan:
+def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[IterationWork]) -> RunPlan:
     """Plans the run. `models`: the shape of every role's model.
 
     Raises ConfigError when a layout of the config does not divide the models or the cluster.
@@ -212,9 +222,9 @@ def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], wor
         name: Parallel.of(role.layout, ranks, experts=bool(models[name].sizes.experts))
         for name, role in config.roles.items()
     }
-    draws = {draw.role: draw for turn in work for draw in turn.draws}
-    draws |= {draw.role: draw for turn in work for draw in turn.draws if draw.role in turn.roles}
-    trained = {policy_of(config, name) for turn in work for name in turn.roles}
+    draws = {draw.role: draw for iteration in work for draw in iteration.draws}
+    draws |= {draw.role: draw for iteration in work for draw in iteration.draws if draw.role in iteration.roles}
+    trained = {policy_of(config, name) for iteration in work for name in iteration.roles}
     held = [name for name, role in config.roles.items() if role.has_policy]
     roles = [_role(config, name, models[name], parallels[name], draws) for name in held]
     roles = [role if role.name in trained else _frozen(role) for role in roles]
@@ -225,8 +235,8 @@ def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], wor
     )
     caches = {server.role: max(server.cache, 1.0) for server in servers}
     engines = {name: _engine(config, ranks, caches.get(engine_of(config, name), 0.0)) for name in config.roles}
-    turns = [plan_turn(config, cluster, turn, models, parallels, engines) for turn in work]
-    return RunPlan(cluster=cluster, ranks=ranks, roles=roles, servers=servers, turns=turns)
+    iterations = [plan_iteration(config, cluster, iteration, models, parallels, engines) for iteration in work]
+    return RunPlan(cluster=cluster, ranks=ranks, roles=roles, servers=servers, iterations=iterations)
 
 
 def trainer_gpus(config: TrainConfig, cluster: Cluster) -> int:
@@ -271,7 +281,7 @@ def _players(config: TrainConfig, name: str) -> list[str]:
 
 
 def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draws: Mapping[str, Draw]) -> RolePlan:
-    """Plans a role on the trainer's ranks. `draws`: the samples of each role in a turn."""
+    """Plans a role on the trainer's ranks. `draws`: the samples of each role in an iteration."""
     role, engine = config.roles[name], config.engine
     numbers, reference = Precision.gpu(role.model.dtype), role.loss.kl_coef > 0
     own_draws = [draws.get(other) for other in config.roles if policy_of(config, other) == name]
@@ -300,7 +310,7 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draw
 
 
 def _frozen(role: RolePlan) -> RolePlan:
-    """Returns the plan of a role that plays but is never trained: it holds its weights alone."""
+    """Returns the plan of a role that writes but is never trained: it holds its weights alone."""
     weights = role.training.weights
     held = TrainingBytes(weights=weights, gradients=0.0, optimizer=0.0, activations=0.0, workspace=0.0, swapped=0.0)
     return replace(role, training=held, host=weights if role.leaves else 0.0)

@@ -16,7 +16,7 @@ from megatron_rl.planning import plan as plans
 from megatron_rl.planning.hardware import GIB, Cluster
 from megatron_rl.planning.phases import policy_of
 from megatron_rl.planning.plan import RunPlan
-from megatron_rl.planning.workload import TurnWork
+from megatron_rl.planning.workload import IterationWork
 from megatron_rl.spec.resolve import resolve
 from megatron_rl.weights import counting
 
@@ -24,7 +24,7 @@ ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # shares of the clus
 COLOCATED_SHARE, OWN_SHARE = 0.86, 0.9  # of a GPU: that servers of all roles take in the trainer's, and in their own
 PAIRS = 150  # combinations of the roles' layouts that are tried for each choice of engines
 MICRO_BATCHES = (32768, 16384, 8192, 4096)  # tokens of a micro-batch that are tried beside the config's own
-WORTH = 0.03  # share of a step's time that a change must save to be advised
+WORTH = 0.03  # share of a cycle's time that a change must save to be advised
 MOST = 5  # lines of advice on changes that save time
 HOST_MEMORY = 450 * GIB  # of a node, from which it is pointed out: nodes with 512 GiB are the smallest that are common
 # How many times the planned seconds of a longest answer a request should be waited for: it also waits in the server's
@@ -42,7 +42,7 @@ class Proposal:
 
 
 def search(
-    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork], *, keep: int = 5
+    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[IterationWork], *, keep: int = 5
 ) -> list[Proposal]:
     """Returns the fastest layouts of all roles and choices of engines that fit, best first; none when nothing fits.
 
@@ -53,13 +53,13 @@ def search(
     best: list[Proposal] = []
     for with_engine in engine_choices(config, cluster, models):
         best += _with_engines(with_engine, config, cluster, models, work, keep)
-    best = sorted(best, key=lambda found: found.plan.step_s)[:keep]
+    best = sorted(best, key=lambda found: found.plan.cycle_s)[:keep]
     grown = [_grown(config, one, models, work) for one in best]
     different = {tuple(one.overrides): one for one in grown}  # two may have grown to the same
-    return sorted(different.values(), key=lambda found: found.plan.step_s)
+    return sorted(different.values(), key=lambda found: found.plan.cycle_s)
 
 
-def advice(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work: Sequence[TurnWork]) -> list[str]:
+def advice(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work: Sequence[IterationWork]) -> list[str]:
     """Returns lines on what would make the run fit, or faster where it fits; the most useful come first."""
     if made.problems:
         return _cures(config, made, models, work) or [
@@ -69,18 +69,18 @@ def advice(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work
     name, seconds = max(phases.items(), key=lambda item: item[1])
     drawn = sum(s for phase, s in phases.items() if phase.startswith("rollout"))
     total = sum(phases.values())
-    lines.append(f"{name} is {seconds / total:.0%} of the work of a step, all generation {drawn / total:.0%}")
+    lines.append(f"{name} is {seconds / total:.0%} of the work of a cycle, all generation {drawn / total:.0%}")
     paying = []
     for text, other in _changes(config, made, models):
         tried = _plan_or_none(other, made.cluster, models, work)
-        if tried is not None and not tried.problems and tried.step_s < (1 - WORTH) * made.step_s:
-            saved = 1 - tried.step_s / made.step_s
+        if tried is not None and not tried.problems and tried.cycle_s < (1 - WORTH) * made.cycle_s:
+            saved = 1 - tried.cycle_s / made.cycle_s
             words = nodes_words(config, other, tried) if tried.ranks != made.ranks else []
             if isinstance(other.engine, Servers):
                 words += _place_words(other.engine, config.engine)
             also = f" ({' '.join(words)})" if words else ""
-            line = f"{text}{also}: {tried.step_s:.0f} s a step instead of {made.step_s:.0f} ({saved:.0%} less)"
-            paying.append((tried.step_s, line))
+            line = f"{text}{also}: {tried.cycle_s:.0f} s a cycle instead of {made.cycle_s:.0f} ({saved:.0%} less)"
+            paying.append((tried.cycle_s, line))
     lines += [text for _, text in sorted(paying)[:MOST]] + _waits(config, made)
     node = made.cluster.per_node
     for role in made.roles:
@@ -101,10 +101,10 @@ def _waits(config: TrainConfig, made: RunPlan) -> list[str]:
     """Returns a line for each role whose longest answer may take longer than a request may, and for each endpoint."""
     lines = []
     for name in config.roles:
-        own = [turn for turn in made.turns if name in turn.longest]
+        own = [iteration for iteration in made.iterations if name in iteration.longest]
         if not own or not isinstance(config.engine, Servers):
             continue
-        worst, limit = max(own, key=lambda turn: turn.longest[name]), config.engine.request_timeout_s
+        worst, limit = max(own, key=lambda iteration: iteration.longest[name]), config.engine.request_timeout_s
         seconds = worst.longest[name]
         if PATIENCE * seconds > limit:
             lines.append(
@@ -225,7 +225,8 @@ def nodes_words(asked: TrainConfig, config: TrainConfig, made: RunPlan) -> list[
 
 
 def _with_engines(
-    config: TrainConfig, asked: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork],
+    config: TrainConfig, asked: TrainConfig, cluster: Cluster, models: Mapping[str, Shape],
+    work: Sequence[IterationWork],
     keep: int,
 ) -> list[Proposal]:  # fmt: skip
     """Returns the best layouts of the roles for the engines of `config`, fastest first.
@@ -236,8 +237,8 @@ def _with_engines(
     limit = max(4, int(PAIRS ** (1 / len(names))))
     choices: dict[str, list[RoleConfig]] = {}
     for name in names:
-        turns = [turn for turn in work if name in {policy_of(config, role) for role in turn.roles}]
-        fitting = list(_fitting_alone(config, name, cluster, models, turns))
+        iterations = [iteration for iteration in work if name in {policy_of(config, role) for role in iteration.roles}]
+        fitting = list(_fitting_alone(config, name, cluster, models, iterations))
         small = sorted(fitting, key=lambda choice: choice[1])[: limit // 3]
         fast = [choice for choice in sorted(fitting, key=lambda choice: choice[0]) if choice not in small]
         choices[name] = [choice[2] for choice in [*fast[: limit - len(small)], *small]]
@@ -248,11 +249,11 @@ def _with_engines(
         if made is None or made.problems or not passes(made_config, made.ranks):
             continue
         out.append(Proposal(config=made_config, plan=made, overrides=_overrides(asked, made_config, made)))
-    return sorted(out, key=lambda found: found.plan.step_s)[:keep]
+    return sorted(out, key=lambda found: found.plan.cycle_s)[:keep]
 
 
 def _grown(
-    asked: TrainConfig, found: Proposal, models: Mapping[str, Shape], work: Sequence[TurnWork]
+    asked: TrainConfig, found: Proposal, models: Mapping[str, Shape], work: Sequence[IterationWork]
 ) -> Proposal:  # fmt: skip
     """Returns the proposal with the largest micro-batches that fit beside the other roles and save time."""
     for name in _with_policy(found.config):
@@ -262,7 +263,7 @@ def _grown(
                 break
             config = _with_role(found.config, name, micro_batch_tokens=tokens)
             made = _plan_or_none(config, found.plan.cluster, models, work)
-            if made is None or made.problems or made.step_s >= found.plan.step_s or not passes(config, made.ranks):
+            if made is None or made.problems or made.cycle_s >= found.plan.cycle_s or not passes(config, made.ranks):
                 continue
             found = Proposal(config=config, plan=made, overrides=_overrides(asked, config, made))
             break
@@ -270,9 +271,9 @@ def _grown(
 
 
 def _fitting_alone(
-    config: TrainConfig, name: str, cluster: Cluster, models: Mapping[str, Shape], turns: Sequence[TurnWork]
+    config: TrainConfig, name: str, cluster: Cluster, models: Mapping[str, Shape], iterations: Sequence[IterationWork]
 ) -> Iterator[tuple[float, float, RoleConfig]]:
-    """Yields (seconds of a step, bytes, role) for every way to train a role that fits when nothing else is there."""
+    """Yields (seconds of a cycle, bytes, role) for every way to train a role that fits when nothing else is there."""
     role, ranks = config.roles[name], plans.trainer_gpus(config, cluster)
     for layout, recompute in itertools.product(
         layouts(role, models[name], ranks, cluster.per_node), _recomputes(models[name])
@@ -284,10 +285,10 @@ def _fitting_alone(
             model = replace(role.model, **recompute)
             other = replace(role, layout=layout, model=model, micro_batch_tokens=tokens, sleep=True)
             alone = replace(config, roles={**config.roles, name: other})
-            made = _plan_or_none(alone, cluster, models, turns, only=name)
+            made = _plan_or_none(alone, cluster, models, iterations, only=name)
             if made is not None and _alone_fits(made, name):
                 own = next(one for one in made.roles if one.name == name)
-                yield made.step_s, own.training.peak + own.asleep, other
+                yield made.cycle_s, own.training.peak + own.asleep, other
                 fits = True
 
 
@@ -309,7 +310,7 @@ def _plan_or_none(
     config: TrainConfig,
     cluster: Cluster,
     models: Mapping[str, Shape],
-    work: Sequence[TurnWork],
+    work: Sequence[IterationWork],
     only: str | None = None,
 ) -> RunPlan | None:
     """Returns the plan of a config, or None when it cannot be cut so.
@@ -376,7 +377,7 @@ def _changes(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape]) ->
         )
 
 
-def _cures(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work: Sequence[TurnWork]) -> list[str]:
+def _cures(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work: Sequence[IterationWork]) -> list[str]:
     """Returns lines on single changes, of one role or of all alike, that make the run fit."""
     lines, held = [], _with_policy(config)
     for names in [[name] for name in held] + ([held] if len(held) > 1 else []):
@@ -392,7 +393,7 @@ def _cures(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work
             tried = _plan_or_none(other, made.cluster, models, work)
             if tried is not None and not tried.problems:
                 lines.append(
-                    f"{' and '.join(names)} fit{'s' * (len(names) == 1)} with {words}: {tried.step_s:.0f} s a step"
+                    f"{' and '.join(names)} fit{'s' * (len(names) == 1)} with {words}: {tried.cycle_s:.0f} s a cycle"
                 )
                 break
     if isinstance(config.engine, Servers):
@@ -405,7 +406,7 @@ def _cures(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work
         words = " ".join(["engine.kind=vllm", f"engine.replicas={replicas}", *places])
         lines.append(
             "vLLM servers on half of the GPUs in place of the embedded engine fit "
-            f"({words}): {tried.step_s:.0f} s a step"
+            f"({words}): {tried.cycle_s:.0f} s a cycle"
         )
     return lines
 

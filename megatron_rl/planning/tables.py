@@ -22,12 +22,12 @@ def show(plan: RunPlan, advice: Sequence[str], console: Console, *, notes: Seque
         console.print(_servers_table(plan))
     console.print(_time_table(plan))
     device = plan.cluster.device
-    flops = sum(turn.flops * turn.times for turn in plan.turns)
+    flops = sum(iteration.flops * iteration.times for iteration in plan.iterations)
     console.print(
-        f"a step: {plan.step_s:.0f} s, {plan.tokens_per_gpu:,.0f} tokens trained on a second and GPU, "
-        f"{flops / plan.step_s / plan.cluster.gpus / device.flops:.1%} of the cluster's peak for training alone"
+        f"a cycle: {plan.cycle_s:.0f} s, {plan.tokens_per_gpu:,.0f} tokens trained on a second and GPU, "
+        f"{flops / plan.cycle_s / plan.cluster.gpus / device.flops:.1%} of the cluster's peak for training alone"
     )
-    assumed = [f"in {turn.role}'s turn {one}" for turn in plan.turns for one in turn.episodes]
+    assumed = [f"in {iteration.role}'s iteration {one}" for iteration in plan.iterations for one in iteration.episodes]
     for line in [*notes, *assumed]:
         console.print(f"[yellow]note[/] {escape(line)}", highlight=False)
     for problem in plan.problems:
@@ -43,9 +43,9 @@ def show_search(found: Sequence[Proposal], asked: RunPlan, console: Console) -> 
             "[red]nothing fits[/]: take more GPUs, or lower micro_batch_tokens and the lengths", highlight=False
         )
     for one in found:
-        saved = "" if asked.problems else f" ({one.plan.step_s / asked.step_s:.0%} of what was asked about)"
+        saved = "" if asked.problems else f" ({one.plan.cycle_s / asked.cycle_s:.0%} of what was asked about)"
         layouts = "; ".join(f"{role.name} {role.parallel}" for role in one.plan.roles)
-        console.print(f"[bold]{one.plan.step_s:.0f} s a step[/]{saved}: {layouts}", highlight=False)
+        console.print(f"[bold]{one.plan.cycle_s:.0f} s a cycle[/]{saved}: {layouts}", highlight=False)
         console.print(
             "    " + (" ".join(map(_quoted, one.overrides)) or "as it is"),
             highlight=False,
@@ -58,10 +58,10 @@ def show_alternatives(found: Sequence[Alternative], console: Console) -> None:
     """Prints what the run costs with this engine and with others; the first is the config's own."""
     title = "engines: the config's own first, then what others would give"
     table = Table(
-        "engine", "engines' GPUs", "trainer's GPUs", "seconds a step", "settings", title=title, title_justify="left"
+        "engine", "engines' GPUs", "trainer's GPUs", "seconds a cycle", "settings", title=title, title_justify="left"
     )
     for one in found:
-        cost = "does not fit" if one.problem else f"{one.step_s:.0f}"
+        cost = "does not fit" if one.problem else f"{one.cycle_s:.0f}"
         words = "\n".join(map(_quoted, one.overrides)) or "as it is"
         table.add_row(one.engine, str(one.engine_gpus or ""), str(one.trainer_gpus), cost, words)
     console.print(table, highlight=False)
@@ -118,21 +118,29 @@ def _servers_table(plan: RunPlan) -> Table:
 
 
 def _time_table(plan: RunPlan) -> Table:
-    heads = [f"{turn.role}'s turn" + (f" (x{turn.times})" if turn.times > 1 else "") for turn in plan.turns]
-    table = Table("seconds", *heads, "of a step", title="time", title_justify="left")
+    heads = [
+        f"{iteration.role}'s iteration" + (f" (x{iteration.times})" if iteration.times > 1 else "")
+        for iteration in plan.iterations
+    ]
+    table = Table("seconds", *heads, "of a cycle", title="time", title_justify="left")
     whole = sum(plan.phases.values())
     for name, seconds in plan.phases.items():
-        own = [f"{turn.phases[name]:.1f}" if name in turn.phases else "" for turn in plan.turns]
+        own = [f"{iteration.phases[name]:.1f}" if name in iteration.phases else "" for iteration in plan.iterations]
         table.add_row(
             name, *own, f"{seconds / whole:.0%}", style="bold" if seconds == max(plan.phases.values()) else ""
         )
-    if any(turn.hidden for turn in plan.turns):
-        table.add_row("beside others", *(f"-{turn.hidden:.1f}" for turn in plan.turns), "")
-    table.add_row("turn", *(f"{turn.seconds:.1f}" for turn in plan.turns), f"{plan.step_s:.0f} s")
-    rows = ["; ".join(f"{name} {count:.0f}" for name, count in turn.rows.items()) for turn in plan.turns]
+    if any(iteration.hidden for iteration in plan.iterations):
+        table.add_row("beside others", *(f"-{iteration.hidden:.1f}" for iteration in plan.iterations), "")
+    table.add_row("iteration", *(f"{iteration.seconds:.1f}" for iteration in plan.iterations), f"{plan.cycle_s:.0f} s")
+    rows = ["; ".join(f"{name} {count:.0f}" for name, count in iteration.rows.items()) for iteration in plan.iterations]
     table.add_row("decoded at once, an engine", *rows, "", style="dim")
-    table.add_row("model's PFLOP in training", *(f"{turn.flops / 1e15:,.0f}" for turn in plan.turns), "", style="dim")
-    table.add_row("refit, GB sent", *(f"{turn.sent / 1e9:,.1f}" for turn in plan.turns), "", style="dim")
+    table.add_row(
+        "model's PFLOP in training",
+        *(f"{iteration.flops / 1e15:,.0f}" for iteration in plan.iterations),
+        "",
+        style="dim",
+    )
+    table.add_row("refit, GB sent", *(f"{iteration.sent / 1e9:,.1f}" for iteration in plan.iterations), "", style="dim")
     return table
 
 

@@ -1,4 +1,4 @@
-"""Says how many samples one step of a recipe draws and trains on, and how long they are."""
+"""Says how many samples one cycle of a recipe draws and trains on, and how long they are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILL = 0.5  # mean lengths as a share of the longest allowed, where nothing is s
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """The samples of one role in one turn, each with the answers that `episode` says."""
+    """The samples of one role in one iteration, each with the answers that `episode` says."""
 
     role: str
     samples: int
@@ -44,64 +44,64 @@ class Draw:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnWork:
-    """A turn: the samples that are drawn in it, and those that are trained on. A step has it `times` times."""
+class IterationWork:
+    """An iteration: the samples that are drawn in it, and those that are trained on. A cycle has it `times` times."""
 
     draws: Sequence[Draw]
-    trained: Sequence[Draw]  # of each role that the turn trains; `draws` may hold more of its samples
+    trained: Sequence[Draw]  # of each role that the iteration trains; `draws` may hold more of its samples
     times: int
 
     @property
     def roles(self) -> list[str]:
-        """Returns the roles that the turn trains."""
+        """Returns the roles that the iteration trains."""
         return [draw.role for draw in self.trained]
 
     @property
     def role(self) -> str:
-        """Returns what a plan calls the turn: the roles that it trains."""
+        """Returns what a plan calls the iteration: the roles that it trains."""
         return " + ".join(self.roles)
 
 
-def step_work(
+def cycle_work(
     config: TrainConfig,
     recipe: Any | None,
     *,
     fills: Mapping[str, float] | None = None,
     episodes: Mapping[str, EpisodeEstimate] | None = None,
     draws: Mapping[tuple[str, str], float] | None = None,
-) -> list[TurnWork]:
-    """Returns the turns of a step in the middle of the run.
+) -> list[IterationWork]:
+    """Returns the iterations of a cycle in the middle of the run.
 
     `fills`: by role, the mean length as a share of max_prompt_tokens and sampling.max_tokens, what `fills_of` gives.
     Other roles have the lengths of their mean_tokens.
-    Roles that one turn trains draw together, once.
-    Without a recipe (there is no torch here to build it) each role has a turn that draws its `group_size`, or one
+    Roles that one iteration trains draw together, once.
+    Without a recipe (there is no torch here to build it) each role has an iteration that draws its `group_size`, or one
     sample for each prompt. `episodes`: by role, what `episodes_of` gives; without it, what the recipe says. `draws`:
     what `draws_of` gives, over what the recipe says.
     """
     fills = fills_of(config, ()) if fills is None else fills
     episodes = episodes_of(config, recipe, ()) if episodes is None else episodes
-    turns: list[tuple[str, ...]]
+    iterations: list[tuple[str, ...]]
     alike: Mapping[str, Mapping[str, int]]
     if recipe is None:
-        turns = [(name,) for name in config.roles]
+        iterations = [(name,) for name in config.roles]
         samples = dict.fromkeys(config.roles, int(config.recipe.args.get("group_size", 1)))
         alike = drawn = {name: {name: number} for name, number in samples.items()}
     else:
-        turns, parts = [tuple(roles) for roles in _middle(recipe.schedule())], recipe.roles()
+        iterations, parts = [tuple(roles) for roles in _middle(recipe.schedule())], recipe.roles()
         samples = {name: part.samples for name, part in parts.items()}
         drawn = {name: part.drawn or {name: part.samples} for name, part in parts.items()}
         alike = {name: part.per_prompt for name, part in parts.items()}
     out = []
-    for roles in dict.fromkeys(turns):
+    for roles in dict.fromkeys(iterations):
         said, same = (_greatest([counts[name] for name in roles]) for counts in (drawn, alike))
-        own = said | {to: number for (turn, to), number in (draws or {}).items() if turn in roles}
+        own = said | {to: number for (iteration, to), number in (draws or {}).items() if iteration in roles}
         found = _draws(config, own, same, fills, episodes)
         trained = [
             replace(one, samples=max(1, round(one.samples * samples[one.role] / said[one.role])))
             for one in found if one.role in roles
         ]  # fmt: skip
-        out.append(TurnWork(draws=found, trained=trained, times=turns.count(roles)))
+        out.append(IterationWork(draws=found, trained=trained, times=iterations.count(roles)))
     return out
 
 
@@ -121,31 +121,35 @@ def fills_of(config: TrainConfig, settings: Sequence[str]) -> dict[str, float]:
 
 
 def draws_of(config: TrainConfig, settings: Sequence[str]) -> dict[tuple[str, str], float]:
-    """Returns by turn and role how many samples of a role are drawn for each prompt, in the mean: `settings` have the
-    form TURN.ROLE=NUMBER. Raises ConfigError for roles that are not there, and for a number that is not above 0."""
+    """Returns by iteration and role how many samples of a role are drawn for each prompt, in the mean: `settings` have
+    the form ITERATION.ROLE=NUMBER. Raises ConfigError for roles that are not there, and for a number that is not above
+    0."""
     out = {}
     for text in settings:
         names, _, value = text.partition("=")
-        turn, _, role = names.partition(".")
+        iteration, _, role = names.partition(".")
         number = _number(value, f"--draws {text}")
-        if turn not in config.roles or role not in config.roles:
+        if iteration not in config.roles or role not in config.roles:
             known = ", ".join(config.roles)
-            raise ConfigError(f"--draws {text}: it has the form TURN.ROLE=NUMBER; turns and roles are {known}")
+            raise ConfigError(
+                f"--draws {text}: it has the form ITERATION.ROLE=NUMBER; iterations and roles are {known}"
+            )
         if not 0 < number < float("inf"):
             raise ConfigError(f"--draws {text}: a mean number of samples for each prompt, above 0")
-        out[turn, role] = number
+        out[iteration, role] = number
     return out
 
 
 def _middle(schedule: Sequence[Sequence[Sequence[str]]]) -> Sequence[Sequence[str]]:
-    """Returns the step that holds the turn in the middle of the run. A long warm-up has many short steps, so that the
-    step in the middle of the list may be one of them."""
-    ends = list(accumulate(len(step) for step in schedule))
+    """Returns the cycle that holds the iteration in the middle of the run. A long warm-up has many short cycles, so
+    that the cycle in the middle of the list may be one of them."""
+    ends = list(accumulate(len(cycle) for cycle in schedule))
     return schedule[bisect_right(ends, ends[-1] // 2)]
 
 
 def _greatest(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """Returns the greatest count of each role. Roles that one turn trains draw together: each says what all draw."""
+    """Returns the greatest count of each role. Roles that one iteration trains draw together: each says what all
+    draw."""
     names = dict.fromkeys(name for one in counts for name in one)
     return {name: max(one.get(name, 0) for one in counts) for name in names}
 
@@ -192,7 +196,7 @@ def build_recipe(config: TrainConfig) -> tuple[Any | None, list[str]]:
     except ImportError:
         return None, [
             "torch is not installed here: the recipe was not built, "
-            "each role's turn is taken to draw group_size samples of its own"
+            "each role's iteration is taken to draw group_size samples of its own"
         ]
     from megatron_rl.config import plugins
 
@@ -213,7 +217,7 @@ def _draws(
         out.append(
             Draw(
                 role=name,
-                samples=max(1, round(config.run.prompts_per_step * each)),
+                samples=max(1, round(config.run.prompts_per_iteration * each)),
                 prompt=prompt,
                 response=response,
                 longest=longest,

@@ -1,1 +1,1 @@
-"""Training methods, one file each: who plays, how it is rewarded, whose turn it is."""
+"""Training methods, one file each: which roles write, how they are rewarded, which role is trained when."""

@@ -7,23 +7,24 @@ from typing import Any, Literal
 from megatron_rl.algorithms.advantages import TRAINED, assign_advantages
 from megatron_rl.algorithms.role_credit import DECAY, RoleBaselines, compare_peers
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.recipes.base import check_arguments, sampling_for
-from megatron_rl.recipes.episodes import EPISODE, OverEpisodes
-from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
+from megatron_rl.recipes.episode_rollouts import EPISODE, OverEpisodes
+from megatron_rl.recipes.solutions import check_arguments, sampling_for
+from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
 from megatron_rl.types import Prompt, Rollout
 
 
 @dataclass(kw_only=True)
 class Agents(OverEpisodes, Recipe):
-    """A run whose every turn plays episodes of the data set's problems, and trains the roles that spoke in them."""
+    """A run whose every iteration plays episodes of the data set's problems, and trains the roles that spoke in
+    them."""
 
     updates: int  # of the run
-    seats: Mapping[str, int] = field(default_factory=lambda: {"agent": 1})  # roles that speak, and their seats in an
+    agents: Mapping[str, int] = field(default_factory=lambda: {"agent": 1})  # roles that speak, and their agents in an
     # episode; the first role's tokenizer holds for the problems
     trained: Sequence[str] = ()  # roles that learn; none named: all
     group_size: int = 8  # episodes of each problem, all with the same seed of the environment
     # Samples of one role that are compared with each other. task: those of one problem. episode: those of one episode,
-    # for several seats of a role. ema: each with a moving average of its role's rewards (SPIRAL, arXiv 2506.24119).
+    # for several agents of a role. ema: each with a moving average of its role's rewards (SPIRAL, arXiv 2506.24119).
     compared: Literal["task", "episode", "ema"] = "task"
     estimator: str = "grpo"  # for `task`: a word of algorithms.estimators, or module:name
     ema_decay: float = DECAY
@@ -31,27 +32,31 @@ class Agents(OverEpisodes, Recipe):
     def __post_init__(self) -> None:
         groups = ["group_size"] if self.compared == "task" else []
         check_arguments(self, groups=groups, positive=["updates", "group_size", "workers"], shares=["ema_decay"])
-        if not self.seats:
-            raise ConfigError("recipe.args.seats is empty: name at least one")
-        if unknown := set(self.trained) - set(self.seats):
-            raise ConfigError(f"recipe.args.trained names {', '.join(sorted(unknown))}, and recipe.args.seats does not")
+        if not self.agents:
+            raise ConfigError("recipe.args.agents is empty: name at least one")
+        if unknown := set(self.trained) - set(self.agents):
+            raise ConfigError(
+                f"recipe.args.trained names {', '.join(sorted(unknown))}, and recipe.args.agents does not"
+            )
         if self.ema_decay == 1.0:
             raise ConfigError("recipe.args.ema_decay = 1.0: the average would never move; give less than 1")
-        if short := [role for role, count in self.seats.items() if count < 1]:
-            raise ConfigError(f"recipe.args.seats.{short[0]} = {self.seats[short[0]]}: give at least 1")
-        if self.compared == "episode" and all(self.seats[role] == 1 for role in self._trained):
+        if short := [role for role, count in self.agents.items() if count < 1]:
+            raise ConfigError(f"recipe.args.agents.{short[0]} = {self.agents[short[0]]}: give at least 1")
+        if self.compared == "episode" and all(self.agents[role] == 1 for role in self._trained):
             raise ConfigError(
-                "recipe.args.compared = 'episode' compares the seats of one role, and no role that learns has two in "
-                "recipe.args.seats: set it to task or ema"
+                "recipe.args.compared = 'episode' compares the agents of one role, and no role that learns has two in "
+                "recipe.args.agents: set it to task or ema"
             )
-        self.build_maker(self.seats, self._trained, key="seats")
+        self.build_maker(self.agents, self._trained, key="agents")
         self._baselines = RoleBaselines()
 
-    def roles(self) -> Mapping[str, Part]:
-        drawn = {role: self.group_size * count for role, count in self.seats.items()}
+    def roles(self) -> Mapping[str, RecipeRole]:
+        drawn = {role: self.group_size * count for role, count in self.agents.items()}
         alike = dict.fromkeys(drawn, self.group_size)  # episodes of a problem begin alike
         return {
-            r: Part(trained=r in self._trained, samples=count, drawn=drawn, per_prompt=alike, episode=self.estimates[r])
+            r: RecipeRole(
+                trained=r in self._trained, samples=count, drawn=drawn, per_prompt=alike, episode=self.estimates[r]
+            )
             for r, count in drawn.items()
         }
 
@@ -61,18 +66,20 @@ class Agents(OverEpisodes, Recipe):
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return self.episode_prompt(payload)
 
-    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(
+        self, iteration: Iteration, source: PromptSource, context: RolloutContext
+    ) -> Mapping[str, Sequence[Rollout]]:
         problems = source.take()
-        seeds = [table.seed_for(turn.number, "task", i) for i in range(len(problems))]
-        samplings = {role: sampling_for(table, turn, role, 1) for role in self.seats}
-        played = self.play_episodes(table, problems, seeds, samplings, each=self.group_size)
-        table.note(turn.role, played.figures)
-        return {role: self._credited([r for r in played.rollouts if r.role == role]) for role in turn.roles}
+        seeds = [context.seed_for(iteration.number, "task", i) for i in range(len(problems))]
+        samplings = {role: sampling_for(context, iteration, role, 1) for role in self.agents}
+        played = self.play_episodes(context, problems, seeds, samplings, each=self.group_size)
+        context.add_metrics(iteration.role, played.metrics)
+        return {role: self._credited([r for r in played.rollouts if r.role == role]) for role in iteration.roles}
 
-    def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
+    def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Plays one episode of each problem at temperature 1, and one by the likeliest tokens; an episode that failed
         counts with rewards of 0."""
-        return self.measure_episodes(table, prompts)[0]
+        return self.measure_episodes(context, prompts)[0]
 
     def state_dict(self) -> dict[str, Any]:
         return {"baselines": dict(self._baselines.values)}
@@ -82,7 +89,7 @@ class Agents(OverEpisodes, Recipe):
 
     @property
     def _trained(self) -> list[str]:
-        return [role for role in self.seats if not self.trained or role in self.trained]
+        return [role for role in self.agents if not self.trained or role in self.trained]
 
     def _credited(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Gives samples of one role their advantages. The moving average is used before a reward moves it."""

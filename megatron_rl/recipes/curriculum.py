@@ -8,14 +8,14 @@ from typing import Any
 
 from megatron_rl.config.schema import ConfigError, config
 from megatron_rl.data.problems import DataError, place_of
-from megatron_rl.recipes.sampling import Group
-from megatron_rl.training.turns import Source
+from megatron_rl.recipes.dynamic_sampling import Group
+from megatron_rl.training.iteration import PromptSource
 from megatron_rl.types import Prompt
 
 
 @config
 class Curriculum:
-    """Problems are passed over by the success rate of their last group: the share of its solutions that is right."""
+    """Problems are passed over by the success rate of their last group: the share of its solutions that is correct."""
 
     retire_at: float | None = 0.9  # from this rate on a problem never comes again (ScaleRL, arXiv 2510.13786); null: no
     rest_at: float | None = None  # up to this rate a problem rests for some epochs, such as 0.0; null: none rests
@@ -39,15 +39,15 @@ class Curriculum:
 class Record:
     """The rows of the data that are retired, and those that rest, with the epoch in which they come again.
 
-    Its state is a recipe's: it is taken after every turn, also after one played ahead, together with the place in the
-    data, so that a resumed run passes over the same problems.
+    Its state is a recipe's: it is taken after every iteration, also after one collected ahead, together with the place
+    in the data, so that a resumed run passes over the same problems.
     """
 
     curriculum: Curriculum | None  # None: nothing is ever passed over
     retired: set[int] = field(default_factory=set)
     resting: dict[int, int] = field(default_factory=dict)
 
-    def over(self, source: Source) -> Source:
+    def over(self, source: PromptSource) -> PromptSource:
         """Returns a source of the same problems without those that are passed over."""
         return source if self.curriculum is None else _Chosen(source, self)
 
@@ -72,7 +72,7 @@ class Record:
         epoch, row = place_of(prompt)
         return row not in self.retired and epoch >= self.resting.get(row, epoch)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Returns the numbers of problems that are retired and that rest; none without a curriculum."""
         if self.curriculum is None:
             return {}
@@ -89,9 +89,9 @@ class Record:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """A source that passes over problems: implements turns.Source."""
+    """A source that passes over problems: implements iterations.PromptSource."""
 
-    source: Source
+    source: PromptSource
     record: Record
 
     def take(self, count: int | None = None) -> list[Prompt]:
@@ -109,7 +109,7 @@ class _Chosen:
                     since = epoch
                 elif epoch - since > 1 + self._longest_rest():  # at least one whole epoch, after every rest
                     raise DataError(
-                        f"no problem is left: {len(self.record.retired)} are retired; end the run (run.steps), add "
+                        f"no problem is left: {len(self.record.retired)} are retired; end the run (run.cycles), add "
                         "data, or raise recipe.args.curriculum.retire_at"
                     )
             if len(kept) == wanted:

@@ -7,14 +7,14 @@ from typing import Any
 
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.recipes.base import GENERATOR, check_fields, sampling_for
 from megatron_rl.recipes.curriculum import Curriculum, Record
+from megatron_rl.recipes.dynamic_sampling import DynamicSampling, Group, Metrics, draw_groups, solve_groups
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.hints import Hints
-from megatron_rl.recipes.lengths import Brevity, Overlong, priced
-from megatron_rl.recipes.sampling import DynamicSampling, Figures, Group, draw_groups, solve_groups
+from megatron_rl.recipes.length_rewards import Brevity, Overlong, priced
+from megatron_rl.recipes.solutions import GENERATOR, check_fields, sampling_for
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.training.turns import Part, Source, Table, Turn
+from megatron_rl.training.iteration import Iteration, PromptSource, RecipeRole, RolloutContext
 from megatron_rl.types import Prompt, Rollout
 
 
@@ -27,7 +27,7 @@ class Dapo(Grpo):
     curriculum: Curriculum | None = None  # problems that are solved, or too hard, are passed over
     hints: Hints | None = None  # problems that nobody solved are asked again with the beginning of a solution
     overlong: Overlong | None = None  # penalty of solutions close to the longest length; those cut are left out
-    brevity: Brevity | None = None  # right solutions of well-solved problems earn more when they are short
+    brevity: Brevity | None = None  # correct solutions of well-solved problems earn more when they are short
     _record: Record = field(init=False, repr=False, compare=False)  # what the curriculum knows of the problems
 
     def __post_init__(self) -> None:
@@ -43,10 +43,10 @@ class Dapo(Grpo):
             )
         object.__setattr__(self, "_record", Record(self.curriculum))
 
-    def roles(self) -> Mapping[str, Part]:
+    def roles(self) -> Mapping[str, RecipeRole]:
         drawn = self.group_size * (self.dynamic_sampling.oversampling if self.dynamic_sampling else 1)
         group = {GENERATOR: self.group_size}
-        return {GENERATOR: Part(samples=self.group_size, drawn={GENERATOR: drawn}, per_prompt=group)}
+        return {GENERATOR: RecipeRole(samples=self.group_size, drawn={GENERATOR: drawn}, per_prompt=group)}
 
     def check(self, spec: RunSpec) -> None:
         if self.overlong is not None:
@@ -54,11 +54,13 @@ class Dapo(Grpo):
         if self.hints is not None:
             check_fields(spec, GENERATOR, {self.hints.field: "recipe.args.hints"}, held_out=False)
 
-    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
-        draw = partial(self._draw, turn, table)
-        groups, figures = draw_groups(self._record.over(source), draw, self.dynamic_sampling)
-        table.note(GENERATOR, figures | self._record.figures())
-        rollouts, weights = self._price(groups, table)
+    def rollout(
+        self, iteration: Iteration, source: PromptSource, context: RolloutContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        draw = partial(self._draw, iteration, context)
+        groups, metrics = draw_groups(self._record.over(source), draw, self.dynamic_sampling)
+        context.add_metrics(GENERATOR, metrics | self._record.metrics())
+        rollouts, weights = self._price(groups, context)
         credited = assign_advantages(rollouts, reward=weights, estimator=self.estimator)
         return {GENERATOR: self.overlong.trained(credited) if self.overlong else credited}
 
@@ -68,17 +70,19 @@ class Dapo(Grpo):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._record.load_state_dict(state)
 
-    def _draw(self, turn: Turn, table: Table, number: int, prompts: Sequence[Prompt]) -> tuple[list[Group], Figures]:
+    def _draw(
+        self, iteration: Iteration, context: RolloutContext, number: int, prompts: Sequence[Prompt]
+    ) -> tuple[list[Group], Metrics]:
         """Draws the groups of one round. Success without hints says how hard a problem is."""
-        sampling = sampling_for(table, turn, GENERATOR, self.group_size)
+        sampling = sampling_for(context, iteration, GENERATOR, self.group_size)
         if number > 0:
-            sampling = replace(sampling, seed=table.seed_for(turn.number, GENERATOR, "round", number))
-        groups, figures = solve_groups(table, GENERATOR, prompts, sampling)
+            sampling = replace(sampling, seed=context.seed_for(iteration.number, GENERATOR, "round", number))
+        groups, metrics = solve_groups(context, GENERATOR, prompts, sampling)
         self._record.learn(groups)
         if self.hints is None:
-            return groups, figures
-        return self.hints.retry(table, GENERATOR, groups, figures, sampling=sampling, text=self.prompt)
+            return groups, metrics
+        return self.hints.retry(context, GENERATOR, groups, metrics, sampling=sampling, text=self.prompt)
 
-    def _price(self, groups: Sequence[Group], table: Table) -> tuple[list[Rollout], dict[str, float]]:
+    def _price(self, groups: Sequence[Group], context: RolloutContext) -> tuple[list[Rollout], dict[str, float]]:
         """Returns the rollouts with all their rewards, and the weights of those that count."""
-        return priced(groups, table.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)
+        return priced(groups, context.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)

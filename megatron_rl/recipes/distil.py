@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_rl.algorithms.objectives import find
-from megatron_rl.chat import check_models
+from megatron_rl.chat_template import check_models
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.recipes.base import accuracies, check_arguments, question_text, sampling_for
+from megatron_rl.recipes.solutions import accuracies, check_arguments, question_text, sampling_for
 from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
 from megatron_rl.training.rollouts import sample
-from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
 from megatron_rl.types import Prompt, Rollout
 
 STUDENT, TEACHER = "student", "teacher"
@@ -36,8 +36,11 @@ class Distil(Recipe):
         needed = {"template": ["question"]}
         check_arguments(self, positive=["updates", "group_size"], natural=["top_k"], templates=needed)
 
-    def roles(self) -> Mapping[str, Part]:
-        return {STUDENT: Part(samples=self.group_size, drawn={STUDENT: self.group_size}), TEACHER: Part(trained=False)}
+    def roles(self) -> Mapping[str, RecipeRole]:
+        return {
+            STUDENT: RecipeRole(samples=self.group_size, drawn={STUDENT: self.group_size}),
+            TEACHER: RecipeRole(trained=False),
+        }
 
     def schedule(self) -> Schedule:
         return [[(STUDENT,)]] * self.updates
@@ -60,22 +63,26 @@ class Distil(Recipe):
                 "for them in vain; give 0, or loss.objective: distilled_top_k"
             )
 
-    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
-        with table.watch("rollout"):
-            written = sample(table, STUDENT, source.take(), sampling_for(table, turn, STUDENT, self.group_size))
-        with table.watch("teacher"):
-            values = self._scored(table, [rollout.tokens for rollout in written])
+    def rollout(
+        self, iteration: Iteration, source: PromptSource, context: RolloutContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        with context.watch("rollout"):
+            written = sample(
+                context, STUDENT, source.take(), sampling_for(context, iteration, STUDENT, self.group_size)
+            )
+        with context.watch("teacher"):
+            values = self._scored(context, [rollout.tokens for rollout in written])
         gaps = [(r.logprobs - v["teacher_logprobs"])[r.trainable] for r, v in zip(written, values, strict=True)]
-        table.note(STUDENT, {"sampled_kl": float(np.concatenate(gaps).mean(dtype=np.float64))})
+        context.add_metrics(STUDENT, {"sampled_kl": float(np.concatenate(gaps).mean(dtype=np.float64))})
         return {STUDENT: [replace(r, values=v) for r, v in zip(written, values, strict=True)]}
 
-    def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
-        return accuracies(table, STUDENT, prompts)[0]
+    def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
+        return accuracies(context, STUDENT, prompts)[0]
 
-    def _scored(self, table: Table, texts: Sequence[np.ndarray]) -> list[dict[str, np.ndarray]]:
+    def _scored(self, context: RolloutContext, texts: Sequence[np.ndarray]) -> list[dict[str, np.ndarray]]:
         """Returns what the teacher says of each text, by the names that objectives read."""
         if not self.top_k:
-            return [{"teacher_logprobs": scores} for scores in table.engines[TEACHER].score(texts)]
-        found = table.engines[TEACHER].score_top(texts, self.top_k)
+            return [{"teacher_logprobs": scores} for scores in context.engines[TEACHER].score(texts)]
+        found = context.engines[TEACHER].score_top(texts, self.top_k)
         names = ("teacher_logprobs", "candidates", "teacher_candidate_logprobs")
         return [dict(zip(names, (s.logprobs, s.ids, s.top_logprobs), strict=True)) for s in found]

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.algorithms.advantages import EstimatorName, assign_advantages
-from megatron_rl.recipes.base import GENERATOR, accuracies, check_arguments, question_text, sampling_for, solve
-from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
+from megatron_rl.recipes.solutions import GENERATOR, accuracies, check_arguments, question_text, sampling_for, solve
+from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
 from megatron_rl.types import Prompt, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo(Recipe):
-    """A run that trains `generator` on the graded outcome alone, once a step."""
+    """A run that trains `generator` on the graded outcome alone, in every iteration."""
 
     updates: int  # of the run
     group_size: int = 5  # samples per problem
@@ -21,9 +21,9 @@ class Grpo(Recipe):
     def __post_init__(self) -> None:
         check_arguments(self, groups=["group_size"], positive=["updates"], templates={"template": ["question"]})
 
-    def roles(self) -> Mapping[str, Part]:
+    def roles(self) -> Mapping[str, RecipeRole]:
         group = {GENERATOR: self.group_size}
-        return {GENERATOR: Part(samples=self.group_size, drawn=group, per_prompt=group)}
+        return {GENERATOR: RecipeRole(samples=self.group_size, drawn=group, per_prompt=group)}
 
     def schedule(self) -> Schedule:
         return [[(GENERATOR,)]] * self.updates
@@ -31,11 +31,13 @@ class Grpo(Recipe):
     def prompt(self, payload: Mapping[str, object]) -> str:
         return question_text(self.template, payload)
 
-    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
-        sampling = sampling_for(table, turn, GENERATOR, self.group_size)
-        solved, figures = solve(table, GENERATOR, source.take(), sampling)
-        table.note(GENERATOR, figures)
+    def rollout(
+        self, iteration: Iteration, source: PromptSource, context: RolloutContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        sampling = sampling_for(context, iteration, GENERATOR, self.group_size)
+        solved, metrics = solve(context, GENERATOR, source.take(), sampling)
+        context.add_metrics(GENERATOR, metrics)
         return {GENERATOR: assign_advantages([s.rollout for s in solved], reward="outcome", estimator=self.estimator)}
 
-    def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
-        return accuracies(table, GENERATOR, prompts)[0]
+    def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
+        return accuracies(context, GENERATOR, prompts)[0]

@@ -8,33 +8,34 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.engines.base import Sampling
-from megatron_rl.recipes.base import Solution, mark_steps
+from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.review import Reviewer, StepLabels, aligned, gold_confusion, outcome_confusion
-from megatron_rl.recipes.transcripts import Transcript, mark_turns, turn_texts
+from megatron_rl.recipes.solutions import Solution, annotate_steps
+from megatron_rl.recipes.transcripts import Transcript, annotate_turns, turn_texts
 from megatron_rl.text import decode
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import greedy, plain
-from megatron_rl.training.turns import Table
 from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, Stop, spans_of
 
 Row = dict[str, Any]  # of a checkpoint, see solutions_to_json
-Draw = Callable[[Table, Sequence[Prompt], Sampling], tuple[Sequence[Solution], object]]  # solutions, and figures
-KEPT = "balanced_solutions"  # name in Table.kept
+# solutions, and metrics
+Draw = Callable[[RolloutContext, Sequence[Prompt], Sampling], tuple[Sequence[Solution], object]]
+KEPT = "balanced_solutions"  # name in RolloutContext.kept
 
 
 @dataclass(frozen=True)
 class BalancedSet:
-    """A fixed set of as many right as wrong solutions, on which a reviewer is measured. A run's first evaluation
-    draws it, and keeps it in Table.kept."""
+    """A fixed set of as many correct as wrong solutions, on which a reviewer is measured. A run's first evaluation
+    draws it, and keeps it in RolloutContext.kept."""
 
     solver: str  # role whose solutions these are
     per_class: int
     rounds: int  # at most so many draws per problem to find them
     draw: Draw  # one solution of each problem
 
-    def figures(
+    def metrics(
         self,
-        table: Table,
+        context: RolloutContext,
         reviewer: Reviewer,
         prompts: Sequence[Prompt],
         first: Sequence[Solution],
@@ -42,26 +43,26 @@ class BalancedSet:
     ) -> dict[str, float]:
         """Measures the reviewer. The first call chooses the set among the solutions at hand (`first`) and, while they
         do not suffice, further draws for the same problems."""
-        if KEPT not in table.kept:
-            rounds = self._rounds(table, prompts, first)
-            chosen = balanced(rounds, lambda s: reviewer.prompt(table, s) is not None, self.per_class)
-            table.kept[KEPT] = solutions_to_json(chosen)
-        solutions = solutions_from_json(table.kept[KEPT], prompts, self.solver, table.tokenizers[self.solver])
-        return measure_reviewer(table, reviewer, solutions, labels)
+        if KEPT not in context.kept:
+            rounds = self._rounds(context, prompts, first)
+            chosen = balanced(rounds, lambda s: reviewer.prompt(context, s) is not None, self.per_class)
+            context.kept[KEPT] = solutions_to_json(chosen)
+        solutions = solutions_from_json(context.kept[KEPT], prompts, self.solver, context.tokenizers[self.solver])
+        return measure_reviewer(context, reviewer, solutions, labels)
 
     def _rounds(
-        self, table: Table, prompts: Sequence[Prompt], first: Sequence[Solution]
+        self, context: RolloutContext, prompts: Sequence[Prompt], first: Sequence[Solution]
     ) -> Iterator[Sequence[Solution]]:
         yield first
         for number in range(1, self.rounds):
-            again = plain(table.samplings[self.solver], seed=table.seed_for("balanced", table.seed, number))
-            yield self.draw(table, prompts, again)[0]
+            again = plain(context.samplings[self.solver], seed=context.seed_for("balanced", context.seed, number))
+            yield self.draw(context, prompts, again)[0]
 
 
 def balanced(rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bool], per_class: int) -> list[Solution]:
-    """Takes solutions round by round until there are `per_class` right and as many wrong ones, or no more rounds.
+    """Takes solutions round by round until there are `per_class` correct and as many wrong ones, or no more rounds.
 
-    Solutions that do not fit the reviewer are passed over. The right ones come first.
+    Solutions that do not fit the reviewer are passed over. The correct ones come first.
     """
     kept: dict[bool, list[Solution]] = {True: [], False: []}
     for solutions in rounds:
@@ -74,29 +75,29 @@ def balanced(rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bo
 
 
 def measure_reviewer(
-    table: Table, reviewer: Reviewer, solutions: Sequence[Solution], step_labels: StepLabels | None
+    context: RolloutContext, reviewer: Reviewer, solutions: Sequence[Solution], step_labels: StepLabels | None
 ) -> dict[str, float]:
-    """Returns figures of the reviewer, named `role/figure`, of verdicts drawn at temperature 1 and (with `_greedy`
+    """Returns metrics of the reviewer, named `role/metric`, of verdicts drawn at temperature 1 and (with `_greedy`
     behind) of greedy ones.
 
-    outcome_f1 and (with gold labels) step_f1 are harmonic means of the accuracies on right and on wrong solutions or
+    outcome_f1 and (with gold labels) step_f1 are harmonic means of the accuracies on correct and on wrong solutions or
     steps, left out when a class is empty; aligned is the share with one verdict per step; predicted_positive that
-    judged right. And class counts.
+    judged correct. And class counts.
     """
-    right, role = sum(s.correct for s in solutions), reviewer.role
-    figures: dict[str, float | None] = {"num_right": float(right), "num_wrong": float(len(solutions) - right)}
-    own = table.samplings[role]
-    for suffix, sampling in (("", plain(own, seed=table.seed)), ("_greedy", greedy(own, seed=table.seed))):
-        reviews = reviewer.begin(table, sampling)
+    correct, role = sum(s.correct for s in solutions), reviewer.role
+    metrics: dict[str, float | None] = {"num_correct": float(correct), "num_wrong": float(len(solutions) - correct)}
+    own = context.samplings[role]
+    for suffix, sampling in (("", plain(own, seed=context.seed)), ("_greedy", greedy(own, seed=context.seed))):
+        reviews = reviewer.begin(context, sampling)
         for place, solution in enumerate(solutions):
             reviews.add(place, solution)
         rows = [verification for group in reviews.finish() for verification in group]
         outcome = outcome_confusion(rows)
-        figures[f"outcome_f1{suffix}"] = outcome.f1
-        figures[f"step_f1{suffix}"] = gold_confusion(rows, step_labels).f1 if step_labels else None
-        figures[f"aligned{suffix}"] = aligned(rows)
-        figures[f"predicted_positive{suffix}"] = outcome.predicted_positive
-    return {f"{role}/{name}": value for name, value in figures.items() if value is not None}
+        metrics[f"outcome_f1{suffix}"] = outcome.f1
+        metrics[f"step_f1{suffix}"] = gold_confusion(rows, step_labels).f1 if step_labels else None
+        metrics[f"aligned{suffix}"] = aligned(rows)
+        metrics[f"predicted_positive{suffix}"] = outcome.predicted_positive
+    return {f"{role}/{name}": value for name, value in metrics.items() if value is not None}
 
 
 def solutions_to_json(solutions: Sequence[Solution]) -> list[Row]:
@@ -148,8 +149,8 @@ def _restored(row: Mapping[str, Any], prompt: Prompt, group: str, role: str, tok
         payload=row.get("payload", prompt.payload),
     )
     if "text" in row:
-        marked = mark_turns(rollout)
-        turns = turn_texts(marked, tokenizer)
-        return Transcript(rollout=marked, text=row["text"], correct=row["correct"], turns=turns)
+        annotated = annotate_turns(rollout)
+        turns = turn_texts(annotated, tokenizer)
+        return Transcript(rollout=annotated, text=row["text"], correct=row["correct"], turns=turns)
     decoded = decode(tokenizer, rollout.response)
-    return Solution(rollout=mark_steps(rollout, decoded), text=decoded.text, correct=row["correct"])
+    return Solution(rollout=annotate_steps(rollout, decoded), text=decoded.text, correct=row["correct"])

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.chat import tokenize
+from megatron_rl.chat_template import tokenize
 from megatron_rl.config.schema import ConfigError, config
-from megatron_rl.engines.base import Sampling
-from megatron_rl.recipes.sampling import GRADED, Figures, Group, merged, solve_groups
-from megatron_rl.training.turns import Table
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.recipes.dynamic_sampling import GRADED, Group, Metrics, merged, solve_groups
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import Prompt
 
 INTRODUCTION = (
@@ -35,36 +35,36 @@ class Hints:
             raise ConfigError(f"recipe.args.hints.shares = {list(self.shares)}: give them in rising order")
 
     def retry(
-        self, table: Table, role: str, groups: Sequence[Group], figures: Figures,
+        self, context: RolloutContext, role: str, groups: Sequence[Group], metrics: Metrics,
         *, sampling: Sampling, text: Callable[[Mapping[str, Any]], str],
-    ) -> tuple[list[Group], Figures]:  # fmt: skip
+    ) -> tuple[list[Group], Metrics]:  # fmt: skip
         """Replaces the groups without success by hinted ones. `sampling` is the one that they were drawn with, and
         `text` makes a prompt's text of a payload.
 
         A prompt that is longer than the role takes is not asked: its group stays as it was. -> the groups in the same
-        order, and the figures with hinted (groups) and hints_too_long. Raises ConfigError for a problem without the
+        order, and the metrics with hinted (groups) and hints_too_long. Raises ConfigError for a problem without the
         field.
         """
         solutions = [self._solution(group.prompt) for group in groups]
         out, hinted, too_long = list(groups), set[int](), set[int]()
         # The round's own gradings were checked. Of a few hinted answers two failures would already end the run.
-        lenient = replace(table, max_failure_share=1.0)
+        lenient = replace(context, max_failure_share=1.0)
         for share in self.shares:
             prompts = {
-                i: self._hinted(table, role, groups[i].prompt, solutions[i], share, text) for i in _unsolved(out)
+                i: self._hinted(context, role, groups[i].prompt, solutions[i], share, text) for i in _unsolved(out)
             }
-            fitting = {i: p for i, p in prompts.items() if len(p.tokens) <= table.max_prompt_tokens[role]}
+            fitting = {i: p for i, p in prompts.items() if len(p.tokens) <= context.max_prompt_tokens[role]}
             too_long |= set(prompts) - set(fitting)
             if not fitting:
                 continue
-            own = replace(sampling, seed=table.seed_for(sampling.seed, "hint", share))
+            own = replace(sampling, seed=context.seed_for(sampling.seed, "hint", share))
             redrawn, found = solve_groups(lenient, role, list(fitting.values()), own)
-            figures = figures | merged([{k: v for k, v in f.items() if k.startswith(GRADED)} for f in (figures, found)])
+            metrics = metrics | merged([{k: v for k, v in f.items() if k.startswith(GRADED)} for f in (metrics, found)])
             for i, group in zip(fitting, redrawn, strict=True):
                 if group.solutions:
                     out[i] = group.renamed(groups[i].solutions[0].rollout.group)
                     hinted.add(i)
-        return out, figures | {"hinted": float(len(hinted)), "hints_too_long": float(len(too_long))}
+        return out, metrics | {"hinted": float(len(hinted)), "hints_too_long": float(len(too_long))}
 
     def _solution(self, prompt: Prompt) -> str:
         solution = prompt.payload.get(self.field)
@@ -75,15 +75,15 @@ class Hints:
         return solution
 
     def _hinted(
-        self, table: Table, role: str, prompt: Prompt, solution: str, share: float,
+        self, context: RolloutContext, role: str, prompt: Prompt, solution: str, share: float,
         text: Callable[[Mapping[str, Any]], str],
     ) -> Prompt:  # fmt: skip
         hint = solution[: round(len(solution) * share)]
         asked = {**prompt.payload, "question": f"{prompt.payload['question']}{self.introduction}{hint}"}
-        tokens = tokenize(table.tokenizers[role], text(asked))
+        tokens = tokenize(context.tokenizers[role], text(asked))
         return Prompt(id=prompt.id, tokens=tokens, payload={**prompt.payload, "hint_share": share})
 
 
 def _unsolved(groups: Sequence[Group]) -> list[int]:
-    """Returns the places of the groups that have solutions, and no right one."""
+    """Returns the places of the groups that have solutions, and no correct one."""
     return [i for i, group in enumerate(groups) if group.success_rate == 0.0]

@@ -9,15 +9,15 @@ from statistics import fmean
 from typing import Any, Literal
 
 from megatron_rl.algorithms.advantages import PAPER_CREDIT, StepCredit, step_rewards
-from megatron_rl.chat import tokenize
+from megatron_rl.chat_template import tokenize
 from megatron_rl.control_tokens import fill_quoting
-from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.confusion import Confusion, agreement, confusion, step_confusion
 from megatron_rl.evaluation.judging import Judgement, Judging, Question
-from megatron_rl.recipes.base import Solution, mark_steps
+from megatron_rl.recipes.solutions import Solution, annotate_steps
 from megatron_rl.rewards import verdicts
-from megatron_rl.training.turns import Table
-from megatron_rl.types import STEP, Marks, Prompt, Rollout
+from megatron_rl.training.iteration import RolloutContext
+from megatron_rl.types import STEP, Annotations, Prompt, Rollout
 
 StepLabels = Callable[[Sequence[str], Mapping[str, Any]], list[bool]]  # step texts and payload -> gold labels
 Verification = Judgement[Solution, verdicts.Review]
@@ -33,48 +33,48 @@ class Reviewer:
     template: str
     gamma: float = verdicts.GAMMA  # weight of the format score in its reward
 
-    def prompt(self, table: Table, solution: Solution) -> Prompt | None:
+    def prompt(self, context: RolloutContext, solution: Solution) -> Prompt | None:
         """Returns the verification prompt of a solution; None when it is too long (it is never cut: the instructions
         stand at its end)."""
-        rollout, steps = solution.rollout, len(solution.rollout.marks_of(STEP))
+        rollout, steps = solution.rollout, len(solution.rollout.annotations_of(STEP))
         question = str(rollout.payload["question"])
-        tokenizer = table.tokenizers[self.role]
+        tokenizer = context.tokenizers[self.role]
         values = {"question": question, "solution": solution.text, "num_steps": str(steps)}
         tokens = tokenize(tokenizer, fill_quoting(tokenizer, self.template, **values))
-        if len(tokens) > table.max_prompt_tokens[self.role]:
+        if len(tokens) > context.max_prompt_tokens[self.role]:
             return None
         payload = {key: rollout.payload[key] for key in ("question", "answer") if key in rollout.payload}
         return Prompt(id=rollout.group, tokens=tokens, payload=payload)
 
-    def begin(self, table: Table, sampling: Sampling) -> Reviews:
+    def begin(self, context: RolloutContext, sampling: Sampling) -> Reviews:
         """Begins to ask for `sampling.n` verifications of each solution that will be added."""
-        return Reviews(self, table, sampling)
+        return Reviews(self, context, sampling)
 
     def read(self, solution: Solution, text: str) -> verdicts.Review:
         return verdicts.review(
             text,
-            num_steps=len(solution.rollout.marks_of(STEP)),
+            num_steps=len(solution.rollout.annotations_of(STEP)),
             correct=solution.correct,
             generator_format=solution.form,
             gamma=self.gamma,
         )
 
-    def rollout(self, table: Table, verification: Verification) -> Rollout:
+    def rollout(self, context: RolloutContext, verification: Verification) -> Rollout:
         """Makes a verification a rollout with the rewards verifier, agrees and format, to be trained on."""
         review = verification.opinion
-        drawn = verification.rollout(self.role, partner_weight=table.partner_weights.get(self.role, 0.0))
+        drawn = verification.rollout(self.role, partner_weight=context.partner_weights.get(self.role, 0.0))
         payload = {**drawn.payload, "verdicts": list(review.verdicts), "correct": review.agrees}
         rewards = {"verifier": review.reward, "agrees": float(review.agrees), "format": review.format}
-        return replace(mark_steps(drawn, verification.decoded), payload=payload, rewards=rewards)
+        return replace(annotate_steps(drawn, verification.decoded), payload=payload, rewards=rewards)
 
 
 class Reviews:
     """Verifications of solutions that become known one after the other."""
 
-    def __init__(self, reviewer: Reviewer, table: Table, sampling: Sampling) -> None:
-        question = Question(prompt=lambda solution: reviewer.prompt(table, solution), read=reviewer.read)
-        self._judging = Judging(table.engines[reviewer.role], table.tokenizers[reviewer.role], sampling, question)
-        self._watch = table.watch
+    def __init__(self, reviewer: Reviewer, context: RolloutContext, sampling: Sampling) -> None:
+        question = Question(prompt=lambda solution: reviewer.prompt(context, solution), read=reviewer.read)
+        self._judging = Judging(context.engines[reviewer.role], context.tokenizers[reviewer.role], sampling, question)
+        self._watch = context.watch
         self._places: list[int] = []
 
     def add(self, place: int, solution: Solution) -> None:
@@ -102,7 +102,7 @@ class AskByGroup:
     """Has the solutions of those groups alone verified whose outcomes leave something to be learned from steps.
 
     all: of every group, each solution as soon as it is known. undecided: of groups whose outcomes are all alike, so
-    that comparing them says nothing. failed: of those among them in which no solution is right. None: of no group. A
+    that comparing them says nothing. failed: of those among them in which no solution is correct. None: of no group. A
     group of `size` solutions is decided on as soon as all are known; `finish` decides on those that lack some.
     """
 
@@ -147,10 +147,12 @@ def with_verdicts(
     """
     if not verifications:
         return rollout
-    [own], marks = verifications, rollout.marks_of(STEP)
+    [own], annotations = verifications, rollout.annotations_of(STEP)
     payload = {**rollout.payload, "verdicts": list(own.opinion.verdicts), "review": own.decoded.text}
-    scored = step_rewards(own.opinion.verdicts, len(marks), credit=credit)
-    return replace(rollout, payload=payload, marks={**rollout.marks, STEP: Marks(marks.ranges, scored)})
+    scored = step_rewards(own.opinion.verdicts, len(annotations), credit=credit)
+    return replace(
+        rollout, payload=payload, annotations={**rollout.annotations, STEP: Annotations(annotations.ranges, scored)}
+    )
 
 
 def outcome_confusion(verifications: Sequence[Verification]) -> Confusion:
@@ -166,18 +168,18 @@ def gold_confusion(verifications: Sequence[Verification], step_labels: StepLabel
 
 def aligned(verifications: Sequence[Verification]) -> float:
     """Returns the share of verifications with one verdict per step of the solution; 0.0 for none."""
-    counts = [(len(v.opinion.verdicts), len(v.item.rollout.marks_of(STEP))) for v in verifications]
+    counts = [(len(v.opinion.verdicts), len(v.item.rollout.annotations_of(STEP))) for v in verifications]
     return fmean(float(said == steps and steps > 0) for said, steps in counts) if counts else 0.0
 
 
 def review_metrics(judged: Judged, step_labels: StepLabels | None, skipped: int = 0) -> dict[str, float]:
-    """Returns figures of the verifications of solutions: reviews_skipped (solutions of groups that are not verified),
+    """Returns metrics of the verifications of solutions: reviews_skipped (solutions of groups that are not verified),
     reviews_dropped (others without one), verdicts_match, confusion/*, predicted_positive, and step_agreement where gold
     labels exist."""
     rows = [verification for group in judged for verification in group]
     without = sum(not group for group in judged)
-    figures = {"reviews_skipped": float(skipped), "reviews_dropped": float(without - skipped)}
-    figures |= {"verdicts_match": aligned(rows)}
-    figures |= outcome_confusion(rows).metrics()
+    metrics = {"reviews_skipped": float(skipped), "reviews_dropped": float(without - skipped)}
+    metrics |= {"verdicts_match": aligned(rows)}
+    metrics |= outcome_confusion(rows).metrics()
     share = agreement(gold_confusion(rows, step_labels)) if step_labels else None
-    return figures if share is None else figures | {"step_agreement": share}
+    return metrics if share is None else metrics | {"step_agreement": share}

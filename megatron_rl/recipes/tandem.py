@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.recipes.base import GENERATOR
 from megatron_rl.recipes.dapo import Dapo
+from megatron_rl.recipes.solutions import GENERATOR
 from megatron_rl.spec.run_spec import RunSpec
 
 

@@ -11,58 +11,59 @@ from megatron_rl.algorithms.class_weights import ClassCounts
 from megatron_rl.algorithms.schedules import WeightSchedule, step_weight
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.plugins import find_function
-from megatron_rl.engines.base import Sampling
-from megatron_rl.recipes import base
-from megatron_rl.recipes.base import GENERATOR, VERIFIER, Solution, Then, pass_over, sampling_for
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.recipes import solutions as base
 from megatron_rl.recipes.held_out import BalancedSet
 from megatron_rl.recipes.review import AskByGroup, Judged, Reviewed, Reviewer, review_metrics, with_verdicts
+from megatron_rl.recipes.solutions import GENERATOR, VERIFIER, Solution, Then, pass_over, sampling_for
 from megatron_rl.text import read_template
+from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
 from megatron_rl.training.rollouts import mean_reward, without_signal
-from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
 from megatron_rl.types import Prompt, Rollout
 
 SIGNAL_DECAY = 0.8  # of the moving share of groups with outcome signal
 
 
 @dataclass(kw_only=True)
-class TangoTurns(Recipe):
-    """A run whose steps are a warm-up of the verifier alone, then cycles of generator turns and verifier turns.
+class BaseTango(Recipe):
+    """A run that warms the verifier up alone, then cycles through generator iterations and verifier iterations.
 
-    A frozen player (train_... false) still plays. The other keeps its turns; a frozen verifier has no warm-up. What the
-    generator writes is a subclass's affair.
+    A frozen role (train_... false) still writes. The other keeps its iterations; a frozen verifier has no warm-up. What
+    the generator writes is a subclass's affair.
     """
 
     generator_updates: int = 300  # of the run
     warmup_updates: int = 40  # of the verifier, before the first cycle
-    generator_turns: int = 3  # per cycle
-    verifier_turns: int = 1  # per full cycle
-    group_size: int = 5  # solutions per problem in a generator turn
-    verifications: int = 5  # of one solution per problem in a verifier turn
+    generator_iterations: int = 3  # per cycle
+    verifier_iterations: int = 1  # per full cycle
+    group_size: int = 5  # solutions per problem in a generator iteration
+    verifications: int = 5  # of one solution per problem in a verifier iteration
     alpha_start: float = 0.1  # weight of the step advantages at the first generator update
     alpha_min: float = 1e-3
     alpha_schedule: WeightSchedule = "exponential"
     step_credit: StepCredit = StepCredit()  # which tokens a step's reward counts for, and what it is compared with
-    reviewed: Reviewed = "all"  # undecided, failed: in a generator turn, groups whose outcomes say nothing alone
-    # A generator's turn is verified while the moving share of groups whose outcomes differ is below this; null: always.
+    reviewed: Reviewed = "all"  # undecided, failed: in a generator iteration, groups whose outcomes say nothing alone
+    # A generator's iteration is verified while the moving share of groups whose outcomes differ is below this; null:
+    # always.
     review_below: float | None = None
-    verifier_rests: bool = False  # the verifier's turns in that time are empty too
-    likeliest_verdicts: bool = False  # the verifier answers a generator's turn by its likeliest tokens, not by chance
+    verifier_rests: bool = False  # the verifier's iterations in that time are empty too
+    greedy_verdicts: bool = False  # the verifier answers a generator's iteration by its likeliest tokens, not by chance
     estimator: EstimatorName = "grpo"  # a word of algorithms.estimators or module:name, or {target, args}
     format_weight: float = 0.8  # gamma, in the verifier's reward
-    class_weight_decay: float = 0.8  # of the moving counts of right and wrong solutions
+    class_weight_decay: float = 0.8  # of the moving counts of correct and wrong solutions
     train_generator: bool = True
     train_verifier: bool = True
     verifier_template: str = "tango_verifier"  # with {question}, {solution}, {num_steps}
     step_labels: str | None = None  # module:name, (step texts, payload) -> gold labels; for measuring alone
-    balanced_per_class: int = 128  # right and wrong solutions the verifier is evaluated on
+    balanced_per_class: int = 128  # correct and wrong solutions the verifier is evaluated on
     balanced_rounds: int = 8  # at most so many draws per held-out problem to find them
 
     def __post_init__(self) -> None:
         sometimes = [] if self.review_below is None else ["review_below"]
         base.check_arguments(
-            self, groups=["group_size", "verifications"], natural=["warmup_updates", "verifier_turns"],
+            self, groups=["group_size", "verifications"], natural=["warmup_updates", "verifier_iterations"],
             templates={"verifier_template": ["question", "solution"]},
-            positive=["generator_updates", "generator_turns", "balanced_per_class", "balanced_rounds"],
+            positive=["generator_updates", "generator_iterations", "balanced_per_class", "balanced_rounds"],
             shares=["alpha_start", "alpha_min", *sometimes], one_of=["train_generator", "train_verifier"],
         )  # fmt: skip
         assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))  # refuses bad ones
@@ -70,7 +71,7 @@ class TangoTurns(Recipe):
             text = "the verifier rests by review_below, which is not above 0; give it, or verifier_rests: false"
             raise ConfigError(f"recipe.args.verifier_rests: {text}")
         self._counts = ClassCounts().updated([], self.class_weight_decay)
-        self._signal = 0.0  # moving share of the groups, in generator turns, whose outcomes differ
+        self._signal = 0.0  # moving share of the groups, in generator iterations, whose outcomes differ
         self._labels = None if self.step_labels is None else find_function(self.step_labels)
         self._reviewer = Reviewer(VERIFIER, read_template(self.verifier_template), self.format_weight)
         self._balanced = BalancedSet(self.solver, self.balanced_per_class, self.balanced_rounds, self.draw)
@@ -82,65 +83,71 @@ class TangoTurns(Recipe):
 
     @abstractmethod
     def draw(
-        self, table: Table, prompts: Sequence[Prompt], sampling: Sampling, then: Then = pass_over
+        self, context: RolloutContext, prompts: Sequence[Prompt], sampling: Sampling, then: Then = pass_over
     ) -> tuple[Sequence[Solution], dict[str, float]]:
         """Draws `sampling.n` solutions of each problem and grades them. -> those that have a score, in order, and
-        figures. `then` gets each of them with a place of its own, as soon as it is known."""
+        metrics. `then` gets each of them with a place of its own, as soon as it is known."""
         ...
 
     @abstractmethod
-    def measure(self, table: Table, prompts: Sequence[Prompt]) -> tuple[dict[str, float], Sequence[Solution]]:
-        """Measures the generator on held-out problems. -> figures, and the solutions drawn at temperature 1."""
+    def measure(
+        self, context: RolloutContext, prompts: Sequence[Prompt]
+    ) -> tuple[dict[str, float], Sequence[Solution]]:
+        """Measures the generator on held-out problems. -> metrics, and the solutions drawn at temperature 1."""
         ...
 
-    def roles(self) -> Mapping[str, Part]:
+    def roles(self) -> Mapping[str, RecipeRole]:
         n, own = self.group_size, self.verifications
-        generator = Part(
+        generator = RecipeRole(
             trained=self.train_generator, samples=n, drawn={self.solver: n, VERIFIER: n},
             per_prompt={self.solver: n, VERIFIER: 1},
         )  # fmt: skip
-        verifier = Part(
+        verifier = RecipeRole(
             trained=self.train_verifier, samples=own, drawn={self.solver: 1, VERIFIER: own}, per_prompt={VERIFIER: own}
         )
         return {self.solver: generator, VERIFIER: verifier}
 
     def schedule(self) -> Schedule:
-        """A last cycle that `generator_updates` cuts short has no verifier turn; 300 updates by 3 make 100 cycles."""
-        steps = [[(VERIFIER,)]] * (self.warmup_updates if self.train_verifier else 0)
-        for done in range(0, self.generator_updates, self.generator_turns):
-            own = min(self.generator_turns, self.generator_updates - done)
-            others = self.verifier_turns if own == self.generator_turns else 0
-            steps.append([(self.solver,)] * own * self.train_generator + [(VERIFIER,)] * others * self.train_verifier)
-        return [step for step in steps if step]
+        """A last cycle that `generator_updates` cuts short has no verifier iteration; 300 updates by 3 make 100
+        cycles."""
+        cycles = [[(VERIFIER,)]] * (self.warmup_updates if self.train_verifier else 0)
+        for done in range(0, self.generator_updates, self.generator_iterations):
+            own = min(self.generator_iterations, self.generator_updates - done)
+            others = self.verifier_iterations if own == self.generator_iterations else 0
+            cycles.append([(self.solver,)] * own * self.train_generator + [(VERIFIER,)] * others * self.train_verifier)
+        return [cycle for cycle in cycles if cycle]
 
-    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
-        """Draws for each problem a group of solutions with one verification each (a generator's turn), or one solution
-        with a group of verifications (a verifier's turn). The turn of a verifier that rests takes no problems."""
-        if turn.role != self.solver and self.verifier_rests:
-            table.note(VERIFIER, {"rests": float(self._outcomes_suffice())})
+    def rollout(
+        self, iteration: Iteration, source: PromptSource, context: RolloutContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        """Draws for each problem a group of solutions with one verification each (a generator's iteration), or one
+        solution with a group of verifications (a verifier's iteration). The iteration of a verifier that rests takes no
+        problems."""
+        if iteration.role != self.solver and self.verifier_rests:
+            context.add_metrics(VERIFIER, {"rests": float(self._outcomes_suffice())})
             if self._outcomes_suffice():
                 return {VERIFIER: []}
-        n, asked = (self.group_size, 1) if turn.role == self.solver else (1, self.verifications)
-        review = sampling_for(table, turn, VERIFIER, asked)
-        if turn.role == self.solver and self.likeliest_verdicts:
+        n, asked = (self.group_size, 1) if iteration.role == self.solver else (1, self.verifications)
+        review = sampling_for(context, iteration, VERIFIER, asked)
+        if iteration.role == self.solver and self.greedy_verdicts:
             review = replace(review, temperature=0.0)
-        reviews = self._reviewer.begin(table, review)
-        own = sampling_for(table, turn, self.solver, n)
-        asking = AskByGroup(reviews, self._reviewed(turn), n)
-        solutions, figures = self.draw(table, source.take(), own, asking.add)
+        reviews = self._reviewer.begin(context, review)
+        own = sampling_for(context, iteration, self.solver, n)
+        asking = AskByGroup(reviews, self._reviewed(iteration), n)
+        solutions, metrics = self.draw(context, source.take(), own, asking.add)
         judged = asking.finish()
-        written = figures.get("tokens_drawn", float(sum(s.rollout.length for s in solutions)))
+        written = metrics.get("tokens_drawn", float(sum(s.rollout.length for s in solutions)))
         answers = {id(v.completion): len(v.completion.tokens) for group in judged for v in group}
-        figures = {**figures, "tokens_drawn": written + sum(answers.values())}
-        table.note(turn.role, figures | review_metrics(judged, self._labels, asking.skipped))
-        if turn.role == self.solver:
-            return {self.solver: self._credit_solutions(table, turn, solutions, judged)}
-        return {VERIFIER: self._credit_reviews(table, solutions, judged)}
+        metrics = {**metrics, "tokens_drawn": written + sum(answers.values())}
+        context.add_metrics(iteration.role, metrics | review_metrics(judged, self._labels, asking.skipped))
+        if iteration.role == self.solver:
+            return {self.solver: self._credit_solutions(context, iteration, solutions, judged)}
+        return {VERIFIER: self._credit_reviews(context, solutions, judged)}
 
-    def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
-        """Measures both players; the verifier on a set that the first call draws and checkpoints keep."""
-        figures, solutions = self.measure(table, prompts)
-        return figures | self._balanced.figures(table, self._reviewer, prompts, solutions, self._labels)
+    def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
+        """Measures both roles; the verifier on a set that the first call draws and checkpoints keep."""
+        metrics, solutions = self.measure(context, prompts)
+        return metrics | self._balanced.metrics(context, self._reviewer, prompts, solutions, self._labels)
 
     def state_dict(self) -> dict[str, Any]:
         return {"counts": asdict(self._counts), "signal": self._signal}
@@ -148,9 +155,9 @@ class TangoTurns(Recipe):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._counts, self._signal = ClassCounts(**state["counts"]), float(state["signal"])
 
-    def _reviewed(self, turn: Turn) -> Reviewed | None:
-        """Returns which solutions of a turn are verified."""
-        if turn.role != self.solver:
+    def _reviewed(self, iteration: Iteration) -> Reviewed | None:
+        """Returns which solutions of an iteration are verified."""
+        if iteration.role != self.solver:
             return "all"
         return None if self._outcomes_suffice() else self.reviewed
 
@@ -158,47 +165,47 @@ class TangoTurns(Recipe):
         return self.review_below is not None and self._signal >= self.review_below
 
     def _credit_solutions(
-        self, table: Table, turn: Turn, solutions: Sequence[Solution], judged: Judged
+        self, context: RolloutContext, iteration: Iteration, solutions: Sequence[Solution], judged: Judged
     ) -> list[Rollout]:
         """Mixes outcome and step advantages by alpha, where a solution has one verdict for each of its steps. Groups
         that are not verified learn from their outcomes alone."""
-        alpha, credit = self._alpha(turn.update(self.solver)), self.step_credit
-        table.note(self.solver, {"alpha": alpha, "signal": self._signal})
-        marked = [with_verdicts(s.rollout, own, credit) for s, own in zip(solutions, judged, strict=True)]
-        everywhere = self._reviewed(turn) == "all"
+        alpha, credit = self._alpha(iteration.update(self.solver)), self.step_credit
+        context.add_metrics(self.solver, {"alpha": alpha, "signal": self._signal})
+        annotated = [with_verdicts(s.rollout, own, credit) for s, own in zip(solutions, judged, strict=True)]
+        everywhere = self._reviewed(iteration) == "all"
         alphas = alpha if everywhere else [alpha if own else 0.0 for own in judged]
         self._follow(solutions)
-        credited = assign_advantages(marked, reward="outcome", estimator=self.estimator, alpha=alphas, steps=credit)
+        credited = assign_advantages(annotated, reward="outcome", estimator=self.estimator, alpha=alphas, steps=credit)
         return [sample for s, one in zip(solutions, credited, strict=True) for sample in s.to_train(one)]
 
     def _follow(self, solutions: Sequence[Solution]) -> None:
-        """Takes a turn's solutions into the moving share of problems whose outcomes differ. A problem with one graded
-        solution has no two outcomes that could."""
+        """Takes an iteration's solutions into the moving share of problems whose outcomes differ. A problem with one
+        graded solution has no two outcomes that could."""
         sizes = Counter(s.rollout.group for s in solutions)
         compared = [s for s in solutions if sizes[s.rollout.group] > 1]
         if compared:
             self._signal += (1 - SIGNAL_DECAY) * (self._share_with_signal(compared) - self._signal)
 
     def _share_with_signal(self, solutions: Sequence[Solution]) -> float:
-        """Returns the share of a turn's problems whose outcomes differ."""
+        """Returns the share of an iteration's problems whose outcomes differ."""
         return 1 - without_signal([s.rollout for s in solutions], "outcome")
 
     def _alpha(self, update: int) -> float:
         total = self.generator_updates
         return step_weight(self.alpha_schedule, update, start=self.alpha_start, floor=self.alpha_min, total=total)
 
-    def _credit_reviews(self, table: Table, solutions: Sequence[Solution], judged: Judged) -> list[Rollout]:
+    def _credit_reviews(self, context: RolloutContext, solutions: Sequence[Solution], judged: Judged) -> list[Rollout]:
         """Compares verifications of one solution; class weights keep the rarer outcome from being ignored (eq. 9)."""
-        table.note(VERIFIER, {"reward/outcome": mean_reward([s.rollout for s in solutions], "outcome")})
+        context.add_metrics(VERIFIER, {"reward/outcome": mean_reward([s.rollout for s in solutions], "outcome")})
         rows = [verification for group in judged for verification in group]
         labels = [row.item.correct for row in rows]
         self._counts = self._counts.updated(labels, self.class_weight_decay)
-        rollouts, weights = [self._reviewer.rollout(table, row) for row in rows], self._counts.weights(labels)
+        rollouts, weights = [self._reviewer.rollout(context, row) for row in rows], self._counts.weights(labels)
         return assign_advantages(rollouts, reward="verifier", estimator=self.estimator, weights=weights)
 
 
 @dataclass(kw_only=True)
-class PaperTango(TangoTurns):
+class Tango(BaseTango):
     """Tango with the paper's settings: a solution is one text, whose steps stand between tags."""
 
     generator_template: str = "tango_generator"  # a text file with {question}, or the name of a packaged prompt
@@ -211,27 +218,29 @@ class PaperTango(TangoTurns):
         return base.question_text(self.generator_template, payload)
 
     def draw(
-        self, table: Table, prompts: Sequence[Prompt], sampling: Sampling, then: Then = pass_over
+        self, context: RolloutContext, prompts: Sequence[Prompt], sampling: Sampling, then: Then = pass_over
     ) -> tuple[Sequence[Solution], dict[str, float]]:
-        return base.solve(table, GENERATOR, prompts, sampling, then)
+        return base.solve(context, GENERATOR, prompts, sampling, then)
 
-    def measure(self, table: Table, prompts: Sequence[Prompt]) -> tuple[dict[str, float], Sequence[Solution]]:
-        return base.accuracies(table, GENERATOR, prompts)
+    def measure(
+        self, context: RolloutContext, prompts: Sequence[Prompt]
+    ) -> tuple[dict[str, float], Sequence[Solution]]:
+        return base.accuracies(context, GENERATOR, prompts)
 
 
 @dataclass(kw_only=True)
-class Tango(PaperTango):
+class LeanTango(Tango):
     """Tango with settings that cost less than the paper's (docs/last_letter.md, "At equal time"): solutions of problems
     that no sample solved are verified, and these alone; they learn from verdicts, and all others from outcomes. Once
     the outcomes of a quarter of the problems say something, none is verified. The tokens of a step get its own
     verdict's credit, compared with the same step of the problem's other solutions. The verifier answers by its
     likeliest tokens there; it is trained a third as often, and only while it is asked."""
 
-    generator_turns: int = 9  # per cycle; a verifier's turn takes the time of two
+    generator_iterations: int = 9  # per cycle; a verifier's iteration takes the time of two
     reviewed: Reviewed = "failed"
     review_below: float | None = 0.25
     verifier_rests: bool = True
-    likeliest_verdicts: bool = True
+    greedy_verdicts: bool = True
     step_credit: StepCredit = StepCredit(span="own", baseline="step")
     alpha_start: float = 1.0
     alpha_min: float = 1.0

@@ -1,4 +1,4 @@
-"""Makes a seat's part in an episode a solution whose steps are its turns, so that a verifier can judge them."""
+"""Makes an agent's part in an episode a solution whose steps are its turns, so that a verifier can judge them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 
 from megatron_rl.algorithms.advantages import TRAINED
 from megatron_rl.control_tokens import ControlTokens
-from megatron_rl.environments.moves import SEAT
-from megatron_rl.recipes.base import Solution
-from megatron_rl.recipes.episodes import EPISODE, OUTCOME, EpisodesGraded, OverEpisodes, by_seat
+from megatron_rl.environments.episode_types import AGENT
+from megatron_rl.recipes.episode_rollouts import EPISODE, OUTCOME, EpisodesGraded, OverEpisodes, by_agent
+from megatron_rl.recipes.solutions import Solution
 from megatron_rl.text import decode, fill
-from megatron_rl.types import STEP, Author, Marks, Outcome, Rollout
+from megatron_rl.types import STEP, Annotations, Author, Outcome, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Transcript(Solution):
-    """The conversation of one seat of an episode, graded. Its rollout has all of the seat's samples one behind the
-    other: turn k is mark k, and what follows a turn counts for it also where the transcript was cut."""
+    """The conversation of one agent of an episode, graded. Its rollout has all of the agent's samples one behind the
+    other: turn k is annotation k, and what follows a turn counts for it also where the transcript was truncated."""
 
-    turns: list[str]  # what the seat wrote, without what it was told
-    samples: Sequence[Rollout] = ()  # in order, to be trained on; several where the transcript was cut
+    turns: list[str]  # what the agent wrote, without what it was told
+    samples: Sequence[Rollout] = ()  # in order, to be trained on; several where the transcript was truncated
 
     @property
     def steps(self) -> list[str]:
@@ -58,26 +58,26 @@ class TranscriptForm:
 
 def transcripts(
     played: EpisodesGraded, recipe: OverEpisodes, tokenizer: Any, form: TranscriptForm, reader: ControlTokens,
-    half: float,
+    threshold: float,
 ) -> list[Transcript]:  # fmt: skip
-    """Makes every seat of the episodes that count a transcript, in order. Its reward `outcome` is the sum of rewards
-    that counts in the recipe; above `half` it is right. `reader`: the verifier's control tokens, which no transcript
-    has: neither the generator nor a tool can end the verifier's prompt and speak in its place.
+    """Makes every agent of the episodes that count a transcript, in order. Its reward `outcome` is the sum of rewards
+    that counts in the recipe; above threshold it is correct. `reader`: the verifier's control tokens, which no
+    transcript has: neither the generator nor a tool can end the verifier's prompt and speak in its place.
 
-    What a seat was told is the text of the messages. Where an episode does not tell (those of the library verifiers),
+    What an agent was told is the text of the messages. Where an episode does not tell (those of the library verifiers),
     it is decoded from the samples, and a sample behind a cut shows all that it opens with.
     """
     found = []
-    for samples in by_seat(played.rollouts):
+    for samples in by_agent(played.rollouts):
         reward = recipe.total(samples[-1])
-        payload = {**samples[-1].payload, "correct": reward > half, "grading": Outcome.SCORE.value}
-        rollout = replace(mark_turns(joined(samples)), payload=payload, rewards={OUTCOME: reward})
+        payload = {**samples[-1].payload, "correct": reward > threshold, "grading": Outcome.SCORE.value}
+        rollout = replace(annotate_turns(joined(samples)), payload=payload, rewards={OUTCOME: reward})
         turns = turn_texts(rollout, tokenizer)
-        told = played.episodes[int(payload[EPISODE])].told.get(payload[SEAT], ())
+        told = played.episodes[int(payload[EPISODE])].told.get(payload[AGENT], ())
         if len(told) != len(turns):
             told = _heard(rollout, tokenizer)
         text = reader.spell(form.write(str(payload["question"]), told, turns))
-        found.append(Transcript(rollout=rollout, text=text, correct=reward > half, turns=turns, samples=samples))
+        found.append(Transcript(rollout=rollout, text=text, correct=reward > threshold, turns=turns, samples=samples))
     return found
 
 
@@ -90,30 +90,32 @@ def joined(samples: Sequence[Rollout]) -> Rollout:
         tokens=np.concatenate([sample.tokens for sample in samples]),
         logprobs=np.concatenate([sample.logprobs for sample in samples]),
         spans=np.concatenate(spans),
-        marks={},
+        annotations={},
         values={},
         experts=None,
     )
 
 
 def parted(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
-    """Gives the samples that were joined to `whole` what it has got since: payload, marks, advantages and the reward
-    that they compare. A sample has the marks, scores and verdicts of its own turns."""
-    marks, parts, start = whole.marks_of(STEP), [], 0
+    """Gives the samples that were joined to `whole` what it has got since: payload, annotations, advantages and the
+    reward that they compare. A sample has the annotations, scores and verdicts of its own turns."""
+    annotations, parts, start = whole.annotations_of(STEP), [], 0
     for sample in samples:
         end = start + len(sample.tokens)
-        own = (start <= marks.ranges[:, 0]) & (marks.ranges[:, 0] < end)
+        own = (start <= annotations.ranges[:, 0]) & (annotations.ranges[:, 0] < end)
         payload = dict(whole.payload)
-        if len(verdicts := payload.get("verdicts", ())) == len(marks) > 0:
+        if len(verdicts := payload.get("verdicts", ())) == len(annotations) > 0:
             payload["verdicts"] = [verdict for verdict, mine in zip(verdicts, own.tolist(), strict=True) if mine]
-        scored = Marks(marks.ranges[own] - start, None if marks.scores is None else marks.scores[own])
+        scored = Annotations(
+            annotations.ranges[own] - start, None if annotations.scores is None else annotations.scores[own]
+        )
         given = whole.advantages
         parts.append(
             replace(
                 sample,
                 payload=payload,
                 rewards={**sample.rewards, TRAINED: whole.rewards[TRAINED]},
-                marks={**sample.marks, STEP: scored},
+                annotations={**sample.annotations, STEP: scored},
                 advantages=given[start:end] if isinstance(given, np.ndarray) else given,
             )
         )
@@ -121,22 +123,24 @@ def parted(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
     return parts
 
 
-def mark_turns(rollout: Rollout) -> Rollout:
-    """Marks the stretches that models wrote between what the environment said, whatever their weight versions."""
+def annotate_turns(rollout: Rollout) -> Rollout:
+    """Annotates the stretches that models wrote between what the environment said, whatever their weight versions."""
     spans = rollout.spans[rollout.spans[:, 2] != Author.ENVIRONMENT]
     apart = spans[1:, 0] != spans[:-1, 1]
     starts = spans[np.append([True], apart)[: len(spans)], 0]
     ends = spans[np.append(apart, [True])[: len(spans)], 1]
-    return replace(rollout, marks={**rollout.marks, STEP: Marks(np.stack([starts, ends], axis=1))})
+    return replace(rollout, annotations={**rollout.annotations, STEP: Annotations(np.stack([starts, ends], axis=1))})
 
 
 def turn_texts(rollout: Rollout, tokenizer: Any) -> list[str]:
-    """Returns the text of each turn that is marked."""
-    return [decode(tokenizer, rollout.tokens[start:end]).text for start, end in rollout.marks_of(STEP).ranges.tolist()]
+    """Returns the text of each turn that is annotated."""
+    return [
+        decode(tokenizer, rollout.tokens[start:end]).text for start, end in rollout.annotations_of(STEP).ranges.tolist()
+    ]
 
 
 def _heard(rollout: Rollout, tokenizer: Any) -> list[str]:
-    """Decodes what stands before each turn that is marked."""
-    ranges = rollout.marks_of(STEP).ranges.tolist()
+    """Decodes what stands before each turn that is annotated."""
+    ranges = rollout.annotations_of(STEP).ranges.tolist()
     ends = [0, *(end for _, end in ranges)]
     return [decode(tokenizer, rollout.tokens[ends[k] : start]).text for k, (start, _) in enumerate(ranges)]

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from megatron_rl.config.schema import RefitConfig
-from megatron_rl.refit.base import Deadline, Parameters, RefitError
-from megatron_rl.refit.board import Board
 from megatron_rl.refit.exchange import Exchange, ExchangeOutcome, LocalSide, RefitOrder
+from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.topology import Topology
-from megatron_rl.refit.wiring import RankSeat, Seating, Wiring
+from megatron_rl.refit.transport import Deadline, Parameters, RefitError
+from megatron_rl.refit.transport_choice import RankLocation, RankLocations, Wiring
 
 SETUP_TIMEOUT_S = 60
 _log = logging.getLogger(__name__)
@@ -40,19 +40,19 @@ class Endpoint(Protocol):
 class EngineSide:
     """One rank of an engine that runs in a process of its own.
 
-    It joins a trainer's board under its rank, counted over all replicas. After an error it joins again. The trainer
+    It joins a trainer's store under its rank, counted over all replicas. After an error it joins again. The trainer
     then treats it as an engine that needs all weights.
     """
 
-    def __init__(self, board: Board, rank: int, endpoint: Endpoint, device: torch.device) -> None:
-        """Joins the trainer's board. Raises TransportError when the trainer does not answer."""
-        setup = board.get("setup", SETUP_TIMEOUT_S)
+    def __init__(self, store: RefitStore, rank: int, endpoint: Endpoint, device: torch.device) -> None:
+        """Joins the trainer's store. Raises TransportError when the trainer does not answer."""
+        setup = store.get("setup", SETUP_TIMEOUT_S)
         self.topology, self._settings = Topology.from_json(setup["topology"]), RefitConfig(**setup["settings"])
         if not 0 <= rank < self.topology.engines.world:
             raise ValueError(f"engine rank {rank}: the trainer expects {self.topology.engines.world} engine ranks")
-        self._board, self._rank, self._endpoint, self._device = board, rank, endpoint, device
+        self._store, self._rank, self._endpoint, self._device = store, rank, endpoint, device
         self.version: int | None = None
-        self._seat, self._pulses = RankSeat.new(device), 0
+        self._location, self._pulses = RankLocation.new(device), 0
         self._epoch = -1
         self._wiring: Wiring | None = None
         self._exchange: Exchange | None = None
@@ -65,19 +65,19 @@ class EngineSide:
         then holds no version). Raises TransportError when the trainer is gone.
         """
         # Another value, or none, means that the trainer has given this process up, because it was late or lost.
-        if self._board.peek(f"hello/{self._rank}") != self._incarnation:
+        if self._store.peek(f"hello/{self._rank}") != self._incarnation:
             self._leave()
             self._join()
-        number = self._board.get("next", SETUP_TIMEOUT_S)
-        if not self._board.has(f"{number}/ticket", idle_s):
+        number = self._store.get("next", SETUP_TIMEOUT_S)
+        if not self._store.has(f"{number}/ticket", idle_s):
             return None
-        self._board.put(f"{number}/ready/{self._rank}", {"version": self.version, "seat": self._seat})
+        self._store.put(f"{number}/ready/{self._rank}", {"version": self.version, "location": self._location})
         go = self._await_value(number, "go")
         if go is None or str(self._rank) not in go["engines"]:
             self._await_value(number, "verdict")
             return None
         vote = self._vote(go, self._patient_deadline(number))
-        self._board.put(f"{number}/vote/{self._rank}", vote)
+        self._store.put(f"{number}/vote/{self._rank}", vote)
         verdict = self._await_value(number, "verdict")
         if verdict is not None and self._rank in verdict["committed"]:
             version: int = go["order"]["version"]
@@ -117,38 +117,38 @@ class EngineSide:
     def _connect(self, go: dict[str, Any]) -> None:
         """Makes the plan and the transports for the engines that take part now."""
         self._leave()
-        seats = {int(rank): RankSeat(*seat) for rank, seat in go["engines"].items()}
-        seating = Seating([RankSeat(*seat) for seat in go["trainer"]], seats)
-        self._wiring = Wiring(self._board.under(f"epoch{go['epoch']}"), seating, self._seat, self._settings)
+        locations = {int(rank): RankLocation(*location) for rank, location in go["engines"].items()}
+        locations = RankLocations([RankLocation(*location) for location in go["trainer"]], locations)
+        self._wiring = Wiring(self._store.under(f"epoch{go['epoch']}"), locations, self._location, self._settings)
         side = LocalSide(
             destination=self._rank, targets=self.topology.carried(self._endpoint.targets), device=self._device
         )
-        plan = self.topology.plan(seating, self._settings.bucket_mib)
+        plan = self.topology.plan(locations, self._settings.bucket_mib)
         self._exchange = Exchange(plan, side, self._wiring.route, dtype=self.topology.torch_dtype)
         self._epoch = go["epoch"]
 
     def _await_value(self, number: int, what: str) -> Any:
-        """Returns what the trainer puts on the board for refit `number`; None when that refit ends without it."""
-        self._patient_deadline(number).until(lambda seconds: self._board.has(f"{number}/{what}", seconds))
-        return self._board.peek(f"{number}/{what}")
+        """Returns what the trainer puts on the store for refit `number`; None when that refit ends without it."""
+        self._patient_deadline(number).until(lambda seconds: self._store.has(f"{number}/{what}", seconds))
+        return self._store.peek(f"{number}/{what}")
 
     def _patient_deadline(self, number: int) -> Deadline:
         """Returns a deadline for waits in refit `number` that lasts while the trainer waits for an engine that is lost.
 
-        While it waits, this engine tells on the board that it lives. The wait ends when the refit is over.
+        While it waits, this engine tells on the store that it lives. The wait ends when the refit is over.
         """
 
         def over() -> bool:
             self._pulses += 1
-            self._board.put(f"pulse/{self._rank}", self._pulses)
-            return self._board.peek(f"{number}/verdict") is not None or self._board.peek("next") != number
+            self._store.put(f"pulse/{self._rank}", self._pulses)
+            return self._store.peek(f"{number}/verdict") is not None or self._store.peek("next") != number
 
         return Deadline.start(self._settings.timeout_s, self._settings.timeout_s, over)
 
     def _join(self) -> None:
-        """Puts a new mark on the board, by which the trainer sees this engine."""
+        """Puts a new mark on the store, by which the trainer sees this engine."""
         self._incarnation = uuid.uuid4().hex
-        self._board.put(f"hello/{self._rank}", self._incarnation)
+        self._store.put(f"hello/{self._rank}", self._incarnation)
 
     def _leave(self) -> None:
         """Closes the transports; the next refit makes them anew."""

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from megatron_rl.refit import delta, messages
-from megatron_rl.refit.base import (
+from megatron_rl.refit.checksums import INTEGERS, Place, checksums
+from megatron_rl.refit.messages import (
+    CHECKSUM_BYTES,
+    BucketMessage,
+    NamedPart,
+    SliceMove,
+    SliceRun,
+    Verify,
+    elements_of,
+)
+from megatron_rl.refit.transport import (
     WORD_BYTES,
     Deadline,
     Mismatch,
@@ -25,17 +35,7 @@ from megatron_rl.refit.base import (
     TransportError,
     as_words,
 )
-from megatron_rl.refit.checksums import INTEGERS, Place, checksums
-from megatron_rl.refit.messages import (
-    CHECKSUM_BYTES,
-    BucketMessage,
-    NamedPart,
-    SliceMove,
-    SliceRun,
-    Verify,
-    elements_of,
-)
-from megatron_rl.weights.reshard import RefitBucket, RefitPlan
+from megatron_rl.weights.refit_plan import RefitBucket, RefitPlan
 
 ALONE_PART_BYTES = 1 << 16  # slices of at least so many bytes are not packed for a transport that joins pieces
 PROBE_BYTES = 256 << 20  # size of the messages, of all ranks together, that measure the links

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from megatron_rl.refit.base import ParameterPart
-from megatron_rl.weights.reshard import RefitBucket, RefitPlan
+from megatron_rl.refit.transport import ParameterPart
+from megatron_rl.weights.refit_plan import RefitBucket, RefitPlan
 
 Verify = Literal["off", "sample", "full"]
 NamedPart = tuple[str, ParameterPart]  # a parameter's name and a part of it

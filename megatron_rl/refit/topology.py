@@ -9,12 +9,12 @@ from typing import Any, Self, TypeVar
 import torch
 
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.refit.base import Parameters
-from megatron_rl.refit.wiring import Seating
-from megatron_rl.weights import layouts, reshard
-from megatron_rl.weights.layouts import EngineLayout, Holding, TrainerLayout
-from megatron_rl.weights.rectangles import kept_float32
-from megatron_rl.weights.reshard import RefitPlan
+from megatron_rl.refit.transport import Parameters
+from megatron_rl.refit.transport_choice import RankLocations
+from megatron_rl.weights import rank_layouts, refit_plan
+from megatron_rl.weights.parameter_mapping import kept_float32
+from megatron_rl.weights.rank_layouts import EngineLayout, Holding, TrainerLayout
+from megatron_rl.weights.refit_plan import RefitPlan
 
 P = TypeVar("P", bound=Parameters)
 
@@ -51,12 +51,12 @@ class Topology:
             dtype=value["dtype"],
         )
 
-    def plan(self, seating: Seating, bucket_mib: float) -> RefitPlan:
-        """Returns the plan for the engine ranks that are in `seating`, in messages of up to `bucket_mib` MiB."""
-        trainer, engine = seating.placements(self.engines.world)
-        return reshard.plan(
-            self._carried(layouts.trainer(self.sizes, self.trainer)),
-            self._carried(layouts.engines(self.sizes, self.engines, ranks=seating.engines)),
+    def plan(self, locations: RankLocations, bucket_mib: float) -> RefitPlan:
+        """Returns the plan for the engine ranks that are in `locations`, in messages of up to `bucket_mib` MiB."""
+        trainer, engine = locations.placements(self.engines.world)
+        return refit_plan.plan(
+            self._carried(rank_layouts.trainer(self.sizes, self.trainer)),
+            self._carried(rank_layouts.engines(self.sizes, self.engines, ranks=locations.engines)),
             trainer=trainer,
             engine=engine,
             bucket_elements=max(1, int(bucket_mib * 2**20) // self.torch_dtype.itemsize),
@@ -85,7 +85,7 @@ class Topology:
     def check_trainer(self, rank: int, names: Collection[str]) -> None:
         """Raises ValueError unless trainer rank `rank` has exactly the parameters `names` in this layout."""
         wanted = {
-            name for h in layouts.trainer(self.sizes, self.trainer) if rank in h.ranks for name, _ in h.parameters
+            name for h in rank_layouts.trainer(self.sizes, self.trainer) if rank in h.ranks for name, _ in h.parameters
         }
         missing, more = sorted(wanted - set(names)), sorted(set(names) - wanted)
         if missing or more:

@@ -17,19 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.schema import RefitConfig
-from megatron_rl.refit import heap
-from megatron_rl.refit.base import Added, Deadline, Mismatch, RefitError, Sums, Tensors, TransportError
-from megatron_rl.refit.board import Address, Board
+from megatron_rl.refit import free_memory
 from megatron_rl.refit.checksums import place_for
 from megatron_rl.refit.engine_side import Endpoint
 from megatron_rl.refit.exchange import Exchange, ExchangeOutcome, LocalSide, RefitOrder
+from megatron_rl.refit.refit_store import Address, RefitStore
 from megatron_rl.refit.topology import Topology
-from megatron_rl.refit.wiring import RankSeat, Seating, Wiring
+from megatron_rl.refit.transport import Added, Deadline, Mismatch, RefitError, Sums, Tensors, TransportError
+from megatron_rl.refit.transport_choice import RankLocation, RankLocations, Wiring
 from megatron_rl.world import all_gather, broadcast
 
 ROLL_CALL_S = 10.0  # an engine that does not answer for so long is left out
 REJOIN_S = 5.0  # living engines have joined again so long after a refit that failed for all
-VERDICTS = 16  # of refits that stay on the board; one of each would stay for all of a long run
+VERDICTS = 16  # of refits that stay on the store; one of each would stay for all of a long run
 _log = logging.getLogger(__name__)
 
 
@@ -38,7 +38,7 @@ class _RollCall:
     """The engines that take part in a refit. The same on every trainer rank."""
 
     number: int
-    seats: dict[int, RankSeat]  # by engine rank
+    locations: dict[int, RankLocation]  # by engine rank
     versions: dict[int, int | None]  # the version that each engine rank holds
     lost: dict[int, str]  # engine ranks that did not answer -> why
 
@@ -53,14 +53,14 @@ class _RefitReport:
     sides: list[tuple[ExchangeOutcome, tuple[int, float]]]  # the result of every process, and of its probe
 
 
-TRAVELLERS = (RankSeat, Address, ExchangeOutcome, _RollCall, _RefitReport)  # what the ranks tell each other
+TRAVELLERS = (RankLocation, Address, ExchangeOutcome, _RollCall, _RefitReport)  # what the ranks tell each other
 
 
 class TrainerSide:
     """Brings engines to the trainer's weights. Every trainer rank makes one and calls it; both are collective.
 
     `endpoint`: an engine inside this process (engine rank = trainer rank). Without one, engines are processes of their
-    own, which join the board at `address`.
+    own, which join the store at `address`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TrainerSide:
         host: str = "127.0.0.1",
         added: Added | None = None,
     ) -> None:
-        """Opens the board on the first rank, and joins it on the others.
+        """Opens the store on the first rank, and joins it on the others.
 
         `parameters`: this rank's parameters, by names with global layer and expert numbers. `group`: a gloo group of
         all trainer ranks. `host`: name or address of the first rank's host, for the other ranks and the engines; the
@@ -91,11 +91,11 @@ class TrainerSide:
         sources = topology.carried(Tensors(parameters))
         self._sources = sources if added is None else Sums(sources, added)
         self._device = next(iter(parameters.values())).device
-        self._seats: list[RankSeat] = self._gather(RankSeat.new(self._device))
-        self._board, self.address = self._open_board(host)
+        self._trainer_locations: list[RankLocation] = self._gather(RankLocation.new(self._device))
+        self._store, self.address = self._open_store(host)
         self._number, self._epoch = 0, 0
         self._awaited: set[int] = set()  # engine ranks that a second try waits for
-        self._seating: Seating | None = None
+        self._locations: RankLocations | None = None
         self._wiring: Wiring | None = None
         self._exchange: Exchange | None = None
         self._versions: dict[int, int | None] = {}  # the versions that endpoints inside the trainer hold, by rank
@@ -104,7 +104,7 @@ class TrainerSide:
         self._delta_pays = settings.delta
 
     def __call__(self, version: int, replicas: Collection[int] | None = None) -> dict[str, float]:
-        """Moves the weights. Returns figures (refit/seconds, refit/gigabytes, ...), the same on every rank.
+        """Moves the weights. Returns metrics (refit/seconds, refit/gigabytes, ...), the same on every rank.
 
         `replicas`: the engines to refit, which must all have joined. None: those that have joined, at least one.
         Replicas that fail are left out and named in the first rank's log. Raises, on every rank, RefitError when no
@@ -135,7 +135,7 @@ class TrainerSide:
         """Returns who takes part. Engines inside the trainer always do."""
         self._number += 1
         if self._endpoint is not None:
-            return _RollCall(self._number, dict(enumerate(self._seats)), self._versions, {})
+            return _RollCall(self._number, dict(enumerate(self._trainer_locations)), self._versions, {})
         return self._on_first_rank(lambda: self._call_engines(deadline, replicas))
 
     def _call_engines(self, deadline: Deadline, replicas: Collection[int] | None) -> _RollCall:
@@ -147,38 +147,42 @@ class TrainerSide:
         patience = time.monotonic() + REJOIN_S
         while True:
             hello = [
-                r for r in range(world) if (replicas is None or r // tp in replicas) and self._board.peek(f"hello/{r}")
+                r for r in range(world) if (replicas is None or r // tp in replicas) and self._store.peek(f"hello/{r}")
             ]
             whole = [r for r in hello if all(q in hello for q in _replica(r, tp))]
             if whole and (self._awaited <= set(whole) or time.monotonic() > patience):
                 break
             if deadline.wait_s() <= 0.01:
                 where, waited = f"{self.address[0]}:{self.address[1]}", f"{self._settings.timeout_s:.0f} s"
-                raise RefitError(f"no engine has joined the board at {where} in {waited}")
+                raise RefitError(f"no engine has joined the store at {where} in {waited}")
             time.sleep(0.05)
-        self._board.put("next", self._number)
-        self._board.put(f"{self._number}/ticket", True)
+        self._store.put("next", self._number)
+        self._store.put(f"{self._number}/ticket", True)
         call, end = _RollCall(self._number, {}, {}, {}), time.monotonic() + ROLL_CALL_S
         for rank in whole:
             try:
-                ready = self._board.get(f"{self._number}/ready/{rank}", max(0.05, end - time.monotonic()))
+                ready = self._store.get(f"{self._number}/ready/{rank}", max(0.05, end - time.monotonic()))
             except TransportError:
                 call.lost[rank] = f"engine rank {rank} did not answer the roll call within {ROLL_CALL_S:.0f} s"
-                self._board.remove(f"hello/{rank}")  # it joins again when it sees that
+                self._store.remove(f"hello/{rank}")  # it joins again when it sees that
                 continue
-            call.seats[rank], call.versions[rank] = RankSeat(*ready["seat"]), ready["version"]
-        for rank in [r for r in call.seats if not all(q in call.seats for q in _replica(r, tp))]:
-            del call.seats[rank]
-        self._awaited = set(call.seats)
+            call.locations[rank], call.versions[rank] = RankLocation(*ready["location"]), ready["version"]
+        for rank in [r for r in call.locations if not all(q in call.locations for q in _replica(r, tp))]:
+            del call.locations[rank]
+        self._awaited = set(call.locations)
         return call
 
     def _transfer(self, call: _RollCall, version: int, deadline: Deadline) -> _RefitReport:
         """Moves the weights to the engines of a roll call, collects the votes, and gives the verdict."""
-        fresh = self._seating is None or self._seating.engines != call.seats
+        fresh = self._locations is None or self._locations.engines != call.locations
         if fresh:
             self._disconnect()
             self._epoch += 1
-        base = {r: v for r, v in call.versions.items() if v is not None and r in call.seats} if self._delta_pays else {}
+        base = (
+            {r: v for r, v in call.versions.items() if v is not None and r in call.locations}
+            if self._delta_pays
+            else {}
+        )
         if self._wiring is not None and "nccl" in self._wiring.kinds:
             self._delta_pays = False  # NCCL must know sizes before, and is too fast for deltas to pay
         order = RefitOrder(
@@ -189,10 +193,15 @@ class TrainerSide:
             keeps_sent=self._delta_pays,
         )
         if self._rank == 0 and self._endpoint is None:
-            go = {"engines": call.seats, "trainer": self._seats, "epoch": self._epoch, "order": asdict(order)}
-            self._board.put(f"{call.number}/go", go)
+            go = {
+                "engines": call.locations,
+                "trainer": self._trainer_locations,
+                "epoch": self._epoch,
+                "order": asdict(order),
+            }
+            self._store.put(f"{call.number}/go", go)
         outcome, error, probe = ExchangeOutcome(), None, (0, 0.0)
-        if call.seats:
+        if call.locations:
             try:
                 if fresh:
                     self._connect(call)
@@ -213,7 +222,7 @@ class TrainerSide:
             self._close_call(call, report)
         if fresh:
             self._probes = [p for _, p in report.sides]
-            heap.trim()
+            free_memory.trim()
         if self._endpoint is not None:
             self._versions = dict.fromkeys(report.committed, version)
             if self._rank in report.committed:
@@ -224,11 +233,11 @@ class TrainerSide:
 
     def _connect(self, call: _RollCall) -> None:
         """Makes the plan and the transports for the engines of a roll call."""
-        seating = Seating(self._seats, call.seats)
+        locations = RankLocations(self._trainer_locations, call.locations)
         self._wiring = Wiring(
-            self._board.under(f"epoch{self._epoch}"), seating, self._seats[self._rank], self._settings
+            self._store.under(f"epoch{self._epoch}"), locations, self._trainer_locations[self._rank], self._settings
         )
-        plan = self.topology.plan(seating, self._settings.bucket_mib)
+        plan = self.topology.plan(locations, self._settings.bucket_mib)
         side = LocalSide(
             source=self._rank,
             sources=self._sources,
@@ -237,11 +246,11 @@ class TrainerSide:
             device=self._device,
         )
         self._exchange = Exchange(plan, side, self._wiring.route, dtype=self.topology.torch_dtype, pulse=self._pulse)
-        self._seating = seating
+        self._locations = locations
 
     def _pulse(self, rank: int) -> Any:
         """Returns a value that changes while engine rank `rank` waits for messages."""
-        return self._board.peek(f"pulse/{rank}")
+        return self._store.peek(f"pulse/{rank}")
 
     def _judge(
         self, call: _RollCall, sides: list[tuple[ExchangeOutcome, tuple[int, float], str | None]], deadline: Deadline
@@ -256,17 +265,17 @@ class TrainerSide:
         for rank, (outcome, _, error) in enumerate(sides):
             wrong |= {r: why for r, why in outcome.lost_destinations.items() if r not in wrong}
             if error is not None:
-                wrong |= {r: f"trainer rank {rank}: {error}" for r in call.seats if r not in wrong}
+                wrong |= {r: f"trainer rank {rank}: {error}" for r in call.locations if r not in wrong}
             if self._endpoint is not None and outcome.lost_sources:
                 wrong.setdefault(rank, next(iter(outcome.lost_sources.values())))
         done = [(outcome, probe) for outcome, probe, _ in sides]
-        for rank in call.seats if self._endpoint is None else ():
+        for rank in call.locations if self._endpoint is None else ():
             patient = replace(deadline, pulse=functools.partial(self._pulse, rank))
             if rank not in wrong and (
-                late := patient.until(functools.partial(self._board.has, f"{call.number}/vote/{rank}"))
+                late := patient.until(functools.partial(self._store.has, f"{call.number}/vote/{rank}"))
             ):
                 wrong[rank] = f"engine rank {rank} did not say how it went: {late}"
-            vote = self._board.peek(f"{call.number}/vote/{rank}")
+            vote = self._store.peek(f"{call.number}/vote/{rank}")
             if vote is None:
                 continue
             outcome = ExchangeOutcome(**vote["outcome"])
@@ -276,39 +285,40 @@ class TrainerSide:
                 wrong.setdefault(rank, vote["error"])
         tp = self.topology.engines.tp
         failed = {r // tp: wrong[r] for r in sorted(wrong, reverse=True)}
-        committed = [] if mismatch else [r for r in call.seats if r // tp not in failed]
-        for rank in call.seats if self._endpoint is None else ():
+        committed = [] if mismatch else [r for r in call.locations if r // tp not in failed]
+        for rank in call.locations if self._endpoint is None else ():
             if rank // tp in failed:
-                self._board.remove(f"hello/{rank}")
+                self._store.remove(f"hello/{rank}")
         return _RefitReport(committed, failed, mismatch, done)
 
     def _close_call(self, call: _RollCall, report: _RefitReport) -> None:
-        """Gives the engines the verdict, and removes from the board what the roll calls before left there.
+        """Gives the engines the verdict, and removes from the store what the roll calls before left there.
 
-        The last VERDICTS verdicts stay, for an engine that comes late to read them. Of older refits and of seatings
-        that are over everything goes, also what an engine that was stopped for a while has put there since.
+        The last VERDICTS verdicts stay, for an engine that comes late to read them. Of older refits and of
+        location_prefixes that are over everything goes, also what an engine that was stopped for a while has put there
+        since.
         """
         # An engine that read the verdict and the old number would take part in the same refit once more.
         verdict = {"committed": report.committed}
-        self._board.put_together({"next": call.number + 1, f"{call.number}/verdict": verdict})
+        self._store.put_together({"next": call.number + 1, f"{call.number}/verdict": verdict})
         for rank in range(self.topology.engines.world):
             for kind in ("ready", "vote"):
-                self._board.remove(f"{call.number - 1}/{kind}/{rank}")
+                self._store.remove(f"{call.number - 1}/{kind}/{rank}")
         for key in ("ticket", "go"):
-            self._board.remove(f"{call.number - 1}/{key}")
+            self._store.remove(f"{call.number - 1}/{key}")
         refits = (f"{number}/" for number in range(call.number - 2 * VERDICTS, call.number - VERDICTS + 1))
-        seatings = (f"epoch{epoch}/" for epoch in range(self._epoch - 2 * VERDICTS, self._epoch))
-        self._board.clear([*refits, *seatings])
+        location_prefixes = (f"epoch{epoch}/" for epoch in range(self._epoch - 2 * VERDICTS, self._epoch))
+        self._store.clear([*refits, *location_prefixes])
 
     def _figures(self, report: _RefitReport, seconds: float) -> dict[str, float]:
-        """Returns the figures of a refit, with the least time that its links allow."""
+        """Returns the metrics of a refit, with the least time that its links allow."""
         floors = [0.0]
         for (outcome, _), (size, probed) in zip(report.sides, self._probes, strict=False):
             wire = (outcome.sent + outcome.received) * probed / size if size else 0.0
             floors.append(wire + outcome.local / self._copy_rate)
         outcomes = [outcome for outcome, _ in report.sides]
         sent, full = (sum(getattr(o, name) for o in outcomes) for name in ("sent", "full"))
-        figures = {
+        metrics = {
             "seconds": seconds,
             "gigabytes": sent / 1e9,
             "local_gigabytes": sum(o.local for o in outcomes) / 1e9,
@@ -318,9 +328,9 @@ class TrainerSide:
             "failed_engines": float(len(report.failed)),
         }
         if self._settings.delta and full:
-            figures["share_of_full"] = sent / full
+            metrics["share_of_full"] = sent / full
             self._weigh_delta(report)
-        return {f"refit/{name}": value for name, value in figures.items()}
+        return {f"refit/{name}": value for name, value in metrics.items()}
 
     def _weigh_delta(self, report: _RefitReport) -> None:
         """Turns deltas off when finding the changes took longer than sending everything would, as on a fast link."""
@@ -335,26 +345,26 @@ class TrainerSide:
                         saved,
                     )
 
-    def _open_board(self, host: str) -> tuple[Board, Address]:
-        """Opens a board on the first rank's host, which every rank joins. Returns (board, its address)."""
-        opened: list[Board] = []
+    def _open_store(self, host: str) -> tuple[RefitStore, Address]:
+        """Opens a store on the first rank's host, which every rank joins. Returns (store, its address)."""
+        opened: list[RefitStore] = []
 
         def open_() -> Address:
-            board, address = Board.host(host)
+            store, address = RefitStore.host(host)
             settings = {name: getattr(self._settings, name) for name in self._settings.__dataclass_fields__}
-            board.put("setup", {"topology": self.topology.to_json(), "settings": settings})
-            board.put("next", 1)
-            opened.append(board)
+            store.put("setup", {"topology": self.topology.to_json(), "settings": settings})
+            store.put("next", 1)
+            opened.append(store)
             return address
 
         address = self._on_first_rank(open_)
-        return opened[0] if opened else Board.join(address), address
+        return opened[0] if opened else RefitStore.join(address), address
 
     def _disconnect(self) -> None:
         """Closes the transports; the next refit makes its plan, groups and slots anew."""
         if self._wiring is not None:
             self._wiring.close()
-        self._seating, self._wiring, self._exchange = None, None, None
+        self._locations, self._wiring, self._exchange = None, None, None
 
     def _gather(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, on every rank."""

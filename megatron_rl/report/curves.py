@@ -1,4 +1,4 @@
-"""Sorts the figures of runs by the question that they answer, and thins them out so that a page stays small."""
+"""Sorts the metrics of runs by the question that they answer, and thins them out so that a page stays small."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.report.reading import GATE, SFT, Clock, Curve, Key, RunFigures
+from megatron_rl.report.reading import PREFLIGHT, SFT, Clock, Curve, Key, RunMetrics
 from megatron_rl.run.metrics import EVAL
 
-MAX_POINTS = 2000  # most values of one line: the least and the greatest of each bucket of turns
+MAX_POINTS = 2000  # most values of one line: the least and the greatest of each bucket of iterations
 PAGE_POINTS = 400_000  # most values of all lines of a page; with many lines each has fewer
 FEWEST = 100  # points of a line in any case
 LEARN, VERIFY, UPDATE, TIME, REST = "learn", "verify", "update", "time", "rest"
 QUESTIONS = {
     LEARN: "Does it learn?",
-    VERIFY: "Is the verifier right?",
+    VERIFY: "Is the verifier correct?",
     UPDATE: "Is the update sane?",
     TIME: "Where does the time go?",
-    REST: "Other figures",
+    REST: "Other metrics",
 }
-# The first pattern that is found in a figure's name decides which question it answers.
+# The first pattern that is found in a metric's name decides which question it answers.
 _SORTED = (
     (TIME, r"^seconds|^speed"),
     (
@@ -37,21 +37,21 @@ _SORTED = (
         UPDATE,
         r"^loss|^kl|entropy|clip|^ratio|grad|^engine_|^lr$|skipped|optimizer_steps|alpha|staleness|version|advant",
     ),
-    (UPDATE, r"logprob|mask|reject|truncat|weight|^gate"),
+    (UPDATE, r"logprob|mask|reject|truncat|weight|^preflight"),
     (TIME, r"tokens|micro_batch|imbalance|samples|refit|memory"),
 )
 _FIRST = ("accuracy", "outcome", "reward", "f1", "loss", "kl_ref", "entropy", "grad_norm", "engine_gap", "seconds")
-# What the figures mean whose names say too little.
+# What the metrics mean whose names say too little.
 MEANINGS = {
-    "answers": "answers in an episode, of all its seats",
+    "answers": "answers in an episode, of all its agents",
     "tool_calls": "calls of tools in an episode",
     "cuts": "cut transcripts in an episode",
     "episodes": "episodes that failed",
-    "reward": "mean over the rollouts of a turn",
+    "reward": "mean over the rollouts of an iteration",
     "groups_without_signal": "share of groups whose rewards are all equal: nothing is learned from them",
-    "signal": "moving share of groups whose rewards differ, in the generator's turns",
-    "rests": "1: the verifier's turn was empty, as nobody asks it while outcomes suffice",
-    "skipped": "1: no update, as nothing in the turn's rollouts says what is better",
+    "signal": "moving share of groups whose rewards differ, in the generator's iterations",
+    "rests": "1: the verifier's iteration was empty, as nobody asks it while outcomes suffice",
+    "skipped": "1: no update, as nothing in the iteration's rollouts says what is better",
     "finished": "share of rollouts that ended by themselves",
     "engine_gap": "mean |log-prob of trainer - log-prob of engine| of the sampled tokens; near 0 is sound",
     "engine_kl": "KL between engine and trainer, from the sampled tokens",
@@ -60,24 +60,24 @@ MEANINGS = {
     "ratio": "mean of new over old probability of the trained tokens",
     "entropy": "mean entropy of the next token, in nats",
     "grad_norm": "norm of the gradient before clipping",
-    "predicted_positive": "share that the verifier calls right",
-    "says_right_of_right": "share of right solutions that the verifier calls right",
+    "predicted_positive": "share that the verifier calls correct",
+    "says_correct_of_correct": "share of correct solutions that the verifier calls correct",
     "says_wrong_of_wrong": "share of wrong solutions that the verifier calls wrong",
     "verdicts_match": "share of verifications with one verdict for each step",
     "step_agreement": "share of the verdicts on steps that are true",
     "staleness": "updates that a rollout has missed since it was written",
     "length": "tokens that a model wrote, mean",
-    "seconds": "measured seconds of a turn",
+    "seconds": "measured seconds of an iteration",
     "speed": "of an update: operations and tokens a second of one device, and seconds of its parts",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Thinned:
-    """A line to be drawn. With several turns to a bucket: its mean, and its least and greatest value; else the
+    """A line to be drawn. With several iterations to a bucket: its mean, and its least and greatest value; else the
     values."""
 
-    x: list[int]  # the first turn of each bucket
+    x: list[int]  # the first iteration of each bucket
     y: list[float]
     low: list[float] | None = None
     high: list[float] | None = None
@@ -96,22 +96,22 @@ class Chart:
     title: str
     about: str = ""
     dots: bool = False  # every point is a measurement of its own (an evaluation), so that nothing is smoothed
-    lines: list[tuple[int, str, Curve]] = field(default_factory=list)  # (place of the run, name, figures)
+    lines: list[tuple[int, str, Curve]] = field(default_factory=list)  # (place of the run, name, metrics)
 
 
 @dataclass(slots=True)
 class Sorted:
-    """The figures of runs: charts, and by question a text for each figure that never changes."""
+    """The metrics of runs: charts, and by question a text for each metric that never changes."""
 
     charts: list[Chart]
     constants: dict[str, list[str]]
 
 
-def sort_curves(runs: Sequence[RunFigures]) -> Sorted:
-    """Returns charts of all figures that change.
+def sort_curves(runs: Sequence[RunMetrics]) -> Sorted:
+    """Returns charts of all metrics that change.
 
     Of one run, a chart has a line for each role, and families `a/b` (reward/outcome, reward/format) get one for each
-    role. Of several runs, each figure of each role has a chart of its own with a line for each run.
+    role. Of several runs, each metric of each role has a chart of its own with a line for each run.
     """
     charts: dict[tuple[str, ...], Chart] = {}
     constants: dict[str, dict[str, list[str]]] = {}  # by question: "name = value" -> scopes
@@ -146,9 +146,9 @@ def sort_curves(runs: Sequence[RunFigures]) -> Sorted:
 
 
 def question_of(scope: str, name: str) -> str:
-    """Returns the question that a figure answers."""
+    """Returns the question that a metric answers."""
     last = name.rpartition("/")[2]
-    if scope == GATE:
+    if scope == PREFLIGHT:
         return UPDATE
     if scope == SFT and last in ("loss", "validation_loss"):
         return LEARN
@@ -177,24 +177,24 @@ def plain_charts(found: Sorted) -> list[dict[str, Any]]:
 
 
 def bucket_width(charts: Iterable[Chart]) -> int:
-    """Returns how many turns share a bucket, the same for all lines of a page, so that runs have their points at the
-    same turns: 1 where nothing need be thinned out."""
+    """Returns how many iterations share a bucket, the same for all lines of a page, so that runs have their points at
+    the same iterations: 1 where nothing need be thinned out."""
     curves = [curve for chart in charts for _, _, curve in chart.lines]
     if not curves:
         return 1
     most = min(MAX_POINTS, max(FEWEST, PAGE_POINTS // len(curves)))
     if max(len(curve.values) for curve in curves) <= most:
         return 1
-    turns = max(max(curve.turns) for curve in curves) + 1
-    return -(-turns // (most // 2))
+    iterations = max(max(curve.iterations) for curve in curves) + 1
+    return -(-iterations // (most // 2))
 
 
 def thin(curve: Curve, width: int) -> Thinned:
-    """Returns a curve by buckets of `width` turns; with a width of 1 all of its points."""
-    turns, values = np.frombuffer(curve.turns, np.intc), np.frombuffer(curve.values, np.float64)
+    """Returns a curve by buckets of `width` iterations; with a width of 1 all of its points."""
+    iterations, values = np.frombuffer(curve.iterations, np.intc), np.frombuffer(curve.values, np.float64)
     if width == 1:
-        return Thinned(turns.tolist(), rounded(values))
-    buckets = turns // width
+        return Thinned(iterations.tolist(), rounded(values))
+    buckets = iterations // width
     if (np.diff(buckets) < 0).any():
         order = np.argsort(buckets, kind="stable")
         buckets, values = buckets[order], values[order]
@@ -206,17 +206,17 @@ def thin(curve: Curve, width: int) -> Thinned:
 
 
 def thin_clock(clock: Clock, most: int = MAX_POINTS // 2) -> dict[str, Any]:
-    """Returns the steps, counted from 1, and hours at some turns, between which a page may interpolate."""
-    if not clock.turns:
-        return {"turn": [], "step": [], "hours": []}
-    turns = np.frombuffer(clock.turns, np.intc)
-    last = np.flatnonzero(np.diff(turns, append=turns[-1] + 1))  # the last line of each turn
+    """Returns the cycles, counted from 1, and hours at some iterations, between which a page may interpolate."""
+    if not clock.iterations:
+        return {"iteration": [], "cycle": [], "hours": []}
+    iterations = np.frombuffer(clock.iterations, np.intc)
+    last = np.flatnonzero(np.diff(iterations, append=iterations[-1] + 1))  # the last line of each iteration
     if len(last) > most:
         last = last[np.linspace(0, len(last) - 1, most).astype(int)]
-    steps, seconds = np.frombuffer(clock.steps, np.int64), np.frombuffer(clock.seconds, np.float64)
+    cycles, seconds = np.frombuffer(clock.cycles, np.int64), np.frombuffer(clock.seconds, np.float64)
     return {
-        "turn": turns[last].tolist(),
-        "step": (steps[last] + 1).tolist(),
+        "iteration": iterations[last].tolist(),
+        "cycle": (cycles[last] + 1).tolist(),
         "hours": rounded(np.nan_to_num(seconds[last] / 3600)),
     }
 
@@ -231,8 +231,8 @@ def rounded_float(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _drawn(run: RunFigures) -> Mapping[Key, Curve]:
-    """Returns the figures that are drawn: those logged, the verifier's two accuracies in place of its counts, and the
+def _drawn(run: RunMetrics) -> Mapping[Key, Curve]:
+    """Returns the metrics that are drawn: those logged, the verifier's two accuracies in place of its counts, and the
     seconds by phase."""
     own = {
         key: curve
@@ -247,28 +247,29 @@ def _drawn(run: RunFigures) -> Mapping[Key, Curve]:
     return own | times
 
 
-def class_accuracies(run: RunFigures, scope: str) -> dict[str, Curve]:
-    """Returns by turn the verifier's accuracies on right and on wrong solutions, from its counts; none without."""
+def class_accuracies(run: RunMetrics, scope: str) -> dict[str, Curve]:
+    """Returns by iteration the verifier's accuracies on correct and on wrong solutions, from its counts; none
+    without."""
     cells = [run.curves.get((scope, f"confusion/{cell}")) for cell in ("tp", "fn", "tn", "fp")]
     known = [cell for cell in cells if cell is not None]
     if len(known) < 4 or len({len(cell.values) for cell in known}) > 1:
         return {}
     out = {}
-    for name, (good, bad) in (("says_right_of_right", known[:2]), ("says_wrong_of_wrong", known[2:])):
+    for name, (good, bad) in (("says_correct_of_correct", known[:2]), ("says_wrong_of_wrong", known[2:])):
         curve = out[name] = Curve()
-        for turn, right, wrong in zip(good.turns, good.values, bad.values, strict=True):
-            if right + wrong > 0:
-                curve.add(turn, right / (right + wrong))
+        for iteration, correct, wrong in zip(good.iterations, good.values, bad.values, strict=True):
+            if correct + wrong > 0:
+                curve.add(iteration, correct / (correct + wrong))
     return out
 
 
 def _place(key: Key, *, alone: bool) -> tuple[str, str]:
-    """Returns the title of a figure's chart and the name of its line there. `alone`: there is one run."""
+    """Returns the title of a metric's chart and the name of its line there. `alone`: there is one run."""
     scope, name = key
     if scope == EVAL:
-        role, _, figure = name.rpartition("/")
+        role, _, metric = name.rpartition("/")
         title = f"{role}: held out" if role else "held out"
-        return (title, figure) if alone else (f"{title}: {figure}", "")
+        return (title, metric) if alone else (f"{title}: {metric}", "")
     family, _, member = name.partition("/")
     if not alone:
         return f"{scope}: {name}", ""

@@ -14,12 +14,12 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.evaluation.estimators import Paired, paired
 from megatron_rl.evaluation.judge import JUDGE
 from megatron_rl.evaluation.samples import Sample, read_samples
 from megatron_rl.evaluation.solve import SOLVE
+from megatron_rl.evaluation.statistics import Paired, paired
 from megatron_rl.report.html_page import show, write_page
-from megatron_rl.run.disk import write_text
+from megatron_rl.run.atomic_files import write_text
 
 COLUMNS = ("set", "first", "second", "scores", "difference", "better / worse", "p (signs)", "p (McNemar)")
 
@@ -116,7 +116,7 @@ def read_answers(path: Path) -> dict[tuple[str, str], dict[str, list[Sample]]]:
 
 
 def score_of(row: Sample) -> float | None:
-    """Returns a sample's score, or whether a judgement is right; None for a sample without either."""
+    """Returns a sample's score, or whether a judgement is correct; None for a sample without either."""
     if isinstance(score := row.get("score"), int | float):
         return float(score)
     return float(row["predicted"] == row["label"]) if {"predicted", "label"} <= row.keys() else None

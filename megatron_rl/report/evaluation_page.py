@@ -1,4 +1,4 @@
-"""Reports an evaluation: tables in the terminal, NAME.json with the figures, and NAME.html."""
+"""Reports an evaluation: tables in the terminal, NAME.json with the metrics, and NAME.html."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megatron_rl.evaluation.estimators import Interval
-from megatron_rl.evaluation.figures import MACRO, RIGHT, SetFigures
 from megatron_rl.evaluation.handoff import HANDOFF
 from megatron_rl.evaluation.judge import JUDGE
 from megatron_rl.evaluation.samples import Sample, Samples
+from megatron_rl.evaluation.set_metrics import CORRECT, MACRO, SetMetrics
 from megatron_rl.evaluation.solve import SOLVE
+from megatron_rl.evaluation.statistics import Interval
 from megatron_rl.report.html_page import shortened, write_page
-from megatron_rl.run.disk import write_text
+from megatron_rl.run.atomic_files import write_text
 
-SHOWN = 3  # right and wrong samples of each set on the page
+SHOWN = 3  # correct and wrong samples of each set on the page
 MAX_CHARACTERS = 6000  # longest text of a sample that is shown whole
 BAR_HEIGHT = 24  # of a set in the drawing of all sets
-# A figure whose name matches is a share, between 0 and 1.
+# A metric whose name matches is a share, between 0 and 1.
 SHARES = re.compile(r"accuracy|pass@|maj@|best_of_|vote_of_|f1|finished|aligned|located|first_share")
 FORMAT = 1  # version of NAME.json
 
 
-def figures_json(
-    sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, Interval]], about: Mapping[str, Any]
+def metrics_json(
+    sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, Interval]], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the content of NAME.json: `figures` and `intervals` over all sets, and `sets`, the figures of each.
+    """Returns the content of NAME.json: `metrics` and `intervals` over all sets, and `sets`, the metrics of each.
 
-    Figures of other measures than solve and judge have the measure's name before theirs.
+    Metrics of other measures than solve and judge have the measure's name before theirs.
     """
     flat = {
         name if measure in (SOLVE, JUDGE) else f"{measure}/{name}": interval
-        for measure, figures in means.items()
-        for name, interval in figures.items()
+        for measure, metrics in means.items()
+        for name, interval in metrics.items()
     }
     each: dict[str, Any] = {}
     for s in sets:
         each.setdefault(s.name, {"title": s.title})[s.measure] = {
             "problems": s.problems,
             "samples": s.samples,
-            "figures": _values(s.figures),
-            "intervals": _intervals(s.figures),
+            "metrics": _values(s.metrics),
+            "intervals": _intervals(s.metrics),
             "counts": dict(s.counts),
             "calibration": None if s.calibration is None else asdict(s.calibration),
         }
-    return {"format": FORMAT, **about, "figures": _values(flat), "intervals": _intervals(flat), "sets": each}
+    return {"format": FORMAT, **about, "metrics": _values(flat), "intervals": _intervals(flat), "sets": each}
 
 
-def console_tables(sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, Interval]]) -> list[Table]:
-    """Returns one table for each measure: a row for each figure, with its interval in a column for each set."""
+def console_tables(sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, Interval]]) -> list[Table]:
+    """Returns one table for each measure: a row for each metric, with its interval in a column for each set."""
     out = []
     for measure, names, rows in _rows(sets, means):
         title = f"{measure}: mean over problems [95 % bootstrap interval]"
         shown = Table(box=SIMPLE_HEAD, title=title, title_justify="left", show_edge=False)
-        shown.add_column("figure")
+        shown.add_column("metric")
         for set_title, *_ in rows:
             shown.add_column(set_title, justify="right")
         for name in names:
-            shown.add_row(name, *(_cell(figures.get(name), name) for *_, figures in rows))
+            shown.add_row(name, *(_cell(metrics.get(name), name) for *_, metrics in rows))
         shown.add_row("problems", *(str(problems) for _, problems, _ in rows))
         out.append(shown)
     return out
 
 
 def write_evaluation_page(
-    path: Path, sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, Interval]], samples: Samples, config: str
+    path: Path, sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, Interval]], samples: Samples, config: str
 ) -> None:
     """Writes NAME.html, which loads nothing else. All texts of models are escaped."""
     count = {"sets": len({s.name for s in sets}), "problems": sum(s.problems for s in sets)}
@@ -81,35 +81,35 @@ def write_evaluation_page(
         "95 % bootstrap intervals",
         "tables": _rows(sets, means),
         "bars": [(f"{s.title} {'' if s.measure == SOLVE else s.measure}".strip(), found) for s in sets
-                 if (found := s.figures.get("processbench_f1" if s.measure == JUDGE else "accuracy"))],
+                 if (found := s.metrics.get("processbench_f1" if s.measure == JUDGE else "accuracy"))],
         "bar_height": BAR_HEIGHT,
         "sets": sets,
-        "samples": [(s.title, row, right) for s in sets if s.measure in (SOLVE, HANDOFF, JUDGE)
-                    for row, right in _chosen(s, samples)],
+        "samples": [(s.title, row, correct) for s in sets if s.measure in (SOLVE, HANDOFF, JUDGE)
+                    for row, correct in _chosen(s, samples)],
         "short": lambda value, most=MAX_CHARACTERS: shortened(str(value), most),
         "config": config,
     })  # fmt: skip
 
 
-def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
+def write_metrics(path: Path, metrics: Mapping[str, Any]) -> None:
     """Writes NAME.json atomically: the file's existence says that the evaluation is done."""
-    write_text(path, json.dumps(figures, indent=1) + "\n")
+    write_text(path, json.dumps(metrics, indent=1) + "\n")
 
 
 def _rows(
-    sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, Interval]]
+    sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, Interval]]
 ) -> list[tuple[str, list[str], list[tuple[str, int, Mapping[str, Interval]]]]]:
-    """Returns (measure, names of its figures, [(title, problems, figures)]) for each measure.
+    """Returns (measure, names of its metrics, [(title, problems, metrics)]) for each measure.
 
     The mean over sets comes last, where there are several sets.
     """
     out = []
     for measure, mean in means.items():
         own = [s for s in sets if s.measure == measure]
-        rows = [(s.title, s.problems, s.figures) for s in own]
+        rows = [(s.title, s.problems, s.metrics) for s in own]
         if len(own) > 1:
             rows.append((MACRO, sum(s.problems for s in own), mean))
-        out.append((measure, list(dict.fromkeys(name for s in own for name in s.figures)), rows))
+        out.append((measure, list(dict.fromkeys(name for s in own for name in s.metrics)), rows))
     return out
 
 
@@ -120,16 +120,16 @@ def _cell(found: Interval | None, name: str) -> str:
     return f"{found.value:{digits}} [{found.low:{digits}}, {found.high:{digits}}]"
 
 
-def _values(figures: Mapping[str, Interval]) -> dict[str, float]:
-    return {name: interval.value for name, interval in figures.items()}
+def _values(metrics: Mapping[str, Interval]) -> dict[str, float]:
+    return {name: interval.value for name, interval in metrics.items()}
 
 
-def _intervals(figures: Mapping[str, Interval]) -> dict[str, list[float]]:
-    return {name: [interval.low, interval.high] for name, interval in figures.items()}
+def _intervals(metrics: Mapping[str, Interval]) -> dict[str, list[float]]:
+    return {name: [interval.low, interval.high] for name, interval in metrics.items()}
 
 
-def _chosen(figures: SetFigures, samples: Samples) -> list[tuple[Sample, bool]]:
-    """Returns some right samples of a set, then some wrong ones, each with whether it is right."""
-    rows = [row for group in samples.rows(figures.name, figures.measure) for row in group]
-    told = [(r, r["predicted"] == r["label"] if "predicted" in r else r["score"] > RIGHT) for r in rows]
+def _chosen(metrics: SetMetrics, samples: Samples) -> list[tuple[Sample, bool]]:
+    """Returns some correct samples of a set, then some wrong ones, each with whether it is correct."""
+    rows = [row for group in samples.rows(metrics.name, metrics.measure) for row in group]
+    told = [(r, r["predicted"] == r["label"] if "predicted" in r else r["score"] > CORRECT) for r in rows]
     return [item for kind in (True, False) for item in [one for one in told if one[1] is kind][:SHOWN]]

@@ -12,10 +12,10 @@ from megatron_rl.report.evaluation_comparison import names_of, read_answers, sco
 from megatron_rl.report.html_page import shortened
 from megatron_rl.report.shown_rollouts import Picked
 
-FLIP = 0.5  # a problem is solved where more than this share of its answers is right
+FLIP = 0.5  # a problem is solved where more than this share of its answers is correct
 MAX_FLIPS = 500  # shown for each pair
 MAX_CHARACTERS = 4000  # of a text
-Solved = tuple[int, int]  # right answers, answers
+Solved = tuple[int, int]  # correct answers, answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,8 @@ class Flips:
     first: str
     second: str
     common: int  # problems that both have
-    gained: int  # wrong, then right
-    lost: int  # right, then wrong
+    gained: int  # wrong, then correct
+    lost: int  # correct, then wrong
     rows: Sequence[Mapping[str, Any]]
 
     def plain(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def of_rollouts(picked: Picked, runs: Sequence[str]) -> list[Flips]:
     for place, name in enumerate(runs):
         again = {key: found for key, found in picked.solved.items() if key[0] == place and len(found) > 1}
         rows = [
-            {"question": question, "set": role, "answer": None, "turns": [found[0][0] + 1, found[-1][0] + 1],
+            {"question": question, "set": role, "answer": None, "iterations": [found[0][0] + 1, found[-1][0] + 1],
              **_change(found[0][1:], found[-1][1:])}
             for (_, role, question), found in again.items()
             if _solved(found[0][1:]) != _solved(found[-1][1:])

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megatron_rl.report.curves import Chart, bucket_width, sort_curves, thin
-from megatron_rl.report.reading import RunFigures
+from megatron_rl.report.reading import RunMetrics
 
 PALETTE = ("#2f7ed8", "#e07b39", "#2ca25f", "#9467bd", "#d64550", "#17a2b8", "#b8860b", "#7f7f7f")
 INK = "#222222"
@@ -36,7 +36,7 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def draw_overview(run: RunFigures, path: Path) -> Path:
+def draw_overview(run: RunMetrics, path: Path) -> Path:
     """Draws a run's first curves on one white sheet and returns its path: held-out figures, then training."""
     charts = sorted(sort_curves([run]).charts, key=lambda chart: not chart.dots)[:MOST]
     rows = max(1, math.ceil(len(charts) / COLUMNS))
@@ -64,7 +64,7 @@ def _draw(axes: Axes, chart: Chart, width: int) -> None:
             axes.plot(found.x, found.y, color=color, linewidth=0.7, alpha=0.35)
             axes.plot(found.x, smooth(found.y), color=color, linewidth=1.6, label=label)
     axes.set_title(chart.title.replace("$", r"\$"))
-    axes.set_xlabel("turn")
+    axes.set_xlabel("iteration")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axes.grid(True, linewidth=0.4, alpha=0.25)
     axes.legend(loc="best")

@@ -1,4 +1,4 @@
-"""Reads what a report shows of one run, in little memory: figures as columns of numbers, settings, refits, damage."""
+"""Reads what a report shows of one run, in little memory: metrics as columns of numbers, settings, refits, damage."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.report.record import RunRecord
+from megatron_rl.report.run_record import RunRecord
 from megatron_rl.run.metrics import EVAL, SPEED, MetricsRow, unlearned
 
-GATE, SFT = "gate", "sft"  # with EVAL, the scopes of metrics lines that are no roles
-MOST_TURNS = 2**31 - 1  # a larger number of a turn is damage
-Key = tuple[str, str]  # (scope, name of the figure)
+PREFLIGHT, SFT = "preflight", "sft"  # with EVAL, the scopes of metrics lines that are no roles
+MOST_ITERATIONS = 2**31 - 1  # a larger number of an iteration is damage
+Key = tuple[str, str]  # (scope, name of the metric)
 Columns = dict[str, dict[str, "Curve"]]
 
 
 @dataclass(slots=True)
 class Curve:
-    """One figure of a run over its turns (metrics.MetricsRow.place), in the order of the file. Values that are not
+    """One metric of a run over its iterations (metrics.MetricsRow.place), in the order of the file. Values that are not
     finite are counted instead."""
 
-    turns: array[int] = field(default_factory=lambda: array("i"))
+    iterations: array[int] = field(default_factory=lambda: array("i"))
     values: array[float] = field(default_factory=lambda: array("d"))
     broken: int = 0  # values that were NaN or infinite
-    first_broken: int = -1  # turn of the first of them
+    first_broken: int = -1  # iteration of the first of them
 
     @property
     def trouble(self) -> str:
         """Returns a sentence about values that are not finite; nothing where all are finite."""
         if not self.broken:
             return ""
-        return f"{self.broken} values are not finite, the first at turn {self.first_broken + 1}"
+        return f"{self.broken} values are not finite, the first at iteration {self.first_broken + 1}"
 
-    def add(self, turn: int, value: float) -> None:
+    def add(self, iteration: int, value: float) -> None:
         """Appends a value."""
         if math.isfinite(value):
-            self.turns.append(turn)
+            self.iterations.append(iteration)
             self.values.append(value)
         else:
-            self.first_broken = self.first_broken if self.broken else turn
+            self.first_broken = self.first_broken if self.broken else iteration
             self.broken += 1
 
 
 @dataclass(slots=True)
 class Clock:
-    """The steps of the recipe and the measured seconds that had passed at each line of the metrics."""
+    """The cycles of the recipe and the measured seconds that had passed at each line of the metrics."""
 
-    turns: array[int] = field(default_factory=lambda: array("i"))
-    steps: array[int] = field(default_factory=lambda: array("q"))
+    iterations: array[int] = field(default_factory=lambda: array("i"))
+    cycles: array[int] = field(default_factory=lambda: array("q"))
     seconds: array[float] = field(default_factory=lambda: array("d"))  # summed over the lines so far
 
     @property
@@ -60,19 +60,19 @@ class Clock:
 
 
 @dataclass(slots=True, kw_only=True)
-class RunFigures:
-    """The figures that a report shows of one run. Its rollouts are read apart."""
+class RunMetrics:
+    """The metrics that a report shows of one run. Its rollouts are read apart."""
 
     name: str
     record: RunRecord
-    curves: dict[Key, Curve]  # figures
+    curves: dict[Key, Curve]  # metrics
     seconds: dict[Key, Curve]  # times; the name is that of the phase
     clock: Clock
-    updates: dict[str, int]  # lines by scope, evaluations and gates aside
+    updates: dict[str, int]  # lines by scope, evaluations and preflight aside
     summary: Mapping[str, Any]
     settings: Mapping[str, Any]  # {"run.seed": 1}
     config_text: str
-    refits: dict[Key, Curve]  # figures of refits by (role, name)
+    refits: dict[Key, Curve]  # metrics of refits by (role, name)
     changes: Mapping[str, Any] = field(default_factory=dict)  # settings that a sweep gave it
 
     @property
@@ -85,18 +85,22 @@ class RunFigures:
         return self.record.failed()
 
     @property
-    def turns(self) -> int:
-        """Returns how many turns have a line; evaluations and gates are none."""
-        own = (curve.turns[-1] for (scope, _), curve in self.curves.items() if scope in self.updates and curve.turns)
+    def iterations(self) -> int:
+        """Returns how many iterations have a line; evaluations and preflight are none."""
+        own = (
+            curve.iterations[-1]
+            for (scope, _), curve in self.curves.items()
+            if scope in self.updates and curve.iterations
+        )
         return max(own, default=-1) + 1
 
     def unlearned(self) -> list[str]:
-        """Returns a sentence for each role that had turns and no update."""
+        """Returns a sentence for each role that had iterations and no update."""
         found = {role: curve.values[-1] for (role, name), curve in self.curves.items() if name == "update"}
         return unlearned(self.updates, found)
 
     def evaluated(self) -> dict[str, Curve]:
-        """Returns the held-out figures by name, such as `generator/accuracy_sampled`, counts aside."""
+        """Returns the held-out metrics by name, such as `generator/accuracy_sampled`, counts aside."""
         return {
             name: curve
             for (scope, name), curve in self.curves.items()
@@ -104,12 +108,12 @@ class RunFigures:
         }
 
 
-def read_run(directory: Path, *, name: str | None = None) -> RunFigures:
-    """Reads a run directory. A directory without a run in it gives no figures."""
+def read_run(directory: Path, *, name: str | None = None) -> RunMetrics:
+    """Reads a run directory. A directory without a run in it gives no metrics."""
     record, columns = RunRecord(directory), _Columns()
     record.each_metric(columns.take)
     record.each_refit(columns.take_refit)
-    return RunFigures(
+    return RunMetrics(
         name=name or record.directory.path.resolve().name,
         record=record,
         curves=_flat(columns.curves),
@@ -148,18 +152,18 @@ class _Columns:
         self.refits: Columns = defaultdict(lambda: defaultdict(Curve))
 
     def take(self, row: MetricsRow) -> None:
-        """Adds a line of metrics. Raises ValueError for a line whose turn or step cannot be."""
-        if not (0 <= row.turn <= MOST_TURNS and abs(row.step) < 2**62):
-            raise ValueError(f"turn {row.turn} and step {row.step} are out of range")
-        turn, step = row.place
-        _add(self.curves[row.scope], turn, row.metrics)
-        _add(self.curves[row.scope], turn, {f"{SPEED}{n}": v for n, v in row.speed.items()})
-        _add(self.seconds[row.scope], turn, row.time)
+        """Adds a line of metrics. Raises ValueError for a line whose iteration or cycle cannot be."""
+        if not (0 <= row.iteration <= MOST_ITERATIONS and abs(row.cycle) < 2**62):
+            raise ValueError(f"iteration {row.iteration} and cycle {row.cycle} are out of range")
+        iteration, cycle = row.place
+        _add(self.curves[row.scope], iteration, row.metrics)
+        _add(self.curves[row.scope], iteration, {f"{SPEED}{n}": v for n, v in row.speed.items()})
+        _add(self.seconds[row.scope], iteration, row.time)
         spent = sum(value for value in row.time.values() if math.isfinite(value))
-        self.clock.turns.append(turn)
-        self.clock.steps.append(step)
+        self.clock.iterations.append(iteration)
+        self.clock.cycles.append(cycle)
         self.clock.seconds.append(self.clock.total + spent)
-        if row.scope not in (EVAL, GATE):
+        if row.scope not in (EVAL, PREFLIGHT):
             self.updates[row.scope] = self.updates.get(row.scope, 0) + 1
 
     def take_refit(self, line: Mapping[str, Any]) -> None:
@@ -168,14 +172,14 @@ class _Columns:
         _add(self.refits[line["role"]], 0, own)
 
 
-def _add(columns: dict[str, Curve], turn: int, values: Mapping[str, float]) -> None:
+def _add(columns: dict[str, Curve], iteration: int, values: Mapping[str, float]) -> None:
     for name, value in values.items():
         curve = columns[name]
         if math.isfinite(value):  # as Curve.add does; a call for each of millions of values would take seconds
-            curve.turns.append(turn)
+            curve.iterations.append(iteration)
             curve.values.append(value)
         else:
-            curve.add(turn, value)
+            curve.add(iteration, value)
 
 
 def _flat(by_scope: Columns) -> dict[Key, Curve]:

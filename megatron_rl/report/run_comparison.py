@@ -1,4 +1,4 @@
-"""Compares runs in a report: their settings, their last figures, and means over runs that differ in the seed alone."""
+"""Compares runs in a report: their settings, their last metrics, and means over runs that differ in the seed alone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from megatron_rl.report import record
+from megatron_rl.report import run_record
 from megatron_rl.report.html_page import show
-from megatron_rl.report.reading import RunFigures, read_run
+from megatron_rl.report.reading import RunMetrics, read_run
 from megatron_rl.report.run_sections import HAS_DIRECTION, LOWER_IS_BETTER
-from megatron_rl.run.directory import FREE_KEYS, SWEEP
+from megatron_rl.run.run_directory import FREE_KEYS, SWEEP
 
 SEED = "run.seed"  # the setting that distinguishes runs of which a mean is taken
 MAX_LABEL = 60  # characters; an arm with more settings of its own has the name of its first run
@@ -36,15 +36,15 @@ class Arm:
     runs: Sequence[int]  # places of them
 
 
-def read_runs(paths: Sequence[Path]) -> list[RunFigures]:
+def read_runs(paths: Sequence[Path]) -> list[RunMetrics]:
     """Reads run directories, and all runs of sweeps in the order of the sweep's file. A run of a sweep that has not
-    begun has no figures. Raises ConfigError without a whole sweep.json."""
-    found: list[RunFigures] = []
+    begun has no metrics. Raises ConfigError without a whole sweep.json."""
+    found: list[RunMetrics] = []
     for path in paths:
         if not (path / SWEEP).exists():
             found.append(read_run(path))
             continue
-        for entry in record.read_points(path / SWEEP):
+        for entry in run_record.read_points(path / SWEEP):
             run = read_run(path / entry["run"], name=entry["run"])
             run.changes = entry["changes"]
             found.append(run)
@@ -55,7 +55,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunFigures]:
     return found
 
 
-def differences(runs: Sequence[RunFigures]) -> dict[str, list[Any]]:
+def differences(runs: Sequence[RunMetrics]) -> dict[str, list[Any]]:
     """Returns the settings that differ, each with its value in every run (None: it is not set there). Settings that
     touch no number, such as the run's name, are left out."""
     settings = [{**run.settings, **run.changes} for run in runs]
@@ -71,7 +71,7 @@ def differences(runs: Sequence[RunFigures]) -> dict[str, list[Any]]:
     }
 
 
-def arms(runs: Sequence[RunFigures]) -> list[Arm]:
+def arms(runs: Sequence[RunMetrics]) -> list[Arm]:
     """Returns the runs by their settings, the seed aside. An arm is called by what distinguishes it."""
     changed = {name: values for name, values in differences(runs).items() if name != SEED}
     found: dict[str, list[int]] = {}
@@ -89,8 +89,8 @@ def arms(runs: Sequence[RunFigures]) -> list[Arm]:
     ]
 
 
-def ends(run: RunFigures) -> dict[str, float]:
-    """Returns the last value of every evaluated figure; of training figures if nothing was evaluated."""
+def ends(run: RunMetrics) -> dict[str, float]:
+    """Returns the last value of every evaluated metric; of training metrics if nothing was evaluated."""
     evaluated = run.evaluated()
     if evaluated:
         return {name: curve.values[-1] for name, curve in evaluated.items()}
@@ -113,22 +113,22 @@ class Table:
     rows: Sequence[Any]
 
 
-def runs_table(runs: Sequence[RunFigures], found: Sequence[Arm]) -> Table:
-    """Returns a table of the runs' states and last figures, with rows (name, cells, [(last value, is it the best)])."""
+def runs_table(runs: Sequence[RunMetrics], found: Sequence[Arm]) -> Table:
+    """Returns a table of the runs' states and last metrics, with rows (name, cells, [(last value, is it the best)])."""
     names, rows, best = _names(runs), [], _best(runs)
     arm_of = {place: arm.label for arm in found for place in arm.runs}
     for place, run in enumerate(runs):
-        own, turns = ends(run), run.turns
-        state = "finished" if run.finished else f"{turns} turns so far" if turns else "not begun"
-        state = f"failed after {turns} turns" if run.failed else state
+        own, iterations = ends(run), run.iterations
+        state = "finished" if run.finished else f"{iterations} iterations so far" if iterations else "not begun"
+        state = f"failed after {iterations} iterations" if run.failed else state
         seed = {**run.settings, **run.changes}.get(SEED, "")
         values = [(own.get(name), name in own and own[name] == best.get(name)) for name in names]
         rows.append((run.name, [arm_of[place], str(seed), state], values))
     return Table(["run", "settings", "seed", "", *names], rows)
 
 
-def _best(runs: Sequence[RunFigures]) -> dict[str, float]:
-    """Returns the best last value of each evaluated figure that differs among the runs and has a better way."""
+def _best(runs: Sequence[RunMetrics]) -> dict[str, float]:
+    """Returns the best last value of each evaluated metric that differs among the runs and has a better way."""
     found: dict[str, list[float]] = {}
     for run in runs:
         for name, curve in run.evaluated().items():
@@ -138,10 +138,10 @@ def _best(runs: Sequence[RunFigures]) -> dict[str, float]:
     return {name: value for name, value in best.items() if len(set(found[name])) > 1}
 
 
-def means_table(runs: Sequence[RunFigures], found: Sequence[Arm]) -> Table | None:
+def means_table(runs: Sequence[RunMetrics], found: Sequence[Arm]) -> Table | None:
     """Returns a table of means over the runs of each arm with their 95 % intervals; None without several seeds.
 
-    A mean is over the runs that have the figure. Where these are not all that have begun, the cell says how many they
+    A mean is over the runs that have the metric. Where these are not all that have begun, the cell says how many they
     are.
     """
     if all(len(arm.runs) < 2 for arm in found):
@@ -154,7 +154,7 @@ def means_table(runs: Sequence[RunFigures], found: Sequence[Arm]) -> Table | Non
     return Table(["settings", "seeds", *names], rows)
 
 
-def differences_table(runs: Sequence[RunFigures]) -> Table:
+def differences_table(runs: Sequence[RunMetrics]) -> Table:
     """Returns a table of the settings that differ, with rows (setting, cells)."""
     rows, wide = [], len(runs) > MAX_COLUMNS
     for name, values in differences(runs).items():
@@ -165,7 +165,7 @@ def differences_table(runs: Sequence[RunFigures]) -> Table:
     return Table(["setting", *(["values"] if wide else [run.name for run in runs])], rows)
 
 
-def _names(runs: Sequence[RunFigures]) -> list[str]:
+def _names(runs: Sequence[RunMetrics]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in ends(run) if "num_" not in name))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeGuard
 
-from megatron_rl.report.reading import SFT, Curve, RunFigures, flatten
+from megatron_rl.report.reading import SFT, Curve, RunMetrics, flatten
 from megatron_rl.run.console import COLUMNS
 from megatron_rl.run.metrics import EVAL
 
@@ -21,14 +21,14 @@ FACTS = (
     r"(roles\.\w+\.)?optimizer\.lr",
     r"roles\.\w+\.sampling\.(temperature|max_tokens)",
     r"data\.(path|train)",
-    r"run\.(seed|steps|prompts_per_step)",
+    r"run\.(seed|cycles|prompts_per_iteration)",
     r"(samples_per_step|epochs)",
     r"launch\.nproc",
     r"recipe\.args\.\w+",
 )
-WINDOW = 0.2  # the first turns are this share of all, and so are the last turns
+WINDOW = 0.2  # the first iterations are this share of all, and so are the last iterations
 LARGEST = 1e300  # whole numbers beyond it are no floats, and differences of floats beyond it are not finite
-# The figures of an evaluation that say most of a role, best first.
+# The metrics of an evaluation that say most of a role, best first.
 MAIN = (
     r"accuracy_sampled$",
     r"reward_sampled$",
@@ -39,9 +39,9 @@ MAIN = (
     r"accuracy|outcome|score|reward",
 )
 LOWER_IS_BETTER = re.compile(r"loss|exploitab|error|cross_entropy|(^|_)kl|gap|num_failed")
-# Figures of which it is known whether more is better; of others, such as the number of answers, it is not.
+# Metrics of which it is known whether more is better; of others, such as the number of answers, it is not.
 HAS_DIRECTION = re.compile(r"accuracy|outcome|f1|score|reward|success|aligned|pass@|maj@|loss|exploitab|cross_entropy")
-MAX_CARDS = 4  # evaluated figures with a card of their own
+MAX_CARDS = 4  # evaluated metrics with a card of their own
 SPARK = 60  # points of a small curve
 CELLS = ("tp", "fp", "tn", "fn")
 REFIT_FIGURES = (
@@ -52,29 +52,29 @@ REFIT_FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A figure before and after."""
+    """A metric before and after."""
 
     name: str
     start: float
     end: float
     problems: int | None = None  # number of problems that both values are means over
     curve: Curve | None = None
-    held_out: bool = True  # False: a figure of training, whose change is never called better or worse
+    held_out: bool = True  # False: a metric of training, whose change is never called better or worse
 
     @property
     def role(self) -> str:
         return self.name.rpartition("/")[0]
 
     @property
-    def figure(self) -> str:
+    def metric(self) -> str:
         return self.name.rpartition("/")[2].replace("_", " ")
 
     @property
     def spoken(self) -> str:
         """Returns the name in a sentence, such as `the generator's sampled accuracy`."""
-        way = re.fullmatch(r"(.*) (sampled|greedy)", self.figure)
-        figure = f"{way[2]} {way[1]}" if way else self.figure
-        return f"the {self.role}'s {figure}" if self.role else figure
+        way = re.fullmatch(r"(.*) (sampled|greedy)", self.metric)
+        metric = f"{way[2]} {way[1]}" if way else self.metric
+        return f"the {self.role}'s {metric}" if self.role else metric
 
     @property
     def verb(self) -> str:
@@ -87,7 +87,7 @@ class Gain:
         """Returns half of the 95 % interval of the difference of two shares of equally many problems.
 
         The two shares are taken as independent, which is too cautious where the problems are the same. Returns None for
-        a figure that is no share, and for an unknown number of problems.
+        a metric that is no share, and for an unknown number of problems.
         """
         if not self.problems or self.problems < 0 or not (0 <= self.start <= 1 and 0 <= self.end <= 1):
             return None
@@ -100,9 +100,9 @@ class Gain:
 
     @property
     def better(self) -> bool | None:
-        """Returns whether the figure got better.
+        """Returns whether the metric got better.
 
-        Returns None for a figure that did not change, or not by more than chance would, and for a figure of which it is
+        Returns None for a metric that did not change, or not by more than chance would, and for a metric of which it is
         not known whether more is better.
         """
         change = self.end - self.start
@@ -129,23 +129,23 @@ class Headline:
     """What a reader sees first: whether the run learned."""
 
     alarms: Sequence[str]  # sentences
-    gains: Sequence[Gain]  # the main held-out figure of each role
-    rewards: Sequence[Gain]  # the main training figure of each role
-    rest: Sequence[Gain]  # the other held-out figures
+    gains: Sequence[Gain]  # the main held-out metric of each role
+    rewards: Sequence[Gain]  # the main training metric of each role
+    rest: Sequence[Gain]  # the other held-out metrics
     longest: tuple[str, float] | None  # the phase that takes most time, and its share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictCounts:
-    """The verdicts of a verifier against the truth, in some turns."""
+    """The verdicts of a verifier against the truth, in some iterations."""
 
     title: str
     rows: Mapping[str, Sequence[tuple[str, float, float]]]  # truth -> (colour, count, share) by what the verifier said
     f1: float
 
 
-def headline(run: RunFigures) -> Headline:
-    """Returns whether the run learned: held-out figures, figures of training, and what went wrong."""
+def headline(run: RunMetrics) -> Headline:
+    """Returns whether the run learned: held-out metrics, metrics of training, and what went wrong."""
     gains = evaluation_gains(run) or [Gain(name, *both) for name, both in pairs(run.summary).items()]
     chosen = _main(gains)
     named = [gain.role for gain in chosen]
@@ -163,8 +163,8 @@ def headline(run: RunFigures) -> Headline:
     )
 
 
-def evaluation_gains(run: RunFigures) -> list[Gain]:
-    """Returns each evaluated figure at the first and the last evaluation, where there are two."""
+def evaluation_gains(run: RunMetrics) -> list[Gain]:
+    """Returns each evaluated metric at the first and the last evaluation, where there are two."""
     counts = {name: curve for (scope, name), curve in run.curves.items() if scope == EVAL}
     out = []
     for name, curve in run.evaluated().items():
@@ -179,27 +179,27 @@ def evaluation_gains(run: RunFigures) -> list[Gain]:
 
 
 def pairs(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Returns {NAME: (start, end)} for every figure that a summary gives as NAME_start and NAME_end."""
+    """Returns {NAME: (start, end)} for every metric that a summary gives as NAME_start and NAME_end."""
     flat = flatten(summary)
     names = [key.removesuffix("_start") for key in flat if key.endswith("_start")]
     both = {name: (flat[f"{name}_start"], flat.get(f"{name}_end")) for name in names if "_num_" not in name}
     return {name: (start, end) for name, (start, end) in both.items() if _is_number(start) and _is_number(end)}
 
 
-def confusions(run: RunFigures) -> list[VerdictCounts]:
-    """Returns what the verifier said against what is true, in the first and in the last turns."""
+def confusions(run: RunMetrics) -> list[VerdictCounts]:
+    """Returns what the verifier said against what is true, in the first and in the last iterations."""
     out = []
     for scope in run.updates:
         curves = [run.curves.get((scope, f"confusion/{cell}")) for cell in CELLS]
         known = [curve.values for curve in curves if curve is not None and curve.values]
         if len(known) < len(CELLS) or len({len(values) for values in known}) > 1:
             continue
-        turns = len(known[0])
-        count = max(1, int(WINDOW * turns))
-        parts = {"first turns": slice(0, count), "last turns": slice(turns - count, turns)}
-        for when, part in parts.items() if turns > 1 else [("", slice(0, 1))]:
+        iterations = len(known[0])
+        count = max(1, int(WINDOW * iterations))
+        parts = {"first iterations": slice(0, count), "last iterations": slice(iterations - count, iterations)}
+        for when, part in parts.items() if iterations > 1 else [("", slice(0, 1))]:
             cells = {cell: sum(values[part]) for cell, values in zip(CELLS, known, strict=True)}
-            out.append(_verdict_counts(f"{scope} turns: {when}".strip(": "), cells))
+            out.append(_verdict_counts(f"{scope} iterations: {when}".strip(": "), cells))
     return out
 
 
@@ -214,7 +214,7 @@ def _verdict_counts(title: str, cells: Mapping[str, float]) -> VerdictCounts:
     return VerdictCounts(title=title, rows=rows, f1=f1)
 
 
-def seconds(run: RunFigures) -> dict[str, dict[str, float]]:
+def seconds(run: RunMetrics) -> dict[str, dict[str, float]]:
     """Returns the measured seconds as {role: {phase: seconds}}; nothing where none were measured."""
     found: dict[str, dict[str, float]] = {}
     for (scope, phase), curve in run.seconds.items():
@@ -222,7 +222,7 @@ def seconds(run: RunFigures) -> dict[str, dict[str, float]]:
     return found if sum(sum(own.values()) for own in found.values()) > 0 else {}
 
 
-def refits(run: RunFigures) -> dict[str, list[str]]:
+def refits(run: RunMetrics) -> dict[str, list[str]]:
     """Returns a row of a table for each role: its number of refits, and the medians of REFIT_FIGURES."""
     found: dict[str, list[str]] = {}
     for role in dict.fromkeys(role for role, _ in run.refits):
@@ -232,18 +232,18 @@ def refits(run: RunFigures) -> dict[str, list[str]]:
     return found
 
 
-def facts(run: RunFigures) -> list[tuple[str, Any]]:
+def facts(run: RunMetrics) -> list[tuple[str, Any]]:
     """Returns the settings that the head of the page shows."""
     chosen = [(key, run.settings[key]) for pattern in FACTS for key in run.settings if re.fullmatch(pattern, key)]
     return [(key, value) for key, value in chosen if value is not None]
 
 
-def subtitle(run: RunFigures) -> str:
-    """Returns the number of turns and updates by role and the measured time."""
+def subtitle(run: RunMetrics) -> str:
+    """Returns the number of iterations and updates by role and the measured time."""
     parts = []
     for scope, count in run.updates.items():
         done = run.curves.get((scope, "update"))
-        own = f" turns, {done.values[-1]:,.0f} updates" if done is not None and done.values else " updates"
+        own = f" iterations, {done.values[-1]:,.0f} updates" if done is not None and done.values else " updates"
         parts.append(f"{count:,} {scope}{own}")
     return " · ".join([*parts, f"{duration(run.clock.total)} measured"])
 
@@ -269,9 +269,9 @@ def _main(gains: Sequence[Gain]) -> list[Gain]:
     return (chosen or list(gains))[:MAX_CARDS]
 
 
-def _reward_gain(run: RunFigures, role: str) -> Gain | None:
-    """Returns the mean of a role's main figure of training over its first and its last turns: the reward that it is
-    trained on, or the loss where there is none."""
+def _reward_gain(run: RunMetrics, role: str) -> Gain | None:
+    """Returns the mean of a role's main metric of training over its first and its last iterations: the reward that it
+    is trained on, or the loss where there is none."""
     names = ["validation_loss"] if role == SFT else [*COLUMNS["reward"][:-1]]
     names += sorted(name for scope, name in run.curves if scope == role and name.startswith("reward/"))
     for name in [*names, "loss"]:

@@ -14,49 +14,49 @@ from typing import Any
 
 from megatron_rl.report.curves import rounded_float
 from megatron_rl.report.html_page import Block, as_json, shortened
-from megatron_rl.report.record import RunRecord
+from megatron_rl.report.run_record import RunRecord
 from megatron_rl.rewards.verdicts import final_verdict
 
 MAX_ROLLOUTS = 4000  # shown of all runs together, unless more are asked for
-MAX_FILES = 400  # turns read of all runs together, unless more rollouts are asked for
+MAX_FILES = 400  # iterations read of all runs together, unless more rollouts are asked for
 CHUNK = 64  # rollouts whose texts are packed together
 MAX_CHARACTERS = 20_000  # longer texts are cut
 MAX_PIECES = 400  # of a conversation
-Row = Mapping[str, Any]  # of a turn's file, as store.read_rows gives it
+Row = Mapping[str, Any]  # of an iteration's file, as store.read_rows gives it
 
 
 @dataclass(slots=True)
 class Index:
     """The columns by which a page filters rollouts.
 
-    role, seat: places in `roles` and `seats`; episode: the number of the episode on the page; outcome: 1 for a right
-    rollout, 0 for a wrong one; says: a verifier's final verdict on the solution, 2 where it is unreadable; truth:
-    whether that solution is right; length: tokens that models wrote; steps: number of reasoning steps. In these columns
-    -1 stands for None.
+    role, agent: places in `roles` and `agents`; episode: the number of the episode on the page; outcome: 1 for a
+    correct rollout, 0 for a wrong one; says: a verifier's final verdict on the solution, 2 where it is unreadable;
+    truth: whether that solution is correct; length: tokens that models wrote; steps: number of reasoning steps. In
+    these columns -1 stands for None.
     """
 
     columns: dict[str, list[Any]] = field(default_factory=dict)
     roles: dict[str, int] = field(default_factory=dict)
-    seats: dict[str, int] = field(default_factory=dict)
+    agents: dict[str, int] = field(default_factory=dict)
     episodes: dict[tuple[int, int, str], int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.columns.get("run", ()))
 
-    def add(self, run: int, row: Row, half: float) -> None:
-        """Adds a rollout. `half`: as in `is_right`."""
-        says, truth = opinion(row, half)
-        episode, seat = row["episode"], row["seat"]
+    def add(self, run: int, row: Row, threshold: float) -> None:
+        """Adds a rollout. threshold: as in `is_correct`."""
+        says, truth = opinion(row, threshold)
+        episode, agent = row["episode"], row["agent"]
         values = {
             "run": run,
-            "turn": row["turn"],
+            "iteration": row["iteration"],
             "role": self.roles.setdefault(row["role"], len(self.roles)),
-            "seat": -1 if seat is None else self.seats.setdefault(seat, len(self.seats)),
+            "agent": -1 if agent is None else self.agents.setdefault(agent, len(self.agents)),
             "episode": -1
             if episode is None
-            else self.episodes.setdefault((run, row["turn"], episode), len(self.episodes)),
+            else self.episodes.setdefault((run, row["iteration"], episode), len(self.episodes)),
             "reward": _finite(main_reward(row["rewards"])),
-            "outcome": _flag(is_right(row, half)),
+            "outcome": _flag(is_correct(row, threshold)),
             "says": says,
             "truth": _flag(truth),
             "length": row["num_tokens"] or 0,
@@ -68,7 +68,7 @@ class Index:
 
     def plain(self, note: str, runs: Sequence[str]) -> dict[str, Any]:
         """Returns the index as the page's scripts read it."""
-        words = {"roles": list(self.roles), "seats": list(self.seats), "runs": runs}
+        words = {"roles": list(self.roles), "agents": list(self.agents), "runs": runs}
         return {**self.columns, **words, "note": note, "chunk": CHUNK}
 
 
@@ -79,7 +79,7 @@ class Picked:
     index: Index = field(default_factory=Index)
     chunks: list[str] = field(default_factory=list)  # base64 of gzip of JSON: a list of CHUNK rollouts
     solved: dict[tuple[int, str, str], list[tuple[int, int, int]]] = field(default_factory=dict)
-    """(run, role, question) -> (turn, right answers, answers), by turn"""
+    """(run, role, question) -> (iteration, correct answers, answers), by iteration"""
     files: int = 0  # files there are
     read: int = 0  # files that were read
     seen: int = 0  # rollouts in these
@@ -87,8 +87,12 @@ class Picked:
     def note(self) -> str:
         """Returns a sentence about what part of the rollouts this is."""
         shown, of = len(self.index), f" of {self.seen:,}" if self.seen > len(self.index) else ""
-        turns = f"all {self.files:,} turns" if self.read == self.files else f"{self.read:,} of {self.files:,} turns"
-        return f"{shown:,}{of} rollouts, from {turns} that were kept"
+        iterations = (
+            f"all {self.files:,} iterations"
+            if self.read == self.files
+            else f"{self.read:,} of {self.files:,} iterations"
+        )
+        return f"{shown:,}{of} rollouts, from {iterations} that were kept"
 
     def blocks(self, runs: Sequence[str]) -> Iterator[Block]:
         """Yields the page's data; none without rollouts."""
@@ -99,10 +103,11 @@ class Picked:
 
 
 def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
-    """Reads rollouts of some turns of each run, evenly over the run with both ends, and of each turn whole groups."""
+    """Reads rollouts of some iterations of each run, evenly over the run with both ends, and of each iteration whole
+    groups."""
     picked, waiting = Picked(), list[dict[str, Any]]()
     for place, record in enumerate(records):
-        files, half = record.turn_files(), record.half()
+        files, threshold = record.iteration_files(), record.threshold()
         own = _evenly(files, max(2, max(MAX_FILES, most // 16) // len(records)))
         quota = max(1, most // (len(records) * max(1, len(own))))
         picked.files += len(files)
@@ -111,8 +116,8 @@ def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
             picked.read += bool(rows)
             picked.seen += len(rows)
             for row in _groups(rows, quota):
-                picked.index.add(place, row, half)
-                _count(picked, place, row, half)
+                picked.index.add(place, row, threshold)
+                _count(picked, place, row, threshold)
                 waiting.append(texts(row))
                 if len(waiting) == CHUNK:
                     picked.chunks.append(_packed(waiting))
@@ -122,26 +127,26 @@ def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
     return picked
 
 
-def is_right(row: Row, half: float) -> bool | None:
-    """Returns the `correct` column; where it is empty, whether the reward `outcome` (or the only one) is above `half`,
-    the middle of the run's `reward.range`."""
+def is_correct(row: Row, threshold: float) -> bool | None:
+    """Returns the `correct` column; where it is empty, whether the reward `outcome` (or the only one) is above
+    threshold, the middle of the run's `reward.range`."""
     if row["correct"] is not None:
         return row["correct"]
     rewards = row["rewards"]
     value = rewards.get("outcome", next(iter(rewards.values())) if len(rewards) == 1 else None)
-    return None if value is None else value > half
+    return None if value is None else value > threshold
 
 
-def opinion(row: Row, half: float) -> tuple[int, bool | None]:
+def opinion(row: Row, threshold: float) -> tuple[int, bool | None]:
     """Returns a verifier's final verdict on a solution (1, 0, 2 where it cannot be read, -1 without one), and whether
-    the solution is right. `half`: as in `is_right`.
+    the solution is correct. threshold: as in `is_correct`.
 
     A solution's row has its verification as `review`. A verification's own row has verdicts and no review; its
     `correct` is whether its verdict agrees with the truth.
     """
     if row["review"] is not None:
         verdict = final_verdict(row["review"])
-        return 2 if verdict is None else int(verdict), is_right(row, half)
+        return 2 if verdict is None else int(verdict), is_correct(row, threshold)
     if row["verdicts"] is None or (verdict := final_verdict(row["text"])) is None:
         return (-1 if row["verdicts"] is None else 2), None
     agrees = row["correct"]
@@ -204,17 +209,17 @@ def _groups(rows: Sequence[dict[str, Any]], quota: int) -> list[dict[str, Any]]:
     return out
 
 
-def _count(picked: Picked, run: int, row: Row, half: float) -> None:
-    """Counts an answer to a problem, if it is known whether it is right."""
-    right = is_right(row, half)
-    if right is None or row["question"] is None or (row["verdicts"] is not None and row["review"] is None):
+def _count(picked: Picked, run: int, row: Row, threshold: float) -> None:
+    """Counts an answer to a problem, if it is known whether it is correct."""
+    correct = is_correct(row, threshold)
+    if correct is None or row["question"] is None or (row["verdicts"] is not None and row["review"] is None):
         return
-    turns = picked.solved.setdefault((run, row["role"], row["question"][:MAX_CHARACTERS]), [])
-    if turns and turns[-1][0] == row["turn"]:
-        turn, good, count = turns.pop()
-        turns.append((turn, good + right, count + 1))
+    iterations = picked.solved.setdefault((run, row["role"], row["question"][:MAX_CHARACTERS]), [])
+    if iterations and iterations[-1][0] == row["iteration"]:
+        iteration, good, count = iterations.pop()
+        iterations.append((iteration, good + correct, count + 1))
     else:
-        turns.append((row["turn"], int(right), 1))
+        iterations.append((row["iteration"], int(correct), 1))
 
 
 def _flag(value: bool | None) -> int:

@@ -36,9 +36,9 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from megatron_rl.pickles import refuse_bombs
 from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.sandbox import Ran, SandboxFailure, SandboxSettings
+from megatron_rl.safe_pickle import refuse_bombs
 
 MEMORY_MIB = 1024  # of one process of an answer; reward.memory_mib, if that is less
 OUTPUT_BYTES = 16 << 20
@@ -63,7 +63,7 @@ class Case:
     """One case: a text that is printed for a standard input, or the value of a function for arguments."""
 
     given: Any  # standard input; of a function: the list of its arguments
-    wanted: Sequence[Any]  # any of these is right
+    wanted: Sequence[Any]  # any of these is correct
     function: str | None = None
 
 
@@ -175,7 +175,7 @@ def _passed(
                     f"{spent:.2f} s of them; raise reward.timeout_s and reward.args.total_s, or give fewer cases"
                 )
             break
-        if _is_right(ran, case, tolerance):
+        if _is_correct(ran, case, tolerance):
             passed += 1
         elif stop:
             break
@@ -192,7 +192,7 @@ def _run(code: str, case: Case, timeout_s: float) -> Ran | None:
     return sandbox.call(code, case.given, name=case.function, settings=settings)
 
 
-def _is_right(ran: Ran, case: Case, tolerance: float) -> bool:
+def _is_correct(ran: Ran, case: Case, tolerance: float) -> bool:
     if ran.why:
         return False
     if case.function is None:

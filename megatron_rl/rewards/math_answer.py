@@ -17,7 +17,7 @@ from math_verify.grader import get_pct_val
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
-from megatron_rl.rewards.cheap import too_costly, too_costly_anywhere
+from megatron_rl.rewards.math_cost_limit import too_costly, too_costly_anywhere
 from megatron_rl.rewards.math_parts import WORDS, Parts, plain, rows, split
 from megatron_rl.rewards.math_text import BASED, canonical, stated, told_apart
 from megatron_rl.rewards.math_units import clash, split_unit

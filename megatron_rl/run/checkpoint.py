@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.run.disk import push, write_text
-from megatron_rl.run.lines import UNREADABLE
-from megatron_rl.run.sums import digests
+from megatron_rl.run.atomic_files import push, write_text
+from megatron_rl.run.file_checksums import digests
+from megatron_rl.run.json_lines import UNREADABLE
 
 MANIFEST = "COMPLETE.json"
 STATE = "state.json"
-_NAME = re.compile(r"step_(\d+)|\.step_(\d+)\.old")
+_NAME = re.compile(r"iteration_(\d+)|\.iteration_(\d+)\.old")
 _log = logging.getLogger(__name__)
 
 
@@ -28,7 +28,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One complete checkpoint, made when `number` turns were done."""
+    """One complete checkpoint, made when `number` iterations were done."""
 
     number: int
     path: Path
@@ -39,7 +39,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints `step_000012`, ... under one directory. The newest `keep` complete ones stay.
+    """The checkpoints `iteration_000012`, ... under one directory. The newest `keep` complete ones stay.
 
     All ranks save into one temporary directory on a file system that they share:
         rank 0:     begin(number)                 then a barrier
@@ -57,20 +57,20 @@ class Checkpoints:
 
     def path(self, number: int) -> Path:
         """Returns the directory of the finished checkpoint `number`."""
-        return self.directory / f"step_{number:06d}"
+        return self.directory / f"iteration_{number:06d}"
 
     def pending(self, number: int) -> Path:
         """Returns the directory in which `number` is written before it is committed. Any rank may call it."""
-        return self.directory / f".step_{number:06d}.tmp"
+        return self.directory / f".iteration_{number:06d}.tmp"
 
     def begin(self, number: int) -> Path:
         """Removes what interrupted writes left and makes the empty `pending(number)`. Only rank 0 calls it."""
         if number < 0:
-            raise CheckpointError(f"checkpoint number {number}: give the number of turns done, 0 or more")
+            raise CheckpointError(f"checkpoint number {number}: give the number of iterations done, 0 or more")
         self.directory.mkdir(parents=True, exist_ok=True)
-        for leftover in self.directory.glob(".step_*.tmp"):
+        for leftover in self.directory.glob(".iteration_*.tmp"):
             shutil.rmtree(leftover)
-        for replaced in self.directory.glob(".step_*.old"):
+        for replaced in self.directory.glob(".iteration_*.old"):
             if damage(self.directory / replaced.name[1:].removesuffix(".old")) is None:
                 shutil.rmtree(replaced)
         pending = self.pending(number)
@@ -112,7 +112,8 @@ class Checkpoints:
         return None
 
     def _candidates(self) -> list[tuple[int, Path]]:
-        """Lists (number, directory), highest number first. For one number the plain name comes before `.step_N.old`."""
+        """Lists (number, directory), highest number first. For one number the plain name comes before
+        `.iteration_N.old`."""
         if not self.directory.is_dir():
             return []
         found = [(match, path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -124,7 +125,7 @@ class Checkpoints:
 
         An older checkpoint of this number is renamed first, and then removed.
         """
-        final, aside = self.path(number), self.directory / f".step_{number:06d}.old"
+        final, aside = self.path(number), self.directory / f".iteration_{number:06d}.old"
         if final.exists():
             if aside.exists():
                 shutil.rmtree(aside)

@@ -37,9 +37,9 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "mfu": ("mfu",),
 }
 ROLE, SMOOTH, SECONDS = "role", "smooth", "s"  # further columns of the live table
-NOTES = ("eval", "gate")  # scopes whose rows are not turns
+NOTES = ("eval", "preflight")  # scopes whose rows are not iterations
 SMOOTHING = 0.9  # weight of the past in the running mean
-RECENT = 10  # turns that the time to go is judged by
+RECENT = 10  # iterations that the time to go is judged by
 NARROW = 80  # columns that the table fits in, whatever the terminal has
 NAME = 40  # most characters of a row's name
 
@@ -56,30 +56,33 @@ class _Scope:
 class RunConsole(Sink):
     """A metric sink (see metrics.Sink) for people, on the driver rank alone.
 
-    It is a context manager that closes itself. `first_turn`: turns that were done before a resume; `total_turns`: turns
-    of the whole run, None when not known. Warnings of the package's loggers are shown like the lines. `stream` receives
-    the output, as a live table when it is a terminal.
+    It is a context manager that closes itself. `first_iteration`: iterations that were done before a resume;
+    `total_iterations`: iterations of the whole run, None when not known. Warnings of the package's loggers are shown
+    like the lines. `stream` receives the output, as a live table when it is a terminal.
     """
 
     name = "console"
 
     def __init__(
-        self, log_path: Path, total_turns: int | None, *, first_turn: int = 0, stream: TextIO | None = None
+        self, log_path: Path, total_iterations: int | None, *, first_iteration: int = 0, stream: TextIO | None = None
     ) -> None:
         self._log_path = log_path
-        self._total = total_turns
+        self._total = total_iterations
         self._rich = RichConsole(file=stream if stream is not None else sys.stdout, soft_wrap=True)
         self._scopes: dict[str, _Scope] = {}
         self._evaluations: list[MetricsRow] = []  # the first and the last
-        self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)  # (turns done, time) at the ends of turns
+        # (iterations done, time) at the ends of iterations
+        self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)
         self._handler: logging.Handler | None = None
         self._file: TextIO | None = None
         self._live: Live | None = None
         self._progress = Progress(
-            TextColumn("turn"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.fields[step]}"),
+            TextColumn("iteration"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.fields[cycle]}"),
             TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=self._rich,
         )  # fmt: skip
-        self._bar = self._progress.add_task("turns", total=total_turns, completed=first_turn, step="", left="")
+        self._bar = self._progress.add_task(
+            "iterations", total=total_iterations, completed=first_iteration, cycle="", left=""
+        )
 
     def open(self) -> None:
         """Starts the log file and, in a terminal, the live table. Further calls do nothing."""
@@ -155,15 +158,15 @@ class RunConsole(Sink):
             self._file.write(f"{stamp} {part}\n")
 
     def _count(self, row: MetricsRow) -> None:
-        """Moves the bar, and judges the time to go by the last RECENT turns."""
-        done, now = row.turn + 1, time.monotonic()
+        """Moves the bar, and judges the time to go by the last RECENT iterations."""
+        done, now = row.iteration + 1, time.monotonic()
         if self._ends and self._ends[-1][0] == done:
-            self._ends.pop()  # a further role of the same turn
+            self._ends.pop()  # a further role of the same iteration
         self._ends.append((done, now))
         (before, then), left = self._ends[0], ""
         if self._total is not None and done > before:
             left = f"{duration((self._total - done) * (now - then) / (done - before))} to go"
-        self._progress.update(self._bar, completed=done, step=f"step {row.step + 1}", left=left)
+        self._progress.update(self._bar, completed=done, cycle=f"cycle {row.cycle + 1}", left=left)
 
     def _render(self) -> Group:
         scopes = {name: scope for name, scope in self._scopes.items() if name not in NOTES and scope.values}
@@ -173,13 +176,15 @@ class RunConsole(Sink):
         parts = [_table((ROLE, SECONDS, *shown), rows)] if rows else []
         if self._evaluations:
             parts.append(_comparison(self._evaluations))
-        if "gate" in self._scopes and not rows:
-            parts.append(_table(("gate", ""), [[k, _cell(v)] for k, v in self._scopes["gate"].values.items()]))
+        if "preflight" in self._scopes and not rows:
+            parts.append(
+                _table(("preflight", ""), [[k, _cell(v)] for k, v in self._scopes["preflight"].values.items()])
+            )
         return Group(*parts, self._progress)
 
 
 def headline(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the figures for a line: the console's columns when there are any, otherwise (an evaluation) everything.
+    """Returns the metrics for a line: the console's columns when there are any, otherwise (an evaluation) everything.
 
     In COLUMNS, a name that ends in `/*` stands for the first metric, by name, below it.
     """
@@ -197,24 +202,29 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
     return shown or {name: value for name, value in metrics.items() if not _is_count(name)}
 
 
-def line(row: MetricsRow, total_turns: int | None) -> str:
-    """Returns one metrics line as plain text, such as `turn 12/440 (step 3)  generator  update 9  reward 0.512  12.3 s`
-    or `after step 3  eval  generator/accuracy_sampled 0.512`.
+def line(row: MetricsRow, total_iterations: int | None) -> str:
+    """Returns one metrics line as plain text, such as
+    `iteration 12/440 (cycle 3)  generator  update 9  reward 0.512  12.3 s` or
+    `after cycle 3  eval  generator/accuracy_sampled 0.512`.
 
-    Turns, steps and updates count from 1.
+    Iterations, cycles and updates count from 1.
     """
-    of = f"/{total_turns}" if total_turns is not None else ""
+    of = f"/{total_iterations}" if total_iterations is not None else ""
     values = "  ".join(f"{name} {_cell(value, name)}" for name, value in headline({**row.metrics, **row.speed}).items())
     seconds = f"  {sum(row.time.values()):.1f} s" if row.time else ""
     if row.scope in NOTES:
-        place = f"after step {row.step}"
+        place = f"after cycle {row.cycle}"
     else:
-        place = f"step {row.turn + 1}{of}" if row.scope == "sft" else f"turn {row.turn + 1}{of} (step {row.step + 1})"
+        place = (
+            f"step {row.iteration + 1}{of}"
+            if row.scope == "sft"
+            else f"iteration {row.iteration + 1}{of} (cycle {row.cycle + 1})"
+        )
     return f"{place}  {row.scope}  {values}{seconds}"
 
 
 def before_after(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """Returns a table, as text, of the figures of a run's first and last evaluation."""
+    """Returns a table, as text, of the metrics of a run's first and last evaluation."""
     names = [name for name in after if not _is_count(name)]
     width = max([len("held-out problems"), *map(len, names)])
     lines = [f"{'held-out problems':<{width}}  {'before':>8}  {'after':>8}"]
@@ -230,7 +240,7 @@ def duration(seconds: float) -> str:
 
 
 def _is_count(name: str) -> bool:
-    """Returns whether a figure of an evaluation says how many problems it is of."""
+    """Returns whether a metric of an evaluation says how many problems it is of."""
     return name.rpartition("/")[2].startswith("num_")
 
 
@@ -239,13 +249,13 @@ def _shown(scope: _Scope, column: str) -> str:
 
 
 def _comparison(evaluations: Sequence[MetricsRow]) -> Table:
-    """Returns the figures of the last evaluation beside those of the first."""
+    """Returns the metrics of the last evaluation beside those of the first."""
     first, last = evaluations[0], evaluations[-1]
     names = [name for name in last.metrics if not _is_count(name)]
     if last is first:
-        return _table(("evaluation", f"step {last.step}"), [[name, _cell(last.metrics[name])] for name in names])
+        return _table(("evaluation", f"cycle {last.cycle}"), [[name, _cell(last.metrics[name])] for name in names])
     rows = [[name, _cell(first.metrics.get(name)), _cell(last.metrics[name])] for name in names]
-    return _table(("evaluation", f"step {first.step}", f"step {last.step}"), rows)
+    return _table(("evaluation", f"cycle {first.cycle}", f"cycle {last.cycle}"), rows)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.run.lines import UNREADABLE, append, each
+from megatron_rl.run.json_lines import UNREADABLE, append, each
 
 SECONDS = "seconds/"  # metrics with this prefix are times, which are written apart
 SPEED = "speed/"  # and so are those that say how fast an update was
@@ -30,26 +30,29 @@ _log = logging.getLogger(__name__)
 class MetricsRow:
     """One line of metrics.jsonl."""
 
-    turn: int  # number of the turn, over all roles, from 0 (SFT: optimizer steps); of an evaluation, turns done
-    step: int  # number of the recipe's step, from 0 (SFT: optimizer steps); of an evaluation, steps done
-    scope: str  # origin of the figures: a role, "eval", "sft", ...
+    # number of the iteration, over all roles, from 0 (SFT: optimizer steps); of an evaluation, iterations done
+    iteration: int
+    cycle: int  # number of the recipe's cycle, from 0 (SFT: optimizer steps); of an evaluation, cycles done
+    scope: str  # origin of the metrics: a role, "eval", "sft", ...
     time: Mapping[str, float]  # seconds by phase
     metrics: Mapping[str, float]
     speed: Mapping[str, float] = field(default_factory=dict)  # of the update: rates, and seconds of its parts
 
     @property
     def place(self) -> tuple[int, int]:
-        """The last turn and the last step, from 0, that the figures know of. An evaluation's line counts the turns and
-        steps that were done before it, so that these are one less: -1 for the model as it was given."""
+        """The last iteration and the last cycle, from 0, that the metrics know of. An evaluation's line counts the
+        iterations and cycles that were done before it, so that these are one less: -1 for the model as it was given."""
         before = self.scope == EVAL
-        return self.turn - before, self.step - before
+        return self.iteration - before, self.cycle - before
 
 
-def unlearned(turns: Mapping[str, int], updates: Mapping[str, float]) -> list[str]:
-    """Returns a sentence for each role that had turns and no update. `updates`: by role, the figure `update` of its
-    last line; a role without it is no trained one."""
+def unlearned(iterations: Mapping[str, int], updates: Mapping[str, float]) -> list[str]:
+    """Returns a sentence for each role that had iterations and no update. `updates`: by role, the metric `update` of
+    its last line; a role without it is no trained one."""
     return [
-        f"{role} never learned: {turns[role]} turns and no update." for role, done in updates.items() if not done > 0
+        f"{role} never learned: {iterations[role]} iterations and no update."
+        for role, done in updates.items()
+        if not done > 0
     ]
 
 
@@ -71,7 +74,7 @@ class Sink:
     """
 
     name: str
-    num_samples: int = 0  # rollouts of each role and turn that the sink shows
+    num_samples: int = 0  # rollouts of each role and iteration that the sink shows
 
     def open(self) -> None: ...
 
@@ -79,8 +82,8 @@ class Sink:
 
     def close(self) -> None: ...
 
-    def show(self, turn: int, scope: str, samples: Sequence[Sample]) -> None:
-        """Shows rollouts of a turn."""
+    def show(self, iteration: int, scope: str, samples: Sequence[Sample]) -> None:
+        """Shows rollouts of an iteration."""
 
     def keep_model(self, role: str, directory: Path) -> None:
         """Records a model that the run has written."""
@@ -93,8 +96,8 @@ class Tracker:
     """The writer of metrics.jsonl, which also feeds the sinks. It exists on the driver rank alone.
 
     `failures` counts the lines that each sink lost. The first loss of each sink is logged as a warning, and none stops
-    the run. Every line is on disk when `log` returns. All that belongs to a turn is logged before that turn's
-    checkpoint is committed.
+    the run. Every line is on disk when `log` returns. All that belongs to an iteration is logged before that
+    iteration's checkpoint is committed.
     """
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
@@ -106,7 +109,7 @@ class Tracker:
         self._warned: set[str] = set()  # metrics of which a warning said that they were not finite
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    def log(self, step: int, scope: str, metrics: Mapping[str, float], *, turn: int) -> None:
+    def log(self, cycle: int, scope: str, metrics: Mapping[str, float], *, iteration: int) -> None:
         """Appends one line. Keys that start with `seconds/` become its times, with `speed/` its speeds.
 
         Raises TypeError for a value that is no number, and DiskError when the disk does not take the line.
@@ -118,8 +121,8 @@ class Tracker:
             except (TypeError, ValueError) as error:
                 raise TypeError(f"metric {name!r} is {value!r}: log a number") from error
         row = MetricsRow(
-            turn=turn,
-            step=step,
+            iteration=iteration,
+            cycle=cycle,
             scope=scope,
             time=_below(SECONDS, values),
             metrics={name: value for name, value in values.items() if not name.startswith((SECONDS, SPEED))},
@@ -132,14 +135,14 @@ class Tracker:
 
     @property
     def num_samples(self) -> int:
-        """Returns how many rollouts of each role and turn some sink shows."""
+        """Returns how many rollouts of each role and iteration some sink shows."""
         return max((sink.num_samples for sink in self._sinks), default=0)
 
-    def show(self, turn: int, scope: str, samples: Sequence[Sample]) -> None:
-        """Gives rollouts of a turn to the open sinks. A sink that fails is told like one that loses a line."""
+    def show(self, iteration: int, scope: str, samples: Sequence[Sample]) -> None:
+        """Gives rollouts of an iteration to the open sinks. A sink that fails is told like one that loses a line."""
         for sink in self._sinks:
             if sink.name in self._opened:
-                self._guarded(sink, partial(sink.show, turn, scope, samples))
+                self._guarded(sink, partial(sink.show, iteration, scope, samples))
 
     def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
         """Gives sinks a function that returns what each engine server does. Sinks call it from any thread."""
@@ -152,8 +155,8 @@ class Tracker:
             if sink.name in self._opened:
                 self._guarded(sink, partial(sink.keep_model, role, directory))
 
-    def truncate(self, turn: int) -> int:
-        """Drops the lines of `turn` and later ones, and damaged ones with a warning, to resume at `turn`.
+    def truncate(self, iteration: int) -> int:
+        """Drops the lines of `iteration` and later ones, and damaged ones with a warning, to resume at `iteration`.
 
         Returns how many lines it dropped.
         """
@@ -161,10 +164,11 @@ class Tracker:
             return 0
         found = self.path.read_bytes().splitlines(keepends=True)
         rows = [_decode_line(line) for line in found]
-        kept = [line for line, row in zip(found, rows, strict=True) if row is not None and row.turn < turn]
+        kept = [line for line, row in zip(found, rows, strict=True) if row is not None and row.iteration < iteration]
         if None in rows[:-1]:  # a half-written last line is what every killed process may leave
             _log.warning(
-                "%s: %d damaged lines are removed; their figures are lost where their turns are not played again",
+                "%s: %d damaged lines are removed; their metrics are lost where their iterations are not collected "
+                "again",
                 self.path, rows[:-1].count(None),
             )  # fmt: skip
         if len(kept) < len(found):
@@ -220,7 +224,9 @@ class Tracker:
         for name, value in (*row.metrics.items(), *row.time.items(), *row.speed.items()):
             if not math.isfinite(value) and f"{row.scope}/{name}" not in self._warned:
                 self._warned.add(f"{row.scope}/{name}")
-                _log.warning("%s %s is %s at turn %d (told once per metric)", row.scope, name, value, row.turn)
+                _log.warning(
+                    "%s %s is %s at iteration %d (told once per metric)", row.scope, name, value, row.iteration
+                )
 
 
 class Stopwatch:
@@ -280,7 +286,7 @@ def _encode(row: MetricsRow) -> bytes:
 
     NaN and infinities, which JSON does not have, become strings.
     """
-    line: dict[str, Any] = {"turn": row.turn, "step": row.step, "scope": row.scope}
+    line: dict[str, Any] = {"iteration": row.iteration, "cycle": row.cycle, "scope": row.scope}
     for name, values in {"time": row.time, "metrics": row.metrics, "speed": row.speed}.items():
         if values or name != "speed":
             line[name] = {key: value if math.isfinite(value) else repr(value) for key, value in values.items()}
@@ -289,12 +295,12 @@ def _encode(row: MetricsRow) -> bytes:
 
 def _decode(raw: Any) -> MetricsRow:
     """Returns the row of a line's JSON. Raises KeyError, TypeError, ValueError or AttributeError for another one."""
-    turn, step, scope = raw["turn"], raw["step"], raw["scope"]
-    if type(turn) is not int or type(step) is not int or not isinstance(scope, str):
-        raise TypeError("turn and step are whole numbers, scope is a text")
+    iteration, cycle, scope = raw["iteration"], raw["cycle"], raw["scope"]
+    if type(iteration) is not int or type(cycle) is not int or not isinstance(scope, str):
+        raise TypeError("iteration and cycle are whole numbers, scope is a text")
     return MetricsRow(
-        turn=turn,
-        step=step,
+        iteration=iteration,
+        cycle=cycle,
         scope=scope,
         time={name: float(value) for name, value in raw["time"].items()},
         metrics={name: float(value) for name, value in raw["metrics"].items()},
@@ -311,7 +317,7 @@ def _decode_line(line: bytes) -> MetricsRow | None:
 
 
 def flat(row: MetricsRow) -> dict[str, float]:
-    """Returns a row's figures, times and speeds as {scope/name: value}."""
+    """Returns a row's metrics, times and speeds as {scope/name: value}."""
     times = {f"{row.scope}/{SECONDS}{name}": value for name, value in row.time.items()}
     speeds = {f"{row.scope}/{SPEED}{name}": value for name, value in row.speed.items()}
     return {**{f"{row.scope}/{name}": value for name, value in row.metrics.items()}, **times, **speeds}

@@ -7,15 +7,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.engines.base import EngineError
-from megatron_rl.engines.pool.pool import Pool
+from megatron_rl.engines.pool.server_pool import Pool
+from megatron_rl.engines.protocol import EngineError
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.session.common import Driver
+from megatron_rl.session.run_setup import Driver
 from megatron_rl.world import World
 
 REFITS = 3  # tries, when no server came to the new version
 KEPT = 2  # adapters that stay on disk: the newest, and the one that requests under way may still need
-NOWHERE = ("", 0, "")  # the board that nobody joins
+NOWHERE = ("", 0, "")  # the store that nobody joins
 
 
 class AdapterRefit:
@@ -45,8 +45,8 @@ class AdapterRefit:
             self._pool.begin_refit(version, NOWHERE, None, wait_s=self._timeout_s)
             if self._pool.end_refit():
                 size = sum(file.stat().st_size for file in (self._directory / f"v{version}").iterdir())
-                figures: dict[str, Any] = {"refit/seconds": time.perf_counter() - start, "refit/gigabytes": size / 1e9}
-                self._driver.refitted({"role": self._role, "version": version, **figures})
+                metrics: dict[str, Any] = {"refit/seconds": time.perf_counter() - start, "refit/gigabytes": size / 1e9}
+                self._driver.refitted({"role": self._role, "version": version, **metrics})
                 self._forget(version)
                 return
         raise EngineError(f"{self._role}: no engine loaded the adapter of version {version}; see their logs")

@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.chat import tokenizer_of
-from megatron_rl.rewards.pool import Graded
+from megatron_rl.chat_template import tokenizer_of
+from megatron_rl.rewards.grading_pool import Graded
 from megatron_rl.run.checkpoint import write_json
-from megatron_rl.run.directory import RunDirectory, RunError
-from megatron_rl.session import parts
-from megatron_rl.session.common import open_driver, open_world_for
-from megatron_rl.session.fleet import open_fleet
-from megatron_rl.session.launch import Place
+from megatron_rl.run.run_directory import RunDirectory, RunError
+from megatron_rl.session import builders
+from megatron_rl.session.launch_ranks import Place
+from megatron_rl.session.open_engines import open_engines
+from megatron_rl.session.run_setup import open_driver, open_world_for
 from megatron_rl.spec.run_spec import RoleSpec, RunSpec
-from megatron_rl.training import gate
-from megatron_rl.training.memory import DeviceMemory
+from megatron_rl.training import preflight
+from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import plain
-from megatron_rl.training.turns import Table
 from megatron_rl.training.update import update
 from megatron_rl.types import Rollout
 from megatron_rl.world import TorchWorld, World
@@ -62,11 +62,11 @@ class Verdict:
     growth_error: float
     worst: float  # greatest mean
     grows: bool
-    above: bool  # gate.max_logprob_gap, or not a number
+    above: bool  # preflight.max_logprob_gap, or not a number
 
 
 def run(spec: RunSpec, place: Place, *, updates: int) -> int:
-    """Every rank runs it. Returns 1 when a role's mean gap grows or is above gate.max_logprob_gap.
+    """Every rank runs it. Returns 1 when a role's mean gap grows or is above preflight.max_logprob_gap.
 
     Raises RunError for a run directory in which training has begun.
     """
@@ -91,7 +91,7 @@ def still(spec: RunSpec) -> RunSpec:
     return replace(
         spec,
         roles=roles,
-        run=replace(spec.run, resume="auto", steps=None),
+        run=replace(spec.run, resume="auto", cycles=None),
         data=replace(spec.data, held_out=None),
         engine=replace(spec.engine, roles={name: roles[name] for name in spec.engine.roles}),
     )
@@ -143,9 +143,9 @@ class Probes:
     """
 
     def __init__(
-        self, world: World, table: Table, memory: DeviceMemory, trained: Sequence[str], texts: Sequence[str]
+        self, world: World, context: RolloutContext, memory: DeviceMemory, trained: Sequence[str], texts: Sequence[str]
     ) -> None:
-        self._world, self._table, self._memory, self._trained, self._texts = world, table, memory, trained, texts
+        self._world, self._context, self._memory, self._trained, self._texts = world, context, memory, trained, texts
         self._drawn: dict[str, list[Rollout]] = {}  # in the round before
         self.gaps: dict[str, list[Gap]] = {name: [] for name in memory.trainees}
 
@@ -164,15 +164,15 @@ class Probes:
         self._memory.generate()
         self._world.from_driver(self._draw, name, version)
         with self._memory.weights(name):
-            engine, trainer = gate.both_logprobs(self._world, trainee.policy, self._drawn.get(name, []))
+            engine, trainer = preflight.both_logprobs(self._world, trainee.policy, self._drawn.get(name, []))
         self._world.from_driver(self._measure, name, version, engine, trainer)
 
     def _draw(self, name: str, version: int) -> None:
-        """Draws from the same prompts in every round, anew. Raises GateFailure when nothing was sampled."""
-        sampling = plain(self._table.samplings[name], seed=self._table.seed_for("drift", name, version))
-        self._drawn[name] = gate.probe(self._table, name, self._texts, sampling)
+        """Draws from the same prompts in every round, anew. Raises PreflightFailure when nothing was sampled."""
+        sampling = plain(self._context.samplings[name], seed=self._context.seed_for("drift", name, version))
+        self._drawn[name] = preflight.probe(self._context, name, self._texts, sampling)
         if not any(r.num_trainable for r in self._drawn[name]):
-            raise gate.GateFailure(
+            raise preflight.PreflightFailure(
                 f"{name}: no token was sampled after {len(self._texts)} prompts: look at data, max_prompt_tokens and "
                 "the context"
             )
@@ -186,23 +186,23 @@ def _run(spec: RunSpec, world: TorchWorld, place: Place, updates: int) -> int:
     recipe = spec.recipe
     world.from_driver(_refuse_a_begun_run, RunDirectory(spec.directory))
     with contextlib.ExitStack() as stack:
-        driver = stack.enter_context(open_driver(spec, world, place, total_turns=None))
+        driver = stack.enter_context(open_driver(spec, world, place, total_iterations=None))
         tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}
-        readers, _, _ = parts.prompts(spec, tokenizers)
-        policies = parts.policies(spec)
+        readers, _, _ = builders.prompts(spec, tokenizers)
+        policies = builders.policies(spec)
         quiet = replace(driver, tracker=None)  # the run's refits.jsonl is not ours
-        fleet = open_fleet(spec.engine, world, tokenizers, policies, quiet, stack)
-        table = parts.table(spec, fleet.engines, tokenizers, _nothing_to_grade, driver)
+        run_engines = open_engines(spec.engine, world, tokenizers, policies, quiet, stack)
+        context = builders.context(spec, run_engines.engines, tokenizers, _nothing_to_grade, driver)
         trainees = {
-            name: parts.trainee(spec.roles[name], spec.run, policy, fleet.refits[name])
+            name: builders.trainee(spec.roles[name], spec.run, policy, run_engines.refits[name])
             for name, policy in policies.items()
         }
         reader = readers[next(iter(recipe.roles()))]
-        prompts = reader.take(spec.run.prompts_per_step) if world.rank == 0 else []
+        prompts = reader.take(spec.run.prompts_per_iteration) if world.rank == 0 else []
         texts = [recipe.prompt(p.payload) for p in prompts]
-        memory = DeviceMemory(trainees, next(iter(fleet.colocated), None))
+        memory = DeviceMemory(trainees, next(iter(run_engines.colocated), None))
         memory.start()
-        probes = Probes(world, table, memory, spec.trained_policies, texts)
+        probes = Probes(world, context, memory, spec.trained_policies, texts)
         quarters = (f"quarter {q + 1}" for q in range(QUARTERS))
         driver.say(_row("role", "refit", "tokens", "mean", "p99", "max", *quarters))
         for version in range(updates + 1):
@@ -212,7 +212,7 @@ def _run(spec: RunSpec, world: TorchWorld, place: Place, updates: int) -> int:
                     driver.say(_gap_row(name, probes.gaps[name][-1]))
         failed = False
         if world.rank == 0:
-            limit = spec.loop.gate.max_logprob_gap
+            limit = spec.loop.preflight.max_logprob_gap
             verdicts = {name: judge(gaps, limit) for name, gaps in probes.gaps.items()}
             for name, verdict in verdicts.items():
                 driver.say(_sentence(name, verdict, limit))
@@ -246,7 +246,7 @@ def _write(path: Path, spec: RunSpec, gaps: Mapping[str, Sequence[Gap]], verdict
         path,
         {
             "engine": spec.engine.settings.kind,
-            "max_logprob_gap": spec.loop.gate.max_logprob_gap,
+            "max_logprob_gap": spec.loop.preflight.max_logprob_gap,
             "passed": passed,
             "roles": roles,
         },
@@ -267,5 +267,5 @@ def _sentence(name: str, verdict: Verdict, limit: float) -> str:
     above = "ABOVE" if verdict.above else "within"
     return (
         f"{name}: the mean gap {grows} ({verdict.growth:+.1e} +- {verdict.growth_error:.1e} over the refits); its "
-        f"greatest value, {verdict.worst:.1e}, is {above} gate.max_logprob_gap = {limit}"
+        f"greatest value, {verdict.worst:.1e}, is {above} preflight.max_logprob_gap = {limit}"
     )

@@ -1,4 +1,5 @@
-"""Opens engines of models that nothing trains: those of an evaluation, or a teacher. fleet.py opens those of a run."""
+"""Opens engines of models that nothing trains: those of an evaluation, or a teacher. run_engines.py opens those of a
+run."""
 
 from __future__ import annotations
 
@@ -10,23 +11,23 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algorithms.authors import boundaries
-from megatron_rl.chat import tokenizer_of
-from megatron_rl.cluster.address import own_address
+from megatron_rl.algorithms.tandem_authors import boundaries
+from megatron_rl.chat_template import tokenizer_of
+from megatron_rl.cluster.host_address import own_address
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.engines import Embedded, Servers
 from megatron_rl.config.model import Model
-from megatron_rl.engines.base import Engine
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.engines.data_parallel_engine import DataParallelEngine
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.kind import ModelFacts, kind_of
-from megatron_rl.engines.launch import make_token
 from megatron_rl.engines.pool.membership import Limits
-from megatron_rl.engines.pool.pool import given
+from megatron_rl.engines.pool.server_pool import given
+from megatron_rl.engines.protocol import Engine
 from megatron_rl.engines.server import Server
-from megatron_rl.engines.spread import SpreadEngine
-from megatron_rl.session.servers import gpus_of, start_server, token_file, visible_gpus
+from megatron_rl.engines.server_process import make_token
+from megatron_rl.session.server_connection import gpus_of, start_server, token_file, visible_gpus
 from megatron_rl.spec.run_spec import EngineSpec, RoleSpec
-from megatron_rl.weights import hf
+from megatron_rl.weights import hf_model
 from megatron_rl.world import World
 
 
@@ -54,7 +55,7 @@ def open_models(
     readers = {
         models[name]: engine.local
         for name, engine in opened.items()
-        if isinstance(engine, SpreadEngine) and models[name] in read
+        if isinstance(engine, DataParallelEngine) and models[name] in read
     }
     for model in dict.fromkeys(read) if world.rank == 0 else []:
         if model not in readers:
@@ -77,7 +78,7 @@ def open_engines(
         for name, role in engines.opened.items():
             own = embedded_engine(role.model, settings, tokenizers[name])
             own.load_pretrained()
-            out[name] = SpreadEngine(world, name, own)
+            out[name] = DataParallelEngine(world, name, own)
         return out
     if world.rank != 0:
         return out
@@ -104,9 +105,9 @@ def embedded_engine(model: Model, settings: Embedded | Servers, tokenizer: Any, 
 
 def model_facts(role: RoleSpec, tokenizer: Any) -> ModelFacts:
     """Returns what a client must know of the model behind its server."""
-    directory = hf.local_directory(role.model.path)
-    architecture, own = hf.read_architecture(directory), tokenizer.eos_token_id
-    ends = hf.eos_tokens(directory, architecture) | (frozenset() if own is None else {own})
+    directory = hf_model.local_directory(role.model.path)
+    architecture, own = hf_model.read_architecture(directory), tokenizer.eos_token_id
+    ends = hf_model.eos_tokens(directory, architecture) | (frozenset() if own is None else {own})
     found = None if role.tandem is None else functools.cache(functools.partial(boundaries, tokenizer))
     return ModelFacts(ends=ends, vocab=architecture.vocab, boundaries=found)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from megatron_rl.engines.base import EngineError
-from megatron_rl.engines.pool.pool import Pool
-from megatron_rl.refit.base import RefitError
+from megatron_rl.engines.pool.server_pool import Pool
+from megatron_rl.engines.protocol import EngineError
 from megatron_rl.refit.trainer_side import TrainerSide
-from megatron_rl.session.common import Driver
+from megatron_rl.refit.transport import RefitError
+from megatron_rl.session.run_setup import Driver
 from megatron_rl.world import World
 
 REFITS = 3  # tries, when no server that took part came to the new version
@@ -40,9 +40,9 @@ class PoolRefit:
             replicas = self._world.from_driver(self._begin, version)
             if not replicas:  # servers in the trainer's GPUs, all dead: they take the weights when they are back
                 return
-            figures, why = self._attempt((version, replicas))
+            metrics, why = self._attempt((version, replicas))
             if self._world.from_driver(self._end):
-                self._driver.refitted({"role": self._role, "version": version, **figures})
+                self._driver.refitted({"role": self._role, "version": version, **metrics})
                 return
         raise EngineError(
             f"{self._role}: {REFITS} refits to version {version} reached no engine; the last one: "
@@ -50,7 +50,7 @@ class PoolRefit:
         )
 
     def _attempt(self, order: tuple[int, Sequence[int]]) -> tuple[dict[str, float], str | None]:
-        """Transfers the weights; called on every rank. Returns (its figures, or why it failed)."""
+        """Transfers the weights; called on every rank. Returns (its metrics, or why it failed)."""
         version, replicas = order
         try:
             with self._present():

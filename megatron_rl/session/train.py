@@ -14,47 +14,47 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.chat import tokenizer_of
+from megatron_rl.chat_template import tokenizer_of
 from megatron_rl.config import sources
 from megatron_rl.conversion.trained import export_model
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.rewards.pool import Graded, GradePool
+from megatron_rl.rewards.grading_pool import Graded, GradePool
 from megatron_rl.run.checkpoint import STATE, read_json
 from megatron_rl.run.console import before_after
-from megatron_rl.run.directory import Interrupts
-from megatron_rl.run.inputs import Input
-from megatron_rl.run.lines import DiskError
+from megatron_rl.run.input_digests import Input
+from megatron_rl.run.json_lines import DiskError
 from megatron_rl.run.metrics import Sample, Stopwatch
-from megatron_rl.session import parts
-from megatron_rl.session.common import Driver, Saver, open_driver, open_world_for
-from megatron_rl.session.fleet import Fleet, open_fleet
-from megatron_rl.session.launch import Place
-from megatron_rl.session.listening import Listener, listening
+from megatron_rl.run.run_directory import Interrupts
+from megatron_rl.session import builders
+from megatron_rl.session.launch_ranks import Place
+from megatron_rl.session.open_engines import RunEngines, open_engines
+from megatron_rl.session.parent_events import Listener, listening
+from megatron_rl.session.run_setup import Driver, Saver, open_driver, open_world_for
 from megatron_rl.spec.explain import explain_recipe
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import decode
 from megatron_rl.training import loop
-from megatron_rl.training.gate import GatePlan
-from megatron_rl.training.memory import DeviceMemory
-from megatron_rl.training.player import Player, ReplayPlayer, TurnMaker, TurnPlayer, upcoming
+from megatron_rl.training.collector import Collector, IterationMaker, ReplayMaker, RolloutMaker, upcoming
+from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.training.iteration import Grade, Iteration, Recipe, RolloutContext
+from megatron_rl.training.preflight import PreflightPlan
 from megatron_rl.training.prompts import check_juniors
-from megatron_rl.training.store import ROLLOUTS, TurnStore, fingerprint, open_replay
-from megatron_rl.training.turns import Grade, Recipe, Table, Turn
+from megatron_rl.training.store import ROLLOUTS, IterationStore, fingerprint, open_replay
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.plain_data import refuse_code
 from megatron_rl.world import TorchWorld
 
 # Settings of `run` that rollouts do not depend on.
 FREE_RUN_SETTINGS = (
-    "steps", "keep", "save_every", "async_save", "save_rollouts_every", "resume", "hang_after_s",
+    "cycles", "keep", "save_every", "async_save", "save_rollouts_every", "resume", "hang_after_s",
 )  # fmt: skip
 
 
 def run(spec: RunSpec, place: Place, *, fresh: bool = False, events: str | None = None) -> int:
-    """Runs on every rank. `fresh`: turns that were played before the run stopped are played again. `events`: the socket
-    of a program that is told of the run (session.listening). Returns 0 when all steps are done or that program asked to
-    stop, 130 when a signal asked to leave (everything is saved)."""
+    """Runs on every rank. `fresh`: iterations that were collected before the run stopped are collected again. `events`:
+    the socket of a program that is told of the run (session.parent_events). Returns 0 when all cycles are done or that
+    program asked to stop, 130 when a signal asked to leave (everything is saved)."""
     with open_world_for(spec, place) as world:
         listener = Listener.at(events) if events is not None and world.rank == 0 else None
         return _run(spec, place, world, fresh=fresh, listener=listener)
@@ -62,7 +62,7 @@ def run(spec: RunSpec, place: Place, *, fresh: bool = False, events: str | None 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Models:
-    """The policies that a run trains and the data that it reads, before anything plays."""
+    """The policies that a run trains and the data that it reads, before any rollout is made."""
 
     tokenizers: Mapping[str, Any]
     readers: Mapping[str, PromptReader]  # by role; roles may share one
@@ -71,13 +71,13 @@ class _Models:
 
 
 def _run(spec: RunSpec, place: Place, world: TorchWorld, *, fresh: bool, listener: Listener | None) -> int:
-    turns = spec.loop.num_iterations
+    iterations = spec.loop.num_iterations
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts(announce=place.rank == 0))
-        driver = stack.enter_context(open_driver(spec, world, place, total_turns=turns))
+        driver = stack.enter_context(open_driver(spec, world, place, total_iterations=iterations))
         if driver.finished:
             return 0
-        driver.summary({"planned": turns, "finished": False})  # one that was finished goes on, with more steps
+        driver.summary({"planned": iterations, "finished": False})  # one that was finished goes on, with more cycles
         pool = stack.enter_context(GradePool(spec.reward))
         if world.rank == 0:
             pool.start()  # its workers import the reward while models are read
@@ -87,35 +87,35 @@ def _run(spec: RunSpec, place: Place, world: TorchWorld, *, fresh: bool, listene
         progress = _restore(driver, spec, models, world)
         leave = lambda: interrupts.requested or driver.leave.asked()  # noqa: E731
         driver.say(f"opening the engines ({spec.engine.settings.kind}) of {', '.join(spec.engine.opened)}")
-        fleet = open_fleet(spec.engine, world, models.tokenizers, models.policies, driver, stack, leave)
+        run_engines = open_engines(spec.engine, world, models.tokenizers, models.policies, driver, stack, leave)
         if driver.tracker is not None:
-            driver.tracker.watch(fleet.loads)
-        table = parts.table(spec, fleet.engines, models.tokenizers, _one_at_a_time(pool.grade), driver)
-        player = None
+            driver.tracker.watch(run_engines.loads)
+        context = builders.context(spec, run_engines.engines, models.tokenizers, _one_at_a_time(pool.grade), driver)
+        collector = None
         if world.rank == 0:
             store = _store(spec, models, driver, progress, fresh)
-            player = _player(spec, models, table, fleet, driver, progress, store)
-            stack.callback(player.close)
+            collector = _collector(spec, models, context, run_engines, driver, progress, store)
+            stack.callback(collector.close)
         trainees = {
-            name: parts.trainee(spec.roles[name], spec.run, policy, fleet.refits.get(name))
+            name: builders.trainee(spec.roles[name], spec.run, policy, run_engines.refits.get(name))
             for name, policy in models.policies.items()
         }
-        memory = DeviceMemory(trainees, next(iter(fleet.colocated), None))
-        hooks = _hooks(spec, world, driver, _Saved(spec.recipe, models, progress, player, memory), interrupts)
+        memory = DeviceMemory(trainees, next(iter(run_engines.colocated), None))
+        hooks = _hooks(spec, world, driver, _Saved(spec.recipe, models, progress, collector, memory), interrupts)
         setup = loop.Setup(
             world=world,
             memory=memory,
             policy_of=spec.policy_of,
             recipe=spec.recipe,
-            table=table,
-            turns=player,
+            context=context,
+            iterations=collector,
             held_out=models.held_out,
-            hooks=hooks if listener is None else listening(hooks, listener, progress, turns),
+            hooks=hooks if listener is None else listening(hooks, listener, progress, iterations),
         )
         started, before = time.monotonic(), _seconds_before(driver)
         driver.leave.begin()
         if listener is not None:
-            listener.begin(turns=turns, turn=progress.number)
+            listener.begin(iterations=iterations, iteration=progress.number)
         stack.enter_context(freeze_garbage_collector())
         finished = loop.train(setup, _plan(spec, models), progress)
         driver.summary(_summary(progress, before + time.monotonic() - started))
@@ -123,7 +123,7 @@ def _run(spec: RunSpec, place: Place, world: TorchWorld, *, fresh: bool, listene
         for sentence in loop.never_learned(progress, setup.policy_of):
             driver.say(f"WARNING: {sentence}")
         if not finished:
-            driver.say(f"saved after turn {progress.number} of {turns}; the same command goes on from there")
+            driver.say(f"saved after iteration {progress.number} of {iterations}; the same command goes on from there")
         if whole:
             memory.clear()
             _finish(spec, world, driver, models, progress, finished=finished)
@@ -134,10 +134,10 @@ def _open_models(spec: RunSpec, driver: Driver, world: TorchWorld) -> _Models:
     driver.say(f"reading tokenizers and data: {spec.data.training['data'].path}")
     tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}
     check_juniors(spec.roles, tokenizers)
-    readers, held_out, rows = parts.prompts(spec, tokenizers)
+    readers, held_out, rows = builders.prompts(spec, tokenizers)
     world.from_driver(driver.compare, spec.models, rows)
     driver.say(f"reading models: {', '.join(n for n, role in spec.roles.items() if role.has_policy)}")
-    return _Models(tokenizers=tokenizers, readers=readers, held_out=held_out, policies=parts.policies(spec))
+    return _Models(tokenizers=tokenizers, readers=readers, held_out=held_out, policies=builders.policies(spec))
 
 
 def _finish(
@@ -173,8 +173,8 @@ def _report(run: Path) -> str:
 
 @contextlib.contextmanager
 def freeze_garbage_collector() -> Iterator[None]:
-    """Keeps Python's garbage collector from looking at libraries and models in the block: it did at least once a turn,
-    for half a second, while all threads waited.
+    """Keeps Python's garbage collector from looking at libraries and models in the block: it did at least once an
+    iteration, for half a second, while all threads waited.
     """
     gc.collect()
     gc.freeze()
@@ -191,14 +191,14 @@ class _Saved:
     recipe: Recipe
     models: _Models
     progress: loop.Progress
-    player: Player | None  # on the driver: only it reads data and plays
+    collector: Collector | None  # on the driver: only it reads data and makes rollouts
     memory: DeviceMemory
 
     def state(self) -> dict[str, Any]:
         """The state of rank 0; empty on the others, whose state nobody writes."""
-        if self.player is None:
+        if self.collector is None:
             return {}
-        return {"progress": self.progress.state_dict(), **self.player.state()}
+        return {"progress": self.progress.state_dict(), **self.collector.state()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,51 +217,51 @@ class _Placed:
         return self.policy.state.saved(wait=wait)
 
 
-def _player(
-    spec: RunSpec, models: _Models, table: Table, fleet: Fleet, driver: Driver,
-    progress: loop.Progress, store: TurnStore,
-) -> Player:  # fmt: skip
-    """Makes the source of the loop's turns, on the driver."""
+def _collector(
+    spec: RunSpec, models: _Models, context: RolloutContext, run_engines: RunEngines, driver: Driver,
+    progress: loop.Progress, store: IterationStore,
+) -> Collector:  # fmt: skip
+    """Makes the source of the loop's iterations, on the driver."""
     recipe, ahead = spec.recipe, spec.loop.rollouts.max_staleness
-    maker: TurnMaker
+    maker: IterationMaker
     if spec.data.replay is not None:
         recorded = open_replay(spec.data.replay, own=driver.directory.path)
-        maker = ReplayPlayer(recipe=recipe, readers=models.readers, recorded=recorded)
+        maker = ReplayMaker(recipe=recipe, readers=models.readers, recorded=recorded)
     else:
-        maker = TurnPlayer(
+        maker = RolloutMaker(
             recipe=recipe,
             readers=models.readers,
-            table=table,
-            prompts_per_step=spec.run.prompts_per_step,
-            uncredited=parts.uncredited(spec),
+            context=context,
+            prompts_per_iteration=spec.run.prompts_per_iteration,
+            uncredited=builders.uncredited(spec),
             own_watch=Stopwatch(driver.watch.beat) if ahead else None,
         )
-    turns = upcoming(spec.loop.schedule, progress.state_dict())
-    return Player(maker, turns, store, max_staleness=ahead, watch=driver.watch, idle=fleet.tend)
+    iterations = upcoming(spec.loop.schedule, progress.state_dict())
+    return Collector(maker, iterations, store, max_staleness=ahead, watch=driver.watch, idle=run_engines.tend)
 
 
 def _store(
     spec: RunSpec, models: _Models, driver: Driver, progress: loop.Progress, fresh: bool
-) -> TurnStore:  # fmt: skip
-    """Opens the store of turns, on the driver, and says how many turns come from it.
+) -> IterationStore:  # fmt: skip
+    """Opens the store of iterations, on the driver, and says how many iterations come from it.
 
-    Turns that were played under other settings or by other code are not taken from it, nor any turn where the run is
-    to be `fresh`: all that is not of the machine counts, and the form of the file.
+    Iterations that were collected under other settings or by other code are not taken from it, nor any iteration where
+    the run is to be `fresh`: all that is not of the machine counts, and the form of the file.
     """
     own = _fingerprint(spec.settings, driver.record.inputs)
-    store = TurnStore(
+    store = IterationStore(
         driver.directory.path / ROLLOUTS, own, keep_every=spec.run.save_rollouts_every,
         decode=lambda role, tokens: decode(models.tokenizers[role], tokens),
     )  # fmt: skip
     left = store.clean(progress.number, fresh=fresh)
     if left.kept:
         driver.say(
-            f"{left.kept} turns come from the store, where the run played them before it stopped; --fresh plays them "
-            "again"
+            f"{left.kept} iterations come from the store, where the run collected them before it stopped; --fresh "
+            "collects them again"
         )
     if left.dropped:
         driver.say(
-            f"{left.dropped} turns that the run played before it stopped are played again: "
+            f"{left.dropped} iterations that the run collected before it stopped are collected again: "
             + ("--fresh asks for it" if fresh else "its settings, code, prompts or data have changed since")
         )
     return store
@@ -289,22 +289,22 @@ def _one_at_a_time(grade: Grade) -> Grade:
 
 
 def _plan(spec: RunSpec, models: _Models) -> loop.Plan:
-    settings, gate = spec.loop, None
-    if settings.gate.enabled:
+    settings, preflight = spec.loop, None
+    if settings.preflight.enabled:
         reader = models.readers[next(iter(spec.recipe.roles()))]
-        gate = GatePlan(
-            settings=settings.gate,
-            prompts=models.held_out or reader.restarted().take(settings.gate.num_prompts),
+        preflight = PreflightPlan(
+            settings=settings.preflight,
+            prompts=models.held_out or reader.restarted().take(settings.preflight.num_prompts),
             wrong_answer=spec.reward.wrong_answer,
             answer_format=spec.reward.answer_format,
             bounds=spec.reward.range,
         )
     return loop.Plan(
-        steps=len(settings.schedule),
+        cycles=len(settings.schedule),
         evaluate_every=settings.evaluation.every,
         evaluate_at_start=settings.evaluation.at_start,
         save_every=spec.run.save_every,
-        gate=gate,
+        preflight=preflight,
         mixed=settings.rollouts.mixed,
         train_without_signal=spec.run.train_without_signal,
     )
@@ -339,13 +339,15 @@ def _hooks(
     )
 
 
-def _show(driver: Driver, tokenizers: Mapping[str, Any], turn: Turn, rollouts: Mapping[str, Sequence[Rollout]]) -> None:
-    """Shows some rollouts of a turn to the sinks that want texts."""
+def _show(
+    driver: Driver, tokenizers: Mapping[str, Any], iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]]
+) -> None:
+    """Shows some rollouts of an iteration to the sinks that want texts."""
     wanted = driver.tracker.num_samples if driver.tracker is not None else 0
     for role, own in rollouts.items():
         samples = [_sample(tokenizers[role], rollout) for rollout in own[:wanted]]
         if samples:
-            driver.show(turn.number, role, samples)
+            driver.show(iteration.number, role, samples)
 
 
 def _sample(tokenizer: Any, rollout: Rollout) -> Sample:
@@ -364,14 +366,14 @@ def _seconds_before(driver: Driver) -> float:
 
 
 def _summary(progress: loop.Progress, seconds: float) -> dict[str, Any]:
-    """Figures of the first and last evaluation as NAME_start and NAME_end, updates by policy, wall-clock seconds."""
-    figures: dict[str, Any] = {
+    """Metrics of the first and last evaluation as NAME_start and NAME_end, updates by policy, wall-clock seconds."""
+    metrics: dict[str, Any] = {
         "finished": False,
         "updates": dict(progress.updates),
-        "turns": progress.number,
+        "iterations": progress.number,
         "seconds": {"wall": seconds},
     }
     for suffix, evaluation in (("start", progress.first_evaluation), ("end", progress.last_evaluation)):
         for name, value in evaluation.items():
-            figures[f"{name.replace('/', '_')}_{suffix}"] = value
-    return figures
+            metrics[f"{name.replace('/', '_')}_{suffix}"] = value
+    return metrics

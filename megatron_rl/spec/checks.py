@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use, read_object
 from megatron_rl.config.data_settings import ALL, TEST, TRAIN, generated_name, generated_names, resolve
@@ -20,8 +20,8 @@ from megatron_rl.config.model import Layout, RoleConfig
 from megatron_rl.config.run import Sinks
 from megatron_rl.config.schema import HELD_OUT
 from megatron_rl.models import registry
-from megatron_rl.models.adapters import adapter_problems
 from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
+from megatron_rl.models.lora_targets import adapter_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.models.sizes import Features, Sizes
 from megatron_rl.spec.run_spec import EngineSpec, RunSpec, SftSpec, Spec, TrainingSpec
@@ -198,8 +198,8 @@ def _sft_problems(spec: SftSpec) -> Iterator[str]:
             f"micro_batch_tokens = {role.micro_batch_tokens} is less than data.max_tokens = {spec.data.max_tokens}: "
             "one pair would not fit; raise micro_batch_tokens or lower data.max_tokens"
         )
-    if spec.run.steps is not None:
-        yield f"run.steps = {spec.run.steps}: SFT has its own `steps`; set that, and run.steps to null"
+    if spec.run.cycles is not None:
+        yield f"run.cycles = {spec.run.cycles}: SFT has its own `steps`; set that, and run.cycles to null"
 
 
 def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -> list[str]:
@@ -334,16 +334,16 @@ def recipe_problems(spec: RunSpec) -> list[str]:
     found = [f"roles.{n} is missing" for n in parts if n not in spec.roles]
     found += [f"roles.{n} is not one of its roles" for n in spec.roles if n not in parts]
     if found:
-        return [f"recipe {target} plays with the roles {', '.join(parts)}: {'; '.join(found)}"]
+        return [f"recipe {target} has the roles {', '.join(parts)}: {'; '.join(found)}"]
     found = [
         f"roles.{name}.policy = 'none', and recipe {target} trains that role: set policy to own"
         for name, part in parts.items()
         if part.trained and spec.roles[name].policy == "none"
     ]
-    if spec.run.steps is not None and spec.run.steps > (steps := len(recipe.schedule())):
+    if spec.run.cycles is not None and spec.run.cycles > (cycles := len(recipe.schedule())):
         found.append(
-            f"run.steps = {spec.run.steps}, but the recipe plans {steps} steps: raise its updates (recipe.args), or "
-            "set run.steps to null"
+            f"run.cycles = {spec.run.cycles}, but the recipe plans {cycles} cycles: raise its updates (recipe.args), "
+            "or set run.cycles to null"
         )
     found += _said(recipe.check, spec)
     for name, role in spec.roles.items():
@@ -362,7 +362,7 @@ def _signal_problems(spec: RunSpec) -> list[str]:
     if bounds != (0.0, 1.0) and ("w_reinforce" in estimator or recipe.needs_shares):
         why = "this recipe understands rewards from 0 to 1 alone"
         if "w_reinforce" in estimator:
-            why = "recipe.args.estimator = 'w_reinforce' tells right answers by scores above 0.5"
+            why = "recipe.args.estimator = 'w_reinforce' tells correct answers by scores above 0.5"
         found.append(f"reward.range = {list(bounds)}: {why}; scale the reward to [0, 1]")
     for name, part in {} if spec.run.train_without_signal else recipe.roles().items():
         role = spec.roles[name]
@@ -374,9 +374,9 @@ def _signal_problems(spec: RunSpec) -> list[str]:
                 f"roles.{name}.sampling.{why[0]}: all {part.samples} samples of a problem are the same text, so that "
                 "no group has anything to learn from; draw them with temperature 1.0 and top_k 0"
             )
-        if part.samples * spec.run.prompts_per_step == 1 and "reinforce_pp" in estimator:
+        if part.samples * spec.run.prompts_per_iteration == 1 and "reinforce_pp" in estimator:
             found.append(
-                "run.prompts_per_step = 1 with one sample: the estimator compares the rollouts of a batch, and there "
-                "is one alone; raise run.prompts_per_step or recipe.args.group_size"
+                "run.prompts_per_iteration = 1 with one sample: the estimator compares the rollouts of a batch, and "
+                "there is one alone; raise run.prompts_per_iteration or recipe.args.group_size"
             )
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_rl.config.base import read_object
 from megatron_rl.config.model import RoleConfig
 from megatron_rl.models import registry
-from megatron_rl.models.adapters import num_elements, owners
+from megatron_rl.models.lora_targets import num_elements, owners
 from megatron_rl.spec.run_spec import RunSpec, Spec
 
 
@@ -51,20 +51,20 @@ def explain_recipe(spec: RunSpec) -> list[str]:
     parts = spec.recipe.roles()
     trained = [name for name, part in parts.items() if part.trained]
     lines = [_update(spec, name, parts[name].samples) for name in trained]
-    turns = [turn for step in spec.loop.schedule for turn in step]
+    iterations = [iteration for cycle in spec.loop.schedule for iteration in cycle]
     for name in trained:
-        first = next((i for i, turn in enumerate(turns) if set(turn) & {*trained} - {name}), None)
-        own = [i for i, turn in enumerate(turns) if name in turn]
+        first = next((i for i, iteration in enumerate(iterations) if set(iteration) & {*trained} - {name}), None)
+        own = [i for i, iteration in enumerate(iterations) if name in iteration]
         if not own:
-            lines.append(f"note: {name} has no turn in a run of this length: it is not trained")
+            lines.append(f"note: {name} has no iteration in a run of this length: it is not trained")
         elif first is not None and own[-1] < first:
-            lines.append(f"note: {name} is trained in the first {len(own)} turns alone, before any other role is")
+            lines.append(f"note: {name} is trained in the first {len(own)} iterations alone, before any other role is")
     return lines
 
 
 def _update(spec: RunSpec, name: str, group_size: int) -> str:
     """Describes an update of one role: P prompts x G samples = S samples, S / B optimizer steps, most tokens."""
-    role, prompts = spec.roles[name], spec.run.prompts_per_step
+    role, prompts = spec.roles[name], spec.run.prompts_per_iteration
     samples = prompts * group_size
     batch = role.samples_per_optimizer_step or samples
     longest = samples * (role.max_prompt_tokens + role.sampling.max_tokens)

@@ -12,7 +12,7 @@ from megatron_rl.config.engines import Servers
 from megatron_rl.config.model import CORRECTION_AHEAD, Model, RoleConfig
 from megatron_rl.config.schema import HELD_OUT, EvalConfig, GenerateConfig, SftConfig, TrainConfig
 from megatron_rl.models import registry
-from megatron_rl.spec import absent, checks, server_gpus
+from megatron_rl.spec import checks, missing_files, server_gpus
 from megatron_rl.spec.run_spec import (
     ClusterSpec,
     DataSpec,
@@ -46,8 +46,8 @@ def resolve(config: Config, ranks: int, *, to_come: bool = False, here: Host | N
     spec, problems = specify(config, ranks)
     problems = checks.problems(spec, to_come=to_come) + problems
     if not problems and here is not None:
-        problems = [text for one in absent.absent_files(spec) if (text := one.problem) is not None]
-        problems += absent.server_problems(spec.engine) + absent.sandbox_problems(spec.settings)
+        problems = [text for one in missing_files.absent_files(spec) if (text := one.problem) is not None]
+        problems += missing_files.server_problems(spec.engine) + missing_files.sandbox_problems(spec.settings)
         problems += server_gpus.device_problems(spec.engine, here.ranks) if here.gpus else []
     if problems:
         raise ConfigError("\n  ".join(problems))
@@ -91,10 +91,10 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
         recipe=recipe,
         data=DataSpec(training=training, held_out=config.evaluation.prompts, replay=replay),
         loop=LoopSpec(
-            schedule=() if recipe is None else tuple(map(tuple, recipe.schedule()[: config.run.steps])),
+            schedule=() if recipe is None else tuple(map(tuple, recipe.schedule()[: config.run.cycles])),
             evaluation=config.evaluation,
             rollouts=config.rollouts,
-            gate=dataclasses.replace(config.gate, enabled=config.gate.enabled and replay is None),
+            preflight=dataclasses.replace(config.preflight, enabled=config.preflight.enabled and replay is None),
         ),
     )
     return spec, problems

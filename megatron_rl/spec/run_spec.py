@@ -15,7 +15,7 @@ from megatron_rl.config.datasets import PromptSet, SftData
 from megatron_rl.config.engines import Embedded, RefitConfig, Rollouts, Servers
 from megatron_rl.config.evaluation import EvalConfig, Evaluation, Reward
 from megatron_rl.config.model import Model, RoleConfig
-from megatron_rl.config.run import Gate, JobConfig, Launch, Run, Sinks
+from megatron_rl.config.run import JobConfig, Launch, Preflight, Run, Sinks
 from megatron_rl.config.schema import GenerateConfig
 
 
@@ -71,7 +71,7 @@ class LoopSpec:
     schedule: tuple[tuple[tuple[str, ...], ...], ...]  # cycles -> iterations of the cycle -> roles that are trained
     evaluation: Evaluation  # when to evaluate, and on how many problems
     rollouts: Rollouts  # how far rollouts may be ahead of training
-    gate: Gate  # checks before the first update; a replay has none
+    preflight: Preflight  # checks before the first update; a replay has none
 
     @property
     def num_iterations(self) -> int:
@@ -152,7 +152,7 @@ class RunSpec(TrainingSpec):
     """The specification of `megatron-rl train`."""
 
     engine: EngineSpec
-    recipe: Any  # the recipe that was built from the config (training.turns.Recipe)
+    recipe: Any  # the recipe that was built from the config (training.iteration.Recipe)
     data: DataSpec
     reward: Reward
     loop: LoopSpec

@@ -9,7 +9,7 @@ from megatron_rl.spec.run_spec import EngineSpec
 
 def number_problems(engine: EngineSpec) -> list[str]:
     """Returns a sentence for each GPU number that is given twice, and for fewer numbers than the servers need, whatever
-    the machine is. No numbers at all are right on a CPU.
+    the machine is. No numbers at all are correct on a CPU.
     """
     settings = engine.settings
     if not isinstance(settings, Servers):

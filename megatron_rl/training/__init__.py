@@ -1,1 +1,2 @@
-"""The training loop: turns, the player that makes rollouts, the gate, and the way of a batch to the ranks."""
+"""The training loop: iterations, the collector that makes rollouts, the preflight, and the way of a batch to the
+ranks."""

@@ -9,15 +9,15 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from megatron_rl.training import gate
-from megatron_rl.training.memory import DeviceMemory
-from megatron_rl.training.turns import Played, Recipe, Schedule, Table, Turn
+from megatron_rl.training import preflight
+from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext, Schedule
 from megatron_rl.training.update import Trainee, update
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.world import World
 
 ROUNDING = 1e-6  # the mean of equal rewards may miss them by 1e-16, which a group's std + 1e-6 divides
-# Figures that show why a turn had nothing to learn from, by the names that recipes log.
+# Metrics that show why an iteration had nothing to learn from, by the names that recipes log.
 TELLING = (
     "groups_without_signal", "alike", "groups_alike", "reward/trained", "outcome_of_all", "samples", "rounds",
     "ungraded", "graded/timeout", "graded/error",
@@ -28,19 +28,20 @@ class NothingTrained(RuntimeError):
     """A run that executed no update: it must not look like a success."""
 
 
-class Turns(Protocol):
-    """The giver of the loop's turns, on the driver: training.player.Player, from a recipe or from a recording."""
+class IterationSource(Protocol):
+    """The giver of the loop's iterations, on the driver: training.collector.Collector, from a recipe or from a
+    recording."""
 
-    def take(self, turn: Turn) -> Played:
-        """The rollouts of the turn that is due."""
+    def take(self, iteration: Iteration) -> Collected:
+        """The rollouts of the iteration that is due."""
         ...
 
     def trained(self) -> None:
-        """Tells that the turn taken last is done and its engines have the new weights."""
+        """Tells that the iteration taken last is done and its engines have the new weights."""
         ...
 
     def saved(self, number: int) -> None:
-        """Tells that a checkpoint holds all turns before `number`."""
+        """Tells that a checkpoint holds all iterations before `number`."""
         ...
 
 
@@ -48,14 +49,14 @@ class Turns(Protocol):
 class Plan:
     """The length of a run, and how often it evaluates and saves.
 
-    `evaluate_every` and `save_every` count steps; 0: only at the end.
+    `evaluate_every` and `save_every` count cycles; 0: only at the end.
     """
 
-    steps: int
+    cycles: int
     evaluate_every: int = 0
     evaluate_at_start: bool = True
     save_every: int = 0
-    gate: gate.GatePlan | None = None
+    preflight: preflight.PreflightPlan | None = None
     mixed: Literal["keep", "rescore", "drop"] = "keep"  # rollouts that several weight versions wrote
     train_without_signal: bool = False  # true: an update whose advantages are all 0 takes its optimizer steps too
 
@@ -64,20 +65,21 @@ class Plan:
 class Hooks:
     """The actions of a run beside training.
 
-    Every rank calls `save`, `settle`, `log` and `say`; rank 0 alone calls `turn_done` and `should_stop`.
+    Every rank calls `save`, `settle`, `log` and `say`; rank 0 alone calls `iteration_done` and `should_stop`.
 
-    `save` begins a checkpoint; it and `settle` (True: wait for it) tell the number of turns of one that has become
+    `save` begins a checkpoint; it and `settle` (True: wait for it) tell the number of iterations of one that has become
     complete.
     """
 
-    log: Callable[..., None]  # (step, scope, metrics, *, turn)
-    save: Callable[[int], int | None] = lambda number: number  # number of turns done
+    log: Callable[..., None]  # (cycle, scope, metrics, *, iteration)
+    save: Callable[[int], int | None] = lambda number: number  # number of iterations done
     settle: Callable[[bool], int | None] = lambda wait: None
-    turn_done: Callable[[int], None] = lambda number: None  # number of turns done
-    # A signal, the time limit or a program that listens asks to save and leave; asked after turns and evaluations.
+    iteration_done: Callable[[int], None] = lambda number: None  # number of iterations done
+    # A signal, the time limit or a program that listens asks to save and leave; asked after iterations and evaluations.
     should_stop: Callable[[], bool] = lambda: False
     say: Callable[[str], None] = lambda text: None  # tells a person what takes time now
-    show: Callable[[Turn, Mapping[str, Sequence[Rollout]]], None] = lambda turn, rollouts: None  # on the driver alone
+    # on the driver alone
+    show: Callable[[Iteration, Mapping[str, Sequence[Rollout]]], None] = lambda iteration, rollouts: None
 
 
 @dataclass(kw_only=True)
@@ -85,42 +87,46 @@ class Progress:
     """The place where a run stands: a checkpoint's JSON values. The loop moves it; all but `kept`, which the driver
     has, is the same on every rank."""
 
-    step: int = 0
-    index: int = 0  # turns done of this step
-    number: int = 0  # turns done in all
-    turns: dict[str, int] = field(default_factory=dict)  # turns done by role
+    cycle: int = 0
+    index: int = 0  # iterations done of this cycle
+    number: int = 0  # iterations done in all
+    iterations: dict[str, int] = field(default_factory=dict)  # iterations done by role
     updates: dict[str, int] = field(default_factory=dict)  # updates executed by policy: the version of its weights
-    evaluated: int = -1  # step of the last evaluation
-    saved: int = -1  # turns done at the last checkpoint
+    evaluated: int = -1  # cycle of the last evaluation
+    saved: int = -1  # iterations done at the last checkpoint
     first_evaluation: dict[str, float] = field(default_factory=dict)
     last_evaluation: dict[str, float] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)  # Table.kept
-    last_figures: dict[str, dict[str, float]] = field(default_factory=dict)  # of each role's last turn, on the driver
+    kept: dict[str, Any] = field(default_factory=dict)  # RolloutContext.kept
+    # of each role's last iteration, on the driver
+    last_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "last_figures"}
+        return {name: value for name, value in asdict(self).items() if name != "last_metrics"}
 
-    def next_turn(self, roles: tuple[str, ...]) -> Turn:
-        return Turn(step=self.step, index=self.index, roles=roles, number=self.number, updates=dict(self.turns))
+    def next_iteration(self, roles: tuple[str, ...]) -> Iteration:
+        return Iteration(
+            cycle=self.cycle, index=self.index, roles=roles, number=self.number, updates=dict(self.iterations)
+        )
 
-    def turn_done(self, turn: Turn) -> None:
+    def iteration_done(self, iteration: Iteration) -> None:
         self.index, self.number = self.index + 1, self.number + 1
-        for role in turn.roles:
-            self.turns[role] = self.turns.get(role, 0) + 1
+        for role in iteration.roles:
+            self.iterations[role] = self.iterations.get(role, 0) + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """The parts of a run. `memory` has every policy by its name, trained or not; `policy_of` names the policy of each
-    trained role (another role's, where two roles share one). `table`, `turns` and `held_out` are used on rank 0 alone.
+    trained role (another role's, where two roles share one). `context`, `iterations` and `held_out` are used on rank 0
+    alone.
     """
 
     world: World
     memory: DeviceMemory
     policy_of: Mapping[str, str]
     recipe: Recipe
-    table: Table
-    turns: Turns | None  # None on all ranks but the driver
+    context: RolloutContext
+    iterations: IterationSource | None  # None on all ranks but the driver
     held_out: Sequence[Prompt] = ()
     hooks: Hooks
 
@@ -130,37 +136,38 @@ class Setup:
 
 
 def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
-    """Plays, updates and refits turn by turn as the recipe's schedule says. Every rank runs this same code.
+    """Collects rollouts, updates and refits iteration by iteration as the recipe's schedule says. Every rank runs this
+    same code.
 
-    Goes on from `progress` and moves it. Returns True when all steps are done, False when asked to leave (after
-    saving). Raises NothingTrained when no update was executed, GateFailure before the first one, and whatever a part
-    raises, on every rank.
+    Goes on from `progress` and moves it. Returns True when all cycles are done, False when asked to leave (after
+    saving). Raises NothingTrained when no update was executed, PreflightFailure before the first one, and whatever a
+    part raises, on every rank.
     """
-    schedule = setup.recipe.schedule()[: plan.steps]
+    schedule = setup.recipe.schedule()[: plan.cycles]
     if not any(schedule):
-        raise NothingTrained(f"{plan.steps} steps hold no turn: set run.steps or the recipe's updates above 0")
+        raise NothingTrained(f"{plan.cycles} cycles hold no iteration: set run.cycles or the recipe's updates above 0")
     _start(setup, plan, progress)
     told = False
-    while progress.step < len(schedule):
+    while progress.cycle < len(schedule):
         before = progress.evaluated
         if _evaluate_if_due(setup, plan, progress, len(schedule)) and _asked_to_stop(setup):
-            progress.evaluated = before  # a checkpoint comes before its step's evaluation
+            progress.evaluated = before  # a checkpoint comes before its cycle's evaluation
             _leave(setup, progress)
             return False
         if not told:
             setup.hooks.say("writing the first rollouts")
             told = True
-        for roles in schedule[progress.step][progress.index :]:
-            _turn(setup, plan, progress, roles)
+        for roles in schedule[progress.cycle][progress.index :]:
+            _iteration(setup, plan, progress, roles)
             _settle(setup, wait=False)
             if setup.world.rank == 0:
-                setup.hooks.turn_done(progress.number)
+                setup.hooks.iteration_done(progress.number)
             if _asked_to_stop(setup):
-                _end_step(schedule, progress)
+                _end_cycle(schedule, progress)
                 _leave(setup, progress)
                 return False
-        _end_step(schedule, progress)
-        if plan.save_every and progress.step % plan.save_every == 0:
+        _end_cycle(schedule, progress)
+        if plan.save_every and progress.cycle % plan.save_every == 0:
             _save(setup, progress)
     if not sum(progress.updates.values()):
         raise NothingTrained(_why_nothing(progress))
@@ -176,38 +183,40 @@ def _asked_to_stop(setup: Setup) -> bool:
 
 
 def _leave(setup: Setup, progress: Progress) -> None:
-    """Saves what is not saved yet. Before the first turn there is nothing."""
+    """Saves what is not saved yet. Before the first iteration there is nothing."""
     if progress.number:
         _save(setup, progress)
     _settle(setup, wait=True)
 
 
 def never_learned(progress: Progress, policy_of: Mapping[str, str]) -> list[str]:
-    """Returns a sentence for each trained role that had turns, and whose policy had no update."""
-    idle = [role for role, name in policy_of.items() if progress.turns.get(role) and not progress.updates.get(name)]
+    """Returns a sentence for each trained role that had iterations, and whose policy had no update."""
+    idle = [
+        role for role, name in policy_of.items() if progress.iterations.get(role) and not progress.updates.get(name)
+    ]
     return [
-        f"{role} never learned: {progress.turns[role]} turns and no update, as every group of its samples had equal "
-        f"rewards, or was left out{_last_figures(progress, [role])}"
+        f"{role} never learned: {progress.iterations[role]} iterations and no update, as every group of its samples "
+        f"had equal rewards, or was left out{_last_metrics(progress, [role])}"
         for role in idle
     ]
 
 
-def _last_figures(progress: Progress, roles: Iterable[str]) -> str:
-    """Returns the figures of the roles' last turns that show why there was nothing to learn from, in brackets."""
+def _last_metrics(progress: Progress, roles: Iterable[str]) -> str:
+    """Returns the metrics of the roles' last iterations that show why there was nothing to learn from, in brackets."""
     shown = {
         role: ", ".join(f"{name} = {found[name]:.4g}" for name in TELLING if name in found)
         for role in roles
-        if (found := progress.last_figures.get(role))
+        if (found := progress.last_metrics.get(role))
     }
-    figures = "; ".join(f"{role}: {text}" for role, text in shown.items() if text)
-    return f" (the last turn's figures: {figures})" if figures else ""
+    metrics = "; ".join(f"{role}: {text}" for role, text in shown.items() if text)
+    return f" (the last iteration's metrics: {metrics})" if metrics else ""
 
 
 def _why_nothing(progress: Progress) -> str:
-    """Returns why no turn had anything to learn from, by the figures of the last turn that show it."""
-    told = _last_figures(progress, progress.last_figures)
+    """Returns why no iteration had anything to learn from, by the metrics of the last iteration that show it."""
+    told = _last_metrics(progress, progress.last_metrics)
     return (
-        f"{progress.number} turns and no update: every group of samples had equal rewards, or was left out{told}. "
+        f"{progress.number} iterations and no update: every group of samples had equal rewards, or was left out{told}. "
         "Where the reward is the least there is, the model solves nothing, or the reward does not understand its "
         "answers; where it is the greatest, the problems are too easy; where graded/error or graded/timeout counts, "
         "the reward failed. The answers stand in the run's rollouts: megatron-rl report RUN"
@@ -215,87 +224,87 @@ def _why_nothing(progress: Progress) -> str:
 
 
 def _start(setup: Setup, plan: Plan, progress: Progress) -> None:
-    """Puts policies to sleep that sleep between their turns, gives every engine its policy's weights, and tries the
-    gate.
+    """Puts policies to sleep that sleep between their iterations, gives every engine its policy's weights, and tries
+    the preflight.
     """
-    watch = setup.table.watch
+    watch = setup.context.watch
     setup.memory.start()
     setup.hooks.say("giving the engines the policies' weights")
     with watch("refit"):
         setup.memory.clear([name for name, trainee in setup.trainees.items() if trainee.refit is not None])
         for name in setup.trainees:
             _refit(setup, progress, name)
-    if plan.gate is not None:
-        setup.hooks.say("gate: trying the reward and the log-probabilities of the engines")
-        with watch("gate"):
-            found = gate.check(setup.world, setup.table, setup.recipe, setup.memory, plan.gate)
+    if plan.preflight is not None:
+        setup.hooks.say("preflight: trying the reward and the log-probabilities of the engines")
+        with watch("preflight"):
+            found = preflight.check(setup.world, setup.context, setup.recipe, setup.memory, plan.preflight)
         if found and progress.number == 0:
-            setup.hooks.log(progress.step, "gate", found, turn=0)
+            setup.hooks.log(progress.cycle, "preflight", found, iteration=0)
 
 
-def _turn(setup: Setup, plan: Plan, progress: Progress, roles: tuple[str, ...]) -> None:
-    """Takes a turn's rollouts and updates every policy that has some, in the order of the roles."""
-    turn = progress.next_turn(roles)
-    due = _Due(setup, plan, turn)
+def _iteration(setup: Setup, plan: Plan, progress: Progress, roles: tuple[str, ...]) -> None:
+    """Takes an iteration's rollouts and updates every policy that has some, in the order of the roles."""
+    iteration = progress.next_iteration(roles)
+    due = _Due(setup, plan, iteration)
     setup.memory.generate()
     found = setup.world.from_driver(due.take)
     learning = [name for name, signal in found if signal]
     for name, signal in found:
         version = progress.updates.get(name, 0)
-        figures = {"skipped": 0.0 if signal else 1.0}  # no signal: equal rewards, or no rollouts
+        metrics = {"skipped": 0.0 if signal else 1.0}  # no signal: equal rewards, or no rollouts
         if signal:
-            with setup.table.watch("train"), setup.memory.train(name, learning):
+            with setup.context.watch("train"), setup.memory.train(name, learning):
                 trainee = setup.trainees[name]
-                figures |= update(setup.world, trainee, due.usable.get(name), rescore=plan.mixed == "rescore")
+                metrics |= update(setup.world, trainee, due.usable.get(name), rescore=plan.mixed == "rescore")
             progress.updates[name] = version + 1
-            with setup.table.watch("refit"):
+            with setup.context.watch("refit"):
                 _refit(setup, progress, name)
-        figures["update"] = float(progress.updates.get(name, 0))  # of the policy, with this one
+        metrics["update"] = float(progress.updates.get(name, 0))  # of the policy, with this one
         for role in (r for r in roles if setup.policy_of[r] == name):
             shown = due.metrics(role, version)
-            progress.last_figures[role] = shown
-            setup.hooks.log(turn.step, role, shown | figures, turn=turn.number)
+            progress.last_metrics[role] = shown
+            setup.hooks.log(iteration.cycle, role, shown | metrics, iteration=iteration.number)
     if setup.world.rank == 0:
-        setup.hooks.show(turn, due.rollouts)
-    progress.turn_done(turn)
-    if setup.turns is not None:
-        setup.turns.trained()
+        setup.hooks.show(iteration, due.rollouts)
+    progress.iteration_done(iteration)
+    if setup.iterations is not None:
+        setup.iterations.trained()
 
 
 class _Due:
-    """The turn that is due: its rollouts and figures, which stay on the driver."""
+    """The iteration that is due: its rollouts and metrics, which stay on the driver."""
 
-    def __init__(self, setup: Setup, plan: Plan, turn: Turn) -> None:
-        self._setup, self._plan, self._turn = setup, plan, turn
-        self._played = Played(rollouts={}, metrics={})
+    def __init__(self, setup: Setup, plan: Plan, iteration: Iteration) -> None:
+        self._setup, self._plan, self._iteration = setup, plan, iteration
+        self._collected = Collected(rollouts={}, metrics={})
         self.usable: dict[str, list[Rollout]] = {}  # by policy
 
     def take(self) -> list[tuple[str, bool]]:
         """Gets the rollouts, on the driver.
 
-        Returns for each policy of the turn, in order, whether there is something to learn from.
+        Returns for each policy of the iteration, in order, whether there is something to learn from.
         """
-        assert self._setup.turns is not None, "turns are taken on the driver"
-        self._played = self._setup.turns.take(self._turn)
-        for role in self._turn.roles:
-            usable = [r for r in self._played.rollouts.get(role, ()) if self._is_usable(r)]
+        assert self._setup.iterations is not None, "iterations are taken on the driver"
+        self._collected = self._setup.iterations.take(self._iteration)
+        for role in self._iteration.roles:
+            usable = [r for r in self._collected.rollouts.get(role, ()) if self._is_usable(r)]
             self.usable.setdefault(self._setup.policy_of[role], []).extend(usable)
         return [(name, self._has_signal(name)) for name in self.usable]
 
     @property
     def rollouts(self) -> Mapping[str, Sequence[Rollout]]:
-        """Returns the turn's rollouts by role; none on other ranks than the driver."""
-        return self._played.rollouts
+        """Returns the iteration's rollouts by role; none on other ranks than the driver."""
+        return self._collected.rollouts
 
     def metrics(self, role: str, version: int) -> dict[str, float]:
-        """Figures of the role's rollouts, none on other ranks than the driver.
+        """Metrics of the role's rollouts, none on other ranks than the driver.
 
         `version`: of the policy before its update.
         """
-        rollouts = self._played.rollouts.get(role)
+        rollouts = self._collected.rollouts.get(role)
         if rollouts is None:
             return {}
-        return {**self._played.metrics.get(role, {}), **_ages(rollouts, version)}
+        return {**self._collected.metrics.get(role, {}), **_ages(rollouts, version)}
 
     def _is_usable(self, rollout: Rollout) -> bool:
         return rollout.num_trainable > 0 and not (self._plan.mixed == "drop" and len(rollout.versions) > 1)
@@ -318,53 +327,53 @@ def _refit(setup: Setup, progress: Progress, name: str) -> None:
             refit(progress.updates.get(name, 0))
 
 
-def _end_step(schedule: Schedule, progress: Progress) -> None:
-    """Moves to the next step when this one's turns are done."""
-    if progress.index >= len(schedule[progress.step]):
-        progress.step, progress.index = progress.step + 1, 0
+def _end_cycle(schedule: Schedule, progress: Progress) -> None:
+    """Moves to the next cycle when this one's iterations are done."""
+    if progress.index >= len(schedule[progress.cycle]):
+        progress.cycle, progress.index = progress.cycle + 1, 0
 
 
-def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, steps: int) -> bool:
-    """Evaluates at the start, every so many steps, and at the end, and returns whether it did. The step's checkpoint
-    comes first: a run that goes on from it evaluates again, with the same figures, so that the two write the same
+def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, cycles: int) -> bool:
+    """Evaluates at the start, every so many cycles, and at the end, and returns whether it did. The cycle's checkpoint
+    comes first: a run that goes on from it evaluates again, with the same metrics, so that the two write the same
     lines.
     """
-    step = progress.step
-    at_start, at_end = step == 0 and plan.evaluate_at_start, step >= steps
-    regular = plan.evaluate_every > 0 and step > 0 and step % plan.evaluate_every == 0
-    wanted = progress.index == 0 and progress.evaluated != step and (at_start or at_end or regular)
+    cycle = progress.cycle
+    at_start, at_end = cycle == 0 and plan.evaluate_at_start, cycle >= cycles
+    regular = plan.evaluate_every > 0 and cycle > 0 and cycle % plan.evaluate_every == 0
+    wanted = progress.index == 0 and progress.evaluated != cycle and (at_start or at_end or regular)
     if not setup.world.broadcast(wanted and bool(setup.held_out)):
         return False
-    table = replace(setup.table, kept=progress.kept)
+    context = replace(setup.context, kept=progress.kept)
     setup.memory.generate()
-    setup.hooks.say(f"evaluating {len(setup.held_out)} held-out problems after step {step}")
-    figures = setup.world.from_driver(setup.recipe.evaluate, setup.held_out, table)
-    progress.evaluated, progress.last_evaluation = step, figures
+    setup.hooks.say(f"evaluating {len(setup.held_out)} held-out problems after cycle {cycle}")
+    metrics = setup.world.from_driver(setup.recipe.evaluate, setup.held_out, context)
+    progress.evaluated, progress.last_evaluation = cycle, metrics
     if not progress.first_evaluation:
-        progress.first_evaluation = figures
-    setup.hooks.log(step, "eval", figures, turn=progress.number)
+        progress.first_evaluation = metrics
+    setup.hooks.log(cycle, "eval", metrics, iteration=progress.number)
     return True
 
 
 def _save(setup: Setup, progress: Progress) -> None:
-    """Saves once per number of turns."""
+    """Saves once per number of iterations."""
     if progress.saved == progress.number:
         return
     progress.saved = progress.number
-    with setup.table.watch("save"):
+    with setup.context.watch("save"):
         setup.memory.clear()
         _complete(setup, setup.hooks.save(progress.number))
 
 
 def _settle(setup: Setup, *, wait: bool) -> None:
-    with setup.table.watch("save"):
+    with setup.context.watch("save"):
         _complete(setup, setup.hooks.settle(wait))
 
 
 def _complete(setup: Setup, number: int | None) -> None:
-    """Tells the player of a complete checkpoint: turns before it are never played again."""
-    if number is not None and setup.turns is not None:
-        setup.turns.saved(number)
+    """Tells the collector of a complete checkpoint: iterations before it are never collected again."""
+    if number is not None and setup.iterations is not None:
+        setup.iterations.saved(number)
 
 
 def _ages(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:

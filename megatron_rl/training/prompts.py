@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.chat import ChatError, ChatTokenizer, UserText, tokenize, tokenizer_of
+from megatron_rl.chat_template import ChatError, ChatTokenizer, UserText, tokenize, tokenizer_of
 from megatron_rl.config.schema import ConfigError, Model, PromptSet, RoleConfig
 from megatron_rl.data.conversations import MESSAGES, shape_of
 from megatron_rl.data.problems import Problem, PromptReader, read_problems
 from megatron_rl.data.rows import DataError
-from megatron_rl.training.turns import Recipe
+from megatron_rl.training.iteration import Recipe
 from megatron_rl.vocabulary import Vocabulary, check_vocabularies
 
 Encode = Callable[[Mapping[str, Any]], list[int]]  # a problem's values -> its prompt's tokens

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.engines.base import Completion, EngineError, Sampling, TandemSampling
-from megatron_rl.training.turns import Table
+from megatron_rl.engines.protocol import Completion, EngineError, Sampling, TandemSampling
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, spans_of
 
 SHARE_SLACK = 0.2  # by which the senior's share of a tandem's tokens may miss what is expected
@@ -19,10 +19,10 @@ SHARE_DEVIATIONS = 3.0  # standard deviations that it may miss it by, where few 
 ROUNDING = 1e-6  # advantages below it are what rounding leaves of equal rewards
 
 
-def sample(table: Table, role: str, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
+def sample(context: RolloutContext, role: str, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
     """Draws [P] prompts -> [P * n] rollouts. The n of one prompt are adjacent and share a group of their own, whatever
     its id."""
-    draws = Draws(table, role, sampling)
+    draws = Draws(context, role, sampling)
     for i, prompt in enumerate(prompts):
         draws.ask(i, prompt)
     found = dict(draws.answers())
@@ -32,11 +32,11 @@ def sample(table: Table, role: str, prompts: Sequence[Prompt], sampling: Samplin
 class Draws:
     """Rollouts of prompts that become known one after the other, drawn in one session with a role's engine."""
 
-    def __init__(self, table: Table, role: str, sampling: Sampling) -> None:
-        self._engine, self._role, self._sampling = table.engines[role], role, sampling
-        self._partner_weight = table.partner_weights.get(role, 0.0)
+    def __init__(self, context: RolloutContext, role: str, sampling: Sampling) -> None:
+        self._engine, self._role, self._sampling = context.engines[role], role, sampling
+        self._partner_weight = context.partner_weights.get(role, 0.0)
         self._prompts: dict[int, Prompt] = {}
-        self.session = table.session(role)
+        self.session = context.session(role)
 
     def ask(self, index: int, prompt: Prompt) -> None:
         """Asks for the n rollouts of a prompt. `index` names its group: another one for every ask."""
@@ -151,14 +151,14 @@ def measure(rollouts: Sequence[Rollout]) -> dict[str, float]:
     for rollout in rollouts:
         for name, value in rollout.rewards.items():
             rewards[name].append(value)
-    figures = {f"reward/{name}": fmean(values) for name, values in sorted(rewards.items())}
-    figures |= {"length": fmean(lengths), "finished": fmean(float(r.stop.finished) for r in rollouts)}
-    figures |= {"samples": float(len(rollouts)), "tokens": float(sum(lengths))}
+    metrics = {f"reward/{name}": fmean(values) for name, values in sorted(rewards.items())}
+    metrics |= {"length": fmean(lengths), "finished": fmean(float(r.stop.finished) for r in rollouts)}
+    metrics |= {"samples": float(len(rollouts)), "tokens": float(sum(lengths))}
     if any((r.spans[:, 2] == Author.PARTNER).any() for r in rollouts):
-        figures["senior_share"] = _senior_share(rollouts)
+        metrics["senior_share"] = _senior_share(rollouts)
         written = [r.spans[r.spans[:, 2] != Author.ENVIRONMENT, 2] for r in rollouts]
-        figures["switches"] = fmean(int(np.count_nonzero(np.diff(authors))) for authors in written)
-    return figures
+        metrics["switches"] = fmean(int(np.count_nonzero(np.diff(authors))) for authors in written)
+    return metrics
 
 
 def mean_reward(rollouts: Sequence[Rollout], reward: str) -> float:

@@ -1,4 +1,5 @@
-"""Keeps the turns of a run on disk, one Parquet file each: for a killed run, playing ahead, replays and the report."""
+"""Keeps the iterations of a run on disk, one Parquet file each: for a killed run, collecting ahead, replays and the
+report."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors import SafetensorError
 
-from megatron_rl.run.disk import push
-from megatron_rl.run.lines import RESUME, DiskError
-from megatron_rl.training.rollout_table import (
+from megatron_rl.run.atomic_files import push
+from megatron_rl.run.json_lines import RESUME, DiskError
+from megatron_rl.training.iteration import Collected, Iteration
+from megatron_rl.training.rollout_parquet import (
     EXACT,
     READABLE,
     REPEATED,
@@ -30,15 +32,14 @@ from megatron_rl.training.rollout_table import (
     pieces_of,
     to_table,
 )
-from megatron_rl.training.turns import Played, Turn
 from megatron_rl.types import STEP, Rollout
 
 FORMAT = 4  # of a file; a file of another format is not read
-ROLLOUTS = "rollouts"  # the directory of the turns within a run's
+ROLLOUTS = "rollouts"  # the directory of the iterations within a run's
 CHUNK_BYTES = 32 << 20  # of arrays that are written at once
 State = dict[str, Any]  # JSON values
 Decode = Callable[[str, np.ndarray], "TokenText"]  # (role, tokens [T]) -> their text
-_NAME = re.compile(r"turn_[0-9]{1,18}\.parquet")
+_NAME = re.compile(r"iteration_[0-9]{1,18}\.parquet")
 _HEAD = b"megatron_rl"  # key of the file's metadata
 _DIGEST_BYTES, _TAIL_BYTES = 16, 8  # before the footer, and after it: its length and Parquet's magic number
 _UNREADABLE = (
@@ -58,73 +59,75 @@ class TokenText(Protocol):
 
 
 class StoreError(RuntimeError):
-    """A turn that cannot be read or must not be; the message names the file and the cure."""
+    """An iteration that cannot be read or must not be; the message names the file and the cure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FileHead:
-    """The metadata of a file: its turn, the settings it was played under, and what is not in its rows. JSON values."""
+    """The metadata of a file: its iteration, the settings it was collected under, and what is not in its rows. JSON
+    values."""
 
     format: int
-    number: int  # of the turn
-    roles: tuple[str, ...]  # that the turn trains, in order
-    fingerprint: str  # of the settings that it was played under
+    number: int  # of the iteration
+    roles: tuple[str, ...]  # that the iteration trains, in order
+    fingerprint: str  # of the settings that it was collected under
     kept: bool  # with readable texts, for the report
     rows: Mapping[str, int]  # number of rollouts by role, in the order of training
     metrics: Mapping[str, Mapping[str, float]]  # by role
-    state: State  # of the player after the turn
+    state: State  # of the collector after the iteration
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The number of turns that a stopped run had played ahead of its checkpoint: those that are kept for the run that
-    goes on, and those that were removed."""
+    """The number of iterations that a stopped run had collected ahead of its checkpoint: those that are kept for the
+    run that goes on, and those that were removed."""
 
     kept: int
     dropped: int
 
 
-class TurnStore:
-    """The files turn_000012.parquet in one directory, written and removed by one driver.
+class IterationStore:
+    """The files iteration_000012.parquet in one directory, written and removed by one driver.
 
-    A file stays until a complete checkpoint holds its turn, so that a killed run plays no turn twice. Afterwards the
-    file stays when its number is a multiple of `keep_every` (0: never). The texts of such a turn are decoded, by
-    `decode`, for the report.
+    A file stays until a complete checkpoint holds its iteration, so that a killed run collects no iteration twice.
+    Afterwards the file stays when its number is a multiple of `keep_every` (0: never). The texts of such an iteration
+    are decoded, by `decode`, for the report.
     """
 
     def __init__(
         self, directory: Path, fingerprint: str = "", *, keep_every: int = 1, decode: Decode | None = None
     ) -> None:
-        """`fingerprint` stands for the settings of the run: `get` passes over turns that were played under others."""
+        """`fingerprint` stands for the settings of the run: `get` passes over iterations that were collected under
+        others."""
         self.directory = Path(directory)
         self._fingerprint, self._every, self._decode = fingerprint, keep_every, decode
-        self._dropped = 0  # turns before this number were looked at by `drop`
+        self._dropped = 0  # iterations before this number were looked at by `drop`
 
     def path(self, number: int) -> Path:
-        return self.directory / f"turn_{number:06d}.parquet"
+        return self.directory / f"iteration_{number:06d}.parquet"
 
     def keeps(self, number: int) -> bool:
-        """Returns whether the turn's file stays when a checkpoint holds it."""
+        """Returns whether the iteration's file stays when a checkpoint holds it."""
         return self._every > 0 and number % self._every == 0
 
-    def put(self, turn: Turn, played: Played, state: State) -> Path:
-        """Writes the turn, whole or not at all. `state` is the player's after the turn.
+    def put(self, iteration: Iteration, collected: Collected, state: State) -> Path:
+        """Writes the iteration, whole or not at all. `state` is the collector's after the iteration.
 
         Raises TypeError for a payload, metric or state that is not JSON, and DiskError when the disk does not take it.
         """
-        kept = self._decode is not None and self.keeps(turn.number)
+        kept = self._decode is not None and self.keeps(iteration.number)
         head = {
             "format": FORMAT,
-            "number": turn.number,
-            "roles": list(turn.roles),
+            "number": iteration.number,
+            "roles": list(iteration.roles),
             "fingerprint": self._fingerprint,
             "kept": kept,
-            "rows": {role: len(rollouts) for role, rollouts in played.rollouts.items()},
-            "metrics": {role: {name: float(v) for name, v in own.items()} for role, own in played.metrics.items()},
+            "rows": {role: len(rollouts) for role, rollouts in collected.rollouts.items()},
+            "metrics": {role: {name: float(v) for name, v in own.items()} for role, own in collected.metrics.items()},
             "state": state,
         }
-        tables = _tables(turn.number, played, self._decode if kept else None)
-        path = self.path(turn.number)
+        tables = _tables(iteration.number, collected, self._decode if kept else None)
+        path = self.path(iteration.number)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             _write(path, json.dumps(head), tables)
@@ -132,57 +135,63 @@ class TurnStore:
             raise DiskError(f"{path} cannot be written ({_one_line(error)}): {RESUME}") from error
         return path
 
-    def get(self, turn: Turn) -> tuple[Played, State] | None:
-        """Returns what `put` was given for the turn; None when the turn is to be played.
+    def get(self, iteration: Iteration) -> tuple[Collected, State] | None:
+        """Returns what `put` was given for the iteration; None when the iteration is to be collected.
 
-        A turn is to be played when it has no file, when it was played under other settings or for other roles, and,
-        with a warning, when its file is damaged.
+        An iteration is to be collected when it has no file, when it was collected under other settings or for other
+        roles, and, with a warning, when its file is damaged.
         """
-        path = self.path(turn.number)
+        path = self.path(iteration.number)
         if not path.is_file():
             return None
         try:
             with _opened(path) as file:
                 head = _head(file)
-                if (head.fingerprint, head.roles) != (self._fingerprint, turn.roles) or head.number != turn.number:
+                if (head.fingerprint, head.roles) != (
+                    self._fingerprint,
+                    iteration.roles,
+                ) or head.number != iteration.number:
                     return None
-                return Played(rollouts=_rollouts(file, head), metrics=head.metrics), head.state
+                return Collected(rollouts=_rollouts(file, head), metrics=head.metrics), head.state
         except _UNREADABLE as error:
-            _log.warning("%s cannot be read (%s): turn %d is played again", path, _one_line(error), turn.number)
+            _log.warning(
+                "%s cannot be read (%s): iteration %d is collected again", path, _one_line(error), iteration.number
+            )
             return None
 
-    def read(self, turn: Turn) -> tuple[Played, State]:
-        """Returns the turn whatever settings it was played under, for a replay.
+    def read(self, iteration: Iteration) -> tuple[Collected, State]:
+        """Returns the iteration whatever settings it was collected under, for a replay.
 
         Raises FileNotFoundError when it is not there, and StoreError when it is damaged or trained other roles.
         """
-        path = self.path(turn.number)
+        path = self.path(iteration.number)
         if not path.is_file():
             raise FileNotFoundError(
-                f"no {path}: turn {turn.number} ({', '.join(turn.roles)}) was not kept there. "
-                "A run keeps every turn with run.save_rollouts_every=1; replay such a run, or fewer steps (run.steps)"
+                f"no {path}: iteration {iteration.number} ({', '.join(iteration.roles)}) was not kept there. "
+                "A run keeps every iteration with run.save_rollouts_every=1; replay such a run, or fewer cycles "
+                "(run.cycles)"
             )
         try:
             with _opened(path) as file:
                 head = _head(file)
-                if head.roles == turn.roles:
-                    return Played(rollouts=_rollouts(file, head), metrics=head.metrics), head.state
+                if head.roles == iteration.roles:
+                    return Collected(rollouts=_rollouts(file, head), metrics=head.metrics), head.state
         except _UNREADABLE as error:
             raise StoreError(
                 f"{path} cannot be read ({_one_line(error)}): bring a whole copy of it, or replay another run"
             ) from None
         raise StoreError(
-            f"{path} trained {', '.join(head.roles)}; turn {turn.number} of this run trains {', '.join(turn.roles)}: "
-            "replay a run of the same recipe and arguments"
+            f"{path} trained {', '.join(head.roles)}; iteration {iteration.number} of this run trains "
+            f"{', '.join(iteration.roles)}: replay a run of the same recipe and arguments"
         )
 
     def drop(self, before: int) -> None:
-        """Removes files of turns before number `before`, which a complete checkpoint holds, unless they are kept.
+        """Removes files of iterations before number `before`, which a complete checkpoint holds, unless they are kept.
 
         A file that was written to be kept stays also when the run went on with another `keep_every`.
         """
-        for path in turn_files(self.directory):
-            number = turn_number(path)
+        for path in iteration_files(self.directory):
+            number = iteration_number(path)
             if self._dropped <= number < before and not self.keeps(number):
                 head = _head_of(path, "it is removed")
                 if head is None or not head.kept:
@@ -190,15 +199,15 @@ class TurnStore:
         self._dropped = max(self._dropped, before)
 
     def clean(self, number: int, *, fresh: bool = False) -> Waiting:
-        """Removes what nobody will read when a run goes on at turn `number`: turns from there on that were played
-        under other settings or are damaged (where the run is to be `fresh`, all of them), and files not written to
-        their end. Returns how many turns from there on were kept and removed.
+        """Removes what nobody will read when a run goes on at iteration `number`: iterations from there on that were
+        collected under other settings or are damaged (where the run is to be `fresh`, all of them), and files not
+        written to their end. Returns how many iterations from there on were kept and removed.
         """
         kept = dropped = 0
-        for path in self.directory.glob(".turn_*.tmp"):
+        for path in self.directory.glob(".iteration_*.tmp"):
             path.unlink()
-        for path in turn_files(self.directory):
-            if turn_number(path) < number:
+        for path in iteration_files(self.directory):
+            if iteration_number(path) < number:
                 continue
             head = None if fresh else _head_of(path, "it is removed")
             if head is None or head.fingerprint != self._fingerprint:
@@ -209,21 +218,22 @@ class TurnStore:
         return Waiting(kept, dropped)
 
 
-def open_replay(place: Path, *, own: Path) -> TurnStore:
+def open_replay(place: Path, *, own: Path) -> IterationStore:
     """Returns the store to replay from. `place` is a run directory or its rollouts, `own` this run's directory.
 
-    Raises FileNotFoundError when no turn is there, and StoreError for the run's own turns, which it would write over.
+    Raises FileNotFoundError when no iteration is there, and StoreError for the run's own iterations, which it would
+    write over.
     """
     place = Path(place)
     directory = place / ROLLOUTS if (place / ROLLOUTS).is_dir() else place
     if directory.resolve() == (Path(own) / ROLLOUTS).resolve():
         raise StoreError(f"debug.replay = {place} is this run itself: give the replaying run another run.name")
-    if not turn_files(directory):
+    if not iteration_files(directory):
         raise FileNotFoundError(
-            f"debug.replay = {place}: no turn_*.parquet there; give the directory of a run that kept its turns "
-            "(run.save_rollouts_every=1)"
+            f"debug.replay = {place}: no iteration_*.parquet there; give the directory of a run that kept its "
+            "iterations (run.save_rollouts_every=1)"
         )
-    return TurnStore(directory)
+    return IterationStore(directory)
 
 
 def fingerprint(settings: str) -> str:
@@ -231,14 +241,14 @@ def fingerprint(settings: str) -> str:
     return hashlib.sha256(f"{FORMAT}\n{settings}".encode()).hexdigest()[:16]
 
 
-def turn_files(directory: Path) -> list[Path]:
-    """Returns the files of the turns in a run's directory of rollouts, by turn."""
-    found = Path(directory).glob("turn_*.parquet")
-    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=turn_number)
+def iteration_files(directory: Path) -> list[Path]:
+    """Returns the files of the iterations in a run's directory of rollouts, by iteration."""
+    found = Path(directory).glob("iteration_*.parquet")
+    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=iteration_number)
 
 
-def turn_number(path: Path) -> int:
-    return int(path.stem.removeprefix("turn_"))
+def iteration_number(path: Path) -> int:
+    return int(path.stem.removeprefix("iteration_"))
 
 
 def read_rows(path: Path, role: str | None = None) -> list[dict[str, Any]]:
@@ -258,9 +268,9 @@ def read_rows(path: Path, role: str | None = None) -> list[dict[str, Any]]:
     return [{**row, "rewards": dict(row["rewards"] or [])} for row in rows if role in (None, row["role"])]
 
 
-def _tables(number: int, played: Played, decode: Decode | None) -> Iterator[pa.Table]:
+def _tables(number: int, collected: Collected, decode: Decode | None) -> Iterator[pa.Table]:
     """Yields the rows role by role, in pieces of about CHUNK_BYTES, so that writing takes little memory."""
-    for role, rollouts in played.rollouts.items():
+    for role, rollouts in collected.rollouts.items():
         first, size = 0, 0
         for end, rollout in enumerate(rollouts, start=1):
             size += num_bytes(rollout)
@@ -281,7 +291,7 @@ def _texts(role: str, rollouts: Sequence[Rollout], decode: Decode) -> list[Rollo
         rest = decode(role, rollout.tokens[start:])
         steps = [
             rest.text_of(first - start, end - start) if first >= start else decode(role, rollout.tokens[first:end]).text
-            for first, end in rollout.marks_of(STEP).ranges.tolist()
+            for first, end in rollout.annotations_of(STEP).ranges.tolist()
         ]
         pieces = [(own, rest.text_of(own.first - start, own.end - start)) for own in pieces_of(rollout)]
         out.append(RolloutText(prompt=prompts[key], text=rest.text, steps=steps, pieces=pieces))
@@ -339,7 +349,7 @@ def _opened(path: Path) -> pq.ParquetFile:
         footer = _footer(file)
         file.seek(-len(footer) - _DIGEST_BYTES, os.SEEK_END)
         if file.read(_DIGEST_BYTES) != _digest(footer):
-            raise ValueError("it is damaged, or it is no turn of a run")
+            raise ValueError("it is damaged, or it is no iteration of a run")
     return pq.ParquetFile(path, page_checksum_verification=True)
 
 
@@ -365,7 +375,7 @@ def _head_of(path: Path, consequence: str) -> _FileHead | None:
 
 
 def _rollouts(file: pq.ParquetFile, head: _FileHead) -> dict[str, list[Rollout]]:
-    """Returns the rollouts by role, in the order that they were played in."""
+    """Returns the rollouts by role, in the order that they were collected in."""
     by_role: dict[str, list[Rollout]] = {role: [] for role in head.rows}
     for group in range(file.num_row_groups):
         for rollout in from_table(file.read_row_group(group, _EXACTLY)):

@@ -1,4 +1,4 @@
-"""One update of a policy: its rollouts are handed out, scored by earlier weights where the loss asks, and trained on
+"""One update of a policy: its rollouts are scattered, scored by earlier weights where the loss asks, and trained on
 step by step."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from megatron_rl.batches.batch import BatchLoss
-from megatron_rl.batches.dealing import Cutter, Dealt, deal
-from megatron_rl.batches.work import COUNTED, Outline, Work
+from megatron_rl.batches.data_parallel_split import Partitioner, ReplicaShares, split_over_replicas
+from megatron_rl.batches.packed_batch import BatchLoss
+from megatron_rl.batches.replica_batch import COUNTED, Outline, Work
 from megatron_rl.run.metrics import SPEED
 from megatron_rl.timing import Timer
 from megatron_rl.types import Rollout
@@ -26,7 +26,7 @@ SUMMED = (
     "packed_tokens",
     "shared_tokens",
     "micro_batches",
-)  # over an update's optimizer steps; other figures are averaged
+)  # over an update's optimizer steps; other metrics are averaged
 
 
 class PolicyMemory(Protocol):
@@ -43,8 +43,9 @@ class PolicyMemory(Protocol):
         ...
 
 
-class Policy(Cutter, Protocol):
-    """A trained model. Every method but those of `Cutter` is collective; `work` is that of the rank's own replica."""
+class Policy(Partitioner, Protocol):
+    """A trained model. Every method but those of `Partitioner` is collective; `work` is that of the rank's own
+    replica."""
 
     @property
     def replicas(self) -> Replicas: ...
@@ -55,7 +56,7 @@ class Policy(Cutter, Protocol):
         ...
 
     def update(self, work: Work, step: int, loss: BatchLoss) -> dict[str, float]:
-        """One optimizer step on `work.steps[step]` -> figures over all replicas. Those in COUNTED are its operations,
+        """One optimizer step on `work.steps[step]` -> metrics over all replicas. Those in COUNTED are its operations,
         where the policy counts them."""
         ...
 
@@ -78,7 +79,7 @@ class Policy(Cutter, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Trainee:
-    """A model and what it is trained with. A frozen player has a policy too; it is never updated."""
+    """A model and what it is trained with. A frozen role has a policy too; it is never updated."""
 
     policy: Policy
     loss: BatchLoss
@@ -86,7 +87,7 @@ class Trainee:
         None  # (version): brings its engine to the policy's weights; collective. None: it has no engine
     )
     samples_per_optimizer_step: int | None = None  # None: one optimizer step per update
-    sleeps: bool = False  # off-load between this role's turns
+    sleeps: bool = False  # off-load between this role's iterations
     peak_flops: float | None = None  # operations a second of one device that its MFU is a share of; None: not known
 
 
@@ -97,15 +98,15 @@ def update(
     Collective.
 
     `rescore`: rollouts that several weight versions wrote count as written by the trainer as it is now. Returns the
-    policy's figures, the same on every rank: means over the optimizer steps, sums of those in SUMMED; and with the
+    policy's metrics, the same on every rank: means over the optimizer steps, sums of those in SUMMED; and with the
     prefix SPEED how fast it was, by this rank's watch (see `_speed`).
     Raises ValueError for rollouts that cannot be trained on, there and DriverError elsewhere, before any rank has
     begun.
     """
     policy, loss, timer, start = trainee.policy, trainee.loss, trainee.policy.timer, time.perf_counter()
     timer.clear()
-    with timer("hand_out"):
-        work = hand_out(
+    with timer("scatter"):
+        work = scatter(
             world, policy, rollouts, loss=loss, samples_per_step=trainee.samples_per_optimizer_step, rescore=rescore
         )
     passes = 0  # over all rollouts, with earlier weights
@@ -160,7 +161,7 @@ def _speed(
 
 def mean_loss(world: World, trainee: Trainee, rollouts: Sequence[Rollout] | None) -> float:
     """Returns the mean loss of the driver's rollouts without an update. Collective."""
-    return trainee.policy.loss(hand_out(world, trainee.policy, rollouts, loss=trainee.loss), trainee.loss)
+    return trainee.policy.loss(scatter(world, trainee.policy, rollouts, loss=trainee.loss), trainee.loss)
 
 
 def policy_logprobs(
@@ -170,11 +171,11 @@ def policy_logprobs(
 
     -> [S] arrays [T] float32 on the driver, 0 for tokens that are not in the loss; None elsewhere.
     """
-    kept: list[Dealt] = []
-    work = hand_out(world, policy, rollouts, keep=kept)
+    kept: list[ReplicaShares] = []
+    work = scatter(world, policy, rollouts, keep=kept)
     own = policy.statistics(work, reference=reference).get("logprobs")
     sizes = [counts.tokens for counts in kept[0].outline.counts] if kept else []
-    gathered = world.hand_in(None if own is None else own.numpy(), sizes, policy.replicas)
+    gathered = world.gather_back(None if own is None else own.numpy(), sizes, policy.replicas)
     if gathered is None:
         return None
     out: list[np.ndarray] = [np.empty(0, np.float32)] * len(kept[0].rollouts)
@@ -187,7 +188,7 @@ def policy_logprobs(
     return out
 
 
-def hand_out(
+def scatter(
     world: World,
     policy: Policy,
     rollouts: Sequence[Rollout] | None,
@@ -195,20 +196,22 @@ def hand_out(
     loss: BatchLoss | None = None,
     samples_per_step: int | None = None,
     rescore: bool = False,
-    keep: list[Dealt] | None = None,
+    keep: list[ReplicaShares] | None = None,
 ) -> Work:
     """Gives every rank the work of its replica out of the driver's rollouts. Collective.
 
     What the driver finds wrong is raised on every rank before anything is sent. `keep` takes the driver's table of who
     got what.
     """
-    dealt: list[Dealt] = [] if keep is None else keep
+    shares: list[ReplicaShares] = [] if keep is None else keep
 
     def prepare() -> Outline:
         assert rollouts is not None
-        dealt.append(deal(rollouts, policy, loss=loss, samples_per_step=samples_per_step, rescore=rescore))
-        return dealt[0].outline
+        shares.append(
+            split_over_replicas(rollouts, policy, loss=loss, samples_per_step=samples_per_step, rescore=rescore)
+        )
+        return shares[0].outline
 
     outline = world.from_driver(prepare)
-    buffer = world.hand_out(outline.sizes, lambda replica: dealt[0].buffer(replica), policy.replicas)
+    buffer = world.scatter(outline.sizes, lambda replica: shares[0].buffer(replica), policy.replicas)
     return Work.over(buffer, outline, policy.replicas.of(world.rank))

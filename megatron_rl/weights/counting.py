@@ -9,11 +9,11 @@ from math import prod
 
 from megatron_rl.config.schema import ConfigError, Layout, Lora
 from megatron_rl.models import registry
-from megatron_rl.models.adapters import adapted
+from megatron_rl.models.lora_targets import adapted
 from megatron_rl.models.rows import Row
 from megatron_rl.models.shape import Shape
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.weights.layouts import TrainerLayout
+from megatron_rl.weights.rank_layouts import TrainerLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,4 +141,4 @@ def active(shape: Shape) -> int:
 
 def _elements(row: Row, parallel: Parallel) -> int:
     """Returns the elements of a parameter on a rank; of a row of experts, those of one expert."""
-    return prod(row.cut.held(row.sources, parallel.etp if row.experts else parallel.tp, 0)[0])
+    return prod(row.partition.held(row.sources, parallel.etp if row.experts else parallel.tp, 0)[0])

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.weights.copies import assemble, local
 from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, StackedKey, places
+from megatron_rl.weights.parameter_mapping import WHOLE, Rect, megatron, megatron_names
 from megatron_rl.weights.plain_data import DAMAGED, read_metadata, read_object
-from megatron_rl.weights.rectangles import WHOLE, Rect, megatron, megatron_names
+from megatron_rl.weights.tensor_copies import assemble, local
 
 
 class DistCheckpoint:

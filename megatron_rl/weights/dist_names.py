@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_rl.models.cuts import padded_vocab
+from megatron_rl.models.partitions import padded_vocab
 from megatron_rl.models.registry import layer_rows
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.weights.rectangles import WHOLE, Shape, Shard, megatron
+from megatron_rl.weights.parameter_mapping import WHOLE, Shape, Shard, megatron
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their rows are padded as the layout needs
 OPTIMIZER = "optimizer.state."

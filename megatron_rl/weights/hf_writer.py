@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.weights.headers import INDEX, SINGLE
-from megatron_rl.weights.hf import DTYPES
-from megatron_rl.weights.rectangles import hf_shapes
+from megatron_rl.weights.hf_model import DTYPES
+from megatron_rl.weights.parameter_mapping import hf_shapes
+from megatron_rl.weights.safetensors_headers import INDEX, SINGLE
 
 SHARD_BYTES = 4 * 10**9  # the largest file, unless one tensor is larger
 _SPELLED = {dtype: name for name, dtype in DTYPES.items()}

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.pickles import refuse_bombs
+from megatron_rl.safe_pickle import refuse_bombs
 
 METADATA, COMMON = ".metadata", "common.pt"
 TRUST = "it would run code here. Where you trust its writer, `convert` reads it with --trust"

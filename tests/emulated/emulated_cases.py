@@ -25,21 +25,21 @@ from tiny_models import make_model
 from torch.nn.attention import varlen
 
 from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RefitConfig, RoleConfig
-from megatron_rl.engines.base import Sampling, complete
-from megatron_rl.engines.embedded import graphs
-from megatron_rl.engines.embedded.cache import Cache
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
-from megatron_rl.engines.embedded.model import Decoder
+from megatron_rl.engines.embedded import cuda_graphs
+from megatron_rl.engines.embedded.decoder import Decoder
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.embedded.kv_cache import Cache
+from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.checksums import checksums
 from megatron_rl.refit.engine_side import EngineSide
+from megatron_rl.refit.refit_store import Address, RefitStore
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
-from megatron_rl.weights.layouts import EngineLayout
+from megatron_rl.weights.rank_layouts import EngineLayout
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 97
@@ -63,7 +63,7 @@ class Recorder:
         return replay
 
 
-graphs.GraphRecorder = Recorder
+cuda_graphs.GraphRecorder = Recorder
 
 
 def run(case: str, rank: int, ranks: int, own: Path, arguments: dict[str, Any]) -> Any:
@@ -440,12 +440,12 @@ def cuda_ipc(own: Path, versions: int = 3) -> dict[str, Any]:
     if rank == 0:
         make_model(path, "qwen2", vocab_size=VOCAB)
         return ipc_trainer(own, path, versions)
-    file, version = own / "board.json", None
+    file, version = own / "store.json", None
     while not file.exists():
         time.sleep(0.02)
     made = EmbeddedEngine(path, dtype=torch.bfloat16)
     with LEDGER.part("take part"):
-        side = EngineSide(Board.join(Address(*json.loads(file.read_text()))), 0, made, torch.device("cuda:0"))
+        side = EngineSide(RefitStore.join(Address(*json.loads(file.read_text()))), 0, made, torch.device("cuda:0"))
         while version != versions - 1:
             version = side.take_part(1.0) if version is None else side.take_part(1.0) or version
     with LEDGER.part("score"):
@@ -467,8 +467,8 @@ def ipc_trainer(own: Path, path: Path, versions: int) -> dict[str, Any]:
     topology = Topology(sizes=policy.arch, trainer=policy.export.trainer_layout, engines=holdings, dtype="bfloat16")
     with LEDGER.part("send"):
         side = TrainerSide(topology, RefitConfig(verify="full"), policy.export.shards(), group=policy.groups.control)
-        (own / "board.part").write_text(json.dumps(side.address))
-        (own / "board.part").rename(own / "board.json")
+        (own / "store.part").write_text(json.dumps(side.address))
+        (own / "store.part").rename(own / "store.json")
         for version in range(versions):
             side(version)
             if version < versions - 1:

@@ -22,7 +22,7 @@ from typing import Any
 
 from limits import RUN_S
 
-from megatron_rl.run.parent import end_with_parent
+from megatron_rl.run.parent_death import end_with_parent
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (
@@ -165,14 +165,14 @@ def _in_fork(case: str, rank: int, ranks: int, own: Path, arguments: dict[str, A
     import emulated_cases
     from emulated_device import LEDGER
 
-    from megatron_rl.megatron import writers
+    from megatron_rl.megatron import checkpoint_writers
 
     with open(own / f"rank{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     try:
-        writers.share_manager(reports)
+        checkpoint_writers.share_manager(reports)
         answer = emulated_cases.run(case, rank, ranks, own, arguments)
         (own / f"rank{rank}.json").write_text(json.dumps({"answer": answer, "report": LEDGER.report()}))
         status = 0

@@ -122,7 +122,7 @@ def run_refit(emulated: Server, name: str) -> Outcome:
 
 
 def run_programs(emulated: Server, base: Any) -> Outcome:
-    """SFT, an evaluation, and two turns of Tango with an evaluation between them, on the last-letter task."""
+    """SFT, an evaluation, and two iterations of Tango with an evaluation between them, on the last-letter task."""
     one = "launch.nproc=1"
     sft = [
         "sft", "examples/miniatures/last_letter/sft.yaml", f"model.path={base}/task/model", "steps=2",
@@ -133,11 +133,11 @@ def run_programs(emulated: Server, base: Any) -> Outcome:
     evaluation = [
         "eval", f"model.path={base}/generator/model", f"data.path={base}/task/test.jsonl", "data.settings=last_letter",
         "template=examples/miniatures/last_letter/prompts/generator.txt", "sampling.max_tokens=40", one,
-        "reward.target=megatron_rl.rewards.last_letter:grade", "output=OWN/eval.json",
+        "reward.target=megatron_rl.contrib.last_letter:grade", "output=OWN/eval.json",
     ]  # fmt: skip
     tango = [
         "train", *tango_settings(base, "OWN", "tango"), one, "recipe.args.generator_updates=1",
-        "recipe.args.warmup_updates=0", "run.prompts_per_step=4", "evaluation.num_prompts=4",
+        "recipe.args.warmup_updates=0", "run.prompts_per_iteration=4", "evaluation.num_prompts=4",
         "roles.verifier.sleep=true", "roles.generator.model.dtype=bfloat16",
     ]  # fmt: skip
     return emulated.run("programs", sft=sft, evaluation=evaluation, tango=tango)
@@ -270,7 +270,7 @@ def test_training_from_supervised_data_to_tango_on_the_device(emulated, last_let
     assert answer == {"sft": 0, "evaluation": 0, "tango": 0, "connections": 1, "cudnn_attention": 0}
     parts = {name.partition("/")[2]: seconds for name, seconds in speed.items() if name.startswith("seconds/")}
     # Reading events is no wait: there is no entry for it.
-    assert parts.keys() == {"waiting", "hand_out", "forward_backward", "gradient_reduction", "optimizer"}
+    assert parts.keys() == {"waiting", "scatter", "forward_backward", "gradient_reduction", "optimizer"}
     assert min(parts.values()) > 0
     assert speed["mfu"] == pytest.approx(speed["model_tflops"] / 100) and speed["tokens_per_second"] > 0
     check_waits(found)

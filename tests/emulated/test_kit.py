@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-# What the pretended device cannot do, by the beginning of the names of figures.
+# What the pretended device cannot do, by the beginning of the names of metrics.
 UNKNOWN_PEAK = "the peak of a device named 'emulated' is not known"
 
 
@@ -24,20 +24,20 @@ FORMS = {
 
 def test_updates_are_measured(emulated):
     (told,) = emulated.run("kit_benchmark", part="train").answers
-    figures, lacking = told["figures"], told["not_measured"]
+    metrics, lacking = told["metrics"], told["not_measured"]
     assert told["complete"] and told["machine"]["gpu"] == "emulated"
     for model in ("1.5B", "7B"):
         for kind in ("equal", "varied"):
             name = f"{model}/64/{kind}"
-            assert figures[f"{name}/pass_s"] > 0 and figures[f"{name}/tflops"] > 0 and figures[f"{name}/of_product"] > 0
-            assert figures[f"{name}/times_transformers"] > 0
-            assert (f"{name}/update_s" in figures) == (model == "1.5B")
+            assert metrics[f"{name}/pass_s"] > 0 and metrics[f"{name}/tflops"] > 0 and metrics[f"{name}/of_product"] > 0
+            assert metrics[f"{name}/times_transformers"] > 0
+            assert (f"{name}/update_s" in metrics) == (model == "1.5B")
             assert lacking.pop(f"{name}/mfu").startswith(UNKNOWN_PEAK)
             assert told["recomputed"][name] == "none"
             assert told["forms"][name] == FORMS
     measured = ("device/copy_gb_per_s", "head/torch_forward_s", "head/plain_passes_s", "attention/64/ours_forward_s")
     measured += ("cudnn/64/off_pass_s", "cudnn/64/on_pass_s")
-    assert all(figures[name] > 0 for name in measured)
+    assert all(metrics[name] > 0 for name in measured)
     assert {*told["profile"][0]} == {"name", "calls", "ms", "share"} and len(told["profile"]) == 15
     assert lacking.pop("profile/kernels").startswith("the profiler of this torch sees the host alone")
     assert lacking.pop("head/triton")
@@ -47,17 +47,17 @@ def test_updates_are_measured(emulated):
 
 def test_rollouts_refits_and_sleep_are_measured(emulated):
     (told,) = emulated.run("kit_benchmark", part="engine").answers
-    figures = told["figures"]
+    metrics = told["metrics"]
     assert told["complete"] and "not_measured" not in told and told["cudnn_attention"]["ours"] is False
-    assert figures["rows2/times_generate"] > 0 and figures["rows4/ours_tokens_per_s"] > 0
+    assert metrics["rows2/times_generate"] > 0 and metrics["rows4/ours_tokens_per_s"] > 0
     assert (
-        figures["refit/gb_per_s"] > 0 and figures["refit/of_device_copy"] > 0 and figures["refit_verified/seconds"] > 0
+        metrics["refit/gb_per_s"] > 0 and metrics["refit/of_device_copy"] > 0 and metrics["refit_verified/seconds"] > 0
     )
-    assert figures["sleep/frees_of_said"] == pytest.approx(1, abs=0.01)
-    assert figures["sleep/back_of_held"] == pytest.approx(1, abs=0.02)
+    assert metrics["sleep/frees_of_said"] == pytest.approx(1, abs=0.01)
+    assert metrics["sleep/back_of_held"] == pytest.approx(1, abs=0.02)
 
 
 def test_an_error_in_one_measurement_lost_all_later_ones(emulated):
     (told,) = emulated.run("kit_benchmark", part="engine", sleep_fails=True).answers
     assert told["not_measured"] == {"sleep": "RuntimeError: Triton Error [CUDA]: out of resource: shared memory"}
-    assert told["complete"] and told["figures"]["refit/gb_per_s"] > 0
+    assert told["complete"] and told["metrics"]["refit/gb_per_s"] > 0

@@ -12,10 +12,10 @@ from fuzzing import Tally, tally
 from toys import characters
 
 from megatron_rl.config.schema import EndpointConfig
-from megatron_rl.engines.base import Completion, EngineError, Sampling
 from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.openai import OpenAiServer
+from megatron_rl.engines.protocol import Completion, EngineError, Sampling
 from megatron_rl.engines.sglang.client import SglangServer
 from megatron_rl.engines.sglang.settings import Sglang
 from megatron_rl.engines.vllm.client import VllmServer
@@ -152,7 +152,7 @@ def changed(rng: random.Random, value: Any) -> Any:
 
 
 def right(kind: str, path: str, sampling: Sampling) -> Any:
-    """Returns a right answer of a kind of server: JSON, or what a frame tells with its arrays."""
+    """Returns a correct answer of a kind of server: JSON, or what a frame tells with its arrays."""
     n = 1 if sampling.temperature == 0 else sampling.n
     if path == "/v1/models":
         return {"data": [{"id": "m", "max_model_len": 100}]}

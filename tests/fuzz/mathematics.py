@@ -13,8 +13,8 @@ from typing import Any
 
 from fuzzing import Tally, tally
 
-from megatron_rl.rewards.cheap import too_costly
 from megatron_rl.rewards.math_answer import grade
+from megatron_rl.rewards.math_cost_limit import too_costly
 
 LIMIT_S = 5  # CPU seconds of one answer, as reward.timeout_s
 ATOMS = [

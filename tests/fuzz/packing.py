@@ -1,4 +1,4 @@
-"""Values between ranks: those that travel come back as they were, and changed bytes give a value or PackingError."""
+"""Values between ranks: those that travel come back as they were, and changed bytes give a value or CodecError."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from fuzzing import Tally, tally
 
-from megatron_rl.engines.base import Completion, Sampling
-from megatron_rl.frames import KINDS, LENGTH_BYTES, PackingError
-from megatron_rl.packing import pack, unpack
+from megatron_rl.engines.protocol import Completion, Sampling
+from megatron_rl.frames import KINDS, LENGTH_BYTES, CodecError
+from megatron_rl.message_codec import pack, unpack
 from megatron_rl.types import Stop
 
 TREES = (
@@ -56,7 +56,7 @@ def one(rng: random.Random) -> str:
         data = bytearray(pickle.dumps(some(rng, 2)))
     try:
         unpack(data)
-    except PackingError:
+    except CodecError:
         return "refused"
     return "another value"
 

@@ -10,13 +10,13 @@ from layouts_worker import work_of
 from torch import Tensor
 
 from megatron_rl.algorithms.aggregation import aggregate
-from megatron_rl.batches.batch import pack
+from megatron_rl.batches.packed_batch import pack
 from megatron_rl.megatron import model as models
-from megatron_rl.megatron import optim
-from megatron_rl.megatron import step as core_step
+from megatron_rl.megatron import optimizer
+from megatron_rl.megatron import pipeline_pass as core_step
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.types import Rollout
-from megatron_rl.weights import copies, rectangles
+from megatron_rl.weights import parameter_mapping, tensor_copies
 
 
 class SumOfLogprobs:
@@ -55,8 +55,8 @@ def gradients_of(policy: MegatronPolicy, rollouts: Sequence[Rollout]) -> dict[st
         for chunk in policy.chunks:
             chunk.zero_grad_buffer()
         policy._run(work, 0, core_step.Pass(loss=SumOfLogprobs(), backward=True))
-    return copies.assemble(
-        (p.main_grad.view_as(p).cpu(), rectangles.megatron(policy.arch, name, policy.groups.shard)[1])
+    return tensor_copies.assemble(
+        (p.main_grad.view_as(p).cpu(), parameter_mapping.megatron(policy.arch, name, policy.groups.shard)[1])
         for name, p in models.named_parameters(policy.chunks)
     )
 
@@ -69,7 +69,7 @@ def rms(values: Iterable[Tensor]) -> float:
 def optimizer_state(policy: MegatronPolicy) -> list[Tensor]:
     """Returns copies of the moments and of the float32 masters, on the CPU."""
     out = []
-    for part in optim.parts(policy.optimizer):
+    for part in optimizer.parts(policy.optimizer):
         out += [v.cpu().clone() for s in part.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
         masters = [master for group in part.shard_fp32_from_float16_groups for master in group]
         out += [master.detach().cpu().clone() for master in masters if master is not None]

@@ -63,8 +63,8 @@ def test_shared_prompts_give_the_gradients_of_repeated_ones(one_rank, tmp_path):
 def test_the_engine_is_greedy_like_transformers(tmp_path, family):
     from transformers import AutoModelForCausalLM
 
-    from megatron_rl.engines.base import Sampling, complete
-    from megatron_rl.engines.embedded.engine import EmbeddedEngine
+    from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+    from megatron_rl.engines.protocol import Sampling, complete
 
     path = make_model(tmp_path / "model", family, vocab_size=VOCAB, num_hidden_layers=2)
     engine = EmbeddedEngine(path)
@@ -83,8 +83,8 @@ def test_the_engine_is_greedy_like_transformers(tmp_path, family):
 
 def test_steps_are_captured_anew_whenever_the_cache_has_grown(tmp_path, caplog):
     """torch 2.11 refused every capture after the first growth, and after it every random number."""
-    from megatron_rl.engines.base import Sampling, complete
-    from megatron_rl.engines.embedded.engine import EmbeddedEngine
+    from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+    from megatron_rl.engines.protocol import Sampling, complete
 
     path, found = make_model(tmp_path / "model", "qwen2", vocab_size=VOCAB, num_hidden_layers=2), {}
     for graphs in (True, False):

@@ -49,10 +49,10 @@ def test_an_engine_takes_every_version_also_after_it_was_killed(policy, tmp_path
         for version in range(3):
             if version == 2:
                 engine.kill()
-            figures, now = engine.refit(version), ours(policy, rollouts)
+            metrics, now = engine.refit(version), ours(policy, rollouts)
             assert engine.kinds == ["cuda_ipc"]
-            assert figures["refit/gigabytes"] * 1e9 == pytest.approx(weight_bytes, rel=1e-6)
-            assert figures["refit/checked_slices"] > 0 and figures["refit/failed_engines"] == 0
+            assert metrics["refit/gigabytes"] * 1e9 == pytest.approx(weight_bytes, rel=1e-6)
+            assert metrics["refit/checked_slices"] > 0 and metrics["refit/failed_engines"] == 0
             apart = rms(flat(engine.scores(version), rollouts) - now)
             learn(policy)
             assert apart < 0.05 and apart < rms(ours(policy, rollouts) - now)  # the last version is farther away

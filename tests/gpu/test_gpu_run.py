@@ -1,4 +1,4 @@
-"""Whole turns of Tango with two models on one CUDA device."""
+"""Whole iterations of Tango with two models on one CUDA device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from megatron_rl.run.metrics import read_metrics
 pytestmark = gpu_rank.MARKS
 
 
-def test_turns_of_both_roles_with_sleep(last_letter, tmp_path, monkeypatch):
+def test_iterations_of_both_roles_with_sleep(last_letter, tmp_path, monkeypatch):
     """Rollouts, verdicts, updates, refits and a checkpoint of generator and verifier, each asleep in the other's
-    turn."""
+    iteration."""
     monkeypatch.chdir(ROOT)
     settings = [
-        "launch.nproc=1", "recipe.args.generator_updates=1", "recipe.args.warmup_updates=1", "run.prompts_per_step=4",
+        "launch.nproc=1", "recipe.args.generator_updates=1", "recipe.args.warmup_updates=1",
+        "run.prompts_per_iteration=4",
         "evaluation.prompts=null", "roles.generator.sleep=true", "roles.verifier.sleep=true",
         "roles.generator.model.dtype=bfloat16",
     ]  # fmt: skip

@@ -17,10 +17,10 @@ from layouts_worker import WeightedLogprobs, learn, logprobs_of, make_rollouts, 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.batches.batch import CANDIDATES, STATISTICS
+from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.batches.packed_batch import CANDIDATES, STATISTICS
 from megatron_rl.config.schema import ConfigError, Layout, LossConfig, Model, Optimizer, RoleConfig
-from megatron_rl.megatron import forward, offload, parallel
+from megatron_rl.megatron import offload, parallel, vocab_statistics
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 
@@ -44,7 +44,7 @@ def distance(a, b) -> float:
 
 
 def two_roles(path: str) -> dict[str, float]:
-    """Alternating turns give what each role gives alone."""
+    """Alternating iterations give what each role gives alone."""
     alone = {}
     for name, layout in (("a", Layout(tp=2)), ("b", Layout(pp=2))):
         policy = make(path, layout)
@@ -254,14 +254,14 @@ def holdings(path: str) -> dict[str, Any]:
 def head() -> dict[str, float]:
     """The vocabulary-parallel log-probabilities in many chunks against torch's log_softmax over the whole
     vocabulary."""
-    forward.CHUNK_ELEMENTS["cpu"] = forward.GOOD_ROWS = 1
+    vocab_statistics.CHUNK_ELEMENTS["cpu"] = vocab_statistics.GOOD_ROWS = 1
     errors = {}
     for vocab, rows, kept in (
         (97, 49, 0),
         (40, 49, 1 << 24),
         (98, 49, 1 << 24),
     ):  # one padding row; the second rank all padding; none
-        forward.KEPT_ELEMENTS["cpu"] = kept
+        vocab_statistics.KEPT_ELEMENTS["cpu"] = kept
         torch.manual_seed(0)
         weight, hidden = torch.randn(2 * rows, 16), torch.randn(150, 16)
         labels, scales = torch.randint(vocab, (150,)), torch.randn(6, 150)
@@ -280,7 +280,7 @@ def head() -> dict[str, float]:
             (wanted * scales[:rows_asked]).sum().backward()
             first = dist.get_rank() * rows
             b, v = hidden.clone().requires_grad_(), weight[first : first + rows].clone().requires_grad_()
-            found = forward.vocab_parallel_statistics(
+            found = vocab_statistics.vocab_parallel_statistics(
                 b, v, labels, first_row=first, vocab=vocab, temperature=0.7, group=dist.group.WORLD, names=asked,
                 candidates=candidates,
             )  # fmt: skip

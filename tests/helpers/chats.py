@@ -10,7 +10,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MARKED = (  # CHATML with marks around all that a turn's rendering adds behind its header
+MARKED = (  # CHATML with annotations around all that a turn's rendering adds behind its header
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "<|im_end|>\n\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

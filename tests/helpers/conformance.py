@@ -1,5 +1,5 @@
 """Checks that every rollout engine must pass, whatever it is: against transformers and against the words of
-engines/base.py.
+engines/protocol.py.
 
 Each check takes (engine, judge): an engine that holds the weights of the judge's model directory. `CHECKS` has them by
 name.
@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.engines.base import Completion, Engine, EngineError, Sampling, TopScores, complete
+from megatron_rl.engines.protocol import Completion, Engine, EngineError, Sampling, TopScores, complete
 from megatron_rl.types import Stop
 
 GREEDY = Sampling(max_tokens=24, temperature=0.0)

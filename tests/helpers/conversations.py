@@ -12,10 +12,10 @@ import torch
 from conformance import CLOSE, NEAR, Judge
 from toys import CHARACTERS, characters
 
-from megatron_rl.engines.base import Engine, Sampling
-from megatron_rl.environments.base import Environment, EpisodeSettings
-from megatron_rl.environments.moves import Move, Over, Said
-from megatron_rl.training.turns import Table
+from megatron_rl.engines.protocol import Engine, Sampling
+from megatron_rl.environments.environment import Environment, EpisodeSettings
+from megatron_rl.environments.episode_types import EpisodeEnd, NextRequest, Said
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import Author, Outcome, Prompt
 
 ROLE = "reader"
@@ -30,31 +30,31 @@ SAMPLINGS = {
 class Counted(Environment):
     """A model reads a long text, and a tool counts the letters of each of its answers but the last."""
 
-    def begin(self, task: Mapping[str, Any], seed: int) -> list[Move]:
+    def begin(self, task: Mapping[str, Any], seed: int) -> list[NextRequest]:
         self.left = ANSWERS
         return self._move(task["text"])
 
-    def step(self, said: Said) -> list[Move] | Over:
+    def step(self, said: Said) -> list[NextRequest] | EpisodeEnd:
         self.left -= 1
         if not self.left:
-            return Over(rewards={"reader": {"letters": float(len(said.text))}})
+            return EpisodeEnd(rewards={"reader": {"letters": float(len(said.text))}})
         return self._move(_told(said.text))
 
-    def _move(self, text: str) -> list[Move]:
-        return [Move(seat="reader", role=ROLE, messages=[{"role": "tool", "content": text}])]
+    def _move(self, text: str) -> list[NextRequest]:
+        return [NextRequest(agent="reader", role=ROLE, messages=[{"role": "tool", "content": text}])]
 
 
 def play(engine: Engine, kind: str) -> list[dict[str, Any]]:
     """Plays conversations whose texts have nothing in common, neither with each other nor with those of another
     `kind` -> the sample of each."""
     rng = random.Random(kind)
-    table = Table(
+    context = RolloutContext(
         engines={ROLE: engine}, tokenizers={ROLE: characters()}, samplings={ROLE: SAMPLINGS[kind]},
         max_prompt_tokens={ROLE: 480}, grade=lambda *_: [],
     )  # fmt: skip
     texts = ["".join(rng.choices(CHARACTERS, k=OPENING)) for _ in range(EPISODES)]
     tasks = [Prompt(id=str(i), tokens=[1], payload={"text": text}) for i, text in enumerate(texts)]
-    episodes = Counted().play(table, tasks, range(EPISODES), dict(table.samplings), EpisodeSettings())
+    episodes = Counted().play(context, tasks, range(EPISODES), dict(context.samplings), EpisodeSettings())
     assert [(one.outcome, one.why) for one in episodes] == [(Outcome.SCORE, "")] * EPISODES
     samples = [rollout for one in episodes for rollout in one.rollouts]
     return [{name: getattr(r, name).tolist() for name in ("tokens", "logprobs", "spans")} for r in samples]

@@ -13,9 +13,9 @@ from actor_worker import distance, make, weights
 from layouts_worker import learn
 
 from megatron_rl.config.schema import Layout
-from megatron_rl.conversion.recut import reshard
-from megatron_rl.weights import hf
-from megatron_rl.weights.layouts import TrainerLayout
+from megatron_rl.conversion.reshard import reshard
+from megatron_rl.weights import hf_model
+from megatron_rl.weights.rank_layouts import TrainerLayout
 
 
 def imported(cases: list[dict[str, Any]]) -> dict[str, bool]:
@@ -24,7 +24,7 @@ def imported(cases: list[dict[str, Any]]) -> dict[str, bool]:
     """
     answers = {}
     for case in cases:
-        wanted = dict(hf.read_tensors(case["model"]))
+        wanted = dict(hf_model.read_tensors(case["model"]))
         for layout in case["layouts"]:
             policy = make(case["other"], Layout(**layout), trainable=False)
             policy.state.load(Path(case["checkpoint"]))

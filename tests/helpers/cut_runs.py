@@ -18,10 +18,10 @@ from tiny_models import make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.cluster.address import free_port
+from megatron_rl.cluster.host_address import free_port
 from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.metrics import read_metrics
-from megatron_rl.training.store import turn_files, turn_number
+from megatron_rl.training.store import iteration_files, iteration_number
 
 WORKER = Path(__file__).parent / "open_centre_worker.py"
 AT_ONCE = 11  # runs by one start of the ranks
@@ -63,8 +63,8 @@ def config(
         "recipe": {"target": recipe, "args": args or {}},
         "data": {"path": f"{base}/data.jsonl", "fields": {n: n for n in FIELDS}},
         "reward": {"target": f"open_centre_rewards:{reward}", "workers": 1, "timeout_s": 120.0},
-        "gate": {"enabled": False},
-        "run": {"dir": f"{base}/runs", "name": name, "save_every": 1} | {"prompts_per_step": 4} | run,
+        "preflight": {"enabled": False},
+        "run": {"dir": f"{base}/runs", "name": name, "save_every": 1} | {"prompts_per_iteration": 4} | run,
         "launch": {"nproc": 2},
     }
 
@@ -127,7 +127,7 @@ def rubric(base: Path, name: str) -> dict[str, Any]:
 
 
 def pairwise(base: Path, name: str) -> dict[str, Any]:
-    own = {"updates": 2, "group_size": 4, "judgements": 4, "judge_turns": 1}
+    own = {"updates": 2, "group_size": 4, "judgements": 4, "judge_iterations": 1}
     return _judged(base, name, "pairwise:Pairwise", own)
 
 
@@ -135,24 +135,24 @@ def self_play(base: Path, name: str) -> dict[str, Any]:
     templates = {f"{each}_template": f"{base}/plain.txt" for each in ("proposer", "solver")}
     args = {"updates": 3, "proposals": 2, "answers": 4, "proposer_estimator": "ema", **templates}
     roles = {"proposer": _player(base, 0), "solver": _player(base, 1)}
-    target = "megatron_rl.recipes.self_play:SelfPlay"
-    return config(base, name, target, roles, args=args, reward="begins_well", prompts_per_step=8)
+    target = "megatron_rl.contrib.self_play:SelfPlay"
+    return config(base, name, target, roles, args=args, reward="begins_well", prompts_per_iteration=8)
 
 
 def tango_agents(base: Path, name: str) -> dict[str, Any]:
     own = {"environment": {"target": "open_centre:Counting"}, "rewards": {"letters": 0.7}}
-    return judged_turns(base, name, _player(base, 0), own)
+    return judged_iterations(base, name, _player(base, 0), own)
 
 
-def judged_turns(base: Path, name: str, agent: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config of a run of TangoAgents in which both players have two turns at least."""
+def judged_iterations(base: Path, name: str, agent: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config of a run of TangoAgents in which both players have two iterations at least."""
     verifier = role(base, model=VERIFIER, lr=0.002, sampling={"max_tokens": 2})
     args = {
-        "role": "agent", "generator_updates": 2, "warmup_updates": 1, "generator_turns": 1, "group_size": 4,
+        "role": "agent", "generator_updates": 2, "warmup_updates": 1, "generator_iterations": 1, "group_size": 4,
         "verifications": 4, "alpha_start": 0.5, "verifier_template": f"{base}/turns.txt", **own,
     }  # fmt: skip
     target, roles = "megatron_rl.recipes.tango_agents:TangoAgents", {"agent": agent, "verifier": verifier}
-    return config(base, name, target, roles, args=args, reward="begins_well", prompts_per_step=8)
+    return config(base, name, target, roles, args=args, reward="begins_well", prompts_per_iteration=8)
 
 
 METHODS: dict[str, Callable[[Path, str], dict[str, Any]]] = {
@@ -160,7 +160,7 @@ METHODS: dict[str, Callable[[Path, str], dict[str, Any]]] = {
     "self_play": self_play, "tango_agents": tango_agents,
 }  # fmt: skip
 
-# METHOD_STALENESS: (how many turns may be played ahead, after how many turns the run is cut)
+# METHOD_STALENESS: (how many iterations may be collected ahead, after how many iterations the run is cut)
 EVERY = {
     "dapo_0": (0, 2), "dapo_1": (1, 2), "dapo_2": (2, 2), "brevity_0": (0, 2), "brevity_2": (2, 2), "three_0": (0, 2),
     "three_1": (1, 1), "shared_0": (0, 1), "shared_1": (1, 1), "rubric_0": (0, 2), "rubric_1": (1, 1),
@@ -169,20 +169,20 @@ EVERY = {
 }  # fmt: skip
 QUICK = ("dapo_2", "pairwise_0", "tango_agents_2")  # the others: make test-more ONLY=resume
 FEW = {case: EVERY[case] for case in QUICK}
-TELLING = {  # figures that are above 0 before and after the cut
+TELLING = {  # metrics that are above 0 before and after the cut
     "dapo": ("retired", "resting", "hinted"),
     "brevity": ("retired", "resting", "hinted"),
     "three": ("accepted", "pool"),
     "shared": ("accepted", "pool"),
     "rubric": ("reward/agrees",),
     "pairwise": ("first_wins",),
-    "self_play": ("played",),
+    "self_play": ("collected",),
     "tango_agents": ("verdicts_match",),
 }
 
 
 def ahead(settings: dict[str, Any], base: Path, staleness: int, servers: Sequence[RefittedVllm]) -> dict[str, Any]:
-    """The same run with turns played ahead of training, by servers."""
+    """The same run with iterations collected ahead of training, by servers."""
     own = [name for name, each in settings["roles"].items() if "same_as" not in each]
     urls = {name: [server.url] for name, server in zip(own, servers, strict=False)}
     engine = {"kind": "vllm", "urls": urls, "start": False, "token_file": f"{base}/token"}
@@ -192,22 +192,22 @@ def ahead(settings: dict[str, Any], base: Path, staleness: int, servers: Sequenc
 def cases(
     base: Path, chosen: Mapping[str, tuple[int, int]], servers: Sequence[RefittedVllm]
 ) -> list[tuple[dict[str, Any], int | None]]:
-    """Returns for each chosen {method_staleness: (staleness, turns until it is cut)} three runs, each with the number
-    of turns after which it leaves: a whole one, one that is cut, and its resumption."""
+    """Returns for each chosen {method_staleness: (staleness, iterations until it is cut)} three runs, each with the
+    number of iterations after which it leaves: a whole one, one that is cut, and its resumption."""
     found: list[tuple[dict[str, Any], int | None]] = []
-    for case, (staleness, turns) in chosen.items():
+    for case, (staleness, iterations) in chosen.items():
         method = METHODS[case.rpartition("_")[0]]
-        for name, leave_after in ((case, None), (f"{case}_cut", turns), (f"{case}_cut", None)):
+        for name, leave_after in ((case, None), (f"{case}_cut", iterations), (f"{case}_cut", None)):
             settings = method(base, name)
             found.append((ahead(settings, base, staleness, servers) if staleness else settings, leave_after))
     return found
 
 
 def assert_same(whole: Path, cut: Path) -> None:
-    """Fails unless the two runs are the same but for times: metrics, turns to the last bit, states and weights."""
-    first, second = ([(r.turn, r.step, r.scope, r.metrics) for r in read_metrics(run)] for run in (whole, cut))
+    """Fails unless the two runs are the same but for times: metrics, iterations to the last bit, states and weights."""
+    first, second = ([(r.iteration, r.cycle, r.scope, r.metrics) for r in read_metrics(run)] for run in (whole, cut))
     assert first == second
-    files = [turn_files(run / "rollouts") for run in (whole, cut)]
+    files = [iteration_files(run / "rollouts") for run in (whole, cut)]
     assert [p.name for p in files[0]] == [p.name for p in files[1]] and files[0]
     for ours, theirs in zip(*files, strict=True):
         assert pq.read_table(ours).equals(pq.read_table(theirs)), ours.name
@@ -222,19 +222,21 @@ def assert_same(whole: Path, cut: Path) -> None:
 
 
 def assert_telling(run: Path, case: str, staleness: int, cut: int) -> None:
-    """Fails where a run does not show what it is for: turns as old as is allowed, and a state that changes."""
+    """Fails where a run does not show what it is for: iterations as old as is allowed, and a state that changes."""
     rows = [row for row in read_metrics(run) if "staleness" in row.metrics]
     trained = [row for row in rows if not row.metrics["skipped"]]
-    assert len(trained) > cut and {row.turn for row in rows} == set(range(num_turns(run))), "some have no signal"
+    assert len(trained) > cut and {row.iteration for row in rows} == set(range(num_iterations(run))), (
+        "some have no signal"
+    )
     ages = staleness // 2 if case.startswith(("pairwise", "tango_agents")) else staleness  # its roles take turns
     assert max(row.metrics["staleness"] for row in rows) == ages
-    figures = {name: [row.metrics[name] for row in rows if name in row.metrics] for row in rows for name in row.metrics}
+    metrics = {name: [row.metrics[name] for row in rows if name in row.metrics] for row in rows for name in row.metrics}
     for name in TELLING[case.rpartition("_")[0]]:
-        assert sum(figures[name][:cut]) and sum(figures[name][cut:]), (name, figures[name])
+        assert sum(metrics[name][:cut]) and sum(metrics[name][cut:]), (name, metrics[name])
 
 
 def run_all(base: Path, every: Sequence[tuple[Mapping[str, Any], int | None]]) -> None:
-    """Runs all configs on two ranks, each with the number of turns after which it is asked to leave.
+    """Runs all configs on two ranks, each with the number of iterations after which it is asked to leave.
 
     Some by one start: gloo leaves threads of every process group behind, which wake up again and again.
     """
@@ -248,12 +250,12 @@ def run_all(base: Path, every: Sequence[tuple[Mapping[str, Any], int | None]]) -
         assert statuses == [[0 if leave_after is None else 130 for _, _, leave_after in some]] * 2
 
 
-def num_turns(run: Path) -> int:
-    return 1 + turn_number(turn_files(run / "rollouts")[-1])
+def num_iterations(run: Path) -> int:
+    return 1 + iteration_number(iteration_files(run / "rollouts")[-1])
 
 
 def _verifications() -> list[str]:
-    """Returns as many words as WORDS has, as the servers take: verifications of one turn and of two."""
+    """Returns as many words as WORDS has, as the servers take: verifications of one iteration and of two."""
     word = {"+": "\\boxed{CORRECT}", "-": "\\boxed{INCORRECT}"}
     whole = [
         f"<step_verification>{''.join(f'<step>{word[v]}</step>' for v in verdicts)}</step_verification>"
@@ -280,10 +282,10 @@ def _evolve(base: Path, name: str, roles: Mapping[str, Any]) -> dict[str, Any]:
     templates = {f"{each}_template": f"{base}/judged.txt" for each in parts}
     templates["reference_template"] = f"{base}/referring.txt"
     args = {"updates": 3, "proposals": 2, "answers": 2, "judgements": 1, **templates}
-    return config(base, name, "megatron_rl.recipes.evolve:Evolve", roles, args=args, prompts_per_step=8)
+    return config(base, name, "megatron_rl.contrib.evolve:Evolve", roles, args=args, prompts_per_iteration=8)
 
 
 def _judged(base: Path, name: str, target: str, own: Mapping[str, Any]) -> dict[str, Any]:
     roles = {"generator": _player(base, 0), "judge": _player(base, 1, sampling={"max_tokens": 2})}
     args = {**own, "generator_template": f"{base}/plain.txt", "judge_template": f"{base}/judged.txt"}
-    return config(base, name, f"megatron_rl.recipes.{target}", roles, args=args, prompts_per_step=8)
+    return config(base, name, f"megatron_rl.recipes.{target}", roles, args=args, prompts_per_iteration=8)

@@ -11,37 +11,41 @@ from pathlib import Path
 
 from talks import CALLING, keep_talks, say, talk
 
-from megatron_rl.cluster import slices
-from megatron_rl.cluster.job import SlurmJob
+from megatron_rl.cluster import job_slices
+from megatron_rl.cluster.slurm_job import SlurmJob
 from megatron_rl.config.schema import ConfigError, Run
 from megatron_rl.jobs import status
-from megatron_rl.report import record
+from megatron_rl.report import run_record
 from megatron_rl.report.pages import write_report
-from megatron_rl.run import lines
+from megatron_rl.run import json_lines
 from megatron_rl.run.checkpoint import Checkpoints, write_json
-from megatron_rl.run.directory import RunError, open_run
 from megatron_rl.run.metrics import Tracker
-from megatron_rl.training.store import TurnStore
-from megatron_rl.training.turns import Turn
+from megatron_rl.run.run_directory import RunError, open_run
+from megatron_rl.training.iteration import Iteration
+from megatron_rl.training.store import IterationStore
 
-CONFIG = "run: {seed: 1, steps: 4}\nrecipe: {target: 'a:b', args: {x: 1.0}}\n"
-TURN = Turn(step=0, index=0, roles=("solver",), number=0)
+CONFIG = "run: {seed: 1, cycles: 4}\nrecipe: {target: 'a:b', args: {x: 1.0}}\n"
+ITERATION = Iteration(cycle=0, index=0, roles=("solver",), number=0)
 JOB = SlurmJob(id="17", restart=0, node="n0", step=None, end=None, warning_s=None)
 Change = Callable[[bytes], bytes]
 
 
 def make_run(directory: Path) -> Path:
-    """Returns the directory of a run of four turns, with every file that readers look at."""
+    """Returns the directory of a run of four iterations, with every file that readers look at."""
     run = keep_talks(directory, CONFIG, solver=[talk(*CALLING, rewards={"outcome": 1.0}), talk(*CALLING)])
     tracker = Tracker(run.metrics)
-    for turn in range(4):
-        cells = {f"confusion/{cell}": 2.0 + turn for cell in ("tp", "fp", "tn", "fn")}
-        tracker.log(turn, "solver", {"loss": 0.1 * turn, "seconds/train": 1.0, **cells}, turn=turn)
-        tracker.log(turn, "eval", {"solver/accuracy_sampled": 0.2 * turn}, turn=turn)
-        lines.append(run.refits, json.dumps({"role": "solver", "version": turn, "refit/seconds": 0.5}).encode())
+    for iteration in range(4):
+        cells = {f"confusion/{cell}": 2.0 + iteration for cell in ("tp", "fp", "tn", "fn")}
+        tracker.log(iteration, "solver", {"loss": 0.1 * iteration, "seconds/train": 1.0, **cells}, iteration=iteration)
+        tracker.log(iteration, "eval", {"solver/accuracy_sampled": 0.2 * iteration}, iteration=iteration)
+        json_lines.append(
+            run.refits, json.dumps({"role": "solver", "version": iteration, "refit/seconds": 0.5}).encode()
+        )
     run.update_summary({"planned": 4, "finished": True, "accuracy_start": 0.1, "accuracy_end": 0.6})
-    slices.begin(run.path, JOB, "n0", 3)
-    slices._append(run.path, slices.Slice(job="17", restart=0, nodes="n0", began=1.0, turns_before=0, ended=2.0))
+    job_slices.begin(run.path, JOB, "n0", 3)
+    job_slices._append(
+        run.path, job_slices.Slice(job="17", restart=0, nodes="n0", began=1.0, iterations_before=0, ended=2.0)
+    )
     Checkpoints(run.checkpoints).write(2, lambda place: write_json(place / "state.json", {"progress": {}}))
     return run.path
 
@@ -90,26 +94,26 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 def look(run: Path, *, page: bool = False) -> list[str]:
     """Reads a run with all that reads its directory; whatever is raised is a defect, except refusals to go on with it.
     Returns what the readers said of its damage."""
-    found = record.RunRecord(run)
+    found = run_record.RunRecord(run)
     found.metrics(), found.each_refit(lambda line: None), found.summary(), found.config(), found.config_text()
-    for path in found.turn_files():
+    for path in found.iteration_files():
         found.rollouts(path)
     try:
         shown = status.read(run, look_s=0, jobs=[])
-        assert shown.turns >= 0
+        assert shown.iterations >= 0
         status.show(shown, _Silent())
     except ConfigError:  # neither a config nor jobs are there
         pass
-    slices.read(run, alive=False), slices.finished(run), slices.turns_done(run)
-    slices.begin(run, SlurmJob(id="18", restart=0, node="n0", step=None, end=None, warning_s=None), "n0", 3)
+    job_slices.read(run, alive=False), job_slices.finished(run), job_slices.iterations_done(run)
+    job_slices.begin(run, SlurmJob(id="18", restart=0, node="n0", step=None, end=None, warning_s=None), "n0", 3)
     if page:
         write_report(run)
     Checkpoints(run / "checkpoints").newest()
     Tracker(run / "metrics.jsonl").truncate(2)
     with contextlib.suppress(RunError):
         open_run(Run(dir=str(run.parent), name=run.name), CONFIG)
-    store = TurnStore(run / "rollouts", decode=say)
-    store.get(TURN)
+    store = IterationStore(run / "rollouts", decode=say)
+    store.get(ITERATION)
     store.clean(0)
     return found.damage
 

@@ -28,13 +28,13 @@ from megatron_rl.engines.sglang.client import SglangServer
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.refit.board import Board
+from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.topology import Topology
-from megatron_rl.session.common import open_world
-from megatron_rl.session.fleet import open_fleet
-from megatron_rl.session.launch import place_from
+from megatron_rl.session.launch_ranks import place_from
+from megatron_rl.session.open_engines import open_engines
+from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
-from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
+from megatron_rl.weights.rank_layouts import EngineLayout, TrainerLayout
 
 CONTROL = (
     "/pause_generation",
@@ -77,13 +77,13 @@ def refusals(server: SglangServer, config: TrainConfig) -> dict[str, Any]:
 
 
 def another_model(server: SglangServer) -> dict[str, Any]:
-    """A board whose trainer has a model of other sizes."""
+    """A store whose trainer has a model of other sizes."""
     sizes = Sizes(
         family="qwen2", num_layers=4, hidden=64, heads=2, kv_heads=2, head_dim=32, ffn=256, vocab=97, tied=False
     )
     topology = Topology(sizes=sizes, trainer=TrainerLayout(), engines=EngineLayout(tp=2), dtype="float32")
-    board, address = Board.host("127.0.0.1")
-    board.put("setup", {"topology": topology.to_json(), "settings": asdict(RefitConfig())})
+    store, address = RefitStore.host("127.0.0.1")
+    store.put("setup", {"topology": topology.to_json(), "settings": asdict(RefitConfig())})
     return outcome(server.join, *address, 0)
 
 
@@ -108,8 +108,8 @@ def main() -> None:
         role = config.roles[ROLE]
         policy = MegatronPolicy(role, parallel.create(role.layout))
         driver = Directory(config_path.parent)
-        fleet = open_fleet(engine_of(config), world, {}, {ROLE: policy}, driver, stack)
-        scenario = Scenario(world, policy, fleet, answer.parent, policy.arch.vocab)
+        run_engines = open_engines(engine_of(config), world, {}, {ROLE: policy}, driver, stack)
+        scenario = Scenario(world, policy, run_engines, answer.parent, policy.arch.vocab)
         pool = scenario.pool
         assert pool is not None
         wait_for("the server", lambda: len(pool.members.living()) == 1)

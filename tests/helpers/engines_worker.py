@@ -34,17 +34,17 @@ from toys import characters
 from megatron_rl.cluster.watchdog import Watchdog
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import TrainConfig
-from megatron_rl.engines.base import Completion, Sampling, complete
-from megatron_rl.engines.guard import HEADER
-from megatron_rl.engines.pool.pool import Pool, given
+from megatron_rl.engines.auth_middleware import HEADER
+from megatron_rl.engines.pool.server_pool import Pool, given
+from megatron_rl.engines.protocol import Completion, Sampling, complete
 from megatron_rl.engines.vllm.routes import PATH as GENERATE
 from megatron_rl.frames import pack
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.run.directory import RunDirectory
-from megatron_rl.session.common import open_world
-from megatron_rl.session.fleet import open_fleet
-from megatron_rl.session.launch import place_from
+from megatron_rl.run.run_directory import RunDirectory
+from megatron_rl.session.launch_ranks import place_from
+from megatron_rl.session.open_engines import open_engines
+from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
 from megatron_rl.types import Stop
 
@@ -60,8 +60,8 @@ class Directory:
         self.directory, self.refits = RunDirectory(path), []
         self.watch = Watchdog(path, "this", 0, after_s=0)
 
-    def refitted(self, figures: dict[str, Any]) -> None:
-        self.refits.append(figures)
+    def refitted(self, metrics: dict[str, Any]) -> None:
+        self.refits.append(metrics)
 
 
 def prompts(vocab: int) -> list[list[int]]:
@@ -91,10 +91,10 @@ def wait_for(what: str, condition) -> None:
 class Scenario:
     """The same steps on every rank; what only the driver sees goes into `found`."""
 
-    def __init__(self, world: Any, policy: MegatronPolicy, fleet: Any, out: Path, vocab: int) -> None:
+    def __init__(self, world: Any, policy: MegatronPolicy, run_engines: Any, out: Path, vocab: int) -> None:
         self.world, self.policy, self.out, self.vocab = world, policy, out, vocab
-        self.pool: Pool | None = fleet.engines.get(ROLE)
-        self.refit, self.found = fleet.refits[ROLE], dict[str, Any]()
+        self.pool: Pool | None = run_engines.engines.get(ROLE)
+        self.refit, self.found = run_engines.refits[ROLE], dict[str, Any]()
 
     def everybody_is_there(self) -> None:
         def wait() -> None:
@@ -174,7 +174,7 @@ class Scenario:
         return (self.driver.directory.path / "engines/token").read_text()
 
     def metric(self, url: str, name: str) -> float:
-        """Returns one of vLLM's own figures."""
+        """Returns one of vLLM's own metrics."""
         return sum(float(line.split()[-1]) for line in self.metrics(url) if line.startswith(f"vllm:{name}{{"))
 
     def setting(self, url: str, name: str) -> int | None:
@@ -289,8 +289,8 @@ def main() -> None:
         role = config.roles[ROLE]
         policy = MegatronPolicy(role, parallel.create(role.layout))
         driver = Directory(config_path.parent)
-        fleet = open_fleet(engine_of(config), world, {}, {ROLE: policy}, driver, stack)
-        scenario = Scenario(world, policy, fleet, answer.parent, policy.arch.vocab)
+        run_engines = open_engines(engine_of(config), world, {}, {ROLE: policy}, driver, stack)
+        scenario = Scenario(world, policy, run_engines, answer.parent, policy.arch.vocab)
         scenario.driver = driver
         if sys.argv[3:] == ["update"]:
             scenario.greedy_before_and_after_an_update()

@@ -18,7 +18,7 @@ from megatron_rl.config.schema import Layout, Model, RoleConfig
 from megatron_rl.conversion import trained
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.weights import hf, rectangles
+from megatron_rl.weights import hf_model, parameter_mapping
 from megatron_rl.weights.hf_writer import HfWriter
 from megatron_rl.world import TorchWorld
 
@@ -41,7 +41,7 @@ def exported(world: TorchWorld, case: dict[str, Any]) -> dict[str, Any]:
     before = status("VmRSS")
     trained.export_model(world, policy.export, model, target, shard_bytes=case["shard_bytes"])
     peak = status("VmHWM") - before
-    files, wanted = hf.DirectoryTensors(target), set(rectangles.hf_shapes(policy.arch))
+    files, wanted = hf_model.DirectoryTensors(target), set(parameter_mapping.hf_shapes(policy.arch))
     same = all(torch.equal(tensor, files.whole(name)) for name, tensor in policy.export.weights())
     return {"peak": peak, "same": same, "names": files.stored.keys() == wanted}
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.batches.batch import CANDIDATES, Batch, BatchLoss, Statistics, statistics_needed
-from megatron_rl.batches.cutting import Prefixes, Shares, micro_batches
-from megatron_rl.batches.work import Work
+from megatron_rl.batches.micro_batches import Prefixes, Shares, micro_batches
+from megatron_rl.batches.packed_batch import CANDIDATES, Batch, BatchLoss, Statistics, statistics_needed
+from megatron_rl.batches.replica_batch import Work
 from megatron_rl.run.metrics import SPEED
 from megatron_rl.timing import Timer
 from megatron_rl.world import Replicas
@@ -120,10 +120,10 @@ class TablePolicy:
         for micro in work.micros(step):
             batch = work.batch(micro)
             batch = _doubled(batch if batch.num_sequences else batch.dummy(1))
-            total, figures = loss(self._forward(batch, table, statistics_needed(loss.needs)), batch)
+            total, metrics = loss(self._forward(batch, table, statistics_needed(loss.needs)), batch)
             if table.requires_grad:
                 total.backward()
-            for name, value in {"loss": total.detach(), **figures}.items():
+            for name, value in {"loss": total.detach(), **metrics}.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value
         whole = _over_ranks(torch.stack([sums[name] for name in sorted(sums)]))
         return dict(zip(sorted(sums), whole.tolist(), strict=True))
@@ -142,9 +142,9 @@ class TablePolicy:
         return Statistics(logprobs.gather(-1, labels[:, None])[:, 0], entropy, mean, candidates)
 
 
-def without_speed(figures: Mapping[str, float]) -> dict[str, float]:
-    """Returns figures of an update without those that tell how fast it was, which differ from run to run."""
-    return {name: value for name, value in figures.items() if not name.startswith(SPEED)}
+def without_speed(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns metrics of an update without those that tell how fast it was, which differ from run to run."""
+    return {name: value for name, value in metrics.items() if not name.startswith(SPEED)}
 
 
 def _doubled(batch: Batch) -> Batch:

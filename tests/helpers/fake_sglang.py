@@ -12,7 +12,7 @@ from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from megatron_rl.engines.guard import HEADER
+from megatron_rl.engines.auth_middleware import HEADER
 
 MEMORY = {"kv_cache", "weights"}
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"

@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
-from megatron_rl.engines.guard import HEADER, TOKEN_FILE
+from megatron_rl.engines.auth_middleware import HEADER, TOKEN_FILE
 from megatron_rl.engines.vllm.routes import PATH as GENERATE
 from megatron_rl.engines.vllm.routes import SCORE_PATH as SCORE
 from megatron_rl.frames import CONTENT_TYPE, pack, unpack

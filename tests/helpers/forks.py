@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megatron_rl.cluster.address import free_port
+from megatron_rl.cluster.host_address import free_port
 from megatron_rl.commands.ranks import has_driver
 from megatron_rl.main import main
 

@@ -1,4 +1,4 @@
-"""A table with a generator and a judge that say what they are told, in the order of asking or the other way round."""
+"""A context with a generator and a judge that say what they are told, in the order of asking or the other way round."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from fake_engines import ScriptedEngine
 from toys import EOS, characters
 
-from megatron_rl.engines.base import Sampling
-from megatron_rl.training.turns import Table, Turn
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.training.iteration import Iteration, RolloutContext
 from megatron_rl.types import Prompt
 
 TOKENIZER = characters()
@@ -38,10 +38,10 @@ def says(script, kind=ScriptedEngine):
     return kind(lambda p, key, j, sampling: [*ids(script(TOKENIZER.decode(p), key, j)), EOS], eos=EOS)
 
 
-def table_of(*, limit=10_000, backwards=False, seed=0, **scripts):
+def context_of(*, limit=10_000, backwards=False, seed=0, **scripts):
     kind = Backwards if backwards else ScriptedEngine
     engines = {name: says(script, kind) for name, script in scripts.items()}
-    return Table(
+    return RolloutContext(
         engines=engines,
         tokenizers=dict.fromkeys(engines, TOKENIZER),
         samplings={name: Sampling(max_tokens=4000) for name in engines},
@@ -51,7 +51,7 @@ def table_of(*, limit=10_000, backwards=False, seed=0, **scripts):
     )
 
 
-class Source:
+class PromptSource:
     """Gives the same problems, as often as wanted."""
 
     def __init__(self, prompts):
@@ -65,15 +65,15 @@ def problems(count, **payload):
     return [Prompt(id=f"p{i}", tokens=ids(f"Q{i}"), payload={"question": f"Q{i}", **payload}) for i in range(count)]
 
 
-def play(recipe, roles, prompts, table, number=0):
-    """Plays a turn -> its rollouts by role, and the notes that it left."""
-    turn = Turn(step=0, index=0, roles=roles, number=number)
-    return recipe.play(turn, Source(prompts), table), table.notes
+def roll_out(recipe, roles, prompts, context, number=0):
+    """Makes the rollouts of an iteration -> its rollouts by role, and the metrics that it left."""
+    iteration = Iteration(cycle=0, index=0, roles=roles, number=number)
+    return recipe.rollout(iteration, PromptSource(prompts), context), context.metrics
 
 
-def asked(table, role):
+def asked(context, role):
     """The prompts that a role was asked, in the order of their keys."""
-    engine = table.engines[role]
+    engine = context.engines[role]
     return [
         TOKENIZER.decode(p) for _, (p, _) in sorted(zip(engine.keys, engine.asked, strict=True), key=lambda x: x[0])
     ]

@@ -21,10 +21,10 @@ from layouts_worker import reference as by_transformers
 from tiny_models import make_model
 from triton.errors import TritonError
 
-from megatron_rl.megatron import forward
+from megatron_rl.megatron import vocab_statistics
 from megatron_rl.megatron.kernels import gates, norm, rope, trial
 from megatron_rl.megatron.kernels import head as head_kernels
-from megatron_rl.megatron.parts import Chosen
+from megatron_rl.megatron.torch_layers import Chosen
 
 VOCAB = 97
 ROLLOUTS = 4  # the fewest that have several lengths: the interpreter takes milliseconds for every row of every tensor
@@ -102,13 +102,13 @@ def head() -> dict[str, float]:
     torch.manual_seed(0)
     names = ("logprobs", "entropy", "vocab_mean", "candidate_logprobs")
     vocab, padding, rows = 5000, 3, 40
-    forward.CHUNK_ELEMENTS["cpu"], forward.GOOD_ROWS = 1, 1  # chunks of 32 rows, the fewest
+    vocab_statistics.CHUNK_ELEMENTS["cpu"], vocab_statistics.GOOD_ROWS = 1, 1  # chunks of 32 rows, the fewest
     hidden, weight = torch.randn(rows, 16), torch.randn(vocab + padding, 16)
     labels, candidates = torch.randint(vocab, (rows,)), torch.randint(vocab, (rows, 3))
     labels[0], candidates[:9, 1], candidates[9:12, 0] = vocab - 1, labels[:9], candidates[9:12, 2]  # some twice
 
     def ours(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return forward.vocab_parallel_statistics(
+        return vocab_statistics.vocab_parallel_statistics(
             hidden, weight, labels, first_row=0, vocab=vocab, temperature=0.7, group=Alone(), names=names,
             candidates=candidates, triton=True,
         ).double()  # fmt: skip
@@ -123,7 +123,7 @@ def head() -> dict[str, float]:
     found["logprobs"] = error(
         differentiate(lambda *x: ours(*x)[:1], hidden, weight), differentiate(lambda *x: exact(*x)[:1], hidden, weight)
     )
-    forward.CHUNK_ELEMENTS["cpu"], forward.GOOD_ROWS = 1 << 21, 128
+    vocab_statistics.CHUNK_ELEMENTS["cpu"], vocab_statistics.GOOD_ROWS = 1 << 21, 128
     return found
 
 

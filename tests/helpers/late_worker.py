@@ -15,9 +15,9 @@ import torch.distributed as dist
 from layouts_worker import WeightedLogprobs, logprobs_of, make_rollouts, own, world
 
 from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RoleConfig
-from megatron_rl.megatron import optim, parallel
+from megatron_rl.megatron import optimizer, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.training.update import Trainee, hand_out, update
+from megatron_rl.training.update import Trainee, scatter, update
 
 SAMPLES = 3  # of an optimizer step
 BUCKET = 5_000  # parameters: core's own buckets are larger than these models, which would be gathered in one piece
@@ -51,10 +51,10 @@ def run(path: Path, layout: Layout, model: dict) -> dict:
     rollouts, loss = make_rollouts(policy.arch.vocab), WeightedLogprobs()
     trainee = Trainee(policy=policy, loss=loss, samples_per_optimizer_step=SAMPLES)
     losses = []
-    for turn in range(2):
-        losses.append(update(world(), trainee, own(rollouts[turn:]))["loss"])
+    for iteration in range(2):
+        losses.append(update(world(), trainee, own(rollouts[iteration:]))["loss"])
         logprobs_of(policy, rollouts)  # a pass without gradients, between updates
-    work = hand_out(world(), policy, own(rollouts), loss=loss, samples_per_step=SAMPLES)
+    work = scatter(world(), policy, own(rollouts), loss=loss, samples_per_step=SAMPLES)
     policy.update(work, 0, loss)
     same = (p.detach() for chunk in policy.chunks for p in chunk.parameters() if getattr(p, "allreduce", True))
     apart = max(apart_of(p, policy) for p in same)  # not of experts, of which ranks have different ones
@@ -84,7 +84,9 @@ def main() -> None:
     out, models = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    optim.DistributedDataParallelConfig = functools.partial(optim.DistributedDataParallelConfig, bucket_size=BUCKET)
+    optimizer.DistributedDataParallelConfig = functools.partial(
+        optimizer.DistributedDataParallelConfig, bucket_size=BUCKET
+    )
     answer = {}
     for name, (model, layout, settings) in CASES[dist.get_world_size()].items():
         with patch.object(MegatronPolicy, "_gathers_late", False):

@@ -16,17 +16,17 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.aggregation import aggregate
-from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.batches.batch import CANDIDATES, Batch, Statistics, pack, statistics_needed
-from megatron_rl.batches.dealing import tally
-from megatron_rl.batches.work import Work
+from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.batches.data_parallel_split import tally
+from megatron_rl.batches.packed_batch import CANDIDATES, Batch, Statistics, pack, statistics_needed
+from megatron_rl.batches.replica_batch import Work
 from megatron_rl.config.schema import CorrectionConfig, Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import model as models
-from megatron_rl.megatron import optim, parallel, replay, step
+from megatron_rl.megatron import optimizer, parallel, pipeline_pass, router_replay
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.training.update import Trainee, hand_out, policy_logprobs, update
+from megatron_rl.training.update import Trainee, policy_logprobs, scatter, update
 from megatron_rl.types import FREE, Author, Rollout, spans_of
-from megatron_rl.weights import copies, hf, rectangles
+from megatron_rl.weights import hf_model, parameter_mapping, tensor_copies
 from megatron_rl.world import OneProcess, TorchWorld, World
 
 LR, DECAY = 1e-2, 0.1
@@ -101,7 +101,7 @@ def work_of(
 ) -> tuple[Work, torch.Tensor]:
     """This rank's work, with `extra` [N] of the packed rollouts, and where its positions stand among all.
     Collective."""
-    work = hand_out(world(), policy, own(rollouts), loss=loss)
+    work = scatter(world(), policy, own(rollouts), loss=loss)
     places = torch.arange(sum(len(r.tokens) for r in rollouts)).split([len(r.tokens) for r in rollouts])
     index = torch.cat([torch.zeros(0, dtype=torch.int64), *(places[i] for i in work.flat.numbers.tolist())])
     return replace(work, **{name: values[index] for name, values in (extra or {}).items()}), index
@@ -118,7 +118,7 @@ def balance(routers: list[torch.Tensor], chosen: int) -> torch.Tensor:
     return probabilities.shape[-1] * (shares * probabilities.mean(0)).sum()
 
 
-def choose(rollouts: Sequence[Rollout], arch: hf.Architecture) -> list[Rollout]:
+def choose(rollouts: Sequence[Rollout], arch: hf_model.Architecture) -> list[Rollout]:
     """The rollouts with experts as an engine might have chosen them, at random; nothing is known of one sequence and of
     every last token."""
     g, out = torch.Generator().manual_seed(9), []
@@ -130,7 +130,7 @@ def choose(rollouts: Sequence[Rollout], arch: hf.Architecture) -> list[Rollout]:
     return out
 
 
-def force(model, arch: hf.Architecture, shown: list[torch.Tensor]) -> None:
+def force(model, arch: hf_model.Architecture, shown: list[torch.Tensor]) -> None:
     """Has transformers' routers choose what `shown` [T, layers, k] holds, in its own order of layers."""
     routing = arch.features.routing
 
@@ -162,7 +162,7 @@ def reference(
     """Hugging Face, one sequence at a time, in `dtype` on weights rounded to `stored`: logprobs [N], loss, entropy,
     gradients, weights after one AdamW step, gradient norm, logits [N, V]. `aux`: weight of the experts' load-balancing
     loss, which is not in the loss that is returned. `decay_norms`: weight decay acts on vectors, too."""
-    arch, loss_function = hf.read_architecture(path), loss_function or WeightedLogprobs()
+    arch, loss_function = hf_model.read_architecture(path), loss_function or WeightedLogprobs()
     batch, found = pack(rollouts), tally(rollouts)
     weights, denominator = loss_function.aggregate(found.weighted, found.groups)
     batch = replace(batch, weights=batch.weights * batch.spread(torch.from_numpy(weights)), **(extra or {}))
@@ -198,11 +198,11 @@ def reference(
     clip = min(1.0, 1.0 / (float(norm) + 1e-6))
     grads = {n: (torch.zeros_like(p) if p.grad is None else p.grad.float()) / clip for n, p in named.items()}
     torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-4).step()
-    grads = copies.by_expert(grads, arch)
+    grads = tensor_copies.by_expert(grads, arch)
     kept = {
         n: b for n, b in model.named_buffers() if n in model.state_dict()
     }  # parameters of ours that are not trained
-    after = copies.by_expert({n: p.detach().float() for n, p in [*named.items(), *kept.items()]}, arch)
+    after = tensor_copies.by_expert({n: p.detach().float() for n, p in [*named.items(), *kept.items()]}, arch)
     return logprobs, float(loss), ent / float(batch.mask.sum()), grads, after, float(norm), torch.cat(logits)
 
 
@@ -262,16 +262,18 @@ def gradient_error(policy: MegatronPolicy, work: Work, loss, grads: dict[str, to
     """Largest difference of this rank's summed gradients from those of transformers."""
     groups, worst = policy.groups, 0.0
     with groups.active():
-        optim.zero_grad(policy.chunks, policy.optimizer)
+        optimizer.zero_grad(policy.chunks, policy.optimizer)
         scale = groups.dp_size / work.steps[0].denominator
-        policy._run(work, 0, step.Pass(names=statistics_needed(loss.needs), loss=loss, scale=scale, backward=True))
+        policy._run(
+            work, 0, pipeline_pass.Pass(names=statistics_needed(loss.needs), loss=loss, scale=scale, backward=True)
+        )
         whole_gradients(policy)
     for name, p in models.named_parameters(policy.chunks):
         if not p.requires_grad:
             continue
-        _, rects = rectangles.megatron(policy.arch, name, groups.shard)
+        _, rects = parameter_mapping.megatron(policy.arch, name, groups.shard)
         want = torch.zeros_like(p, dtype=torch.float32)
-        copies.fill(want, rects, lambda rect: copies.from_tensor(grads[rect.tensor], rect))
+        tensor_copies.fill(want, rects, lambda rect: tensor_copies.from_tensor(grads[rect.tensor], rect))
         error = (p.main_grad.view_as(p) - want).abs().max().item()
         worst = max(worst, error)
         if error > 1e-5:
@@ -285,12 +287,12 @@ def pipeline_logits(chunks, parts):
 
     def forward(iterator, model):
         micro = next(iterator)
-        replay.show(models.unwrap(model), micro.experts, training=False)
+        router_replay.show(models.unwrap(model), micro.experts, training=False)
         answer = model(micro.tokens, micro.positions, None, packed_seq_params=micro.told)
         return answer, lambda logits, non_loss_data: (micro, logits)
 
     iterators = [iter(parts) for _ in chunks]
-    return step.get_forward_backward_func()(  # core is imported by what mends it
+    return pipeline_pass.get_forward_backward_func()(  # core is imported by what mends it
         forward_step_func=forward,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],

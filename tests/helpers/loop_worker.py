@@ -1,4 +1,4 @@
-"""One rank of a GRPO run on the table policy; rank r writes its lines of metrics and its final table."""
+"""One rank of a GRPO run on the context policy; rank r writes its lines of metrics and its final context."""
 
 import json
 import sys
@@ -14,9 +14,11 @@ from megatron_rl.world import TorchWorld
 def main(out, template):
     dist.init_process_group("gloo")
     log, world = Log(), TorchWorld()
-    setup, progress = make(template, log, Path(out).parent / "turns", world=world)
-    loop.train(setup, loop.Plan(steps=4, evaluate_every=2), progress)
-    Path(out).write_text(json.dumps({"lines": log.lines, "table": setup.trainees["generator"].policy.table.tolist()}))
+    setup, progress = make(template, log, Path(out).parent / "iterations", world=world)
+    loop.train(setup, loop.Plan(cycles=4, evaluate_every=2), progress)
+    Path(out).write_text(
+        json.dumps({"lines": log.lines, "context": setup.trainees["generator"].policy.context.tolist()})
+    )
     world.barrier()
     dist.destroy_process_group()
 

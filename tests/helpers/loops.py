@@ -1,4 +1,4 @@
-"""A whole run of the loop on a table of logits that really learns: the parts of it, its log, and where it stands."""
+"""A whole run of the loop on a context of logits that really learns: the parts of it, its log, and where it stands."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from fake_engines import TableEngine
 from fake_policy import TablePolicy, without_speed
 from toys import EOS, characters, graded, streaming
 
-from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.config.schema import LossConfig
-from megatron_rl.engines.base import Sampling
-from megatron_rl.engines.spread import SpreadEngine
+from megatron_rl.engines.data_parallel_engine import DataParallelEngine
+from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.training import loop
-from megatron_rl.training.memory import DeviceMemory
-from megatron_rl.training.player import Player, ReplayPlayer, TurnPlayer, upcoming
-from megatron_rl.training.store import TurnStore
-from megatron_rl.training.turns import Table
+from megatron_rl.training.collector import Collector, ReplayMaker, RolloutMaker, upcoming
+from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.training.iteration import RolloutContext
+from megatron_rl.training.store import IterationStore
 from megatron_rl.training.update import Trainee
 from megatron_rl.types import Prompt
 from megatron_rl.world import OneProcess
@@ -62,28 +62,29 @@ class Log:
     def __init__(self):
         self.lines, self.saved = [], {}
 
-    def __call__(self, step, scope, metrics, *, turn):
-        self.lines.append((turn, step, scope, without_speed(metrics)))
+    def __call__(self, cycle, scope, metrics, *, iteration):
+        self.lines.append((iteration, cycle, scope, without_speed(metrics)))
 
     def series(self, name, scope="generator"):
         return [m[name] for _, _, s, m in self.lines if s == scope and name in m]
 
 
-def _player(recipe, table, progress, store, *, data, replay, max_staleness):
-    """Returns the source of the loop's turns; `data` is its state in a checkpoint, `replay` a directory of turns."""
+def _collector(recipe, context, progress, store, *, data, replay, max_staleness):
+    """Returns the source of the loop's iterations; `data` is its state in a checkpoint, `replay` a directory of
+    iterations."""
     readers = {"generator": Questions()}
     if data:
         readers["generator"].load_state_dict(data["generator"])
     if replay is None:
-        maker = TurnPlayer(recipe=recipe, readers=readers, table=table, prompts_per_step=10)
+        maker = RolloutMaker(recipe=recipe, readers=readers, context=context, prompts_per_iteration=10)
     else:
-        maker = ReplayPlayer(recipe=recipe, readers=readers, recorded=TurnStore(replay))
-    turns = upcoming(recipe.schedule(), progress.state_dict())
-    return Player(maker, turns, store, max_staleness=max_staleness)
+        maker = ReplayMaker(recipe=recipe, readers=readers, recorded=IterationStore(replay))
+    iterations = upcoming(recipe.schedule(), progress.state_dict())
+    return Collector(maker, iterations, store, max_staleness=max_staleness)
 
 
 def make(template, log, directory, **own):
-    """The parts of a run; `directory` holds its store of turns. `own`: grade, policy, state (of a checkpoint),
+    """The parts of a run; `directory` holds its store of iterations. `own`: grade, policy, state (of a checkpoint),
     stop_after, world, recipe, replay (a directory), max_staleness, and fields of Trainee.
     """
     parts = {"grade": right, "world": OneProcess(), "max_staleness": 0}
@@ -93,8 +94,8 @@ def make(template, log, directory, **own):
     world, state = parts["world"], parts["state"] or {}
     policy = parts["policy"] or TablePolicy(VOCAB, lr=0.3, seed=1)
     recipe = parts["recipe"] or Grpo(updates=25, group_size=8, template=template)
-    engine = SpreadEngine(world, "generator", TableEngine(VOCAB, EOS))
-    table = Table(
+    engine = DataParallelEngine(world, "generator", TableEngine(VOCAB, EOS))
+    context = RolloutContext(
         engines={"generator": engine},
         tokenizers={"generator": TOKENIZER},
         samplings={"generator": Sampling(max_tokens=2)},
@@ -105,18 +106,20 @@ def make(template, log, directory, **own):
     loss = PolicyLoss(LossConfig(kl_coef=0.0))
     trainee = Trainee(policy=policy, loss=loss, refit=streaming(policy, engine), **settings)
     progress = loop.Progress(**state.get("progress", {}))
-    player = None
+    collector = None
     if world.rank == 0:
-        player = _player(
-            recipe, table, progress, TurnStore(directory), data=state.get("data"), replay=parts["replay"],
+        collector = _collector(
+            recipe, context, progress, IterationStore(directory), data=state.get("data"), replay=parts["replay"],
             max_staleness=parts["max_staleness"],
         )  # fmt: skip
 
     def save(number):
         assert policy.asleep == settings.get("sleeps", False)
-        log.saved[number] = {"table": policy.table.detach().clone()}
-        if player is not None:
-            log.saved[number]["state"] = json.loads(json.dumps({"progress": progress.state_dict(), **player.state()}))
+        log.saved[number] = {"context": policy.context.detach().clone()}
+        if collector is not None:
+            log.saved[number]["state"] = json.loads(
+                json.dumps({"progress": progress.state_dict(), **collector.state()})
+            )
         return number
 
     stop = parts["stop_after"]
@@ -128,8 +131,8 @@ def make(template, log, directory, **own):
         memory=DeviceMemory({"generator": trainee}),
         policy_of={"generator": "generator"},
         recipe=recipe,
-        table=table,
-        turns=player,
+        context=context,
+        iterations=collector,
         held_out=Questions().take(5),
         hooks=hooks,
     )
@@ -138,6 +141,6 @@ def make(template, log, directory, **own):
 
 def without_engine(setup):
     """The same run with nobody to ask: what a replay has."""
-    table = Table(engines={}, tokenizers={}, samplings={}, max_prompt_tokens={}, grade=right)
+    context = RolloutContext(engines={}, tokenizers={}, samplings={}, max_prompt_tokens={}, grade=right)
     trainees = {name: replace(trainee, refit=None) for name, trainee in setup.trainees.items()}
-    return replace(setup, table=table, memory=DeviceMemory(trainees), held_out=())
+    return replace(setup, context=context, memory=DeviceMemory(trainees), held_out=())

@@ -16,8 +16,8 @@ from layouts_worker import DECAY, LR, WeightedLogprobs, make_rollouts
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.batches.batch import Statistics, pack
-from megatron_rl.batches.dealing import tally
+from megatron_rl.batches.data_parallel_split import tally
+from megatron_rl.batches.packed_batch import Statistics, pack
 
 RANK, ALPHA = 3, 7.0  # a rank that no number of ranks divides
 

@@ -28,16 +28,16 @@ from layouts_worker import (
 from lora_reference import ALPHA, RANK
 from safetensors.torch import load_file
 
-from megatron_rl.batches.batch import statistics_needed
+from megatron_rl.batches.packed_batch import statistics_needed
 from megatron_rl.config.schema import ConfigError, Layout, Lora, LossConfig, Model, Optimizer, RefitConfig, RoleConfig
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
-from megatron_rl.megatron import offload, optim, parallel, step
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.megatron import offload, optimizer, parallel, pipeline_pass
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
-from megatron_rl.weights import adapters, copies
+from megatron_rl.weights import lora_adapters, tensor_copies
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
-from megatron_rl.weights.layouts import EngineLayout
+from megatron_rl.weights.rank_layouts import EngineLayout
 
 
 def make_role(path: str, case: dict[str, Any], lora: Lora | None) -> RoleConfig:
@@ -61,14 +61,16 @@ def gradient_error(policy: MegatronPolicy, work: Any, wanted: dict[str, torch.Te
     """Returns the largest difference of this rank's gradients of A and B from peft's, after a backward pass."""
     loss, worst = WeightedLogprobs(), 0.0
     with policy.active():
-        optim.zero_grad(policy.chunks, policy.optimizer)
+        optimizer.zero_grad(policy.chunks, policy.optimizer)
         scale = policy.groups.dp_size / work.steps[0].denominator
-        policy._run(work, 0, step.Pass(names=statistics_needed(loss.needs), loss=loss, scale=scale, backward=True))
+        policy._run(
+            work, 0, pipeline_pass.Pass(names=statistics_needed(loss.needs), loss=loss, scale=scale, backward=True)
+        )
         whole_gradients(policy)
     for name, parameter in policy.adapters.named.items():
-        _, rects = adapters.held(policy.arch, name, policy.groups.shard, RANK)
+        _, rects = lora_adapters.held(policy.arch, name, policy.groups.shard, RANK)
         want = torch.zeros_like(parameter)
-        copies.fill(want, rects, lambda rect: copies.from_tensor(wanted[f"gradient/{rect.tensor}"], rect))
+        tensor_copies.fill(want, rects, lambda rect: tensor_copies.from_tensor(wanted[f"gradient/{rect.tensor}"], rect))
         error = (parameter.main_grad.view_as(want) - want).abs().max().item()
         worst = max(worst, error)
         if error > 1e-5:
@@ -273,7 +275,7 @@ def digests(path: str, told: Path, case: dict[str, Any]) -> list[str]:
     dist.barrier()
     policy.export.write_adapter(place / "second")
     dist.barrier()
-    return [json.loads((place / name / adapters.BASE).read_text())["digest"] for name in ("first", "second")]
+    return [json.loads((place / name / lora_adapters.BASE).read_text())["digest"] for name in ("first", "second")]
 
 
 RUNS = {

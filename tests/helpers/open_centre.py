@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.algorithms.objectives import Objective, objective
-from megatron_rl.batches.batch import Batch, Statistics
-from megatron_rl.environments.base import Environment
-from megatron_rl.environments.moves import Move, Over, Said
+from megatron_rl.batches.packed_batch import Batch, Statistics
+from megatron_rl.contrib.rubric import Rubric
+from megatron_rl.environments.environment import Environment
+from megatron_rl.environments.episode_types import EpisodeEnd, NextRequest, Said
 from megatron_rl.recipes.distil import Distil
 from megatron_rl.recipes.grpo import GENERATOR, Grpo
-from megatron_rl.recipes.rubric import Rubric
 from megatron_rl.text import decode_all
-from megatron_rl.training.turns import Source, Table, Turn
+from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext
 from megatron_rl.types import Prompt, Rollout
 
 LINES: dict[str, tuple[int, int]] = {}  # name of a toy: the lines that it has, and the most that it may have
@@ -37,8 +37,8 @@ def within(lines: int) -> Any:
     return note
 
 
-def texts_of(table: Table, role: str, rollouts: Sequence[Rollout]) -> list[str]:
-    return decode_all(table.tokenizers[role], [r.response for r in rollouts])
+def texts_of(context: RolloutContext, role: str, rollouts: Sequence[Rollout]) -> list[str]:
+    return decode_all(context.tokenizers[role], [r.response for r in rollouts])
 
 
 @within(60)
@@ -49,17 +49,21 @@ class DynamicSampling(Grpo):
     groups: int = 4  # with signal, that an update trains on
     rounds: int = 10  # of taking more prompts, at most
 
-    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(
+        self, iteration: Iteration, source: PromptSource, context: RolloutContext
+    ) -> Mapping[str, Sequence[Rollout]]:
         kept: list[Rollout] = []
         taken = 0
         for number in range(self.rounds):
             prompts = source.take(self.groups)
             taken += len(prompts)
-            rollouts = super().play(replace(turn, number=turn.number * self.rounds + number), _Given(prompts), table)
+            rollouts = super().rollout(
+                replace(iteration, number=iteration.number * self.rounds + number), _Given(prompts), context
+            )
             kept += [replace(r, group=f"{number}/{r.group}") for r in rollouts[GENERATOR] if abs(r.advantages) > 1e-6]
             if len({r.group for r in kept}) >= self.groups:
                 break
-        table.note(GENERATOR, {"prompts_taken": float(taken), "rounds": number + 1.0})
+        context.add_metrics(GENERATOR, {"prompts_taken": float(taken), "rounds": number + 1.0})
         return {GENERATOR: kept}
 
 
@@ -102,19 +106,19 @@ within(140)(Rubric)  # the method itself, which was a toy here
 class Counting(Environment):
     """An environment of two turns: the model writes, a tool says how many letters there were, the model goes on."""
 
-    def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[Move]:
+    def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[NextRequest]:
         self.turn = 0
         return self._move(str(task["question"]))
 
-    def step(self, said: Said) -> Sequence[Move] | Over:
+    def step(self, said: Said) -> Sequence[NextRequest] | EpisodeEnd:
         letters = sum(c.isalpha() for c in said.text)
         self.turn += 1
         if self.turn == 1:
             return self._move(f"[{letters}]")
-        return Over(rewards={"agent": {"letters": letters / max(1, len(said.text))}})
+        return EpisodeEnd(rewards={"agent": {"letters": letters / max(1, len(said.text))}})
 
-    def _move(self, text: str) -> Sequence[Move]:
-        return [Move(seat="agent", role="agent", messages=[{"role": "user", "content": text}])]
+    def _move(self, text: str) -> Sequence[NextRequest]:
+        return [NextRequest(agent="agent", role="agent", messages=[{"role": "user", "content": text}])]
 
 
 @within(20)

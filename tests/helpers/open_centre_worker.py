@@ -1,7 +1,7 @@
 """One rank of several runs, one after the other.
 
-Arguments: OUT, where the statuses go, and RUNS, a JSON list of [config file, port, turns after which the run is asked
-to leave, or null].
+Arguments: OUT, where the statuses go, and RUNS, a JSON list of [config file, port, iterations after which the run is
+asked to leave, or null].
 """
 
 import functools
@@ -12,33 +12,33 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-from megatron_rl.cluster.job import STOP
+from megatron_rl.cluster.slurm_job import STOP
 from megatron_rl.config import files
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.session import train
-from megatron_rl.session.launch import place_from
+from megatron_rl.session.launch_ranks import place_from
 from megatron_rl.spec.resolve import resolve
-from megatron_rl.training.player import Player
+from megatron_rl.training.collector import Collector
 
 
-class Farthest(Player):
-    """Gives a turn to the loop only when all that may be played ahead of it was played, so that a run does the same
-    every time: a turn is written by the oldest weights that are allowed. With the turn `leave_after` (counted from 1)
-    it asks the run to leave, as a user does by a file.
+class Farthest(Collector):
+    """Gives an iteration to the loop only when all that may be collected ahead of it was collected, so that a run does
+    the same every time: an iteration is written by the oldest weights that are allowed. With the iteration
+    `leave_after` (counted from 1) it asks the run to leave, as a user does by a file.
     """
 
     def __init__(self, *arguments, leave_after, **settings):
         super().__init__(*arguments, **settings)
         self._leave_after = leave_after
 
-    def take(self, turn):
-        played, exchange = super().take(turn), self._exchange
+    def take(self, iteration):
+        collected, exchange = super().take(iteration), self._exchange
         with exchange.change:
             while self._max and len(exchange.ready) < self._max and exchange.failure is None:
                 exchange.change.wait(0.5)
-        if turn.number + 1 == self._leave_after:
+        if iteration.number + 1 == self._leave_after:
             (self._store.directory.parent / STOP).touch()
-        return played
+        return collected
 
 
 def main(out, runs):
@@ -47,7 +47,7 @@ def main(out, runs):
         config = files.load(TrainConfig, [Path(file)], [])
         spec = resolve(config, place.world_size)
         (config.directory / STOP).unlink(missing_ok=True)
-        with mock.patch.object(train, "Player", functools.partial(Farthest, leave_after=leave_after)):
+        with mock.patch.object(train, "Collector", functools.partial(Farthest, leave_after=leave_after)):
             statuses.append(train.run(spec, replace(place, port=port)))
     Path(out).write_text(json.dumps(statuses))
 

@@ -1,7 +1,7 @@
 """Compares this project's losses and estimators with the numbers of other people's code in tests/oracles.
 
 `LOSSES` and `ESTIMATED` say for each row of tests/oracles/trl_losses.json which settings here give the same numbers.
-`make oracles` prints the comparison as one table; the same table, without differences, is in docs/methods.md.
+`make oracles` prints the comparison as one context; the same context, without differences, is in docs/methods.md.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.estimators import EPSILON, find_estimator
-from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.batches.batch import Batch, Statistics, pack
-from megatron_rl.batches.dealing import tally
+from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.batches.data_parallel_split import tally
+from megatron_rl.batches.packed_batch import Batch, Statistics, pack
 from megatron_rl.config.schema import CorrectionConfig, LossConfig
 from megatron_rl.types import Author, Rollout, spans_of
 
@@ -88,7 +88,7 @@ LOSSES: Mapping[str, Ours] = {
     "dr_grpo_masked_truncated": Ours(CONSTANT, "rollouts without a trained token count in both denominators"),
     "cispo": Ours(cispo(5.0), "cap is the ratio itself, TRL's epsilon_high too; in NeMo-RL and verl it is 1 + epsilon"),
     "cispo_tight": Ours(cispo(1.125)),
-    "gspo": Ours(gspo(3e-4, 4e-4) | MEAN, "the figures of GSPO's paper"),
+    "gspo": Ours(gspo(3e-4, 4e-4) | MEAN, "the metrics of GSPO's paper"),
     "gspo_wide": Ours(WIDE | MEAN),
     "gspo_dapo": Ours(WIDE, "a token mean: long rollouts weigh more than in the paper"),
     "luspo": Ours(WIDE | {"aggregation": "constant", "max_tokens": 1}, "GSPO summed over tokens"),
@@ -263,7 +263,7 @@ def source(settings: Mapping[str, Any]) -> str:
 
 
 def words(settings: Mapping[str, Any]) -> str:
-    """Settings as they are written in a table."""
+    """Settings as they are written in a context."""
     flat = {key: value for key, value in settings.items() if not isinstance(value, Mapping) and value is not None}
     for value in settings.values():
         flat |= value if isinstance(value, Mapping) else {}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from layouts_worker import logprobs_of, own, world
 from safetensors.torch import load_file
 
-from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy

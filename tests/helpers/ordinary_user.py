@@ -21,9 +21,9 @@ NEEDED = (
     "__init__.py",
     "processes.py",
     "rewards/__init__.py",
-    "rewards/functions.py",
-    "rewards/keeper.py",
-    "rewards/worker.py",
+    "rewards/reward_functions.py",
+    "rewards/reaper.py",
+    "rewards/grading_worker.py",
 )
 
 

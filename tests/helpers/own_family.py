@@ -1,6 +1,6 @@
 """A model family in a package of a user's own: Seed-OSS, Llama with a bias on query, key and value."""
 
-from megatron_rl.models.base import SETTLED, Family, dims
+from megatron_rl.models.family import SETTLED, Family, dims
 from megatron_rl.models.sizes import Features
 
 _36B = dims((64, 5120, 80, 8, 27648), vocab=155136, head_dim=128)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from megatron_rl.contrib import last_letter, ssrl_reward
+from megatron_rl.contrib.pairwise_reward import read_comparison
+from megatron_rl.contrib.proposals import read_proposal
 from megatron_rl.environments.python_tool import _FENCED
 from megatron_rl.environments.tool_task import first_call
-from megatron_rl.recipes.proposals import read_proposal
-from megatron_rl.rewards import code_answer, exact_match, last_letter, math_answer, role_tags, short_answer, ssrl
+from megatron_rl.rewards import code_answer, exact_match, math_answer, role_tags, short_answer
 from megatron_rl.rewards.answer_key import answer_key
 from megatron_rl.rewards.code_cases import _BLOCK
-from megatron_rl.rewards.pairwise import read_comparison
 from megatron_rl.rewards.tags import block_spans, boxed, generator_format, step_texts
 from megatron_rl.rewards.verdicts import review
 
@@ -20,7 +21,7 @@ PIECES = [
 ]  # fmt: skip
 PARSERS = {
     "exact_match": lambda text: exact_match.grade(text, {"answer": "a"}),
-    "ssrl": lambda text: ssrl.grade(text, {"answer": "a"}),
+    "ssrl": lambda text: ssrl_reward.grade(text, {"answer": "a"}),
     "label": lambda text: short_answer.grade_label(text, {"answer": "a", "choices": ["a", "b"]}),
     "text": lambda text: short_answer.grade_text(text, {"answer": "a, b"}),
     "last_letter": lambda text: last_letter.grade(text, {"answer": "a"}),

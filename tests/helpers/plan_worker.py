@@ -20,8 +20,9 @@ import torch.distributed as dist
 from layouts_worker import WeightedLogprobs, work_of
 
 from megatron_rl.config.schema import Layout, Lora, LossConfig, Model, RoleConfig
-from megatron_rl.megatron import forward, offload, optim, parallel
 from megatron_rl.megatron import model as models
+from megatron_rl.megatron import offload, parallel, vocab_statistics
+from megatron_rl.megatron import optimizer as optim
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.models.shape import read_shape
 from megatron_rl.planning import memory
@@ -127,7 +128,7 @@ def main() -> None:
     out, cases = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    forward.KEPT_ELEMENTS["cpu"] = 0  # as on a GPU: logits are computed again in the backward pass
+    vocab_statistics.KEPT_ELEMENTS["cpu"] = 0  # as on a GPU: logits are computed again in the backward pass
     out.write_text(json.dumps([measure(case) for case in cases]))
     dist.barrier()
     dist.destroy_process_group()

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from layouts_worker import DECAY, LR, logprobs_of, make_loss, whole_gradients, work_of
 
-from megatron_rl.batches.batch import statistics_needed
+from megatron_rl.batches.packed_batch import statistics_needed
 from megatron_rl.config.schema import Layout, Lora, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import model as models
-from megatron_rl.megatron import optim, parallel, step
+from megatron_rl.megatron import optimizer, parallel, pipeline_pass
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.types import FREE, Author, Rollout, spans_of
-from megatron_rl.weights import hf
+from megatron_rl.weights import hf_model
 
 # Tokens of each group's prompt, and of its samples' answers. The last two groups have one prompt; one has one sample.
 GROUPS = ((9, (4, 11, 1, 8)), (17, (3, 20)), (2, (6, 6, 5, 30, 7)), (21, (12,)), (12, (2, 3)), (12, (9, 1, 1)))
@@ -49,7 +49,7 @@ def make_groups(vocab: int) -> list[Rollout]:
     return [out[i] for i in np.random.default_rng(0).permutation(len(out))]
 
 
-def with_experts(rollouts: Sequence[Rollout], arch: hf.Architecture) -> list[Rollout]:
+def with_experts(rollouts: Sequence[Rollout], arch: hf_model.Architecture) -> list[Rollout]:
     """The rollouts with experts that depend on the token and its place alone, as an engine's would on the prompt."""
     out = []
     for r in rollouts:
@@ -80,16 +80,18 @@ def make_policy(path: str, case: dict[str, Any], *, shared: bool) -> MegatronPol
 def gradients(policy: MegatronPolicy, work: Any, loss: Any) -> dict[str, torch.Tensor]:
     """This rank's gradients by name, summed over replicas."""
     with policy.groups.active():
-        optim.zero_grad(policy.chunks, policy.optimizer)
+        optimizer.zero_grad(policy.chunks, policy.optimizer)
         scale = policy.groups.dp_size / work.steps[0].denominator
-        policy._run(work, 0, step.Pass(names=statistics_needed(loss.needs), loss=loss, scale=scale, backward=True))
+        policy._run(
+            work, 0, pipeline_pass.Pass(names=statistics_needed(loss.needs), loss=loss, scale=scale, backward=True)
+        )
         whole_gradients(policy)
     named = models.named_parameters(policy.chunks)
     return {name: p.main_grad.clone() for name, p in named if p.requires_grad}
 
 
 def measured(path: str, case: dict[str, Any], *, shared: bool) -> dict[str, Any]:
-    """What an update computes: log-probs of every position, loss, gradients, and figures of the update."""
+    """What an update computes: log-probs of every position, loss, gradients, and metrics of the update."""
     policy = make_policy(path, case, shared=shared)
     loss, rollouts, extra = make_loss(case.get("loss", "weighted"), make_groups(policy.arch.vocab))
     if case.get("replay"):
@@ -100,7 +102,7 @@ def measured(path: str, case: dict[str, Any], *, shared: bool) -> dict[str, Any]
         "logprobs": logprobs_of(policy, rollouts),
         "loss": policy.loss(work, loss),
         "gradients": gradients(policy, work, loss),
-        "figures": policy.update(work, 0, loss),
+        "metrics": policy.update(work, 0, loss),
         "computed": computed,
     }
 
@@ -118,20 +120,20 @@ def run_case(path: str, case: dict[str, Any]) -> dict[str, float]:
     def apart(one: float, other: float) -> float:
         return abs(one - other) / abs(other)
 
-    figures = (once["figures"], whole["figures"])
+    metrics = (once["metrics"], whole["metrics"])
     return {
         "logprobs": float((once["logprobs"] - whole["logprobs"]).abs().max() / whole["logprobs"].abs().max()),
         "loss": apart(once["loss"], whole["loss"]),
-        "update_loss": apart(*(f["loss"] for f in figures)),
-        "entropy": apart(*(f["entropy"] for f in figures)),
-        "grad_norm": apart(*(f["grad_norm"] for f in figures)),
+        "update_loss": apart(*(f["loss"] for f in metrics)),
+        "entropy": apart(*(f["entropy"] for f in metrics)),
+        "grad_norm": apart(*(f["grad_norm"] for f in metrics)),
         "gradients": float(apart_norm / norm),
         "worst_gradient": worst / largest,
         "largest_gradient": largest,
         "most_computed": max(once["computed"]),
         "computed": sum(once["computed"]),
-        "packed": once["figures"]["packed_tokens"],
-        "shared": once["figures"]["shared_tokens"],
+        "packed": once["metrics"]["packed_tokens"],
+        "shared": once["metrics"]["shared_tokens"],
     }
 
 

@@ -14,16 +14,16 @@ from pathlib import Path
 
 from engines_worker import ROLE, Directory, Scenario
 
-from megatron_rl.algorithms.losses import CompletionLoss
+from megatron_rl.algorithms.policy_loss import CompletionLoss
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.data.sft import TextPair, sft_rollouts
-from megatron_rl.engines.base import Sampling, complete
+from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.session.common import open_world
-from megatron_rl.session.fleet import open_fleet
-from megatron_rl.session.launch import place_from
+from megatron_rl.session.launch_ranks import place_from
+from megatron_rl.session.open_engines import open_engines
+from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
 from megatron_rl.text import load_tokenizer
 from megatron_rl.training.update import Trainee, update
@@ -40,8 +40,8 @@ def main() -> None:
     samples = sft_rollouts(pairs, load_tokenizer(role.model.path), append_eos=True, max_tokens=256)
     with open_world(place_from(os.environ), answer.parent) as world, contextlib.ExitStack() as stack:
         policy = MegatronPolicy(role, parallel.create(role.layout))
-        fleet = open_fleet(engine_of(config), world, {}, {ROLE: policy}, Directory(config_path.parent), stack)
-        scenario = Scenario(world, policy, fleet, answer.parent, policy.arch.vocab)
+        run_engines = open_engines(engine_of(config), world, {}, {ROLE: policy}, Directory(config_path.parent), stack)
+        scenario = Scenario(world, policy, run_engines, answer.parent, policy.arch.vocab)
         for version in (0, 1):
             if version:
                 update(world, Trainee(policy=policy, loss=CompletionLoss()), samples if world.rank == 0 else None)

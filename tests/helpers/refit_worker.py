@@ -23,18 +23,18 @@ from numbered import numbered
 from megatron_rl.config.schema import RefitConfig
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.refit import exchange, messages
-from megatron_rl.refit.base import Deadline, RefitError, Tensors, TransportError
-from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.refit.exchange import ExchangeOutcome, LocalSide
-from megatron_rl.refit.point_to_point import PointToPoint
-from megatron_rl.refit.tcp import Tcp
+from megatron_rl.refit.process_group_transport import PointToPoint
+from megatron_rl.refit.refit_store import Address, RefitStore
+from megatron_rl.refit.tcp_transport import Tcp
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
-from megatron_rl.refit.wiring import RankSeat, Seating
-from megatron_rl.weights import copies, layouts
-from megatron_rl.weights.layouts import EngineLayout
-from megatron_rl.weights.rectangles import Rect, hf_shapes, kept_float32
+from megatron_rl.refit.transport import Deadline, RefitError, Tensors, TransportError
+from megatron_rl.refit.transport_choice import RankLocation, RankLocations
+from megatron_rl.weights import rank_layouts, tensor_copies
+from megatron_rl.weights.parameter_mapping import Rect, hf_shapes, kept_float32
+from megatron_rl.weights.rank_layouts import EngineLayout
 
 Model = dict[str, torch.Tensor]
 
@@ -54,7 +54,7 @@ def whole_model(sizes: Sizes, version: int) -> Model:
 def shards(topology: Topology, rank: int, model: Model) -> Model:
     """Trainer rank's parameters."""
     found: dict[str, list[Rect]] = {}
-    for holding in layouts.trainer(topology.sizes, topology.trainer):
+    for holding in rank_layouts.trainer(topology.sizes, topology.trainer):
         if rank in holding.ranks:
             for name, rect in holding.parameters:
                 found.setdefault(name, []).append(rect)
@@ -66,7 +66,7 @@ def shards(topology: Topology, rank: int, model: Model) -> Model:
 
 
 def fill(parameter: torch.Tensor, rects: list[Rect], model: Model) -> None:
-    copies.fill(parameter, rects, lambda rect: copies.from_tensor(model[rect.tensor], rect))
+    tensor_copies.fill(parameter, rects, lambda rect: tensor_copies.from_tensor(model[rect.tensor], rect))
 
 
 class Engine:
@@ -74,7 +74,7 @@ class Engine:
 
     def __init__(self, topology: Topology, rank: int, spoiled: str | None = None) -> None:
         self.topology, self.rank, self.version, self.refits = topology, rank, None, 0
-        self.own = layouts.engine_parameters(topology.sizes, topology.engines, rank)
+        self.own = rank_layouts.engine_parameters(topology.sizes, topology.engines, rank)
         kept = kept_float32(topology.sizes)
         self.tensors = {
             name: torch.full(shape, -1.0, dtype=torch.float32 if name in kept else topology.torch_dtype)
@@ -97,8 +97,8 @@ class Engine:
         for name, (_, rects) in self.own.items():
             for rect in rects:
                 if not torch.equal(
-                    copies.local(self.tensors[name], rect),
-                    copies.from_tensor(model[rect.tensor], rect).to(self.tensors[name].dtype),
+                    tensor_copies.local(self.tensors[name], rect),
+                    tensor_copies.from_tensor(model[rect.tensor], rect).to(self.tensors[name].dtype),
                 ):
                     return False
         return True
@@ -162,8 +162,8 @@ def trainer(out: Path, case: dict[str, Any]) -> dict[str, Any]:
     side = TrainerSide(topology, RefitConfig(**case["settings"]), parameters, group=dist.group.WORLD, endpoint=engine)
     answers: list[Any] = []
     if not inside and rank == 0:
-        (out.parent / "board.json.part").write_text(json.dumps(side.address))
-        (out.parent / "board.json.part").rename(out.parent / "board.json")
+        (out.parent / "store.json.part").write_text(json.dumps(side.address))
+        (out.parent / "store.json.part").rename(out.parent / "store.json")
     for version in case.get("versions", [0, 1, 2]):
         for name, tensor in shards(topology, rank, whole_model(topology.sizes, version)).items():
             parameters[name].copy_(tensor)
@@ -175,19 +175,19 @@ def trainer(out: Path, case: dict[str, Any]) -> dict[str, Any]:
         before = anonymous_mib()
         start = time.monotonic()
         try:
-            figures: dict[str, Any] = side(version)
+            metrics: dict[str, Any] = side(version)
         except RefitError as error:
-            figures = {"error": f"{type(error).__name__}: {error}"}
-        figures |= {"took": time.monotonic() - start, "mib_given_back": before - anonymous_mib(), "kept": len(littered)}
+            metrics = {"error": f"{type(error).__name__}: {error}"}
+        metrics |= {"took": time.monotonic() - start, "mib_given_back": before - anonymous_mib(), "kept": len(littered)}
         if not inside and rank == 0:
-            figures["keys"] = side._board._client.num_keys()
+            metrics["keys"] = side._store._client.num_keys()
         if engine is not None:
-            figures |= {"holds": engine.holds(version), "version": engine.version}
-        answers.append(figures)
+            metrics |= {"holds": engine.holds(version), "version": engine.version}
+        answers.append(metrics)
         if rank == 0:
             (out.parent / f"done_{version}").touch()
     if rank == 0:
-        wait_for(out.parent, case.get("waits", {}).get("end"))  # the board is gone with this process
+        wait_for(out.parent, case.get("waits", {}).get("end"))  # the store is gone with this process
     side.close()
     return {"answers": answers}
 
@@ -226,7 +226,7 @@ def actor(case: dict[str, Any]) -> dict[str, Any]:
     from layouts_worker import learn  # here: the other workers start without Megatron
 
     from megatron_rl.config.schema import Layout, LossConfig, Model, RoleConfig
-    from megatron_rl.engines.embedded.engine import EmbeddedEngine
+    from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
     from megatron_rl.megatron import parallel
     from megatron_rl.megatron.policy import MegatronPolicy
 
@@ -250,14 +250,14 @@ def actor(case: dict[str, Any]) -> dict[str, Any]:
     side = TrainerSide(
         topology, RefitConfig(**case["settings"]), policy.export.shards(), group=policy.groups.control, endpoint=engine
     )
-    equal, figures = [], dict[str, float]()
+    equal, metrics = [], dict[str, float]()
     for version in range(2):
-        figures = side(version)
+        metrics = side(version)
         model = {name: t if t.dim() > 1 else t[:, None] for name, t in policy.export.weights()}
         equal.append(engine.version == version and has(engine, model))
         learn(policy)
     side.close()
-    return {"equal": equal, "figures": figures}
+    return {"equal": equal, "metrics": metrics}
 
 
 def has(engine: Any, model: Model) -> bool:
@@ -275,20 +275,20 @@ def late(out: Path, kind: str) -> Any:
     """Two ranks: a message that comes after its receiver gave it up -> what its sender saw, and whether anything
     landed.
     """
-    rank, board, transport = pair(kind)
+    rank, store, transport = pair(kind)
     target = torch.zeros(1 << 16, dtype=torch.uint8)
     if rank == 1:
         waiting = transport.receive(0, "a bucket", 8, torch.device("cpu"), pieces=[target])
         with contextlib.suppress(TransportError):
             waiting.wait(Deadline.start(0.1, 0.1))
             raise AssertionError("a message came that nobody sent")
-        board.put("given up", True)
-        board.get("sent", 60)
+        store.put("given up", True)
+        store.get("sent", 60)
         landed = bool(target.any())
-        with contextlib.suppress(TransportError):  # the other rank may leave, and the board with it, before it answers
-            board.put("seen", True)
+        with contextlib.suppress(TransportError):  # the other rank may leave, and the store with it, before it answers
+            store.put("seen", True)
         return landed
-    board.get("given up", 60)
+    store.get("given up", 60)
     found = "sent"
     try:
         sending = transport.send(
@@ -297,8 +297,8 @@ def late(out: Path, kind: str) -> Any:
         sending.wait(Deadline.start(20.0, 20.0))
     except TransportError as error:
         found = str(error)
-    board.put("sent", True)
-    board.get("seen", 60)  # the board is gone with this process
+    store.put("sent", True)
+    store.get("seen", 60)  # the store is gone with this process
     return found
 
 
@@ -308,7 +308,9 @@ def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
     exchange.ALONE_PART_BYTES = case["part"]
     rank, _, transport = pair(case["kind"])
     topology = Topology.from_json(case["topology"])
-    plan = topology.plan(Seating([RankSeat("here", "0", "cpu")], {0: RankSeat("here", "1", "cpu")}), bucket_mib=0.02)
+    plan = topology.plan(
+        RankLocations([RankLocation("here", "0", "cpu")], {0: RankLocation("here", "1", "cpu")}), bucket_mib=0.02
+    )
     engine = Engine(topology, 0)
     engine.targets = Counting(engine.tensors)
     model = whole_model(topology.sizes, 0)
@@ -333,20 +335,20 @@ def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def pair(kind: str) -> tuple[int, Board, PointToPoint | Tcp]:
-    """This rank of two, a board of both, and what is between them."""
+def pair(kind: str) -> tuple[int, RefitStore, PointToPoint | Tcp]:
+    """This rank of two, a store of both, and what is between them."""
     rank = int(os.environ["RANK"])
     told = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0)
     if rank == 0:
-        board, address = Board.host("127.0.0.1")
+        store, address = RefitStore.host("127.0.0.1")
         told.set("address", json.dumps(address))
         told.wait(["read"])  # this store ends with the function
     else:
-        board = Board.join(Address(*json.loads(told.get("address"))))
+        store = RefitStore.join(Address(*json.loads(told.get("address"))))
         told.set("read", "")
     if kind == "tcp":
-        return rank, board, Tcp(board.under("tcp"), rank, RefitConfig())
-    return rank, board, PointToPoint(board.under("gloo"), rank, 2, backend="gloo", settings=RefitConfig())
+        return rank, store, Tcp(store.under("tcp"), rank, RefitConfig())
+    return rank, store, PointToPoint(store.under("gloo"), rank, 2, backend="gloo", settings=RefitConfig())
 
 
 def wait_for(directory: Path, names: list[str] | None) -> None:
@@ -359,15 +361,15 @@ def wait_for(directory: Path, names: list[str] | None) -> None:
 def engine_process(out: Path, case: dict[str, Any], rank: int) -> None:
     """Takes part until the trainer is gone; says in OUT, a line per refit, what it holds."""
     messages.ALONE_BYTES = case.get("long") or messages.ALONE_BYTES
-    wait_for(out.parent, ["board.json"])
-    address = Address(*json.loads((out.parent / "board.json").read_text()))
+    wait_for(out.parent, ["store.json"])
+    address = Address(*json.loads((out.parent / "store.json").read_text()))
     topology = Topology.from_json(case["topology"])
     engine = Engine(topology, rank)
-    naps = case.get("naps", {}).get(out.stem)  # stops itself between refits, after this version
+    sleep_count = case.get("sleep_count", {}).get(out.stem)  # stops itself between refits, after this version
     doom = case.get("doom", {}).get(out.stem)
     if doom:
         engine.targets = Doomed(engine.tensors, engine, *doom)
-    side = EngineSide(Board.join(address), rank, engine, torch.device("cpu"))
+    side = EngineSide(RefitStore.join(address), rank, engine, torch.device("cpu"))
     (out.parent / f"joined_{out.stem}").touch()
     with out.open("a") as file:
         while True:
@@ -381,5 +383,5 @@ def engine_process(out: Path, case: dict[str, Any], rank: int) -> None:
                 file.write(json.dumps({"version": version, "holds": engine.holds(version)}) + "\n")
                 file.flush()
                 (out.parent / f"holds_{out.stem}_{version}").touch()
-                if version == naps:
+                if version == sleep_count:
                     os.kill(os.getpid(), signal.SIGSTOP)

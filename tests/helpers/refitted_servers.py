@@ -8,8 +8,8 @@ import torch
 from fake_vllm import JOIN, UPDATE, FakeVllm
 from refit_worker import Engine
 
-from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import EngineSide
+from megatron_rl.refit.refit_store import Address, RefitStore
 from megatron_rl.refit.topology import Topology
 
 DEVICE = torch.device("cpu")
@@ -36,9 +36,9 @@ class RefittedVllm(FakeVllm):
 
     def _join(self, host: str, port: int, secret: str, replica: int) -> None:
         self._leave()
-        board = Board.join(Address(host, port, secret))
-        engine = Engine(Topology.from_json(board.get("setup", 60)["topology"]), replica)
-        self._side = EngineSide(board, replica, engine, DEVICE)
+        store = RefitStore.join(Address(host, port, secret))
+        engine = Engine(Topology.from_json(store.get("setup", 60)["topology"]), replica)
+        self._side = EngineSide(store, replica, engine, DEVICE)
 
     def _leave(self) -> None:
         if self._side is not None:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from limits import RUN_S
 
-from megatron_rl.session.common import open_world
-from megatron_rl.session.launch import Place
+from megatron_rl.session.launch_ranks import Place
+from megatron_rl.session.run_setup import open_world
 
 
 def main(out: str, shared: str) -> None:

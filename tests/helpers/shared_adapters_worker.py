@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import TrainConfig
-from megatron_rl.engines.base import Sampling, complete
-from megatron_rl.engines.roster import Roster
+from megatron_rl.engines.protocol import Sampling, complete
+from megatron_rl.engines.server_registry import ServerRegistry
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.session.common import open_world
-from megatron_rl.session.fleet import open_fleet
-from megatron_rl.session.launch import place_from
+from megatron_rl.session.launch_ranks import place_from
+from megatron_rl.session.open_engines import open_engines
+from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
 
 ROLES = ("generator", "verifier")
@@ -34,12 +34,12 @@ ROLES = ("generator", "verifier")
 class Shared:
     """The same steps on every rank; what only the driver sees goes into `found`."""
 
-    def __init__(self, world: Any, policies: dict[str, MegatronPolicy], fleet: Any, out: Path) -> None:
-        self.world, self.policies, self.fleet, self.out = world, policies, fleet, out
+    def __init__(self, world: Any, policies: dict[str, MegatronPolicy], run_engines: Any, out: Path) -> None:
+        self.world, self.policies, self.run_engines, self.out = world, policies, run_engines, out
         self.vocab, self.found = policies[ROLES[0]].arch.vocab, dict[str, Any]()
 
     def refit(self, role: str, version: int) -> None:
-        self.fleet.refits[role](version)
+        self.run_engines.refits[role](version)
         tensors = {name: tensor.detach().clone() for name, tensor in self.policies[role].export.weights()}
         if self.world.rank == 0:
             (self.out / f"{role}_v{version}").mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ class Shared:
             threads = [
                 threading.Thread(
                     target=lambda role=role: answers.update(
-                        {role: plain(complete(self.fleet.engines[role], prompts(self.vocab), GREEDY))}
+                        {role: plain(complete(self.run_engines.engines[role], prompts(self.vocab), GREEDY))}
                     )
                 )
                 for role in ROLES
@@ -64,7 +64,7 @@ class Shared:
                 thread.join()
             for role in ROLES:
                 self.found[f"{name}_{role}"] = answers[role]
-                scores = self.fleet.engines[role].score(prompts(self.vocab))
+                scores = self.run_engines.engines[role].score(prompts(self.vocab))
                 self.found[f"{name}_{role}_scores"] = [own.tolist() for own in scores]
 
         self.world.from_driver(answer)
@@ -75,19 +75,19 @@ class Shared:
         learn(self.policies["generator"])
         self.world.barrier()
         if self.world.rank == 0:
-            pool = self.fleet.pools["verifier"]
+            pool = self.run_engines.pools["verifier"]
             thread.start()
             wait_for("requests under way", lambda: any(member.load for member in pool.members.living()))
             time.sleep(0.3)  # for first tokens
         self.refit("generator", version)
         if self.world.rank == 0:
-            pool = self.fleet.pools["verifier"]
+            pool = self.run_engines.pools["verifier"]
             self.found["left_at_refit"] = sum(member.load for member in pool.members.living())
             thread.join()
             self.found["failures"] = pool.failures
 
     def _write_much(self) -> None:
-        pool = self.fleet.pools["verifier"]
+        pool = self.run_engines.pools["verifier"]
         many = prompts(self.vocab)[:3] * 4
         self.found["during"] = plain(complete(pool, many, Sampling(max_tokens=150, n=3, seed=5)))
 
@@ -103,8 +103,8 @@ def main() -> None:
             policies[name] = MegatronPolicy(role, parallel.create(role.layout), seed=seed, base=base)
             base = base or policies[name]
         driver = Directory(config_path.parent)
-        fleet = open_fleet(engine_of(config), world, {}, policies, driver, stack)
-        shared = Shared(world, policies, fleet, answer.parent)
+        run_engines = open_engines(engine_of(config), world, {}, policies, driver, stack)
+        shared = Shared(world, policies, run_engines, answer.parent)
         for role in ROLES:
             learn(policies[role])
             shared.refit(role, 0)
@@ -115,8 +115,8 @@ def main() -> None:
         shared.refit_while_the_other_role_writes(2)
         shared.ask("end")
         if world.rank == 0:
-            shared.found["servers"] = [one.name for one in Roster(config_path.parent / "engines").all()]
-            shared.found["loads"] = sorted(fleet.loads())
+            shared.found["servers"] = [one.name for one in ServerRegistry(config_path.parent / "engines").all()]
+            shared.found["loads"] = sorted(run_engines.loads())
             shared.found["gigabytes"] = [refit["refit/gigabytes"] for refit in driver.refits]
         answer.write_text(json.dumps(shared.found))
 

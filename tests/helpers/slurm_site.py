@@ -14,7 +14,7 @@ from conftest import ROOT, environment
 from limits import RUN_S
 from slurm_cluster import Cluster
 
-from megatron_rl.cluster import slices
+from megatron_rl.cluster import job_slices
 from megatron_rl.run.metrics import read_metrics
 
 
@@ -47,19 +47,19 @@ def logs(run: Path) -> str:
     return "\n".join(f"==> {path}\n{path.read_text()[-3000:]}" for path in sorted((run / "logs").glob("*.out")))
 
 
-def figures(run: Path) -> list[tuple[int, str, dict[str, float]]]:
+def metrics(run: Path) -> list[tuple[int, str, dict[str, float]]]:
     """All that a run measured but for times."""
-    return [(row.turn, row.scope, dict(row.metrics)) for row in read_metrics(run)]
+    return [(row.iteration, row.scope, dict(row.metrics)) for row in read_metrics(run)]
 
 
 def works(run: Path, starts: int) -> None:
-    """Waits until the run has started so often and saved a turn since."""
+    """Waits until the run has started so often and saved an iteration since."""
 
     def saved() -> bool:
-        begun = slices.read(run)
-        return len(begun) >= starts and slices.turns_done(run) > begun[starts - 1].turns_before
+        begun = job_slices.read(run)
+        return len(begun) >= starts and job_slices.iterations_done(run) > begun[starts - 1].iterations_before
 
-    wait(f"a turn of start {starts} of {run}", saved)
+    wait(f"an iteration of start {starts} of {run}", saved)
 
 
 def wait(what: str, condition: Callable[[], bool]) -> None:

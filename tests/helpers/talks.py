@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_rl.config.schema import Run
-from megatron_rl.run.directory import RunDirectory, open_run
+from megatron_rl.run.run_directory import RunDirectory, open_run
 from megatron_rl.text import Decoded
-from megatron_rl.training.store import TurnStore
-from megatron_rl.training.turns import Played, Turn
+from megatron_rl.training.iteration import Collected, Iteration
+from megatron_rl.training.store import IterationStore
 from megatron_rl.types import Author, Rollout, spans_of
 
 WORDS = ["Q", "<think>", "<step>", "a&b", "</step>", "</think>", "<script>alert(1)</script>", "<answer>"]
@@ -24,11 +24,11 @@ def say(role, tokens):
     return Decoded(b"".join(words).decode(), b"".join(words), np.cumsum([*map(len, words)], dtype=np.int64))
 
 
-def talk(*parts, role="solver", seat=None, episode=None, **changes):
+def talk(*parts, role="solver", agent=None, episode=None, **changes):
     """A conversation. `parts`: (author, tokens) behind a prompt of one token."""
     tokens = [0, *(token for _, own in parts for token in own)]
     spans = spans_of((1, Author.ENVIRONMENT, -1), *((len(own), author, 3) for author, own in parts))
-    payload = {"question": "how <many>?", "answer": "9", "seat": seat, "episode": episode}
+    payload = {"question": "how <many>?", "answer": "9", "agent": agent, "episode": episode}
     values = {
         "group": "problem", "tokens": tokens, "logprobs": [0.0] * len(tokens), "spans": spans, "advantages": 0.5,
         "payload": {name: value for name, value in payload.items() if value is not None},
@@ -37,8 +37,8 @@ def talk(*parts, role="solver", seat=None, episode=None, **changes):
 
 
 def keep_talks(directory, config, **rollouts) -> RunDirectory:
-    """Makes the directory of a run whose only turn had these conversations. `rollouts`: by role."""
+    """Makes the directory of a run whose only iteration had these conversations. `rollouts`: by role."""
     run = open_run(Run(dir=str(directory), name="talks"), config)
-    turn = Turn(step=0, index=0, roles=tuple(rollouts), number=0)
-    TurnStore(run.rollouts, decode=say).put(turn, Played(rollouts=rollouts, metrics={}), {})
+    iteration = Iteration(cycle=0, index=0, roles=tuple(rollouts), number=0)
+    IterationStore(run.rollouts, decode=say).put(iteration, Collected(rollouts=rollouts, metrics={}), {})
     return run

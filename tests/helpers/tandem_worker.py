@@ -20,16 +20,16 @@ from engines_worker import GREEDY, ROLE, Directory, plain, prompts, wait_for
 from layouts_worker import learn
 from safetensors.torch import save_file
 
-from megatron_rl.algorithms.authors import Rule
+from megatron_rl.algorithms.tandem_authors import Rule
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import TrainConfig
-from megatron_rl.engines.base import Sampling, TandemSampling, complete
-from megatron_rl.engines.pool.pool import Pool
+from megatron_rl.engines.pool.server_pool import Pool
+from megatron_rl.engines.protocol import Sampling, TandemSampling, complete
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.session.common import open_world
-from megatron_rl.session.fleet import open_fleet
-from megatron_rl.session.launch import place_from
+from megatron_rl.session.launch_ranks import place_from
+from megatron_rl.session.open_engines import open_engines
+from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
 
 STRATEGIES = ("bernoulli", "alternating", "chunk", "sentence", "word")
@@ -45,10 +45,10 @@ def drawn(strategy: str, **settings: Any) -> Sampling:
 
 
 class Scenario:
-    def __init__(self, world: Any, policy: MegatronPolicy, fleet: Any, out: Path) -> None:
+    def __init__(self, world: Any, policy: MegatronPolicy, run_engines: Any, out: Path) -> None:
         self.world, self.policy, self.out, self.vocab = world, policy, out, policy.arch.vocab
-        self.pool: Pool | None = fleet.engines.get(ROLE)
-        self.refit, self.found = fleet.refits[ROLE], dict[str, Any]()
+        self.pool: Pool | None = run_engines.engines.get(ROLE)
+        self.refit, self.found = run_engines.refits[ROLE], dict[str, Any]()
 
     def ask(self, name: str, sampling: Sampling, times: int = 1) -> None:
         def answer() -> None:
@@ -124,8 +124,8 @@ def main() -> None:
     with open_world(place_from(os.environ), answer.parent) as world, contextlib.ExitStack() as stack:
         role = config.roles[ROLE]
         policy = MegatronPolicy(role, parallel.create(role.layout))
-        fleet = open_fleet(engine_of(config), world, {}, {ROLE: policy}, Directory(config_path.parent), stack)
-        scenario = Scenario(world, policy, fleet, answer.parent)
+        run_engines = open_engines(engine_of(config), world, {}, {ROLE: policy}, Directory(config_path.parent), stack)
+        scenario = Scenario(world, policy, run_engines, answer.parent)
         scenario.strategies(0)
         scenario.crowded()
         learn(policy)

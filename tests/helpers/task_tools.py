@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.environments.moves import EnvironmentFailure, Tool
+from megatron_rl.environments.episode_types import EnvironmentFailure, Tool
 
 
 @dataclass(kw_only=True)

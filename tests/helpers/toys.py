@@ -3,7 +3,7 @@
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.rewards.pool import Graded
+from megatron_rl.rewards.grading_pool import Graded
 from megatron_rl.types import Outcome
 
 EOS = 0

@@ -11,7 +11,7 @@ import pytest
 from ranks import run_ranks
 from tiny_models import make_model
 
-from megatron_rl.batches.cutting import Cost, micro_batches
+from megatron_rl.batches.micro_batches import Cost, micro_batches
 from megatron_rl.models.sizes import Sizes
 
 

@@ -22,9 +22,9 @@ from megatron_rl.config.schema import TrainConfig
 from megatron_rl.data.tiny import tiny_problems, write_tiny_model
 from megatron_rl.main import main
 
-# Whole prompts, as in TRL: short ones, so that a turn takes little.
+# Whole prompts, as in TRL: short ones, so that an iteration takes little.
 ROWS = [{"prompt": row["question"], "answer": row["answer"]} for row in tiny_problems(8)]
-SETTINGS = {"updates": 3, "group_size": 4, "prompts_per_step": 4, "max_tokens": 8, "lr": 3e-3}
+SETTINGS = {"updates": 3, "group_size": 4, "prompts_per_iteration": 4, "max_tokens": 8, "lr": 3e-3}
 
 
 @pytest.fixture(scope="module")
@@ -43,24 +43,24 @@ def make(model, tmp_path, monkeypatch):
 
 
 class Diary(Callback):
-    """Writes down what it is told, in this process, and stops the run after some turns."""
+    """Writes down what it is told, in this process, and stops the run after some iterations."""
 
     def __init__(self, stop_at=None):
         self.told, self.stop_at = [], stop_at
 
     def on_train_begin(self, state):
-        self.told.append(("begin", state.turn, state.turns))
+        self.told.append(("begin", state.iteration, state.iterations))
 
-    def on_turn_end(self, state):
-        self.told.append(("turn", state.turn, state.last["generator"]["reward/trained"]))
-        if state.turn == self.stop_at:
+    def on_iteration_end(self, state):
+        self.told.append(("iteration", state.iteration, state.last["generator"]["reward/trained"]))
+        if state.iteration == self.stop_at:
             state.stop()
 
     def on_evaluate(self, state):
-        self.told.append(("eval", state.step, state.last["eval"]["generator/accuracy_sampled"]))
+        self.told.append(("eval", state.cycle, state.last["eval"]["generator/accuracy_sampled"]))
 
     def on_train_end(self, state):
-        self.told.append(("end", state.turn))
+        self.told.append(("end", state.iteration))
 
 
 def letters(answer):
@@ -81,33 +81,33 @@ def test_a_run_of_two_ranks_tells_callbacks_what_it_does_and_goes_on_after_a_sto
                    eval_dataset=ROWS[:4])  # fmt: skip
     stopped = trainer.train()
     kinds = [entry[0] for entry in diary.told]
-    assert kinds == ["begin", "eval", "turn", "turn", "end"] and diary.told[0] == ("begin", 0, 3)
+    assert kinds == ["begin", "eval", "iteration", "iteration", "end"] and diary.told[0] == ("begin", 0, 3)
     assert not stopped.finished and (stopped.models["generator"] / "model.safetensors").exists()
     history = [row for row in stopped.history if row["scope"] == "generator"]
-    assert [row["reward/trained"] for row in history] == [entry[2] for entry in diary.told if entry[0] == "turn"]
+    assert [row["reward/trained"] for row in history] == [entry[2] for entry in diary.told if entry[0] == "iteration"]
     row = history[0]
     assert row["reward/trained"] == pytest.approx(2.0 * row["reward/share"] + row["reward/lambda"])
     assert row["reward/lambda"] == 0.5 and row["reward/share/length_of_batch"] >= 1
-    diary.stop_at = 3  # after the last turn there is nothing to stop
+    diary.stop_at = 3  # after the last iteration there is nothing to stop
     finished = trainer.train()
-    assert [entry[:2] for entry in diary.told[5:]] == [("begin", 2), ("turn", 3), ("eval", 3), ("end", 3)]
-    assert finished.finished and finished.figures["turns"] == 3 and len(finished.column("reward/trained")) == 3
+    assert [entry[:2] for entry in diary.told[5:]] == [("begin", 2), ("iteration", 3), ("eval", 3), ("end", 3)]
+    assert finished.finished and finished.metrics["iterations"] == 3 and len(finished.column("reward/trained")) == 3
     assert all(path.exists() for path in finished.paths.values()) and "model/generator" in finished.paths
     yaml = load(TrainConfig, [finished.paths["config"]])
     assert yaml == trainer.config.resolve(), "the run's own config is the Trainer's"
 
 
-def test_a_stop_that_is_asked_for_in_an_evaluation_acts_before_another_turn(make):
-    """It took another turn, which a model that is good enough does not need."""
+def test_a_stop_that_is_asked_for_in_an_evaluation_acts_before_another_iteration(make):
+    """It took another iteration, which a model that is good enough does not need."""
 
     class Enough(Diary):
         def on_evaluate(self, state):
             super().on_evaluate(state)
-            if state.step == self.stop_at:
+            if state.cycle == self.stop_at:
                 state.stop()
 
-        def on_turn_end(self, state):
-            self.told.append(("turn", state.turn))
+        def on_iteration_end(self, state):
+            self.told.append(("iteration", state.iteration))
 
     diary = Enough(stop_at=0)
     trainer = make(letters("e"), callbacks=[diary], eval_dataset=ROWS[:2], evaluation={"every": 1})
@@ -117,12 +117,20 @@ def test_a_stop_that_is_asked_for_in_an_evaluation_acts_before_another_turn(make
     diary.stop_at, diary.told = 2, []
     stopped = trainer.train()
     order = [entry[:2] for entry in diary.told]
-    assert order == [("begin", 0), ("eval", 0), ("turn", 1), ("eval", 1), ("turn", 2), ("eval", 2), ("end", 2)]
+    assert order == [
+        ("begin", 0),
+        ("eval", 0),
+        ("iteration", 1),
+        ("eval", 1),
+        ("iteration", 2),
+        ("eval", 2),
+        ("end", 2),
+    ]
     assert not stopped.finished
     diary.stop_at, diary.told = None, []
     whole = trainer.train()
-    assert [entry[:2] for entry in diary.told] == [("begin", 2), ("eval", 2), ("turn", 3), ("eval", 3), ("end", 3)]
-    assert whole.finished and [row["step"] for row in whole.history if row["scope"] == "eval"] == [-1, 0, 1, 2]
+    assert [entry[:2] for entry in diary.told] == [("begin", 2), ("eval", 2), ("iteration", 3), ("eval", 3), ("end", 3)]
+    assert whole.finished and [row["cycle"] for row in whole.history if row["scope"] == "eval"] == [-1, 0, 1, 2]
 
 
 def test_the_yaml_file_of_a_trainer_gives_the_same_run(make, tmp_path, capsys):
@@ -130,7 +138,7 @@ def test_the_yaml_file_of_a_trainer_gives_the_same_run(make, tmp_path, capsys):
     trainer = make(letters("e"))
     own = trainer.train()
     shown = capsys.readouterr().out
-    assert "turn 1/3 (step 1)  generator" in shown and "done: " in shown
+    assert "iteration 1/3 (cycle 1)  generator" in shown and "done: " in shown
     written = trainer.config.to_yaml(tmp_path / "my.yaml")
     ended = process.run(["train", str(written), "run.name=again"], show=False)
     lines = [
@@ -146,7 +154,7 @@ def test_the_trained_model_answers_and_is_measured(make, tmp_path):
     trained = trainer.train()
     after = trainer.evaluate()
     assert 0.0 <= before["accuracy"] < after["accuracy"], "the model that is measured is the trained one"
-    assert trained.figures["generator_accuracy_sampled_end"] >= 0.0
+    assert trained.metrics["generator_accuracy_sampled_end"] >= 0.0
     assert {"001.json", "002.json"} <= {path.name for path in (tmp_path / "run/evaluations").iterdir()}
     answers = trainer.generate(["aaa", "bbb"], temperature=0.0)
     assert len(answers) == 2 and sum(map(len, answers)) and sum(text.count("e") for text in answers) > 0
@@ -166,13 +174,13 @@ def test_what_fails_in_a_run_is_raised_with_its_words(make, tmp_path):
     assert caught.value.kind == "NothingTrained"
 
     class Bad(Callback):
-        def on_turn_end(self, state):
+        def on_iteration_end(self, state):
             raise ZeroDivisionError("in a callback")
 
     with pytest.raises(ZeroDivisionError, match="in a callback"):
         make(letters("e"), name="bad", callbacks=[Bad()]).train()
     saved = json.loads((tmp_path / "bad/summary.json").read_text())
-    assert saved["turns"] == 1 and not saved["finished"], "the run saved and left"
+    assert saved["iterations"] == 1 and not saved["finished"], "the run saved and left"
 
 
 @pytest.fixture
@@ -185,7 +193,7 @@ def interrupts():
 
 def test_an_interrupt_has_the_run_save_and_leave(make, tmp_path, interrupts):
     class Interrupted(Callback):
-        def on_turn_end(self, state):
+        def on_iteration_end(self, state):
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
@@ -211,7 +219,7 @@ def test_the_example_is_a_script_of_few_lines_that_learns(tmp_path):
     [rewards] = re.findall(r"reward of each update: \[(.*)\]", said)
     curve = [float(word) for word in rewards.split(", ")]
     assert len(curve) == 12 and sum(curve[-4:]) > 1.5 * sum(curve[:4])
-    assert said.count("turn 1/12") == 1, "no process runs the script a second time"
+    assert said.count("iteration 1/12") == 1, "no process runs the script a second time"
 
 
 def cells():
@@ -262,5 +270,5 @@ def test_the_tiny_config_of_init_trains(kind, tmp_path, monkeypatch):
         .replace('"tiny/data"', str(place["data"]))
     )
     Path("my.yaml").write_text(text)
-    result = Trainer(config="my.yaml", dir=tmp_path / "runs", steps=2).train()
+    result = Trainer(config="my.yaml", dir=tmp_path / "runs", cycles=2).train()
     assert result.finished and len(result.column("reward/trained")) >= 2

@@ -19,10 +19,10 @@ from megatron_rl.recipes.grpo import Grpo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Odd(Grpo):
-    def play(self, turn, source, table):
-        if turn.number == 1:
+    def rollout(self, iteration, source, context):
+        if iteration.number == 1:
             return self.broken()
-        return super().play(turn, source, table)
+        return super().rollout(iteration, source, context)
 
     def broken(self):
         return json.loads("{")
@@ -34,8 +34,8 @@ TRAIN = {
     "data": {"path": "rows.jsonl", "chat": True},
     "roles": {"generator": {"model": {"path": "model"}, "sampling": {"max_tokens": 8}, "max_prompt_tokens": 40}},
     "recipe": {"target": "odd_recipe:Odd", "args": {"updates": 2, "group_size": 4, "template": "plain.txt"}},
-    "reward": {"target": "odd_recipe:grade", "workers": 1}, "gate": {"reward": False},
-    "run": {"name": "train", "prompts_per_step": 2, "save_every": 1},
+    "reward": {"target": "odd_recipe:grade", "workers": 1}, "preflight": {"reward": False},
+    "run": {"name": "train", "prompts_per_iteration": 2, "save_every": 1},
 }  # fmt: skip
 SFT = {
     "model": {"path": "model"}, "data": {"train": "pairs.jsonl", "max_tokens": 64}, "samples_per_step": 2, "steps": 2,
@@ -72,7 +72,7 @@ def test_a_run_whose_recipe_raised_is_mended_and_goes_on(start, tmp_path):
     shown = [sys.executable, "-m", "megatron_rl", "status", "runs/train"]
     told = subprocess.check_output(shown, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True)
     assert "its last start failed: JSONDecodeError" in told and "odd_recipe.py:13 in" in told.replace("\n", " ")
-    (tmp_path / "odd_recipe.py").write_text(RECIPE.replace("turn.number == 1", "turn.number == 9"))
+    (tmp_path / "odd_recipe.py").write_text(RECIPE.replace("iteration.number == 1", "iteration.number == 9"))
     status, output, errors = start("train", TRAIN)
     assert status == 0, errors
     assert "changed since the newest checkpoint, and used from here on: module odd_recipe (" in output

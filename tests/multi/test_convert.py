@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion import convert
-from megatron_rl.conversion.source import find
+from megatron_rl.conversion.weight_source import find
 from megatron_rl.report.pages import write_report
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
@@ -75,7 +75,7 @@ def test_weights_of_a_converted_checkpoint_are_the_trained_model_bit_for_bit(run
     said = tool("compare_checkpoints.py", run / "models/generator", run / "models/verifier", status=1)
     assert "0 of 39 tensors are equal" in said and "tensors that differ" in said
     text = tool("inspect_checkpoint.py", run, "--role", "verifier")
-    assert "decoder.layers.self_attention.linear_qkv.weight" in text and "step_000002" in text
+    assert "decoder.layers.self_attention.linear_qkv.weight" in text and "iteration_000002" in text
 
 
 def test_weights_are_cast_to_a_dtype_that_is_written_into_the_config(run, tmp_path):

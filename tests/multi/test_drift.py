@@ -15,12 +15,12 @@ from fake_policy import TablePolicy
 from tiny_models import make_model
 from toys import characters
 
-from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.config.schema import LossConfig
-from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.protocol import Sampling
 from megatron_rl.session.drift import Gap, Probes, judge, measure
-from megatron_rl.training.memory import DeviceMemory
-from megatron_rl.training.turns import Table
+from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.update import Trainee
 from megatron_rl.world import OneProcess
 
@@ -59,20 +59,20 @@ def test_what_grows_and_what_is_above_the_limit(series, grows, above):
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_refits_that_spoil_the_weights_a_little_more_each_time_are_found(noise):
-    """A table engine whose refits round, or add noise to what the engine holds."""
+    """A context engine whose refits round, or add noise to what the engine holds."""
     vocab = 7
     policy, engine, generator = TablePolicy(vocab, lr=0.0), TableEngine(vocab, eos=1), torch.Generator().manual_seed(0)
 
     def refit(version: int) -> None:
-        spoiled = policy.table.detach() + noise * version * torch.randn(policy.table.shape, generator=generator)
-        engine.load([("table", spoiled)], version=version)
+        spoiled = policy.context.detach() + noise * version * torch.randn(policy.context.shape, generator=generator)
+        engine.load([("context", spoiled)], version=version)
 
-    table = Table(
+    context = RolloutContext(
         engines={"a": engine}, tokenizers={"a": lambda text: {"input_ids": [2, 3, 4]}},
         samplings={"a": Sampling(max_tokens=20)}, max_prompt_tokens={"a": 8}, grade=lambda responses, payloads: [],
     )  # fmt: skip
     trainee = Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.0)), refit=refit)
-    probes = Probes(OneProcess(), table, DeviceMemory({"a": trainee}), ("a",), ["text"] * 64)
+    probes = Probes(OneProcess(), context, DeviceMemory({"a": trainee}), ("a",), ["text"] * 64)
     for version in range(6):
         probes.round("a", version)
     verdict = judge(probes.gaps["a"], LIMIT)
@@ -95,7 +95,7 @@ def test_the_command_on_two_ranks_with_the_embedded_engine(tmp_path):
         "recipe": {"target": "megatron_rl.recipes.grpo:Grpo",
                    "args": {"updates": 1, "template": f"{tmp_path}/template.txt"}},
         "data": {"path": f"{tmp_path}/problems.jsonl", "fields": {"question": "question", "answer": "answer"}},
-        "run": {"dir": str(tmp_path), "name": "drift", "prompts_per_step": 16}, "launch": {"nproc": 2},
+        "run": {"dir": str(tmp_path), "name": "drift", "prompts_per_iteration": 16}, "launch": {"nproc": 2},
     }  # fmt: skip
     (tmp_path / "config.yaml").write_text(json.dumps(settings))
     text = program("drift", tmp_path / "config.yaml", "--updates", "2").stdout
@@ -106,8 +106,8 @@ def test_the_command_on_two_ranks_with_the_embedded_engine(tmp_path):
     assert all(0 < r["mean"] < 1e-5 and r["tokens"] > 100 for r in refits)
     assert not (tmp_path / "drift/refits.jsonl").exists() and not (tmp_path / "drift/metrics.jsonl").exists()
 
-    done = program("drift", tmp_path / "config.yaml", "gate.max_logprob_gap=0.0", "--updates", "1", check=False)
-    assert done.returncode == 1 and "ABOVE gate.max_logprob_gap = 0.0" in done.stdout, done.stdout + done.stderr
+    done = program("drift", tmp_path / "config.yaml", "preflight.max_logprob_gap=0.0", "--updates", "1", check=False)
+    assert done.returncode == 1 and "ABOVE preflight.max_logprob_gap = 0.0" in done.stdout, done.stdout + done.stderr
 
     (tmp_path / "drift/metrics.jsonl").write_text("a run\n")
     done = program("drift", tmp_path / "config.yaml", check=False)

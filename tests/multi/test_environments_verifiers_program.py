@@ -28,13 +28,13 @@ from tiny_models import make_model
 from transformers import AutoTokenizer
 
 from megatron_rl.config.base import ConfigError
-from megatron_rl.engines.base import Sampling
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
-from megatron_rl.environments.base import EpisodeSettings
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.environments.environment import EpisodeSettings
 from megatron_rl.environments.verifiers import HOST, Verifiers
 from megatron_rl.run.metrics import read_metrics
-from megatron_rl.training.store import turn_files
-from megatron_rl.training.turns import Table
+from megatron_rl.training.iteration import RolloutContext
+from megatron_rl.training.store import iteration_files
 from megatron_rl.types import Author, Outcome, Prompt, Rollout
 
 PYTHON = Path(os.environ.get("MEGATRON_RL_VERIFIERS_PYTHON", ROOT / ".venv-verifiers/bin/python"))
@@ -88,22 +88,22 @@ def speaker(base: Path, name: str, words: list[str]) -> Path:
     return base / name
 
 
-def table_of(**directories: Path) -> Table:
+def context_of(**directories: Path) -> RolloutContext:
     """Every role has weights and a tokenizer of its own."""
     tokenizers = {role: AutoTokenizer.from_pretrained(path) for role, path in directories.items()}
     engines = {role: EmbeddedEngine(path, tokenizer=tokenizers[role]) for role, path in directories.items()}
     for engine in engines.values():
         engine.load_pretrained()
-    return Table(
+    return RolloutContext(
         engines=engines, tokenizers=tokenizers, samplings={}, max_prompt_tokens=dict.fromkeys(engines, 480),
         grade=lambda *_: [],
     )  # fmt: skip
 
 
-def play(maker: Verifiers, table: Table, places: list[int], *, tokens: int = 3, settings=SETTINGS):
-    samplings = {role: Sampling(max_tokens=tokens, seed=7 + i) for i, role in enumerate(table.engines)}
+def play(maker: Verifiers, context: RolloutContext, places: list[int], *, tokens: int = 3, settings=SETTINGS):
+    samplings = {role: Sampling(max_tokens=tokens, seed=7 + i) for i, role in enumerate(context.engines)}
     tasks = [Prompt(id=f"p{i}", tokens=[1], payload={"index": i}) for i in places]
-    return maker.play(table, tasks, [100 + place for place in range(len(places))], samplings, settings)
+    return maker.play(context, tasks, [100 + place for place in range(len(places))], samplings, settings)
 
 
 @pytest.fixture
@@ -120,42 +120,42 @@ def maker():
             one._running.close()
 
 
-def replies(table: Table, rollouts: list[Rollout]) -> list[str]:
-    """The texts that a seat's model wrote, one for each answer."""
-    tokenizer = table.tokenizers[rollouts[0].role]
+def replies(context: RolloutContext, rollouts: list[Rollout]) -> list[str]:
+    """The texts that an agent's model wrote, one for each answer."""
+    tokenizer = context.tokenizers[rollouts[0].role]
     spans = [(r, a, b) for r in rollouts for a, b, author, _ in r.spans.tolist() if author == Author.POLICY]
     return [tokenizer.decode(r.tokens[a:b], skip_special_tokens=True) for r, a, b in spans]
 
 
-def check_logprobs(table: Table, rollouts) -> None:
+def check_logprobs(context: RolloutContext, rollouts) -> None:
     """What is trained on is what the model gives for the whole conversation."""
     for rollout in rollouts:
-        expected = table.engines[rollout.role].score([rollout.tokens])[0]
+        expected = context.engines[rollout.role].score([rollout.tokens])[0]
         assert rollout.num_trainable and rollout.versions == (0,)
         np.testing.assert_allclose(rollout.logprobs, np.where(rollout.trainable, expected, 0), atol=2e-4)
 
 
 def hand(place: int, said: dict[int, list[str]]) -> tuple[int, int]:
-    """Plays a hand of Kuhn poker by what both seats said -> player 0's chips, and the number of answers that it took.
+    """Plays a hand of Kuhn poker by what both agents said -> player 0's chips, and the number of answers that it took.
 
-    The rules are the textbook's; that a seat has two tries, the environment's.
+    The rules are the textbook's; that an agent has two tries, the environment's.
     """
     cards = random.Random(place).sample(["J", "Q", "K"], 2)
     higher = 1 if "JQK".index(cards[0]) > "JQK".index(cards[1]) else -1
-    waiting, done, count = {seat: list(texts) for seat, texts in said.items()}, [], 0
+    waiting, done, count = {agent: list(texts) for agent, texts in said.items()}, [], 0
     while True:
-        seat = len(done) % 2
+        agent = len(done) % 2
         legal = {"fold", "call"} if done and done[-1] == "bet" else {"check", "bet"}
         for _ in range(2):
-            text, count = waiting[seat].pop(0), count + 1
+            text, count = waiting[agent].pop(0), count + 1
             found = [word for word in re.findall(r"\[(\w+)\]", text) if word in legal]
             if len(found) == 1:
                 break
         else:
-            return (1 if seat == 1 else -1), count
+            return (1 if agent == 1 else -1), count
         done.append(found[0])
         if found[0] == "fold":
-            return (1 if seat == 1 else -1), count
+            return (1 if agent == 1 else -1), count
         if found[0] == "call":
             return 2 * higher, count
         if done == ["check", "check"]:
@@ -164,22 +164,22 @@ def hand(place: int, said: dict[int, list[str]]) -> tuple[int, int]:
 
 def test_two_models_play_poker_over_several_turns(maker, tmp_path):
     need("kuhn_poker")
-    table = table_of(a=speaker(tmp_path, "a", MOVES), b=speaker(tmp_path, "b", [*MOVES, "well"]))
+    context = context_of(a=speaker(tmp_path, "a", MOVES), b=speaker(tmp_path, "b", [*MOVES, "well"]))
     one = maker(environment={"taskset": {"id": "kuhn-poker"}}, agents={"player0": "a", "player1": "b"})
-    episodes = play(one, table, [0, 1, 2, 3], tokens=1)  # of several words the tokenizer would make another one
+    episodes = play(one, context, [0, 1, 2, 3], tokens=1)  # of several words the tokenizer would make another one
     assert [(e.outcome, e.why) for e in episodes] == [(Outcome.SCORE, "")] * 4
     for place, episode in enumerate(episodes):
-        seats = {number: [r for r in episode.rollouts if r.payload["seat"] == f"player{number}"] for number in (0, 1)}
-        check_logprobs(table, episode.rollouts)
-        said = {number: replies(table, own) for number, own in seats.items() if own}
+        agents = {number: [r for r in episode.rollouts if r.payload["agent"] == f"player{number}"] for number in (0, 1)}
+        check_logprobs(context, episode.rollouts)
+        said = {number: replies(context, own) for number, own in agents.items() if own}
         chips, count = hand(place, said)
         assert count == sum(map(len, said.values())) == episode.turns
-        for number, own in seats.items():
+        for number, own in agents.items():
             assert {r.role for r in own} <= {"ab"[number]}
             gained = float(chips * (1, -1)[number])
             assert all(r.rewards == {"payoff": gained, "reward": gained} for r in own)
-    assert any(len(r.spans) > 2 for e in episodes for r in e.rollouts), "a seat that spoke twice has one rollout"
-    again = play(one, table, [0, 1, 2, 3], tokens=1, settings=EpisodeSettings(episode_timeout_s=300.0, workers=1))
+    assert any(len(r.spans) > 2 for e in episodes for r in e.rollouts), "an agent that spoke twice has one rollout"
+    again = play(one, context, [0, 1, 2, 3], tokens=1, settings=EpisodeSettings(episode_timeout_s=300.0, workers=1))
     for old, new in zip(episodes, again, strict=True):
         assert [r.tokens.tolist() for r in old.rollouts] == [r.tokens.tolist() for r in new.rollouts]
 
@@ -187,20 +187,20 @@ def test_two_models_play_poker_over_several_turns(maker, tmp_path):
 def test_a_proposer_is_paid_for_what_its_problem_does_to_the_solvers(maker, tmp_path):
     need("proposer_solver")
     inventor = speaker(tmp_path, "inventor", CONTRACTS)
-    table = table_of(inventor=inventor, student=speaker(tmp_path, "student", [*ANSWERS, *NAMES]))
+    context = context_of(inventor=inventor, student=speaker(tmp_path, "student", [*ANSWERS, *NAMES]))
     agents = {"proposer": "inventor", "solver": "student"}
     one = maker(environment={"taskset": {"id": "proposer-solver"}, "n": 2}, agents=agents)
-    episodes = play(one, table, [0, 1, 2, 3, 4, 5], tokens=1)
+    episodes = play(one, context, [0, 1, 2, 3, 4, 5], tokens=1)
     good = [e for e in episodes if e.outcome is Outcome.SCORE]
     assert good and all(
         e.outcome is Outcome.ERROR and "did not end with the JSON contract" in e.why for e in episodes if e not in good
     )
     for episode in good:
         proposer, *solvers = episode.rollouts
-        assert [r.payload["seat"] for r in episode.rollouts] == ["proposer", "solver", "solver-2"]
-        check_logprobs(table, episode.rollouts)
-        contract = json.loads(replies(table, [proposer])[0])
-        right = [float(str(contract["answer"]) in replies(table, [solver])[0]) for solver in solvers]
+        assert [r.payload["agent"] for r in episode.rollouts] == ["proposer", "solver", "solver-2"]
+        check_logprobs(context, episode.rollouts)
+        contract = json.loads(replies(context, [proposer])[0])
+        right = [float(str(contract["answer"]) in replies(context, [solver])[0]) for solver in solvers]
         assert [solver.rewards for solver in solvers] == [{"correct": value, "reward": value} for value in right]
         rate = sum(right) / 2
         worth = 4 * rate * (1 - rate)
@@ -214,28 +214,28 @@ def test_one_agent_reverses_text(maker, tmp_path):
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows/train.jsonl").write_text("".join(json.dumps({"prompt": t}) + "\n" for t in ("aba", "xy")))
     words = ["<reversed_text>aba</reversed_text>", "<reversed_text>yx</reversed_text>"]
-    table = table_of(solver=speaker(tmp_path, "solver", words))
+    context = context_of(solver=speaker(tmp_path, "solver", words))
     taskset = {"id": "reverse-text", "dataset_name": str(tmp_path / "rows")}
     episodes = play(
-        maker(environment={"taskset": taskset}, agents={"agent": "solver"}), table, [0, 1, 0, 1, 7], tokens=1
+        maker(environment={"taskset": taskset}, agents={"agent": "solver"}), context, [0, 1, 0, 1, 7], tokens=1
     )
     assert episodes[4].outcome is Outcome.ERROR and "there is no task 7: the task set has 2" in episodes[4].why
     ratios = {("aba", words[0]): 1.0, ("xy", words[1]): 1.0}
     for episode, text in zip(episodes[:4], ["aba", "xy"] * 2, strict=True):
         [rollout] = episode.rollouts
-        check_logprobs(table, [rollout])
-        [said] = replies(table, [rollout])
+        check_logprobs(context, [rollout])
+        [said] = replies(context, [rollout])
         ratio = ratios.get((text, said), 0.0)
         assert rollout.rewards == {"lcs": ratio, "reward": ratio}
 
 
 def test_an_environment_that_is_not_there_or_has_other_agents_is_refused(maker, tmp_path):
-    table = table_of(solver=speaker(tmp_path, "solver", ["a"]))
+    context = context_of(solver=speaker(tmp_path, "solver", ["a"]))
     with pytest.raises(ConfigError, match="taskset 'nowhere' not found"):
-        play(maker(environment={"taskset": {"id": "nowhere"}}, agents={"agent": "solver"}), table, [0])
+        play(maker(environment={"taskset": {"id": "nowhere"}}, agents={"agent": "solver"}), context, [0])
     need("kuhn_poker")
     with pytest.raises(ConfigError, match="agents names agent, and the environment has player0, player1"):
-        play(maker(environment={"taskset": {"id": "kuhn-poker"}}, agents={"agent": "solver"}), table, [0])
+        play(maker(environment={"taskset": {"id": "kuhn-poker"}}, agents={"agent": "solver"}), context, [0])
 
 
 @pytest.mark.multi
@@ -249,7 +249,7 @@ def test_two_models_are_trained_on_the_same_hands(tmp_path):
     agents = {"player0": "a", "player1": "b"}
     world = {"python": str(PYTHON), "environment": {"taskset": {"id": "kuhn-poker"}}, "agents": agents}
     maker = {"target": "megatron_rl.environments.verifiers:Verifiers", "args": world}
-    args = {"updates": 2, "environment": maker, "seats": {"a": 1, "b": 1}, "group_size": 2, "workers": 2}
+    args = {"updates": 2, "environment": maker, "agents": {"a": 1, "b": 1}, "group_size": 2, "workers": 2}
     args |= {"rewards": {"payoff": 1.0}, "compared": "ema"}  # as SPIRAL does
     lengths = {"sampling": {"max_tokens": 2}, "max_prompt_tokens": 448, "micro_batch_tokens": 512}
     settings = {
@@ -257,8 +257,8 @@ def test_two_models_are_trained_on_the_same_hands(tmp_path):
         "recipe": {"target": "megatron_rl.recipes.agents:Agents", "args": args},
         "data": {"path": f"{tmp_path}/data.jsonl", "fields": {"question": "question", "index": "index"}},
         "reward": {"target": "open_centre_rewards:share_of_vowels", "workers": 1},
-        "gate": {"enabled": False},
-        "run": {"dir": f"{tmp_path}/runs", "name": "hands", "prompts_per_step": 1},
+        "preflight": {"enabled": False},
+        "run": {"dir": f"{tmp_path}/runs", "name": "hands", "prompts_per_iteration": 1},
         "launch": {"nproc": 2},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(settings))
@@ -266,8 +266,8 @@ def test_two_models_are_trained_on_the_same_hands(tmp_path):
     rows = read_metrics(tmp_path / "runs/hands")
     for name in "ab":
         own = [row.metrics for row in rows if row.scope == name]
-        trained = [figures for figures in own if figures["tokens"]]
-        assert len(own) == 2 and trained, "a seat may have had no turn in a hand"
+        trained = [metrics for metrics in own if metrics["tokens"]]
+        assert len(own) == 2 and trained, "an agent may have had no turn in a hand"
         assert all(f["engine_gap"] < 1e-5 and abs(f["reward/payoff"]) <= 2 for f in trained)
         before, after = (
             load_file(path / "model.safetensors") for path in (tmp_path / name, tmp_path / f"runs/hands/models/{name}")
@@ -277,16 +277,16 @@ def test_two_models_are_trained_on_the_same_hands(tmp_path):
 
 
 def crowd(base: Path, name: str, servers: list[RefittedVllm]) -> dict[str, Any]:
-    """Returns a run of three turns, with one played ahead of training where there are servers."""
+    """Returns a run of three iterations, with one collected ahead of training where there are servers."""
     taskset = {"taskset": {"id": "crowd"}, "max_concurrent_agents": None}
     agents = {"speaker": "a", "listener": "b"}
     world = {"python": str(PYTHON), "environment": taskset, "agents": agents, "paths": [str(WORLDS)]}
     maker = {"target": "megatron_rl.environments.verifiers:Verifiers", "args": world}
-    args = {"updates": 3, "environment": maker, "seats": {"a": 1, "b": 3}, "group_size": 3, "rewards": {"small": 1.0}}
+    args = {"updates": 3, "environment": maker, "agents": {"a": 1, "b": 3}, "group_size": 3, "rewards": {"small": 1.0}}
     lengths = {"sampling": {"max_tokens": 4}, "max_prompt_tokens": 190, "micro_batch_tokens": 256}
     roles = {each: role(base, model=each, **lengths) for each in agents.values()}
     settings = cut_runs.config(
-        base, name, "megatron_rl.recipes.agents:Agents", roles, args=args | {"workers": 3}, prompts_per_step=1
+        base, name, "megatron_rl.recipes.agents:Agents", roles, args=args | {"workers": 3}, prompts_per_iteration=1
     )
     settings["data"]["fields"] = {"question": "question", "index": "index"}
     return cut_runs.ahead(settings, base, 1, servers) if servers else settings
@@ -299,12 +299,12 @@ def assert_same_but_for_rounding(whole: Path, cut: Path) -> None:
     is trained on them here: the weights are the same to the last bit.
     """
     told = dict.fromkeys(("engine_gap", "engine_kl"), 0.0)  # what is figured from those digits
-    first, second = ([(r.turn, r.scope, r.metrics | told) for r in read_metrics(run)] for run in (whole, cut))
+    first, second = ([(r.iteration, r.scope, r.metrics | told) for r in read_metrics(run)] for run in (whole, cut))
     assert first == second
-    files = [turn_files(run / "rollouts") for run in (whole, cut)]
+    files = [iteration_files(run / "rollouts") for run in (whole, cut)]
     for ours, theirs in zip(*files, strict=True):
         one, other = pq.read_table(ours), pq.read_table(theirs)
-        own, its = (table["logprobs"].combine_chunks().flatten().to_numpy() for table in (one, other))
+        own, its = (context["logprobs"].combine_chunks().flatten().to_numpy() for context in (one, other))
         np.testing.assert_allclose(own, its, atol=1e-5)
         assert one.drop_columns("logprobs").equals(other.drop_columns("logprobs")), ours.name
     for name in "ab":
@@ -333,7 +333,7 @@ def test_a_run_that_was_cut_goes_on_exactly(tmp_path, ahead, cut):
     (cut_runs.assert_same if ahead else assert_same_but_for_rounding)(tmp_path / "runs/whole", tmp_path / "runs/cut")
     rows = [row for row in read_metrics(tmp_path / "runs/whole") if "staleness" in row.metrics]
     assert max(row.metrics["staleness"] for row in rows) == ahead
-    trained = {row.turn for row in rows if not row.metrics["skipped"]}
+    trained = {row.iteration for row in rows if not row.metrics["skipped"]}
     assert min(trained) < cut <= max(trained), "there is something to learn before and after the cut"
 
 
@@ -351,7 +351,7 @@ def test_an_agent_calls_a_tool_and_reads_what_it_says(maker):
         said = call.replace("}}", "}") if "12 * 12" in told else "42" if "<tool_response>" in told else call
         return [*tokenizer(said, add_special_tokens=False)["input_ids"], end]
 
-    table = Table(
+    context = RolloutContext(
         engines={"solver": ScriptedEngine(answer, eos=end)}, tokenizers={"solver": tokenizer}, samplings={},
         max_prompt_tokens={"solver": 4000}, grade=lambda *_: [],
     )  # fmt: skip
@@ -359,7 +359,7 @@ def test_an_agent_calls_a_tool_and_reads_what_it_says(maker):
         environment={"taskset": {"id": "product"}}, agents={"agent": "solver"}, paths=(str(WORLDS),),
         renderers={"solver": {"name": "qwen3", "enable_thinking": False}},
     )  # fmt: skip
-    good, bad = play(one, table, [0, 1], tokens=200)
+    good, bad = play(one, context, [0, 1], tokens=200)
     assert [(e.outcome, e.why, e.turns, e.tool_calls, e.cuts) for e in (good, bad)] == [
         (Outcome.SCORE, "", 2, 1, 0), (Outcome.SCORE, "", 1, 0, 0),
     ]  # fmt: skip

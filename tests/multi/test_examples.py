@@ -10,18 +10,18 @@ import specs as config_checks
 from example_home import make_home
 
 from megatron_rl.algorithms.estimators import word_of
-from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config import schema as config
 from megatron_rl.config.schema import CorrectionConfig, EvalConfig, GenerateConfig, SftConfig, TandemConfig, TrainConfig
+from megatron_rl.contrib import ssrl_reward
+from megatron_rl.contrib.evolve import Evolve
+from megatron_rl.contrib.self_play import SelfPlay
 from megatron_rl.evaluation.benchmarks import benchmark
-from megatron_rl.recipes.evolve import Evolve
-from megatron_rl.recipes.self_play import SelfPlay
-from megatron_rl.recipes.tango import PaperTango
-from megatron_rl.rewards import ssrl
-from megatron_rl.rewards.pool import GradePool
-from megatron_rl.training.gate import GateFailure, check_reward
+from megatron_rl.recipes.tango import Tango
+from megatron_rl.rewards.grading_pool import GradePool
+from megatron_rl.training.preflight import PreflightFailure, check_reward
 from megatron_rl.types import Prompt
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -173,7 +173,12 @@ def test_generate_example_is_valid():
     """The numbers of the release's scripts/run_sft_data_generation.sh and data_preprocess/split_parquet.py."""
     config = load(GenerateConfig, "published/generate_sft_llama3.1_70b")
     config_checks.check(config, 1)
-    assert (config.max_prompt_tokens, config.validation_share, config.keep_cut, config.chat) == (1024, 0.1, True, True)
+    assert (config.max_prompt_tokens, config.validation_share, config.keep_truncated, config.chat) == (
+        1024,
+        0.1,
+        True,
+        True,
+    )
     assert (config.sampling.temperature, config.sampling.top_p, config.n, config.sampling.max_tokens) == (
         0.1,
         0.5,
@@ -195,10 +200,10 @@ def test_published_runs_have_the_papers_numbers(name, estimator, alpha_start, kl
     """The numbers of the release's scripts/run_rl_tango.sh, with verl's defaults where it says nothing."""
     config = load(TrainConfig, name)
     recipe = plugins.build(config.recipe)
-    assert isinstance(recipe, PaperTango)
-    turns = [role for step in recipe.schedule() for roles in step for role in roles]
-    assert len(turns) == 440 and turns.count("generator") == 300 and turns[:40] == ["verifier"] * 40
-    assert turns[40:44] == ["generator"] * 3 + ["verifier"]
+    assert isinstance(recipe, Tango)
+    iterations = [role for cycle in recipe.schedule() for roles in cycle for role in roles]
+    assert len(iterations) == 440 and iterations.count("generator") == 300 and iterations[:40] == ["verifier"] * 40
+    assert iterations[40:44] == ["generator"] * 3 + ["verifier"]
     assert (recipe.alpha_start, recipe.alpha_min, recipe.alpha_schedule) == (alpha_start, 1e-3, "exponential")
     assert recipe.estimator == estimator
     assert (recipe.group_size, recipe.verifications, recipe.format_weight, recipe.class_weight_decay) == (
@@ -207,7 +212,7 @@ def test_published_runs_have_the_papers_numbers(name, estimator, alpha_start, kl
         0.8,
         0.8,
     )
-    assert config.run.prompts_per_step == 256 and config.run.train_without_signal
+    assert config.run.prompts_per_iteration == 256 and config.run.train_without_signal
     for role, limit in (("generator", 2048), ("verifier", 4096)):
         settings = config.roles[role]
         assert (settings.max_prompt_tokens, settings.sampling.max_tokens) == (limit, limit)
@@ -236,7 +241,7 @@ def test_the_tandem_has_the_papers_numbers():
         0,
     )
     assert (role.sampling.temperature, role.sampling.max_tokens, role.max_prompt_tokens) == (0.6, 3000, 1024)
-    assert (config.run.prompts_per_step, recipe.group_size, role.samples_per_optimizer_step) == (16, 8, 8 * 8)
+    assert (config.run.prompts_per_iteration, recipe.group_size, role.samples_per_optimizer_step) == (16, 8, 8 * 8)
 
 
 def test_dapo_has_the_papers_numbers():
@@ -251,8 +256,8 @@ def test_dapo_has_the_papers_numbers():
         "token_mean",
     )
     assert (role.optimizer.lr, role.optimizer.warmup_steps, role.samples_per_optimizer_step) == (1e-6, 20 * 16, 512)
-    assert (config.run.prompts_per_step, recipe.group_size, recipe.estimator) == (512, 16, "grpo")
-    assert config.run.prompts_per_step * recipe.dynamic_sampling.oversampling == 1536
+    assert (config.run.prompts_per_iteration, recipe.group_size, recipe.estimator) == (512, 16, "grpo")
+    assert config.run.prompts_per_iteration * recipe.dynamic_sampling.oversampling == 1536
     assert recipe.dynamic_sampling.rounds == 10
     assert (role.loss.objective_args, role.optimizer.weight_decay) == ({"dual_clip": 10.0}, 0.1)
     assert (role.sampling.max_tokens, recipe.overlong.cache, recipe.overlong.penalty) == (20480, 4096, 0.5)
@@ -274,7 +279,7 @@ def test_scalerl_has_the_papers_choices():
     assert role.loss.correction == CorrectionConfig(kind="truncate", high=5.0)
     optimizer = role.optimizer
     assert (optimizer.lr, optimizer.eps, optimizer.weight_decay, optimizer.warmup_steps) == (5e-7, 1e-15, 0.01, 100)
-    assert (config.run.prompts_per_step, role.sampling.max_tokens) == (48, 14336)
+    assert (config.run.prompts_per_iteration, role.sampling.max_tokens) == (48, 14336)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +304,7 @@ def test_examples_of_methods_have_the_released_numbers(
     """The scripts that each file names: problems, samples of each, samples in an optimizer step, longest answer."""
     config = load(TrainConfig, f"published/methods/{name}")
     role, recipe = config.roles["generator"], plugins.build(config.recipe)
-    assert (config.run.prompts_per_step, recipe.group_size, role.sampling.max_tokens) == (prompts, samples, tokens)
+    assert (config.run.prompts_per_iteration, recipe.group_size, role.sampling.max_tokens) == (prompts, samples, tokens)
     assert (role.samples_per_optimizer_step, word_of(recipe.estimator)) == (per_step, estimator)
     assert (role.loss.objective, role.loss.aggregation) == (objective, aggregation)
     assert (role.optimizer.lr, role.loss.kl_coef) == {"opmd": (2e-6, 0.001), "asymre": (2e-6, 0.0)}.get(name, (1e-6, 0))
@@ -324,11 +329,13 @@ def test_examples_of_methods_have_the_released_arguments():
 def test_ssrl_has_the_released_scripts_numbers():
     config = load(TrainConfig, "published/ssrl_llama3.2_3b")
     role, recipe = config.roles["generator"], plugins.build(config.recipe)
-    assert (config.run.prompts_per_step, recipe.group_size, role.samples_per_optimizer_step) == (256, 5, None)
+    assert (config.run.prompts_per_iteration, recipe.group_size, role.samples_per_optimizer_step) == (256, 5, None)
     assert (role.loss.kl, role.loss.kl_coef, role.loss.entropy_coef, role.optimizer.lr) == ("k3", 0.001, 0.0, 1e-6)
     assert (role.max_prompt_tokens, role.sampling.max_tokens) == (1024, 4096)
     right = config.reward.answer_format.replace("{answer}", "5")
-    assert ssrl.grade(right, {"answer": "5"}) == pytest.approx(0.95), "the gate before training takes it for right"
+    assert ssrl_reward.grade(right, {"answer": "5"}) == pytest.approx(0.95), (
+        "the preflight before training takes it for right"
+    )
 
 
 @pytest.mark.parametrize("name", ["published/evolve_qwen2.5_3b", "published/evolve_three_qwen2.5_3b"])
@@ -339,7 +346,7 @@ def test_multi_agent_evolve_has_the_released_numbers(name):
     assert isinstance(recipe, Evolve)
     assert (recipe.proposals, recipe.answers, recipe.judgements, recipe.practice) == (1, 5, 5, "pool")
     assert (recipe.reference_share, recipe.references, recipe.least_quality) == (0.5, 1, 0.7)
-    assert (recipe.estimator, config.run.prompts_per_step) == ("reinforce_pp", 128)
+    assert (recipe.estimator, config.run.prompts_per_iteration) == ("reinforce_pp", 128)
     shared = [role.same_as for role in config.roles.values()]
     assert shared == ([None, None, None] if "three" in name else [None, "proposer", "proposer"])
     for role in config.roles.values():
@@ -356,9 +363,9 @@ def test_r_zero_has_the_released_numbers():
     config = load(TrainConfig, "published/self_play_r_zero_qwen3_4b")
     recipe = plugins.build(config.recipe)
     assert isinstance(recipe, SelfPlay)
-    steps = [turn for step in recipe.schedule() for turn in step]
+    steps = [iteration for cycle in recipe.schedule() for iteration in cycle]
     assert steps == ([("proposer",)] * 5 + [("solver",)] * 15) * 5
-    assert (config.run.prompts_per_step, recipe.proposals, recipe.answers) == (512, 4, 10)
+    assert (config.run.prompts_per_iteration, recipe.proposals, recipe.answers) == (512, 4, 10)
     assert (recipe.aim, recipe.unparseable, recipe.cluster_distance, recipe.key) == ("even", -1.0, 0.5, "majority")
     assert (recipe.least_accuracy, recipe.most_accuracy) == (0.3, 0.8)
     assert (recipe.proposer_estimator, recipe.estimator, recipe.rule) == ("grpo", "grpo", None)
@@ -378,7 +385,7 @@ def test_search_self_play_has_the_released_numbers():
     config = load(TrainConfig, "published/self_play_ssp_qwen2.5_7b")
     recipe = plugins.build(config.recipe)
     assert isinstance(recipe, SelfPlay) and recipe.schedule()[0] == [("proposer", "solver")]
-    assert (config.run.prompts_per_step, recipe.proposals, recipe.answers) == (256, 1, 5)
+    assert (config.run.prompts_per_iteration, recipe.proposals, recipe.answers) == (256, 1, 5)
     assert (recipe.aim, recipe.unparseable, recipe.key, recipe.cluster_distance) == ("hard", 0.0, "proposed", 0.0)
     assert (recipe.proposer_estimator, recipe.estimator) == ("reinforce", "grpo")
     proposer = config.roles["proposer"]
@@ -395,8 +402,8 @@ def test_search_r1_has_the_released_numbers():
     of warm-up, and its mini-batches are of conversations."""
     config = load(TrainConfig, "published/search_r1_qwen2.5_7b")
     role, args = config.roles["agent"], config.recipe.args
-    samples = config.run.prompts_per_step * args["group_size"]
-    assert (config.run.prompts_per_step, args["group_size"], args["updates"]) == (512, 5, 1005)
+    samples = config.run.prompts_per_iteration * args["group_size"]
+    assert (config.run.prompts_per_iteration, args["group_size"], args["updates"]) == (512, 5, 1005)
     assert (role.samples_per_optimizer_step, role.optimizer.warmup_steps) == (256, int(0.285 * 1005) * samples // 256)
     assert (role.optimizer.lr, role.optimizer.weight_decay, role.optimizer.clip_grad) == (1e-6, 0.01, 1.0)
     loss = role.loss
@@ -411,7 +418,7 @@ def test_retool_has_the_released_numbers():
     """recipe/retool/run_qwen2.5_32b_dapo.sh of volcengine/verl b16865f; the paper's tags."""
     config = load(TrainConfig, "published/retool_qwen2.5_32b")
     role, args = config.roles["agent"], config.recipe.args
-    assert (config.run.prompts_per_step, args["group_size"], args["estimator"]) == (512, 16, "grpo")
+    assert (config.run.prompts_per_iteration, args["group_size"], args["estimator"]) == (512, 16, "grpo")
     assert (role.samples_per_optimizer_step, role.optimizer.lr, role.optimizer.warmup_steps) == (64 * 16, 1e-6, 0)
     loss = role.loss
     assert (loss.clip_low, loss.clip_high, loss.objective_args) == (0.2, 0.28, {"dual_clip": 10.0})
@@ -435,7 +442,7 @@ def test_published_sft_has_the_papers_numbers(name):
 
 
 def test_the_page_on_data_shows_the_example_and_settings_that_there_are(tmp_path):
-    """Each YAML block of docs/your_data.md loads, and the example's reward passes the gate."""
+    """Each YAML block of docs/your_data.md loads, and the example's reward passes the preflight."""
     page = (EXAMPLES.parent / "docs/your_data.md").read_text()
     blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     paths = [tmp_path / f"{number}.yaml" for number in range(len(blocks))]
@@ -446,15 +453,15 @@ def test_the_page_on_data_shows_the_example_and_settings_that_there_are(tmp_path
     assert (shown.data, shown.evaluation, shown.recipe) == (example.data, example.evaluation, example.recipe)
     assert (shown.run, shown.reward) == (example.run, example.reward)
     mapped = config_files.load(TrainConfig, [run, fields]).data
-    assert mapped.fields == {"messages": "chat.turns", "answer": "labels.gold"}
+    assert mapped.fields == {"messages": "chat.iterations", "answer": "labels.gold"}
     assert config_files.load(SftConfig, [sft]).model.chat_template == "chatml.jinja"
     with GradePool(shown.reward) as pool:
         prompts = [Prompt(id="0", tokens=[1], payload={"answer": "72"})]
         scores = check_reward(pool.grade, prompts, shown.reward.wrong_answer, shown.reward.answer_format)
-    assert scores == {"gate/reward_right": 1.0, "gate/reward_wrong": 0.0}
+    assert scores == {"preflight/reward_correct": 1.0, "preflight/reward_wrong": 0.0}
 
 
-def test_the_rewards_in_readme_pass_the_gate(tmp_path, monkeypatch):
+def test_the_rewards_in_readme_pass_the_preflight(tmp_path, monkeypatch):
     """They are as written there, and one is in another format; they run in real workers."""
     [code] = re.findall(r"```python\n# my_rewards.py\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
     other = "def plain(response, payload):\n    return response == 'Answer: ' + payload['answer']\n"
@@ -463,8 +470,11 @@ def test_the_rewards_in_readme_pass_the_gate(tmp_path, monkeypatch):
     prompts = [Prompt(id="0", tokens=[1], payload={"answer": "72"})]
     boxed, plain = config.Reward().answer_format, "Answer: {answer}"
     with GradePool(config.Reward(target="my_rewards:grade")) as pool:
-        assert check_reward(pool.grade, prompts, "x", boxed) == {"gate/reward_right": 1.0, "gate/reward_wrong": 0.0}
+        assert check_reward(pool.grade, prompts, "x", boxed) == {
+            "preflight/reward_correct": 1.0,
+            "preflight/reward_wrong": 0.0,
+        }
     with GradePool(config.Reward(target="my_rewards:plain")) as pool:
-        assert check_reward(pool.grade, prompts, "x", plain)["gate/reward_right"] == 1.0
-        with pytest.raises(GateFailure, match=r"reward.answer_format .* gate.reward=false"):
+        assert check_reward(pool.grade, prompts, "x", plain)["preflight/reward_correct"] == 1.0
+        with pytest.raises(PreflightFailure, match=r"reward.answer_format .* preflight.reward=false"):
             check_reward(pool.grade, prompts, "x", boxed)

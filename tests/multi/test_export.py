@@ -13,8 +13,8 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.run.sums import wrong_of
-from megatron_rl.weights import headers, hf
+from megatron_rl.run.file_checksums import wrong_of
+from megatron_rl.weights import hf_model, safetensors_headers
 
 WORKER = Path(__file__).parents[1] / "helpers/export_worker.py"
 LARGE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 60, "vocab_size": 500}
@@ -67,8 +67,8 @@ def test_an_export_holds_the_weights_of_the_policy_and_loads(folder, answers, na
         assert answer[name]["same"] and answer[name]["names"]
     target = folder / f"{'experts_ep' if name == 'experts' else f'large_{name}'}"
     assert not wrong_of(target)
-    hf.check(target, hf.read_architecture(target))
-    assert (target / headers.INDEX).is_file()
+    hf_model.check(target, hf_model.read_architecture(target))
+    assert (target / safetensors_headers.INDEX).is_file()
 
 
 @pytest.mark.multi
@@ -93,7 +93,7 @@ def test_an_export_that_is_killed_leaves_no_directory_that_loads(folder, tmp_pat
     partial = tmp_path / ".model.partial"
     assert not (tmp_path / "model").exists() and [*partial.glob("*.safetensors")]
     with pytest.raises((ConfigError, FileNotFoundError)):
-        headers.read_directory(partial)
+        safetensors_headers.read_directory(partial)
     with pytest.raises((OSError, ValueError)):
         AutoModelForCausalLM.from_pretrained(partial)
     run_ranks(WORKER, 2, tmp_path / "again", json.dumps(cases), "0")

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.data.tiny import write_tiny_model
 from megatron_rl.run.checkpoint import Checkpoint, Checkpoints, known_digests
-from megatron_rl.run.sums import wrong
+from megatron_rl.run.file_checksums import wrong
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 
-def figures(run: Path) -> list[dict]:
+def metrics(run: Path) -> list[dict]:
     """metrics.jsonl without times."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in ("time", "speed")} for row in rows]
@@ -32,17 +32,17 @@ def figures(run: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def whole(last_letter, tmp_path_factory) -> list[dict]:
-    """The figures of a run that nothing disturbs."""
+    """The metrics of a run that nothing disturbs."""
     out = tmp_path_factory.mktemp("whole")
     program("train", *tango_settings(last_letter, out, "run"))
-    return figures(out / "run")
+    return metrics(out / "run")
 
 
 def test_hostile_full_disk_in_a_checkpoint(last_letter, whole, tmp_path):
     """No file of the second start may grow beyond 200 kB: its metrics fit, and its checkpoints do not. The third start
     does what a run does whose disk was never full. A bit is flipped in between, too: that checkpoint is passed over."""
     settings = tango_settings(last_letter, tmp_path, "run")
-    first = [*settings, "run.steps=1", "run.keep=3"]
+    first = [*settings, "run.cycles=1", "run.keep=3"]
     program("train", *first)
     before = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
     done = subprocess.run(
@@ -55,15 +55,15 @@ def test_hostile_full_disk_in_a_checkpoint(last_letter, whole, tmp_path):
     assert "the same command again" in done.stderr and "Traceback" not in done.stderr, done.stderr[-3000:]
     assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} == before, "no half checkpoint takes space"
     program("train", *settings, "run.resume=must", "run.keep=3")
-    assert figures(tmp_path / "run") == whole
-    newest = max((tmp_path / "run/checkpoints").glob("step_*"))
+    assert metrics(tmp_path / "run") == whole
+    newest = max((tmp_path / "run/checkpoints").glob("iteration_*"))
     file = next(newest.glob("generator/*.distcp"))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 8
     file.write_bytes(data)
     done = program("train", *settings, "run.resume=must", "run.keep=3")
     assert "is not what was written" in done.stdout + done.stderr
-    assert figures(tmp_path / "run") == whole
+    assert metrics(tmp_path / "run") == whole
 
 
 def test_hostile_kill_in_the_middle_of_a_background_checkpoint(last_letter, whole, tmp_path):
@@ -89,12 +89,14 @@ def test_hostile_kill_in_the_middle_of_a_background_checkpoint(last_letter, whol
     found = Checkpoints(place).newest(lambda path: wrong(path, known_digests(path)))
     assert isinstance(found, Checkpoint) and found.number >= 1 and f".{found.path.name}.tmp" not in left
     program("train", *settings)
-    assert figures(tmp_path / "run") == whole and not begun(place)
+    assert metrics(tmp_path / "run") == whole and not begun(place)
 
 
 def begun(place: Path) -> list[str]:
     """Returns the names of checkpoints that are being written behind a complete one."""
-    return [path.name for path in place.glob(".step_*.tmp") if [*place.glob("step_*")] and [*path.glob("*/*")]]
+    return [
+        path.name for path in place.glob(".iteration_*.tmp") if [*place.glob("iteration_*")] and [*path.glob("*/*")]
+    ]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a small disk")

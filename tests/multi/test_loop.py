@@ -1,4 +1,5 @@
-"""The loop with a policy that really learns: order of turns, versions, resume, recorded turns, and its refusals."""
+"""The loop with a policy that really learns: order of iterations, versions, resume, recorded iterations, and its
+refusals."""
 
 import json
 from dataclasses import dataclass, replace
@@ -13,15 +14,15 @@ from loops import TOKENIZER, VOCAB, Log, Questions, graded, make, without_engine
 from ranks import run_ranks
 from specs import spec_of
 
-from megatron_rl.algorithms.authors import Rule
-from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.algorithms.tandem_authors import Rule
 from megatron_rl.config.schema import (
     CorrectionConfig,
     Debug,
     Evaluation,
-    Gate,
     LossConfig,
     Model,
+    Preflight,
     PromptSet,
     Reward,
     RoleConfig,
@@ -34,10 +35,10 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.run.metrics import Stopwatch
-from megatron_rl.session import parts
+from megatron_rl.session import builders
 from megatron_rl.session import train as session
-from megatron_rl.training import gate, loop
-from megatron_rl.training.memory import DeviceMemory
+from megatron_rl.training import loop, preflight
+from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.types import Author, Outcome, spans_of
 
 
@@ -50,47 +51,47 @@ def template(tmp_path):
 
 def test_grpo_learns_the_table(template, tmp_path):
     log = Log()
-    setup, progress = make(template, log, tmp_path / "turns")
-    assert loop.train(setup, loop.Plan(steps=25, evaluate_every=10), progress)
+    setup, progress = make(template, log, tmp_path / "iterations")
+    assert loop.train(setup, loop.Plan(cycles=25, evaluate_every=10), progress)
     rewards = log.series("reward/outcome")
     assert sum(rewards[:3]) / 3 < 0.2 and sum(rewards[-3:]) / 3 > 0.9, rewards
     assert [(t, s) for t, s, scope, _ in log.lines if scope == "eval"] == [(0, 0), (10, 10), (20, 20), (25, 25)]
-    figures = progress.first_evaluation, progress.last_evaluation
-    assert figures[0]["generator/accuracy_sampled"] < 0.5 < figures[1]["generator/accuracy_sampled"]
+    metrics = progress.first_evaluation, progress.last_evaluation
+    assert metrics[0]["generator/accuracy_sampled"] < 0.5 < metrics[1]["generator/accuracy_sampled"]
     assert progress.updates == {"generator": 25 - int(sum(log.series("skipped")))} and progress.number == 25
     assert set(log.series("version_lag")) == {0.0} and max(log.series("engine_gap")) < 1e-5
 
 
 def test_a_run_says_what_takes_time(template, tmp_path):
     said = []
-    setup, progress = make(template, Log(), tmp_path / "turns")
+    setup, progress = make(template, Log(), tmp_path / "iterations")
     setup = replace(setup, hooks=replace(setup.hooks, say=said.append))
-    loop.train(setup, loop.Plan(steps=2, gate=None), progress)
+    loop.train(setup, loop.Plan(cycles=2, preflight=None), progress)
     assert said == [
         "giving the engines the policies' weights",
-        "evaluating 5 held-out problems after step 0",
+        "evaluating 5 held-out problems after cycle 0",
         "writing the first rollouts",
-        "evaluating 5 held-out problems after step 2",
+        "evaluating 5 held-out problems after cycle 2",
     ]
 
 
 def test_several_optimizer_steps_keep_the_first_ones_log_probs(template, tmp_path):
     log = Log()
-    setup, progress = make(template, log, tmp_path / "turns", samples_per_optimizer_step=32)
-    loop.train(setup, loop.Plan(steps=2), progress)
+    setup, progress = make(template, log, tmp_path / "iterations", samples_per_optimizer_step=32)
+    loop.train(setup, loop.Plan(cycles=2), progress)
     assert log.series("optimizer_steps") == [3.0, 3.0]
     assert all(abs(r - 1.0) > 1e-4 for r in log.series("ratio"))  # the later steps left the start
     assert max(log.series("engine_gap")) < 1e-5  # but the gap is measured at it
 
 
 def lines_without_times(log):
-    return json.dumps([(turn, step, scope, m) for turn, step, scope, m in log.lines])
+    return json.dumps([(iteration, cycle, scope, m) for iteration, cycle, scope, m in log.lines])
 
 
 @pytest.mark.parametrize("stop_after", [3, 4])  # an evaluation is due after 4
 def test_a_run_stopped_and_resumed_writes_the_lines_of_the_whole_one(template, tmp_path, stop_after):
     whole, first, second = Log(), Log(), Log()
-    plan = loop.Plan(steps=8, evaluate_every=4, save_every=3)
+    plan = loop.Plan(cycles=8, evaluate_every=4, save_every=3)
     setup, progress = make(template, whole, tmp_path / "whole")
     loop.train(setup, plan, progress)
 
@@ -106,39 +107,39 @@ def test_a_run_stopped_and_resumed_writes_the_lines_of_the_whole_one(template, t
     assert loop.train(resumed, plan, progress)
     second.lines = first.lines + second.lines
     assert lines_without_times(second) == lines_without_times(whole)
-    assert torch.equal(again.table, whole.saved[8]["table"])
+    assert torch.equal(again.context, whole.saved[8]["context"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keeper(Grpo):
-    """Grpo whose first evaluation keeps its figures, which every later one returns."""
+    """Grpo whose first evaluation keeps its metrics, which every later one returns."""
 
-    def evaluate(self, prompts, table):
-        return table.kept.setdefault("first", super().evaluate(prompts, table))
+    def evaluate(self, prompts, context):
+        return context.kept.setdefault("first", super().evaluate(prompts, context))
 
 
-def test_what_an_evaluation_keeps_is_there_after_a_resume_also_with_turns_played_ahead(template, tmp_path):
+def test_what_an_evaluation_keeps_is_there_after_a_resume_also_with_iterations_collected_ahead(template, tmp_path):
     log, later = Log(), Log()
-    plan = loop.Plan(steps=6, evaluate_every=2, evaluate_at_start=False, save_every=1)
+    plan = loop.Plan(cycles=6, evaluate_every=2, evaluate_at_start=False, save_every=1)
     recipe, policy = Keeper(updates=6, group_size=8, template=template), TablePolicy(VOCAB, lr=0.3, seed=1)
     parts = {"recipe": recipe, "policy": policy, "max_staleness": 2}
-    setup, progress = make(template, log, tmp_path / "turns", stop_after=3, **parts)
+    setup, progress = make(template, log, tmp_path / "iterations", stop_after=3, **parts)
     assert not loop.train(setup, plan, progress)
-    setup.turns.close()
-    (first,) = [figures for _, _, scope, figures in log.lines if scope == "eval"]
+    setup.iterations.close()
+    (first,) = [metrics for _, _, scope, metrics in log.lines if scope == "eval"]
     assert log.saved[3]["state"]["progress"]["kept"] == {"first": first}
-    setup, progress = make(template, later, tmp_path / "turns", state=log.saved[3]["state"], **parts)
+    setup, progress = make(template, later, tmp_path / "iterations", state=log.saved[3]["state"], **parts)
     assert loop.train(setup, plan, progress)
-    setup.turns.close()
-    assert [figures for _, _, scope, figures in later.lines if scope == "eval"] == [first, first]
+    setup.iterations.close()
+    assert [metrics for _, _, scope, metrics in later.lines if scope == "eval"] == [first, first]
 
 
-def test_a_run_that_was_killed_plays_no_turn_twice(template, tmp_path):
-    """The store has the turns after the last checkpoint: the same rollouts are trained on again, without an engine
+def test_a_run_that_was_killed_collects_no_iteration_twice(template, tmp_path):
+    """The store has the iterations after the last checkpoint: the same rollouts are trained on again, without an engine
     asked.
     """
     whole, killed, second = Log(), Log(), Log()
-    plan = loop.Plan(steps=6, save_every=2, evaluate_at_start=False)
+    plan = loop.Plan(cycles=6, save_every=2, evaluate_at_start=False)
     setup, progress = make(template, whole, tmp_path / "whole")
     loop.train(setup, plan, progress)
 
@@ -152,11 +153,11 @@ def test_a_run_that_was_killed_plays_no_turn_twice(template, tmp_path):
     again.load(tmp_path)
     asked: list[int] = []
     setup, progress = make(template, second, tmp_path / "cut", policy=again)
-    engine = setup.table.engines["generator"]
+    engine = setup.context.engines["generator"]
     ask, engine.session = engine.session, lambda: (asked.append(progress.number), ask())[1]
     loop.train(setup, plan, progress)
-    assert torch.equal(again.table, whole.saved[6]["table"])
-    assert min(asked) >= 3, "turns 0 to 2 were in the store"
+    assert torch.equal(again.context, whole.saved[6]["context"])
+    assert min(asked) >= 3, "iterations 0 to 2 were in the store"
 
 
 def _killed_at(progress, number):
@@ -171,15 +172,15 @@ def _killed_at(progress, number):
 @pytest.mark.multi
 def test_three_ranks_generate_exactly_what_one_does_and_learn_the_same(template, tmp_path):
     log = Log()
-    setup, progress = make(template, log, tmp_path / "turns")
-    loop.train(setup, loop.Plan(steps=4, evaluate_every=2), progress)
+    setup, progress = make(template, log, tmp_path / "iterations")
+    loop.train(setup, loop.Plan(cycles=4, evaluate_every=2), progress)
     worker = Path(__file__).parents[1] / "helpers" / "loop_worker.py"
     ranks = run_ranks(worker, 3, tmp_path / "ranks", template)
-    table = setup.trainees["generator"].policy.table.detach().numpy()
+    context = setup.trainees["generator"].policy.context.detach().numpy()
     for rank in ranks:
-        np.testing.assert_allclose(np.array(rank["table"]), table, atol=1e-5)
-    assert len({json.dumps(rank["table"]) for rank in ranks}) == 1
-    alone = [[turn, step, scope] for turn, step, scope, _ in log.lines]
+        np.testing.assert_allclose(np.array(rank["context"]), context, atol=1e-5)
+    assert len({json.dumps(rank["context"]) for rank in ranks}) == 1
+    alone = [[iteration, cycle, scope] for iteration, cycle, scope, _ in log.lines]
     assert [line[:3] for line in ranks[0]["lines"]] == alone
     rewards = [line[3]["reward/outcome"] for line in ranks[0]["lines"] if line[2] == "generator"]
     assert rewards == pytest.approx(log.series("reward/outcome"))
@@ -187,39 +188,39 @@ def test_three_ranks_generate_exactly_what_one_does_and_learn_the_same(template,
 
 def test_a_role_that_sleeps_is_awake_only_for_its_updates(template, tmp_path):
     log = Log()
-    setup, progress = make(template, log, tmp_path / "turns", sleeps=True)
-    loop.train(setup, loop.Plan(steps=2, save_every=1), progress)
+    setup, progress = make(template, log, tmp_path / "iterations", sleeps=True)
+    loop.train(setup, loop.Plan(cycles=2, save_every=1), progress)
     assert setup.trainees["generator"].policy.asleep and sorted(log.saved) == [1, 2]
 
 
-def test_a_turn_without_signal_is_skipped_and_a_run_of_such_turns_is_no_success(template, tmp_path):
+def test_an_iteration_without_signal_is_skipped_and_a_run_of_such_iterations_is_no_success(template, tmp_path):
     log = Log()
     nothing = graded(lambda response, payload: 0.0)
-    setup, progress = make(template, log, tmp_path / "turns", grade=nothing)
+    setup, progress = make(template, log, tmp_path / "iterations", grade=nothing)
     with pytest.raises(
-        loop.NothingTrained, match="2 turns and no update.*groups_without_signal = 1, reward/trained = 0"
+        loop.NothingTrained, match="2 iterations and no update.*groups_without_signal = 1, reward/trained = 0"
     ):
-        loop.train(setup, loop.Plan(steps=2), progress)
+        loop.train(setup, loop.Plan(cycles=2), progress)
     assert log.series("skipped") == [1.0, 1.0] and log.series("loss") == []
     assert log.series("groups_without_signal") == [1.0, 1.0]
     setup, progress = make(template, log, tmp_path / "more", grade=nothing)
-    with pytest.raises(loop.NothingTrained, match="0 steps"):
-        loop.train(setup, loop.Plan(steps=0), progress)
+    with pytest.raises(loop.NothingTrained, match="0 cycles"):
+        loop.train(setup, loop.Plan(cycles=0), progress)
 
 
 @pytest.mark.parametrize(("entropy_coef", "moves"), [(0.0, False), (0.1, True)])
-def test_a_turn_without_signal_can_be_trained_on_as_the_release_does(template, tmp_path, entropy_coef, moves):
-    """The release of RL Tango updates after every turn (verl/trainer/ppo/rl_tango_trainer.py, _train_generator): equal
-    rewards leave KL, entropy and the optimizer's own momentum and decay."""
+def test_an_iteration_without_signal_can_be_trained_on_as_the_release_does(template, tmp_path, entropy_coef, moves):
+    """The release of RL Tango updates after every iteration (verl/trainer/ppo/rl_tango_trainer.py, _train_generator):
+    equal rewards leave KL, entropy and the optimizer's own momentum and decay."""
     log = Log()
-    setup, progress = make(template, log, tmp_path / "turns", grade=graded(lambda response, payload: 0.0))
+    setup, progress = make(template, log, tmp_path / "iterations", grade=graded(lambda response, payload: 0.0))
     trainee = setup.trainees["generator"]
     loss = PolicyLoss(LossConfig(kl_coef=0.0, entropy_coef=entropy_coef))
     setup = replace(setup, memory=DeviceMemory({"generator": replace(trainee, loss=loss)}))
-    before = trainee.policy.table.detach().clone()
-    assert loop.train(setup, loop.Plan(steps=2, train_without_signal=True), progress)
+    before = trainee.policy.context.detach().clone()
+    assert loop.train(setup, loop.Plan(cycles=2, train_without_signal=True), progress)
     assert log.series("skipped") == [0.0, 0.0] and progress.updates == {"generator": 2}
-    assert torch.equal(trainee.policy.table, before) is not moves
+    assert torch.equal(trainee.policy.context, before) is not moves
 
 
 def test_equal_rewards_that_are_no_round_numbers_are_no_signal(template, tmp_path):
@@ -228,32 +229,32 @@ def test_equal_rewards_that_are_no_round_numbers_are_no_signal(template, tmp_pat
         updates=1, group_size=8, estimator="rloo", template=template
     )  # its advantages here are 5.6e-17, not 0
     grade = graded(lambda response, payload: 0.1 + 0.2)
-    setup, progress = make(template, log, tmp_path / "turns", grade=grade, recipe=recipe)
+    setup, progress = make(template, log, tmp_path / "iterations", grade=grade, recipe=recipe)
     with pytest.raises(loop.NothingTrained):
-        loop.train(setup, loop.Plan(steps=1), progress)
+        loop.train(setup, loop.Plan(cycles=1), progress)
     assert log.series("skipped") == [1.0]
 
 
-def test_recorded_turns_train_the_same_model_without_an_engine(template, tmp_path):
-    played, replayed = Log(), Log()
-    setup, progress = make(template, played, tmp_path / "turns")
-    loop.train(setup, loop.Plan(steps=3), progress)
-    setup, progress = make(template, replayed, tmp_path / "again", replay=tmp_path / "turns")
+def test_recorded_iterations_train_the_same_model_without_an_engine(template, tmp_path):
+    collected, replayed = Log(), Log()
+    setup, progress = make(template, collected, tmp_path / "iterations")
+    loop.train(setup, loop.Plan(cycles=3), progress)
+    setup, progress = make(template, replayed, tmp_path / "again", replay=tmp_path / "iterations")
     setup = without_engine(setup)
-    loop.train(setup, loop.Plan(steps=3), progress)
-    assert torch.equal(played.saved[3]["table"], replayed.saved[3]["table"])
-    assert replayed.series("reward/outcome") == played.series("reward/outcome")
-    setup, progress = make(template, Log(), tmp_path / "more", replay=tmp_path / "turns")
-    with pytest.raises(FileNotFoundError, match="turn 3"):
-        loop.train(without_engine(setup), loop.Plan(steps=4), progress)
+    loop.train(setup, loop.Plan(cycles=3), progress)
+    assert torch.equal(collected.saved[3]["context"], replayed.saved[3]["context"])
+    assert replayed.series("reward/outcome") == collected.series("reward/outcome")
+    setup, progress = make(template, Log(), tmp_path / "more", replay=tmp_path / "iterations")
+    with pytest.raises(FileNotFoundError, match="iteration 3"):
+        loop.train(without_engine(setup), loop.Plan(cycles=4), progress)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Late(Grpo):
     """Says of every rollout that the version before wrote half of it."""
 
-    def play(self, turn, source, table):
-        found = super().play(turn, source, table)
+    def rollout(self, iteration, source, context):
+        found = super().rollout(iteration, source, context)
         out = []
         for r in found["generator"]:
             spans = r.spans.copy()
@@ -264,8 +265,10 @@ class Late(Grpo):
 
 def test_ages_are_in_updates_of_the_policy(template, tmp_path):
     log = Log()
-    setup, progress = make(template, log, tmp_path / "turns", recipe=Late(updates=2, group_size=8, template=template))
-    loop.train(setup, loop.Plan(steps=2), progress)
+    setup, progress = make(
+        template, log, tmp_path / "iterations", recipe=Late(updates=2, group_size=8, template=template)
+    )
+    loop.train(setup, loop.Plan(cycles=2), progress)
     assert log.series("version_lag") == [1.0, 1.0] and log.series("staleness") == [1.0, 1.0]
 
 
@@ -273,8 +276,8 @@ def test_ages_are_in_updates_of_the_policy(template, tmp_path):
 class Mixed(Grpo):
     """Says of every second rollout that the version before wrote its first token, with a log-prob that is far off."""
 
-    def play(self, turn, source, table):
-        found = super().play(turn, source, table)["generator"]
+    def rollout(self, iteration, source, context):
+        found = super().rollout(iteration, source, context)["generator"]
         return {"generator": [self.older(r) if i % 2 and r.length > 1 else r for i, r in enumerate(found)]}
 
     @staticmethod
@@ -287,13 +290,13 @@ class Mixed(Grpo):
 
 
 def test_rollouts_of_several_versions_are_kept_or_scored_anew_or_dropped_as_the_plan_says(template, tmp_path):
-    """`mixed` of a run: the figures of the first update, whose rollouts are the same in all three."""
+    """`mixed` of a run: the metrics of the first update, whose rollouts are the same in all three."""
     found = {}
     for mixed in ("keep", "rescore", "drop"):
         log = Log()
         recipe = Mixed(updates=1, group_size=8, template=template)
         setup, progress = make(template, log, tmp_path / mixed, recipe=recipe)
-        loop.train(setup, loop.Plan(steps=1, mixed=mixed, evaluate_at_start=False), progress)
+        loop.train(setup, loop.Plan(cycles=1, mixed=mixed, evaluate_at_start=False), progress)
         found[mixed] = {name: log.series(name)[0] for name in ("trained_tokens", "engine_gap", "mixed_versions")}
     share = found["keep"]["mixed_versions"]
     assert 0.2 < share < 0.5 and {own["mixed_versions"] for own in found.values()} == {share}
@@ -312,28 +315,28 @@ def test_the_loop_has_the_settings_of_its_config():
         evaluation=Evaluation(every=3, at_start=False),
         run=Run(save_every=5, train_without_signal=True),
         rollouts=Rollouts(mixed="drop"),
-        gate=Gate(num_prompts=2, max_logprob_gap=0.25),
+        preflight=Preflight(num_prompts=2, max_logprob_gap=0.25),
         reward=Reward(target="r", wrong_answer="w", answer_format="f{answer}", range=(-1.0, 2.0)),
     )
     recipe = Grpo(**args)
     models = SimpleNamespace(readers={"generator": SimpleNamespace(restarted=Questions)}, held_out=[])
     first = Questions().take(2)
-    checks = gate.GatePlan(
-        settings=config.gate, prompts=first, wrong_answer="w", answer_format="f{answer}", bounds=(-1.0, 2.0)
+    checks = preflight.PreflightPlan(
+        settings=config.preflight, prompts=first, wrong_answer="w", answer_format="f{answer}", bounds=(-1.0, 2.0)
     )
     plan = loop.Plan(
-        steps=7, evaluate_every=3, evaluate_at_start=False, save_every=5, gate=checks, mixed="drop",
+        cycles=7, evaluate_every=3, evaluate_at_start=False, save_every=5, preflight=checks, mixed="drop",
         train_without_signal=True,
     )  # fmt: skip
-    assert [p.id for p in session._plan(config, models, recipe, 7).gate.prompts] == [p.id for p in first]
+    assert [p.id for p in session._plan(config, models, recipe, 7).preflight.prompts] == [p.id for p in first]
     models.held_out = first
     assert session._plan(config, models, recipe, 7) == plan
-    for off in (replace(config, gate=Gate(enabled=False)), replace(config, debug=Debug(replay="run"))):
-        assert session._plan(off, models, recipe, 7) == replace(plan, gate=None)
+    for off in (replace(config, preflight=Preflight(enabled=False)), replace(config, debug=Debug(replay="run"))):
+        assert session._plan(off, models, recipe, 7) == replace(plan, preflight=None)
 
 
 def test_recipes_play_with_the_settings_of_the_config():
-    """The table of a run whose second role shares the first one's engine."""
+    """The context of a run whose second role shares the first one's engine."""
     first = RoleConfig(
         model=Model(path="m"), max_prompt_tokens=7, sampling=SamplingConfig(max_tokens=5, temperature=0.5, top_k=3),
         tandem=TandemConfig(strategy="chunk", p=0.25, max_gap=9, chunk_size=4, junior_weight=0.125),
@@ -346,13 +349,13 @@ def test_recipes_play_with_the_settings_of_the_config():
         reward=Reward(target="r", range=(-1.0, 4.0), max_failure_share=0.75),
     )
     engine, watch = object(), Stopwatch()
-    table = parts.table(
+    context = builders.context(
         spec_of(config), {"a": engine}, {"a": TOKENIZER, "b": TOKENIZER}, len, SimpleNamespace(watch=watch)
     )
-    assert table.engines == {"a": engine, "b": engine} and table.max_prompt_tokens == {"a": 7, "b": 9}
-    assert table.partner_weights == {"a": 0.125} and table.grade is len and table.watch is watch
-    assert (table.seed, table.half, table.max_failure_share) == (11, 1.5, 0.75)
-    a, b = table.samplings["a"], table.samplings["b"]
+    assert context.engines == {"a": engine, "b": engine} and context.max_prompt_tokens == {"a": 7, "b": 9}
+    assert context.partner_weights == {"a": 0.125} and context.grade is len and context.watch is watch
+    assert (context.seed, context.threshold, context.max_failure_share) == (11, 1.5, 0.75)
+    a, b = context.samplings["a"], context.samplings["b"]
     assert (a.max_tokens, a.temperature, a.top_k) == (5, 0.5, 3) and b.tandem is None
     assert a.tandem.rule == Rule(strategy="chunk", p=0.25, max_gap=9, chunk_size=4)
 
@@ -368,62 +371,69 @@ def test_a_policy_is_trained_with_the_settings_of_its_role(staleness, high):
         rollouts=Rollouts(max_staleness=staleness),
     )  # fmt: skip
     policy, refit = object(), print
-    found = parts.trainee(spec_of(config).roles["a"], config.run, policy, refit)
+    found = builders.trainee(spec_of(config).roles["a"], config.run, policy, refit)
     assert (found.policy, found.refit, found.samples_per_optimizer_step) == (policy, refit, 6)
     assert found.sleeps and found.peak_flops == 3e12
     correction = None if high is None else CorrectionConfig(kind="truncate", high=high)
     assert found.loss.config == replace(role.loss, max_tokens=5, correction=correction)
     own = replace(role, loss=replace(role.loss, max_tokens=8, correction=CorrectionConfig(kind="none")))
-    kept = parts.trainee(spec_of(replace(config, roles={"a": own})).roles["a"], config.run, policy, refit)
+    kept = builders.trainee(spec_of(replace(config, roles={"a": own})).roles["a"], config.run, policy, refit)
     assert kept.loss.config == own.loss
 
 
 def gated(template, log, directory, *, reward=True, prompts=None, **settings):
     setup, progress = make(template, log, directory, **settings)
     tried = Questions().take(4) if prompts is None else prompts
-    chosen = gate.GatePlan(settings=Gate(num_prompts=4, reward=reward), prompts=tried, wrong_answer="z")
-    return setup, loop.Plan(steps=1, gate=chosen), progress
+    chosen = preflight.PreflightPlan(settings=Preflight(num_prompts=4, reward=reward), prompts=tried, wrong_answer="z")
+    return setup, loop.Plan(cycles=1, preflight=chosen), progress
 
 
-def test_the_gate_passes_a_sound_run_and_reports_its_values(template, tmp_path):
+def test_the_preflight_passes_a_sound_run_and_reports_its_values(template, tmp_path):
     log = Log()
-    loop.train(*gated(template, log, tmp_path / "turns"))
-    assert log.series("gate/reward_right", "gate") == [1.0] and log.series("gate/reward_wrong", "gate") == [0.0]
-    assert 0 <= log.series("gate/logprob_gap_generator", "gate")[0] < 1e-5
+    loop.train(*gated(template, log, tmp_path / "iterations"))
+    assert log.series("preflight/reward_correct", "preflight") == [1.0] and log.series(
+        "preflight/reward_wrong", "preflight"
+    ) == [0.0]
+    assert 0 <= log.series("preflight/logprob_gap_generator", "preflight")[0] < 1e-5
 
 
-def test_the_gate_without_its_reward_check_still_compares_log_probs(template, tmp_path):
+def test_the_preflight_without_its_reward_check_still_compares_log_probs(template, tmp_path):
     """Problems need no answer then; with the check, one without is a clear refusal."""
     unanswered = [replace(p, payload={"question": p.payload["question"]}) for p in Questions().take(4)]
     log = Log()
-    loop.train(*gated(template, log, tmp_path / "turns", reward=False, prompts=unanswered))
-    assert not log.series("gate/reward_right", "gate") and log.series("gate/logprob_gap_generator", "gate")[0] < 1e-5
-    with pytest.raises(gate.GateFailure, match=r"no answer to try the reward with, only question: .*gate.reward=false"):
+    loop.train(*gated(template, log, tmp_path / "iterations", reward=False, prompts=unanswered))
+    assert (
+        not log.series("preflight/reward_correct", "preflight")
+        and log.series("preflight/logprob_gap_generator", "preflight")[0] < 1e-5
+    )
+    with pytest.raises(
+        preflight.PreflightFailure, match=r"no answer to try the reward with, only question: .*preflight.reward=false"
+    ):
         loop.train(*gated(template, log, tmp_path / "other", prompts=unanswered))
 
 
 @pytest.mark.parametrize(
     "score, said", [(0.0, "0.00 on average to 4 known right"), (1.0, "1.00 on average to 4 known wrong")]
 )
-def test_the_gate_refuses_a_reward_that_cannot_tell_right_from_wrong(template, tmp_path, score, said):
-    run = gated(template, Log(), tmp_path / "turns", grade=graded(lambda response, payload: score))
-    with pytest.raises(gate.GateFailure, match=said):
+def test_the_preflight_refuses_a_reward_that_cannot_tell_right_from_wrong(template, tmp_path, score, said):
+    run = gated(template, Log(), tmp_path / "iterations", grade=graded(lambda response, payload: score))
+    with pytest.raises(preflight.PreflightFailure, match=said):
         loop.train(*run)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.ERROR, Outcome.TIMEOUT])
-def test_the_gate_takes_no_failed_grading_for_a_score(template, tmp_path, outcome):
-    """A reward that returns 2.0 for right answers or raises for wrong ones must not pass as 0.0."""
+def test_the_preflight_takes_no_failed_grading_for_a_score(template, tmp_path, outcome):
+    """A reward that returns 2.0 for correct answers or raises for wrong ones must not pass as 0.0."""
 
     def rule(response, payload):
         return 1.0 if f"{{{payload['answer']}}}" in response else outcome
 
-    run = gated(template, Log(), tmp_path / "turns", grade=graded(rule))
-    with pytest.raises(gate.GateFailure, match=r"no score to the known wrong answer .*: made to fail\. Mend"):
+    run = gated(template, Log(), tmp_path / "iterations", grade=graded(rule))
+    with pytest.raises(preflight.PreflightFailure, match=r"no score to the known wrong answer .*: made to fail\. Mend"):
         loop.train(*run)
 
 
-def test_a_grading_that_times_out_at_the_gate_counts_neither_way(template, tmp_path):
+def test_a_grading_that_times_out_at_the_preflight_counts_neither_way(template, tmp_path):
     late = Questions().take(1)[0].payload["answer"]
 
     def rule(response, payload):
@@ -434,19 +444,19 @@ def test_a_grading_that_times_out_at_the_gate_counts_neither_way(template, tmp_p
         )
 
     log = Log()
-    loop.train(*gated(template, log, tmp_path / "turns", grade=graded(rule)))
-    assert log.series("gate/reward_right", "gate") == [1.0]
+    loop.train(*gated(template, log, tmp_path / "iterations", grade=graded(rule)))
+    assert log.series("preflight/reward_correct", "preflight") == [1.0]
 
 
 class Drifted(TablePolicy):
     """Gives its engine other weights than it scores with."""
 
     def weights(self):
-        yield "table", self.table.detach() * 8
+        yield "context", self.context.detach() * 8
 
 
-def test_the_gate_refuses_an_engine_that_disagrees_with_its_trainer(template, tmp_path):
-    run = gated(template, Log(), tmp_path / "turns", policy=Drifted(VOCAB))
-    said = r"generator: .* differ .* \(engine -.*, trainer -.*gate.max_logprob_gap = 0.05"
-    with pytest.raises(gate.GateFailure, match=said):
+def test_the_preflight_refuses_an_engine_that_disagrees_with_its_trainer(template, tmp_path):
+    run = gated(template, Log(), tmp_path / "iterations", policy=Drifted(VOCAB))
+    said = r"generator: .* differ .* \(engine -.*, trainer -.*preflight.max_logprob_gap = 0.05"
+    with pytest.raises(preflight.PreflightFailure, match=said):
         loop.train(*run)

@@ -19,7 +19,7 @@ from conftest import ROOT
 from limits import PROCESS_S, RUN_S
 from slurm_cluster import Cluster
 
-from megatron_rl.cluster import profile, slices
+from megatron_rl.cluster import job_slices, profile
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import SftConfig
 from megatron_rl.jobs import submit
@@ -169,7 +169,7 @@ def test_the_graph_runs_here_to_its_end(launch, site, tmp_path):
         f"{name}: {DONE}" for name in ("data", "generator", "verifier", "tango", "eval")
     ]
     base = tmp_path / "sft_tango_eval"
-    assert slices.finished(base / "tango") and read_metrics(base / "tango")
+    assert job_slices.finished(base / "tango") and read_metrics(base / "tango")
     assert len((base / "eval/last_letter.jsonl").read_text().splitlines()) == 32
     assert (base / "generator/jobs/config.yaml").read_text() == as_submitted(base / "generator/jobs/config.yaml", site)
 
@@ -236,7 +236,7 @@ def test_a_sweep_runs_here_and_is_one_report(launch, site, tmp_path):
         "--small",
         f"--profile={site}",
         f"--dir={tmp_path}",
-        "rates.steps=2",
+        "rates.run.cycles=2",
         "rates.launch.nproc=1",
         "--at-once=2",
     )
@@ -268,7 +268,7 @@ def test_the_graph_runs_on_a_slurm_cluster_and_its_tango_as_a_chain_too(launch, 
     assert done.returncode == 0 and "all tasks are done" in done.stdout, output_of(done)
     base = tmp_path / "sft_tango_eval"
     assert len((base / "eval/last_letter.jsonl").read_text().splitlines()) == 32
-    assert "turn 1/" in "".join(path.read_text() for path in (base / "tango/logs").glob("log-*.out"))
+    assert "iteration 1/" in "".join(path.read_text() for path in (base / "tango/logs").glob("log-*.out"))
     trained = (base / "generator/model/model.safetensors").stat().st_mtime_ns
 
     chain = ["tango.run.name=chain", "tango.job.slices=2", f"eval.model.path={base}/chain/models/generator"]
@@ -279,7 +279,7 @@ def test_the_graph_runs_on_a_slurm_cluster_and_its_tango_as_a_chain_too(launch, 
         and "eval comes after 'tango'" in done.stdout
     ), output_of(done)
     assert len((base / "chain_eval/last_letter.jsonl").read_text().splitlines()) == 32
-    assert len(slices.read(base / "chain")) == 1
+    assert len(job_slices.read(base / "chain")) == 1
     assert (base / "generator/model/model.safetensors").stat().st_mtime_ns == trained
 
 
@@ -304,7 +304,7 @@ def test_each_run_of_a_sweep_has_its_own_servers_on_a_slurm_cluster(launch, clus
         "examples/miniatures/last_letter/grpo.yaml", f"run.dir={tmp_path}", "run.name=rates", "engine.kind=vllm",
         f"engine.python={VLLM}", f"roles.generator.model.path={last_letter}/generator/model",
         f"data.path={last_letter}/task/train.jsonl", f"evaluation.prompts.path={last_letter}/task/test.jsonl",
-        "recipe.args.updates=2", "run.prompts_per_step=8",
+        "recipe.args.updates=2", "run.prompts_per_iteration=8",
     ]  # fmt: skip
     points = [{"run.seed": seed} for seed in (0, 1)]
     task = f"Task(name='rates', command='train', settings={settings}, points={points})"
@@ -315,7 +315,7 @@ def test_each_run_of_a_sweep_has_its_own_servers_on_a_slurm_cluster(launch, clus
     servers = [(run / "jobs/engines").read_text().strip() for run in runs]
     assert len(set(servers)) == 2
     for run, job in zip(runs, servers, strict=True):
-        assert slices.finished(run) and len(slices.read(run)) == 1
+        assert job_slices.finished(run) and len(job_slices.read(run)) == 1
         assert len([row for row in read_metrics(run) if row.scope == "generator"]) == 2
         assert (run / f"logs/engines-{job}_0-r0.out").exists()
     rewards = [[row.metrics for row in read_metrics(run)] for run in runs]
@@ -347,7 +347,7 @@ def test_a_failed_job_takes_what_waits_for_it_with_it(launch, cluster, site, tmp
     assert any(line.endswith("behind: cancelled") for line in said) and any(
         line.endswith("chain: cancelled") for line in said
     )
-    assert not slices.read(tmp_path / "chain")
+    assert not job_slices.read(tmp_path / "chain")
 
 
 @pytest.mark.matrix

@@ -23,8 +23,8 @@ from toys import characters
 
 from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.metrics import read_metrics
-from megatron_rl.training.store import TurnStore, turn_files, turn_number
-from megatron_rl.training.turns import Turn
+from megatron_rl.training.iteration import Iteration
+from megatron_rl.training.store import IterationStore, iteration_files, iteration_number
 from megatron_rl.types import STEP, Author
 
 pytestmark = pytest.mark.multi
@@ -68,7 +68,7 @@ def evolve(base, name, roles):
     templates = {f"{each}_template": f"{base}/evolve.txt" for each in names}
     templates["reference_template"] = f"{base}/referring.txt"
     args = {"updates": 3, "proposals": 2, "answers": 2, "judgements": 1, "reference_share": 0.5, **templates}
-    return config(base, name, "megatron_rl.recipes.evolve:Evolve", roles, args=args, prompts_per_step=16)
+    return config(base, name, "megatron_rl.contrib.evolve:Evolve", roles, args=args, prompts_per_iteration=16)
 
 
 def grpo(base, name, **settings):
@@ -111,13 +111,13 @@ def runs(tmp_path_factory, judge, servers):
     judging = role(base, policy="none", endpoint=endpoint, sampling={"max_tokens": 9})
     writers = {"generator": role(base), "judge": judging}
     templates = {"generator_template": f"{base}/template.txt", "judge_template": f"{base}/judge.txt"}
-    rubric = "megatron_rl.recipes.rubric:Rubric", writers, {"updates": 3, "group_size": 4, **templates}
+    rubric = "megatron_rl.contrib.rubric:Rubric", writers, {"updates": 3, "group_size": 4, **templates}
     pupil, teacher = partial(role, base, lr=0.01), role(base, model="b", policy="none")
     tags = {"target": "megatron_rl.environments.tool_task:ToolTask"}
-    tools = [{"target": "megatron_rl.environments.calculator:Calculator"}]
+    tools = [{"target": "megatron_rl.contrib.calculator:Calculator"}]
     tags["args"] = {"tools": tools, "template": f"{base}/plain.txt", "result": " b {result} b "}
     caller = role(base, model=cut_runs.CALLER, lr=0.002)
-    distil = partial(config, base, recipe="megatron_rl.recipes.distil:Distil", prompts_per_step=16)
+    distil = partial(config, base, recipe="megatron_rl.recipes.distil:Distil", prompts_per_iteration=16)
     lessons = {"updates": 12, "template": f"{base}/template.txt"}
     toward, over = {"objective": "open_centre:toward_teacher"}, {"objective": "distilled_top_k"}
     counting = {"environment": {"target": "open_centre:Counting"}, "rewards": {"letters": 1.0}, "group_size": 4}
@@ -126,27 +126,27 @@ def runs(tmp_path_factory, judge, servers):
         args={"updates": 3, **counting},
     )  # fmt: skip
     routed = {"generator": role(base, model="experts", layout={"ep": 2}, router_replay=True)}
-    gated = {"gate": {"reward": False, "max_logprob_gap": 1e-5}}
+    gated = {"preflight": {"reward": False, "max_logprob_gap": 1e-5}}
     configs = [
         grpo(base, "dynamic", **dynamic),
-        grpo(base, "loss", loss={"objective": "open_centre:sequence_ratio"}, batch=8, steps=2),
-        grpo(base, "word", loss={"objective": "gspo"}, batch=8, steps=2),
+        grpo(base, "loss", loss={"objective": "open_centre:sequence_ratio"}, batch=8, cycles=2),
+        grpo(base, "word", loss={"objective": "gspo"}, batch=8, cycles=2),
         grpo(base, "estimator", args={"estimator": "open_centre:median_baseline"}),
         evolve(base, "three", three),
         evolve(base, "one", one),
         config(base, "rubric", *rubric[:2], args=rubric[2]),
-        config(base, "rubric_cut", *rubric[:2], args=rubric[2], steps=1),
-        config(base, "rubric_cut", *rubric[:2], args=rubric[2], steps=3, resume="must"),
-        cut_runs.judged_turns(base, "turns", caller, {"environment": tags}),
+        config(base, "rubric_cut", *rubric[:2], args=rubric[2], cycles=1),
+        config(base, "rubric_cut", *rubric[:2], args=rubric[2], cycles=3, resume="must"),
+        cut_runs.judged_iterations(base, "iterations", caller, {"environment": tags}),
         tool("tool"),
-        tool("tool_cut", steps=1),
-        tool("tool_cut", steps=3, resume="must"),
+        tool("tool_cut", cycles=1),
+        tool("tool_cut", cycles=3, resume="must"),
         distil("distil", roles={"student": pupil(loss=toward), "teacher": teacher}, args=lessons),
         distil(
             "distil_top_k", roles={"student": pupil(loss=over, layout={"cp": 2}), "teacher": teacher},
             args=lessons | {"top_k": 8},
         ),
-        grpo(base, "experts", roles=routed, steps=2, train_without_signal=True, save_every=0) | gated,
+        grpo(base, "experts", roles=routed, cycles=2, train_without_signal=True, save_every=0) | gated,
     ]  # fmt: skip
     every = [(one_config, None) for one_config in configs] + cut_runs.cases(base, cut_runs.FEW, servers)
     cut_runs.run_all(base, every)
@@ -157,16 +157,16 @@ def series(run, role, name):
     return [row.metrics[name] for row in read_metrics(run) if row.scope == role and name in row.metrics]
 
 
-def played_turns(run, *roles):
-    """What a run's store has of its turns, in order."""
+def collected_iterations(run, *roles):
+    """What a run's store has of its iterations, in order."""
     directory = run / "rollouts"
-    numbers = map(turn_number, turn_files(directory))
-    return [TurnStore(directory).read(Turn(step=0, index=0, roles=roles, number=n))[0] for n in numbers]
+    numbers = map(iteration_number, iteration_files(directory))
+    return [IterationStore(directory).read(Iteration(cycle=0, index=0, roles=roles, number=n))[0] for n in numbers]
 
 
-def turns(run, role):
-    """The rollouts of a role, turn by turn."""
-    return [played.rollouts[role] for played in played_turns(run, role)]
+def iterations(run, role):
+    """The rollouts of a role, iteration by iteration."""
+    return [collected.rollouts[role] for collected in collected_iterations(run, role)]
 
 
 def weights(run, name):
@@ -208,7 +208,7 @@ def test_a_loss_of_ones_own_trains_what_the_same_loss_of_ours_does(runs):
 
 
 def test_an_estimator_of_ones_own_gives_the_advantages(runs):
-    for rollouts in turns(runs / "estimator", "generator"):
+    for rollouts in iterations(runs / "estimator", "generator"):
         groups = {r.group for r in rollouts}
         for group in groups:
             own = [r for r in rollouts if r.group == group]
@@ -221,20 +221,22 @@ def test_three_roles_learn_from_the_same_episodes(runs, name):
     run = runs / name
     roles = ("proposer", "solver", "judge")
     questions = []
-    for turn, played in enumerate(played_turns(run, *roles)):
-        assert list(played.rollouts) == list(roles)
+    for iteration, collected in enumerate(collected_iterations(run, *roles)):
+        assert list(collected.rollouts) == list(roles)
         for role_name in roles:
-            for r in played.rollouts[role_name]:
+            for r in collected.rollouts[role_name]:
                 assert r.role == role_name and not r.trainable[: r.start].any() and r.trainable[r.start :].all()
-                assert r.versions == (turn,), "every engine had its policy's newest weights"
-        questions += [r.rewards["form"] > 0 for r in played.rollouts["proposer"]]
-        assert 0 < len(played.rollouts["solver"]) <= len(played.rollouts["judge"]) <= 2 * 16
+                assert r.versions == (iteration,), "every engine had its policy's newest weights"
+        questions += [r.rewards["form"] > 0 for r in collected.rollouts["proposer"]]
+        assert 0 < len(collected.rollouts["solver"]) <= len(collected.rollouts["judge"]) <= 2 * 16
     assert 0 < sum(questions) < len(questions) <= 3 * 2 * 16, "some proposals have a question"
     summary = json.loads((run / "summary.json").read_text())
     policies = roles if name == "three" else ("proposer",)
     assert summary["updates"] == dict.fromkeys(policies, 3)
     assert sorted(p.name for p in (run / "models").iterdir()) == sorted(policies)
-    trained = [sum(r.num_trainable for part in p.rollouts.values() for r in part) for p in played_turns(run, *roles)]
+    trained = [
+        sum(r.num_trainable for part in p.rollouts.values() for r in part) for p in collected_iterations(run, *roles)
+    ]
     if name == "one":  # one update of all three roles' rollouts together
         assert series(run, "judge", "trained_tokens") == series(run, "solver", "trained_tokens") == trained
     else:
@@ -246,9 +248,9 @@ def test_a_rubric_is_judged_behind_a_url(runs, judge):
     run = runs / "rubric"
     assert len(judge.asked) == 2 * 3 * 4 * 4 * 3, "by two runs, one of which was cut"
     ungraded = series(run, "generator", "ungraded")
-    kept = [len(rollouts) for rollouts in turns(run, "generator")]
+    kept = [len(rollouts) for rollouts in iterations(run, "generator")]
     assert sum(ungraded) > 0 and [16 - left for left in ungraded] == kept, "a response without a score left its group"
-    for rollouts in turns(run, "generator"):
+    for rollouts in iterations(run, "generator"):
         for r in rollouts:
             text = TOKENIZER.decode(r.response, skip_special_tokens=True)
             wanted = 0.5 * any(c in "aeiou" for c in text) + 0.5 * any(c.isupper() for c in text)
@@ -270,7 +272,7 @@ def test_a_run_of_any_method_that_was_cut_goes_on_exactly(runs, case):
 def test_tool_turns_train_what_the_model_wrote_and_nothing_that_the_tool_said(runs):
     run = runs / "tool"
     tokens = []
-    for rollouts in turns(run, "agent"):
+    for rollouts in iterations(run, "agent"):
         tokens.append(float(sum(r.num_trainable for r in rollouts)))
         for r in rollouts:
             assert r.spans[:, 2].tolist() == [Author.ENVIRONMENT, Author.POLICY, Author.ENVIRONMENT, Author.POLICY]
@@ -287,16 +289,16 @@ def test_tool_turns_train_what_the_model_wrote_and_nothing_that_the_tool_said(ru
     assert series(runs / "tool_cut", "agent", "reward/letters") == series(run, "agent", "reward/letters")
 
 
-def test_turns_with_a_calculator_are_judged_and_each_learns_from_its_own_verdict(runs):
-    run = runs / "turns"
+def test_iterations_with_a_calculator_are_judged_and_each_learns_from_its_own_verdict(runs):
+    run = runs / "iterations"
     roles = [("verifier",), ("agent",), ("verifier",), ("agent",), ("verifier",)]
     counts = set()
     for number, own in enumerate(roles):
-        played, _ = TurnStore(run / "rollouts").read(Turn(step=0, index=0, roles=own, number=number))
-        rollouts = played.rollouts[own[0]]
+        collected, _ = IterationStore(run / "rollouts").read(Iteration(cycle=0, index=0, roles=own, number=number))
+        rollouts = collected.rollouts[own[0]]
         assert len(rollouts) > 16
         for r in rollouts if own == ("agent",) else ():
-            marks, spans = r.marks_of(STEP), r.spans[r.spans[:, 2] == Author.POLICY]
+            marks, spans = r.annotations_of(STEP), r.spans[r.spans[:, 2] == Author.POLICY]
             assert marks.ranges.tolist() == spans[:, :2].tolist(), "a turn is what the model wrote at a time"
             counts.add(len(marks))
             assert (marks.scores is None) == (len(r.payload["verdicts"]) != len(marks))
@@ -314,30 +316,30 @@ def test_turns_with_a_calculator_are_judged_and_each_learns_from_its_own_verdict
 
 def _mean_step_reward(rollouts, group):
     return np.mean(
-        np.concatenate([s for r in rollouts if r.group == group and (s := r.marks_of(STEP).scores) is not None])
+        np.concatenate([s for r in rollouts if r.group == group and (s := r.annotations_of(STEP).scores) is not None])
     )
 
 
 @pytest.mark.parametrize(("name", "figure"), [("distil", "sampled_kl"), ("distil_top_k", "teacher_kl")])
-def test_distillation_draws_the_student_to_its_teacher(runs, name, figure):
-    gaps = series(runs / name, "student", figure)
+def test_distillation_draws_the_student_to_its_teacher(runs, name, metric):
+    gaps = series(runs / name, "student", metric)
     assert len(gaps) == 12 and sum(gaps[-4:]) < 0.8 * sum(gaps[:4]), gaps
     assert [p.name for p in (runs / name / "models").iterdir()] == ["student"]
 
 
 def test_a_model_with_experts_trains_on_the_experts_that_its_embedded_engine_chose(runs):
     """Each of the two ranks trains half of the experts, and its engine has all of them, by refits."""
-    [gap] = series(runs / "experts", "gate", "gate/logprob_gap_generator")
+    [gap] = series(runs / "experts", "preflight", "preflight/logprob_gap_generator")
     gaps, replayed = (series(runs / "experts", "generator", name) for name in ("engine_gap", "replayed"))
     assert 0 < gap < 1e-5 and len(gaps) == 2 and max(gaps) < 1e-5
-    tokens = [sum(len(r.tokens) for r in rollouts) for rollouts in turns(runs / "experts", "generator")]
+    tokens = [sum(len(r.tokens) for r in rollouts) for rollouts in iterations(runs / "experts", "generator")]
     assert replayed == pytest.approx([1 - 16 / n for n in tokens]), "all but the last token of each of 16 rollouts"
-    shapes = {r.experts.shape for rollouts in turns(runs / "experts", "generator") for r in rollouts}
+    shapes = {r.experts.shape for rollouts in iterations(runs / "experts", "generator") for r in rollouts}
     assert {shape[1:] for shape in shapes} == {(2, 3)}
 
 
 def test_a_teachers_likeliest_tokens_are_in_the_store_and_cover_most_of_what_it_thinks(runs):
-    for rollouts in turns(runs / "distil_top_k", "student"):
+    for rollouts in iterations(runs / "distil_top_k", "student"):
         for r in rollouts:
             ids, logprobs = r.values["candidates"], r.values["teacher_candidate_logprobs"]
             assert ids.shape == logprobs.shape == (len(r.tokens), 8) and (ids.dtype, logprobs.dtype) == ("i4", "f4")

@@ -20,11 +20,11 @@ from tiny_models import make_model
 from toys import characters
 
 from megatron_rl.config.schema import Model, PromptSet, RoleConfig, Run, TrainConfig, Use
-from megatron_rl.engines import own_families
-from megatron_rl.engines.launch import StartError
+from megatron_rl.engines import user_families
+from megatron_rl.engines.server_process import StartError
 from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.run.metrics import read_metrics
-from megatron_rl.session import servers
+from megatron_rl.session import server_connection
 from megatron_rl.spec.resolve import engine_of
 
 pytestmark = pytest.mark.multi
@@ -57,9 +57,9 @@ def settings(base):
     roles = {"generator": role(base, model="seed_oss", layout={"tp": 2})}
     args = {"updates": 1, "group_size": 4, "template": f"{base}/template.txt"}
     own = config(base, "run", "megatron_rl.recipes.grpo:Grpo", roles, args=args)
-    gate = {"reward": False, "max_logprob_gap": 1e-5}
+    preflight = {"reward": False, "max_logprob_gap": 1e-5}
     file = base / "run.yaml"
-    file.write_text(yaml.safe_dump(own | {"families": [FAMILY], "gate": gate}))
+    file.write_text(yaml.safe_dump(own | {"families": [FAMILY], "preflight": preflight}))
     return file
 
 
@@ -77,7 +77,7 @@ def test_its_actor_is_that_of_transformers(base, tmp_path, world, case):
 
 
 def test_an_update_reaches_its_engine_and_its_model(trained, base):
-    """The gate before training has compared the log-probs of trainer and embedded engine."""
+    """The preflight before training has compared the log-probs of trainer and embedded engine."""
     rows = [row.metrics for row in read_metrics(trained) if "grad_norm" in row.metrics]
     assert len(rows) == 1 and rows[0]["grad_norm"] > 0
     before, after = (load_file(d / "model.safetensors") for d in (base / "seed_oss", trained / "models/generator"))
@@ -140,9 +140,9 @@ def test_a_server_knows_it_by_its_environment():
     """A server reads no config: the names come in its environment, and the sizes from the trainer."""
     code = """
 import json, sys
-from megatron_rl.engines import own_families
+from megatron_rl.engines import user_families
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.weights.layouts import EngineLayout, engine_parameters
+from megatron_rl.weights.rank_layouts import EngineLayout, engine_parameters
 sizes = Sizes(**json.loads(sys.argv[1]))
 try:
     engine_parameters(sizes, EngineLayout(), 0)
@@ -153,7 +153,7 @@ print(len(engine_parameters(sizes, EngineLayout(), 0)))
 """
     sizes = {"num_layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "ffn": 64, "vocab": 97}
     words = [sys.executable, "-c", code, json.dumps(sizes | {"family": "seed_oss", "tied": False})]
-    told = environment() | own_families.variables([FAMILY])
+    told = environment() | user_families.variables([FAMILY])
     done = subprocess.run(words, cwd=ROOT, env=told, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["'seed_oss'", str(2 * 7 + 3)]
 
@@ -169,8 +169,10 @@ def test_serve_tells_its_server_the_name(base, tmp_path):
         roles=roles, recipe=Use(target="x:y"), data=PromptSet(path="x"), engine=engine, families=(FAMILY,),
         run=Run(dir=str(tmp_path)),
     )  # fmt: skip
-    process, client = servers.start_server(engine_of(config), engine, "generator", 0, {"PATH": os.environ["PATH"]})
+    process, client = server_connection.start_server(
+        engine_of(config), engine, "generator", 0, {"PATH": os.environ["PATH"]}
+    )
     with pytest.raises(StartError, match="ended with status 0"):
         process.wait_until(lambda: False, 60)
     client.close()
-    assert f"{own_families.VARIABLE}={FAMILY}\n" in (tmp_path / "environment").read_text()
+    assert f"{user_families.VARIABLE}={FAMILY}\n" in (tmp_path / "environment").read_text()

@@ -26,12 +26,12 @@ from megatron_rl.planning import plan as plans
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import DEVICES, GIB, parse_cluster
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
-from megatron_rl.planning.workload import Draw, build_recipe, draws_of, fills_of, step_work
-from megatron_rl.training.turns import Part
-from megatron_rl.weights import layouts, rectangles, reshard
+from megatron_rl.planning.workload import Draw, build_recipe, cycle_work, draws_of, fills_of
+from megatron_rl.training.iteration import RecipeRole
+from megatron_rl.weights import parameter_mapping, rank_layouts, refit_plan
 from megatron_rl.weights.counting import Parallel, counts, total
-from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
-from megatron_rl.weights.reshard import RankPlacement
+from megatron_rl.weights.rank_layouts import EngineLayout, TrainerLayout
+from megatron_rl.weights.refit_plan import RankPlacement
 
 TANGO = "examples/published/tango_qwen2.5_7b.yaml"
 OWN_GPUS = "colocate: false, memory_share: 0.9"  # of servers, in place of the example's
@@ -39,15 +39,16 @@ BF16 = Precision.gpu("bfloat16")
 
 
 class Duet:
-    """A recipe with two generator turns and one verifier turn in a step.
+    """A recipe with two generator iterations and one verifier iteration in a cycle.
 
-    A generator turn draws 4 samples of each role; a verifier turn draws 1 of the generator and 4 of the verifier.
+    A generator iteration draws 4 samples of each role; a verifier iteration draws 1 of the generator and 4 of the
+    verifier.
     """
 
     def roles(self):
         return {
-            "generator": Part(samples=4, drawn={"generator": 4, "verifier": 4}),
-            "verifier": Part(samples=4, drawn={"generator": 1, "verifier": 4}),
+            "generator": RecipeRole(samples=4, drawn={"generator": 4, "verifier": 4}),
+            "verifier": RecipeRole(samples=4, drawn={"generator": 1, "verifier": 4}),
         }
 
     def schedule(self):
@@ -115,7 +116,7 @@ def test_a_path_with_a_public_models_words_is_a_guess_that_is_said():
 def test_a_ranks_parameters_are_those_of_the_table_of_rectangles(name, cut):
     shape, parallel = read_shape(name), Parallel(world=32, **cut)
     held: dict[int, int] = {}
-    for holding in layouts.trainer(shape.sizes, TrainerLayout(dp=parallel.dp, **cut)):
+    for holding in rank_layouts.trainer(shape.sizes, TrainerLayout(dp=parallel.dp, **cut)):
         own = sum(rect.elements for _, rect in holding.parameters)
         for rank in holding.ranks:
             held[rank] = held.get(rank, 0) + own
@@ -206,9 +207,9 @@ def test_a_refit_sends_what_its_plan_sends(name, cut, engine):
     parallel, cluster = Parallel(world=16, **cut), parse_cluster("4x8xH100")
     sizes = replace(shape.sizes, num_layers=4)  # enough of it
     shape = replace(shape, sizes=sizes)
-    plan = reshard.plan(
-        layouts.trainer(sizes, TrainerLayout(dp=parallel.dp, **cut)),
-        layouts.engines(sizes, EngineLayout(tp=tp, replicas=replicas)),
+    plan = refit_plan.plan(
+        rank_layouts.trainer(sizes, TrainerLayout(dp=parallel.dp, **cut)),
+        rank_layouts.engines(sizes, EngineLayout(tp=tp, replicas=replicas)),
         trainer=RankPlacement([rank // 8 for rank in range(16)], list(range(16))),
         engine=RankPlacement([2 + rank // 8 for rank in range(tp * replicas)],
                              [16 + rank for rank in range(tp * replicas)]),
@@ -235,33 +236,36 @@ def test_the_papers_run_on_its_32_a100(capsys):
         assert held["optimizer"] == pytest.approx(6 * held["weights"] / 16)
         assert 60 * GIB < role["peak"] < 79 * GIB
         assert role["asleep"] == 0  # servers stand in the GPUs
-    assert [(turn["role"], turn["times"]) for turn in found["turns"]] == [("generator", 3), ("verifier", 1)]
-    generator, verifier = found["turns"]
+    assert [(iteration["role"], iteration["times"]) for iteration in found["iterations"]] == [
+        ("generator", 3),
+        ("verifier", 1),
+    ]
+    generator, verifier = found["iterations"]
     assert generator["trained"] == 256 * 5 * 2048 and verifier["trained"] == 256 * 5 * 4096  # half of the longest
-    assert 200 < found["step_s"] < 2000 and any("of the work of a step" in line for line in found["advice"])
+    assert 200 < found["cycle_s"] < 2000 and any("of the work of a cycle" in line for line in found["advice"])
 
 
 def test_the_plan_says_what_each_other_engine_gives(capsys):
     """The figure of every engine is that of a plan of its own, made with the settings that stand beside it."""
     _, found = planned(capsys, "--cluster", "4x8xA100-80")
     asked, *others = found["engines"]
-    assert (asked["overrides"], asked["step_s"]) == ([], found["step_s"])
+    assert (asked["overrides"], asked["cycle_s"]) == ([], found["cycle_s"])
     assert asked["engine"] == "8 vllm servers of 4 GPUs for each role, in the trainer's GPUs"
     assert (asked["engine_gpus"], asked["trainer_gpus"]) == (0, 32)
     assert others[0]["engine"].startswith("embedded") and others[0]["trainer_gpus"] == 32
     served = [one for one in others[1:] if "rollouts.max_staleness=1" not in one["overrides"]]
     ahead = [one for one in others if "rollouts.max_staleness=1" in one["overrides"]]
     assert len(served) == 3 and any("engine.colocate=false" in one["overrides"] for one in served)
-    assert [one["step_s"] for one in served] == sorted(one["step_s"] for one in served)
-    own = [one["step_s"] for one in served if "engine.colocate=false" in one["overrides"]]
-    assert len(ahead) == 1 and ahead[0]["step_s"] < min(own)
+    assert [one["cycle_s"] for one in served] == sorted(one["cycle_s"] for one in served)
+    own = [one["cycle_s"] for one in served if "engine.colocate=false" in one["overrides"]]
+    assert len(ahead) == 1 and ahead[0]["cycle_s"] < min(own)
     for one in others:
         _, again = planned(capsys, "--cluster", "4x8xA100-80", *one["overrides"])
-        assert again["fits"] and again["step_s"] == pytest.approx(one["step_s"]), one
+        assert again["fits"] and again["cycle_s"] == pytest.approx(one["cycle_s"]), one
         assert again["trainer_gpus"] == one["trainer_gpus"]
 
 
-def test_servers_and_trainer_have_the_whole_memory_by_turns(capsys):
+def test_servers_and_trainer_have_the_whole_memory_by_iterations(capsys):
     """Counted by hand for 32 GPUs with a server of each role in each group of four."""
     _, found = planned(capsys, "--cluster", "4x8xA100-80")
     weights = 7_615_616_512 * 2
@@ -273,7 +277,7 @@ def test_servers_and_trainer_have_the_whole_memory_by_turns(capsys):
         held = role["training"]
         alone = sum(held[part] for part in ("weights", "gradients", "optimizer", "workspace", "activations"))
         assert role["peak"] == pytest.approx(found["reserve"] + alone + 2 * plans.ASLEEP)
-    [generator, _] = found["turns"]
+    [generator, _] = found["iterations"]
     moved = weights / 2 * (1 + 6 / 16) + weights / 4  # its own weights and optimizer, and the verifier's server
     changes = 2 * moved / 20e9 + 2 * phases.CHANGE_S
     assert generator["phases"]["sleep and wake"] == pytest.approx(changes, rel=0.01)
@@ -285,10 +289,12 @@ def test_servers_and_trainer_have_the_whole_memory_by_turns(capsys):
 
 def test_mean_lengths_of_a_config_are_what_is_planned_with():
     config = load("roles.verifier.mean_tokens={prompt: 900, answer: 600}")
-    verifier = next(turn for turn in step_work(config, Duet()) if turn.role == "verifier").trained[0]
+    verifier = next(iteration for iteration in cycle_work(config, Duet()) if iteration.role == "verifier").trained[0]
     assert (verifier.prompt, verifier.response) == (900, 600)
     said = fills_of(config, ["0.25"])
-    verifier = next(turn for turn in step_work(config, Duet(), fills=said) if turn.role == "verifier").trained[0]
+    verifier = next(
+        iteration for iteration in cycle_work(config, Duet(), fills=said) if iteration.role == "verifier"
+    ).trained[0]
     assert (verifier.prompt, verifier.response) == (1024, 1024)
 
 
@@ -297,7 +303,7 @@ def test_shared_prompts_take_less_time_and_as_much_is_trained(capsys):
     found = [
         planned(capsys, "--cluster", "4x8xA100-80", *both("shared_prefixes", text))[1] for text in ("true", "false")
     ]
-    for once, whole in zip(*(one["turns"] for one in found), strict=True):
+    for once, whole in zip(*(one["iterations"] for one in found), strict=True):
         assert once["trained"] == whole["trained"]
         for phase in ("forward and backward", "reference log-probs"):
             assert 0.58 < once["phases"][phase] / whole["phases"][phase] < 0.72
@@ -322,7 +328,7 @@ def test_a_prompt_is_shared_by_the_samples_that_fit_into_a_micro_batch():
         ("published/dapo_qwen2.5_32b", [], {"generator": {"generator": 16}}),
         ("published/search_r1_qwen2.5_7b", [], {"agent": {"agent": 5}}),
         ("published/rubric_qwen3_30b_a3b", ["recipe.args.judgements=2"], {"generator": {"generator": 8, "judge": 2}}),
-        ("published/pairwise_qwen3_8b", ["recipe.args.judge_turns=1"], {
+        ("published/pairwise_qwen3_8b", ["recipe.args.judge_iterations=1"], {
             "generator": {"generator": 8, "judge": 1}, "judge": {"judge": 8},
         }),
         ("published/self_play_r_zero_qwen3_4b", [], {"solver": {"proposer": 1, "solver": 10}}),
@@ -333,8 +339,10 @@ def test_a_prompt_is_shared_by_the_samples_that_fit_into_a_micro_batch():
 )  # fmt: skip
 def test_recipes_say_which_samples_have_one_prompt(example, settings, alike):
     config = config_files.load(TrainConfig, [ROOT / f"examples/{example}.yaml"], settings)
-    turns = step_work(config, build_recipe(config)[0])
-    assert {turn.role: {draw.role: draw.per_prompt for draw in turn.draws} for turn in turns} == alike
+    iterations = cycle_work(config, build_recipe(config)[0])
+    assert {
+        iteration.role: {draw.role: draw.per_prompt for draw in iteration.draws} for iteration in iterations
+    } == alike
 
 
 def test_an_engine_beside_which_nothing_fits_is_said_not_to_fit(capsys):
@@ -371,7 +379,7 @@ def test_large_models_are_planned(capsys, name):
     assert status == 0, found["problems"]
     assert all(30 * GIB < role["peak"] < 79 * GIB for role in found["roles"])
     assert all(server["sequences"] >= 1 for server in found["servers"])
-    assert 100 < found["step_s"] < 20000
+    assert 100 < found["cycle_s"] < 20000
 
 
 @pytest.mark.parametrize(
@@ -391,23 +399,23 @@ def test_large_models_are_planned(capsys, name):
 )
 def test_what_the_search_proposes_fits_and_passes_the_checks(cluster, settings):
     config, where = load(*settings), parse_cluster(cluster)
-    models, work = models_of(config), step_work(config, Duet())
+    models, work = models_of(config), cycle_work(config, Duet())
     found = search.search(config, where, models, work)
-    assert found and all(a.plan.step_s <= b.plan.step_s for a, b in pairwise(found))
+    assert found and all(a.plan.cycle_s <= b.plan.cycle_s for a, b in pairwise(found))
     for one in found:
         assert not one.plan.problems
         config_checks.check(one.config, one.plan.ranks)
         again = load(*settings, *one.overrides)
-        assert again == one.config or plans.make(again, where, models, work).step_s == pytest.approx(one.plan.step_s)
+        assert again == one.config or plans.make(again, where, models, work).cycle_s == pytest.approx(one.plan.cycle_s)
     asked = plans.make(config, where, models, work) if not settings else None
-    assert asked is None or found[0].plan.step_s <= asked.step_s
+    assert asked is None or found[0].plan.cycle_s <= asked.cycle_s
     for name, role in found[0].config.roles.items():  # no larger micro-batch fits the best one
         assert role.micro_batch_tokens >= role.max_prompt_tokens + role.sampling.max_tokens
         larger = [tokens for tokens in search.MICRO_BATCHES if tokens > role.micro_batch_tokens]
         for tokens in larger:
             roles = {**found[0].config.roles, name: replace(role, micro_batch_tokens=tokens)}
             other = plans.make(replace(found[0].config, roles=roles), where, models, work)
-            assert other.problems or other.step_s >= found[0].plan.step_s
+            assert other.problems or other.cycle_s >= found[0].plan.cycle_s
 
 
 def test_what_does_not_fit_is_said_with_a_cure(capsys):
@@ -453,7 +461,7 @@ def test_advice_names_the_bottleneck_and_what_would_pay(capsys):
         (["--fill", "0"], "above 0"),
         (["--fill", "judge=0.5"], "the roles are generator, verifier"),
         (["--fill", "verifier=much"], "'much' is not a number"),
-        (["--draws", "generator=2"], "the form TURN.ROLE=NUMBER"),
+        (["--draws", "generator=2"], "the form ITERATION.ROLE=NUMBER"),
         (["--draws", "generator.verifier=0"], "above 0"),
         ([f"engine={{kind: vllm, replicas: 16, tp: 2, {OWN_GPUS}}}", "--cluster", "4x8xH100"], "leave none"),
     ],
@@ -486,7 +494,7 @@ def test_a_shape_comes_from_a_file_and_experts_need_their_number(tmp_path, capsy
         *both("model.recompute", "full"),
     )
     assert status == 0 and found["roles"][0]["parameters"] == sum(
-        map(prod, rectangles.hf_shapes(read_shape(str(file)).sizes).values())
+        map(prod, parameter_mapping.hf_shapes(read_shape(str(file)).sizes).values())
     )
 
 
@@ -498,19 +506,20 @@ def test_the_embedded_engine_holds_all_experts_of_a_model(capsys):
 
 
 def test_a_long_warm_up_is_not_taken_for_the_middle_of_the_run():
-    """40 warm-up steps of one turn stand before 33 cycles of ten."""
-    config = load("recipe.args.generator_turns=9")
-    turns = {turn.role: turn.times for turn in step_work(config, build_recipe(config)[0])}
-    assert turns == {"generator": 9, "verifier": 1}
+    """40 warm-up cycles of one iteration stand before 33 cycles of ten."""
+    config = load("recipe.args.generator_iterations=9")
+    iterations = {iteration.role: iteration.times for iteration in cycle_work(config, build_recipe(config)[0])}
+    assert iterations == {"generator": 9, "verifier": 1}
 
 
 def test_lengths_and_counts_of_one_role_can_be_said():
-    """Half of the solutions are verified, and verifications are a quarter of the longest; the verifier's turn stays."""
+    """Half of the solutions are verified, and verifications are a quarter of the longest; the verifier's iteration
+    stays."""
     config = load()
     recipe, _ = build_recipe(config)
-    usual = {turn.role: turn for turn in step_work(config, recipe)}
+    usual = {iteration.role: iteration for iteration in cycle_work(config, recipe)}
     fills, draws = fills_of(config, ["verifier=0.25", "0.4"]), draws_of(config, ["generator.verifier=2.5"])
-    said = {turn.role: turn for turn in step_work(config, recipe, fills=fills, draws=draws)}
+    said = {iteration.role: iteration for iteration in cycle_work(config, recipe, fills=fills, draws=draws)}
     own, review = said["generator"].draws
     assert (own.samples, own.response) == (1280, pytest.approx(0.4 * 2048))
     assert (review.samples, review.response) == (640, pytest.approx(0.25 * 4096))
@@ -521,14 +530,14 @@ def test_lengths_and_counts_of_one_role_can_be_said():
 def test_a_recipe_that_does_not_say_what_it_draws_is_taken_to_draw_its_groups():
     class Plain:
         def roles(self):
-            return {"generator": Part(samples=7)}
+            return {"generator": RecipeRole(samples=7)}
 
         def schedule(self):
             return [[("generator",)]]
 
-    [work] = step_work(load(), Plain())
+    [work] = cycle_work(load(), Plain())
     assert work.trained[0].samples == 7 * 256
-    assert [turn.trained[0].samples for turn in step_work(load(), None)] == [1280, 1280]
+    assert [iteration.trained[0].samples for iteration in cycle_work(load(), None)] == [1280, 1280]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "embedded"])
@@ -538,12 +547,12 @@ def test_a_tandems_engine_holds_two_models_and_takes_twice_as_long(engine):
     cluster, (one, two) = parse_cluster("4x8xA100-80"), ([], [])
     for config, out in ((alone, one), (pair, two)):
         models = models_of(config)
-        plan = plans.make(config, cluster, models, step_work(config, Duet()))
+        plan = plans.make(config, cluster, models, cycle_work(config, Duet()))
         generator, verifier = plan.roles
         out += [generator.embedded, generator.cache, verifier.embedded, verifier.cache]
         out += [server.weights for server in plan.servers]
         out += [
-            plan.turns[0].phases["rollout generator"],
+            plan.iterations[0].phases["rollout generator"],
             sum(s.sequences for s in plan.servers if s.role == "generator"),
         ]
     if engine == "vllm":
@@ -553,13 +562,13 @@ def test_a_tandems_engine_holds_two_models_and_takes_twice_as_long(engine):
         assert [b / a for a, b in zip(one[:5], two[:5], strict=True)] == pytest.approx([2, 2, 1, 1, 2])
 
 
-def test_a_frozen_player_has_weights_alone():
+def test_a_frozen_role_has_weights_alone():
     class Solo(Duet):
         def schedule(self):
             return [[("generator",)]]
 
     config = load()
-    made = plans.make(config, parse_cluster("4x8xA100-80"), models_of(config), step_work(config, Solo()))
+    made = plans.make(config, parse_cluster("4x8xA100-80"), models_of(config), cycle_work(config, Solo()))
     generator, verifier = made.roles
     assert (
         generator.training.gradients > 0 == verifier.training.gradients

@@ -16,19 +16,19 @@ from tiny_models import make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megatron_rl.cluster.address import free_port
-from megatron_rl.session.launch import Place, place_from
+from megatron_rl.cluster.host_address import free_port
+from megatron_rl.session.launch_ranks import Place, place_from
 
 
 def test_help_names_every_command_and_the_list_of_settings_every_setting():
     text = program("--help").stdout
     assert all(name in text for name in ("train", "sft", "generate", "eval", "report", "check", "init", "a.b=c"))
-    assert "prompts_per_step" not in text and "megatron-rl settings" in program("train", "--help").stdout
+    assert "prompts_per_iteration" not in text and "megatron-rl settings" in program("train", "--help").stdout
     train, sft = program("settings").stdout, program("settings", "--command", "sft").stdout
     for line in (
         "roles.NAME.layout.tp = 1\n    number of tensor-parallel ranks",
         "debug.replay = null\n",
-        "run.prompts_per_step = 256\n",
+        "run.prompts_per_iteration = 256\n",
         "roles.NAME.data\n",
     ):
         assert line in train, line
@@ -52,7 +52,7 @@ def test_check_says_what_is_wrong_without_torch():
         ("roles.generator.layout.tp=3", "does not divide 32 ranks"),
         ("roles.generator.layout={pp: 2, vpp: 2}", "overlap_p2p=true"),
         ("roles.generator.layout={tp: 1, sequence_parallel: true}", "tp above 1"),
-        ("run.steps=0", "zero steps"),
+        ("run.cycles=0", "zero cycles"),
         ("roles.generator.micro_batch_tokens=100", "would not fit"),
         ("nothing", "no such config file"),
         ("roles.generator.sampling.top_p=0.0", "top_p"),
@@ -66,7 +66,7 @@ def test_check_says_what_is_wrong_without_torch():
         ("recipe.args.step_labels=nowhere:labels", "cannot import nowhere"),
         ("recipe.target=megatron_rl.recipes.grpo:Grpo", "unknown argument"),
         ("reward.target=megatron_rl.rewards.math_answer:grad", "did you mean 'grade'"),
-        ("run.steps=100000", "but the recipe plans"),
+        ("run.cycles=100000", "but the recipe plans"),
     ],
 )
 def test_check_refuses_with_the_value_and_the_cure(change, says):
@@ -125,12 +125,12 @@ def test_verls_parquet_is_trained_on_in_the_chat_template(tmp_path):
         f"roles.generator.model={{path: {model}, chat_template: {tmp_path}/chatml.jinja}}",
         "roles.generator.sampling.max_tokens=4", "roles.generator.max_prompt_tokens=100", "run.save_every=0",
         "recipe={target: 'megatron_rl.recipes.grpo:Grpo', args: {updates: 1, group_size: 2}}",
-        f"data.path={tmp_path}/train.parquet", f"run.dir={tmp_path}", "run.name=chat", "run.prompts_per_step=4",
-        "run.train_without_signal=true", "gate.reward=false", "run.save_rollouts_every=1",
+        f"data.path={tmp_path}/train.parquet", f"run.dir={tmp_path}", "run.name=chat", "run.prompts_per_iteration=4",
+        "run.train_without_signal=true", "preflight.reward=false", "run.save_rollouts_every=1",
     ]  # fmt: skip
     program("train", *settings)
-    [turn] = (tmp_path / "chat/rollouts").glob("turn_*.parquet")
-    rollouts = pq.read_table(turn, columns=["tokens", "spans"]).to_pylist()
+    [iteration] = (tmp_path / "chat/rollouts").glob("iteration_*.parquet")
+    rollouts = pq.read_table(iteration, columns=["tokens", "spans"]).to_pylist()
     tokenizer.chat_template = CHATML
     expected = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
     assert sorted(row["tokens"][: row["spans"][1]] for row in rollouts) == sorted(expected * 2)
@@ -152,20 +152,20 @@ def test_eval_and_generate_on_two_ranks(last_letter, tmp_path):
     )
     assert not {row["question"] for row in train} & {row["question"] for row in held}
     text = program(
-        "eval", *shared, "reward.target=megatron_rl.rewards.last_letter:grade", f"output={tmp_path}/eval.json"
+        "eval", *shared, "reward.target=megatron_rl.contrib.last_letter:grade", f"output={tmp_path}/eval.json"
     ).stdout
     answer = json.loads((tmp_path / "eval.json").read_text())
     responses = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
-    assert f"{answer['figures']['accuracy']:.4f}" in text and len(responses) == 32
+    assert f"{answer['metrics']['accuracy']:.4f}" in text and len(responses) == 32
     scores = [r["score"] for r in responses]
-    assert 0 < answer["figures"]["accuracy"] == pytest.approx(sum(score > 0.5 for score in scores) / 32)
-    assert answer["figures"]["reward"] == pytest.approx(sum(scores) / 32)
+    assert 0 < answer["metrics"]["accuracy"] == pytest.approx(sum(score > 0.5 for score in scores) / 32)
+    assert answer["metrics"]["reward"] == pytest.approx(sum(scores) / 32)
 
 
 @pytest.mark.slow
 @pytest.mark.multi
 def test_tango_under_torchrun_with_two_layouts_and_a_replay(last_letter, tmp_path):
-    """Generator with tp 2, verifier with dp 2, several optimizer steps per update, sleep; then the same turns from
+    """Generator with tp 2, verifier with dp 2, several optimizer steps per update, sleep; then the same iterations from
     their record.
     """
     arguments = [
@@ -234,7 +234,9 @@ def test_tango_with_a_verifier_of_another_family_size_and_tokenizer(last_letter,
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     for name in ("generator", "verifier"):
-        turns = [row["metrics"] for row in rows if row["scope"] == name]
-        assert turns and all(metrics["engine_gap"] < 1e-4 for metrics in turns if "engine_gap" in metrics), name
+        iterations = [row["metrics"] for row in rows if row["scope"] == name]
+        assert iterations and all(metrics["engine_gap"] < 1e-4 for metrics in iterations if "engine_gap" in metrics), (
+            name
+        )
     assert AutoTokenizer.from_pretrained(tmp_path / "run/models/verifier").get_vocab() == own.get_vocab() != words
     assert json.loads((tmp_path / "run/models/verifier/config.json").read_text())["model_type"] == "llama"

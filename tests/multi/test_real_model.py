@@ -17,8 +17,8 @@ from ranks import run_ranks
 from test_layouts import CP, PP, SP, WORKER
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_rl.engines.base import Sampling, complete
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.text import load_tokenizer
 
 MODEL = ROOT / "runs/real_model/model"
@@ -115,8 +115,8 @@ def test_every_part_of_the_example_runs_and_a_second_call_goes_on_from_its_end(t
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         shown.append(done.stdout[done.stdout.index("SmolLM2-135M-Instruct (4-bit weights)") :])
         costs.append((runs / "tango_0/cpu_seconds.jsonl").read_text())
-    assert "right answers, sampled" in shown[0] and "verifier: F1 of verdicts on steps" in shown[0]
-    assert "grpo_0, turn 1: " in shown[0] and "tango_0, turn " in shown[0], "a sample of each arm"
+    assert "correct answers, sampled" in shown[0] and "verifier: F1 of verdicts on steps" in shown[0]
+    assert "grpo_0, iteration 1: " in shown[0] and "tango_0, iteration " in shown[0], "a sample of each arm"
     assert shown[1] == shown[0]
     assert {path.name for path in runs.iterdir()} >= {"generator", "verifier", "grpo_0", "tango_0"}
     assert costs[0] and costs[1] == costs[0], "the second call trained nothing"

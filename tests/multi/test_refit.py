@@ -24,7 +24,7 @@ from megatron_rl.models.sizes import Sizes
 from megatron_rl.refit import delta
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import VERDICTS
-from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
+from megatron_rl.weights.rank_layouts import EngineLayout, TrainerLayout
 
 DENSE = Sizes(family="qwen2", num_layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
 FOUR = Sizes(family="qwen2", num_layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
@@ -156,7 +156,7 @@ def test_weights_of_megatron_actors_reach_the_engines(tmp_path):
         cases.append({"path": str(path), "layout": layout, "whole": whole, "settings": {"verify": "full"}})
     for found in answers(start_ranks(refit_worker.actors, 4, tmp_path, cases), tmp_path, RUN_S):
         assert [a["equal"] for a in found] == [[True, True]] * len(cases)
-        assert all(a["figures"]["refit/checked_slices"] > 0 for a in found)
+        assert all(a["metrics"]["refit/checked_slices"] > 0 for a in found)
 
 
 @pytest.mark.multi
@@ -222,7 +222,7 @@ def test_weights_go_on_to_living_engines_when_one_is_killed_and_reach_it_when_it
 
 
 @pytest.mark.multi
-def test_the_board_does_not_grow_with_every_refit(tmp_path):
+def test_the_store_does_not_grow_with_every_refit(tmp_path):
     """The verdict of each stayed there for good."""
     versions = list(range(2 * VERDICTS + 8))
     one = case(DENSE, TrainerLayout(tp=1), EngineLayout(tp=1, replicas=1), inside=False, versions=versions)
@@ -236,7 +236,7 @@ def test_the_board_does_not_grow_with_every_refit(tmp_path):
 @pytest.mark.multi
 @pytest.mark.parametrize("transport", ["tcp", "gloo"])
 def test_a_trainer_does_not_grow_with_every_engine_that_is_killed_and_comes_back(tmp_path, transport):
-    """What the members of each seating had put on the board stayed for good, and freed memory in arenas of glibc."""
+    """What the members of each locations had put on the store stayed for good, and freed memory in arenas of glibc."""
     last = 5
     one = case(DENSE, TrainerLayout(tp=1), EngineLayout(tp=1, replicas=2), inside=False, versions=list(range(last + 1)))
     one["settings"] |= {"transport": transport}
@@ -284,7 +284,7 @@ def test_weights_reach_an_engine_again_that_missed_refits(tmp_path):
     one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1, 2, 3])
     one |= {
         "waits": {"0": ["joined_a", "joined_b"], "3": ["again_b"], "end": ["holds_a_3", "holds_b_3"]},
-        "naps": {"b": 0},
+        "sleep_count": {"b": 0},
     }
     a, b, ranks = start_engine(tmp_path, one, 0, "a"), start_engine(tmp_path, one, 1, "b"), start_trainer(tmp_path, one)
     with processes(a, b, *ranks):

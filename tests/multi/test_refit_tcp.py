@@ -14,24 +14,24 @@ from conftest import environment
 from limits import PROCESS_S
 
 from megatron_rl.config.schema import RefitConfig
-from megatron_rl.refit import tcp
-from megatron_rl.refit.base import Deadline, TransportError
-from megatron_rl.refit.board import Board
-from megatron_rl.refit.slots import Slots
-from megatron_rl.refit.tcp import HELLO, LENGTH, Tcp, hello
-from megatron_rl.refit.wiring import RankSeat, Seating, Wiring
+from megatron_rl.refit import tcp_transport
+from megatron_rl.refit.refit_store import RefitStore
+from megatron_rl.refit.shared_memory_transport import Slots
+from megatron_rl.refit.tcp_transport import HELLO, LENGTH, Tcp, hello
+from megatron_rl.refit.transport import Deadline, TransportError
+from megatron_rl.refit.transport_choice import RankLocation, RankLocations, Wiring
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def ends():
-    board, _ = Board.host("127.0.0.1")
+    store, _ = RefitStore.host("127.0.0.1")
     with contextlib.ExitStack() as stack:
-        made = [Tcp(board.under("tcp"), rank, RefitConfig(message_timeout_s=2.0)) for rank in (0, 1)]
+        made = [Tcp(store.under("tcp"), rank, RefitConfig(message_timeout_s=2.0)) for rank in (0, 1)]
         for end in made:
             stack.callback(end.close)
-        yield *made, board
+        yield *made, store
 
 
 def numbers(size, first=0):
@@ -43,13 +43,13 @@ def soon():
 
 
 def test_refit_messages_go_over_tcp_between_hosts_and_through_shared_memory_within_one():
-    board, _ = Board.host("127.0.0.1")
-    trainer, near, far = seats = [
-        RankSeat(host, name, "cpu") for host, name in (("a", "trainer"), ("a", "near"), ("b", "far"))
+    store, _ = RefitStore.host("127.0.0.1")
+    trainer, near, far = locations = [
+        RankLocation(host, name, "cpu") for host, name in (("a", "trainer"), ("a", "near"), ("b", "far"))
     ]
-    seating = Seating([trainer], {0: near, 1: far})
+    locations = RankLocations([trainer], {0: near, 1: far})
     with contextlib.ExitStack() as stack:
-        wirings = [Wiring(board, seating, seat, RefitConfig()) for seat in seats]
+        wirings = [Wiring(store, locations, location, RefitConfig()) for location in locations]
         for wiring in wirings:
             stack.callback(wiring.close)
         assert wirings[0].kinds == ["shared_memory", "tcp"]
@@ -76,7 +76,7 @@ def test_refit_connection_that_fails_at_its_first_words_is_closed_and_the_messag
         raise OSError("the network is gone")
 
     monkeypatch.setattr(socket, "create_connection", recorded)
-    monkeypatch.setattr(tcp, "hello", gone)
+    monkeypatch.setattr(tcp_transport, "hello", gone)
     with pytest.raises(TransportError, match="the network is gone"):
         ends[0].send(1, "a bucket", numbers(5), size_known=True).wait(soon())
     assert [connection.fileno() for connection in made] == [-1]
@@ -122,10 +122,10 @@ def test_refit_messages_over_tcp_are_not_taken_from_strangers(ends):
 
     The peer's messages still get through.
     """
-    a, b, board = ends
-    host, port, challenge = board.under("tcp").peek("1")
-    another = HELLO.pack(HELLO.unpack(hello(board, challenge, 3))[0], 0)
-    said = [b"", b"GET /", HELLO.pack(bytes(32), 0), another, hello(Board(None, b"guessed"), challenge, 0)]
+    a, b, store = ends
+    host, port, challenge = store.under("tcp").peek("1")
+    another = HELLO.pack(HELLO.unpack(hello(store, challenge, 3))[0], 0)
+    said = [b"", b"GET /", HELLO.pack(bytes(32), 0), another, hello(RefitStore(None, b"guessed"), challenge, 0)]
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection((host, port))) for _ in said]
         for stranger, words in zip(strangers, said, strict=True):
@@ -172,12 +172,12 @@ def test_refit_messages_over_tcp_that_nobody_takes_are_given_up(ends):
 
 def test_refit_messages_over_tcp_do_not_land_when_their_wait_is_over(ends):
     """Half of the message comes before the wait is over, and that does not change either."""
-    a, b, board = ends
-    host, port, challenge = board.under("tcp").peek("1")
+    a, b, store = ends
+    host, port, challenge = store.under("tcp").peek("1")
     target = torch.zeros(2000, dtype=torch.uint8)
     with socket.create_connection((host, port)) as half:
         coming = b.receive(0, "a bucket", 4, CPU, pieces=[target])
-        half.sendall(hello(board, challenge, 0) + LENGTH.pack(4) + bytes([1]) * 1004)
+        half.sendall(hello(store, challenge, 0) + LENGTH.pack(4) + bytes([1]) * 1004)
         with pytest.raises(TransportError, match="a bucket from 0: no answer within 0.2 s"):
             coming.wait(Deadline.start(10.0, 0.2))
         before = target.clone()
@@ -195,11 +195,11 @@ def test_refit_messages_over_tcp_to_somebody_who_never_came(ends):
 
 def test_refit_messages_over_tcp_leave_nothing_open_when_it_closes(ends):
     """One connection is one that nobody received from; its sender notices the end."""
-    _, b, board = ends
-    host, port, challenge = board.under("tcp").peek("1")
+    _, b, store = ends
+    host, port, challenge = store.under("tcp").peek("1")
     with socket.create_connection((host, port)) as sender:
         sender.settimeout(10.0)
-        sender.sendall(hello(board, challenge, 0))
+        sender.sendall(hello(store, challenge, 0))
         end = time.monotonic() + 10
         while not b._lanes:
             assert time.monotonic() < end
@@ -217,52 +217,52 @@ def test_refit_messages_over_tcp_do_not_land_when_their_wait_was_interrupted(end
     coming = b.receive(0, "another", 4, CPU, pieces=[target])
 
     def gone() -> bool:
-        raise TransportError("the refit board is gone")
+        raise TransportError("the refit store is gone")
 
-    with pytest.raises(TransportError, match="the refit board is gone"):
+    with pytest.raises(TransportError, match="the refit store is gone"):
         coming.wait(Deadline.start(10.0, 10.0, gone))
     a.send(1, "another", numbers(4), size_known=True, pieces=[numbers(1000, 1)])
     time.sleep(0.2)
     assert not target.any()
 
 
-def test_refit_boards_are_closed_to_those_without_the_secret():
-    board, address = Board.host("127.0.0.1")
+def test_refit_stores_are_closed_to_those_without_the_secret():
+    store, address = RefitStore.host("127.0.0.1")
     assert address.secret not in f"{address} {address!r}"
-    board.put("setup", {"a": 1})
-    other = Board.join(address)
+    store.put("setup", {"a": 1})
+    other = RefitStore.join(address)
     assert other.get("setup", 5.0) == {"a": 1}
     with pytest.raises(TransportError, match="has another secret: it is another run's"):
-        Board.join(address._replace(secret="00"))
-    assert not board.has("next", 0.05) and board.peek("next") is None
+        RefitStore.join(address._replace(secret="00"))
+    assert not store.has("next", 0.05) and store.peek("next") is None
     other.under("epoch1").put("next", 1)
-    assert board.has("epoch1/next", 5.0) and board.under("epoch1").peek("next") == 1
+    assert store.has("epoch1/next", 5.0) and store.under("epoch1").peek("next") == 1
     other.remove("epoch1/next")
-    with pytest.raises(TransportError, match="no 'epoch1/next' on the refit board within 0.1 s"):
-        board.get("epoch1/next", 0.1)
+    with pytest.raises(TransportError, match="no 'epoch1/next' on the refit store within 0.1 s"):
+        store.get("epoch1/next", 0.1)
 
 
 LATE = """
 import sys, threading, torch
 from megatron_rl.config.schema import RefitConfig
-from megatron_rl.refit.base import Deadline, TransportError
-from megatron_rl.refit.board import Board
-from megatron_rl.refit.point_to_point import PointToPoint
-from megatron_rl.refit.tcp import Tcp
+from megatron_rl.refit.transport import Deadline, TransportError
+from megatron_rl.refit.refit_store import RefitStore
+from megatron_rl.refit.process_group_transport import PointToPoint
+from megatron_rl.refit.tcp_transport import Tcp
 
-hosted, address = Board.host("127.0.0.1")
+hosted, address = RefitStore.host("127.0.0.1")
 ends = {}
 def open_(rank):
-    board = Board.join(address)
+    store = RefitStore.join(address)
     if sys.argv[1] == "gloo":
-        ends[rank] = PointToPoint(board, rank, 2, backend="gloo", settings=RefitConfig())
+        ends[rank] = PointToPoint(store, rank, 2, backend="gloo", settings=RefitConfig())
     else:
-        ends[rank] = Tcp(board, rank, RefitConfig())
+        ends[rank] = Tcp(store, rank, RefitConfig())
 opening = [threading.Thread(target=open_, args=(rank,)) for rank in (0, 1)]
 [thread.start() for thread in opening]
 [thread.join() for thread in opening]
 waits = [ends[1].receive(0, "a bucket", 8, torch.device("cpu"))]
-if sys.argv[1] == "tcp":  # peer 5 never came, so that its lane asks the board
+if sys.argv[1] == "tcp":  # peer 5 never came, so that its lane asks the store
     waits.append(ends[0].send(5, "a bucket", torch.zeros(8, dtype=torch.uint8), size_known=True))
 for wait in waits:
     try:

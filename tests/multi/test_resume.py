@@ -20,7 +20,7 @@ from limits import RUN_S
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 
-def figures(run: Path) -> list[dict]:
+def metrics(run: Path) -> list[dict]:
     """metrics.jsonl without times."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in ("time", "speed")} for row in rows]
@@ -70,7 +70,7 @@ def uninterrupted(last_letter, tmp_path_factory):
 def test_resume_after_sigkill_is_bit_for_bit_the_uninterrupted_run(last_letter, uninterrupted, tmp_path):
     arguments = [*tango_settings(last_letter, tmp_path, "run"), "run.async_save=true", "run.deterministic=true"]
     rng = random.Random(os.getpid())
-    whole = figures(uninterrupted)
+    whole = metrics(uninterrupted)
     for lines, one_rank in zip(sorted(rng.sample(range(3, len(whole)), 2)), rng.sample([True, False], 2), strict=True):
         process = start(arguments, tmp_path / "log")
         try:
@@ -84,7 +84,7 @@ def test_resume_after_sigkill_is_bit_for_bit_the_uninterrupted_run(last_letter, 
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     program("train", *arguments)
-    assert figures(tmp_path / "run") == whole
+    assert metrics(tmp_path / "run") == whole
     ours, theirs = (json.loads((run / "summary.json").read_text()) for run in (tmp_path / "run", uninterrupted))
     assert {k: v for k, v in ours.items() if k != "seconds"} == {k: v for k, v in theirs.items() if k != "seconds"}
     for name in ("generator", "verifier"):
@@ -108,17 +108,17 @@ def test_resume_after_an_interrupt_and_with_a_half_written_checkpoint(last_lette
     else:
         os.killpg(process.pid, signal.SIGTERM)  # to all, also to what writes a checkpoint at that moment
     assert process.wait(RUN_S) == 130
-    saved = sorted((tmp_path / "run/checkpoints").glob("step_*"))
+    saved = sorted((tmp_path / "run/checkpoints").glob("iteration_*"))
     assert saved, "an interrupted run saves before it leaves"
-    damaged = tmp_path / "run/checkpoints/step_000099"
+    damaged = tmp_path / "run/checkpoints/iteration_000099"
     damaged.mkdir()
     (damaged / "state.json").write_text("{")
     done = program("train", *arguments)
-    assert "step_000099" in done.stdout + done.stderr and "skipped" in done.stdout + done.stderr
-    assert figures(tmp_path / "run") == figures(uninterrupted)
+    assert "iteration_000099" in done.stdout + done.stderr and "skipped" in done.stdout + done.stderr
+    assert metrics(tmp_path / "run") == metrics(uninterrupted)
 
 
 def test_a_finished_run_started_again_changes_nothing(last_letter, uninterrupted):
-    before = figures(uninterrupted)
+    before = metrics(uninterrupted)
     program("train", *tango_settings(last_letter, uninterrupted.parent, "run"))
-    assert figures(uninterrupted) == before
+    assert metrics(uninterrupted) == before

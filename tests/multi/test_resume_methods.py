@@ -1,5 +1,5 @@
-"""Every method, with and without turns played ahead of training: a run that was cut in the middle and resumed is the
-whole one to the last bit. `make test` has some of these in test_open_centre.py.
+"""Every method, with and without iterations collected ahead of training: a run that was cut in the middle and resumed
+is the whole one to the last bit. `make test` has some of these in test_open_centre.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from limits import RUN_S
 from ranks import run_ranks
 
-from megatron_rl.board.client import BoardClient, BoardStranger
+from megatron_rl.key_value_store.store_client import KeyValueClient, KeyValueStranger
 
 WORKER = Path(__file__).parents[1] / "helpers" / "security_worker.py"
 
@@ -44,8 +44,8 @@ def come(shared: Path, said: list[str]) -> None:
     except (RuntimeError, ValueError):
         said.append("no store for strangers")
     try:
-        BoardClient(*place, bytes(32), 5.0)
-    except BoardStranger:
+        KeyValueClient(*place, bytes(32), 5.0)
+    except KeyValueStranger:
         said.append("no guess is taken")
     (shared / "strangers_were_there").touch()
     time.sleep(1.0)

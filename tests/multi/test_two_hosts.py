@@ -63,7 +63,7 @@ def test_servers_on_another_host_than_the_trainer_get_its_weights(hosts, last_le
     settings = [
         "examples/miniatures/last_letter/grpo.yaml", f"roles.generator.model.path={last_letter}/generator/model",
         f"data.path={last_letter}/task/train.jsonl", f"evaluation.prompts.path={last_letter}/task/test.jsonl",
-        "evaluation.num_prompts=32", "recipe.args.updates=2", "run.prompts_per_step=8", f"run.dir={tmp_path}",
+        "evaluation.num_prompts=32", "recipe.args.updates=2", "run.prompts_per_iteration=8", f"run.dir={tmp_path}",
         "run.name=run", CUT[0], "engine.kind=vllm", f"engine.python={PYTHON}", "engine.start=false",
     ]  # fmt: skip
     serve = [*PROGRAM, "serve", *settings, "engine.host=cable1", "--role=generator"]

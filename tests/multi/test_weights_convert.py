@@ -26,17 +26,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.commands import conversions
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.conversion import convert, parity, recut
+from megatron_rl.conversion import convert, parity, reshard
 from megatron_rl.conversion.compare import compare
-from megatron_rl.conversion.source import find, read_sizes
-from megatron_rl.conversion.target import fresh
+from megatron_rl.conversion.output_directory import fresh
+from megatron_rl.conversion.weight_source import find, read_sizes
 from megatron_rl.models.registry import families
 from megatron_rl.run.checkpoint import damage, seal
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
 from megatron_rl.weights.dist_names import counts, places
 from megatron_rl.weights.dist_writer import DistWriter
 from megatron_rl.weights.hf_writer import HfWriter
-from megatron_rl.weights.layouts import TrainerLayout
+from megatron_rl.weights.rank_layouts import TrainerLayout
 
 TINY = {
     **{
@@ -123,8 +123,8 @@ def test_weights_and_moments_of_another_layout_are_the_same(tmp_path, family, la
         tiny(tmp_path / "model", family, tied=family == "qwen2")
     model = tmp_path / "model"
     start = with_optimizer(model, tmp_path / "ck")
-    recut.reshard(start, tmp_path / "cut", TrainerLayout(**layout))
-    recut.reshard(tmp_path / "cut", tmp_path / "again", TrainerLayout())
+    reshard.reshard(start, tmp_path / "cut", TrainerLayout(**layout))
+    reshard.reshard(tmp_path / "cut", tmp_path / "again", TrainerLayout())
     first, cut, again, sizes = (*map(DistCheckpoint, (start, tmp_path / "cut", tmp_path / "again")), read_sizes(model))
     for name in whole_names(sizes):
         for prefix in ("", *STATES):
@@ -165,27 +165,27 @@ def test_weights_without_experts_are_cut_by_tp_alone(tmp_path):
 def test_weights_that_the_optimizer_does_not_belong_to_are_not_cut_anew(tmp_path):
     start = with_optimizer(tiny(tmp_path / "model", "qwen3"), tmp_path / "ck", masters=1.01)
     with pytest.raises(ConfigError, match="the optimizer's own copy of .* is not the weight"):
-        recut.reshard(start, tmp_path / "cut", TrainerLayout(tp=2))
+        reshard.reshard(start, tmp_path / "cut", TrainerLayout(tp=2))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ck", "model"]
 
 
 def test_weights_of_a_whole_run_checkpoint_are_cut_anew_with_its_state(tmp_path):
-    step = tmp_path / "run/checkpoints/step_000012"
+    step = tmp_path / "run/checkpoints/iteration_000012"
     for role in ("one", "two"):
         with_optimizer(tiny(tmp_path / f"model_{role}", "llama"), tmp_path / role)
         shutil.copytree(tmp_path / role, step / role)
-    (step / "state.json").write_text('{"turns": 12}')
+    (step / "state.json").write_text('{"iterations": 12}')
     seal(step, 12)
-    with pytest.raises(ConfigError, match="call it step_000012"):
-        recut.reshard(tmp_path / "run", tmp_path / "x", TrainerLayout(tp=2))
+    with pytest.raises(ConfigError, match="call it iteration_000012"):
+        reshard.reshard(tmp_path / "run", tmp_path / "x", TrainerLayout(tp=2))
     assert (
         conversions.script(
-            "reshard", "", [str(tmp_path / "run"), str(tmp_path / "new/step_000012"), "--tp", "2", "--pp", "2"]
+            "reshard", "", [str(tmp_path / "run"), str(tmp_path / "new/iteration_000012"), "--tp", "2", "--pp", "2"]
         )
         == 0
     )
-    made = tmp_path / "new/step_000012"
-    assert damage(made) is None and json.loads((made / "state.json").read_text()) == {"turns": 12}
+    made = tmp_path / "new/iteration_000012"
+    assert damage(made) is None and json.loads((made / "state.json").read_text()) == {"iterations": 12}
     assert all(row["equal"] for role in ("one", "two") for row in compare(find(made, role=role), find(step, role=role)))
 
 
@@ -202,9 +202,9 @@ def test_weights_in_parts_that_are_refused_by_a_layout(tmp_path):
         ),
     ):
         with pytest.raises(ConfigError, match=says):
-            recut.reshard(tmp_path / "ck", tmp_path / "cut", layout)
+            reshard.reshard(tmp_path / "ck", tmp_path / "cut", layout)
     with pytest.raises(ConfigError, match="is a Hugging Face directory, which has no layout"):
-        recut.reshard(tmp_path / "model", tmp_path / "cut", TrainerLayout(), role="x")
+        reshard.reshard(tmp_path / "model", tmp_path / "cut", TrainerLayout(), role="x")
     with pytest.raises(ConfigError, match="is a checkpoint already"):
         convert.to_megatron(find(tmp_path / "ck"), tmp_path / "cut")
     (tmp_path / "there").mkdir()

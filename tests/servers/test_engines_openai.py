@@ -14,12 +14,12 @@ from ranks import ROOT
 from tiny_models import make_model
 from toys import characters
 
-from megatron_rl.cluster.address import free_port
+from megatron_rl.cluster.host_address import free_port
 from megatron_rl.config.schema import ConfigError, EndpointConfig
-from megatron_rl.engines.base import Sampling, complete
 from megatron_rl.engines.kind import Command, ServerStart
-from megatron_rl.engines.launch import ServerProcess
 from megatron_rl.engines.openai import OpenAiServer, open_endpoint
+from megatron_rl.engines.protocol import Sampling, complete
+from megatron_rl.engines.server_process import ServerProcess
 from megatron_rl.engines.vllm.kind import command
 from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.types import Stop

@@ -26,8 +26,8 @@ ROLES = ("generator", "verifier")
 
 @pytest.fixture(scope="module")
 def run(last_letter, tmp_path_factory):
-    """A run of seven turns whose trainer is killed with SIGKILL after the third, and started again; its servers are
-    started once.
+    """A run of seven iterations whose trainer is killed with SIGKILL after the third, and started again; its servers
+    are started once.
     """
     out = tmp_path_factory.mktemp("served")
     arguments = [
@@ -42,11 +42,11 @@ def run(last_letter, tmp_path_factory):
     ]
     first = start(arguments, out / "first.log")
     try:
-        wait_for(lambda: turns(out / "run") >= 3, first, out / "first.log")
+        wait_for(lambda: iterations(out / "run") >= 3, first, out / "first.log")
         os.killpg(first.pid, signal.SIGKILL)
         first.wait()
-        kept = sorted(p.name for p in (out / "run/rollouts").glob("turn_*"))
-        before = {p.name: p.stat().st_mtime_ns for p in (out / "run/rollouts").glob("turn_*")}
+        kept = sorted(p.name for p in (out / "run/rollouts").glob("iteration_*"))
+        before = {p.name: p.stat().st_mtime_ns for p in (out / "run/rollouts").glob("iteration_*")}
         program("train", *arguments)
     finally:
         for server in servers:
@@ -72,7 +72,7 @@ def start(arguments, log: Path) -> subprocess.Popen:
         )
 
 
-def turns(directory: Path) -> int:
+def iterations(directory: Path) -> int:
     path = directory / "metrics.jsonl"
     return sum(json.loads(line)["scope"] in ROLES for line in path.read_text().splitlines()) if path.exists() else 0
 
@@ -98,7 +98,7 @@ def test_rollouts_ahead_are_never_staler_than_allowed_and_some_are_stale(run):
 def test_a_killed_trainer_did_not_play_again_what_was_played(run):
     directory, kept, before = run
     assert kept and {name: (directory / "rollouts" / name).stat().st_mtime_ns for name in kept} == before
-    assert [row["turn"] for row in rows(directory) if row["scope"] in ROLES] == list(range(7))
+    assert [row["iteration"] for row in rows(directory) if row["scope"] in ROLES] == list(range(7))
 
 
 def test_both_engines_and_trainers_agree_to_the_end(run):
@@ -121,7 +121,7 @@ def test_eval_gives_the_same_by_a_server_as_by_the_embedded_engine(last_letter, 
         f"model.path={last_letter}/generator/model", f"data.path={last_letter}/task/test.jsonl",
         "data.settings=last_letter", "template=examples/miniatures/last_letter/prompts/generator.txt",
         "sampling.max_tokens=40",
-        "reward.target=megatron_rl.rewards.last_letter:grade",
+        "reward.target=megatron_rl.contrib.last_letter:grade",
     ]  # fmt: skip
     rows = {}
     for name, engine in (("embedded", []), ("vllm", ["engine.kind=vllm", f"engine.python={PYTHON}"])):

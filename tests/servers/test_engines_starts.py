@@ -12,9 +12,9 @@ from test_engines_vllm import PYTHON, VOCAB
 from tiny_models import make_model
 from toys import characters
 
-from megatron_rl.cluster.address import free_port
+from megatron_rl.cluster.host_address import free_port
 from megatron_rl.engines.kind import ServerStart
-from megatron_rl.engines.launch import ServerProcess, StartError, make_token
+from megatron_rl.engines.server_process import ServerProcess, StartError, make_token
 from megatron_rl.engines.sglang import kind as sglang
 from megatron_rl.engines.sglang.settings import Sglang
 from megatron_rl.engines.vllm import kind as vllm

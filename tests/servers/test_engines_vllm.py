@@ -18,7 +18,7 @@ from ranks import ROOT, run_ranks
 from tiny_models import make_model
 from toys import characters
 
-from megatron_rl.engines.base import Completion
+from megatron_rl.engines.protocol import Completion
 from megatron_rl.types import Stop
 
 PYTHON = Path(os.environ.get("MEGATRON_RL_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))

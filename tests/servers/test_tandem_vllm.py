@@ -18,9 +18,9 @@ from tandem_worker import SEED, STRATEGIES, rule
 from tiny_models import make_model
 from toys import characters
 
-from megatron_rl.algorithms.authors import boundaries, replay
-from megatron_rl.engines import sampler
-from megatron_rl.engines.base import Completion
+from megatron_rl.algorithms.tandem_authors import boundaries, replay
+from megatron_rl.engines import sampling_seeds
+from megatron_rl.engines.protocol import Completion
 from megatron_rl.types import Stop
 
 PYTHON = Path(os.environ.get("MEGATRON_RL_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -84,7 +84,7 @@ def completions(rows):
 
 
 def replayed(strategy, place, sample, tokens):
-    key = sampler.request_seed(SEED, place) + sample
+    key = sampling_seeds.request_seed(SEED, place) + sample
     return replay(rule(strategy), boundaries(characters(), strategy), key, tokens).tolist()
 
 
@@ -115,7 +115,7 @@ def test_the_replay_is_what_the_server_did(found, strategy):
     assert len(records) == sum(map(len, groups))
     for place, group in enumerate(groups):
         for j, c in enumerate(group):
-            kept = records[str(sampler.request_seed(SEED, place) + j)]
+            kept = records[str(sampling_seeds.request_seed(SEED, place) + j)]
             assert len(c.tokens) - len(kept) in (0, 1) and kept == c.authors[: len(kept)].tolist()
 
 

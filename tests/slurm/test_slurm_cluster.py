@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 from conftest import environment
-from fake_fleet import until
+from fake_servers import until
 from slurm_cluster import Cluster, SlurmError, processes
 
 pytestmark = pytest.mark.multi

@@ -11,18 +11,18 @@ from conftest import ROOT, tango_settings
 from limits import RUN_S
 from slurm_site import logs, said, submit
 
-from megatron_rl.cluster import slices
-from megatron_rl.engines.roster import Roster
+from megatron_rl.cluster import job_slices
+from megatron_rl.engines.server_registry import ServerRegistry
 from megatron_rl.run.metrics import read_metrics
-from megatron_rl.session.servers import ENGINES
-from megatron_rl.training.store import ROLLOUTS, read_rows, turn_files
+from megatron_rl.session.server_connection import ENGINES
+from megatron_rl.training.store import ROLLOUTS, iteration_files, read_rows
 
 PYTHON = Path(os.environ.get("MEGATRON_RL_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 pytestmark = [
     pytest.mark.multi, pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),
 ]  # fmt: skip
-PROMPTS, SAMPLES, TURNS = 8, 5, 13
+PROMPTS, SAMPLES, ITERATIONS = 8, 5, 13
 
 
 def test_a_crashed_engine_node_costs_no_prompt_and_does_not_stop_the_trainer(site, last_letter, tmp_path):
@@ -37,7 +37,7 @@ def test_a_crashed_engine_node_costs_no_prompt_and_does_not_stop_the_trainer(sit
         "engine.lost_after_s=5", "recipe.args.generator_updates=9", "evaluation.every=0", "job.nodes=2",
     )  # fmt: skip
 
-    def turns() -> int:
+    def iterations() -> int:
         return sum(row.scope in ("generator", "verifier") for row in read_metrics(run))
 
     def until(what: str, condition) -> None:
@@ -46,24 +46,24 @@ def test_a_crashed_engine_node_costs_no_prompt_and_does_not_stop_the_trainer(sit
             assert time.monotonic() < end, f"{what}: not within {RUN_S} s\n{logs(run)}"
             time.sleep(0.3)
 
-    until("three turns", lambda: turns() >= 3)
-    (listing,) = Roster(run / ENGINES).read("generator")
+    until("three iterations", lambda: iterations() >= 3)
+    (listing,) = ServerRegistry(run / ENGINES).read("generator")
     assert listing.job == f"{engines}_0" and listing.node in cluster.names
     trained_on = cluster.field(trainer + "_0", "NodeList")
     cluster.crash_node(cluster.field(f"{engines}_0", "BatchHost"))
     cluster.run("scontrol", "update", f"nodename={listing.node}", "state=down", "reason=crash")
-    assert turns() < TURNS, "the crash came too late to matter"
-    until("the run's end", lambda: slices.finished(run))
+    assert iterations() < ITERATIONS, "the crash came too late to matter"
+    until("the run's end", lambda: job_slices.finished(run))
     cluster.wait(trainer)
     cluster.wait(engines)
 
-    assert turns() == TURNS
-    assert len(turn_files(run / ROLLOUTS)) == TURNS
-    assert {len(read_rows(path)) for path in turn_files(run / ROLLOUTS)} == {PROMPTS * SAMPLES}, (
+    assert iterations() == ITERATIONS
+    assert len(iteration_files(run / ROLLOUTS)) == ITERATIONS
+    assert {len(read_rows(path)) for path in iteration_files(run / ROLLOUTS)} == {PROMPTS * SAMPLES}, (
         "every prompt has all its answers"
     )
-    (only,) = slices.read(run)
-    assert only.cause == "all turns are done" and only.nodes == trained_on, "the trainer was never started again"
+    (only,) = job_slices.read(run)
+    assert only.cause == "all iterations are done" and only.nodes == trained_on, "the trainer was never started again"
     assert int(cluster.field(f"{engines}_0", "Restarts")) >= 1
-    assert not Roster(run / ENGINES).all(), "the engines left with the run"
+    assert not ServerRegistry(run / ENGINES).all(), "the engines left with the run"
     assert "finished" in said(cluster, "status", str(run))

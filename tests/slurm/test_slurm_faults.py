@@ -13,14 +13,14 @@ import pytest
 from conftest import ROOT, environment
 from limits import RUN_S
 
-from megatron_rl.cluster import slurm as slurm_commands
+from megatron_rl.cluster import slurm_commands as slurm_commands
 
 # Stands for the profile's interpreter: a rank writes its environment, and the run is stopped then. Nothing else is
 # imported, so that a start takes no time.
 PYTHON = """#!/bin/bash
 case "$*" in
     *"slice where"*) echo {run} ;;
-    *"slice begin"*) env >{seen}/batch; echo "go: 0 turns are done" ;;
+    *"slice begin"*) env >{seen}/batch; echo "go: 0 iterations are done" ;;
     *"slice end"*) echo "stopped: it was a test" ;;
     *" sft "*) env >{seen}/$SLURM_PROCID; ulimit -n >{seen}/files ;;
 esac

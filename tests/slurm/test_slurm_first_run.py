@@ -21,7 +21,7 @@ from fake_hub import Repository, hub
 from limits import RUN_S
 from slurm_site import logs, works
 
-from megatron_rl.cluster import slices
+from megatron_rl.cluster import job_slices
 from megatron_rl.run.metrics import read_metrics
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
@@ -37,7 +37,7 @@ REPLACED = {
 TASK = {
     "generator": "examples/miniatures/last_letter/prompts/generator.txt",
     "verifier": "examples/miniatures/last_letter/prompts/verifier.txt",
-    "reward": "{target: 'megatron_rl.rewards.last_letter:grade', wrong_answer: z z z}",
+    "reward": "{target: 'megatron_rl.contrib.last_letter:grade', wrong_answer: z z z}",
 }
 # Overrides behind each config of the page: sizes, lengths and prompts of the last-letter task.
 SIZES = {
@@ -57,10 +57,10 @@ SIZES = {
         "roles.generator.sampling.max_tokens=48", "roles.generator.max_prompt_tokens=64",
         "roles.verifier.sampling.max_tokens=72", "roles.verifier.max_prompt_tokens=160", "engine={kind: embedded}",
         f"recipe.args.generator_template={TASK['generator']}", f"recipe.args.verifier_template={TASK['verifier']}",
-        "recipe.args.step_labels=megatron_rl.rewards.last_letter:step_labels", "recipe.args.generator_updates=30",
+        "recipe.args.step_labels=megatron_rl.contrib.last_letter:step_labels", "recipe.args.generator_updates=30",
         "recipe.args.warmup_updates=1", f"reward={TASK['reward']}", "data.settings=last_letter",
         "evaluation.prompts.settings=last_letter", "evaluation.num_prompts=16", "evaluation.at_start=false",
-        "evaluation.every=0", "run.prompts_per_step=8", "run.save_every=1",
+        "evaluation.every=0", "run.prompts_per_iteration=8", "run.save_every=1",
     ],
     "examples/published/eval_tango_qwen2.5_7b.yaml": [
         "model.dtype=float32", "benchmarks=[math500]", f"template={TASK['generator']}",
@@ -111,18 +111,18 @@ def test_every_command_of_the_first_run_does_what_the_page_says(site, served, tm
             assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}\n{logs(run)}"
             said += done.stdout
             jobs += re.findall(r"^submitted .*: job (\d+)$", done.stdout, re.MULTILINE)
-            if "submit" in words and TANGO in words and "--dry-run" not in words and not slices.read(run):
+            if "submit" in words and TANGO in words and "--dry-run" not in words and not job_slices.read(run):
                 works(run, 1)  # the page looks at it, and stops it, while it runs
             elif ("submit" in words and "--dry-run" not in words) or "stop" in words:
                 assert "RUNNING" not in cluster.wait(jobs[-1]).values(), logs(run)
         for line in expected:
             assert re.search(pattern(line), said), f"{block.name}: it does not print {line!r}:\n{said[-4000:]}"
-    begun = slices.read(run)
-    assert len(begun) == 2 and begun[0].turns_before == 0 < begun[1].turns_before and slices.finished(run)
+    begun = job_slices.read(run)
+    assert len(begun) == 2 and begun[0].iterations_before == 0 < begun[1].iterations_before and job_slices.finished(run)
     assert {row.scope for row in read_metrics(run)} >= {"generator", "verifier", "eval"}
     assert {"config.json", "model.safetensors"} <= {file.name for file in (run / "exported/verifier").iterdir()}
     results = [json.loads(file.read_text()) for file in (home / "runs/eval").glob("*.json")]
-    assert len(results) == 2 and all("accuracy" in result["figures"] for result in results)
+    assert len(results) == 2 and all("accuracy" in result["metrics"] for result in results)
 
 
 def steps() -> list[tuple[Block, list[str]]]:
@@ -168,6 +168,6 @@ def pattern(line: str) -> str:
 
 def test_a_line_of_the_page_is_met_by_other_numbers_alone():
     assert re.search(pattern("submitted ...train.sbatch: job 2"), "submitted /a/b/train.sbatch: job 17")
-    assert re.search(pattern("a step: 758 s, ..."), "a step: 1,024 s, 3 tokens")
-    assert not re.search(pattern("... of 440 turns"), "3 of forty turns")
+    assert re.search(pattern("a cycle: 758 s, ..."), "a cycle: 1,024 s, 3 tokens")
+    assert not re.search(pattern("... of 440 iterations"), "3 of forty iterations")
     assert not re.search(pattern("train: the config is valid for 16 ranks"), "train: the config is wrong")

@@ -112,7 +112,7 @@ def test_a_failed_check_of_a_node_ends_as_a_failed_step_does(job):
 
 def test_the_end_of_a_run_cancels_what_waits_and_the_engines(job, tmp_path):
     (tmp_path / "a run/jobs/engines").write_text("18\n")
-    for answers in ({"BEGIN": "done: finished"}, {"END": "done: all turns"}, {"END": "stopped: asked"}):
+    for answers in ({"BEGIN": "done: finished"}, {"END": "done: all iterations"}, {"END": "stopped: asked"}):
         assert job("train train", **answers).commands == ["scancel --state=PENDING 17", "scancel 18"], answers
     stalled = job("train train", BEGIN="stopped: no progress")
     assert stalled.status == 1 and stalled.did("scancel 18"), "jobs that depend on this one must not begin"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, environment, program, tango_settings
 from limits import RUN_S
-from slurm_site import figures, logs, rank_process, running, said, submit, wait, works
+from slurm_site import logs, metrics, rank_process, running, said, submit, wait, works
 
-from megatron_rl.cluster import slices
+from megatron_rl.cluster import job_slices
 from megatron_rl.run.metrics import read_metrics
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
@@ -42,20 +42,20 @@ def test_a_chain_outlives_every_fault_and_measures_what_an_undisturbed_run_does(
     cluster.run("scancel", "--batch", "--signal=USR1", running(cluster, job))  # as --signal does before the time limit
     works(run, 5)
     cluster.run("scancel", "--batch", "--signal=USR1", running(cluster, job))
-    wait("the run's end", lambda: slices.finished(run))
+    wait("the run's end", lambda: job_slices.finished(run))
     cluster.wait(job)
 
-    causes = [one.cause or "" for one in slices.read(run)]
+    causes = [one.cause or "" for one in job_slices.read(run)]
     assert len(causes) == 6, logs(run)
     assert "status" in causes[0] or "signal" in causes[0]
-    assert causes[1] == causes[2] == slices.SILENT
+    assert causes[1] == causes[2] == job_slices.SILENT
     assert "left in time" in causes[3] and "left in time" in causes[4]
-    assert causes[5] == "all turns are done"
+    assert causes[5] == "all iterations are done"
     shown = said(cluster, "status", str(run))
-    assert "finished" in shown and "left in time" in shown and "31 of 31 turns" in shown
+    assert "finished" in shown and "left in time" in shown and "31 of 31 iterations" in shown
 
     program("train", *tango_settings(last_letter, tmp_path, "quiet"), "recipe.args.generator_updates=23")
-    assert figures(run) == figures(tmp_path / "quiet")
+    assert metrics(run) == metrics(tmp_path / "quiet")
 
 
 def test_a_chain_without_progress_stops_and_says_why(site, last_letter, tmp_path):
@@ -66,7 +66,7 @@ def test_a_chain_without_progress_stops_and_says_why(site, last_letter, tmp_path
     )
     states = cluster.wait(job)
     assert states.pop(f"{job}_0") == "FAILED" and set(states.values()) == {"CANCELLED"}, states
-    (only,) = slices.read(tmp_path / "stuck")
+    (only,) = job_slices.read(tmp_path / "stuck")
     assert only.status == 2 and "the config or the command line is wrong" in (only.cause or "")
 
 
@@ -76,13 +76,13 @@ def test_a_stopped_run_saves_leaves_and_goes_on_when_submitted_again(site, last_
     run = tmp_path / "stopped"
     (job,) = submit(site, *settings, "job.slices=4")
     works(run, 1)
-    assert "leaves after the turn" in said(cluster, "stop", str(run))
+    assert "leaves after the iteration" in said(cluster, "stop", str(run))
     cluster.wait(job)
-    assert len(slices.read(run)) == 1 and not slices.finished(run)
+    assert len(job_slices.read(run)) == 1 and not job_slices.finished(run)
     (again,) = submit(site, *settings, "job.slices=4")
     cluster.wait(again)
-    assert slices.finished(run), logs(run)
-    assert slices.read(run)[1].turns_before >= 1
+    assert job_slices.finished(run), logs(run)
+    assert job_slices.read(run)[1].iterations_before >= 1
 
 
 def test_a_sweep_of_four_gives_four_runs_and_one_report(site, last_letter, tmp_path):
@@ -118,7 +118,7 @@ def test_an_evaluation_array_does_what_is_not_done(site, last_letter, tmp_path):
         (tmp_path / f"{name}.yaml").write_text(
             f"model: {{path: x}}\ndata: {{path: {last_letter}/task/test.jsonl, settings: last_letter, limit: 8}}\n"
             f"template: {ROOT}/examples/miniatures/last_letter/prompts/generator.txt\n"
-            "reward: {target: 'megatron_rl.rewards.last_letter:grade'}\nsampling: {max_tokens: 40, temperature: 0.0}\n"
+            "reward: {target: 'megatron_rl.contrib.last_letter:grade'}\nsampling: {max_tokens: 40, temperature: 0.0}\n"
         )
     words = [str(tmp_path / "words.yaml"), str(tmp_path / "letters.yaml"), f"--out={tmp_path}/eval"]
     models = ["--checkpoints", f"{last_letter}/generator/model", f"{last_letter}/task/model"]
@@ -130,7 +130,7 @@ def test_an_evaluation_array_does_what_is_not_done(site, last_letter, tmp_path):
     assert set(states.values()) == {"COMPLETED"}, logs(tmp_path / "eval")
     results = sorted((tmp_path / "eval").glob("*.json"))
     assert len(results) == 4 and done.read_text() == "{}"
-    assert all("accuracy" in json.loads(path.read_text())["figures"] for path in results if path != done)
+    assert all("accuracy" in json.loads(path.read_text())["metrics"] for path in results if path != done)
 
 
 def test_ranks_in_which_nothing_moves_write_their_stacks_and_end(last_letter, tmp_path):
@@ -140,11 +140,11 @@ def test_ranks_in_which_nothing_moves_write_their_stacks_and_end(last_letter, tm
     )
     done = subprocess.run(
         [sys.executable, "-m", "megatron_rl.main", "train", *tango_settings(last_letter, tmp_path, "hung"),
-         "reward.target=slow_reward:grade", "reward.timeout_s=3600", "run.hang_after_s=4", "gate.enabled=false"],
+         "reward.target=slow_reward:grade", "reward.timeout_s=3600", "run.hang_after_s=4", "preflight.enabled=false"],
         cwd=ROOT, env=environment() | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}, capture_output=True, text=True,
         timeout=RUN_S,
     )  # fmt: skip
-    assert done.returncode == slices.HUNG, done.stdout + done.stderr
+    assert done.returncode == job_slices.HUNG, done.stdout + done.stderr
     assert "run.hang_after_s" in done.stderr
     stacks = sorted((tmp_path / "hung/logs").glob("stacks_*"))
     assert len(stacks) == 2 and "grade" in stacks[0].read_text()

@@ -15,18 +15,18 @@ import yaml
 from docs_pages import blocks
 from tiny_models import make_model
 
-from megatron_rl.cluster import profile, slices
-from megatron_rl.cluster.address import own_address
-from megatron_rl.cluster.job import Leave, SlurmJob, job_from, leave_file
-from megatron_rl.cluster.render import ScriptShape, common_settings, script
-from megatron_rl.cluster.slices import NextAction
+from megatron_rl.cluster import job_slices, profile
+from megatron_rl.cluster.batch_script import ScriptShape, common_settings, script
+from megatron_rl.cluster.host_address import own_address
+from megatron_rl.cluster.job_slices import NextAction
+from megatron_rl.cluster.slurm_job import Leave, SlurmJob, job_from, leave_file
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, TrainConfig
 from megatron_rl.jobs import submit
 from megatron_rl.main import main
 from megatron_rl.run.checkpoint import Checkpoints, write_json
-from megatron_rl.run.directory import RunDirectory
-from megatron_rl.session.answers import mark_finished
+from megatron_rl.run.run_directory import RunDirectory
+from megatron_rl.session.generation_progress import mark_finished
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden/slurm"
@@ -329,8 +329,8 @@ def test_a_finished_run_is_submitted_to_go_on_alone(tmp_path, capsys, fake_slurm
     write_json(tmp_path / "a/summary.json", {"finished": True})
     Checkpoints(tmp_path / "a/checkpoints").write(1, lambda path: (path / "x").touch())
     assert main(words) == 2 and "is finished" in capsys.readouterr().err
-    assert main([*words, "run.resume=must", "run.steps=900"]) == 0
-    assert not slices.finished(tmp_path / "a")
+    assert main([*words, "run.resume=must", "run.cycles=900"]) == 0
+    assert not job_slices.finished(tmp_path / "a")
 
 
 def test_evaluations_without_a_config_are_refused(capsys):
@@ -398,8 +398,8 @@ class Clock:
         return self.now
 
 
-def test_a_run_leaves_while_a_turn_and_a_save_still_fit(tmp_path):
-    """Turns of 100 s and a save of 20 s, with a margin of 1.2 and 60 s to spare, need 204 s."""
+def test_a_run_leaves_while_an_iteration_and_a_save_still_fit(tmp_path):
+    """Iterations of 100 s and a save of 20 s, with a margin of 1.2 and 60 s to spare, need 204 s."""
     clock, said = Clock(), list[str]()
     job = SlurmJob(id="1", restart=0, node="", step="0", end=1000.0 + 450, warning_s=150.0)
     clock.now = 0.0  # it loads its models and waits for engines
@@ -430,64 +430,66 @@ def test_files_ask_a_run_to_leave(tmp_path):
     assert "time limit" in said[0] and f"{tmp_path}/stop; the same command" in said[1]
 
 
-def saved(run: Path, turns: int) -> None:
-    """Makes a complete checkpoint of `turns` turns."""
+def saved(run: Path, iterations: int) -> None:
+    """Makes a complete checkpoint of `iterations` iterations."""
     from megatron_rl.run.checkpoint import Checkpoints
 
     checkpoints = Checkpoints(RunDirectory(run).checkpoints)
-    (checkpoints.begin(turns) / "weights").write_text("w")
-    checkpoints.commit(turns)
+    (checkpoints.begin(iterations) / "weights").write_text("w")
+    checkpoints.commit(iterations)
 
 
 def test_slices_note_what_ended_them_and_decide_what_comes(tmp_path):
     def begin(restart: int) -> tuple[NextAction, str]:
-        return slices.begin(tmp_path, job(restart), "n[1-2]", 3)
+        return job_slices.begin(tmp_path, job(restart), "n[1-2]", 3)
 
     def job(restart: int) -> SlurmJob:
         return SlurmJob(id="17_2", restart=restart, node="n1", step=None, end=None, warning_s=None)
 
     assert begin(0)[0] is NextAction.GO
-    assert slices.end(tmp_path, job(0), 137) == (NextAction.AGAIN, "killed by signal 9")
+    assert job_slices.end(tmp_path, job(0), 137) == (NextAction.AGAIN, "killed by signal 9")
     saved(tmp_path, 4)
-    assert begin(1) == (NextAction.GO, "4 turns are done")
+    assert begin(1) == (NextAction.GO, "4 iterations are done")
     assert begin(2)[0] is NextAction.GO  # the start before it ended without a word
-    assert slices.end(tmp_path, job(2), 0) == (NextAction.SLICE, "left in time, saved after 4 turns")
-    assert [s.cause for s in slices.read(tmp_path)] == [
+    assert job_slices.end(tmp_path, job(2), 0) == (NextAction.SLICE, "left in time, saved after 4 iterations")
+    assert [s.cause for s in job_slices.read(tmp_path)] == [
         "killed by signal 9",
-        slices.SILENT,
-        "left in time, saved after 4 turns",
+        job_slices.SILENT,
+        "left in time, saved after 4 iterations",
     ]
     assert begin(3)[0] is NextAction.GO
-    assert slices.end(tmp_path, job(3), 2)[0] is NextAction.STOPPED  # a wrong config stays wrong
+    assert job_slices.end(tmp_path, job(3), 2)[0] is NextAction.STOPPED  # a wrong config stays wrong
     assert begin(4)[0] is NextAction.GO  # of three starts so far one was ended by its node, say
-    assert slices.end(tmp_path, job(4), 1)[0] is NextAction.AGAIN
+    assert job_slices.end(tmp_path, job(4), 1)[0] is NextAction.AGAIN
     word, why = begin(5)
-    assert word is NextAction.STOPPED and "4 starts made no progress beyond 4 turns" in why and "left in time" in why
+    assert (
+        word is NextAction.STOPPED and "4 starts made no progress beyond 4 iterations" in why and "left in time" in why
+    )
     saved(tmp_path, 5)
     assert begin(5)[0] is NextAction.GO
     (tmp_path / "stop").touch()
-    assert slices.end(tmp_path, job(5), 0)[0] is NextAction.STOPPED and begin(6)[0] is NextAction.STOPPED
+    assert job_slices.end(tmp_path, job(5), 0)[0] is NextAction.STOPPED and begin(6)[0] is NextAction.STOPPED
     write_json(tmp_path / "summary.json", {"finished": True})
-    assert begin(6)[0] is NextAction.DONE and slices.end(tmp_path, job(6), 0)[0] is NextAction.DONE
+    assert begin(6)[0] is NextAction.DONE and job_slices.end(tmp_path, job(6), 0)[0] is NextAction.DONE
 
 
 def test_a_chain_that_stalled_goes_on_when_it_is_submitted_again(tmp_path):
     """Starts of an earlier submission do not count, because what ended them has been mended."""
     for restart in range(9):  # three times as many as job.stalled, since they ended without a word
-        assert slices.begin(tmp_path, replace(JOB, restart=restart), "n1", 3)[0] is NextAction.GO
-    word, why = slices.begin(tmp_path, replace(JOB, restart=9), "n1", 3)
-    assert word is NextAction.STOPPED and slices.read(tmp_path)[-1].cause == why, "`status` says so"
-    assert slices.begin(tmp_path, replace(JOB, id="17_3", restart=0), "n1", 3)[0] is NextAction.STOPPED
-    assert slices.begin(tmp_path, replace(JOB, id="18_0", restart=0), "n1", 3)[0] is NextAction.GO
+        assert job_slices.begin(tmp_path, replace(JOB, restart=restart), "n1", 3)[0] is NextAction.GO
+    word, why = job_slices.begin(tmp_path, replace(JOB, restart=9), "n1", 3)
+    assert word is NextAction.STOPPED and job_slices.read(tmp_path)[-1].cause == why, "`status` says so"
+    assert job_slices.begin(tmp_path, replace(JOB, id="17_3", restart=0), "n1", 3)[0] is NextAction.STOPPED
+    assert job_slices.begin(tmp_path, replace(JOB, id="18_0", restart=0), "n1", 3)[0] is NextAction.GO
 
 
 def test_half_a_line_of_slices_is_left_out(tmp_path):
-    slices.begin(tmp_path, JOB, "n1", 3)
-    with (tmp_path / slices.FILE).open("a") as file:
+    job_slices.begin(tmp_path, JOB, "n1", 3)
+    with (tmp_path / job_slices.FILE).open("a") as file:
         file.write('{"job": "17_2", "resta')
-    assert [s.job for s in slices.read(tmp_path)] == ["17_2"]
-    slices.begin(tmp_path, replace(JOB, id="17_3"), "n1", 3)
-    assert [s.job for s in slices.read(tmp_path)] == ["17_2", "17_3"]
+    assert [s.job for s in job_slices.read(tmp_path)] == ["17_2"]
+    job_slices.begin(tmp_path, replace(JOB, id="17_3"), "n1", 3)
+    assert [s.job for s in job_slices.read(tmp_path)] == ["17_2", "17_3"]
 
 
 def test_a_rank_that_hangs_ends_although_nothing_can_be_written(tmp_path):
@@ -497,7 +499,7 @@ def test_a_rank_that_hangs_ends_although_nothing_can_be_written(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "file"], cwd=ROOT, capture_output=True, text=True, timeout=50
     )
-    assert done.returncode == slices.HUNG and "nothing moved" in done.stderr
+    assert done.returncode == job_slices.HUNG and "nothing moved" in done.stderr
 
 
 def test_addresses_of_this_host():

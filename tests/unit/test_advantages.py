@@ -14,7 +14,7 @@ from megatron_rl.algorithms.class_weights import ClassCounts
 from megatron_rl.algorithms.estimators import find_estimator
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.training.rollouts import measure
-from megatron_rl.types import NO_VERSION, STEP, Author, Marks, Rollout, spans_of
+from megatron_rl.types import NO_VERSION, STEP, Annotations, Author, Rollout, spans_of
 
 PROMPT, SIZE, TAIL = 3, 2, 2  # tokens of the prompt, of a reasoning step, and after the last one
 ESTIMATORS = ("grpo", "dr_grpo", "batch", "rloo", "reinforce_pp")
@@ -32,18 +32,18 @@ def solution(verdicts, reward, *, group="g", num_steps=None):
         tokens=range(PROMPT + response),
         logprobs=[0.0] * (PROMPT + response),
         spans=spans_of((PROMPT, Author.ENVIRONMENT, NO_VERSION), (response, Author.POLICY, 0)),
-        marks={STEP: Marks(ranges, step_rewards([v == "+" for v in verdicts], steps))},
+        annotations={STEP: Annotations(ranges, step_rewards([v == "+" for v in verdicts], steps))},
         rewards={"outcome": reward},
     )
 
 
 def step_scores(rollout):
-    scores = rollout.marks_of(STEP).scores
+    scores = rollout.annotations_of(STEP).scores
     return [] if scores is None else scores.tolist()
 
 
 def steps_of(rollout):
-    return rollout.marks_of(STEP).ranges.tolist()
+    return rollout.annotations_of(STEP).ranges.tolist()
 
 
 def per_token(values, rollout):
@@ -363,7 +363,7 @@ def test_a_missing_reward_names_what_there_is():
 @pytest.mark.parametrize("end", [0, 40])
 def test_a_step_that_ends_outside_the_tokens_is_refused(end):
     """An end of 0 would put the reward on the last token, by Python's negative index."""
-    t = dataclasses.replace(solution("+", 1.0), marks={STEP: Marks([(0, end)], [1.0])})
+    t = dataclasses.replace(solution("+", 1.0), annotations={STEP: Annotations([(0, end)], [1.0])})
     with pytest.raises(ValueError, match=f"a step ends at {end}"):
         step_advantages([t])
 
@@ -390,8 +390,8 @@ def test_a_sample_that_could_not_be_graded_leaves_its_group_and_the_group_stays(
 
 
 def test_roles_are_compared_apart_also_where_their_groups_have_one_name():
-    seats = [dataclasses.replace(t, role=role) for role in ("a", "b") for t in paper_group()]
-    found = assign_advantages(seats, reward="outcome")
+    agents = [dataclasses.replace(t, role=role) for role in ("a", "b") for t in paper_group()]
+    found = assign_advantages(agents, reward="outcome")
     assert [t.advantages for t in found[:3]] == [t.advantages for t in found[3:]]
     assert found[0].advantages == pytest.approx(1.1547, abs=1e-4)
 
@@ -420,7 +420,9 @@ def test_the_count_gate_of_step_rewards(verdicts, num_steps, expected):
 def test_class_counts_move_by_the_decay_and_include_the_batch_at_hand():
     first = ClassCounts().updated([True] * 30 + [False] * 10, 0.8)
     second = first.updated([True] * 10 + [False] * 30, 0.8)
-    assert (first.right, first.wrong) == (30.0, 10.0) and (second.right, second.wrong) == pytest.approx((26.0, 14.0))
+    assert (first.correct, first.wrong) == (30.0, 10.0) and (second.correct, second.wrong) == pytest.approx(
+        (26.0, 14.0)
+    )
     right, wrong = second.weights([True, False])
     assert right / wrong == pytest.approx((14 / 26) ** 0.5, rel=1e-5) and right + wrong == pytest.approx(2.0)
 

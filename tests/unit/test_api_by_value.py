@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import Trainer
-from megatron_rl.api.inputs import data_settings, reward_settings
+from megatron_rl.api.data_files import data_settings, reward_settings
 from megatron_rl.api.recipes import use_of
 from megatron_rl.config.base import ConfigError
 from megatron_rl.data.tiny import write_tiny_model
@@ -25,7 +25,7 @@ PROGRAM = """
 import enum, functools, re, sys
 from pathlib import Path
 import numpy, torch
-from megatron_rl.api.inputs import reward_settings
+from megatron_rl.api.data_files import reward_settings
 
 WORDS = {"alpha", "beta", "gamma", "delta", ("a", 1)}
 ARRAY, TENSOR = numpy.arange(5.0), torch.ones(3)
@@ -147,9 +147,9 @@ def test_a_program_that_is_started_again_has_the_same_rewards(tmp_path):
 
 
 def test_trainers_that_differ_by_a_closure_are_different_runs(tmp_path):
-    """The second run was told that it is finished, and returned the first one's figures."""
+    """The second run was told that it is finished, and returned the first one's metrics."""
     model, rows = write_tiny_model(tmp_path / "model"), [{"question": "1+1"}]
-    settings = {"updates": 1, "group_size": 2, "prompts_per_step": 1, "dir": str(tmp_path / "runs")}
+    settings = {"updates": 1, "group_size": 2, "prompts_per_iteration": 1, "dir": str(tmp_path / "runs")}
     made = [Trainer(model, closure(n), rows, **settings).config for n in (1, 5, 1)]
     assert made[0].get("run.name") != made[1].get("run.name") and made[0] == made[2]
 

@@ -20,7 +20,7 @@ from megatron_rl.config.schema import LossConfig, Optimizer, TrainConfig
 from megatron_rl.data.tiny import write_tiny_model, write_tiny_problems
 from megatron_rl.main import main
 from megatron_rl.recipes.grpo import Grpo
-from megatron_rl.training.turns import Recipe
+from megatron_rl.training.iteration import Recipe
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [
@@ -43,15 +43,15 @@ def test_a_yaml_file_and_the_python_config_are_the_same_both_ways(path, tmp_path
 
 def test_settings_may_be_nested_dotted_or_of_the_schema(tmp_path):
     file = tmp_path / "part.yaml"
-    file.write_text("run: {seed: 1, steps: 4}\nroles: {solver: {optimizer: {lr: 1e-4}}}\n")
-    nested = Config(run={"seed": 1, "steps": 4}, roles={"solver": {"optimizer": {"lr": 1e-4}}})
-    dotted = Config({"run.seed": 1, "run.steps": 4, "roles.solver.optimizer.lr": 1e-4})
+    file.write_text("run: {seed: 1, cycles: 4}\nroles: {solver: {optimizer: {lr: 1e-4}}}\n")
+    nested = Config(run={"seed": 1, "cycles": 4}, roles={"solver": {"optimizer": {"lr": 1e-4}}})
+    dotted = Config({"run.seed": 1, "run.cycles": 4, "roles.solver.optimizer.lr": 1e-4})
     assert nested == dotted == Config.from_yaml(file) and hash(nested) == hash(dotted)
     assert nested.get("run.seed") == 1 and nested.get("run.name") is None and nested.get("run.name", "x") == "x"
     of_schema = Config(roles={"solver": {"optimizer": Optimizer(lr=1e-4)}})
     assert of_schema.get("roles.solver.optimizer.lr") == 1e-4
     both = nested | {"run.seed": 2}
-    assert (both.get("run.seed"), both.get("run.steps"), nested.get("run.seed")) == (2, 4, 1)
+    assert (both.get("run.seed"), both.get("run.cycles"), nested.get("run.seed")) == (2, 4, 1)
     nested.settings["run"]["seed"] = 3
     assert nested.get("run.seed") == 1, "what is handed out is a copy"
     assert Config.from_yaml(nested.to_yaml(tmp_path / "again.yaml")) == nested, "a part of a config is written as it is"
@@ -94,7 +94,7 @@ def test_a_part_that_is_missing_is_named_when_the_whole_is_asked_for():
 
 def test_short_names_are_settings_that_exist():
     given = {"updates": 7, "lr": 0.5, "ranks": 2, "temperature": 0.25, "run": {"seed": 5}, "roles.b.chat": True}
-    config = settings_of(given, WORDS["tango"], ["a", "b"])
+    config = settings_of(given, WORDS["lean_tango"], ["a", "b"])
     assert config.settings == {
         "recipe": {"args": {"generator_updates": 7}},
         "launch": {"nproc": 2},
@@ -187,14 +187,14 @@ def test_settings_are_listed_by_their_beginning_or_a_word(capsys):
         return [line.partition(" = ")[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
 
     everything = names()
-    assert len(everything) == len(describe(TrainConfig).splitlines()) - 1 and "run.prompts_per_step" in everything
+    assert len(everything) == len(describe(TrainConfig).splitlines()) - 1 and "run.prompts_per_iteration" in everything
     run = names("run")
     assert set(run) == {name for name in everything if name.split(".")[0] == "run"} and "run.seed" in run
     assert names("roles.solver.layout") == names("roles.NAME.layout") and "roles.NAME.layout.tp" in names(
         "roles.x.layout"
     )
     assert names("lr") == ["roles.NAME.optimizer.lr"] and names("optimizer.lr") == names("lr")
-    assert names("run.prompts") == ["run.prompts_per_step"]
+    assert names("run.prompts") == ["run.prompts_per_iteration"]
     assert "epochs" in names("--command", "sft") and names("--command", "sft", "optimizer.lr") == ["optimizer.lr"]
     assert main(["settings", "no_such"]) == 2 and "no setting of train has 'no_such'" in capsys.readouterr().err
     main(["settings", "rollouts.mixed"])

@@ -1,4 +1,4 @@
-"""Reward functions of every signature: one response or a batch, waiting, several by weight, with figures."""
+"""Reward functions of every signature: one response or a batch, waiting, several by weight, with metrics."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import time
 import numpy as np
 import pytest
 
-from megatron_rl.api.inputs import reward_settings
+from megatron_rl.api.data_files import reward_settings
 from megatron_rl.config.base import ConfigError, Use
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import Reward
-from megatron_rl.rewards.functions import CalledFunction, Grader, read_result
-from megatron_rl.rewards.pool import GradePool, Outcome
+from megatron_rl.rewards.grading_pool import GradePool, Outcome
+from megatron_rl.rewards.reward_functions import CalledFunction, Grader, read_result
 
 
 def grade(items, *functions, bounds=None):
@@ -134,7 +134,7 @@ def test_what_waits_waits_together():
     assert [r.score for r in results] == [11.0, 22.0, 33.0] and most == 4
 
 
-def test_figures_are_told_beside_rewards():
+def test_metrics_are_told_beside_rewards():
     def one(response, payload):
         return 0.25, {"length": len(response)}
 
@@ -142,9 +142,9 @@ def test_figures_are_told_beside_rewards():
         return [{"reward": 1.0, "first": text == "a"} for text in completions]
 
     [alone] = grade(texts("abc"), (one, 2.0))
-    assert (alone.score, alone.figures) == (0.5, {"length": 3.0})
+    assert (alone.score, alone.metrics) == (0.5, {"length": 3.0})
     both = grade(texts("a", "b"), (one, 2.0), (batch, 1.0))
-    assert both[1].figures == {"one": 0.25, "one/length": 1.0, "batch": 1.0, "batch/first": 0.0}
+    assert both[1].metrics == {"one": 0.25, "one/length": 1.0, "batch": 1.0, "batch/first": 0.0}
     assert both[1].score == 1.5
 
 
@@ -157,7 +157,7 @@ def test_figures_are_told_beside_rewards():
         ([1.0], "returned [1.0]"),
         (np.zeros(2), "a finite number"),
         ({"score": 1.0}, "a mapping with score: it needs 'reward'"),
-        ((1.0, {"length": "long"}), "the figure 'length' = 'long'"),
+        ((1.0, {"length": "long"}), "the metric 'length' = 'long'"),
         ((1.0, {"outcome": 1.0}), "none of them called outcome or trained"),
     ],
 )
@@ -225,8 +225,8 @@ def test_a_reward_of_a_notebook_goes_to_the_workers_by_value(tmp_path):
     with GradePool(reward) as pool:
         graded = pool.grade(["a" * n for n in range(40)], [{"question": "q", "word": "a"}] * 40)
     assert [g.score for g in graded] == [0.5 * (3.0 * n + 2.0) for n in range(40)]
-    assert all(g.outcome is Outcome.SCORE and 1 <= g.figures["seen"] <= 16 for g in graded)
-    assert max(g.figures["seen"] for g in graded) > 1
+    assert all(g.outcome is Outcome.SCORE and 1 <= g.metrics["seen"] <= 16 for g in graded)
+    assert max(g.metrics["seen"] for g in graded) > 1
     again, _ = reward_settings([(scored, 0.5)], tmp_path)
     assert again == section and len(list(tmp_path.iterdir())) == 1, "the same function has the same file"
 
@@ -290,7 +290,7 @@ def test_functions_that_ranks_can_import_are_named_and_names_stay_apart(tmp_path
     from megatron_rl.rewards.exact_match import grade as first
     from megatron_rl.rewards.tiny_task import grade as second
 
-    section, called = reward_settings([first, (second, 2), "megatron_rl.rewards.last_letter:grade"], tmp_path)
+    section, called = reward_settings([first, (second, 2), "megatron_rl.contrib.last_letter:grade"], tmp_path)
     targets = [one["target"] for one in section["args"]["functions"]]
     assert targets == [f"megatron_rl.rewards.{m}:grade" for m in ("exact_match", "tiny_task", "last_letter")]
     assert [one.name for one in called] == ["grade", "grade_2", "grade_3"] and not list(tmp_path.iterdir())
@@ -344,7 +344,7 @@ def test_objects_and_partials_are_rewards(tmp_path):
     assert [one.name for one in called] == ["Longer", "scaled"]
     with GradePool(Reward(**section, workers=1)) as pool:
         [graded] = pool.grade(["ab"], [{}])
-    assert graded.score == 4.5 and graded.figures == {"Longer": 0.5, "scaled": 4.0}
+    assert graded.score == 4.5 and graded.metrics == {"Longer": 0.5, "scaled": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_objects_and_partials_are_rewards(tmp_path):
 )
 def test_functions_in_a_config_are_checked_when_it_is(functions, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        build(Use(target="megatron_rl.rewards.functions:RewardFunctions", args={"functions": functions}))
+        build(Use(target="megatron_rl.rewards.reward_functions:RewardFunctions", args={"functions": functions}))
 
 
 def test_functions_in_a_config_are_added_up_by_their_weights():
@@ -368,10 +368,12 @@ def test_functions_in_a_config_are_added_up_by_their_weights():
         {"target": "megatron_rl.rewards.tiny_task:grade", "weight": 2.0},
         {"target": "bad_rewards:scaled", "name": "own", "args": {"scale": 5.0}},
     ]
-    reward = Reward(target="megatron_rl.rewards.functions:RewardFunctions", args={"functions": functions}, workers=1)
+    reward = Reward(
+        target="megatron_rl.rewards.reward_functions:RewardFunctions", args={"functions": functions}, workers=1
+    )
     with GradePool(reward) as pool:
         graded = pool.grade(["ab", "a"], [{"answer": "a"}] * 2)
-    assert [g.score for g in graded] == [1.0, 7.0] and graded[1].figures == {"grade": 1.0, "own": 5.0}
+    assert [g.score for g in graded] == [1.0, 7.0] and graded[1].metrics == {"grade": 1.0, "own": 5.0}
 
 
 def test_memory_that_a_waiting_function_takes_is_told_as_of_one_that_does_not():

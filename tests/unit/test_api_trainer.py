@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_rl import Config, ConfigError, Trainer
-from megatron_rl.api import hub, process
+from megatron_rl.api import process, push_to_hub
 from megatron_rl.commands import check
 from megatron_rl.commands.parser import build_parser
 from megatron_rl.config.files import load
@@ -22,7 +22,7 @@ from megatron_rl.data.problems import read_problems
 from megatron_rl.data.tiny import tiny_problems, write_tiny_model
 from megatron_rl.recipes.grpo import Grpo
 
-SETTINGS = {"updates": 2, "group_size": 4, "prompts_per_step": 2, "max_tokens": 8}
+SETTINGS = {"updates": 2, "group_size": 4, "prompts_per_iteration": 2, "max_tokens": 8}
 ROWS = tiny_problems(4)
 
 
@@ -36,7 +36,7 @@ def make(model, tmp_path):
     """Makes a Trainer on the tiny model whose files are in the test's directory."""
 
     def made(reward="megatron_rl.rewards.tiny_task:grade", dataset=None, **settings):
-        own = {"gate": {"reward": False}} if isinstance(reward, str) else {}
+        own = {"preflight": {"reward": False}} if isinstance(reward, str) else {}
         whole = {"dir": tmp_path, **SETTINGS, **own, **settings}
         return Trainer(model, reward, ROWS if dataset is None else dataset, **whole)
 
@@ -51,7 +51,7 @@ def test_a_trainer_is_the_run_of_its_yaml_file(make, model, tmp_path):
     role = config.roles["generator"]
     assert (role.model.path, role.optimizer.lr, role.sampling.max_tokens) == (str(model), 1e-3, 8)
     assert (config.recipe.target, config.recipe.args["updates"]) == ("megatron_rl.recipes.grpo:Grpo", 2)
-    assert (config.launch.nproc, config.run.seed, config.run.prompts_per_step) == (2, 3, 2)
+    assert (config.launch.nproc, config.run.seed, config.run.prompts_per_iteration) == (2, 3, 2)
     assert (tmp_path / "inputs" / f"{config.run.name}.yaml").read_text() == written.read_text()
     assert Trainer(config=written).config == trainer.config, "a file alone is the same run"
     assert Trainer(config=config).config == trainer.config
@@ -60,7 +60,7 @@ def test_a_trainer_is_the_run_of_its_yaml_file(make, model, tmp_path):
 def test_what_is_given_wins_over_the_config_and_the_run_is_named_after_all_of_it(make, tmp_path):
     file = tmp_path / "base.yaml"
     file.write_text(
-        "recipe: {target: 'megatron_rl.recipes.tango:Tango', args: {generator_updates: 9}}\n"
+        "recipe: {target: 'megatron_rl.recipes.tango:LeanTango', args: {generator_updates: 9}}\n"
         "run: {seed: 1}\nreward: {timeout_s: 9.0, target: a:b, args: {x: 1}}\n"
     )
     first = make(config=file, recipe=Grpo(updates=5, group_size=4), updates=3)
@@ -122,14 +122,14 @@ def test_rewards_get_the_columns_that_they_name(make):
         make(named, [{"prompt": "a", "task": 1}])
 
 
-def test_the_gate_tries_functions_where_the_form_of_an_answer_is_known(make):
+def test_the_preflight_tries_functions_where_the_form_of_an_answer_is_known(make):
     def reward(response, payload):
         return float(payload["answer"] in response)
 
-    assert not make(reward).config.resolve().gate.reward
-    assert make(reward, config={"reward.answer_format": "{answer}"}).config.resolve().gate.reward
-    assert make(reward, gate={"reward": True}).config.resolve().gate.reward
-    assert make(gate={"reward": True}).config.resolve().gate.reward
+    assert not make(reward).config.resolve().preflight.reward
+    assert make(reward, config={"reward.answer_format": "{answer}"}).config.resolve().preflight.reward
+    assert make(reward, preflight={"reward": True}).config.resolve().preflight.reward
+    assert make(preflight={"reward": True}).config.resolve().preflight.reward
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_the_gate_tries_functions_where_the_form_of_an_answer_is_known(make):
         ({"dataset": ["a"]}, "row 0 is a str"),
         ({"dataset": [{"prompt": "a", "image": object()}]}, "row 0, column 'image' (object) has no form in JSON"),
         ({"dataset": [{"prompt": "a", "x": float("nan")}]}, "column 'x'"),
-        ({"steps": 5}, "run.steps = 5, but the recipe plans 2 steps"),
+        ({"cycles": 5}, "run.cycles = 5, but the recipe plans 2 cycles"),
         ({"recipe": "no_recipe"}, "recipe 'no_recipe' is not known"),
         ({"callback": []}, "did you mean"),
     ],
@@ -165,7 +165,7 @@ def test_what_check_refuses_is_refused_when_a_trainer_is_made(make, model, given
         "dir": tmp_path,
     } | SETTINGS
     with pytest.raises(ConfigError, match=re.escape(words)):
-        Trainer(**whole | {"gate": {"reward": False}} | given)
+        Trainer(**whole | {"preflight": {"reward": False}} | given)
 
 
 def test_the_words_are_those_of_check(make, tmp_path, model, capsys):
@@ -212,21 +212,21 @@ def test_an_upload_says_what_stands_in_its_way(make, model, tmp_path, monkeypatc
     trained = write_tiny_model(tmp_path / "up/models/generator")
     with pytest.raises(ConfigError, match="trained are generator"):
         trainer.push_to_hub("me/model", role="verifier")
-    monkeypatch.setattr(hub, "get_token", lambda: None)
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(push_to_hub, "get_token", lambda: None)
+    monkeypatch.setattr(push_to_hub.constants, "HF_HUB_OFFLINE", False)
     for repo, words in (("me/model", "hf auth login"), ("model", "owner/name"), ("a b/c", "push_to_hub('a b/c')")):
         with pytest.raises(ConfigError, match=re.escape(words)):
             trainer.push_to_hub(repo)
-    monkeypatch.setattr(hub, "get_token", lambda: "token")
+    monkeypatch.setattr(push_to_hub, "get_token", lambda: "token")
     fake = FakeHub()
-    monkeypatch.setattr(hub, "HfApi", lambda: fake)
+    monkeypatch.setattr(push_to_hub, "HfApi", lambda: fake)
     assert trainer.push_to_hub("me/model") == "https://hub.example/me/model"
     assert fake.calls[0] == ("me/model", {"private": True, "exist_ok": True})
     assert (fake.calls[1]["repo_id"], fake.calls[1]["folder_path"]) == ("me/model", trained)
-    monkeypatch.setattr(hub, "HfApi", lambda: FakeHub(OSError("no route")))
+    monkeypatch.setattr(push_to_hub, "HfApi", lambda: FakeHub(OSError("no route")))
     with pytest.raises(ConfigError, match="cannot be reached: no route"):
         trainer.push_to_hub("me/model")
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(push_to_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
         trainer.push_to_hub("me/model")
 

@@ -13,7 +13,7 @@ from chats import CHATML, MARKED, STRICT, THINKING, chat_tokenizer, said
 from specs import spec_of
 from tiny_models import make_model
 
-from megatron_rl.chat import tokenize
+from megatron_rl.chat_template import tokenize
 from megatron_rl.commands import check_data, evaluate
 from megatron_rl.config import files as config_files
 from megatron_rl.config import sources
@@ -27,16 +27,16 @@ from megatron_rl.config.schema import (
     SftData,
     TrainConfig,
 )
+from megatron_rl.contrib.entailment import Entailment
+from megatron_rl.contrib.rubric import Rubric
 from megatron_rl.data.problems import PromptReader, fields_of, read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.sft import Conversation, TextPair, read_samples, sft_rollouts
 from megatron_rl.evaluation.sets import read_sets as read_eval_sets
 from megatron_rl.main import main
 from megatron_rl.recipes.dapo import Dapo
-from megatron_rl.recipes.entailment import Entailment
 from megatron_rl.recipes.grpo import Grpo
-from megatron_rl.recipes.rubric import Rubric
-from megatron_rl.recipes.tango import PaperTango
+from megatron_rl.recipes.tango import Tango
 from megatron_rl.session.eval_engines import OpenModels
 from megatron_rl.training.prompts import asked_tokenizers, encoder, read_sets
 
@@ -184,7 +184,7 @@ def test_malformed_messages_are_named_by_row_and_key(tmp_path, prompt, why):
 
 
 @pytest.mark.parametrize(
-    "recipe", [Grpo(updates=1), Dapo(updates=1), PaperTango(), Rubric(updates=1)], ids=lambda r: type(r).__name__
+    "recipe", [Grpo(updates=1), Dapo(updates=1), Tango(), Rubric(updates=1)], ids=lambda r: type(r).__name__
 )
 def test_every_recipe_that_asks_the_question_puts_the_conversation(tmp_path, recipe):
     path, tokenizer = jsonl(tmp_path / "p.jsonl", {"prompt": USER, "answer": "2"}), chat_tokenizer()
@@ -407,7 +407,7 @@ def test_the_command_prints_what_it_found_and_fails_with_the_row(model, tmp_path
     assert f"{bad}:2: prompt.0.role is 'bot'" in capsys.readouterr().err
 
 
-def test_turns_played_with_another_chat_template_are_not_taken_from_the_store(tmp_path):
+def test_iterations_collected_with_another_chat_template_are_not_taken_from_the_store(tmp_path):
     (tmp_path / "own.jinja").write_text(CHATML)
     own = str(tmp_path / "own.jinja")
     assert sources.sources({"model": {"chat_template": own}}) == {"model.chat_template": tmp_path / "own.jinja"}

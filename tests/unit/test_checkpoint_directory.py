@@ -16,7 +16,7 @@ def save(content):
     def into(path):
         (path / "generator").mkdir()
         (path / "generator" / "shard_0.bin").write_bytes(content)
-        write_json(path / "state.json", {"turn": len(content)})
+        write_json(path / "state.json", {"iteration": len(content)})
 
     return into
 
@@ -30,8 +30,8 @@ def test_write_and_read_back(tmp_path):
     assert checkpoints.newest() is None
     written = checkpoints.write(12, save(b"weights"))
     assert written == checkpoints.newest()
-    assert (written.number, written.path.name) == (12, "step_000012")
-    assert written.read_state() == {"turn": 7}
+    assert (written.number, written.path.name) == (12, "iteration_000012")
+    assert written.read_state() == {"iteration": 7}
     manifest = read_json(written.path / MANIFEST)
     assert manifest | {"digests": None} == {
         "number": 12,
@@ -45,7 +45,7 @@ def test_only_the_newest_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for number in (1, 2, 10, 9):  # by number, not by name or time
         checkpoints.write(number, save(b"x"))
-    assert names(tmp_path) == ["step_000009", "step_000010"]
+    assert names(tmp_path) == ["iteration_000009", "iteration_000010"]
     with pytest.raises(CheckpointError, match="keep = 0"):
         Checkpoints(tmp_path, keep=0)
 
@@ -54,7 +54,7 @@ def test_what_was_just_written_is_never_removed(tmp_path):
     for number in (5, 7):
         Checkpoints(tmp_path, keep=2).write(number, save(b"x"))
     assert Checkpoints(tmp_path, keep=1).write(3, save(b"x")).path.exists()
-    assert names(tmp_path) == ["step_000003", "step_000007"]
+    assert names(tmp_path) == ["iteration_000003", "iteration_000007"]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_damaged_one_is_skipped_and_named(tmp_path, caplog, harm, reason):
     harm(checkpoints.write(2, save(b"weights")).path)
     with caplog.at_level(logging.WARNING):
         assert checkpoints.newest().number == 1
-    assert "step_000002" in caplog.text and reason in caplog.text
+    assert "iteration_000002" in caplog.text and reason in caplog.text
 
 
 def test_damaged_ones_never_push_out_a_complete_one(tmp_path):
@@ -93,7 +93,7 @@ def test_leftovers_are_removed_at_the_next_begin(tmp_path):
     (checkpoints.begin(2) / "half").write_text("half")
     assert checkpoints.newest().number == 1
     checkpoints.begin(3)
-    assert names(tmp_path) == [".step_000003.tmp", "step_000001"]
+    assert names(tmp_path) == [".iteration_000003.tmp", "iteration_000001"]
 
 
 def test_commit_without_begin_or_without_files_is_refused(tmp_path):
@@ -111,19 +111,20 @@ def test_writing_the_same_number_again_replaces_it(tmp_path):
     checkpoints.write(4, save(b"first"))
     again = checkpoints.write(4, save(b"second"))
     assert (again.path / "generator" / "shard_0.bin").read_bytes() == b"second"
-    assert names(tmp_path) == ["step_000004"]
+    assert names(tmp_path) == ["iteration_000004"]
 
 
 def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.write(4, save(b"first"))
-    os.rename(tmp_path / "step_000004", tmp_path / ".step_000004.old")  # as a kill inside the replacement leaves it
-    assert checkpoints.newest().read_state() == {"turn": 5}
+    # as a kill inside the replacement leaves it
+    os.rename(tmp_path / "iteration_000004", tmp_path / ".iteration_000004.old")
+    assert checkpoints.newest().read_state() == {"iteration": 5}
     checkpoints.begin(5)
     assert checkpoints.newest().number == 4
     checkpoints.write(4, save(b"second"))
     checkpoints.begin(5)
-    assert names(tmp_path) == [".step_000005.tmp", "step_000004"]
+    assert names(tmp_path) == [".iteration_000005.tmp", "iteration_000004"]
 
 
 WRITER = """

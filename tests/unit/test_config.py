@@ -29,9 +29,9 @@ from megatron_rl.config.schema import (
     config,
 )
 from megatron_rl.engines.vllm.settings import Vllm
-from megatron_rl.recipes.tango import PaperTango
-from megatron_rl.spec.absent import absent_files
-from megatron_rl.training.turns import Part
+from megatron_rl.recipes.tango import Tango
+from megatron_rl.spec.missing_files import absent_files
+from megatron_rl.training.iteration import RecipeRole
 
 BASE = {
     "roles": {"a": {"model": {"path": "org/a"}}, "b": {"model": {"path": "org/b"}, "layout": {"tp": 2}}},
@@ -81,8 +81,8 @@ def refusal(schema, files, overrides=()):
 def test_files_left_to_right_then_overrides(tmp_path, base):
     second = write(tmp_path / "second.yaml", "run: {seed: 1, name: second}\nroles: {b: {layout: {pp: 2}}}\n")
     third = write(tmp_path / "third.yaml", "run: {seed: 2}\n")
-    read = load(TrainConfig, [base, second, third], ["run.steps=7", "roles.a.optimizer.betas=[0.9, 0.95]"])
-    assert (read.run.seed, read.run.name, read.run.steps, read.run.keep) == (2, "second", 7, 2)
+    read = load(TrainConfig, [base, second, third], ["run.cycles=7", "roles.a.optimizer.betas=[0.9, 0.95]"])
+    assert (read.run.seed, read.run.name, read.run.cycles, read.run.keep) == (2, "second", 7, 2)
     assert (read.roles["b"].layout.tp, read.roles["b"].layout.pp) == (2, 2), "roles merge per key"
     assert read.roles["a"].optimizer.betas == (0.9, 0.95), "lists become tuples"
 
@@ -127,14 +127,14 @@ def test_an_int_is_only_an_int(base, value):
     ("override", "cure"),
     [
         ("run.name=3", "put it in quotes"),
-        ("gate.enabled=1", "give true or false"),
-        ("gate.enabled=no", "give true or false"),
+        ("preflight.enabled=1", "give true or false"),
+        ("preflight.enabled=no", "give true or false"),
         ("roles.a.optimizer.lr='1e-6'", "give a number"),
         ("roles.a.optimizer.lr=.nan", "give a finite number"),
         ("roles.a.loss.kl_clamp=.inf", "give a finite number"),
         ("roles.a.model.dtype=float16", "choose 'float32' or 'bfloat16'"),
         ("roles.a.sampling.stop_strings=stop", "give a list"),
-        ("gate=3", "give a mapping of keys"),
+        ("preflight=3", "give a mapping of keys"),
     ],
 )
 def test_wrong_values_name_override_key_and_cure(base, override, cure):
@@ -151,7 +151,7 @@ def test_all_problems_at_once_each_with_its_source(tmp_path, base):
             f"{file}: roles.b.layout.tp = 0: give a number of ranks, from 1 to 65536",
             f"{file}: zzz: unknown key; known here: roles, families, recipe, data, evaluation, engine, reward, run, "
             "launch, refit, rollouts, "
-            "gate, debug, sinks, job",
+            "preflight, debug, sinks, job",
             "override 'evaluation.every=x': evaluation.every = \"x\": "
             "give a whole number, without quotes, leading zeros or a decimal point",
         ]
@@ -443,7 +443,9 @@ def test_values_out_of_range_are_refused(base, override, cure):
     assert f"{key} = {value}: " in message.replace("-1e-06", "-1e-6") and f"give a value {cure}" in message
 
 
-@pytest.mark.parametrize("override", ["run.steps=0", "run.prompts_per_step=0", "roles.a.samples_per_optimizer_step=0"])
+@pytest.mark.parametrize(
+    "override", ["run.cycles=0", "run.prompts_per_iteration=0", "roles.a.samples_per_optimizer_step=0"]
+)
 def test_a_run_that_trains_nothing_is_refused(base, override):
     with pytest.raises(ConfigError, match=override.split("=")[0] + " = 0"):
         config_checks.check(load(TrainConfig, [base], [override]), 2)
@@ -452,9 +454,9 @@ def test_a_run_that_trains_nothing_is_refused(base, override):
 def test_what_the_numbers_mean(base):
     class Both:
         def roles(self):
-            return {"b": Part(samples=5), "a": Part(samples=5)}
+            return {"b": RecipeRole(samples=5), "a": RecipeRole(samples=5)}
 
-    config = load(TrainConfig, [base], ["roles.b.samples_per_optimizer_step=64", "run.prompts_per_step=32"])
+    config = load(TrainConfig, [base], ["roles.b.samples_per_optimizer_step=64", "run.prompts_per_iteration=32"])
     line, whole, *_ = config_checks.explain_recipe(config_checks.spec_of(config, 8, recipe=Both()))
     assert line == (
         "b: 32 prompts x 5 samples = 160 samples per update; 160 / 64 = 3 optimizer steps; at most 655360 tokens, that "
@@ -526,7 +528,7 @@ def test_data_and_roles_are_checked_before_a_job_is_queued(change, says):
     with pytest.raises(ConfigError, match=re.escape(says)):
         config = load(TrainConfig, files, ["engine.colocate=false", change])
         config_checks.check(config, 32)
-        config_checks.check_recipe(config, PaperTango())
+        config_checks.check_recipe(config, Tango())
 
 
 def test_files_that_are_not_there_yet_are_named():

@@ -9,7 +9,7 @@ import specs as config_checks
 
 from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, Model, RoleConfig, SamplingConfig, TandemConfig, TrainConfig, Use
-from megatron_rl.recipes.tango import PaperTango
+from megatron_rl.recipes.tango import Tango
 from megatron_rl.spec.checks import role_problems
 
 EXAMPLE = Path(__file__).parents[2] / "examples/published/tango_qwen2.5_7b.yaml"
@@ -41,7 +41,7 @@ def test_roles_that_cannot_be_are_refused(changes, says):
     config = replace(config, roles={}) if "roles={}" in changes else config
     with pytest.raises(ConfigError, match=re.escape(says)):
         config_checks.check(config, 32)
-        config_checks.check_recipe(config, PaperTango())
+        config_checks.check_recipe(config, Tango())
 
 
 def test_the_longest_chunk_that_leaves_the_junior_a_token_is_allowed():

@@ -13,14 +13,14 @@ import pytest
 from own_family import FAMILY
 
 from megatron_rl.algorithms.estimators import ESTIMATORS
-from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.algorithms.objectives import WORDS
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.config.files import load, read_keys
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import Reward, TrainConfig
-from megatron_rl.environments.moves import Said
-from megatron_rl.models import cuts
-from megatron_rl.models.base import Family
+from megatron_rl.environments.episode_types import Said
+from megatron_rl.models import partitions
+from megatron_rl.models.family import Family
 from megatron_rl.models.sizes import Features
 
 ROOT = Path(__file__).parents[2]
@@ -89,35 +89,35 @@ def test_the_runs_that_a_page_shows_can_be_built(own_parts):
         recipe = build(own_parts[name].recipe)
         recipe.check(own_parts[name])
         assert set(recipe.roles()) == set(own_parts[name].roles)
-    assert not own_parts["guess"].gate.reward and own_parts["letters"].gate.reward
+    assert not own_parts["guess"].preflight.reward and own_parts["letters"].preflight.reward
 
 
-def test_the_game_of_one_seat_that_a_page_shows_can_be_played(own_parts):
+def test_the_game_of_one_agents_that_a_page_shows_can_be_played(own_parts):
     import guess
 
     game = guess.GuessTheNumber(most=10, guesses=4).copy()
     [move] = game.begin({}, seed=6)
-    assert (move.seat, move.role) == ("player", "agent")
-    told = [game.step(Said(seat="player", text=text)) for text in ("3", "I say 9.", "none", "7")]
+    assert (move.agent, move.role) == ("player", "agent")
+    told = [game.step(Said(agent="player", text=text)) for text in ("3", "I say 9.", "none", "7")]
     said = [move.messages[0]["content"] for [move] in told[:3]]
     assert said == ["Too small.\n", "Too large.\n", "This was no number.\n"]
     assert told[3].rewards == {"player": {"won": 1.0}}
-    [move] = game.begin({}, seed=6) and game.step(Said(seat="player", text="9" * 5000))
+    [move] = game.begin({}, seed=6) and game.step(Said(agent="player", text="9" * 5000))
     assert move.messages[0]["content"] == "Too large.\n"
 
 
-def test_the_game_of_two_seats_that_a_page_shows_can_be_played(own_parts):
+def test_the_game_of_two_agents_that_a_page_shows_can_be_played(own_parts):
     import sticks
 
     game = sticks.Sticks(sticks=5).copy()
     [move] = game.begin({}, seed=6)
-    assert (move.seat, move.role) == ("first", "alice") and "5 sticks are left" in move.messages[0]["content"]
-    [move] = game.step(Said(seat="first", text="I take 3"))
-    assert (move.seat, move.role) == ("second", "bob") and "2 sticks are left" in move.messages[0]["content"]
-    assert game.step(Said(seat="second", text="2")).rewards == {"first": {"won": 0.0}, "second": {"won": 1.0}}
-    for wrong in (Said(seat="first", text="4"), Said(seat="first", text="", stop=None)):
+    assert (move.agent, move.role) == ("first", "alice") and "5 sticks are left" in move.messages[0]["content"]
+    [move] = game.step(Said(agent="first", text="I take 3"))
+    assert (move.agent, move.role) == ("second", "bob") and "2 sticks are left" in move.messages[0]["content"]
+    assert game.step(Said(agent="second", text="2")).rewards == {"first": {"won": 0.0}, "second": {"won": 1.0}}
+    for wrong in (Said(agent="first", text="4"), Said(agent="first", text="", stop=None)):
         game.begin({}, seed=6)
-        assert game.step(wrong).rewards == {"first": {"won": 0.0}}, "the second seat has no sample"
+        assert game.step(wrong).rewards == {"first": {"won": 0.0}}, "the second agent has no sample"
 
 
 def test_the_tool_that_a_page_shows_can_be_called(own_parts):
@@ -132,8 +132,12 @@ def test_the_page_about_families_shows_one_as_it_is_and_names_all_that_one_can_s
     page = (ROOT / "docs/adding_a_model.md").read_text()
     assert (ROOT / "megatron_rl/models/olmo2.py").read_text() in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     members = {name for name in (*vars(Family), "model_type") if not name.startswith("_")}
-    own = {name for name, cut in vars(cuts).items() if isinstance(cut, type) and cut.__module__ == cuts.__name__}
-    ways = {name for name in own if hasattr(vars(cuts)[name], "held")} - {"Cut"}
+    own = {
+        name
+        for name, cut in vars(partitions).items()
+        if isinstance(cut, type) and cut.__module__ == partitions.__name__
+    }
+    ways = {name for name in own if hasattr(vars(partitions)[name], "held")} - {"Partition"}
     wanted = {*members, *ways, *(field.name for field in fields(Features))}
     assert len(ways) == 7 and not {name for name in wanted if f"`{name}`" not in page}
     linked = re.findall(r"\]\(([^)#]+)\)", page) + re.findall(r"`((?:tests|megatron)/[\w/]*\.?\w*)`", page)
@@ -164,7 +168,7 @@ def test_every_packaged_reward_is_named_and_can_be_found():
     assert sorted(named) == sorted(found) and Reward().target == named[0]
 
 
-def test_the_readmes_figures_of_the_demo_are_those_of_its_page():
+def test_the_readmes_metrics_of_the_demo_are_those_of_its_page():
     rows = [
         re.findall(r"^\| (?:generator|verifier), .*\|$", (ROOT / name).read_text(), re.MULTILINE)
         for name in ("README.md", "docs/last_letter.md")

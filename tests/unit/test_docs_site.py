@@ -16,8 +16,8 @@ from limits import RUN_S
 from megatron_rl.commands.settings import SCHEMAS
 from megatron_rl.config.describe import describe
 from megatron_rl.config.evaluation import Reward
-from megatron_rl.rewards.pool import GradePool
-from megatron_rl.training.gate import check_reward
+from megatron_rl.rewards.grading_pool import GradePool
+from megatron_rl.training.preflight import check_reward
 from megatron_rl.types import Prompt
 
 DOCS = ROOT / "docs"
@@ -123,7 +123,7 @@ def test_a_quoted_message_is_one_of_the_source(message, messages):
 
 
 @pytest.mark.parametrize("page, name", [("quickstart.md", "share"), ("writing_a_reward.md", "my_rewards")])
-def test_the_rewards_that_pages_show_pass_the_gate(page, name, tmp_path, monkeypatch):
+def test_the_rewards_that_pages_show_pass_the_preflight(page, name, tmp_path, monkeypatch):
     [code] = [block.text for block in blocks("python") if block.page.name == page and f"# {name}.py" in block.text]
     (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.chdir(tmp_path)
@@ -131,7 +131,10 @@ def test_the_rewards_that_pages_show_pass_the_gate(page, name, tmp_path, monkeyp
     answer, wrong, form = given[name]
     prompts = [Prompt(id="0", tokens=[1], payload={"answer": answer})]
     with GradePool(Reward(target=f"{name}:grade")) as pool:
-        assert check_reward(pool.grade, prompts, wrong, form) == {"gate/reward_right": 1.0, "gate/reward_wrong": 0.0}
+        assert check_reward(pool.grade, prompts, wrong, form) == {
+            "preflight/reward_correct": 1.0,
+            "preflight/reward_wrong": 0.0,
+        }
         if name == "share":
             [half] = pool.grade([r"\boxed{b a}"], [{"answer": answer}])
             assert half.score == 0.5

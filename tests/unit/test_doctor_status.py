@@ -18,19 +18,19 @@ from conftest import ROOT, environment
 from limits import PROCESS_S
 from rich.console import Console
 
-from megatron_rl.cluster import profile, slices
-from megatron_rl.cluster.job import SlurmJob
+from megatron_rl.cluster import job_slices, profile
 from megatron_rl.cluster.profile import Profile
+from megatron_rl.cluster.slurm_job import SlurmJob
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, TrainConfig
-from megatron_rl.engines.roster import Announcement, Listing, Roster
+from megatron_rl.engines.server_registry import Announcement, Listing, ServerRegistry
 from megatron_rl.jobs import doctor, status, submit, versions
 from megatron_rl.jobs.doctor import Check
 from megatron_rl.main import main
 from megatron_rl.run.checkpoint import Checkpoints, write_json
-from megatron_rl.run.directory import RunDirectory
 from megatron_rl.run.metrics import Tracker
-from megatron_rl.session.servers import ENGINES
+from megatron_rl.run.run_directory import RunDirectory
+from megatron_rl.session.server_connection import ENGINES
 
 TANGO = ROOT / "examples/published/tango_qwen2.5_7b.yaml"
 JOB = SlurmJob(id="17_0", restart=0, node="n1", step=None, end=None, warning_s=None)
@@ -279,7 +279,7 @@ def test_doctor_prints_what_is_wrong_last_and_says_so_by_its_status(tmp_path, ca
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A run with two turns of four done, one of them saved, by job 17."""
+    """A run with two iterations of four done, one of them saved, by job 17."""
     directory = tmp_path / "a"
     (directory / "jobs").mkdir(parents=True)
     (directory / "logs").mkdir()
@@ -287,12 +287,12 @@ def run(tmp_path) -> Path:
     (directory / "jobs" / submit.SUBMITTED).write_text(
         json.dumps({"script": "train.sbatch", "job": "17", "time": 0.0}) + '\n{"scr'
     )
-    slices.begin(directory, JOB, "n[1-2]", 3)
+    job_slices.begin(directory, JOB, "n[1-2]", 3)
     with Tracker(RunDirectory(directory).metrics) as tracker:
-        for turn in range(2):
-            figures = {"loss": 0.5, "reward/trained": 0.5, "staleness": 1.0, "seconds/play": 2.0, "seconds/train": 1.0}
-            tracker.log(turn, "generator", figures, turn=turn)
-        tracker.log(2, "eval", {"accuracy": 0.25}, turn=1)
+        for iteration in range(2):
+            metrics = {"loss": 0.5, "reward/trained": 0.5, "staleness": 1.0, "seconds/play": 2.0, "seconds/train": 1.0}
+            tracker.log(iteration, "generator", metrics, iteration=iteration)
+        tracker.log(2, "eval", {"accuracy": 0.25}, iteration=1)
     checkpoints = Checkpoints(RunDirectory(directory).checkpoints)
     (checkpoints.begin(1) / "weights").write_text("w")
     checkpoints.commit(1)
@@ -313,10 +313,10 @@ def test_a_running_run_is_shown_with_its_job_rate_and_last_figures(run, fake_slu
     answers, asked = fake_slurm
     answers(squeue=RUNNING)
     said = shown(run)
-    assert "running; 2 of 4 turns, 1 saved; 3.0 s a turn, 0 min to go" in said
+    assert "running; 2 of 4 iterations, 1 saved; 3.0 s an iteration, 0 min to go" in said
     assert "0:50:00" in said and "it runs, or has just ended" in said
-    assert "generator at turn 2 (step 2): loss 0.5, reward/trained 0.5, staleness 1" in said
-    assert "eval after step 2: accuracy 0.25" in said
+    assert "generator at iteration 2 (cycle 2): loss 0.5, reward/trained 0.5, staleness 1" in said
+    assert "eval after cycle 2: accuracy 0.25" in said
     assert any("--jobs=17 " in line for line in asked())
 
 
@@ -345,7 +345,7 @@ def test_faults_status_prints_names_as_they_are_and_leaves_deep_files_out(run, f
     told = Listing(
         role="generator", replica=0, url="http://[/bold]:1", incarnation="a" * 10, log="", node="[red]n", job="[/]"
     )
-    Roster(run / ENGINES).write(told)
+    ServerRegistry(run / ENGINES).write(told)
     (run / ENGINES / "generator-1.json").write_text("[" * 100_000)
     with RunDirectory(run).metrics.open("a") as file:
         file.write("[" * 100_000 + "\n")
@@ -355,12 +355,12 @@ def test_faults_status_prints_names_as_they_are_and_leaves_deep_files_out(run, f
 
 
 def test_engines_that_beat_live_and_others_are_silent(run, fake_slurm):
-    roster = Roster(run / ENGINES)
+    registry = ServerRegistry(run / ENGINES)
     alive = Listing(
         role="generator", replica=0, url="http://h:1", incarnation="aaaaaaaaaa", log="", node="n1", job="18_0"
     )
-    roster.write(replace(alive, replica=1, incarnation="bbbbbbbbbb"))
-    with Announcement(roster, alive, lambda: True, beat_s=0.02):
+    registry.write(replace(alive, replica=1, incarnation="bbbbbbbbbb"))
+    with Announcement(registry, alive, lambda: True, beat_s=0.02):
         found = dict((listing.name, lives) for listing, lives in status.read(run, look_s=0.5).engines)
     assert found == {"generator-0": True, "generator-1": False}
     assert "silent" in shown(run, look_s=0.0)
@@ -374,7 +374,7 @@ def test_stop_leaves_running_jobs_to_leave_and_survives_jobs_that_slurm_forgot(r
     answers(squeue=RUNNING.replace("RUNNING", "PENDING"))
     assert main(["stop", str(run)]) == 0 and asked()[-1] == "scancel --state=PENDING 17"
     assert main(["stop", str(run), "--now"]) == 0 and asked()[-1] == "scancel 17"
-    assert "checkpoint has 1 turns" in capsys.readouterr().out
+    assert "checkpoint has 1 iterations" in capsys.readouterr().out
 
 
 def test_a_sweep_is_stopped_and_shown_run_by_run(run, fake_slurm, capsys):

@@ -13,13 +13,13 @@ from tiny_models import LLAMA31_ROPE, make_model
 from toys import characters
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.engines.base import EngineError, Sampling, complete
-from megatron_rl.engines.embedded import engine as embedded
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
-from megatron_rl.engines.rounds import Row
+from megatron_rl.engines.batched_session import Row
+from megatron_rl.engines.embedded import embedded_engine as embedded
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.protocol import EngineError, Sampling, complete
 from megatron_rl.models.registry import families
 from megatron_rl.types import Stop
-from megatron_rl.weights import hf
+from megatron_rl.weights import hf_model
 
 MODELS = {
     "qwen2": ("qwen2", {}),
@@ -223,9 +223,9 @@ def test_the_context_limit_ends_a_row(tmp_path, caplog):
 def test_load_takes_the_stream_and_sets_the_version(tmp_path, directory, engine):
     other = make_model(tmp_path, "qwen2", seed=1)
     changed = EmbeddedEngine(directory)
-    changed.load(hf.read_tensors(directory), version=0)
+    changed.load(hf_model.read_tensors(directory), version=0)
     assert scores_of(changed) == scores_of(engine)
-    weights = dict(hf.read_tensors(other))
+    weights = dict(hf_model.read_tensors(other))
     changed.load(weights.items(), version=3)
     for tensor in weights.values():
         tensor.zero_()  # the trainer goes on changing its own
@@ -247,7 +247,7 @@ def test_load_reads_sharded_directories(tmp_path, directory, engine):
 
 def test_a_tied_model_takes_a_stream_with_and_without_the_head(tmp_path):
     make_model(tmp_path, "qwen2", tie_word_embeddings=True)
-    weights = dict(hf.read_tensors(tmp_path))
+    weights = dict(hf_model.read_tensors(tmp_path))
     weights.pop("lm_head.weight", None)
     without, with_head = EmbeddedEngine(tmp_path), EmbeddedEngine(tmp_path)
     without.load(weights.items(), version=0)
@@ -257,7 +257,7 @@ def test_a_tied_model_takes_a_stream_with_and_without_the_head(tmp_path):
 
 def test_a_bad_stream_changes_nothing(directory):
     engine = loaded(directory)
-    before, good = scores_of(engine), {name: 2 * t for name, t in hf.read_tensors(directory)}
+    before, good = scores_of(engine), {name: 2 * t for name, t in hf_model.read_tensors(directory)}
     down = "model.layers.2.mlp.down_proj.weight"
     bad = {
         f"1 tensors are missing, the first is {down}": {n: t for n, t in good.items() if n != down}.items(),
@@ -294,7 +294,7 @@ def test_misuse_is_refused_with_the_cure(directory, engine):
 def test_weights_that_are_not_finite_are_reported(directory):
     engine = EmbeddedEngine(directory)
     engine.load(
-        ((n, t * torch.nan if n == "model.norm.weight" else t) for n, t in hf.read_tensors(directory)), version=0
+        ((n, t * torch.nan if n == "model.norm.weight" else t) for n, t in hf_model.read_tensors(directory)), version=0
     )
     with pytest.raises(FloatingPointError, match="not finite"):
         complete(engine, PROMPTS, GREEDY)

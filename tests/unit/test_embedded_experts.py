@@ -14,16 +14,16 @@ from tiny_models import make_model
 from toys import characters
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.algorithms.authors import Rule
-from megatron_rl.engines.base import Sampling, TandemSampling, complete
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.algorithms.tandem_authors import Rule
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.embedded.engine_weights import ExpertWeights, FeedForward, SharedExpert, WeightSlots, storage
 from megatron_rl.engines.embedded.feed_forward import add_experts
-from megatron_rl.engines.embedded.weights import ExpertWeights, FeedForward, SharedExpert, WeightSlots, storage
+from megatron_rl.engines.protocol import Sampling, TandemSampling, complete
 from megatron_rl.models.shape import read_shape
 from megatron_rl.models.sizes import Routing
 from megatron_rl.types import FREE
-from megatron_rl.weights import counting, hf
-from megatron_rl.weights.rectangles import hf_shapes
+from megatron_rl.weights import counting, hf_model
+from megatron_rl.weights.parameter_mapping import hf_shapes
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 PROMPTS = [[5, 9, 30], [8] * 17, [40], [7 + i for i in range(50)], [8] * 17]
@@ -152,7 +152,7 @@ def gated(state, gate_up, down):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_storage_is_the_models_tensors_bit_for_bit(models, family):
     """And it takes the memory that `megatron-rl plan` counts."""
-    engine, tensors = EmbeddedEngine(models / family), dict(hf.read_tensors(models / family))
+    engine, tensors = EmbeddedEngine(models / family), dict(hf_model.read_tensors(models / family))
     weights, slots = storage(engine.arch, torch.float32, CPU)
     assert {name: (*slot.shape, 1)[:2] for name, slot in slots.items()} == hf_shapes(engine.arch)
     for name, tensor in tensors.items():
@@ -180,7 +180,7 @@ def tensors_of(weights):
 
 def test_a_refit_writes_rows_and_columns_of_one_expert_alone(models):
     engine = loaded(models / "qwen3_moe")
-    places, tensors = engine.targets, dict(hf.read_tensors(models / "qwen3_moe"))
+    places, tensors = engine.targets, dict(hf_model.read_tensors(models / "qwen3_moe"))
     engine.begin_refit()
     for name, tensor in tensors.items():
         places.write(name, whole(tensor), tensor.view(len(tensor), -1))
@@ -208,7 +208,7 @@ def test_the_same_experts_twice_are_the_single_model(models):
 
 def test_a_bias_of_experts_stays_float32_and_travels_bit_for_bit(models):
     """A bfloat16 bias would send tokens to other experts than the trainer's routers do."""
-    arch = hf.read_architecture(models / "deepseek_v3")
+    arch = hf_model.read_architecture(models / "deepseek_v3")
     _, slots = storage(arch, torch.bfloat16, CPU)
     [name] = [name for name in slots if name.endswith("e_score_correction_bias")]
     assert {slot.rows.dtype for other, slot in slots.items() if other != name} == {torch.bfloat16}

@@ -13,11 +13,11 @@ from fake_cuda_graphs import FakeCuda
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.engines.base import Sampling, complete
-from megatron_rl.engines.embedded import graphs
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
-from megatron_rl.engines.embedded.graphs import padded_rows
-from megatron_rl.engines.embedded.model import Decoder
+from megatron_rl.engines.embedded import cuda_graphs
+from megatron_rl.engines.embedded.cuda_graphs import padded_rows
+from megatron_rl.engines.embedded.decoder import Decoder
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.protocol import Sampling, complete
 
 GREEDY = Sampling(max_tokens=80, temperature=0.0)  # the cache grows twice
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
@@ -116,7 +116,7 @@ def test_a_step_that_is_not_captured_is_run_as_it_is(tmp_path, caplog, monkeypat
     cuda = FakeCuda()
     cuda.install(monkeypatch)
     cuda.fails_to_begin = 1
-    engine._recorder = graphs.GraphRecorder()
+    engine._recorder = cuda_graphs.GraphRecorder()
     assert [c.tokens.tolist() for (c,) in complete(engine, PROMPTS, GREEDY)] == wanted
     assert caplog.text.count("decoding goes on without CUDA graphs") == 1
 
@@ -132,6 +132,6 @@ def test_models_with_experts_and_engines_without_graphs_are_not_recorded(tmp_pat
     assert recorder.recorded == 0
     dense = make_model(tmp_path / "dense", "qwen2", num_hidden_layers=1)
     gpu = torch.device("cuda")
-    assert isinstance(EmbeddedEngine(dense, device=gpu)._recorder, graphs.GraphRecorder)
+    assert isinstance(EmbeddedEngine(dense, device=gpu)._recorder, cuda_graphs.GraphRecorder)
     assert EmbeddedEngine(dense, device=gpu, cuda_graphs=False)._recorder is None
     assert EmbeddedEngine(dense, device=torch.device("cpu"))._recorder is None

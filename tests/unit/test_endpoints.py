@@ -13,9 +13,9 @@ from fake_endpoint import FakeEndpoint
 from toys import EOS, characters
 
 from megatron_rl.config.schema import ConfigError, EndpointConfig
-from megatron_rl.engines.base import EngineError, Sampling, complete
 from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.openai import OpenAiServer, open_endpoint
+from megatron_rl.engines.protocol import EngineError, Sampling, complete
 from megatron_rl.types import Stop
 
 SAMPLING = Sampling(max_tokens=4, n=2, seed=3)

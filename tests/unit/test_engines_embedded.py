@@ -5,7 +5,7 @@ import pytest
 from tiny_models import make_model
 from toys import characters
 
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 
 
 @pytest.fixture(scope="module")

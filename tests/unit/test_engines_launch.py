@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from conftest import environment
-from fake_fleet import until
+from fake_servers import until
 from fake_vllm import SAID
 from limits import PROCESS_S
 from ranks import ROOT
@@ -27,14 +27,14 @@ from ranks import ROOT
 from megatron_rl import main
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, TrainConfig
-from megatron_rl.engines import launch
-from megatron_rl.engines.guard import HEADER, TOKEN_FILE, Guard
-from megatron_rl.engines.launch import Command, ServerProcess, StartError, make_token
-from megatron_rl.engines.roster import Listing, Roster
+from megatron_rl.engines import server_process
+from megatron_rl.engines.auth_middleware import HEADER, TOKEN_FILE, Guard
+from megatron_rl.engines.server_process import Command, ServerProcess, StartError, make_token
+from megatron_rl.engines.server_registry import Listing, ServerRegistry
 from megatron_rl.engines.vllm.settings import Vllm
-from megatron_rl.session import serving as serve
-from megatron_rl.session.servers import check_gpus, connect, visible_gpus
-from megatron_rl.session.supervisors import Supervisor, end_supervisors, hopeless
+from megatron_rl.session import run_server as serve
+from megatron_rl.session.server_connection import check_gpus, connect, visible_gpus
+from megatron_rl.session.server_supervisors import Supervisor, end_supervisors, hopeless
 
 FAKE = [sys.executable, str(ROOT / "tests/helpers/fake_vllm.py"), "--host", "127.0.0.1", "--port", "0"]
 CONFIG = """
@@ -147,7 +147,7 @@ def test_a_stopped_server_is_never_signalled_again(tmp_path, monkeypatch):
     """The number of its group may be another's by then."""
     process = start(tmp_path, FAKE, FAKE="silent")
     process.stop()
-    monkeypatch.setattr(launch.os, "killpg", lambda *_: pytest.fail("a signal"))
+    monkeypatch.setattr(server_process.os, "killpg", lambda *_: pytest.fail("a signal"))
     process.stop()
 
 
@@ -156,7 +156,7 @@ def test_a_servers_environment(tmp_path):
     torch.
     """
     (tmp_path / "engine.py").write_text(
-        "import megatron_rl.engines.guard, os\nroot = os.environ['PYTHONPATH'].split(os.pathsep)[0]\n"
+        "import megatron_rl.engines.auth_middleware, os\nroot = os.environ['PYTHONPATH'].split(os.pathsep)[0]\n"
         "print(sorted(os.listdir(root)), megatron_rl.__file__.startswith(root), [k for k in os.environ if 'ELASTIC' "
         "in k or 'RANK' in k])"
     )
@@ -177,7 +177,7 @@ def test_a_servers_environment(tmp_path):
         assert (tmp_path / "log").read_text().splitlines()[-1] == plain, (tmp_path / "log").read_text()
     (tmp_path / "imports/megatron_rl").unlink()
     (tmp_path / "imports/megatron_rl").symlink_to("/moved/away")
-    assert launch._only_this_package(tmp_path / "imports") == tmp_path / "imports"
+    assert server_process._only_this_package(tmp_path / "imports") == tmp_path / "imports"
     assert (tmp_path / "imports/megatron_rl").resolve() == ROOT / "megatron_rl"
 
 
@@ -330,7 +330,7 @@ class Serving:
         """Once there is one with a beat; of another incarnation, if told."""
 
         def found() -> list[Listing]:
-            listings = Roster(self.base / "run/engines").read("generator")
+            listings = ServerRegistry(self.base / "run/engines").read("generator")
             return [x for x in listings if x.replica == self.replica and x.incarnation != other_than and x.beat > 0]
 
         until(f"a listing; {self.out.read_text()}", lambda: found() or self.process.poll() is not None, PROCESS_S)
@@ -451,10 +451,12 @@ def test_a_run_ends_its_supervisors_and_knows_when_all_have_given_up(config):
     (run / "config.yaml").write_text(config.read_text())
     both = [Supervisor(run, "generator", replica) for replica in (0, 1)]
     assert os.getpgid(both[0]._process.pid) != os.getpgid(0), (
-        "Ctrl-C is for the run, which needs its servers until the turn's end"
+        "Ctrl-C is for the run, which needs its servers until the iteration's end"
     )
     until(
-        "both", lambda: len(Roster(run / "engines").read("generator")) == 2 or any(s.ended() for s in both), PROCESS_S
+        "both",
+        lambda: len(ServerRegistry(run / "engines").read("generator")) == 2 or any(s.ended() for s in both),
+        PROCESS_S,
     )
     stay = lambda: False  # noqa: E731
     assert (
@@ -486,7 +488,11 @@ def test_a_servers_imports_name_the_plug_in_that_vllm_loads(tmp_path):
 
     from megatron_rl.engines.vllm.kind import PLUGIN
 
-    found = [e for d in distributions(path=[str(launch._only_this_package(tmp_path, PLUGIN))]) for e in d.entry_points]
+    found = [
+        e
+        for d in distributions(path=[str(server_process._only_this_package(tmp_path, PLUGIN))])
+        for e in d.entry_points
+    ]
     assert [(e.group, e.value) for e in found] == [("vllm.general_plugins", "megatron_rl.engines.vllm.tandem:register")]
 
 

@@ -1,5 +1,5 @@
 """The pool over fake servers that listen on real sockets: dispatch, servers that fail in every way, waiting, and the
-roster.
+registry.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from fake_fleet import ADDRESS, ROLE, TOKEN, Asked, Fleet, expected, fleet_in, until
+from fake_servers import ADDRESS, ROLE, TOKEN, Asked, RunEngines, engines_in, expected, until
 from fake_vllm import CAUSE, GENERATE, JOIN, SAID, FakeVllm, logprob_of
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.engines.base import EngineError, Sampling, complete
 from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.pool.dispatch import LOST_UNDER
-from megatron_rl.engines.roster import Announcement, Listing, Roster
+from megatron_rl.engines.protocol import EngineError, Sampling, complete
+from megatron_rl.engines.server_registry import Announcement, Listing, ServerRegistry
 from megatron_rl.engines.vllm.client import VllmServer
 from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.types import Stop
@@ -33,8 +33,8 @@ PROMPTS = [[i + 1, 7, 9] for i in range(12)]
 
 
 @pytest.fixture
-def fleet(tmp_path):
-    with fleet_in(tmp_path) as made:
+def run_engines(tmp_path):
+    with engines_in(tmp_path) as made:
         yield made
 
 
@@ -44,21 +44,21 @@ def right(groups, prompts=PROMPTS, sampling=SAMPLING) -> bool:
     ]
 
 
-def test_every_prompt_is_answered_n_times_in_order(fleet: Fleet):
-    fakes = [fleet.start(0), fleet.start(1)]
-    groups = complete(fleet.serving(2), PROMPTS, SAMPLING)
+def test_every_prompt_is_answered_n_times_in_order(run_engines: RunEngines):
+    fakes = [run_engines.start(0), run_engines.start(1)]
+    groups = complete(run_engines.serving(2), PROMPTS, SAMPLING)
     assert right(groups) and sum(f.count(GENERATE) for f in fakes) == len(PROMPTS)
     for completion in (c for group in groups for c in group):
         assert completion.stop is Stop.LENGTH and completion.versions == [(0, 1)]
         wanted = [logprob_of(t) for t in completion.tokens]
         assert completion.logprobs.tolist() == completion.model_logprobs.tolist() == wanted
         assert completion.tokens.flags.writeable and completion.tokens.base is None, "of its own, not of the answer"
-    assert complete(fleet.pool, [], SAMPLING) == []
+    assert complete(run_engines.pool, [], SAMPLING) == []
 
 
-def test_greedy_answers_and_full_contexts(fleet: Fleet):
-    fleet.start()
-    pool = fleet.serving(replicas=1)
+def test_greedy_answers_and_full_contexts(run_engines: RunEngines):
+    run_engines.start()
+    pool = run_engines.serving(replicas=1)
     [[a, b, c], [full, _, _]] = complete(
         pool, [[5], [5] * 200], Sampling(max_tokens=4, n=3, temperature=0.0, top_p=0.5)
     )
@@ -67,10 +67,10 @@ def test_greedy_answers_and_full_contexts(fleet: Fleet):
     assert len(full.tokens) == 0 and full.stop is Stop.LENGTH and full.versions == [(0, 1)]
 
 
-def test_prompts_that_fill_the_context_are_counted_and_said(fleet: Fleet, caplog):
+def test_prompts_that_fill_the_context_are_counted_and_said(run_engines: RunEngines, caplog):
     """Their answers were empty, and nothing said why."""
-    fleet.start()
-    pool = fleet.serving(replicas=1)
+    run_engines.start()
+    pool = run_engines.serving(replicas=1)
     with caplog.at_level(logging.WARNING):
         complete(pool, [[5], [5] * 199], SAMPLING)
         assert "filled the model's context" not in caplog.text
@@ -81,79 +81,79 @@ def test_prompts_that_fill_the_context_are_counted_and_said(fleet: Fleet, caplog
     assert caplog.text.count("filled the model's context") == 2 and f"{ROLE}: 10 prompt(s) so far" in caplog.text
 
 
-def test_log_probs_that_nobody_reads_are_not_asked_for_and_could_not_be_trained_on(fleet: Fleet):
-    fleet.start()
-    groups = complete(fleet.serving(replicas=1), PROMPTS, replace(SAMPLING, logprobs=False))
+def test_log_probs_that_nobody_reads_are_not_asked_for_and_could_not_be_trained_on(run_engines: RunEngines):
+    run_engines.start()
+    groups = complete(run_engines.serving(replicas=1), PROMPTS, replace(SAMPLING, logprobs=False))
     assert right(groups)
     for completion in (c for group in groups for c in group):
         assert completion.model_logprobs is None and len(completion.logprobs) == len(completion.tokens)
         assert np.isnan(completion.logprobs).all()
 
 
-def test_requests_go_to_the_least_loaded(fleet: Fleet):
-    fakes = [fleet.start(0, stall_after=1), fleet.start(1, stall_after=1)]
-    asked = Asked(fleet.serving(2), PROMPTS, SAMPLING)
+def test_requests_go_to_the_least_loaded(run_engines: RunEngines):
+    fakes = [run_engines.start(0, stall_after=1), run_engines.start(1, stall_after=1)]
+    asked = Asked(run_engines.serving(2), PROMPTS, SAMPLING)
     until("half of the requests at each", lambda: [f.running for f in fakes] == [6, 6])
-    assert [m.load for m in fleet.pool.members.living()] == [12, 12]
+    assert [m.load for m in run_engines.pool.members.living()] == [12, 12]
     for fake in fakes:
         fake.release()
-    assert right(asked.result()) and [m.load for m in fleet.pool.members.living()] == [0, 0]
+    assert right(asked.result()) and [m.load for m in run_engines.pool.members.living()] == [0, 0]
 
 
-def test_a_server_that_is_alone_gets_no_more_than_its_max_sequences(fleet: Fleet):
+def test_a_server_that_is_alone_gets_no_more_than_its_max_sequences(run_engines: RunEngines):
     """Requests for all replicas at once went to the one that was left."""
-    fake = fleet.start(0, stall_after=1)
-    asked = Asked(fleet.serving(1, replicas=4, max_sequences=7), PROMPTS, SAMPLING)
+    fake = run_engines.start(0, stall_after=1)
+    asked = Asked(run_engines.serving(1, replicas=4, max_sequences=7), PROMPTS, SAMPLING)
     until("a full server", lambda: fake.running == 3)
     fake.release()
     assert right(asked.result()) and fake.most_running == 3
 
 
-def test_a_replica_killed_in_the_middle_of_a_batch_costs_no_answer(fleet: Fleet):
-    fleet.start(0)
-    process = fleet.start_process(1, "--stall-after=2")
-    asked = Asked(fleet.serving(2), PROMPTS, SAMPLING)
-    victim = fleet.pool.members.by_replica[1]
+def test_a_replica_killed_in_the_middle_of_a_batch_costs_no_answer(run_engines: RunEngines):
+    run_engines.start(0)
+    process = run_engines.start_process(1, "--stall-after=2")
+    asked = Asked(run_engines.serving(2), PROMPTS, SAMPLING)
+    victim = run_engines.pool.members.by_replica[1]
     until("work on it", lambda: victim.requests >= 4)
     process.kill()
     start = time.monotonic()
-    assert right(asked.result()) and fleet.pool.failures >= 4
-    assert time.monotonic() - start < 10 and victim not in fleet.pool.members.living()
+    assert right(asked.result()) and run_engines.pool.failures >= 4
+    assert time.monotonic() - start < 10 and victim not in run_engines.pool.members.living()
 
 
-def test_a_replica_that_stands_still_is_dropped_with_the_requests_it_holds(fleet: Fleet):
+def test_a_replica_that_stands_still_is_dropped_with_the_requests_it_holds(run_engines: RunEngines):
     """They waited for their deadline, however long ago the server was known to be lost."""
-    fleet.start(0)
-    process = fleet.start_process(1, "--stall-after=2")
-    asked = Asked(fleet.serving(2, lost_after_s=3.0, request_timeout_s=600.0), PROMPTS, SAMPLING)
-    victim = fleet.pool.members.by_replica[1]
+    run_engines.start(0)
+    process = run_engines.start_process(1, "--stall-after=2")
+    asked = Asked(run_engines.serving(2, lost_after_s=3.0, request_timeout_s=600.0), PROMPTS, SAMPLING)
+    victim = run_engines.pool.members.by_replica[1]
     until("work on it", lambda: victim.requests >= 4)
     process.send_signal(signal.SIGSTOP)
-    fleet.beats[1].clear()
+    run_engines.beats[1].clear()
     assert right(asked.result()) and "no sign of life for 3 s" in (victim.lost or "")
 
 
-def test_a_request_that_hangs_is_sent_elsewhere_after_its_deadline(fleet: Fleet):
-    fakes = [fleet.start(0), fleet.start(1)]
-    pool = fleet.serving(2, request_timeout_s=0.5)
+def test_a_request_that_hangs_is_sent_elsewhere_after_its_deadline(run_engines: RunEngines):
+    fakes = [run_engines.start(0), run_engines.start(1)]
+    pool = run_engines.serving(2, request_timeout_s=0.5)
     fakes[0].fail(GENERATE, *["hang"] * 3)
     assert right(complete(pool, PROMPTS[:1], SAMPLING), PROMPTS[:1])
     assert [f.count(GENERATE) for f in fakes] == [1, 1] and pool.failures == 1
     assert len(pool.members.living()) == 2, "it says that it is well"
 
 
-def test_a_failed_request_is_not_sent_to_the_same_server_while_there_is_another(fleet: Fleet):
+def test_a_failed_request_is_not_sent_to_the_same_server_while_there_is_another(run_engines: RunEngines):
     """The broken server was the least loaded one, so that it got all attempts."""
-    fakes = [fleet.start(0), fleet.start(1)]
-    pool = fleet.serving(2)
+    fakes = [run_engines.start(0), run_engines.start(1)]
+    pool = run_engines.serving(2)
     fakes[0].fail(GENERATE, *["error"] * 99)
     assert right(complete(pool, PROMPTS, SAMPLING))
     assert fakes[1].count(GENERATE) == len(PROMPTS)
 
 
-def test_a_living_server_that_fails_a_request_too_often_ends_the_run_with_its_last_words(fleet: Fleet):
-    fake = fleet.start()
-    pool = fleet.serving(replicas=1, attempts=3)
+def test_a_living_server_that_fails_a_request_too_often_ends_the_run_with_its_last_words(run_engines: RunEngines):
+    fake = run_engines.start()
+    pool = run_engines.serving(replicas=1, attempts=3)
     fake.fail(GENERATE, "error", "garbage", "few")
     with pytest.raises(
         EngineError, match=r"failed 3 times: .*500: Internal Server Error; .*not vLLM's.*; .*sent 1 completions, not 2;"
@@ -164,10 +164,10 @@ def test_a_living_server_that_fails_a_request_too_often_ends_the_run_with_its_la
     assert right(complete(pool, PROMPTS[:1], SAMPLING), PROMPTS[:1]), "two failures are borne"
 
 
-def test_a_request_under_which_server_after_server_dies_ends_the_run(fleet: Fleet):
+def test_a_request_under_which_server_after_server_dies_ends_the_run(run_engines: RunEngines):
     """It was sent to one that came back for ever, as each loss was the server's fault alone."""
-    fakes = [fleet.start(replica) for replica in range(LOST_UNDER + 1)]
-    pool = fleet.serving(len(fakes), replicas=len(fakes), attempts=1)
+    fakes = [run_engines.start(replica) for replica in range(LOST_UNDER + 1)]
+    pool = run_engines.serving(len(fakes), replicas=len(fakes), attempts=1)
     for fake in fakes:
         fake.fail(GENERATE, "error")
         fake.fail("/health", *["error"] * 9999)
@@ -179,9 +179,9 @@ def test_a_request_under_which_server_after_server_dies_ends_the_run(fleet: Flee
 
 
 @pytest.mark.parametrize("kind", ["error", "garbage", "shape", "few", "nan", "redirect", "hang"])
-def test_an_answer_without_sense_is_a_lost_server_not_a_crash(fleet: Fleet, kind):
+def test_an_answer_without_sense_is_a_lost_server_not_a_crash(run_engines: RunEngines, kind):
     """KeyError, UnicodeDecodeError and TypeError ended the run; log-probs that are not numbers were trained on."""
-    fake = fleet.start()
+    fake = run_engines.start()
     server, another = (VllmServer(fake.url, TOKEN, Vllm(), 5, ModelFacts(vocab=97)) for _ in range(2))
     fake.fail(GENERATE, kind)
     with pytest.raises(ServerLost):
@@ -196,9 +196,9 @@ def test_an_answer_without_sense_is_a_lost_server_not_a_crash(fleet: Fleet, kind
                 ask()
 
 
-def test_a_refused_request_is_not_tried_again(fleet: Fleet):
-    fakes = [fleet.start(0), fleet.start(1)]
-    pool = fleet.serving(2)
+def test_a_refused_request_is_not_tried_again(run_engines: RunEngines):
+    fakes = [run_engines.start(0), run_engines.start(1)]
+    pool = run_engines.serving(2)
     for fake in fakes:
         fake.fail(GENERATE, "refuse")
     with pytest.raises(RequestRefused, match="400: .*no such token id"):
@@ -206,13 +206,13 @@ def test_a_refused_request_is_not_tried_again(fleet: Fleet):
     assert sum(f.count(GENERATE) for f in fakes) == 1 and len(pool.members.living()) == 2
 
 
-def test_a_wrong_token_is_a_matter_of_the_config_and_stays_secret(fleet: Fleet):
-    fake = fleet.start()
-    pool = fleet.serving(replicas=1)
+def test_a_wrong_token_is_a_matter_of_the_config_and_stays_secret(run_engines: RunEngines):
+    fake = run_engines.start()
+    pool = run_engines.serving(replicas=1)
     fake.token = "another" * 5
     for ask in (
         lambda: complete(pool, PROMPTS[:1], SAMPLING),
-        lambda: fleet.refit(2),
+        lambda: run_engines.refit(2),
         lambda: pool.begin_refit(2, ("there", 2, "s"), wait_s=1),
     ):
         with pytest.raises(ConfigError, match="refuses the job's token") as info:
@@ -220,26 +220,26 @@ def test_a_wrong_token_is_a_matter_of_the_config_and_stays_secret(fleet: Fleet):
         assert TOKEN not in str(info.value) and fake.token not in str(info.value)
 
 
-def test_a_dead_listing_whose_port_another_run_has_is_never_asked(fleet: Fleet):
+def test_a_dead_listing_whose_port_another_run_has_is_never_asked(run_engines: RunEngines):
     """The other run's refusal of the token ended this run."""
     other = FakeVllm("the other run's token")
-    fleet.announce(other.url, 1, beats=False)
-    fleet.start(0)
-    fleet.serving(1)
-    assert right(complete(fleet.pool, PROMPTS, SAMPLING)) and other.seen == []
+    run_engines.announce(other.url, 1, beats=False)
+    run_engines.start(0)
+    run_engines.serving(1)
+    assert right(complete(run_engines.pool, PROMPTS, SAMPLING)) and other.seen == []
     other.close()
 
 
-def test_requests_wait_for_a_server_and_say_so(fleet: Fleet, caplog):
-    fleet.start()
-    pool = fleet.serving(replicas=1, wait_s=12.0, lost_after_s=2.0)
-    refreshes = fleet.refreshes()
-    fleet.beats[0].clear()
-    fleet.living(0)
+def test_requests_wait_for_a_server_and_say_so(run_engines: RunEngines, caplog):
+    run_engines.start()
+    pool = run_engines.serving(replicas=1, wait_s=12.0, lost_after_s=2.0)
+    refreshes = run_engines.refreshes()
+    run_engines.beats[0].clear()
+    run_engines.living(0)
 
     def come_back() -> None:
         until("a line in the log", lambda: "waiting for a generator engine" in caplog.text)
-        fleet.beats[0].set()
+        run_engines.beats[0].set()
 
     thread = threading.Thread(target=come_back)
     thread.start()
@@ -249,26 +249,26 @@ def test_requests_wait_for_a_server_and_say_so(fleet: Fleet, caplog):
     assert refreshes == [[0]] and "generator-0: no sign of life for 2 s" in caplog.text
 
 
-def test_only_a_wait_for_a_server_is_told_as_one(fleet: Fleet):
+def test_only_a_wait_for_a_server_is_told_as_one(run_engines: RunEngines):
     """A run's watchdog beats while no server serves, also before a refit. A server that lives and does not answer is no
     such wait."""
     told: list[int] = []
-    pool = fleet.open(replicas=1, request_timeout_s=0.5, attempts=1)
+    pool = run_engines.open(replicas=1, request_timeout_s=0.5, attempts=1)
     pool.members.waits = lambda: told.append(1)
 
     def come() -> None:
         until("a wait that goes on", lambda: len(told) > 2)
-        fleet.start(0).fail(GENERATE, "hang")
+        run_engines.start(0).fail(GENERATE, "hang")
 
     thread = threading.Thread(target=come)
     thread.start()
-    assert fleet.refit(1) == 1
+    assert run_engines.refit(1) == 1
     thread.join()
     told.clear()
     with pytest.raises(EngineError, match="a request failed 1 times"):  # after 25 looks around
         complete(pool, PROMPTS[:1], SAMPLING)
     assert not told
-    fleet.beats[0].clear()
+    run_engines.beats[0].clear()
     pool.members.look([], time.monotonic() + 60.0)
     asked = Asked(pool, PROMPTS[:1], SAMPLING)
     until("a wait of a request", lambda: len(told) > 2)
@@ -277,39 +277,39 @@ def test_only_a_wait_for_a_server_is_told_as_one(fleet: Fleet):
         asked.result()
 
 
-def test_waiting_ends_and_nothing_is_sent_for_who_has_gone(fleet: Fleet):
+def test_waiting_ends_and_nothing_is_sent_for_who_has_gone(run_engines: RunEngines):
     """Requests of a call that had failed still waited for a server, and were sent when one came. A server that another
     job tried to start has told why in its log.
     """
-    pool = fleet.open(replicas=1, wait_s=0.5)
+    pool = run_engines.open(replicas=1, wait_s=0.5)
     log = pool.members._roster.directory.parent / "logs/engine_generator_0.log"
     log.parent.mkdir()
     log.write_text(CAUSE)
-    for ask in (lambda: complete(pool, PROMPTS, SAMPLING), lambda: fleet.refit(1)):
+    for ask in (lambda: complete(pool, PROMPTS, SAMPLING), lambda: run_engines.refit(1)):
         with pytest.raises(
             EngineError,
             match=r"no generator engine for 0.5 s \(engine.wait_s\): no generator engine is in .*; the first error in "
             rf"{log}, last written .*: {re.escape(SAID)} at /vllm/amx_mla.py:303$",
         ):
             ask()
-    fake = fleet.start()
-    fleet.living(1)
-    fleet.refit(1)
+    fake = run_engines.start()
+    run_engines.living(1)
+    run_engines.refit(1)
     assert right(complete(pool, PROMPTS[:1], SAMPLING), PROMPTS[:1]) and fake.count(GENERATE) == 1
 
 
-def test_waiting_ends_at_once_when_no_server_will_come(fleet: Fleet):
-    pool = fleet.open(replicas=1)
+def test_waiting_ends_at_once_when_no_server_will_come(run_engines: RunEngines):
+    pool = run_engines.open(replicas=1)
     pool.hopeless = lambda: "all have ended"
-    for ask in (lambda: complete(pool, PROMPTS, SAMPLING), lambda: fleet.refit(1)):
+    for ask in (lambda: complete(pool, PROMPTS, SAMPLING), lambda: run_engines.refit(1)):
         with pytest.raises(EngineError, match="all have ended"):
             ask()
 
 
-def test_a_stream_that_is_left_takes_its_requests_with_it(fleet: Fleet):
-    fake = fleet.start(stall_after=0)
+def test_a_stream_that_is_left_takes_its_requests_with_it(run_engines: RunEngines):
+    fake = run_engines.start(stall_after=0)
     fake.passing = PROMPTS[1:2]
-    pool = fleet.serving(replicas=1, max_sequences=4)
+    pool = run_engines.serving(replicas=1, max_sequences=4)
     session = pool.session()
     for i, prompt in enumerate(PROMPTS):
         session.ask(i, prompt, SAMPLING)
@@ -322,10 +322,10 @@ def test_a_stream_that_is_left_takes_its_requests_with_it(fleet: Fleet):
     assert right(complete(pool, [[88]], SAMPLING), [[88]]) and fake.count(GENERATE) == 4
 
 
-def test_close_does_not_wait_for_requests_under_way(fleet: Fleet):
+def test_close_does_not_wait_for_requests_under_way(run_engines: RunEngines):
     """It waited for their deadlines."""
-    fakes = [fleet.start(0), fleet.start(1)]
-    pool = fleet.serving(2, request_timeout_s=600.0, max_sequences=4)
+    fakes = [run_engines.start(0), run_engines.start(1)]
+    pool = run_engines.serving(2, request_timeout_s=600.0, max_sequences=4)
     for fake in fakes:
         fake.fail(GENERATE, *["hang"] * 9)
     asked = Asked(pool, PROMPTS, SAMPLING)
@@ -337,12 +337,12 @@ def test_close_does_not_wait_for_requests_under_way(fleet: Fleet):
     assert time.monotonic() - start < 10
     with pytest.raises(EngineError, match="was closed"):
         complete(pool, PROMPTS, SAMPLING)
-    assert not [t for t in threading.enumerate() if t.name.startswith(("requests-", "refits-", "roster-"))]
+    assert not [t for t in threading.enumerate() if t.name.startswith(("requests-", "refits-", "registry-"))]
 
 
-def test_close_does_not_wait_for_a_refit_under_way(fleet: Fleet):
-    fake = fleet.start()
-    pool = fleet.serving(replicas=1)
+def test_close_does_not_wait_for_a_refit_under_way(run_engines: RunEngines):
+    fake = run_engines.start()
+    pool = run_engines.serving(replicas=1)
     fake.fail("/update_weights", "hang")
     pool.begin_refit(2, ADDRESS, wait_s=600.0)
     until("an update that hangs", lambda: fake.count("/update_weights") == 2)
@@ -352,28 +352,28 @@ def test_close_does_not_wait_for_a_refit_under_way(fleet: Fleet):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_pool_whose_watcher_died_says_so(fleet: Fleet):
+def test_a_pool_whose_watcher_died_says_so(run_engines: RunEngines):
     """It worked on with what it knew, and waited for ever for what it could not see."""
 
     def connector(listing: Listing):
         raise LookupError("a bug")
 
-    fleet.start()
-    pool = fleet.open(connector=connector)
+    run_engines.start()
+    pool = run_engines.open(connector=connector)
     until("its death", lambda: not pool.members._watcher.is_alive())
     with pytest.raises(EngineError, match="nobody looks at"):
         complete(pool, PROMPTS, SAMPLING)
 
 
-def test_a_server_that_cannot_join_does_not_stop_the_others(fleet: Fleet):
+def test_a_server_that_cannot_join_does_not_stop_the_others(run_engines: RunEngines):
     """A refresh of it waited `engine.wait_s` for it, and then ended the run, while another served."""
-    fakes = [fleet.start(0), fleet.start(1)]
+    fakes = [run_engines.start(0), run_engines.start(1)]
     fakes[1].fail(JOIN, *["refuse"] * 99)
-    pool = fleet.open()
-    fleet.living(2)
-    assert fleet.refit(1) == 1
+    pool = run_engines.open()
+    run_engines.living(2)
+    assert run_engines.refit(1) == 1
     pool.members.by_replica[1].troubled = -1e9  # long ago
-    refreshes = fleet.refreshes()
+    refreshes = run_engines.refreshes()
     for _ in range(3):
         assert right(complete(pool, PROMPTS, SAMPLING))
     assert refreshes == [[1]], "it is tried again after a while, not all the time"
@@ -381,11 +381,11 @@ def test_a_server_that_cannot_join_does_not_stop_the_others(fleet: Fleet):
     assert "it cannot join the trainer" in (pool.members.by_replica[1].trouble or "")
 
 
-def test_a_first_refit_says_once_why_it_waits(fleet: Fleet, caplog):
+def test_a_first_refit_says_once_why_it_waits(run_engines: RunEngines, caplog):
     """The run waited half an hour for a server that was there, and did not say what was wrong with it."""
-    fake = fleet.start()
+    fake = run_engines.start()
     fake.fail(JOIN, *["refuse"] * 999)
-    pool = fleet.open(replicas=1, wait_s=2.0)
+    pool = run_engines.open(replicas=1, wait_s=2.0)
     with pytest.raises(
         EngineError, match=r"no generator engine for 2 s .*: generator-0: it cannot join the trainer: .* answered 400"
     ):
@@ -400,10 +400,10 @@ def listing(replica: int = 0, incarnation: str = "a", **other) -> Listing:
 
 
 def test_files_that_are_no_listings_are_left_out(tmp_path):
-    roster = Roster(tmp_path / "r")
-    assert roster.read(ROLE) == []
+    registry = ServerRegistry(tmp_path / "r")
+    assert registry.read(ROLE) == []
     for each in (listing(2), listing(0), listing(1, role=ROLE + "-x")):
-        roster.write(each)
+        registry.write(each)
     whole = (tmp_path / "r/generator-0.json").read_text()
     (tmp_path / "r/generator-3.json").write_text(whole[: len(whole) // 2])
     (tmp_path / "r/generator-4.json").write_text(
@@ -411,31 +411,31 @@ def test_files_that_are_no_listings_are_left_out(tmp_path):
     )  # sorting it ended the watcher
     (tmp_path / "r/generator-5.json").write_text("[]")
     (tmp_path / "r/generator-6.json").write_text(whole.replace('"url"', '"address"'))
-    assert [each.replica for each in roster.read(ROLE)] == [0, 2]
+    assert [each.replica for each in registry.read(ROLE)] == [0, 2]
 
 
-def test_a_listing_that_cannot_be_read_is_no_reason_to_drop_its_server(fleet: Fleet):
+def test_a_listing_that_cannot_be_read_is_no_reason_to_drop_its_server(run_engines: RunEngines):
     """One failed read, and the server was out until its next refit."""
-    fake, pool = FakeVllm(TOKEN), fleet.open(replicas=1, lost_after_s=600.0)
-    own = fleet.announce(fake.url, beats=False)
+    fake, pool = FakeVllm(TOKEN), run_engines.open(replicas=1, lost_after_s=600.0)
+    own = run_engines.announce(fake.url, beats=False)
     until("a look at it", lambda: pool.members.by_replica)
-    fleet.roster.write(replace(own, beat=1))
-    fleet.living(1)
-    fleet.refit(1)
-    file = fleet.roster.directory / "generator-0.json"
+    run_engines.registry.write(replace(own, beat=1))
+    run_engines.living(1)
+    run_engines.refit(1)
+    file = run_engines.registry.directory / "generator-0.json"
     file.write_text(file.read_text()[:20])
-    pool.members.look(fleet.roster.read(ROLE), time.monotonic())
+    pool.members.look(run_engines.registry.read(ROLE), time.monotonic())
     assert right(complete(pool, PROMPTS, SAMPLING))
     file.unlink()
     until("its loss", lambda: not pool.members.living())
-    assert pool.members.by_replica[0].lost == "it left the roster"
+    assert pool.members.by_replica[0].lost == "it left the server registry"
     fake.close()
 
 
-def test_slow_looks_are_not_taken_for_silence(fleet: Fleet):
+def test_slow_looks_are_not_taken_for_silence(run_engines: RunEngines):
     """The others grew too old while the watcher asked a lost server whether it was ready."""
-    fleet.start()
-    pool = fleet.serving(replicas=1, lost_after_s=5.0)
+    run_engines.start()
+    pool = run_engines.serving(replicas=1, lost_after_s=5.0)
     pool.members.closing.set()
     pool.members._watcher.join()  # the test looks in its place
     member = pool.members.by_replica[0]
@@ -446,31 +446,31 @@ def test_slow_looks_are_not_taken_for_silence(fleet: Fleet):
 
 
 def test_a_listing_is_removed_by_its_own_incarnation_alone(tmp_path):
-    roster, path = Roster(tmp_path), tmp_path / "generator-0.json"
+    registry, path = ServerRegistry(tmp_path), tmp_path / "generator-0.json"
     first, second = listing(incarnation="first"), listing(incarnation="second")
-    roster.write(first)
-    roster.write(second)
-    roster.remove(first)
-    assert roster.read(ROLE) == [second]
+    registry.write(first)
+    registry.write(second)
+    registry.remove(first)
+    assert registry.read(ROLE) == [second]
     path.write_text("[1]")
-    roster.remove(second)
+    registry.remove(second)
     assert path.exists()
-    roster.write(second)
-    roster.remove(second)
+    registry.write(second)
+    registry.remove(second)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_drafts_of_two_hosts_do_not_meet(tmp_path):
     """They were told apart by process ids, which are the same in two containers."""
-    roster, draft = Roster(tmp_path), tmp_path / f".generator-0.{os.getpid()}"
+    registry, draft = ServerRegistry(tmp_path), tmp_path / f".generator-0.{os.getpid()}"
     draft.write_text("half of")
-    roster.write(listing())
-    assert draft.read_text() == "half of" and roster.read(ROLE) == [listing()]
+    registry.write(listing())
+    assert draft.read_text() == "half of" and registry.read(ROLE) == [listing()]
 
 
 def test_beats_go_on_after_a_disk_was_full(tmp_path, caplog):
     """The thread that beats ended, and with it a server that lived."""
-    roster, own = Roster(tmp_path / "r"), listing()
+    registry, own = ServerRegistry(tmp_path / "r"), listing()
     (tmp_path / "directory").mkdir()
     (tmp_path / "file").write_text("no directory")
 
@@ -479,19 +479,19 @@ def test_beats_go_on_after_a_disk_was_full(tmp_path, caplog):
         (tmp_path / "link").replace(tmp_path / "r")
 
     is_now("directory")
-    with Announcement(roster, own, lambda: True, beat_s=0.01):
-        until("a beat", lambda: roster.read(ROLE)[0].beat > 0)
+    with Announcement(registry, own, lambda: True, beat_s=0.01):
+        until("a beat", lambda: registry.read(ROLE)[0].beat > 0)
         is_now("file")
         until("a failure", lambda: "cannot renew its listing" in caplog.text)
         is_now("directory")
-        last = roster.read(ROLE)[0].beat
-        until("another beat", lambda: roster.read(ROLE)[0].beat > last)
-    assert roster.read(ROLE) == [] and asdict(own)["beat"] == 0
+        last = registry.read(ROLE)[0].beat
+        until("another beat", lambda: registry.read(ROLE)[0].beat > last)
+    assert registry.read(ROLE) == [] and asdict(own)["beat"] == 0
 
 
-def test_what_the_servers_do_is_told_by_name(fleet: Fleet):
-    fleet.start(0)
-    pool = fleet.serving(replicas=1)
+def test_what_the_servers_do_is_told_by_name(run_engines: RunEngines):
+    run_engines.start(0)
+    pool = run_engines.serving(replicas=1)
     complete(pool, PROMPTS, SAMPLING)
     [(name, found)] = pool.members.loads().items()
     assert name.startswith(ROLE) and found == {

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_fleet import ADDRESS, Asked, Fleet, expected, fleet_in, seed_of, until
+from fake_servers import ADDRESS, Asked, RunEngines, engines_in, expected, seed_of, until
 from fake_vllm import GENERATE, JOIN, PAUSE, UPDATE, FakeVllm, logprob_of, token_at
 
-from megatron_rl.engines.base import Completion, EngineError, Sampling, complete
 from megatron_rl.engines.pool.continuation import joined, seed_after, spans
+from megatron_rl.engines.protocol import Completion, EngineError, Sampling, complete
 from megatron_rl.types import Stop
 
 SAMPLING = Sampling(max_tokens=8, n=2, seed=5)
@@ -22,8 +22,8 @@ PROMPTS = [[i + 1, 4] for i in range(6)]
 
 
 @pytest.fixture
-def fleet(tmp_path):
-    with fleet_in(tmp_path) as made:
+def run_engines(tmp_path):
+    with engines_in(tmp_path) as made:
         yield made
 
 
@@ -42,17 +42,17 @@ def continued(prompt: list[int], index: int, sample: int, cut: int) -> list[int]
     ]
 
 
-def under_way(fleet: Fleet, fake: FakeVllm, **settings) -> Asked:
+def under_way(run_engines: RunEngines, fake: FakeVllm, **settings) -> Asked:
     """PROMPTS, each with three tokens written by version 1."""
     fake.stall_after = 3
-    asked = Asked(fleet.serving(**{"replicas": 1} | settings), PROMPTS, SAMPLING)
+    asked = Asked(run_engines.serving(**{"replicas": 1} | settings), PROMPTS, SAMPLING)
     until("requests under way", lambda: fake.running == len(PROMPTS))
     return asked
 
 
-def test_a_refit_goes_through_its_steps_in_order(fleet: Fleet):
-    fake = fleet.start()
-    pool = fleet.open(replicas=1)
+def test_a_refit_goes_through_its_steps_in_order(run_engines: RunEngines):
+    fake = run_engines.start()
+    pool = run_engines.open(replicas=1)
     assert pool.version == -1
     assert pool.begin_refit(4, ADDRESS, wait_s=3.0) == [0] and pool.version == 4
     assert pool.end_refit() == 1
@@ -62,21 +62,21 @@ def test_a_refit_goes_through_its_steps_in_order(fleet: Fleet):
         "/resume",
     ]  # fmt: skip
     assert fake.joined == {"host": "127.0.0.1", "port": 1, "secret": "s3", "replica": 0} and fake.version == "4"
-    fleet.refit(5)
-    assert fake.count(JOIN) == 1, "it has its seat"
+    run_engines.refit(5)
+    assert fake.count(JOIN) == 1, "it has its location"
     pool.begin_refit(6, ("127.0.0.1", 2, "s3"), wait_s=3.0)
     assert pool.end_refit() == 1 and fake.joined == {"host": "127.0.0.1", "port": 2, "secret": "s3", "replica": 0}, (
-        "another trainer, another board"
+        "another trainer, another store"
     )
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_what_a_refit_aborts_is_continued_with_the_version_of_every_token(fleet: Fleet, replicas):
-    fakes = [fleet.start(i, stall_after=3) for i in range(replicas)]
-    pool = fleet.serving(replicas, replicas=replicas)
+def test_what_a_refit_aborts_is_continued_with_the_version_of_every_token(run_engines: RunEngines, replicas):
+    fakes = [run_engines.start(i, stall_after=3) for i in range(replicas)]
+    pool = run_engines.serving(replicas, replicas=replicas)
     asked = Asked(pool, PROMPTS, SAMPLING)
     until("requests under way", lambda: sum(f.running for f in fakes) == len(PROMPTS))
-    assert fleet.refit(2) == replicas
+    assert run_engines.refit(2) == replicas
     for fake in fakes:
         fake.release()
     for i, group in enumerate(asked.result()):
@@ -88,11 +88,11 @@ def test_what_a_refit_aborts_is_continued_with_the_version_of_every_token(fleet:
 
 
 @pytest.mark.parametrize("partial", ["continue", "restart"])
-def test_experts_are_told_for_the_whole_text_also_of_what_a_refit_cuts(fleet: Fleet, partial):
-    fake = fleet.start()
+def test_experts_are_told_for_the_whole_text_also_of_what_a_refit_cuts(run_engines: RunEngines, partial):
+    fake = run_engines.start()
     fake.experts = True
-    asked = under_way(fleet, fake, partial=partial)
-    fleet.refit(2)
+    asked = under_way(run_engines, fake, partial=partial)
+    run_engines.refit(2)
     fake.release()
     for prompt, group in zip(PROMPTS, asked.result(), strict=True):
         for c in group:
@@ -100,71 +100,71 @@ def test_experts_are_told_for_the_whole_text_also_of_what_a_refit_cuts(fleet: Fl
             assert c.experts.tolist() == [[[token]] for token in [*prompt, *c.tokens.tolist()][:-1]]
 
 
-def test_what_a_refit_aborts_may_begin_anew(fleet: Fleet):
-    fake = fleet.start()
-    asked = under_way(fleet, fake, partial="restart")
-    fleet.refit(2)
+def test_what_a_refit_aborts_may_begin_anew(run_engines: RunEngines):
+    fake = run_engines.start()
+    asked = under_way(run_engines, fake, partial="restart")
+    run_engines.refit(2)
     fake.release()
     groups = asked.result()
     assert right(groups) and {(tuple(c.versions), len(c.logprobs)) for g in groups for c in g} == {(((0, 2),), 8)}
 
 
-def test_several_refits_cut_one_completion(fleet: Fleet):
-    fake = fleet.start()
-    asked = under_way(fleet, fake)
-    fleet.refit(2)
+def test_several_refits_cut_one_completion(run_engines: RunEngines):
+    fake = run_engines.start()
+    asked = under_way(run_engines, fake)
+    run_engines.refit(2)
     until("all samples under way again", lambda: fake.running == 2 * len(PROMPTS))
-    fleet.refit(3)
+    run_engines.refit(3)
     fake.release()
     assert {tuple(c.versions) for g in asked.result() for c in g} == {((0, 1), (3, 2), (6, 3))}
 
 
-def test_the_rest_of_a_prompts_samples_are_written_at_the_same_time(fleet: Fleet):
+def test_the_rest_of_a_prompts_samples_are_written_at_the_same_time(run_engines: RunEngines):
     """They were written one after the other: n times as slow."""
-    fake = fleet.start(stall_after=3)
-    asked = Asked(fleet.serving(replicas=1), PROMPTS[:1], replace(SAMPLING, n=5))
+    fake = run_engines.start(stall_after=3)
+    asked = Asked(run_engines.serving(replicas=1), PROMPTS[:1], replace(SAMPLING, n=5))
     until("the request", lambda: fake.running == 1)
-    fleet.refit(2)
+    run_engines.refit(2)
     until("all of its samples", lambda: fake.running == 5)
     fake.release()
     assert len(asked.result()[0]) == 5
 
 
-def test_a_completion_cut_before_its_first_token_has_one_version(fleet: Fleet):
+def test_a_completion_cut_before_its_first_token_has_one_version(run_engines: RunEngines):
     """It had two that began at token 0, and counted as stale."""
-    fake = fleet.start(stall_after=0)
-    asked = Asked(fleet.serving(replicas=1), PROMPTS, SAMPLING)
+    fake = run_engines.start(stall_after=0)
+    asked = Asked(run_engines.serving(replicas=1), PROMPTS, SAMPLING)
     until("requests under way", lambda: fake.running == len(PROMPTS))
-    fleet.refit(2)
+    run_engines.refit(2)
     fake.release()
     groups = asked.result()
     assert right(groups) and {tuple(c.versions) for g in groups for c in g} == {((0, 2),)}
 
 
-def test_requests_are_kept_over_a_refit(fleet: Fleet):
-    fake = fleet.start()
-    asked = under_way(fleet, fake, pause="keep")
-    fleet.refit(2)
+def test_requests_are_kept_over_a_refit(run_engines: RunEngines):
+    fake = run_engines.start()
+    asked = under_way(run_engines, fake, pause="keep")
+    run_engines.refit(2)
     fake.release()
     groups = asked.result()
     assert right(groups) and {tuple(c.versions) for g in groups for c in g} == {((0, 1), (3, 2))}
     assert fake.count(GENERATE) == len(PROMPTS)
 
 
-def test_no_prefix_of_old_weights_is_read_after_a_refit_that_keeps_requests(fleet: Fleet):
+def test_no_prefix_of_old_weights_is_read_after_a_refit_that_keeps_requests(run_engines: RunEngines):
     """vLLM emptied nothing while requests held parts of its cache, and answered 200."""
-    fake = fleet.start()
-    asked = under_way(fleet, fake, pause="keep")
-    fleet.refit(2)
+    fake = run_engines.start()
+    asked = under_way(run_engines, fake, pause="keep")
+    run_engines.refit(2)
     assert fake.cached == fake.version == "2"
     fake.release()
     asked.result()
 
 
-def test_a_refit_begins_when_the_requests_it_waits_for_have_ended(fleet: Fleet):
+def test_a_refit_begins_when_the_requests_it_waits_for_have_ended(run_engines: RunEngines):
     """The trainer was told to begin while servers waited for requests, and left them out as silent."""
-    fake = fleet.start()
-    asked = under_way(fleet, fake, pause="wait")
+    fake = run_engines.start()
+    asked = under_way(run_engines, fake, pause="wait")
 
     def release() -> None:
         until("the pause", lambda: fake.count(PAUSE) == 2)
@@ -172,15 +172,15 @@ def test_a_refit_begins_when_the_requests_it_waits_for_have_ended(fleet: Fleet):
 
     thread = threading.Thread(target=release)
     thread.start()
-    fleet.pool.begin_refit(2, ADDRESS, wait_s=5.0)
+    run_engines.pool.begin_refit(2, ADDRESS, wait_s=5.0)
     assert fake.running == 0 and fake.count(PAUSE) == 2
     thread.join()
-    assert fleet.pool.end_refit() == 1
+    assert run_engines.pool.end_refit() == 1
     groups = asked.result()
     assert right(groups) and {tuple(c.versions) for g in groups for c in g} == {((0, 1),)}
 
 
-def test_answers_are_dated_by_the_version_that_was_asked(fleet: Fleet):
+def test_answers_are_dated_by_the_version_that_was_asked(run_engines: RunEngines):
     """Without a word from the server the date was that of the pool when the answer came: a refit later, say."""
 
     class Silent:
@@ -217,18 +217,18 @@ def test_answers_are_dated_by_the_version_that_was_asked(fleet: Fleet):
             self.go.set()
 
     server = Silent()
-    fleet.announce("http://silent")
-    asked = Asked(fleet.serving(replicas=1, connector=lambda listing: server), PROMPTS[:1], SAMPLING)
+    run_engines.announce("http://silent")
+    asked = Asked(run_engines.serving(replicas=1, connector=lambda listing: server), PROMPTS[:1], SAMPLING)
     assert server.asked.wait(30)
-    fleet.refit(2)
+    run_engines.refit(2)
     server.go.set()
     assert [c.versions for c in asked.result()[0]] == [[(0, 1)], [(0, 1)]]
 
 
-def test_a_server_that_ends_requests_without_a_refit_is_failing(fleet: Fleet):
+def test_a_server_that_ends_requests_without_a_refit_is_failing(run_engines: RunEngines):
     """Its requests were sent again without end."""
-    fake = fleet.start(stall_after=2)
-    pool = fleet.serving(replicas=1)
+    fake = run_engines.start(stall_after=2)
+    pool = run_engines.serving(replicas=1)
     asked = Asked(pool, PROMPTS[:1], SAMPLING)
     for attempt in range(3):
         until("the request", lambda: fake.count(GENERATE) == attempt + 1 and fake.running == 1)  # noqa: B023
@@ -237,9 +237,9 @@ def test_a_server_that_ends_requests_without_a_refit_is_failing(fleet: Fleet):
         asked.result()
 
 
-def test_a_server_with_other_weights_than_it_should_have_is_failing(fleet: Fleet):
-    fakes = [fleet.start(0), fleet.start(1)]
-    pool = fleet.serving(2, version=3)
+def test_a_server_with_other_weights_than_it_should_have_is_failing(run_engines: RunEngines):
+    fakes = [run_engines.start(0), run_engines.start(1)]
+    pool = run_engines.serving(2, version=3)
     fakes[0].version = "default"
     groups = complete(pool, PROMPTS, SAMPLING)
     assert right(groups) and pool.failures > 0 and {tuple(c.versions) for g in groups for c in g} == {((0, 3),)}
@@ -249,87 +249,87 @@ def test_a_server_with_other_weights_than_it_should_have_is_failing(fleet: Fleet
 
 
 @pytest.mark.parametrize("told", ["4", str(2**31), str(10**30)])
-def test_faults_a_server_with_a_version_that_nobody_made_is_failing(fleet: Fleet, told):
+def test_faults_a_server_with_a_version_that_nobody_made_is_failing(run_engines: RunEngines, told):
     """A version of the future was stored, and made the ages of rollouts negative; beyond int32 it ended the run."""
-    fake = fleet.start(0)
-    pool = fleet.serving(1, version=3)
+    fake = run_engines.start(0)
+    pool = run_engines.serving(1, version=3)
     fake.version = told
     with pytest.raises(EngineError, match=f"answered with version {told} of the weights, and the newest is 3"):
         complete(pool, PROMPTS, SAMPLING)
 
 
-def test_a_replica_that_fails_its_refit_is_out_while_the_others_serve(fleet: Fleet):
-    fakes = [fleet.start(0), fleet.start(1)]
-    pool = fleet.serving(2)
+def test_a_replica_that_fails_its_refit_is_out_while_the_others_serve(run_engines: RunEngines):
+    fakes = [run_engines.start(0), run_engines.start(1)]
+    pool = run_engines.serving(2)
     fakes[1].fail(UPDATE, "error")
-    assert fleet.refit(2) == 1
+    assert run_engines.refit(2) == 1
     before = fakes[1].count(GENERATE)
     assert right(complete(pool, PROMPTS, SAMPLING)) and fakes[1].count(GENERATE) == before
     assert (
         "it is out until it takes version 2" in (pool.members.by_replica[1].trouble or "")
         and len(pool.members.living()) == 2
     )
-    assert fleet.refit(3) == 2 and fakes[1].count(JOIN) == 2, "it joins anew"
+    assert run_engines.refit(3) == 2 and fakes[1].count(JOIN) == 2, "it joins anew"
     assert right(complete(pool, PROMPTS, SAMPLING)) and fakes[1].count(GENERATE) > before
 
 
-def test_a_server_that_updates_to_something_else_is_out(fleet: Fleet):
-    fakes = [fleet.start(0), fleet.start(1)]
-    pool = fleet.serving(2)
+def test_a_server_that_updates_to_something_else_is_out(run_engines: RunEngines):
+    fakes = [run_engines.start(0), run_engines.start(1)]
+    pool = run_engines.serving(2)
     fakes[0].fail("/weight_info", "shape")
-    assert fleet.refit(2) == 1
+    assert run_engines.refit(2) == 1
     assert right(complete(pool, PROMPTS, SAMPLING)) and fakes[0].count(GENERATE) == 0
 
 
-def test_requests_kept_by_a_server_that_fails_its_refit_are_answered_elsewhere(fleet: Fleet):
+def test_requests_kept_by_a_server_that_fails_its_refit_are_answered_elsewhere(run_engines: RunEngines):
     """It stays paused: they waited for their deadline."""
-    fakes = [fleet.start(0, stall_after=3), fleet.start(1, stall_after=3)]
-    pool = fleet.serving(2, pause="keep", request_timeout_s=600.0)
+    fakes = [run_engines.start(0, stall_after=3), run_engines.start(1, stall_after=3)]
+    pool = run_engines.serving(2, pause="keep", request_timeout_s=600.0)
     asked = Asked(pool, PROMPTS, SAMPLING)
     until("requests at both", lambda: [f.running for f in fakes] == [3, 3])
     fakes[1].fail(UPDATE, "error")
-    assert fleet.refit(2) == 1
+    assert run_engines.refit(2) == 1
     fakes[0].release()
     assert right(asked.result())
 
 
-def test_a_replica_started_anew_serves_nothing_before_its_refit(fleet: Fleet):
-    first, other = fleet.start(0), fleet.start(1)
-    pool = fleet.serving(2)
-    fleet.beats[0].clear()
+def test_a_replica_started_anew_serves_nothing_before_its_refit(run_engines: RunEngines):
+    first, other = run_engines.start(0), run_engines.start(1)
+    pool = run_engines.serving(2)
+    run_engines.beats[0].clear()
     first.close()
-    second = fleet.start(0)
+    second = run_engines.start(0)
     until("its return", lambda: pool.members.by_replica[0].server.url == second.url and len(pool.members.living()) == 2)
     assert right(complete(pool, PROMPTS, SAMPLING))
     assert second.seen == [] and other.count(GENERATE) >= len(PROMPTS)
-    refreshes = fleet.refreshes()
+    refreshes = run_engines.refreshes()
     assert right(complete(pool, PROMPTS, SAMPLING))
     assert refreshes == [[0]] and second.version == "1" and other.count(UPDATE) == 1, "the others are left alone"
     assert right(complete(pool, PROMPTS * 2, SAMPLING)[:6]) and second.count(GENERATE) > 0 and refreshes == [[0]]
 
 
-def test_a_replica_that_was_silent_is_stale_until_a_refit(fleet: Fleet):
-    fake = fleet.start()
-    pool = fleet.serving(replicas=1, lost_after_s=2.0)
-    fleet.beats[0].clear()
-    fleet.living(0)
+def test_a_replica_that_was_silent_is_stale_until_a_refit(run_engines: RunEngines):
+    fake = run_engines.start()
+    pool = run_engines.serving(replicas=1, lost_after_s=2.0)
+    run_engines.beats[0].clear()
+    run_engines.living(0)
     assert pool.members.by_replica[0].version is None and pool.members.by_replica[0].lost == "no sign of life for 2 s"
-    fleet.beats[0].set()
-    fleet.living(1)
+    run_engines.beats[0].set()
+    run_engines.living(1)
     assert pool.members.by_replica[0].version is None and pool.members.serving() == []
-    refreshes = fleet.refreshes()
+    refreshes = run_engines.refreshes()
     assert right(complete(pool, PROMPTS, SAMPLING)) and set(map(tuple, refreshes)) == {(0,)} and fake.count(JOIN) >= 2
 
 
-def test_refreshes_are_for_the_owner_alone_and_never_within_a_refit(fleet: Fleet):
+def test_refreshes_are_for_the_owner_alone_and_never_within_a_refit(run_engines: RunEngines):
     """They are collective: another thread's, or one in the middle of a refit, waits for ranks that are elsewhere."""
-    fakes = [fleet.start(0), fleet.start(1)]
-    pool = fleet.open()
-    fleet.living(2)
+    fakes = [run_engines.start(0), run_engines.start(1)]
+    pool = run_engines.open()
+    run_engines.living(2)
     fakes[1].fail(UPDATE, "error")
-    fleet.refit(1)
+    run_engines.refit(1)
     pool.members.by_replica[1].troubled = -1e9  # long ago
-    refreshes = fleet.refreshes()
+    refreshes = run_engines.refreshes()
     assert right(Asked(pool, PROMPTS, SAMPLING).result()) and refreshes == []
     pool.begin_refit(1, ADDRESS, [0], wait_s=5.0)
     until("the update", lambda: pool.members.serving())
@@ -338,39 +338,39 @@ def test_refreshes_are_for_the_owner_alone_and_never_within_a_refit(fleet: Fleet
     assert right(complete(pool, PROMPTS, SAMPLING)) and refreshes == [[1]]
 
 
-def test_refits_and_requests_from_two_threads(fleet: Fleet):
-    fakes = [fleet.start(0), fleet.start(1)]
-    pool = fleet.serving(2)
+def test_refits_and_requests_from_two_threads(run_engines: RunEngines):
+    fakes = [run_engines.start(0), run_engines.start(1)]
+    pool = run_engines.serving(2)
     for version in range(2, 12):
         asked = Asked(pool, PROMPTS * 4, SAMPLING)
         until("a request", lambda: any(f.running for f in fakes) or not asked._thread.is_alive())  # noqa: B023
-        assert fleet.refit(version) == 2
+        assert run_engines.refit(version) == 2
         groups = asked.result()
         assert all(len(c.tokens) == 8 and c.versions[-1][1] in (version - 1, version) for g in groups for c in g)
     assert all(m.load == m.requests == 0 for m in pool.members.living())
 
 
-def test_a_refit_is_no_wait_for_a_server(fleet: Fleet):
+def test_a_refit_is_no_wait_for_a_server(run_engines: RunEngines):
     """A run that was asked to leave lost its rollouts when all servers took weights; a long refit was said to be a
     wait, and ended it.
     """
-    fake = fleet.start()
-    asked = under_way(fleet, fake, wait_s=0.5)
-    fleet.pool.hopeless = lambda: "asked to leave"
+    fake = run_engines.start()
+    asked = under_way(run_engines, fake, wait_s=0.5)
+    run_engines.pool.hopeless = lambda: "asked to leave"
     fake.fail(UPDATE, "hang")
-    fleet.pool.begin_refit(2, ADDRESS, wait_s=60.0)
+    run_engines.pool.begin_refit(2, ADDRESS, wait_s=60.0)
     until("an update that takes long", lambda: fake.count(UPDATE) == 2)
     with pytest.raises(AssertionError, match="no answer"):
         asked.result(timeout_s=1.0)
-    fleet.pool.members.by_replica[0].server.hang_up()
-    assert fleet.pool.end_refit() == 0
+    run_engines.pool.members.by_replica[0].server.hang_up()
+    assert run_engines.pool.end_refit() == 0
     with pytest.raises(EngineError, match="asked to leave"):
         asked.result()
 
 
-def test_a_first_refit_waits_for_a_first_server(fleet: Fleet):
-    pool = fleet.open()
-    timer = threading.Timer(0.2, fleet.start)
+def test_a_first_refit_waits_for_a_first_server(run_engines: RunEngines):
+    pool = run_engines.open()
+    timer = threading.Timer(0.2, run_engines.start)
     timer.start()
     assert pool.begin_refit(1, ADDRESS, wait_s=5.0) == [0] and pool.end_refit() == 1
     assert pool.begin_refit(1, ADDRESS, [1], wait_s=5.0) == [], "there is no such server now"

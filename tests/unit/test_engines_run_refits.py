@@ -5,12 +5,12 @@ nobody is tried again.
 from __future__ import annotations
 
 import pytest
-from fake_fleet import ADDRESS, Fleet, expected, fleet_in
+from fake_servers import ADDRESS, RunEngines, engines_in, expected
 from fake_vllm import UPDATE
 
-from megatron_rl.engines.base import EngineError, Sampling, complete
-from megatron_rl.refit.base import RefitError
-from megatron_rl.session.fleet import PoolRefit
+from megatron_rl.engines.protocol import EngineError, Sampling, complete
+from megatron_rl.refit.transport import RefitError
+from megatron_rl.session.open_engines import PoolRefit
 from megatron_rl.world import OneProcess
 
 SAMPLING = Sampling(max_tokens=8, n=2, seed=5)
@@ -18,8 +18,8 @@ PROMPTS = [[i + 1, 4] for i in range(6)]
 
 
 @pytest.fixture
-def fleet(tmp_path):
-    with fleet_in(tmp_path) as made:
+def run_engines(tmp_path):
+    with engines_in(tmp_path) as made:
         yield made
 
 
@@ -48,17 +48,17 @@ class Driver:
     def __init__(self) -> None:
         self.lines = []
 
-    def refitted(self, figures) -> None:
-        self.lines.append(figures)
+    def refitted(self, metrics) -> None:
+        self.lines.append(metrics)
 
 
-def test_the_runs_refits_bring_all_servers_to_the_weights_and_late_ones_after_them(fleet: Fleet):
-    fakes = [fleet.start(0)]
-    pool, side, driver = fleet.open(), Side(), Driver()
+def test_the_runs_refits_bring_all_servers_to_the_weights_and_late_ones_after_them(run_engines: RunEngines):
+    fakes = [run_engines.start(0)]
+    pool, side, driver = run_engines.open(), Side(), Driver()
     refit = PoolRefit(OneProcess(), "generator", side, pool, driver, 5.0)
     refit(7)
-    fakes.append(fleet.start(1))
-    fleet.living(2)
+    fakes.append(run_engines.start(1))
+    run_engines.living(2)
     assert right(complete(pool, PROMPTS, SAMPLING)) and side.calls == [(7, [0]), (7, [1])]
     assert driver.lines == [{"role": "generator", "version": 7, "refit/seconds": 0.5}] * 2
     fakes[1].fail(UPDATE, "error", "error")
@@ -69,9 +69,9 @@ def test_the_runs_refits_bring_all_servers_to_the_weights_and_late_ones_after_th
     assert len(driver.lines) == 3, "a refresh that failed was written down as one that went well"
 
 
-def test_a_refit_that_reaches_no_server_is_tried_again_and_then_ends_the_run(fleet: Fleet):
-    fake = fleet.start()
-    pool, side, driver = fleet.open(replicas=1), Side(failures=1), Driver()
+def test_a_refit_that_reaches_no_server_is_tried_again_and_then_ends_the_run(run_engines: RunEngines):
+    fake = run_engines.start()
+    pool, side, driver = run_engines.open(replicas=1), Side(failures=1), Driver()
     refit = PoolRefit(OneProcess(), "generator", side, pool, driver, 5.0)
     fake.fail(UPDATE, "error")
     refit(1)

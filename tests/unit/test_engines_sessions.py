@@ -9,25 +9,25 @@ import threading
 
 import numpy as np
 import pytest
-from fake_fleet import TOKEN, Fleet, expected, fleet_in, until
+from fake_servers import TOKEN, RunEngines, engines_in, expected, until
 from fake_vllm import GENERATE, SCORE, logprob_of, top_of
 
-from megatron_rl.engines.base import EngineError, Sampling, complete
 from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.pool.membership import Limits
-from megatron_rl.engines.pool.pool import given
+from megatron_rl.engines.pool.server_pool import given
+from megatron_rl.engines.protocol import EngineError, Sampling, complete
 from megatron_rl.engines.vllm.client import VllmServer
 from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.frames import pack, unpack
-from megatron_rl.session.servers import connect
+from megatron_rl.session.server_connection import connect
 
 SAMPLING = Sampling(max_tokens=6, n=2, seed=3)
 PROMPTS = [[i + 1, 7, 9] for i in range(12)]
 
 
 @pytest.fixture
-def fleet(tmp_path):
-    with fleet_in(tmp_path) as made:
+def run_engines(tmp_path):
+    with engines_in(tmp_path) as made:
         yield made
 
 
@@ -35,9 +35,9 @@ def tokens(group) -> list[list[int]]:
     return [c.tokens.tolist() for c in group]
 
 
-def test_every_ask_has_its_own_sampling_and_any_key(fleet: Fleet):
-    fleet.start()
-    session = fleet.serving(replicas=1).session()
+def test_every_ask_has_its_own_sampling_and_any_key(run_engines: RunEngines):
+    run_engines.start()
+    session = run_engines.serving(replicas=1).session()
     asks = {-3: SAMPLING, 1 << 62: Sampling(max_tokens=2, n=3, seed=9), 5: Sampling(max_tokens=4, seed=9)}
     for key, sampling in asks.items():
         session.ask(key, np.array(PROMPTS[0]), sampling)
@@ -51,9 +51,9 @@ def test_every_ask_has_its_own_sampling_and_any_key(fleet: Fleet):
         session.ask(6, PROMPTS[1], Sampling(max_tokens=3, top_p=0.0))
 
 
-def test_answers_wait_for_those_who_may_ask_and_for_nobody_else(fleet: Fleet):
-    fleet.start()
-    session = fleet.serving(replicas=1).session()
+def test_answers_wait_for_those_who_may_ask_and_for_nobody_else(run_engines: RunEngines):
+    run_engines.start()
+    session = run_engines.serving(replicas=1).session()
     assert list(session.answers()) == []
     inside, go = threading.Event(), threading.Event()
 
@@ -75,18 +75,18 @@ def test_answers_wait_for_those_who_may_ask_and_for_nobody_else(fleet: Fleet):
     assert seen == [0, 1]
 
 
-def test_an_asker_that_fails_does_not_keep_the_reader(fleet: Fleet):
-    fleet.start()
-    session = fleet.serving(replicas=1).session()
+def test_an_asker_that_fails_does_not_keep_the_reader(run_engines: RunEngines):
+    run_engines.start()
+    session = run_engines.serving(replicas=1).session()
     with pytest.raises(LookupError), session.asking():
         session.ask(0, PROMPTS[0], SAMPLING)
         raise LookupError
     assert [key for key, _ in session.answers()] == [0]
 
 
-def test_a_conversation_stays_with_the_server_that_holds_its_prefix(fleet: Fleet):
-    fakes = [fleet.start(0, stall_after=0), fleet.start(1, stall_after=0)]
-    session = fleet.serving(2).session()
+def test_a_conversation_stays_with_the_server_that_holds_its_prefix(run_engines: RunEngines):
+    fakes = [run_engines.start(0, stall_after=0), run_engines.start(1, stall_after=0)]
+    session = run_engines.serving(2).session()
     for key in (0, 1):  # one at each server
         session.ask(key, PROMPTS[key], SAMPLING)
         until("it", lambda: sum(f.running for f in fakes) == key + 1)  # noqa: B023
@@ -104,9 +104,9 @@ def test_a_conversation_stays_with_the_server_that_holds_its_prefix(fleet: Fleet
             assert fakes[here].count(GENERATE) == before[here] + 1
 
 
-def test_a_prefix_is_not_worth_a_much_more_loaded_server(fleet: Fleet):
-    fakes = [fleet.start(0), fleet.start(1)]
-    session = fleet.serving(2, max_sequences=16).session()
+def test_a_prefix_is_not_worth_a_much_more_loaded_server(run_engines: RunEngines):
+    fakes = [run_engines.start(0), run_engines.start(1)]
+    session = run_engines.serving(2, max_sequences=16).session()
     session.ask(0, PROMPTS[0], SAMPLING)
     dict(session.answers())
     [home] = [f for f in fakes if f.count(GENERATE)]
@@ -121,10 +121,10 @@ def test_a_prefix_is_not_worth_a_much_more_loaded_server(fleet: Fleet):
     assert len(dict(session.answers())) == 4
 
 
-def test_what_is_called_off_is_not_sent_and_the_session_goes_on(fleet: Fleet):
-    fake = fleet.start(stall_after=0)
+def test_what_is_called_off_is_not_sent_and_the_session_goes_on(run_engines: RunEngines):
+    fake = run_engines.start(stall_after=0)
     fake.passing = PROMPTS[:1]
-    session = fleet.serving(replicas=1, max_sequences=4).session()
+    session = run_engines.serving(replicas=1, max_sequences=4).session()
     for key, prompt in enumerate(PROMPTS):
         session.ask(key, prompt, SAMPLING)
     for key, _ in session.answers():
@@ -139,9 +139,9 @@ def test_what_is_called_off_is_not_sent_and_the_session_goes_on(fleet: Fleet):
         session.ask(100, PROMPTS[3], SAMPLING)
 
 
-def test_a_session_may_be_closed_while_another_thread_reads_it(fleet: Fleet):
-    fake = fleet.start(stall_after=0)
-    session = fleet.serving(replicas=1).session()
+def test_a_session_may_be_closed_while_another_thread_reads_it(run_engines: RunEngines):
+    fake = run_engines.start(stall_after=0)
+    session = run_engines.serving(replicas=1).session()
     session.ask(0, PROMPTS[0], SAMPLING)
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.extend(key for key, _ in session.answers()))
@@ -156,9 +156,9 @@ def scores_of(sequence: list[int]) -> list[float]:
     return [0.0, *(np.float32(logprob_of(token)) for token in sequence[1:])]
 
 
-def test_scores_are_spread_over_the_servers_and_failures_asked_elsewhere(fleet: Fleet):
-    fakes = [fleet.start(0), fleet.start(1)]
-    pool = fleet.serving(2)
+def test_scores_are_spread_over_the_servers_and_failures_asked_elsewhere(run_engines: RunEngines):
+    fakes = [run_engines.start(0), run_engines.start(1)]
+    pool = run_engines.serving(2)
     some = [list(range(1, n)) for n in (3, 9, 2, 30, 5)]
     assert [each.tolist() for each in pool.score(some)] == [scores_of(each) for each in some]
     assert sorted(n for fake in fakes for n in fake.scored) == [2, 3] and pool.failures == 0
@@ -175,8 +175,8 @@ def test_scores_are_spread_over_the_servers_and_failures_asked_elsewhere(fleet: 
         pool.score(some)
 
 
-def test_scores_are_of_one_version_of_the_weights(fleet: Fleet):
-    fake, asked, go = fleet.start(), [], threading.Event()
+def test_scores_are_of_one_version_of_the_weights(run_engines: RunEngines):
+    fake, asked, go = run_engines.start(), [], threading.Event()
 
     class Slow(VllmServer):
         async def score(self, sequences, k, *, timeout_s):
@@ -184,37 +184,37 @@ def test_scores_are_of_one_version_of_the_weights(fleet: Fleet):
             assert await asyncio.to_thread(go.wait, 30)
             return await super().score(sequences, k, timeout_s=timeout_s)
 
-    pool = fleet.serving(
+    pool = run_engines.serving(
         replicas=1, connector=lambda listing: Slow(listing.url, TOKEN, Vllm(), 5, ModelFacts(vocab=97))
     )
     found: list[np.ndarray] = []
     thread = threading.Thread(target=lambda: found.extend(pool.score([[1, 2]])))
     thread.start()
     until("the request", lambda: asked)
-    fleet.refit(2)
+    run_engines.refit(2)
     go.set()
     thread.join(30)
     assert asked == ["1", "2"] and found[0].tolist() == scores_of([1, 2])
 
 
-def test_servers_with_fixed_weights_serve_without_a_refit_also_when_they_come_back(fleet: Fleet):
+def test_servers_with_fixed_weights_serve_without_a_refit_also_when_they_come_back(run_engines: RunEngines):
     """A role without a policy has such."""
-    fake = fleet.start()
-    pool = fleet.open(fixed=True, replicas=1, lost_after_s=2.0)
+    fake = run_engines.start()
+    pool = run_engines.open(fixed=True, replicas=1, lost_after_s=2.0)
     assert pool.version == 0
     [[one, _]] = complete(pool, PROMPTS[:1], SAMPLING)
     assert one.versions == [(0, 0)]
-    fleet.beats[0].clear()
-    fleet.living(0)
-    fleet.beats[0].set()
+    run_engines.beats[0].clear()
+    run_engines.living(0)
+    run_engines.beats[0].set()
     assert len(complete(pool, PROMPTS, SAMPLING)) == len(PROMPTS)
     assert set(fake.seen) <= {GENERATE, "/v1/models"}
 
 
 @pytest.fixture
-def two_given(fleet: Fleet):
-    fakes = [fleet.start(0), fleet.start(1)]
-    listings = fleet.roster.read("generator")
+def two_given(run_engines: RunEngines):
+    fakes = [run_engines.start(0), run_engines.start(1)]
+    listings = run_engines.registry.read("generator")
     limits = Limits(servers=2, at_once=8, attempts=2)
     engine = given("judge", [connect(Vllm(), TOKEN, 5.0)(each) for each in listings], limits)
     yield engine, fakes

@@ -4,11 +4,11 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from fake_fleet import fleet_in, until
+from fake_servers import engines_in, until
 
-from megatron_rl.engines.base import EngineError
 from megatron_rl.engines.pool import membership
 from megatron_rl.engines.pool.membership import FIRST_SAY_S, SAY_S, Members, Waiting
+from megatron_rl.engines.protocol import EngineError
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_closed_members_are_asked_nothing():
 
 
 def test_the_pool_looks_around_although_nothing_happens(tmp_path):
-    with fleet_in(tmp_path) as fleet:
-        line, looks = fleet.open()._dispatcher._line, []
+    with engines_in(tmp_path) as run_engines:
+        line, looks = run_engines.open()._dispatcher._line, []
         line.look = lambda: looks.append(1)
         until("it looks", lambda: len(looks) >= 3, timeout_s=30)

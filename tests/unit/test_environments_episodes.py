@@ -14,12 +14,12 @@ from chats import THINKING, chat_tokenizer
 from fake_engines import ScriptedEngine, TableEngine
 from toys import EOS, characters, graded
 
-from megatron_rl.engines.base import Sampling
-from megatron_rl.environments.base import Environment, EpisodeSettings
-from megatron_rl.environments.calculator import Calculator
-from megatron_rl.environments.moves import SEAT, EnvironmentFailure, Move, Over, Said
-from megatron_rl.environments.refusals import check_move
-from megatron_rl.training.turns import Table
+from megatron_rl.contrib.calculator import Calculator
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.environments.environment import Environment, EpisodeSettings
+from megatron_rl.environments.episode_types import AGENT, EnvironmentFailure, EpisodeEnd, NextRequest, Said
+from megatron_rl.environments.validation import check_request
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import Author, Outcome, Prompt, Stop
 
 TEXT = characters()
@@ -29,8 +29,8 @@ def told(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def table_of(engines, *, tokenizer=TEXT, room=400, most=40, **settings):
-    return Table(
+def context_of(engines, *, tokenizer=TEXT, room=400, most=40, **settings):
+    return RolloutContext(
         engines=engines,
         tokenizers=dict.fromkeys(engines, tokenizer),
         samplings=dict.fromkeys(engines, Sampling(max_tokens=most)),
@@ -40,10 +40,10 @@ def table_of(engines, *, tokenizer=TEXT, room=400, most=40, **settings):
     )
 
 
-def play(environment, table, tasks=1, settings=None):
+def play(environment, context, tasks=1, settings=None):
     prompts = [Prompt(id=f"0/{i}", tokens=[1, 2], payload={"question": f"q{i}"}) for i in range(tasks)]
-    samplings = {role: own for role, own in table.samplings.items()}
-    found = environment.play(table, prompts, list(range(tasks)), samplings, settings or EpisodeSettings())
+    samplings = {role: own for role, own in context.samplings.items()}
+    found = environment.play(context, prompts, list(range(tasks)), samplings, settings or EpisodeSettings())
     assert [one.number for one in found] == list(range(tasks))
     return found
 
@@ -64,20 +64,22 @@ class Echo(Environment):
 
     def begin(self, task: Mapping[str, Any], seed: int):
         self.left, self.rng = self.turns, random.Random(time.perf_counter_ns())
-        return [Move(seat="one", role="agent", messages=[{"role": "user", "content": str(task["question"]) + ":"}])]
+        return [
+            NextRequest(agent="one", role="agent", messages=[{"role": "user", "content": str(task["question"]) + ":"}])
+        ]
 
     def step(self, said: Said):
         time.sleep(self.rng.random() * self.delay_s)
         self.left -= 1
         if not self.left:
-            return Over(rewards={"one": {"length": float(len(said.text))}}, answers={"one": said.text})
+            return EpisodeEnd(rewards={"one": {"length": float(len(said.text))}}, answers={"one": said.text})
         heard = len(said.text) if self.quiet else said.text
-        return [Move(seat="one", role="agent", messages=[{"role": "user", "content": f"[{heard}]"}])]
+        return [NextRequest(agent="one", role="agent", messages=[{"role": "user", "content": f"[{heard}]"}])]
 
 
 def test_what_a_model_wrote_and_what_it_was_told_stand_in_one_sample_token_for_token():
     engine = speaker("ab", "c", "def")
-    [one] = play(Echo(), replace(table_of({"agent": engine}), partner_weights={"agent": 0.25}))
+    [one] = play(Echo(), replace(context_of({"agent": engine}), partner_weights={"agent": 0.25}))
     [rollout] = one.rollouts
     assert rollout.partner_weight == 0.25
     want = [*told(TEXT, "q0:ab"), EOS, *told(TEXT, "[ab]c"), EOS, *told(TEXT, "[c]def"), EOS]
@@ -86,7 +88,7 @@ def test_what_a_model_wrote_and_what_it_was_told_stand_in_one_sample_token_for_t
     assert authors == "eee" + "PPP" + "eeee" + "PP" + "eee" + "PPPP"
     assert (rollout.logprobs[rollout.trainable] == -1).all() and (rollout.logprobs[~rollout.trainable] == 0).all()
     assert rollout.num_trainable == rollout.length == 9 and rollout.stop is Stop.EOS
-    assert rollout.payload[SEAT] == "one" and rollout.rewards == {"length": 3.0} and one.answers == {"one": "def"}
+    assert rollout.payload[AGENT] == "one" and rollout.rewards == {"length": 3.0} and one.answers == {"one": "def"}
     assert [prompt for prompt, _ in engine.asked] == [want[:3], want[:10], want[:15]]
     assert (one.turns, one.cuts, one.outcome) == (3, 0, Outcome.SCORE)
 
@@ -94,13 +96,14 @@ def test_what_a_model_wrote_and_what_it_was_told_stand_in_one_sample_token_for_t
 def table_engine():
     engine = TableEngine(vocab=96, eos=EOS)
     torch.manual_seed(3)
-    engine.load([("table", torch.randn(96 * 96, 96))], version=4)
+    engine.load([("context", torch.randn(96 * 96, 96))], version=4)
     return engine
 
 
 def test_the_order_in_which_environments_answer_changes_nothing():
     runs = [
-        play(Echo(delay_s=delay), table_of({"agent": table_engine()}, most=12, seed=7), 24) for delay in (0, 0.03, 0.03)
+        play(Echo(delay_s=delay), context_of({"agent": table_engine()}, most=12, seed=7), 24)
+        for delay in (0, 0.03, 0.03)
     ]
     for one, two in zip(runs[0], runs[1], strict=True):
         [a], [b] = one.rollouts, two.rollouts
@@ -108,7 +111,7 @@ def test_the_order_in_which_environments_answer_changes_nothing():
         assert a.rewards == b.rewards
     assert len({tuple(one.rollouts[0].response.tolist()) for one in runs[0]}) > 20
     assert {r.version for one in runs[0] for r in one.rollouts} == {4}
-    other = play(Echo(), table_of({"agent": table_engine()}, most=12, seed=8), 24)
+    other = play(Echo(), context_of({"agent": table_engine()}, most=12, seed=8), 24)
     assert other[0].rollouts[0].tokens.tolist() != runs[0][0].rollouts[0].tokens.tolist()
 
 
@@ -134,10 +137,10 @@ class Trouble(Echo):
             self.closed.wait(20)
         if self.bad and self.way == "nobody":
             return []
-        if self.bad and self.way == "seat":
-            return Over(rewards={"three": {"length": 1.0}})
+        if self.bad and self.way == "agent":
+            return EpisodeEnd(rewards={"three": {"length": 1.0}})
         if self.bad and self.way == "says":
-            return Over(outcome=Outcome.TIMEOUT, why="the game's own clock")
+            return EpisodeEnd(outcome=Outcome.TIMEOUT, why="the game's own clock")
         return super().step(said)
 
     def close(self):
@@ -153,14 +156,14 @@ class Trouble(Echo):
         ("hangs", Outcome.TIMEOUT, "its environment took longer than step_timeout_s = 0.4"),
         ("never begins", Outcome.TIMEOUT, "its environment took longer than step_timeout_s = 0.4"),
         ("nobody", Outcome.ERROR, "its environment asked nobody, and did not end the episode"),
-        ("seat", Outcome.ERROR, "it gives rewards to three, and no such seat spoke: those of this episode are one"),
+        ("agent", Outcome.ERROR, "it gives rewards to three, and no such agent spoke: those of this episode are one"),
         ("says", Outcome.TIMEOUT, "the game's own clock"),
     ],
 )
 def test_an_episode_that_goes_wrong_has_no_sample_and_harms_no_other(way, outcome, why):
     closed, start = threading.Event(), time.monotonic()
     settings = EpisodeSettings(step_timeout_s=0.4, workers=2)
-    found = play(Trouble(way=way, closed=closed), table_of({"agent": table_engine()}, most=6), 4, settings)
+    found = play(Trouble(way=way, closed=closed), context_of({"agent": table_engine()}, most=6), 4, settings)
     assert time.monotonic() - start < 15
     assert [len(one.rollouts) for one in found] == [1, 0, 1, 1]
     assert found[1].outcome is outcome and why in found[1].why
@@ -173,11 +176,11 @@ def test_an_episode_that_goes_wrong_has_no_sample_and_harms_no_other(way, outcom
         pytest.fail(f"threads are left: {threading.enumerate()}")
 
 
-HELLO = Move(seat="one", role="agent", messages=[{"role": "user", "content": "hello"}])
+HELLO = NextRequest(agent="one", role="agent", messages=[{"role": "user", "content": "hello"}])
 
 
 def won(value):
-    return Over(rewards={"one": {"won": value}})
+    return EpisodeEnd(rewards={"one": {"won": value}})
 
 
 @dataclass
@@ -198,41 +201,57 @@ class Mistaken(Echo):
 @pytest.mark.parametrize(
     ("at", "result", "why"),
     [
-        ("begin", None, "its begin returned None: return a list of Move, one for each seat that speaks next, or Over"),
-        ("begin", HELLO, "its begin returned Move(seat='one'"),
-        ("step", "go on", "its step returned 'go on': return a list of Move"),
+        (
+            "begin",
+            None,
+            "its begin returned None: return a list of NextRequest, one for each agent that speaks next, or Over",
+        ),
+        ("begin", HELLO, "its begin returned NextRequest(agent='one'"),
+        ("step", "go on", "its step returned 'go on': return a list of NextRequest"),
         (
             "begin",
             [replace(HELLO, messages=[{"role": "user"}])],
-            "message 0 to seat 'one' has the content None: give a",
+            "message 0 to agent 'one' has the content None: give a",
         ),
-        ("begin", [replace(HELLO, messages=[{"content": "hello"}])], "message 0 to seat 'one' has no role: give it as"),
+        (
+            "begin",
+            [replace(HELLO, messages=[{"content": "hello"}])],
+            "message 0 to agent 'one' has no role: give it as",
+        ),
         ("begin", [replace(HELLO, messages={"role": "user", "content": "a"})], "give a list, such as [{"),
-        ("begin", [replace(HELLO, messages=[])], "seat 'one' was told nothing: its first Move needs a message"),
-        ("begin", [HELLO, HELLO], "seat 'one' is asked again before it has answered: return one Move for each seat"),
-        ("step", [replace(HELLO, role="other")], "has the role 'other', and had the role 'agent' before: a seat keeps"),
+        ("begin", [replace(HELLO, messages=[])], "agent 'one' was told nothing: its first NextRequest needs a message"),
         (
-            "step",
-            Over(rewards={"one": 1.0}),
-            "the rewards of seat 'one' are 1.0: give them by name, such as {'one': {'",
+            "begin",
+            [HELLO, HELLO],
+            "agent 'one' is asked again before it has answered: return one NextRequest for each agent",
         ),
-        ("step", won("much"), "the reward 'won' of seat 'one' is 'much': give a finite number"),
-        ("step", won("1.0"), "the reward 'won' of seat 'one' is '1.0': give a finite number"),
-        ("step", won(None), "the reward 'won' of seat 'one' is None: give a finite number"),
-        ("step", won(float("nan")), "the reward 'won' of seat 'one' is nan: give a finite number, or end the episode"),
-        ("step", won(np.float32("inf")), "give a finite number"),
-        ("step", Over(rewards=[1.0]), "Over.rewards is [1.0]: give a mapping"),
-        ("step", Over(answers={"one": 7}), "Over.answers of seat 'one' is 7: give a text"),
         (
             "step",
-            Over(payload={"board": object()}),
-            "Over.payload cannot be kept as JSON (Object of type object is not",
+            [replace(HELLO, role="other")],
+            "has the role 'other', and had the role 'agent' before: an agent keeps",
+        ),
+        (
+            "step",
+            EpisodeEnd(rewards={"one": 1.0}),
+            "the rewards of agent 'one' are 1.0: give them by name, such as {'one': {'",
+        ),
+        ("step", won("much"), "the reward 'won' of agent 'one' is 'much': give a finite number"),
+        ("step", won("1.0"), "the reward 'won' of agent 'one' is '1.0': give a finite number"),
+        ("step", won(None), "the reward 'won' of agent 'one' is None: give a finite number"),
+        ("step", won(float("nan")), "the reward 'won' of agent 'one' is nan: give a finite number, or end the episode"),
+        ("step", won(np.float32("inf")), "give a finite number"),
+        ("step", EpisodeEnd(rewards=[1.0]), "EpisodeEnd.rewards is [1.0]: give a mapping"),
+        ("step", EpisodeEnd(answers={"one": 7}), "EpisodeEnd.answers of agent 'one' is 7: give a text"),
+        (
+            "step",
+            EpisodeEnd(payload={"board": object()}),
+            "EpisodeEnd.payload cannot be kept as JSON (Object of type object is not",
         ),
     ],
 )
 def test_an_environments_mistake_costs_its_episode_and_the_reason_names_the_cure(at, result, why):
-    table = table_of({"agent": table_engine(), "other": table_engine()}, most=6)
-    found = play(Mistaken(at=at, result=result), table, 3)
+    context = context_of({"agent": table_engine(), "other": table_engine()}, most=6)
+    found = play(Mistaken(at=at, result=result), context, 3)
     assert [(one.outcome, len(one.rollouts), one.answers != {}) for one in found] == [
         (Outcome.SCORE, 1, True), (Outcome.ERROR, 0, False), (Outcome.SCORE, 1, True)
     ]  # fmt: skip
@@ -240,18 +259,18 @@ def test_an_environments_mistake_costs_its_episode_and_the_reason_names_the_cure
 
 
 def test_rewards_may_be_any_numbers_and_an_answer_that_calls_needs_no_content():
-    [one] = play(Mistaken(result=won(np.float32(0.5))), table_of({"agent": table_engine()}, most=3), 2)[1:]
+    [one] = play(Mistaken(result=won(np.float32(0.5))), context_of({"agent": table_engine()}, most=3), 2)[1:]
     assert one.rollouts[0].rewards == {"won": 0.5} and type(one.rollouts[0].rewards["won"]) is float
-    [one] = play(Mistaken(result=won(True)), table_of({"agent": table_engine()}, most=3), 2)[1:]
+    [one] = play(Mistaken(result=won(True)), context_of({"agent": table_engine()}, most=3), 2)[1:]
     assert one.rollouts[0].rewards == {"won": 1.0}
     calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
-    check_move(replace(HELLO, messages=[{"role": "assistant", "tool_calls": calls}]), ["agent"], {}, [])
+    check_request(replace(HELLO, messages=[{"role": "assistant", "tool_calls": calls}]), ["agent"], {}, [])
 
 
 def test_an_episode_whose_first_message_has_no_room_is_an_error():
-    [one] = play(Echo(), table_of({"agent": table_engine()}, room=2))
+    [one] = play(Echo(), context_of({"agent": table_engine()}, room=2))
     assert one.outcome is Outcome.ERROR and not one.rollouts
-    assert "no seat had room for an answer: what one is told first has more tokens than roles.NAME.max_" in one.why
+    assert "no agent had room for an answer: what one is told first has more tokens than roles.NAME.max_" in one.why
 
 
 def test_an_environment_that_cannot_be_closed_is_warned_of_and_its_sample_stays(caplog):
@@ -260,13 +279,13 @@ def test_an_environment_that_cannot_be_closed_is_warned_of_and_its_sample_stays(
         def close(self):
             raise OSError("a process stays")
 
-    [one] = play(Stuck(), table_of({"agent": table_engine()}, most=3))
+    [one] = play(Stuck(), context_of({"agent": table_engine()}, most=3))
     assert len(one.rollouts) == 1 and "a process stays" in caplog.text
 
 
 def test_an_episode_has_an_end():
     settings = EpisodeSettings(episode_timeout_s=0.3)
-    [one] = play(Echo(turns=50, delay_s=0.1), table_of({"agent": table_engine()}, room=10_000, most=3), 1, settings)
+    [one] = play(Echo(turns=50, delay_s=0.1), context_of({"agent": table_engine()}, room=10_000, most=3), 1, settings)
     assert one.outcome is Outcome.TIMEOUT and "episode_timeout_s = 0.3" in one.why and not one.rollouts
 
 
@@ -276,10 +295,10 @@ def test_a_conversation_without_room_is_told_so_and_keeps_what_it_has():
         def step(self, said):
             if said.stop is None:
                 assert (said.text, said.tokens) == ("", 0)
-                return Over(rewards={"one": {"length": -1.0}})
+                return EpisodeEnd(rewards={"one": {"length": -1.0}})
             return super().step(said)
 
-    [one] = play(Long(turns=9), table_of({"agent": speaker("abcd", "abcd", "abcd")}, room=16))
+    [one] = play(Long(turns=9), context_of({"agent": speaker("abcd", "abcd", "abcd")}, room=16))
     [rollout] = one.rollouts
     assert rollout.rewards == {"length": -1.0} and one.turns == 2
     assert rollout.tokens.tolist() == [*told(TEXT, "q0:abcd"), EOS, *told(TEXT, "[abcd]abcd"), EOS]
@@ -287,26 +306,26 @@ def test_a_conversation_without_room_is_told_so_and_keeps_what_it_has():
 
 @dataclass
 class Duel(Environment):
-    """Two seats of two roles write at the same time, twice; each hears the other."""
+    """Two agents of two roles write at the same time, twice; each hears the other."""
 
     def begin(self, task, seed):
         self.heard = []
-        return [self._move(seat, "go ") for seat in ("left", "right")]
+        return [self._move(agent, "go ") for agent in ("left", "right")]
 
     def step(self, said):
-        self.heard.append((said.seat, said.text))
+        self.heard.append((said.agent, said.text))
         if len(self.heard) == 2:
             (left, one), (right, two) = self.heard
             return [self._move(left, f"<{two}>"), self._move(right, f"<{one}>")]
         if len(self.heard) == 4:
-            assert [seat for seat, _ in self.heard] == ["left", "right", "left", "right"]
-            return Over(rewards={"left": {"won": 1.0}, "right": {"won": 0.0}}, payload={"moves": 4})
+            assert [agent for agent, _ in self.heard] == ["left", "right", "left", "right"]
+            return EpisodeEnd(rewards={"left": {"won": 1.0}, "right": {"won": 0.0}}, payload={"moves": 4})
         return []
 
-    def _move(self, seat, text):
-        return Move(
-            seat=seat,
-            role={"left": "red", "right": "blue"}[seat],
+    def _move(self, agent, text):
+        return NextRequest(
+            agent=agent,
+            role={"left": "red", "right": "blue"}[agent],
             messages=[{"role": "user", "content": text}],
             stop=["!"],
         )
@@ -314,10 +333,10 @@ class Duel(Environment):
 
 def test_two_roles_in_one_episode_have_a_sample_each():
     engines = {"red": speaker("r1", "r2"), "blue": speaker("b1", "b2")}
-    [one] = play(Duel(), table_of(engines))
+    [one] = play(Duel(), context_of(engines))
     red, blue = one.rollouts
-    assert (red.role, red.payload[SEAT], red.rewards) == ("red", "left", {"won": 1.0})
-    assert (blue.role, blue.payload[SEAT], blue.rewards) == ("blue", "right", {"won": 0.0})
+    assert (red.role, red.payload[AGENT], red.rewards) == ("red", "left", {"won": 1.0})
+    assert (blue.role, blue.payload[AGENT], blue.rewards) == ("blue", "right", {"won": 0.0})
     assert red.tokens.tolist() == [*told(TEXT, "go r1"), EOS, *told(TEXT, "<b1>r2"), EOS]
     assert red.payload["moves"] == 4 and one.turns == 4
     assert all(sampling.stop_strings == ("!",) and sampling.n == 1 for _, sampling in engines["red"].asked)
@@ -334,7 +353,7 @@ def test_the_thread_that_plays_looks_after_the_servers():
         return generate(rows)
 
     engine.generate_rows = when_tended
-    [one] = play(Echo(), table_of({"agent": engine}))
+    [one] = play(Echo(), context_of({"agent": engine}))
     assert one.outcome is Outcome.SCORE
 
 
@@ -344,7 +363,7 @@ def test_an_engine_that_fails_ends_the_play():
 
     before = threading.active_count()
     with pytest.raises(ValueError, match="the engine's own"):
-        play(Echo(), table_of({"agent": ScriptedEngine(broken, eos=EOS)}), 3)
+        play(Echo(), context_of({"agent": ScriptedEngine(broken, eos=EOS)}), 3)
     for _ in range(100):
         if threading.active_count() <= before:
             return
@@ -362,7 +381,7 @@ def test_a_chat_goes_on_as_its_template_would_render_the_whole():
     tokenizer = chat_tokenizer()
     [one] = play(
         Echo(),
-        table_of({"agent": chat_speaker(tokenizer, "ab", "c", "def")}, tokenizer=tokenizer, room=2000),
+        context_of({"agent": chat_speaker(tokenizer, "ab", "c", "def")}, tokenizer=tokenizer, room=2000),
         settings=EpisodeSettings(dialogue="chat"),
     )
     [rollout] = one.rollouts
@@ -377,8 +396,8 @@ def test_a_chat_goes_on_as_its_template_would_render_the_whole():
 def test_a_transcript_is_cut_where_the_template_forgets_what_the_model_thought():
     tokenizer = chat_tokenizer(THINKING)
     engine = chat_speaker(tokenizer, "ab</think>x", "c", "def")
-    table = table_of({"agent": engine}, tokenizer=tokenizer, room=2000)
-    [one] = play(Echo(quiet=True), table, settings=EpisodeSettings(dialogue="chat"))
+    context = context_of({"agent": engine}, tokenizer=tokenizer, room=2000)
+    [one] = play(Echo(quiet=True), context, settings=EpisodeSettings(dialogue="chat"))
     assert one.cuts == 1 and len(one.rollouts) == 2
     first, second = one.rollouts
     assert first.rewards == second.rewards == {"length": 3.0}
@@ -397,7 +416,7 @@ class Asks(Environment):
 
     def step(self, said):
         if not said.calls:
-            return Over(rewards={"one": {"right": float(said.text == "42")}})
+            return EpisodeEnd(rewards={"one": {"right": float(said.text == "42")}})
         told_back = [
             {"role": "tool", "name": call.name, "content": Calculator().run(call.arguments or {})}
             for call in said.calls
@@ -405,7 +424,7 @@ class Asks(Environment):
         return self._move(told_back)
 
     def _move(self, messages, tools=()):
-        return [Move(seat="one", role="agent", messages=messages, tools=tools)]
+        return [NextRequest(agent="one", role="agent", messages=messages, tools=tools)]
 
 
 def test_a_renderer_reads_calls_of_tools_and_goes_on_token_for_token():
@@ -415,8 +434,8 @@ def test_a_renderer_reads_calls_of_tools_and_goes_on_token_for_token():
     tokenizer.add_special_tokens({"additional_special_tokens": [*special, "</tool_response>"]})
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7"}}\n</tool_call>'
     engine = chat_speaker(tokenizer, f"<think>\n\n</think>\n\n{call}", "<think>\n\n</think>\n\n42")
-    table = table_of({"agent": engine}, tokenizer=tokenizer, room=4000, most=200)
-    [one] = play(Asks(), table, settings=EpisodeSettings(dialogue="renderers:qwen3"))
+    context = context_of({"agent": engine}, tokenizer=tokenizer, room=4000, most=200)
+    [one] = play(Asks(), context, settings=EpisodeSettings(dialogue="renderers:qwen3"))
     [rollout] = one.rollouts
     assert (one.outcome, one.why, rollout.rewards) == (Outcome.SCORE, "", {"right": 1.0})
     assert (one.turns, one.tool_calls, one.cuts) == (2, 1, 0)

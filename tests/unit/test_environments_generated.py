@@ -19,8 +19,8 @@ from megatron_rl.config.files import load
 from megatron_rl.config.schema import Generated, PromptSet, Reward, TrainConfig
 from megatron_rl.data.problems import PromptReader, fields_of, read_problems
 from megatron_rl.data.rows import DataError
-from megatron_rl.rewards.pool import GradePool
-from megatron_rl.spec.absent import absent_files
+from megatron_rl.rewards.grading_pool import GradePool
+from megatron_rl.spec.missing_files import absent_files
 from megatron_rl.types import Outcome
 
 ROOT = Path(__file__).parents[2]

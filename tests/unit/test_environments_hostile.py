@@ -14,16 +14,16 @@ from fake_engines import ScriptedEngine
 from tokenizers import AddedToken
 from toys import characters, graded
 
-from megatron_rl.chat import QUOTED
+from megatron_rl.chat_template import QUOTED
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError, Use
 from megatron_rl.control_tokens import ControlTokens
-from megatron_rl.engines.base import Sampling
-from megatron_rl.environments.base import Environment, EpisodeSettings
+from megatron_rl.engines.protocol import Sampling
 from megatron_rl.environments.dialogue import TextDialogue, dialogue_of
-from megatron_rl.environments.moves import Move, Over, Tool, quoting
-from megatron_rl.rewards.pool import RewardFailure
-from megatron_rl.training.turns import Table, Turn
+from megatron_rl.environments.environment import Environment, EpisodeSettings
+from megatron_rl.environments.episode_types import EpisodeEnd, NextRequest, Tool, quoting
+from megatron_rl.rewards.grading_pool import RewardFailure
+from megatron_rl.training.iteration import Iteration, RolloutContext
 from megatron_rl.types import Outcome, Prompt
 
 TEXT = characters()
@@ -41,38 +41,38 @@ def ids(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def table_of(*answers, tokenizer=TEXT, room=400, roles=("agent",), share=0.0):
-    """A table whose every engine says one answer after the other, the last one for ever."""
+def context_of(*answers, tokenizer=TEXT, room=400, roles=("agent",), share=0.0):
+    """A context whose every engine says one answer after the other, the last one for ever."""
     end = tokenizer.eos_token_id
 
     def engine():
         rest = list(answers) or ["ab"]
         return ScriptedEngine(lambda *_: [*ids(tokenizer, rest.pop(0) if len(rest) > 1 else rest[0]), end], eos=end)
 
-    return Table(
+    return RolloutContext(
         engines={role: engine() for role in roles}, tokenizers=dict.fromkeys(roles, tokenizer),
         samplings=dict.fromkeys(roles, Sampling(max_tokens=9000)), max_prompt_tokens=dict.fromkeys(roles, room),
         grade=graded(lambda response, payload: True), max_failure_share=share,
     )  # fmt: skip
 
 
-def play(environment, table, tasks=1, **settings):
+def play(environment, context, tasks=1, **settings):
     prompts = [Prompt(id=f"0/{i}", tokens=[1, 2], payload={"question": f"q{i}"}) for i in range(tasks)]
-    return environment.play(table, prompts, list(range(tasks)), table.samplings, EpisodeSettings(**settings))
+    return environment.play(context, prompts, list(range(tasks)), context.samplings, EpisodeSettings(**settings))
 
 
-def move(text="go", **others):
-    return Move(**{"seat": "one", "role": "agent", "messages": [said("user", text)], **others})
+def request(text="go", **others):
+    return NextRequest(**{"agent": "one", "role": "agent", "messages": [said("user", text)], **others})
 
 
-WON = Over(rewards={"one": {"won": 1.0}})
+WON = EpisodeEnd(rewards={"one": {"won": 1.0}})
 
 
 @dataclass
 class Once(Environment):
-    """Tells its seat something, then something else where there is such a thing, and ends."""
+    """Tells its agent something, then something else where there is such a thing, and ends."""
 
-    first: Any = field(default_factory=lambda: [move()])
+    first: Any = field(default_factory=lambda: [request()])
     second: Any = None
     end: Any = field(default_factory=lambda: WON)
 
@@ -94,10 +94,10 @@ def test_no_output_of_a_tool_ends_its_turn(dialogue):
     if dialogue != "chat":
         pytest.importorskip("renderers")
     tokenizer = CHAT if dialogue == "chat" else QWEN
-    told = [replace(move(), messages=[said("tool", INJECTED)])]
-    for first, second in (([move(INJECTED)], None), ([move()], told)):
-        table = table_of("ab", tokenizer=tokenizer, room=5000)
-        found = play(Once(first=first, second=second), table, dialogue=dialogue)
+    told = [replace(request(), messages=[said("tool", INJECTED)])]
+    for first, second in (([request(INJECTED)], None), ([request()], told)):
+        context = context_of("ab", tokenizer=tokenizer, room=5000)
+        found = play(Once(first=first, second=second), context, dialogue=dialogue)
         assert found[0].why == ""
         for rollout in found[0].rollouts:
             text = tokenizer.decode(rollout.tokens)
@@ -154,8 +154,8 @@ def test_texts_keep_the_control_tokens_of_their_frame_and_lose_those_of_what_the
             },
         )
     )  # fmt: skip
-    table = table_of("<prints>x</prints>", "<answer>y</answer>", tokenizer=CHAT, room=5000)
-    [one] = play(environment, table, dialogue="text")
+    context = context_of("<prints>x</prints>", "<answer>y</answer>", tokenizer=CHAT, room=5000)
+    [one] = play(environment, context, dialogue="text")
     [rollout] = one.rollouts
     assert one.why == "" and int((rollout.tokens == START).sum()) == 4
     assert SPELLED in CHAT.decode(rollout.tokens)
@@ -204,8 +204,8 @@ def test_no_call_that_a_model_writes_ends_the_run_or_its_episode(tmp_path, writt
     args = {"template": str(tmp_path / "ask.txt"), "tools": tools, "calls": "template"}
     environment = plugins.build(Use(target="megatron_rl.environments.tool_task:ToolTask", args=args))
     tokenizer = QWEN
-    table = table_of(f"<tool_call>\n{written}\n</tool_call>", "done", tokenizer=tokenizer, room=20_000)
-    [one] = play(environment, table, dialogue="renderers:qwen3")
+    context = context_of(f"<tool_call>\n{written}\n</tool_call>", "done", tokenizer=tokenizer, room=20_000)
+    [one] = play(environment, context, dialogue="renderers:qwen3")
     assert (one.outcome, one.why) == (Outcome.SCORE, "") and one.rollouts and one.answers
 
 
@@ -215,26 +215,26 @@ def test_no_call_that_a_model_writes_ends_the_run_or_its_episode(tmp_path, writt
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"stop": "</a>"}, "the Move of seat 'one' has stop = '</a>': give a list of texts"),
+        ({"stop": "</a>"}, "the NextRequest of agent 'one' has stop = '</a>': give a list of texts"),
         ({"stop": [""]}, "stop = ['']: give a list of texts that are not empty"),
         ({"max_tokens": 0}, "max_tokens = 0: give a whole number of at least 1, or None"),
         ({"max_tokens": -1}, "max_tokens = -1: give"),
         ({"max_tokens": 2.5}, "max_tokens = 2.5: give"),
         ({"tools": [object()]}, "give a list of objects whose classes inherit from Tool"),
         ({"tools": [Prints()]}, "it is offered tools, which the dialogue 'text' shows to no model"),
-        ({"seat": 3}, "Move.seat is 3: give a text"),
-        ({"seat": ""}, "Move.seat is '': give a text"),
-        ({"seat": "\ud800"}, "Move.seat is '\\ud800': give a text"),
-        ({"role": ["agent"]}, "Move.role is ['agent']: give a text"),
+        ({"agent": 3}, "NextRequest.agent is 3: give a text"),
+        ({"agent": ""}, "NextRequest.agent is '': give a text"),
+        ({"agent": "\ud800"}, "NextRequest.agent is '\\ud800': give a text"),
+        ({"role": ["agent"]}, "NextRequest.role is ['agent']: give a text"),
         ({"messages": 7}, "messages = 7: give a list"),
-        ({"messages": [said("user", "\udcff")]}, "message 0 to seat 'one' has half of a character at 0"),
+        ({"messages": [said("user", "\udcff")]}, "message 0 to agent 'one' has half of a character at 0"),
         ({"messages": [{**said("user", "a"), QUOTED: "a"}]}, "has 'a' as 'quoted': make such a message by `quoting`"),
-        ({"messages": [said("user", "")]}, "seat 'one' was told an empty text: its first Move needs one"),
+        ({"messages": [said("user", "")]}, "agent 'one' was told an empty text: its first NextRequest needs one"),
         ({"messages": [said("user", [{"type": "text", "text": "a"}])]}, "the dialogue 'text' puts texts alone"),
     ],
 )
 def test_a_move_that_no_engine_could_answer_costs_its_episode(wrong, why):
-    [one] = play(Once(first=[move(**wrong)]), table_of())
+    [one] = play(Once(first=[request(**wrong)]), context_of())
     assert one.outcome is Outcome.ERROR and not one.rollouts and why in one.why
 
 
@@ -251,23 +251,35 @@ class Rude:
 @pytest.mark.parametrize(
     ("end", "why"),
     [
-        (Over(outcome="score"), "Over.outcome is 'score': give one of megatron_rl.types.Outcome"),  # type: ignore
-        (Over(rewards={"one": {"won": torch.zeros(2)}}), "the reward 'won' of seat 'one' is tensor([0., 0.]): give a"),  # type: ignore
-        (Over(rewards={"one": {"won": Rude()}}), "the reward 'won' of seat 'one' is a Rude: give a finite number"),  # type: ignore
-        (Over(rewards={"one": {"won": 10**400}}), "give a finite number"),
-        (Over(payload={"odds": float("nan")}), "Over.payload cannot be kept as JSON (Out of range float values"),
-        (Over(payload={"said": "\udcff"}), "Over.payload cannot be kept as JSON"),
-        (Over(payload={"verdicts": 5}), "Over.payload has the name 'verdicts', which the run writes itself: choose an"),
-        (Over(answers={"one": "\udcff"}), "Over.answers of seat 'one' has half of a character at 0"),
+        (EpisodeEnd(outcome="score"), "EpisodeEnd.outcome is 'score': give one of megatron_rl.types.Outcome"),  # type: ignore
+        (
+            EpisodeEnd(rewards={"one": {"won": torch.zeros(2)}}),
+            "the reward 'won' of agent 'one' is tensor([0., 0.]): give a",
+        ),  # type: ignore
+        (
+            EpisodeEnd(rewards={"one": {"won": Rude()}}),
+            "the reward 'won' of agent 'one' is a Rude: give a finite number",
+        ),  # type: ignore
+        (EpisodeEnd(rewards={"one": {"won": 10**400}}), "give a finite number"),
+        (
+            EpisodeEnd(payload={"odds": float("nan")}),
+            "EpisodeEnd.payload cannot be kept as JSON (Out of range float values",
+        ),
+        (EpisodeEnd(payload={"said": "\udcff"}), "EpisodeEnd.payload cannot be kept as JSON"),
+        (
+            EpisodeEnd(payload={"verdicts": 5}),
+            "EpisodeEnd.payload has the name 'verdicts', which the run writes itself: choose an",
+        ),
+        (EpisodeEnd(answers={"one": "\udcff"}), "EpisodeEnd.answers of agent 'one' has half of a character at 0"),
     ],
 )
 def test_an_end_that_cannot_be_kept_costs_its_episode(end, why):
-    [one] = play(Once(end=end), table_of())
+    [one] = play(Once(end=end), context_of())
     assert one.outcome is Outcome.ERROR and not one.rollouts and why in one.why
 
 
 def test_a_payload_is_what_a_resumed_run_reads_back():
-    [one] = play(Once(end=replace(WON, payload={"board": (1, 2), 3: "x"})), table_of())
+    [one] = play(Once(end=replace(WON, payload={"board": (1, 2), 3: "x"})), context_of())
     assert {k: v for k, v in one.rollouts[0].payload.items() if k in ("board", "3", 3)} == {"board": [1, 2], "3": "x"}
 
 
@@ -297,7 +309,7 @@ class Mute(Exception):
 )
 def test_whatever_an_environment_raises_is_its_episodes_failure_at_once(error, why):
     start = time.monotonic()
-    [one] = play(Breaks(error=error), table_of(), step_timeout_s=30.0)
+    [one] = play(Breaks(error=error), context_of(), step_timeout_s=30.0)
     assert one.outcome is Outcome.ERROR and one.why.startswith(why) and len(one.why) <= 500
     assert time.monotonic() - start < 25, "nobody waited for a worker that was gone"
 
@@ -311,8 +323,8 @@ def test_a_task_that_an_environment_changes_is_changed_for_no_other_episode():
 
     payload = {"question": "q", "rows": [1, 2]}
     tasks = [Prompt(id="0/0", tokens=[1], payload=payload)] * 3
-    table = table_of()
-    found = Eats().play(table, tasks, [0, 1, 2], table.samplings, EpisodeSettings())
+    context = context_of()
+    found = Eats().play(context, tasks, [0, 1, 2], context.samplings, EpisodeSettings())
     assert [one.why for one in found] == ["", "", ""] and payload == {"question": "q", "rows": [1, 2]}
 
 
@@ -326,7 +338,7 @@ class Rounds(Once):
 
     def step(self, said):
         self.rest -= 1
-        return self.end if self.rest < 0 else [move()]
+        return self.end if self.rest < 0 else [request()]
 
 
 @dataclass
@@ -340,7 +352,7 @@ class NeverCloses(Rounds):
 def test_environments_that_never_close_keep_no_other_from_being_played(caplog):
     hold = threading.Event()
     try:
-        found = play(NeverCloses(hold=hold), table_of(), 4, workers=1, step_timeout_s=0.3)
+        found = play(NeverCloses(hold=hold), context_of(), 4, workers=1, step_timeout_s=0.3)
     finally:
         hold.set()
     assert [one.outcome for one in found] == [Outcome.SCORE] * 4
@@ -353,7 +365,7 @@ def test_environments_that_exit_as_they_close_keep_no_other_from_being_played():
         def close(self):
             raise SystemExit(1)
 
-    found = play(Exits(), table_of(), 5, workers=1, step_timeout_s=5.0)
+    found = play(Exits(), context_of(), 5, workers=1, step_timeout_s=5.0)
     assert [one.outcome for one in found] == [Outcome.SCORE] * 5
 
 
@@ -373,19 +385,19 @@ class Counting:
 
 def test_a_text_of_10_megabytes_has_no_room_and_is_not_tokenised():
     tokenizer = Counting(TEXT)
-    [one] = play(Once(second=[move("x" * 10_000_000)]), table_of(tokenizer=tokenizer))
+    [one] = play(Once(second=[request("x" * 10_000_000)]), context_of(tokenizer=tokenizer))
     assert (one.outcome, one.turns) == (Outcome.SCORE, 1) and tokenizer.longest < 100
-    [one] = play(Once(first=[move("x" * 10_000_000)]), table_of(tokenizer=tokenizer))
-    assert "no seat had room for an answer" in one.why and tokenizer.longest < 100
+    [one] = play(Once(first=[request("x" * 10_000_000)]), context_of(tokenizer=tokenizer))
+    assert "no agent had room for an answer" in one.why and tokenizer.longest < 100
 
 
 def test_an_environment_that_asks_on_without_room_has_an_end():
     @dataclass
     class Endless(Once):
         def step(self, said):
-            return [move("and?" * 50)]
+            return [request("and?" * 50)]
 
-    [one] = play(Endless(), table_of(), episode_timeout_s=60.0)
+    [one] = play(Endless(), context_of(), episode_timeout_s=60.0)
     assert one.outcome is Outcome.ERROR and "asked 101 times without room for an answer: end the episode" in one.why
 
 
@@ -398,26 +410,26 @@ def agents(target=f"{__name__}:Once", *, env=None, **args):
     return plugins.build(Use(target=AGENTS, args=given))
 
 
-def played(recipe, table):
-    class Source:
+def played(recipe, context):
+    class PromptSource:
         def take(self, _=None):
             return [Prompt(id="0/0", tokens=[1], payload={"question": "q", "answer": "a"})]
 
-    return recipe.play(Turn(step=0, index=0, roles=tuple(table.engines), number=0), Source(), table)
+    return recipe.rollout(Iteration(cycle=0, index=0, roles=tuple(context.engines), number=0), PromptSource(), context)
 
 
 @dataclass
 class Pair(Environment):
-    """Two seats of two roles, which it does not name before."""
+    """Two agents of two roles, which it does not name before."""
 
     left: str = "red"
     right: str = "blue"
 
     def begin(self, task, seed):
-        return [move(seat="l", role=self.left), move(seat="r", role=self.right)]
+        return [request(agent="l", role=self.left), request(agent="r", role=self.right)]
 
     def step(self, said):
-        return [] if said.seat == "l" else Over(rewards={"l": {"won": 1.0}, "r": {"won": 0.0}})
+        return [] if said.agent == "l" else EpisodeEnd(rewards={"l": {"won": 1.0}, "r": {"won": 0.0}})
 
 
 @dataclass
@@ -426,26 +438,26 @@ class NamedPair(Pair):
         return (self.left, self.right)
 
 
-KUHN, GYM = "megatron_rl.environments.kuhn_poker:KuhnPoker", "megatron_rl.environments.gymnasium_text:GymnasiumText"
+KUHN, GYM = "megatron_rl.contrib.kuhn_poker:KuhnPoker", "megatron_rl.contrib.gymnasium_text:GymnasiumText"
 TASK = "megatron_rl.environments.tool_task:ToolTask"
-CALCULATOR = {"tools": [{"target": "megatron_rl.environments.calculator:Calculator"}], "template": "calculator_tags"}
+CALCULATOR = {"tools": [{"target": "megatron_rl.contrib.calculator:Calculator"}], "template": "calculator_tags"}
 TANGO = "megatron_rl.recipes.tango_agents:TangoAgents"
 
 
 @pytest.mark.parametrize(
-    ("target", "env", "seats", "says"),
+    ("target", "env", "agents", "says"),
     [
-        (KUHN, {}, {"alice": 1, "bob": 1}, "recipe.args.seats names alice, bob, and KuhnPoker (recipe.args.environ"),
+        (KUHN, {}, {"alice": 1, "bob": 1}, "recipe.args.agents names alice, bob, and KuhnPoker (recipe.args.environ"),
         (KUHN, {"first": "alice", "second": "bob"}, {"alice": 1}, "asks alice, bob: name the same roles in both"),
-        (TASK, CALCULATOR, {"solver": 1}, "recipe.args.seats names solver, and ToolTask"),
-        (TASK, CALCULATOR, {"agent": 1, "judge": 1}, "recipe.args.seats names agent, judge, and ToolTask"),
+        (TASK, CALCULATOR, {"solver": 1}, "recipe.args.agents names solver, and ToolTask"),
+        (TASK, CALCULATOR, {"agent": 1, "judge": 1}, "recipe.args.agents names agent, judge, and ToolTask"),
         (f"{__name__}:NamedPair", {}, {"red": 2}, "names red, and NamedPair (recipe.args.environment) asks red, blue"),
-        (f"{__name__}:Once", {}, {"agent": 0}, "recipe.args.seats.agent = 0: give at least 1"),
+        (f"{__name__}:Once", {}, {"agent": 0}, "recipe.args.agents.agent = 0: give at least 1"),
     ],
 )
-def test_seats_that_are_not_the_environments_are_refused_before_the_run(target, env, seats, says):
+def test_agents_that_are_not_the_environments_are_refused_before_the_run(target, env, agents, says):
     with pytest.raises(ConfigError) as error:
-        agents(target, env=env, seats=seats)
+        agents(target, env=env, agents=agents)
     assert says in str(error.value)
 
 
@@ -455,30 +467,30 @@ def test_the_generators_role_is_compared_too():
         plugins.build(Use(target=TANGO, args={"environment": environment}))
 
 
-def test_a_role_without_a_seat_stops_the_run_at_the_first_episode():
+def test_a_role_without_a_agents_stops_the_run_at_the_first_episode():
     with pytest.raises(ConfigError) as error:
-        played(agents(f"{__name__}:Pair", seats={"red": 1}), table_of(roles=["red"], share=1.0))
+        played(agents(f"{__name__}:Pair", agents={"red": 1}), context_of(roles=["red"], share=1.0))
     assert (
-        "recipe.args.seats names red, and the environment lets seat 'r' speak with the role 'blue': name that role"
+        "recipe.args.agents names red, and the environment lets agent 'r' speak with the role 'blue': name that role"
     ) in str(error.value)
 
 
-def test_more_seats_than_the_recipe_says_stop_the_run_at_the_first_episode():
+def test_more_agents_than_the_recipe_says_stop_the_run_at_the_first_episode():
     pair = {"target": f"{__name__}:Pair", "env": {"right": "red"}}
     with pytest.raises(ConfigError, match="gives the role 'red' 1 in an episode, and one of .* had 2, l, r: write 2"):
-        played(agents(**pair, seats={"red": 1}), table_of(roles=["red"]))
-    assert len(played(agents(**pair, seats={"red": 2}), table_of(roles=["red"]))["red"]) == 4
+        played(agents(**pair, agents={"red": 1}), context_of(roles=["red"]))
+    assert len(played(agents(**pair, agents={"red": 2}), context_of(roles=["red"]))["red"]) == 4
 
 
 def test_a_dialogue_that_the_tokenizer_cannot_have_stops_the_run_with_its_key():
     with pytest.raises(ConfigError, match="has no chat template"):
-        played(agents(dialogue="chat"), table_of(share=1.0))
+        played(agents(dialogue="chat"), context_of(share=1.0))
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ({"compared": "episode"}, "recipe.args.compared = 'episode' compares the seats of one role, and no role that"),
+        ({"compared": "episode"}, "recipe.args.compared = 'episode' compares the agents of one role, and no role that"),
         ({"step_timeout_s": 0.0}, "recipe.args.step_timeout_s = 0.0: give more than 0 seconds"),
         ({"episode_timeout_s": float("nan")}, "args.episode_timeout_s = nan: give a finite number"),
         ({"rewards": {"won": float("nan")}}, "args.rewards.won = nan: give a finite number"),
@@ -498,7 +510,7 @@ class Bare(Environment):
     """Lacks @dataclass."""
 
     def begin(self, task, seed):
-        return [move()]
+        return [request()]
 
     def step(self, said):
         return WON
@@ -516,4 +528,4 @@ def test_a_tool_that_returns_no_text_is_named(tmp_path):
     tools = [{"target": f"{__name__}:Prints", "args": {"printed": 42}}]
     recipe = agents(TASK, env={**CALCULATOR, "tools": tools}, rewards={"outcome": 1.0})
     with pytest.raises(RewardFailure, match="the tool 'prints' returned 42, which is no text: return one"):
-        played(recipe, table_of("<prints>x</prints>", room=5000))
+        played(recipe, context_of("<prints>x</prints>", room=5000))

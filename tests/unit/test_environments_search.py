@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
-from megatron_rl.environments.moves import EnvironmentFailure
+from megatron_rl.environments.episode_types import EnvironmentFailure
 from megatron_rl.recipes.agents import Agents
 
 TARGET = "megatron_rl.environments.search_tool:SearchTool"

@@ -1,4 +1,4 @@
-"""System messages of seats, by Qwen2.5's own chat template (tests/golden/qwen2_5.jinja, as its tokenizer has it)."""
+"""System messages of agents, by Qwen2.5's own chat template (tests/golden/qwen2_5.jinja, as its tokenizer has it)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from toys import graded
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError, PromptSet, Use
 from megatron_rl.data.problems import read_problems
-from megatron_rl.engines.base import Sampling
-from megatron_rl.environments.base import Environment, EpisodeSettings
-from megatron_rl.environments.moves import Move, Over
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.environments.environment import Environment, EpisodeSettings
+from megatron_rl.environments.episode_types import EpisodeEnd, NextRequest
+from megatron_rl.training.iteration import Iteration, RolloutContext
 from megatron_rl.training.prompts import read_sets
-from megatron_rl.training.turns import Table, Turn
 from megatron_rl.types import Prompt
 
 TEMPLATE = (Path(__file__).parents[1] / "golden/qwen2_5.jinja").read_text()
@@ -31,12 +31,12 @@ QWEN.add_special_tokens(  # as Qwen3 has them
     }
 )
 END = QWEN.convert_tokens_to_ids("<|im_end|>")
-AGENTS, CALCULATOR = "megatron_rl.recipes.agents:Agents", "megatron_rl.environments.calculator:Calculator"
+AGENTS, CALCULATOR = "megatron_rl.recipes.agents:Agents", "megatron_rl.contrib.calculator:Calculator"
 DEFAULT = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."  # the template's own system message
 
 
 class Duel(Environment):
-    """Two seats hear a greeting, answer, and hear each other once. `system`: sent to the left seat."""
+    """Two agents hear a greeting, answer, and hear each other once. `system`: sent to the left agent."""
 
     system: str | None = None
 
@@ -48,18 +48,18 @@ class Duel(Environment):
     def step(self, answer):
         self.said.append(answer)
         if len(self.said) == 2:
-            return [self._move(each.seat, said("user", "on")) for each in self.said]
-        return Over(rewards={seat: {"won": 1.0} for seat in ("left", "right")}) if len(self.said) == 4 else []
+            return [self._move(each.agent, said("user", "on")) for each in self.said]
+        return EpisodeEnd(rewards={agent: {"won": 1.0} for agent in ("left", "right")}) if len(self.said) == 4 else []
 
-    def _move(self, seat, *messages):
-        return Move(seat=seat, role={"left": "red", "right": "blue"}[seat], messages=messages)
+    def _move(self, agent, *messages):
+        return NextRequest(agent=agent, role={"left": "red", "right": "blue"}[agent], messages=messages)
 
 
-def table_of(*roles, says="ab"):
+def context_of(*roles, says="ab"):
     def engine():
         return ScriptedEngine(lambda *_: [*QWEN(says, add_special_tokens=False)["input_ids"], END], eos=END)
 
-    return Table(
+    return RolloutContext(
         engines={role: engine() for role in roles}, tokenizers=dict.fromkeys(roles, QWEN),
         samplings=dict.fromkeys(roles, Sampling(max_tokens=200)), max_prompt_tokens=dict.fromkeys(roles, 5000),
         grade=graded(lambda response, payload: payload["answer"] in response),
@@ -67,10 +67,10 @@ def table_of(*roles, says="ab"):
 
 
 def duel(settings, payload, environment=None, *, cuts=0):
-    """The texts of both seats' samples, `cuts` of which were cut."""
-    table = table_of("red", "blue")
+    """The texts of both agents' samples, `cuts` of which were cut."""
+    context = context_of("red", "blue")
     task = Prompt(id="0/0", tokens=[1], payload={"question": "q", **payload})
-    [one] = (environment or Duel()).play(table, [task], [0], table.samplings, settings)
+    [one] = (environment or Duel()).play(context, [task], [0], context.samplings, settings)
     assert one.why == "" and one.cuts == cuts
     return [QWEN.decode(rollout.tokens) for rollout in one.rollouts]
 
@@ -82,7 +82,7 @@ def whole(system, *turns):
     return QWEN.apply_chat_template(messages, tokenize=False).rstrip("\n")
 
 
-def test_every_seat_of_a_role_opens_with_its_system_message():
+def test_every_agents_of_a_role_opens_with_its_system_message():
     left, right = duel(EpisodeSettings(dialogue="chat", system={"red": "Be red.", "blue": "Be blue."}), {})
     assert left == whole("Be red.", "go", "ab", "on", "ab") and right == whole("Be blue.", "go", "ab", "on", "ab")
     assert DEFAULT not in left + right
@@ -134,13 +134,13 @@ def test_a_run_of_agents_puts_the_system_message_of_its_data_or_its_role(tmp_pat
     (tmp_path / "data.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
     recipe = agents(tmp_path, **args)
     problems = read_sets({"data": PromptSet(path=str(tmp_path / "data.jsonl"), **data)}, recipe, QWEN)["data"]
-    table = table_of("agent", says="<answer>2</answer>")
+    context = context_of("agent", says="<answer>2</answer>")
 
-    class Source:
+    class PromptSource:
         def take(self, count=None):
             return [Prompt(id="0/0", tokens=[1], payload=problem.values) for problem in problems]
 
-    played = recipe.play(Turn(step=0, index=0, roles=("agent",), number=0), Source(), table)
+    played = recipe.rollout(Iteration(cycle=0, index=0, roles=("agent",), number=0), PromptSource(), context)
     for rollout in played["agent"]:
         assert QWEN.decode(rollout.tokens[: rollout.start]) == QWEN.apply_chat_template(
             opening, tokenize=False, add_generation_prompt=True
@@ -152,13 +152,13 @@ def test_a_run_of_agents_puts_the_system_message_of_its_data_or_its_role(tmp_pat
     ("args", "says"),
     [
         ({"dialogue": "text"}, "recipe.args.dialogue = 'text' has no system messages: set it to chat, or write"),
-        ({"seats": {"solver": 1}}, "recipe.args.system.agent = 'Be brief.': the roles of recipe.args.seats are solver"),
+        ({"agents": {"solver": 1}}, "recipe.args.system.agent = 'Be brief.': the roles of recipe.args.agents are"),
         ({"environment": {"target": "megatron_rl.environments.verifiers:Verifiers", "args": {
             "python": "python3", "environment": {"taskset": {"id": "x"}}, "agents": {"agent": "agent"}}}},
          "Verifiers makes its own conversations"),
     ],
 )  # fmt: skip
-def test_system_messages_that_no_seat_would_have_are_refused(tmp_path, args, says):
+def test_system_messages_that_no_agents_would_have_are_refused(tmp_path, args, says):
     with pytest.raises(ConfigError) as error:
         agents(tmp_path, system={"agent": "Be brief."}, **args)
     assert says in str(error.value)

@@ -10,14 +10,14 @@ import pytest
 
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
-from megatron_rl.environments.calculator import Calculator
-from megatron_rl.environments.moves import Call, EnvironmentFailure, Over, Said
+from megatron_rl.contrib.calculator import Calculator
+from megatron_rl.environments.episode_types import Call, EnvironmentFailure, EpisodeEnd, Said
 from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.sandbox import SandboxFailure
 from megatron_rl.text import fill, read_template
 from megatron_rl.types import Stop
 
-CALCULATOR = "megatron_rl.environments.calculator:Calculator"
+CALCULATOR = "megatron_rl.contrib.calculator:Calculator"
 TOOL_TASK = "megatron_rl.environments.tool_task:ToolTask"
 PYTHON = "megatron_rl.environments.python_tool:PythonTool"
 ECHO, FLAKY = "task_tools:Echo", "task_tools:Flaky"
@@ -157,28 +157,28 @@ def named(tool):
 
 
 def played(environment, texts, question="2 * 3?", **payload):
-    """Plays an episode of tags. -> all moves, and the end."""
+    """Plays an episode of tags. -> all requests, and the end."""
     own = copy.copy(environment)
-    moves, texts = own.begin({"question": question, **payload}, 0), [*texts]
+    requests, texts = own.begin({"question": question, **payload}, 0), [*texts]
     seen = []
-    while not isinstance(moves, Over):
-        seen += moves
+    while not isinstance(requests, EpisodeEnd):
+        seen += requests
         said = texts.pop(0)
-        moves = own.step(said if isinstance(said, Said) else Said(seat="agent", text=said, stop=Stop.STOP))
+        requests = own.step(said if isinstance(said, Said) else Said(agent="agent", text=said, stop=Stop.STOP))
     assert not texts
-    return seen, moves
+    return seen, requests
 
 
-def contents(moves):
-    return [message["content"] for move in moves for message in move.messages]
+def contents(requests):
+    return [message["content"] for request in requests for message in request.messages]
 
 
 def test_a_call_in_tags_is_answered_and_the_answer_ends_the_episode(tmp_path):
     texts = ["I compute <calculator> 2 * 3 </calculator>", "so <answer>6</answer>"]
-    moves, over = played(task(tmp_path), texts)
-    assert contents(moves) == ["Q: 2 * 3?\n", "\n<result>6</result>\n"]
-    assert all(move.stop == ["</calculator>", "</answer>"] and not move.tools for move in moves)
-    assert {(move.seat, move.role) for move in moves} == {("agent", "agent")}
+    requests, over = played(task(tmp_path), texts)
+    assert contents(requests) == ["Q: 2 * 3?\n", "\n<result>6</result>\n"]
+    assert all(request.stop == ["</calculator>", "</answer>"] and not request.tools for request in requests)
+    assert {(request.agent, request.role) for request in requests} == {("agent", "agent")}
     assert over.answers == {"agent": "\n".join(texts)} and over.rewards == {"agent": {"tool_calls": 1.0}}
     assert played(task(tmp_path, graded="last"), texts)[1].answers == {"agent": texts[1]}
 
@@ -188,21 +188,21 @@ def test_episodes_of_one_environment_do_not_mix(tmp_path):
     first, second = copy.copy(environment), copy.copy(environment)
     first.begin({"question": "a"}, 0)
     second.begin({"question": "b"}, 1)
-    first.step(Said(seat="agent", text="<calculator>1</calculator>", stop=Stop.STOP))
-    over = second.step(Said(seat="agent", text="<answer>2</answer>", stop=Stop.STOP))
+    first.step(Said(agent="agent", text="<calculator>1</calculator>", stop=Stop.STOP))
+    over = second.step(Said(agent="agent", text="<answer>2</answer>", stop=Stop.STOP))
     assert over.answers == {"agent": "<answer>2</answer>"} and over.rewards == {"agent": {"tool_calls": 0.0}}
 
 
 def test_after_the_last_call_only_an_answer_is_waited_for(tmp_path):
     call = "<calculator>1 + 1</calculator>"
-    moves, over = played(task(tmp_path, max_calls=2), [call] * 3)
-    assert [move.stop for move in moves][-1] == ["</answer>"] and len(moves) == 3
+    requests, over = played(task(tmp_path, max_calls=2), [call] * 3)
+    assert [request.stop for request in requests][-1] == ["</answer>"] and len(requests) == 3
     assert over.rewards == {"agent": {"tool_calls": 2.0}} and over.answers == {"agent": "\n".join([call] * 3)}
 
 
 @pytest.mark.parametrize("stop", [None, Stop.LENGTH])
-def test_a_seat_that_is_cut_ends_with_what_it_has(tmp_path, stop):
-    cut = Said(seat="agent", text="" if stop is None else "<calculator>1", stop=stop)
+def test_a_agents_that_is_cut_ends_with_what_it_has(tmp_path, stop):
+    cut = Said(agent="agent", text="" if stop is None else "<calculator>1", stop=stop)
     _, over = played(task(tmp_path), ["<calculator>1</calculator>", cut])
     assert over.answers == {"agent": "<calculator>1</calculator>\n" + cut.text}
 
@@ -210,8 +210,8 @@ def test_a_seat_that_is_cut_ends_with_what_it_has(tmp_path, stop):
 def test_a_text_without_tags_ends_the_episode_or_is_reminded(tmp_path):
     assert len(played(task(tmp_path), ["I do not know."])[0]) == 1
     reminded = task(tmp_path, reminder="\nTry again.\n", max_calls=2)
-    moves, over = played(reminded, ["hm", "hm", "hm"])
-    assert contents(moves)[1:] == ["\nTry again.\n"] * 2 and over.rewards == {"agent": {"tool_calls": 0.0}}
+    requests, over = played(reminded, ["hm", "hm", "hm"])
+    assert contents(requests)[1:] == ["\nTry again.\n"] * 2 and over.rewards == {"agent": {"tool_calls": 0.0}}
 
 
 def test_the_content_of_a_tag_keeps_the_lines_of_a_program(tmp_path):
@@ -228,9 +228,9 @@ def test_calls_of_the_chat_template_are_answered_by_tool_messages(tmp_path):
         Call(name="nothing", arguments={}, id="c3"),
         Call(name="echo", arguments={"text": "b"}, id="c4"),
     ]
-    moves, over = played(environment, [Said(seat="agent", text="t", calls=calls), Said(seat="agent", text="1.5")])
-    assert [tool.name for tool in moves[0].tools] == ["echo", "calculator"] and moves[0].stop == ()
-    assert moves[1].messages == [
+    requests, over = played(environment, [Said(agent="agent", text="t", calls=calls), Said(agent="agent", text="1.5")])
+    assert [tool.name for tool in requests[0].tools] == ["echo", "calculator"] and requests[0].stop == ()
+    assert requests[1].messages == [
         {"role": "tool", "name": "calculator", "content": "1.5", "tool_call_id": "c1"},
         {"role": "tool", "name": "echo", "content": "[a]"},
         {
@@ -243,15 +243,15 @@ def test_calls_of_the_chat_template_are_answered_by_tool_messages(tmp_path):
 
 
 def test_a_call_that_cannot_be_read_is_a_models_mistake(tmp_path):
-    said = [Said(seat="agent", text="t", calls=[Call(name="echo", arguments=None)]), Said(seat="agent", text="u")]
-    moves, _ = played(task(tmp_path, tools=[ECHO], calls="template"), said)
-    assert "cannot be read" in contents(moves)[1]
+    said = [Said(agent="agent", text="t", calls=[Call(name="echo", arguments=None)]), Said(agent="agent", text="u")]
+    requests, _ = played(task(tmp_path, tools=[ECHO], calls="template"), said)
+    assert "cannot be read" in contents(requests)[1]
 
 
 def test_a_tool_that_breaks_is_asked_once_more_and_then_ends_the_episode(tmp_path):
     call, answer = "<flaky>a</flaky>", "<answer>b</answer>"
-    moves, over = played(task(tmp_path, tools=[FLAKY]), [call, answer])
-    assert contents(moves)[1] == "\n<result>[a]</result>\n" and over.rewards == {"agent": {"tool_calls": 1.0}}
+    requests, over = played(task(tmp_path, tools=[FLAKY]), [call, answer])
+    assert contents(requests)[1] == "\n<result>[a]</result>\n" and over.rewards == {"agent": {"tool_calls": 1.0}}
     with pytest.raises(EnvironmentFailure, match="server is away"):
         played(task(tmp_path, tools=[{"target": FLAKY, "args": {"failures": 2}}]), [call, answer])
 
@@ -271,8 +271,8 @@ def test_a_sandbox_that_is_lost_is_tried_twice_in_all(tmp_path, monkeypatch):
 
 def test_a_task_with_messages_is_put_as_its_conversation(tmp_path):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 * 3?"}]
-    moves, _ = played(task(tmp_path), ["<answer>6</answer>"], messages=messages)
-    assert moves[0].messages == messages
+    requests, _ = played(task(tmp_path), ["<answer>6</answer>"], messages=messages)
+    assert requests[0].messages == messages
 
 
 def test_the_form_of_search_r1(tmp_path):
@@ -280,10 +280,10 @@ def test_the_form_of_search_r1(tmp_path):
         tmp_path, tools=[{"target": ECHO, "args": {"name": "search"}}], template="search_r1",
         result="\n\n<information>{result}</information>\n\n",
     )  # fmt: skip
-    moves, _ = played(environment, ["<search> Beijing </search>", "<answer> x </answer>"], question="Where?")
-    assert contents(moves)[1] == "\n\n<information>[Beijing]</information>\n\n"
-    assert contents(moves)[0].endswith("Question: Where?\n")
-    assert all(f"<{tag}> and </{tag}>" in contents(moves)[0] for tag in ("think", "search", "information", "answer"))
+    requests, _ = played(environment, ["<search> Beijing </search>", "<answer> x </answer>"], question="Where?")
+    assert contents(requests)[1] == "\n\n<information>[Beijing]</information>\n\n"
+    assert contents(requests)[0].endswith("Question: Where?\n")
+    assert all(f"<{tag}> and </{tag}>" in contents(requests)[0] for tag in ("think", "search", "information", "answer"))
 
 
 def test_the_packaged_prompt_of_the_calculator_names_its_tags():
@@ -302,7 +302,7 @@ def test_the_packaged_prompt_of_the_calculator_names_its_tags():
         ({"tools": [{"target": ECHO}, {"target": ECHO}]}, "echo, echo"),
         ({"answer": "echo", "tools": [{"target": ECHO}]}, "other than args.answer"),
         ({"tools": [{"target": "task_tools:Pair"}]}, "'pair' requires text, times"),
-        ({"tools": [{"target": "megatron_rl.engines.base:Sampling", "args": {"max_tokens": 3}}]}, "is no tool"),
+        ({"tools": [{"target": "megatron_rl.engines.protocol:Sampling", "args": {"max_tokens": 3}}]}, "is no tool"),
         ({"tools": [{"target": CALCULATOR, "args": {"digits": 3}}]}, "unknown argument 'digits'"),
         ({"calls": "xml"}, "args.calls"),
     ],

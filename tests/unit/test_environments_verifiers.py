@@ -24,13 +24,13 @@ from toys import characters
 
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
-from megatron_rl.engines.base import EngineError, Sampling
+from megatron_rl.engines.protocol import EngineError, Sampling
 from megatron_rl.environments import verifiers
-from megatron_rl.environments.base import EpisodeSettings
-from megatron_rl.environments.moves import EnvironmentFailure
+from megatron_rl.environments.environment import EpisodeSettings
+from megatron_rl.environments.episode_types import EnvironmentFailure
 from megatron_rl.environments.token_route import GENERATE, MODELS, SESSION, TokenRoute
 from megatron_rl.environments.verifiers import Verifiers
-from megatron_rl.training.turns import Table
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import Author, Outcome, Prompt, Stop
 
 VOCAB, VERSION = 12, 3
@@ -41,14 +41,14 @@ SETTINGS = EpisodeSettings(episode_timeout_s=60.0, workers=4)
 
 def engine(seed: int) -> TableEngine:
     made = TableEngine(VOCAB, eos=0)
-    table = torch.randn(VOCAB * VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
-    made.load([("table", table)], version=VERSION)
+    context = torch.randn(VOCAB * VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
+    made.load([("context", context)], version=VERSION)
     return made
 
 
-def table_of(**engines) -> Table:
+def context_of(**engines) -> RolloutContext:
     own = {role: engine(i) for i, role in enumerate(ROLES.values())} | engines
-    return Table(
+    return RolloutContext(
         engines=own, tokenizers=dict.fromkeys(own, characters()), samplings=SAMPLINGS,
         max_prompt_tokens=dict.fromkeys(own, 40), grade=lambda *_: [],
     )  # fmt: skip
@@ -80,8 +80,8 @@ def route():
 
 
 def test_an_answer_has_the_clients_form_and_the_record_the_engines_numbers(route):
-    table = replace(table_of(), partner_weights={"student": 0.25})
-    with route.serving(table, SAMPLINGS, [17]) as play:
+    context = replace(context_of(), partner_weights={"student": 0.25})
+    with route.serving(context, SAMPLINGS, [17]) as play:
         status, said = Asker(route)("POST", GENERATE, asked([1, 2]), play.session_id(0, "solver"))
     [choice] = said["choices"]
     assert status == 200 and set(choice) == {"index", "token_ids", "finish_reason", "logprobs"}
@@ -91,7 +91,7 @@ def test_an_answer_has_the_clients_form_and_the_record_the_engines_numbers(route
     answer = play.answer(0, "solver", whole, 2)
     assert answer is not None and answer.role == "student" and answer.versions == (VERSION,)
     assert answer.partner_weight == 0.25
-    expected = table.engines["student"].score([whole])[0][2:]
+    expected = context.engines["student"].score([whole])[0][2:]
     assert answer.logprobs[2:].tolist() == expected.tolist()  # bit for bit
     assert np.float32([entry["logprob"] for entry in choice["logprobs"]["content"]]).tolist() == expected.tolist()
     assert choice["finish_reason"] == ("stop" if tokens[-1] == 0 else "length")
@@ -101,61 +101,61 @@ def test_an_answer_has_the_clients_form_and_the_record_the_engines_numbers(route
 
 
 def test_draws_do_not_depend_on_the_order_of_arrival(route):
-    table, seats = table_of(), ["a", "b", "c"]
+    context, agents = context_of(), ["a", "b", "c"]
 
     def told(order, threads):
-        def one(seat):
+        def one(agent):
             ask = Asker(route)
-            return [ask("POST", GENERATE, asked([1, 2]), play.session_id(1, seat))[1] for _ in range(3)]
+            return [ask("POST", GENERATE, asked([1, 2]), play.session_id(1, agent))[1] for _ in range(3)]
 
-        with route.serving(table, SAMPLINGS, [17, 18]) as play, ThreadPoolExecutor(threads) as pool:
+        with route.serving(context, SAMPLINGS, [17, 18]) as play, ThreadPoolExecutor(threads) as pool:
             return dict(zip(order, pool.map(one, order), strict=True))
 
-    first = told(seats, 1)
-    assert told(seats[::-1], 3) == first
+    first = told(agents, 1)
+    assert told(agents[::-1], 3) == first
     texts = [json.dumps(answer["choices"]) for answers in first.values() for answer in answers]
-    assert len(set(texts)) > 3, "other seats and later requests draw anew"
+    assert len(set(texts)) > 3, "other agents and later requests draw anew"
 
 
-def test_programs_of_one_seat_that_ask_at_the_same_time_draw_the_same_in_any_order(route):
-    table, prompts = table_of(), [[1, 2], [3, 4], [5, 6]]
+def test_programs_of_one_agents_that_ask_at_the_same_time_draw_the_same_in_any_order(route):
+    context, prompts = context_of(), [[1, 2], [3, 4], [5, 6]]
 
     def told(order):
         ask = Asker(route)
-        with route.serving(table, SAMPLINGS, [17]) as play:
+        with route.serving(context, SAMPLINGS, [17]) as play:
             session = play.session_id(0, "solver")
             return {str(prompt): ask("POST", GENERATE, asked(prompt), session)[1]["choices"] for prompt in order}
 
     assert told(prompts) == told(prompts[::-1])
 
 
-def test_a_seats_next_question_names_the_one_before_it(route):
+def test_a_agents_next_question_names_the_one_before_it(route):
     """So that a pool prefers the server which holds the beginning of the conversation."""
-    table, seen = table_of(), []
-    session = table.engines["student"].session()
+    context, seen = context_of(), []
+    session = context.engines["student"].session()
     ask = session.ask
 
     def noted(key, tokens, sampling, *, after=None):
         seen.append((key, after))
         ask(key, tokens, sampling, after=after)
 
-    session.ask, table.engines["student"].session = noted, lambda: session
-    with route.serving(table, SAMPLINGS, [1]) as play:
+    session.ask, context.engines["student"].session = noted, lambda: session
+    with route.serving(context, SAMPLINGS, [1]) as play:
         own = Asker(route)
-        for seat in ("a", "b", "a", "b"):
-            assert own("POST", GENERATE, asked([1, 2]), play.session_id(0, seat))[0] == 200
+        for agent in ("a", "b", "a", "b"):
+            assert own("POST", GENERATE, asked([1, 2]), play.session_id(0, agent))[0] == 200
     (a, none), (b, nothing), (_, after_a), (_, after_b) = seen
     assert none is nothing is None and (after_a, after_b) == (a, b)
 
 
 def test_the_sampling_is_the_roles(route):
-    table, given = table_of(), {}
+    context, given = context_of(), {}
 
     def check_ask(tokens, sampling, key):
         given.update(sampling=sampling)
 
-    table.engines["student"].check_ask = check_ask
-    with route.serving(table, SAMPLINGS, [1]) as play:
+    context.engines["student"].check_ask = check_ask
+    with route.serving(context, SAMPLINGS, [1]) as play:
         session, ask = play.session_id(0, "s"), Asker(route)
         body = asked([1, 2], max_tokens=2, temperature=9.0, top_p=0.1, seed=99, stop_token_ids=[0, 7])
         _, said = ask("POST", GENERATE, body, session)
@@ -180,13 +180,13 @@ def test_the_sampling_is_the_roles(route):
         (400, GENERATE, {"model": "student", "token_ids": [1, 2]}, "sampling_params"),
         (400, GENERATE, asked([1, 2], max_tokens=0), "max_tokens = 0"),
         (400, GENERATE, asked([1, 2], stop_token_ids=list(range(100))), "stop_token_ids"),
-        (400, GENERATE, asked([1]), "the table needs two"),  # what an engine refuses
+        (400, GENERATE, asked([1]), "the context needs two"),  # what an engine refuses
         (400, GENERATE, asked([1, 2]) | {"features": {}}, "text alone"),
         (404, "/v1/chat/completions", {}, "there is"),
     ],
 )
 def test_a_wrong_request_is_refused_and_the_next_one_answered(route, status, path, body, says):
-    with route.serving(table_of(), SAMPLINGS, [1]) as play:
+    with route.serving(context_of(), SAMPLINGS, [1]) as play:
         ask, session = Asker(route), play.session_id(0, "s")
         found, said = ask("POST", path, body, session)
         assert found == status and says in said["error"]["message"]
@@ -195,7 +195,7 @@ def test_a_wrong_request_is_refused_and_the_next_one_answered(route, status, pat
 
 
 def test_who_asks_must_have_the_token_and_a_living_episode(route):
-    with route.serving(table_of(), SAMPLINGS, [1]) as play:
+    with route.serving(context_of(), SAMPLINGS, [1]) as play:
         session = play.session_id(0, "s")
         for wrong in ("0" * 64, "é"):
             assert Asker(route, token=wrong)("POST", GENERATE, asked([1, 2]), session)[0] == 401
@@ -208,19 +208,19 @@ def test_who_asks_must_have_the_token_and_a_living_episode(route):
 
 
 def test_an_engine_that_fails_is_told_to_both_sides(route):
-    table = table_of()
+    context = context_of()
 
     def generate_rows(rows):
         raise EngineError("no server left")
 
-    table.engines["student"].generate_rows = generate_rows
-    with route.serving(table, SAMPLINGS, [1]) as play:
+    context.engines["student"].generate_rows = generate_rows
+    with route.serving(context, SAMPLINGS, [1]) as play:
         assert Asker(route)("POST", GENERATE, asked([1, 2]), play.session_id(0, "s"))[0] == 503
         assert isinstance(play.failure, EngineError)
 
 
 def test_a_play_that_ends_lets_nobody_wait(route):
-    table, inside = table_of(), threading.Event()
+    context, inside = context_of(), threading.Event()
     go = threading.Event()
 
     def generate_rows(rows):
@@ -228,9 +228,9 @@ def test_a_play_that_ends_lets_nobody_wait(route):
         assert go.wait(30)
         return []
 
-    table.engines["student"].generate_rows = generate_rows
+    context.engines["student"].generate_rows = generate_rows
     with ThreadPoolExecutor(1) as pool:
-        with route.serving(table, SAMPLINGS, [1]) as play:
+        with route.serving(context, SAMPLINGS, [1]) as play:
             answer = pool.submit(Asker(route), "POST", GENERATE, asked([1, 2]), play.session_id(0, "s"))
             assert inside.wait(30)
             threading.Timer(0.2, go.set).start()
@@ -254,39 +254,39 @@ def maker(monkeypatch, tmp_path):
             one._running.close()
 
 
-def play(maker: Verifiers, table: Table, places, settings: EpisodeSettings = SETTINGS):
+def play(maker: Verifiers, context: RolloutContext, places, settings: EpisodeSettings = SETTINGS):
     tasks = [Prompt(id=f"p{i}", tokens=[1], payload={"index": i}) for i in places]
-    return maker.play(table, tasks, [100 + i for i in range(len(places))], SAMPLINGS, settings)
+    return maker.play(context, tasks, [100 + i for i in range(len(places))], SAMPLINGS, settings)
 
 
 def test_rollouts_are_made_of_the_engines_own_numbers(maker):
-    table, one = table_of(), maker("single", "single", "branches", "untrained")
-    episodes = play(one, table, [0, 1, 0, 2, 3])
+    context, one = context_of(), maker("single", "single", "branches", "untrained")
+    episodes = play(one, context, [0, 1, 0, 2, 3])
     assert [e.number for e in episodes] == list(range(5)) and {e.outcome for e in episodes} == {Outcome.SCORE}
     for episode in episodes[:3]:
-        assert [r.payload["seat"] for r in episode.rollouts] == list(ROLES)
+        assert [r.payload["agent"] for r in episode.rollouts] == list(ROLES)
         assert [r.role for r in episode.rollouts] == list(ROLES.values()) and episode.turns == 2
         for rollout in episode.rollouts:
             assert rollout.spans[:, 2:].tolist() == [[Author.ENVIRONMENT, -1], [Author.POLICY, VERSION]]
-            expected = table.engines[rollout.role].score([rollout.tokens])[0]
+            expected = context.engines[rollout.role].score([rollout.tokens])[0]
             assert rollout.logprobs.tolist() == [0.0, 0.0, *expected[2:].tolist()]
             assert rollout.rewards == {"right": rollout.length, "reward": rollout.length}
             assert rollout.payload["metrics"] == {"seen": 1.0}
             assert rollout.stop is (Stop.EOS if rollout.tokens[-1] == 0 else Stop.LENGTH)
-    assert [r.payload["seat"] for r in episodes[4].rollouts] == ["solver"], "an agent that is not trained leaves none"
-    again = play(one, table, [0, 1, 0, 2, 3])
+    assert [r.payload["agent"] for r in episodes[4].rollouts] == ["solver"], "an agent that is not trained leaves none"
+    again = play(one, context, [0, 1, 0, 2, 3])
     for old, new in zip(episodes, again, strict=True):
         assert [r.tokens.tolist() for r in old.rollouts] == [r.tokens.tolist() for r in new.rollouts]
     assert one._running._process is not None, "one process serves all calls"
 
 
 def test_what_branches_share_is_trained_on_once(maker):
-    table = table_of()
-    [episode] = play(maker("branches"), table, [0])
+    context = context_of()
+    [episode] = play(maker("branches"), context, [0])
     first, second = episode.rollouts
     shared = next(i for i, (a, b) in enumerate(zip(first.tokens, second.tokens, strict=False)) if a != b)
     assert episode.cuts == 1 and episode.turns == 4
-    expected = table.engines["inventor"].score([first.tokens, second.tokens])
+    expected = context.engines["inventor"].score([first.tokens, second.tokens])
     assert first.trainable.tolist() == [False] * 2 + [True] * (shared - 2) + [False] * 2 + [True] * (
         len(first.tokens) - shared - 2
     )
@@ -298,7 +298,7 @@ def test_what_branches_share_is_trained_on_once(maker):
 def test_a_broken_episode_is_no_zero_and_the_process_starts_again(maker, tmp_path):
     one = maker("single", "fail", "slow", "lie", "die", "babble")
     alone = EpisodeSettings(episode_timeout_s=60.0, workers=1)
-    episodes = play(one, table_of(), [0, 1, 2, 3, 4, 5, 0], alone)
+    episodes = play(one, context_of(), [0, 1, 2, 3, 4, 5, 0], alone)
     error, late, good = Outcome.ERROR, Outcome.TIMEOUT, Outcome.SCORE
     assert [e.outcome for e in episodes] == [good, error, late, error, error, error, good]
     says = ["", "reward broke", "late", "no engine sampled them there", "no memory left", "no line of its protocol", ""]
@@ -309,7 +309,7 @@ def test_a_broken_episode_is_no_zero_and_the_process_starts_again(maker, tmp_pat
 
 
 def test_a_line_of_an_episode_that_is_not_under_way_costs_those_that_are_and_not_the_run(maker):
-    episodes = play(maker("stray", "single"), table_of(), [0, 1], EpisodeSettings(episode_timeout_s=60.0, workers=1))
+    episodes = play(maker("stray", "single"), context_of(), [0, 1], EpisodeSettings(episode_timeout_s=60.0, workers=1))
     assert [one.outcome for one in episodes] == [Outcome.ERROR, Outcome.SCORE]
     assert "it wrote a line of the episode 99, which is not under way" in episodes[0].why
 
@@ -317,7 +317,7 @@ def test_a_line_of_an_episode_that_is_not_under_way_costs_those_that_are_and_not
 def test_a_process_that_hangs_is_ended_and_nothing_is_left(maker, monkeypatch):
     monkeypatch.setattr(verifiers, "LATE_S", 0.5)
     one = maker("hang", "single")
-    [late, good] = play(one, table_of(), [0, 1], EpisodeSettings(episode_timeout_s=0.5, workers=1))
+    [late, good] = play(one, context_of(), [0, 1], EpisodeSettings(episode_timeout_s=0.5, workers=1))
     assert late.outcome is Outcome.TIMEOUT and "did not give it up after 0.5 s" in late.why
     assert good.outcome is Outcome.SCORE
     process, directory = one._running._process._process, one._running._directory
@@ -325,10 +325,10 @@ def test_a_process_that_hangs_is_ended_and_nothing_is_left(maker, monkeypatch):
     assert process.poll() is not None and not directory.exists()
 
 
-def test_a_turn_that_is_played_ahead_when_the_program_ends_starts_no_process_anew(maker, tmp_path):
+def test_an_iteration_that_is_collected_ahead_when_the_program_ends_starts_no_process_anew(maker, tmp_path):
     one = maker("hang", "single")
     with ThreadPoolExecutor(1) as thread:
-        ahead = thread.submit(play, one, table_of(), [0, 1], EpisodeSettings(episode_timeout_s=60.0, workers=1))
+        ahead = thread.submit(play, one, context_of(), [0, 1], EpisodeSettings(episode_timeout_s=60.0, workers=1))
         end = time.monotonic() + 20
         while not (tmp_path / "child").exists() and time.monotonic() < end:
             time.sleep(0.01)
@@ -340,24 +340,24 @@ def test_a_turn_that_is_played_ahead_when_the_program_ends_starts_no_process_ane
 
 def test_a_process_that_ended_between_two_calls_costs_no_episode(maker):
     one = maker("single")
-    play(one, table_of(), [0])
+    play(one, context_of(), [0])
     process = one._running._process
     psutil.Process(process._process.pid).terminate()
     end = time.monotonic() + 20
     while not process.ended and time.monotonic() < end:  # a zombie whose other threads still end is not waited for yet
         time.sleep(0.01)
-    assert play(one, table_of(), [0])[0].outcome is Outcome.SCORE
+    assert play(one, context_of(), [0])[0].outcome is Outcome.SCORE
 
 
 def test_an_engines_failure_is_raised(maker):
-    table = table_of()
+    context = context_of()
 
     def generate_rows(rows):
         raise EngineError("no server left")
 
-    table.engines["student"].generate_rows = generate_rows
+    context.engines["student"].generate_rows = generate_rows
     with pytest.raises(EngineError, match="no server left"):
-        play(maker("single"), table, [0])
+        play(maker("single"), context, [0])
 
 
 def tended_by_this_thread(engine: TableEngine) -> threading.Event:
@@ -374,20 +374,20 @@ def tended_by_this_thread(engine: TableEngine) -> threading.Event:
 
 
 def test_the_thread_that_plays_looks_after_the_servers(maker):
-    table = table_of()
-    tended_by_this_thread(table.engines["student"])
-    [one] = play(maker("single"), table, [0])
+    context = context_of()
+    tended_by_this_thread(context.engines["student"])
+    [one] = play(maker("single"), context, [0])
     assert one.outcome is Outcome.SCORE
 
 
-def test_an_evaluation_that_waits_for_a_turn_played_ahead_looks_after_the_servers(maker):
-    table, one = table_of(), maker("single")
-    tended = tended_by_this_thread(table.engines["student"])
+def test_an_evaluation_that_waits_for_an_iteration_collected_ahead_looks_after_the_servers(maker):
+    context, one = context_of(), maker("single")
+    tended = tended_by_this_thread(context.engines["student"])
     with ThreadPoolExecutor(1) as thread:
-        ahead = thread.submit(play, one, table, [0])
+        ahead = thread.submit(play, one, context, [0])
         while not (one._lock.locked() or ahead.done()):
             time.sleep(0.001)
-        [evaluated] = play(one, table, [0])
+        [evaluated] = play(one, context, [0])
         [played] = ahead.result(20)
     assert tended.is_set() and played.outcome is evaluated.outcome is Outcome.SCORE
 
@@ -410,8 +410,8 @@ def test_settings_that_cannot_be_are_refused_at_once(change, says):
 
 def test_what_only_the_run_can_tell_is_refused_with_the_cure(maker):
     with pytest.raises(ConfigError, match="there is no such task set"):
-        play(maker("single", refuses=True), table_of(), [0])
+        play(maker("single", refuses=True), context_of(), [0])
     prompt = Prompt(id="p", tokens=[1], payload={"index": "first"})
     with pytest.raises(ConfigError, match="its index is 'first'"):
-        maker("single").play(table_of(), [prompt], [0], SAMPLINGS, SETTINGS)
-    assert list(maker("single").speaking_roles()) == list(ROLES.values()), "a recipe compares them with its seats"
+        maker("single").play(context_of(), [prompt], [0], SAMPLINGS, SETTINGS)
+    assert list(maker("single").speaking_roles()) == list(ROLES.values()), "a recipe compares them with its agents"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import specs as config_checks
-from test_recipes import per_token, play, segments, solution, table_of, texts
+from test_recipes import context_of, per_token, roll_out, segments, solution, texts
 
 from examples.studies.equal_time.majority import MajorityGrpo, with_majority
 from examples.studies.equal_time.means import DynamicTango, ReusingTango, TrustedTango
@@ -18,10 +18,10 @@ from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError, TrainConfig
-from megatron_rl.recipes.base import Solution
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.grpo import Grpo
-from megatron_rl.recipes.tango import PaperTango, Tango
+from megatron_rl.recipes.solutions import Solution
+from megatron_rl.recipes.tango import LeanTango, Tango
 from megatron_rl.types import NO_VERSION, STEP, Author, Rollout, spans_of
 
 __all__ = ["texts"]  # a fixture
@@ -29,7 +29,7 @@ __all__ = ["texts"]  # a fixture
 ROOT = Path(__file__).parents[2]
 KINDS = {
     **{"grpo": Grpo, "grpo_32": Grpo, "grpo_dynamic": Dapo, "grpo_majority": MajorityGrpo},
-    **{"tango_paper": PaperTango, "tango_paper_32": PaperTango, "free_verdicts": FreeVerdicts},
+    **{"tango_paper": Tango, "tango_paper_32": Tango, "free_verdicts": FreeVerdicts},
     **{"scored": ScoredTango, "together": TogetherTango, "reusing": ReusingTango, "trusted": TrustedTango},
     **{"dynamic": DynamicTango},
 }
@@ -59,9 +59,11 @@ def test_every_arm_is_a_run_that_check_takes(race, regime, monkeypatch, tmp_path
         config = config_files.load(TrainConfig, [file], settings)
         config_checks.check(config, 1)
         recipe = plugins.build(config.recipe)
-        assert type(recipe) is KINDS.get(name, Tango) and config.run.seed == 3
-        turns = recipe.schedule()[-2]
-        assert arm.turns == len(turns), f"{name}: an arm counts turns between evaluations, and the config steps"
+        assert type(recipe) is KINDS.get(name, LeanTango) and config.run.seed == 3
+        iterations = recipe.schedule()[-2]
+        assert arm.iterations == len(iterations), (
+            f"{name}: an arm counts iterations between evaluations, and the config cycles"
+        )
         assert recipe.train_verifier == (name not in ("frozen", "free_verdicts")) if "tango" in arm.config else True
 
 
@@ -77,12 +79,12 @@ def line(scope, **more):
 def work(seconds):
     end = time.process_time() + seconds
     while time.process_time() < end: pass
-figures = {"generator/accuracy_sampled": 0.25, "generator/accuracy_greedy": 0.5}
-work(0.5); line("gate"); line("eval", metrics=figures)
+metrics = {"generator/accuracy_sampled": 0.25, "generator/accuracy_greedy": 0.5}
+work(0.5); line("preflight"); line("eval", metrics=metrics)
 for _ in range(3):
     work(0.4); line("generator", time={"train": 0.1, "rollout": 0.2}, metrics={"tokens": 7.0})
     time.sleep(0.3); work(0.6); time.sleep(0.3)
-    line("eval", metrics={**figures, "generator/accuracy_sampled": 0.75})
+    line("eval", metrics={**metrics, "generator/accuracy_sampled": 0.75})
     time.sleep(0.3)
 time.sleep(60)
 """
@@ -100,7 +102,7 @@ def test_the_time_of_evaluations_is_left_out_and_a_run_ends_when_its_time_is_ove
     assert (points[2]["seconds"], points[2]["tokens"]) == (pytest.approx(0.6), 14.0)
 
 
-def test_figures_between_evaluations_are_on_the_line_between_them(race):
+def test_metrics_between_evaluations_are_on_the_line_between_them(race):
     curve = [(0.0, 0.25), (2.0, 0.25), (4.0, 0.75), (6.0, 0.5)]
     points = [{"cpu_s": cpu_s, "generator/accuracy_sampled": accuracy} for cpu_s, accuracy in curve]
     times = (0.0, 1.0, 2.5, 4.0, 5.0, 100.0)
@@ -131,7 +133,7 @@ def test_the_answer_that_most_give_earns_the_reward_of_the_majority():
 
 
 def test_true_verdicts_credit_steps_by_their_labels_where_no_solution_is_right(texts):
-    """A group that has a right solution learns from its outcomes alone, as in Tango; nobody is asked to verify."""
+    """A group that has a correct solution learns from its outcomes alone, as in Tango; nobody is asked to verify."""
 
     def labels(steps, payload):
         return [k == 0 for k in range(len(steps))]
@@ -141,18 +143,18 @@ def test_true_verdicts_credit_steps_by_their_labels_where_no_solution_is_right(t
 
     with pytest.raises(ConfigError, match="step_labels"):
         FreeVerdicts(**texts)
-    own = "megatron_rl.rewards.last_letter:step_labels"
+    own = "megatron_rl.contrib.last_letter:step_labels"
     recipe = FreeVerdicts(group_size=3, train_verifier=False, verifier_rests=False, step_labels=own, **texts)
     recipe._labels = labels
-    table = table_of(solve, lambda *_: "")
-    rollouts, figures = play(recipe, "generator", 2, table)
-    assert not table.engines["verifier"].asked and figures["signal"] == 0.0
+    context = context_of(solve, lambda *_: "")
+    rollouts, metrics = roll_out(recipe, "generator", 2, context)
+    assert not context.engines["verifier"].asked and metrics["signal"] == 0.0
     outcomes = assign_advantages(rollouts, reward="outcome")
     for rollout, bare in zip(rollouts[:3], outcomes[:3], strict=True):
         assert per_token(rollout) == pytest.approx(per_token(bare), abs=1e-6), "one of them is right"
-    assert [r.marks_of(STEP).scores.tolist() for r in rollouts[3:]] == [[1.0], [1.0, -1.0], [1.0, -1.0]]
+    assert [r.annotations_of(STEP).scores.tolist() for r in rollouts[3:]] == [[1.0], [1.0, -1.0], [1.0, -1.0]]
     assert all(not any(per_token(r)) for r in rollouts[3:]), "steps of one number are alike"
     recipe._labels = lambda steps, payload: [len(steps) == 1] * len(steps)
-    rollouts, _ = play(recipe, "generator", 2, table_of(solve, lambda *_: ""))
+    rollouts, _ = roll_out(recipe, "generator", 2, context_of(solve, lambda *_: ""))
     first, second, third = (segments(r)[0] for r in rollouts[3:])
     assert first > 0 > second == third and first == pytest.approx(-2 * second, abs=1e-3)

@@ -5,12 +5,12 @@ import re
 
 import numpy as np
 import pytest
-from test_recipes import TOKENIZER, Problems, play, problems, solution, table_of, texts, turn, verification
+from test_recipes import TOKENIZER, Problems, context_of, iteration, problems, roll_out, solution, texts, verification
 
 from examples.studies.equal_time.means import DynamicTango, ReusingTango, TrustedTango
 from examples.studies.equal_time.own_verdicts import ScoredTango, approval_of
 from examples.studies.equal_time.together import TogetherTango
-from megatron_rl.data.last_letter import solution_text, teacher_solution, verification_text
+from megatron_rl.contrib.last_letter_data import solution_text, teacher_solution, verification_text
 from megatron_rl.rewards.tags import step_texts
 from megatron_rl.types import STEP
 
@@ -29,39 +29,41 @@ class Counted(Problems):
 
 
 def test_problems_without_signal_are_replaced_once_nothing_is_verified(texts):
-    """Every second problem has a right solution and a wrong one; the others have none that is right."""
+    """Every second problem has a correct solution and a wrong one; the others have none that is right."""
 
     def solve(prompt, i, j, sampling):
         number = int(re.search(r"Q (\d+)", prompt)[1])
         return solution(2, "yes" if number % 2 and j else "no")
 
     recipe = DynamicTango(group_size=2, review_below=0.1, **texts)
-    source, table = Counted(4), table_of(solve, lambda *_: verification("++", "-"))
-    [rollouts] = recipe.play(turn("generator"), source, table).values()
+    source, context = Counted(4), context_of(solve, lambda *_: verification("++", "-"))
+    [rollouts] = recipe.rollout(iteration("generator"), source, context).values()
     assert source.taken == 4 and len(rollouts) == 8, "all problems that nobody solved have verdicts"
-    assert len(table.engines["verifier"].asked) == 4
+    assert len(context.engines["verifier"].asked) == 4
     for _ in range(2):
-        source, table = Counted(4), table_of(solve, lambda *_: verification("++", "-"))
-        [rollouts] = recipe.play(turn("generator"), source, table).values()
-    assert not table.engines["verifier"].asked and source.taken == 8
+        source, context = Counted(4), context_of(solve, lambda *_: verification("++", "-"))
+        [rollouts] = recipe.rollout(iteration("generator"), source, context).values()
+    assert not context.engines["verifier"].asked and source.taken == 8
     assert len({r.group for r in rollouts}) == 4 and len(rollouts) == 8
     assert {r.rewards["outcome"] for r in rollouts[:2]} == {0.0, 1.0}
-    [own] = recipe.play(turn("verifier"), Counted(4), table_of(solve, lambda *_: verification("++", "-"))).values()
+    [own] = recipe.rollout(
+        iteration("verifier"), Counted(4), context_of(solve, lambda *_: verification("++", "-"))
+    ).values()
     assert own == [], "it rests"
 
 
-def test_the_verifiers_turn_is_about_solutions_that_were_judged_before(texts):
+def test_the_verifiers_iteration_is_about_solutions_that_were_judged_before(texts):
     def solve(prompt, i, j, sampling):
         return solution(2, "yes" if i == 0 else "no")
 
     recipe = ReusingTango(group_size=2, verifications=3, **texts)
-    first = table_of(solve, lambda *_: verification("++", "-"))
-    recipe.play(turn("verifier"), Problems(3), first)
+    first = context_of(solve, lambda *_: verification("++", "-"))
+    recipe.rollout(iteration("verifier"), Problems(3), first)
     assert first.engines["generator"].asked, "there is none yet: solutions are drawn"
-    recipe.play(turn("generator"), Problems(3), table_of(solve, lambda *_: verification("++", "-")))
-    source, table = Counted(3), table_of(solve, lambda prompt, i, j, s: verification("++", "+" if j else "-"))
-    [rollouts] = recipe.play(turn("verifier", number=2), source, table).values()
-    assert source.taken == 0 and not table.engines["generator"].asked
+    recipe.rollout(iteration("generator"), Problems(3), context_of(solve, lambda *_: verification("++", "-")))
+    source, context = Counted(3), context_of(solve, lambda prompt, i, j, s: verification("++", "+" if j else "-"))
+    [rollouts] = recipe.rollout(iteration("verifier", number=2), source, context).values()
+    assert source.taken == 0 and not context.engines["generator"].asked
     assert len(rollouts) == 2 * 3, "of the two problems that nobody solved one solution each"
     assert [r.rewards["agrees"] for r in rollouts] == [1.0, 0.0, 0.0] * 2
 
@@ -69,12 +71,14 @@ def test_the_verifiers_turn_is_about_solutions_that_were_judged_before(texts):
 def test_alpha_follows_how_often_the_verifier_was_right(texts):
     recipe = TrustedTango(group_size=2, verifications=4, **texts)
     assert recipe.trust == 0.0
-    table = table_of(lambda p, i, j, s: solution(2, "no"), lambda p, i, j, s: verification("+-", "-"))
-    play(recipe, "generator", 3, table)
-    assert table.notes["generator"]["trust"] == pytest.approx(7 / 8 + 1 / 2 - 1), "six wrong ones, all told"
-    assert table.notes["generator"]["alpha"] == pytest.approx(3 / 8)
-    table = table_of(lambda p, i, j, s: solution(2, "yes"), lambda p, i, j, s: verification("++", "+" if j else "-"))
-    play(recipe, "verifier", 1, table)
+    context = context_of(lambda p, i, j, s: solution(2, "no"), lambda p, i, j, s: verification("+-", "-"))
+    roll_out(recipe, "generator", 3, context)
+    assert context.metrics["generator"]["trust"] == pytest.approx(7 / 8 + 1 / 2 - 1), "six wrong ones, all told"
+    assert context.metrics["generator"]["alpha"] == pytest.approx(3 / 8)
+    context = context_of(
+        lambda p, i, j, s: solution(2, "yes"), lambda p, i, j, s: verification("++", "+" if j else "-")
+    )
+    roll_out(recipe, "verifier", 1, context)
     assert recipe.trust == pytest.approx(7 / 8 + 4 / 6 - 1)
 
 
@@ -104,17 +108,17 @@ def test_a_step_is_right_where_its_approval_is_likely(texts):
         return found
 
     recipe = ScoredTango(group_size=2, **texts)
-    table = table_of(lambda p, i, j, s: solution(3, "yes" if i else "no"), lambda *_: "")
-    table.engines["verifier"].score = score
+    context = context_of(lambda p, i, j, s: solution(3, "yes" if i else "no"), lambda *_: "")
+    context.engines["verifier"].score = score
     recipe._labels = lambda steps, payload: [True, False, False]
-    rollouts, figures = play(recipe, "generator", 2, table)
-    assert not table.engines["verifier"].asked, "nothing is written"
-    assert [r.marks_of(STEP).scores.tolist() for r in rollouts[:2]] == [[1.0, -1.0, 1.0]] * 2
-    assert all(r.marks_of(STEP).scores is None for r in rollouts[2:]), "that problem is solved"
-    assert figures["step_agreement"] == pytest.approx(2 / 3)
-    short = table_of(lambda p, i, j, s: solution(3, "no"), lambda *_: "", verifier_limit=3)
-    rollouts, _ = play(ScoredTango(group_size=2, **texts), "generator", 1, short)
-    assert all(r.marks_of(STEP).scores is None for r in rollouts), "its prompt is too long"
+    rollouts, metrics = roll_out(recipe, "generator", 2, context)
+    assert not context.engines["verifier"].asked, "nothing is written"
+    assert [r.annotations_of(STEP).scores.tolist() for r in rollouts[:2]] == [[1.0, -1.0, 1.0]] * 2
+    assert all(r.annotations_of(STEP).scores is None for r in rollouts[2:]), "that problem is solved"
+    assert metrics["step_agreement"] == pytest.approx(2 / 3)
+    short = context_of(lambda p, i, j, s: solution(3, "no"), lambda *_: "", verifier_limit=3)
+    rollouts, _ = roll_out(ScoredTango(group_size=2, **texts), "generator", 1, short)
+    assert all(r.annotations_of(STEP).scores is None for r in rollouts), "its prompt is too long"
 
 
 def test_two_solutions_are_verified_in_one_text(texts):
@@ -128,21 +132,21 @@ def test_two_solutions_are_verified_in_one_text(texts):
         return " ".join(verification("+" * (count - 1) + "-", "-") for count in counts)
 
     recipe = TogetherTango(group_size=3, verifications=2, **texts)
-    table = table_of(solve, verify)
-    rollouts, figures = play(recipe, "generator", 2, table)
-    asked = [TOKENIZER.decode(tokens).count("<sol>") for tokens, _ in table.engines["verifier"].asked]
+    context = context_of(solve, verify)
+    rollouts, metrics = roll_out(recipe, "generator", 2, context)
+    asked = [TOKENIZER.decode(tokens).count("<sol>") for tokens, _ in context.engines["verifier"].asked]
     assert sorted(asked) == [1, 1, 2, 2]
-    assert {sampling.max_tokens for _, sampling in table.engines["verifier"].asked} == {8000}
-    found = [r.marks_of(STEP).scores.tolist() for r in rollouts]
+    assert {sampling.max_tokens for _, sampling in context.engines["verifier"].asked} == {8000}
+    found = [r.annotations_of(STEP).scores.tolist() for r in rollouts]
     assert found == [[-1.0], [1.0, -1.0], [1.0, 1.0, -1.0]] * 2
-    assert figures["verdicts_match"] == 1.0 and figures["reviews_dropped"] == 0
-    cut = table_of(solve, lambda *_: verification("-", "-"))
-    rollouts, _ = play(recipe, "generator", 1, cut)
-    assert rollouts[0].marks_of(STEP).scores.tolist() == [-1.0]
-    assert rollouts[1].marks_of(STEP).scores is None, "the answer ends after the first"
-    alone = table_of(solve, lambda *_: verification("-", "-"))
-    own, _ = play(recipe, "verifier", 2, alone)
-    assert len(own) == 4, "the verifier's own turn is about one solution at a time"
+    assert metrics["verdicts_match"] == 1.0 and metrics["reviews_dropped"] == 0
+    cut = context_of(solve, lambda *_: verification("-", "-"))
+    rollouts, _ = roll_out(recipe, "generator", 1, cut)
+    assert rollouts[0].annotations_of(STEP).scores.tolist() == [-1.0]
+    assert rollouts[1].annotations_of(STEP).scores is None, "the answer ends after the first"
+    alone = context_of(solve, lambda *_: verification("-", "-"))
+    own, _ = roll_out(recipe, "verifier", 2, alone)
+    assert len(own) == 4, "the verifier's own iteration is about one solution at a time"
 
 
 def test_texts_of_pairs_are_made_of_two_verifications(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config.schema import ConfigError, Reward
 from megatron_rl.evaluation.completions import grade_file
 from megatron_rl.main import main
-from megatron_rl.rewards.pool import Graded, GradePool, Outcome
+from megatron_rl.rewards.grading_pool import Graded, GradePool, Outcome
 
 
 def write(path, rows):

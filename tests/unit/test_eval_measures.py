@@ -19,8 +19,8 @@ from megatron_rl.commands import evaluate
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig
 from megatron_rl.data.problems import Problem
-from megatron_rl.engines.base import Sampling, complete
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.evaluation import text_scores
 from megatron_rl.evaluation.draw import ProblemSet, draw_within, limit
 from megatron_rl.evaluation.handoff import SWITCH, Chain, write
@@ -31,9 +31,9 @@ from megatron_rl.evaluation.solve import Solver
 from megatron_rl.evaluation.text_scores import Texts
 from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.main import main
-from megatron_rl.run.inputs import read_files
-from megatron_rl.session.eval_engines import Cast
-from megatron_rl.session.launch import Place
+from megatron_rl.run.input_digests import read_files
+from megatron_rl.session.eval_engines import EvaluationEngines
+from megatron_rl.session.launch_ranks import Place
 from megatron_rl.types import Stop
 from megatron_rl.vocabulary import check_vocabularies
 
@@ -115,9 +115,9 @@ def test_two_benchmarks_end_with_a_table_samples_and_a_page(models, data, capsys
     said = capsys.readouterr().out
     assert "GSM8K" in said and "AMC 2023" in said and "mean over sets" in said and "pass@2" in said and "maj@2" in said
     out = data.parent / "out"
-    figures, rows = json.loads((out / "eval.json").read_text()), read_samples(out / "eval.jsonl")
+    metrics, rows = json.loads((out / "eval.json").read_text()), read_samples(out / "eval.jsonl")
     assert len(rows) == 24 and [r["sample"] for r in rows[:4]] == [0, 1, 0, 1] and rows[0]["answer"] == "1000"
-    assert figures["sets"]["gsm8k"]["solve"]["problems"] == 7 and figures["figures"]["accuracy"] == pytest.approx(
+    assert metrics["sets"]["gsm8k"]["solve"]["problems"] == 7 and metrics["metrics"]["accuracy"] == pytest.approx(
         sum(
             sum(r["score"] for r in rows if r["set"] == name) / (2 * count)
             for name, count in (("gsm8k", 7), ("amc23", 5))
@@ -134,10 +134,10 @@ def test_what_was_killed_goes_on_and_ends_the_same(models, data, capsys, monkeyp
     config = config_of(models, data)
     run(config)
     out = data.parent / "out"
-    whole, figures = (out / "eval.jsonl").read_bytes(), json.loads((out / "eval.json").read_text())
+    whole, metrics = (out / "eval.jsonl").read_bytes(), json.loads((out / "eval.json").read_text())
     # A kill leaves some problems behind, and a last line that was cut in half.
     tasks = [
-        evaluate.Evaluation(config, Cast({}, {}, {config.model: TOKENIZER})).task(source)
+        evaluate.Evaluation(config, EvaluationEngines({}, {}, {config.model: TOKENIZER})).task(source)
         for source in read_sets(config)
     ]
     digest = evaluate._digest(spec_of(config).settings, tasks, read_files(spec_of(config).settings))
@@ -152,7 +152,7 @@ def test_what_was_killed_goes_on_and_ends_the_same(models, data, capsys, monkeyp
     assert "problems were done before" in capsys.readouterr().err
     assert (out / "eval.jsonl").read_bytes() == whole
     again = json.loads((out / "eval.json").read_text())
-    assert again | {"seconds": 0} == figures | {"seconds": 0}
+    assert again | {"seconds": 0} == metrics | {"seconds": 0}
 
 
 def test_samples_of_another_evaluation_are_not_gone_on_with(tmp_path):
@@ -312,7 +312,7 @@ def test_long_texts_are_scored_in_parts(engines, monkeypatch):
     sequence = [1 + i % 90 for i in range(50)]
     whole = text_scores._compared({"": engines[0], "b": engines[1]}, sequence, 7)
     scores = engines[0].score([sequence])
-    monkeypatch.setattr("megatron_rl.engines.embedded.engine.SCORE_TOKENS", 4)
+    monkeypatch.setattr("megatron_rl.engines.embedded.embedded_engine.SCORE_TOKENS", 4)
     assert text_scores._compared({"": engines[0], "b": engines[1]}, sequence, 7) == pytest.approx(whole, abs=1e-6)
     assert engines[0].score([sequence])[0] == pytest.approx(scores[0], abs=1e-5)
 
@@ -325,8 +325,8 @@ def test_all_measures_of_two_models_in_one_run(models, data):
     }
     config = config_of(models, data, benchmarks=["amc23"], **changes)
     run(config)
-    figures = json.loads((data.parent / "out/eval.json").read_text())
-    found = figures["figures"]
+    metrics = json.loads((data.parent / "out/eval.json").read_text())
+    found = metrics["metrics"]
     assert (
         found["legibility/cross_entropy"] > 0 and found["drift/kl_junior"] > 0 and found["drift/kl_junior_base"] == 0.0
     )
@@ -335,7 +335,7 @@ def test_all_measures_of_two_models_in_one_run(models, data):
         and "handoff/pass@2" in found
         and "handoff/first_share" in found
     )
-    assert set(figures["sets"]["amc23"]) == {"title", "solve", "handoff", "legibility", "drift"}
+    assert set(metrics["sets"]["amc23"]) == {"title", "solve", "handoff", "legibility", "drift"}
 
 
 def problem_set(answers):
@@ -409,7 +409,7 @@ def judged_sample(label, correct, text, sample=0, steps=3):
     } | reading(text, steps)
 
 
-def test_processbench_figures_on_a_worked_example():
+def test_processbench_metrics_on_a_worked_example():
     groups = [
         [judged_sample(-1, True, verification([1, 1, 1], "CORRECT"))],
         [judged_sample(-1, True, verification([0, 1, 1], "CORRECT"))],
@@ -417,8 +417,8 @@ def test_processbench_figures_on_a_worked_example():
         [judged_sample(2, False, verification([0, 1, 1], "INCORRECT"))],  # rightly rejected, at the wrong place
         [judged_sample(0, False, "unreadable")],
     ]
-    figures, sure = judged(groups)
-    value = {name: interval.value for name, interval in figures.items()}
+    metrics, sure = judged(groups)
+    value = {name: interval.value for name, interval in metrics.items()}
     assert value["correct_accuracy"] == 0.5 and value["error_accuracy"] == pytest.approx(1 / 3)
     assert value["processbench_f1"] == pytest.approx(2 * 0.5 / 3 / (0.5 + 1 / 3))
     assert value["outcome_accuracy"] == 1.0 and value["outcome_wrong_accuracy"] == 1.0
@@ -431,9 +431,9 @@ def test_processbench_figures_on_a_worked_example():
 
 def test_votes_make_a_confidence():
     right = [judged_sample(-1, True, verification([1, 1, 1], "CORRECT" if j < 3 else "INCORRECT"), j) for j in range(4)]
-    figures, sure = judged([right, right])
+    metrics, sure = judged([right, right])
     assert sure is not None and sure.bins[0].confidence == 0.75 and sure.ece == 0.25
-    assert figures["correct_accuracy_vote"].value == 1.0 and "processbench_f1" not in figures, "one class is empty"
+    assert metrics["correct_accuracy_vote"].value == 1.0 and "processbench_f1" not in metrics, "one class is empty"
 
 
 def test_a_verifier_sees_steps_in_tags():
@@ -451,13 +451,13 @@ def test_a_verifier_on_processbench_and_on_a_set_of_ones_own(models, data):
         "data": {"path": str(own), "fields": fields},
     }
     run(config_of(models, data, **changes))
-    figures = json.loads((data.parent / "out/eval.json").read_text())
+    metrics = json.loads((data.parent / "out/eval.json").read_text())
     assert (
-        figures["sets"]["processbench_gsm8k"]["judge"]["problems"] == 8
-        and figures["sets"]["own"]["judge"]["problems"] == 1
+        metrics["sets"]["processbench_gsm8k"]["judge"]["problems"] == 8
+        and metrics["sets"]["own"]["judge"]["problems"] == 1
     )
-    assert figures["sets"]["processbench_gsm8k"]["judge"]["figures"]["processbench_f1"] == 0.0
-    assert figures["sets"]["processbench_gsm8k"]["judge"]["counts"]["unreadable"] == 16
+    assert metrics["sets"]["processbench_gsm8k"]["judge"]["metrics"]["processbench_f1"] == 0.0
+    assert metrics["sets"]["processbench_gsm8k"]["judge"]["counts"]["unreadable"] == 16
 
 
 def test_checkpoints_are_compared_problem_by_problem(models, data, tmp_path, capsys):

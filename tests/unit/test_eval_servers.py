@@ -16,8 +16,8 @@ from toys import EOS, characters
 from megatron_rl.commands import evaluate
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig
-from megatron_rl.engines.launch import StartError
-from megatron_rl.session.launch import Place
+from megatron_rl.engines.server_process import StartError
+from megatron_rl.session.launch_ranks import Place
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.schema import ConfigError, Lora, Model, RoleConfig
 from megatron_rl.conversion import convert
-from megatron_rl.conversion.source import find, read_sizes
-from megatron_rl.models.adapters import CONFIG, WEIGHTS, adapter_problems
-from megatron_rl.weights import adapters
+from megatron_rl.conversion.weight_source import find, read_sizes
+from megatron_rl.models.lora_targets import CONFIG, WEIGHTS, adapter_problems
+from megatron_rl.weights import lora_adapters
 
 RANK, ALPHA = 4, 8
 SOME = ["q_proj", "down_proj"]
@@ -58,7 +58,7 @@ def test_faults_an_adapter_that_peft_computes_otherwise_is_refused_by_the_key_th
     found = adapter_problems(read_sizes(base), own(there), "m")
     assert any(f"{CONFIG} says {key} = " in line for line in found), found
     with pytest.raises(ConfigError, match=f"says {key} = .* not supported"):
-        adapters.read_settings(there)
+        lora_adapters.read_settings(there)
 
 
 @pytest.mark.parametrize(
@@ -81,19 +81,19 @@ def test_faults_a_key_of_an_adapter_is_harmless_off_or_refused(base, tmp_path, k
     plain = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=SOME).to_dict()
     plain = {name: sorted(told) if isinstance(told, set) else told for name, told in plain.items()}
     (there / CONFIG).write_text(json.dumps(plain))
-    assert adapters.read_settings(there).rank == RANK, "peft's defaults are taken"
+    assert lora_adapters.read_settings(there).rank == RANK, "peft's defaults are taken"
     (there / CONFIG).write_text(json.dumps(plain | {key: value}))
     assert (adapter_problems(read_sizes(base), own(there), "m") == []) == taken
     if not taken:
         with pytest.raises(ConfigError, match=re.escape(f"says {key} = {value!r}")):
-            adapters.read_settings(there)
+            lora_adapters.read_settings(there)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", r".*\.(q|v)_proj", ["self_attn.q_proj", "v_proj"]], ids=str)
 def test_faults_an_adapter_is_merged_whatever_way_its_targets_are_named(base, tmp_path, targets):
     there = saved(base, tmp_path / "adapter", target_modules=targets)
     names = Lora().targets if targets == "all-linear" else ("q_proj", "v_proj")
-    assert {*adapters.read_settings(there).targets} == {*names}
+    assert {*lora_adapters.read_settings(there).targets} == {*names}
     assert adapter_problems(read_sizes(base), own(there, names), "m") == []
     merged = tmp_path / "merged"
     said = convert.to_hf(find(there, model=base), merged, verify=True)
@@ -108,7 +108,7 @@ def test_faults_the_verification_of_a_merged_adapter_compares_with_what_peft_loa
     """An adapter of PiSSA, as it was taken: it read back "bit for bit", and its logits were off by 0.28."""
     there = saved(base, tmp_path / "adapter", init_lora_weights="pissa")
     source = find(there, model=base)
-    monkeypatch.setattr(adapters, "not_plain", lambda told: [])
+    monkeypatch.setattr(lora_adapters, "not_plain", lambda told: [])
     with pytest.raises(ConfigError, match=r"differs from what peft makes of .* when it loads it by"):
         convert.to_hf(source, tmp_path / "merged", verify=True)
     assert not (tmp_path / "merged").exists()
@@ -125,4 +125,4 @@ def test_faults_numbers_of_an_adapter_that_cannot_be_computed_with_are_refused_b
         tensors[name] = tensors[name].to(getattr(torch, broken))
     save_file(tensors, there / WEIGHTS)
     with pytest.raises(ConfigError, match=f"{re.escape(name)} (holds numbers that are not finite|is torch.{broken})"):
-        adapters.read(there, read_sizes(base), adapters.read_settings(there))
+        lora_adapters.read(there, read_sizes(base), lora_adapters.read_settings(there))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from chats import CHATML, LLAMA, MARKED, STRICT, chat_tokenizer, said
 
-from megatron_rl.chat import ChatError, UserText, conversation_tokens, tokenize
+from megatron_rl.chat_template import ChatError, UserText, conversation_tokens, tokenize
 from megatron_rl.config.schema import PromptSet, SftData
 from megatron_rl.data.problems import read_problems
 from megatron_rl.data.rows import DataError

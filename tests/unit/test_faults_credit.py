@@ -8,32 +8,32 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 from fake_engines import ScriptedEngine
-from test_recipes import Problems, solution, turn, verification
+from test_recipes import Problems, iteration, solution, verification
 from toys import EOS, characters, graded
 
 from megatron_rl.algorithms.advantages import StepCredit, assign_advantages, step_advantages
 from megatron_rl.algorithms.estimators import ESTIMATORS, UNGROUPED
 from megatron_rl.config.schema import ConfigError, Use
-from megatron_rl.engines.base import Sampling
-from megatron_rl.environments.base import Environment
-from megatron_rl.environments.episodes import MOST_ANSWERS
-from megatron_rl.environments.moves import EnvironmentFailure, Move, Over
+from megatron_rl.contrib.evolve import Evolve
+from megatron_rl.contrib.pairwise import Pairwise
+from megatron_rl.contrib.remax import Remax
+from megatron_rl.contrib.rubric import Rubric
+from megatron_rl.contrib.self_play import SelfPlay
+from megatron_rl.contrib.ssrl import Ssrl
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.environments.environment import Environment
+from megatron_rl.environments.episode_runner import MOST_ANSWERS
+from megatron_rl.environments.episode_types import EnvironmentFailure, EpisodeEnd, NextRequest
 from megatron_rl.recipes.agents import Agents
 from megatron_rl.recipes.curriculum import Curriculum
 from megatron_rl.recipes.dapo import Dapo
-from megatron_rl.recipes.evolve import Evolve
 from megatron_rl.recipes.grpo import Grpo
-from megatron_rl.recipes.pairwise import Pairwise
-from megatron_rl.recipes.remax import Remax
-from megatron_rl.recipes.rubric import Rubric
-from megatron_rl.recipes.self_play import SelfPlay
-from megatron_rl.recipes.ssrl import Ssrl
 from megatron_rl.recipes.tandem import Tandem
-from megatron_rl.recipes.tango import PaperTango
+from megatron_rl.recipes.tango import Tango
 from megatron_rl.recipes.tango_agents import TangoAgents
-from megatron_rl.training.player import PlayError, TurnPlayer
-from megatron_rl.training.turns import Table
-from megatron_rl.types import STEP, Author, Marks, Outcome, Prompt, Rollout, Stop, spans_of
+from megatron_rl.training.collector import RolloutError, RolloutMaker
+from megatron_rl.training.iteration import RolloutContext
+from megatron_rl.types import STEP, Annotations, Author, Outcome, Prompt, Rollout, Stop, spans_of
 
 TOKENIZER = characters()
 OWN = f"{__name__}:as_it_is"
@@ -49,7 +49,8 @@ def rollout(reward, *, group, tokens=4, steps=None, unjudged=0):
     count = unjudged if steps is None else len(steps)
     return Rollout(
         role="solver", group=group, tokens=range(tokens), logprobs=[0.0] * tokens, rewards={"outcome": reward},
-        spans=spans_of((tokens, Author.POLICY, 0)), marks={STEP: Marks([(k, k + 1) for k in range(count)], steps)},
+        spans=spans_of((tokens, Author.POLICY, 0)),
+        annotations={STEP: Annotations([(k, k + 1) for k in range(count)], steps)},
     )  # fmt: skip
 
 
@@ -102,8 +103,9 @@ def test_faults_an_estimator_of_ones_own_wants_groups_of_two():
         Grpo(updates=1, group_size=1, estimator=OWN)
 
 
-# --- Every place in which a failure could change what others learn. Of each problem there are two answers, a right one
-# and another. The problem `good` has a group that is whole. In that of `bad` the second answer fails in the named way.
+# --- Every place in which a failure could change what others learn. Of each problem there are two answers, a correct
+# one and another. The problem `good` has a group that is whole. In that of `bad` the second answer fails in the named
+# way.
 
 FAILS = "lost"
 
@@ -115,17 +117,17 @@ class Task(Environment):
     def begin(self, task, seed):
         self.question = task["question"]
         role = "generator"
-        return [Move(seat=role, role=role, messages=[{"role": "user", "content": f"{self.question}:"}])]
+        return [NextRequest(agent=role, role=role, messages=[{"role": "user", "content": f"{self.question}:"}])]
 
     def step(self, said):
         match said.text:
             case "tool":
                 raise EnvironmentFailure("the tool is away")
             case "late":
-                return Over(outcome=Outcome.TIMEOUT, why="a sandbox was late")
+                return EpisodeEnd(outcome=Outcome.TIMEOUT, why="a sandbox was late")
             case "no reward":
-                return Over(rewards={})
-        return Over(answers={"generator": said.text})
+                return EpisodeEnd(rewards={})
+        return EpisodeEnd(answers={"generator": said.text})
 
 
 def says(script):
@@ -191,24 +193,24 @@ PLACES = {
     "tandem": Place(lambda t: Tandem(updates=1, group_size=2, template=t["g"])),
     "ssrl": Place(lambda t: Ssrl(updates=1, group_size=2, template=t["g"])),
     "remax, its baseline": Place(lambda t: Remax(updates=1, group_size=2, template=t["g"])),
-    "tango": Place(lambda t: PaperTango(group_size=2, generator_template=t["g"], verifier_template=t["v"]),
+    "tango": Place(lambda t: Tango(group_size=2, generator_template=t["g"], verifier_template=t["v"]),
                    fails=step(FAILS), other=verifies),
     "tango, no verification fits": Place(
-        lambda t: PaperTango(group_size=2, generator_template=t["g"], verifier_template=t["v"]),
+        lambda t: Tango(group_size=2, generator_template=t["g"], verifier_template=t["v"]),
         fails=step(FAILS * 100), other=verifies, limit=300),
     "pairwise judge": Place(lambda t: Pairwise(updates=1, group_size=3, generator_template=t["g"],
                                                judge_template=t["pair"]), other=judge_pair, other_role="judge"),
     "rubric judge": Place(lambda t: Rubric(updates=1, group_size=2, generator_template=t["g"],
                                            judge_template=t["rubric"]), other=judge_criterion, other_role="judge"),
     "tool": Place(lambda t: Agents(updates=1, group_size=2, environment=Use(target=f"{__name__}:Task"),
-                                   seats={"generator": 1}), fails="tool"),
+                                   agents={"generator": 1}), fails="tool"),
     "episode is late": Place(lambda t: Agents(updates=1, group_size=2, environment=Use(target=f"{__name__}:Task"),
-                                              seats={"generator": 1}), fails="late"),
+                                              agents={"generator": 1}), fails="late"),
     "episode without its reward": Place(
-        lambda t: Agents(updates=1, group_size=2, environment=Use(target=f"{__name__}:Task"), seats={"generator": 1}),
+        lambda t: Agents(updates=1, group_size=2, environment=Use(target=f"{__name__}:Task"), agents={"generator": 1}),
         fails="no reward"),
     "episode's grading": Place(lambda t: Agents(updates=1, group_size=2, environment=Use(target=f"{__name__}:Task"),
-                                                seats={"generator": 1})),
+                                                agents={"generator": 1})),
     "tango's episode": Place(
         lambda t: TangoAgents(group_size=2, environment=Use(target=f"{__name__}:Task"), verifier_template=t["v"]),
         fails="tool", other=lambda prompt, j, sampling: verification("+" if "right" in prompt else "-", "+")),
@@ -225,7 +227,7 @@ def texts(tmp_path):
 
 
 def played(place, texts, questions):
-    """Plays a turn -> the rollouts of each question."""
+    """Makes the rollouts of an iteration -> the rollouts of each question."""
     steps = place.fails.startswith("<think>")
 
     def writes(prompt, number, sampling):
@@ -240,7 +242,7 @@ def played(place, texts, questions):
     def rule(response, payload):
         return place.way if FAILS in response and place.limit == 10_000 else float("right" in response)
 
-    table = Table(
+    context = RolloutContext(
         engines={"generator": says(writes), place.other_role: says(place.other)},
         tokenizers=dict.fromkeys(["generator", place.other_role], TOKENIZER),
         samplings=dict.fromkeys(["generator", place.other_role], Sampling(max_tokens=4000)),
@@ -251,7 +253,7 @@ def played(place, texts, questions):
         Prompt(id=q, tokens=TOKENIZER(f"{q}:")["input_ids"], payload={"question": q, "answer": "", "rubric": RUBRIC})
         for q in questions
     ]
-    found = place.recipe(texts).play(turn(place.role), Problems(prompts), table)[place.role]
+    found = place.recipe(texts).rollout(iteration(place.role), Problems(prompts), context)[place.role]
     return {q: [r for r in found if r.payload["question"] == q] for q in questions}
 
 
@@ -279,16 +281,16 @@ def test_faults_an_aborted_sample_is_refused_before_it_is_trained_on(texts):
             return replace(super().one(*row), stop=Stop.ABORTED)
 
     engine = Aborting(lambda *_: [1, 2], eos=EOS)
-    table = Table(
+    context = RolloutContext(
         engines={"generator": engine}, tokenizers={"generator": TOKENIZER}, max_prompt_tokens={"generator": 100},
         samplings={"generator": Sampling(max_tokens=5)}, grade=graded(lambda *_: 1.0),
     )  # fmt: skip
     recipe = Grpo(updates=1, group_size=2, template=texts["g"])
     reader = Problems(1)
     reader.state_dict, reader.dropped = dict, 0
-    player = TurnPlayer(recipe=recipe, readers={"generator": reader}, table=table, prompts_per_step=1)
-    with pytest.raises(PlayError, match=r"rollout 0 \(group '0:p0'\) was cut off by its engine"):
-        player.play(turn("generator"))
+    collector = RolloutMaker(recipe=recipe, readers={"generator": reader}, context=context, prompts_per_iteration=1)
+    with pytest.raises(RolloutError, match=r"rollout 0 \(group '0:p0'\) was cut off by its engine"):
+        collector.make(iteration("generator"))
 
 
 def test_faults_a_failed_grading_does_not_retire_a_problem_for_ever(texts):
@@ -296,12 +298,12 @@ def test_faults_a_failed_grading_does_not_retire_a_problem_for_ever(texts):
     recipe = Dapo(updates=1, group_size=2, template=texts["g"], curriculum=Curriculum(retire_at=0.9))
     for fails, retired in ((True, []), (False, [0])):
         writes = says(lambda prompt, j, sampling, fails=fails: "x" if j and fails else "y")
-        table = Table(
+        context = RolloutContext(
             engines={"generator": writes}, tokenizers={"generator": TOKENIZER}, max_prompt_tokens={"generator": 100},
             samplings={"generator": Sampling(max_tokens=5)}, grade=grade,
         )  # fmt: skip
         prompt = Prompt(id="0/0", tokens=[1], payload={"question": "q"})
-        recipe.play(turn("generator"), Problems([prompt]), table)
+        recipe.rollout(iteration("generator"), Problems([prompt]), context)
         assert recipe.state_dict()["retired"] == retired
 
 
@@ -327,7 +329,7 @@ def test_faults_players_without_a_verdict_are_compared_with_nobody(tmp_path):
         "solver": lambda prompt, j, sampling: "<answer>right</answer>" if j % 2 == 0 else FAILS,
         "judge": judge_score,
     }
-    table = Table(
+    context = RolloutContext(
         engines={role: says(script) for role, script in writes.items()}, tokenizers=dict.fromkeys(writes, TOKENIZER),
         samplings=dict.fromkeys(writes, Sampling(max_tokens=400)), max_prompt_tokens=dict.fromkeys(writes, 1000),
         grade=graded(lambda response, payload: Outcome.ERROR if FAILS in response else 1.0),
@@ -335,11 +337,11 @@ def test_faults_players_without_a_verdict_are_compared_with_nobody(tmp_path):
     task = Problems([Prompt(id="t", tokens=[1], payload={"question": "seed"})])
     roles = ("proposer", "solver")
     recipe = SelfPlay(updates=1, proposals=2, answers=2, proposer_template=at["p"], solver_template=at["s"])
-    found = recipe.play(replace(turn("proposer"), roles=roles), task, table)
+    found = recipe.rollout(replace(iteration("proposer"), roles=roles), task, context)
     assert [r.advantages for own in found.values() for r in own] == [0.0] * 4
     names = ("proposer", "reference", "solver", "question", "answer")
     templates = {f"{name}_template": at[letter] for name, letter in zip(names, "prsqa", strict=True)}
     recipe = Evolve(updates=1, answers=2, judgements=1, practice="proposed", estimator="grpo", **templates)
-    found = recipe.play(replace(turn("proposer"), roles=(*roles, "judge")), task, table)
+    found = recipe.rollout(replace(iteration("proposer"), roles=(*roles, "judge")), task, context)
     assert [len(found[role]) for role in (*roles, "judge")] == [1, 1, 2]
     assert [r.advantages for role in roles for r in found[role]] == [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""One name for one figure: training's evaluations, `eval`, reports and data frames, against each other."""
+"""One name for one metric: training's evaluations, `eval`, reports and data frames, against each other."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 from test_environments_rewards import agents
+from test_environments_rewards import context_of as episode_context
 from test_environments_rewards import problems as tasks
-from test_environments_rewards import table_of as episode_table
 from test_recipes import says
 from toys import characters, graded
 
@@ -17,20 +17,20 @@ from megatron_rl.api.result import read_result
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.data.problems import Problem
-from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.completions import grade_file
 from megatron_rl.evaluation.draw import ProblemSet
-from megatron_rl.evaluation.figures import answer_values
+from megatron_rl.evaluation.set_metrics import answer_values
 from megatron_rl.evaluation.solve import Solver
-from megatron_rl.recipes.base import accuracies
+from megatron_rl.recipes.solutions import accuracies
 from megatron_rl.report.curves import thin, thin_clock
 from megatron_rl.report.reading import read_run
 from megatron_rl.report.run_comparison import arms, runs_table
 from megatron_rl.run.console import headline
-from megatron_rl.run.directory import RunDirectory
+from megatron_rl.run.metric_sinks import Prometheus
 from megatron_rl.run.metrics import Tracker
-from megatron_rl.run.sinks import Prometheus
-from megatron_rl.training.turns import Table
+from megatron_rl.run.run_directory import RunDirectory
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import Outcome, Prompt
 
 TOKENIZER = characters()
@@ -48,16 +48,16 @@ def prompts():
 
 
 def by_training():
-    """The figures of an evaluation in a run."""
-    table = Table(
+    """The metrics of an evaluation in a run."""
+    context = RolloutContext(
         engines={"g": answers()}, tokenizers={"g": TOKENIZER}, samplings={"g": Sampling(max_tokens=9)},
         max_prompt_tokens={"g": 99}, grade=rule,
     )  # fmt: skip
-    return accuracies(table, "g", prompts())[0]
+    return accuracies(context, "g", prompts())[0]
 
 
 def by_eval():
-    """The figures of `megatron-rl eval` and of Trainer.evaluate, which calls it."""
+    """The metrics of `megatron-rl eval` and of Trainer.evaluate, which calls it."""
     asked = prompts()
     problems = [Problem(row=i, values={"question": p.id}) for i, p in enumerate(asked)]
     own = ProblemSet(name="s", title="s", problems=problems, prompts=[p.tokens for p in asked])
@@ -67,13 +67,13 @@ def by_eval():
 
 
 def by_completions(tmp_path):
-    """The figures of `megatron-rl eval --completions`."""
+    """The metrics of `megatron-rl eval --completions`."""
     rows = [{"id": i, "answer": "x", "completion": text} for i, text in enumerate(SCORES)]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return grade_file(tmp_path / "c.jsonl", tmp_path / "out", rule)
 
 
-def test_cases_accuracy_and_reward_are_two_figures_with_one_name_each_everywhere(tmp_path):
+def test_cases_accuracy_and_reward_are_two_metrics_with_one_name_each_everywhere(tmp_path):
     """Training logged the accuracy 0.300, and eval called the mean score 0.440 accuracy."""
     training, evaluation, completions = by_training(), by_eval(), by_completions(tmp_path)
     for name, wanted in {"accuracy": 2 / 5, "reward": 2.2 / 5}.items():
@@ -85,68 +85,69 @@ def test_cases_accuracy_and_reward_are_two_figures_with_one_name_each_everywhere
 def test_faults_votes_count_right_answers_as_accuracy_does():
     """Of one sample each, maj@n of alike answers was the mean score, and pass@k the share that is right."""
     rows = [[{"score": 0.8, "key": "x", "finished": True, "tokens": 1, "confidence": 1.0}] * 2]
-    figures = answer_values(rows, [2])
+    metrics = answer_values(rows, [2])
     names = ("accuracy", "pass@2", "maj@2", "best_of_2", "vote_of_2")
-    assert [figures[name] for name in names] == [[1.0]] * 5 and figures["reward"] == [0.8]
+    assert [metrics[name] for name in names] == [[1.0]] * 5 and metrics["reward"] == [0.8]
 
 
-def test_faults_answers_are_those_of_all_seats_in_every_figure():
-    """The console's column said that they were those of a seat."""
-    recipe, table = agents({"won": 1.0}), episode_table(0.0)
-    assert recipe.play_episodes(table, tasks(2), [0, 1], table.samplings).figures["answers"] == 2.0, "of two seats"
-    figures = recipe.evaluate(tasks(2), table)
-    assert figures["episodes/answers_sampled"] == headline({"answers": 2.0})["answers"] == 2.0
+def test_faults_answers_are_those_of_all_agents_in_every_figure():
+    """The console's column said that they were those of an agent."""
+    recipe, context = agents({"won": 1.0}), episode_context(0.0)
+    assert recipe.play_episodes(context, tasks(2), [0, 1], context.samplings).metrics["answers"] == 2.0, "of two agents"
+    metrics = recipe.evaluate(tasks(2), context)
+    assert metrics["episodes/answers_sampled"] == headline({"answers": 2.0})["answers"] == 2.0
 
 
 def test_faults_the_outcome_of_episodes_is_called_reward_and_has_its_accuracy():
-    recipe, table = agents(name="answers"), episode_table(0.0)
-    figures = recipe.evaluate(tasks(2), table)
-    assert {figures[f"player/{name}_greedy"] for name in ("reward", "accuracy")} == {1.0}
-    assert not [name for name in figures if "outcome" in name]
+    recipe, context = agents(name="answers"), episode_context(0.0)
+    metrics = recipe.evaluate(tasks(2), context)
+    assert {metrics[f"player/{name}_greedy"] for name in ("reward", "accuracy")} == {1.0}
+    assert not [name for name in metrics if "outcome" in name]
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of three turns in two steps: evaluated at its start, after the first step of two turns, and at its end."""
+    """A run of three iterations in two cycles: evaluated at its start, after the first cycle of two iterations, and at
+    its end."""
     directory = RunDirectory(tmp_path / "run")
     with Tracker(directory.metrics) as tracker:
-        tracker.log(0, "eval", {"g/accuracy_sampled": 0.1}, turn=0)
-        for turn, step in ((0, 0), (1, 0)):
-            tracker.log(step, "g", {"loss": float(turn)}, turn=turn)
-        tracker.log(1, "eval", {"g/accuracy_sampled": 0.2}, turn=2)
-        tracker.log(1, "g", {"loss": 2.0}, turn=2)
-        tracker.log(2, "eval", {"g/accuracy_sampled": 0.3}, turn=3)
+        tracker.log(0, "eval", {"g/accuracy_sampled": 0.1}, iteration=0)
+        for iteration, cycle in ((0, 0), (1, 0)):
+            tracker.log(cycle, "g", {"loss": float(iteration)}, iteration=iteration)
+        tracker.log(1, "eval", {"g/accuracy_sampled": 0.2}, iteration=2)
+        tracker.log(1, "g", {"loss": 2.0}, iteration=2)
+        tracker.log(2, "eval", {"g/accuracy_sampled": 0.3}, iteration=3)
     directory.config.write_text("run: {name: run}\n")
     return directory
 
 
-def test_faults_evaluations_stand_at_the_turn_that_they_measure(run):
-    """They stood one turn too far right: beside the turn that was played after them."""
+def test_faults_evaluations_stand_at_the_iteration_that_they_measure(run):
+    """They stood one iteration too far right: beside the iteration that was collected after them."""
     config = config_files.load(TrainConfig, [], [
         "recipe.target=megatron_rl.recipes.grpo:Grpo", "recipe.args={updates: 1}", "data.path=x",
         "roles={generator: {model: {path: x}}}", f"run.dir={run.path.parent}", "run.name=run",
     ])  # fmt: skip
     history = read_result(config).history
-    assert [(row["turn"], row["step"]) for row in history if row["scope"] == "eval"] == [(-1, -1), (1, 0), (2, 1)]
-    assert [(row["turn"], row["step"]) for row in history if row["scope"] == "g"] == [(0, 0), (1, 0), (2, 1)]
-    state = RunState(run=run.path, turns=3)
+    assert [(row["iteration"], row["cycle"]) for row in history if row["scope"] == "eval"] == [(-1, -1), (1, 0), (2, 1)]
+    assert [(row["iteration"], row["cycle"]) for row in history if row["scope"] == "g"] == [(0, 0), (1, 0), (2, 1)]
+    state = RunState(run=run.path, iterations=3)
     for row in map(json.loads, run.metrics.read_text().splitlines()):
-        event = {"event": "metrics", **{name: row[name] for name in ("turn", "step", "scope", "metrics")}}
+        event = {"event": "metrics", **{name: row[name] for name in ("iteration", "cycle", "scope", "metrics")}}
         take_event(state, event, [Callback()])
-    assert state.history == history and state.step == 2
+    assert state.history == history and state.cycle == 2
     found = read_run(run.path)
     curve = found.curves["eval", "g/accuracy_sampled"]
-    assert list(curve.turns) == [-1, 1, 2] and list(found.clock.turns) == [-1, 0, 1, 1, 2, 2]
+    assert list(curve.iterations) == [-1, 1, 2] and list(found.clock.iterations) == [-1, 0, 1, 1, 2, 2]
     assert thin(curve, 1).x == [-1, 1, 2] and thin(curve, 4).x == [-1, 0]
-    assert thin_clock(found.clock)["turn"] == [-1, 0, 1, 2] and thin_clock(found.clock)["step"] == [0, 1, 1, 2]
-    assert "3 turns so far" in str(runs_table([found], arms([found])))
+    assert thin_clock(found.clock)["iteration"] == [-1, 0, 1, 2] and thin_clock(found.clock)["cycle"] == [0, 1, 1, 2]
+    assert "3 iterations so far" in str(runs_table([found], arms([found])))
 
 
-def test_faults_a_first_evaluation_is_no_turn(tmp_path):
+def test_faults_a_first_evaluation_is_no_iteration(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     with Tracker(directory.metrics, [sink := Prometheus("127.0.0.1", 0)]) as tracker:
-        tracker.log(0, "eval", {"g/accuracy_sampled": 0.1}, turn=0)
-        assert 'megatron_rl_turn{scope="eval"} 0' in sink.text(), "turns count from 1 there"
+        tracker.log(0, "eval", {"g/accuracy_sampled": 0.1}, iteration=0)
+        assert 'megatron_rl_iteration{scope="eval"} 0' in sink.text(), "iterations count from 1 there"
     found = read_run(directory.path)
     assert "not begun" in str(runs_table([found], arms([found])))
-    assert thin_clock(found.clock) == {"turn": [-1], "step": [0], "hours": [0.0]}
+    assert thin_clock(found.clock) == {"iteration": [-1], "cycle": [0], "hours": [0.0]}

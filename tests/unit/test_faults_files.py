@@ -19,23 +19,23 @@ from specs import spec_of
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from megatron_rl.chat import tokenizer_of
+from megatron_rl.chat_template import tokenizer_of
 from megatron_rl.commands import check_data, evaluate, generate, sft
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Model, PromptSet, SftConfig, TrainConfig
 from megatron_rl.data.problems import read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.tiny import write_tiny_model
-from megatron_rl.engines.base import Sampling
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.sets import read_sets
 from megatron_rl.main import main
 from megatron_rl.megatron import work_checks
 from megatron_rl.recipes.distil import Distil
-from megatron_rl.session.eval_engines import Cast
+from megatron_rl.session.eval_engines import EvaluationEngines
 from megatron_rl.vocabulary import vocabulary_of
-from megatron_rl.weights import hf
-from megatron_rl.weights.hf import read_architecture
+from megatron_rl.weights import hf_model
+from megatron_rl.weights.hf_model import read_architecture
 
 TABLES = ("lm_head.weight", "model.embed_tokens.weight")
 
@@ -93,10 +93,10 @@ def test_cases_a_token_in_use_without_a_row_of_the_embedding_is_refused(base, tm
 
 
 def test_cases_a_token_of_the_chat_template_without_a_row_is_refused(base, tmp_path):
-    there = copied(base, tmp_path, extra=["<turn>", "<unused>"])
+    there = copied(base, tmp_path, extra=["<iteration>", "<unused>"])
     assert tokenizer_of(Model(path=str(there))).convert_tokens_to_ids("<unused>") == rows_of(base) + 1
-    (tmp_path / "own.jinja").write_text("{% for m in messages %}<turn>{{ m.content }}{% endfor %}")
-    with pytest.raises(ConfigError, match=f"a token of the chat template is token {rows_of(base)} \\('<turn>'\\)"):
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}<iteration>{{ m.content }}{% endfor %}")
+    with pytest.raises(ConfigError, match=f"a token of the chat template is token {rows_of(base)} \\('<iteration>'\\)"):
         tokenizer_of(Model(path=str(there), chat_template=str(tmp_path / "own.jinja")))
 
 
@@ -137,7 +137,7 @@ def test_cases_a_token_of_the_data_without_a_row_is_refused_by_check_and_others_
     tokenizer = tokenizer_of(Model(path=str(there)))
     with pytest.raises(DataError, match="a prompt has token|its prompt has token|cannot be used"):
         if schema is EvalConfig:
-            evaluate.Evaluation(bad, Cast({}, {}, {bad.model: tokenizer})).task(read_sets(bad)[0])
+            evaluate.Evaluation(bad, EvaluationEngines({}, {}, {bad.model: tokenizer})).task(read_sets(bad)[0])
         elif schema is GenerateConfig:
             generate.asked_of(bad, tokenizer, read_problems(bad.data))
         else:
@@ -193,13 +193,13 @@ def test_cases_stacked_experts_are_read_as_save_pretrained_writes_them(tmp_path,
     assert any(name.endswith("experts.gate_up_proj") for name in weights)
     save_file({name: t.contiguous() for name, t in weights.items()}, stacked / "model.safetensors")
     sizes = read_architecture(apart)
-    hf.check(stacked, sizes)
-    wanted, found = dict(hf.read_tensors(apart)), dict(hf.read_tensors(stacked))
+    hf_model.check(stacked, sizes)
+    wanted, found = dict(hf_model.read_tensors(apart)), dict(hf_model.read_tensors(stacked))
     assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
     bent = {name: t[:1].contiguous() if "gate_up" in name else t.contiguous() for name, t in weights.items()}
     save_file(bent, stacked / "model.safetensors")
     with pytest.raises(ConfigError, match=r"gate_up_proj is \[1, .*config.json says"):
-        hf.check(stacked, sizes)
+        hf_model.check(stacked, sizes)
 
 
 def test_cases_several_sets_of_weights_in_one_directory_are_refused(base, tmp_path):
@@ -207,19 +207,19 @@ def test_cases_several_sets_of_weights_in_one_directory_are_refused(base, tmp_pa
     sizes, weights = read_architecture(there), load_file(there / "model.safetensors")
     for name in ("consolidated.safetensors", "pytorch_model.bin"):  # transformers takes model.safetensors, too
         (there / name).write_bytes(b"")
-    hf.check(there, sizes)
+    hf_model.check(there, sizes)
     index = there / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, "model.safetensors")}))
-    hf.check(there, sizes)
+    hf_model.check(there, sizes)
     save_file(weights, there / "model-00001-of-00001.safetensors")
     index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}))
     with pytest.raises(ConfigError, match=r"two sets of weights, model.safetensors and the files that .*index"):
-        hf.check(there, sizes)
+        hf_model.check(there, sizes)
     (there / "model.safetensors").unlink()
-    hf.check(there, sizes)
+    hf_model.check(there, sizes)
     (there / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="holds a model and an adapter"):
-        hf.check(there, sizes)
+        hf_model.check(there, sizes)
 
 
 @pytest.mark.parametrize(

@@ -22,24 +22,24 @@ from test_environments_verifiers import Asker
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.board import server as board_server
-from megatron_rl.board.client import BoardClient, BoardError
-from megatron_rl.board.server import BoardServer
 from megatron_rl.config.base import ConfigError
 from megatron_rl.control_tokens import spelled
-from megatron_rl.conversion.source import read_sizes
+from megatron_rl.conversion.weight_source import read_sizes
 from megatron_rl.data import rows
 from megatron_rl.data.tiny import write_tiny_model, write_tiny_problems
-from megatron_rl.engines import answers
-from megatron_rl.engines.guard import TOKEN_FILE, Guard
-from megatron_rl.engines.launch import make_token
-from megatron_rl.engines.roster import Roster
+from megatron_rl.engines import response_parsing
+from megatron_rl.engines.auth_middleware import TOKEN_FILE, Guard
+from megatron_rl.engines.server_process import make_token
+from megatron_rl.engines.server_registry import ServerRegistry
 from megatron_rl.environments import token_route
 from megatron_rl.environments.search_tool import SearchTool
 from megatron_rl.environments.token_route import MODELS, TokenRoute
+from megatron_rl.key_value_store import store_server as store_server
+from megatron_rl.key_value_store.store_client import KeyValueClient, KeyValueError
+from megatron_rl.key_value_store.store_server import KeyValueServer
 from megatron_rl.main import main
-from megatron_rl.pickles import refuse_bombs
 from megatron_rl.rewards import code_cases
+from megatron_rl.safe_pickle import refuse_bombs
 from megatron_rl.weights.plain_data import read_object, refuse_code
 
 STRANGER = 12345  # the number of another user
@@ -63,46 +63,48 @@ def test_faults_silent_connections_do_not_stop_the_token_route():
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_faults_files_that_a_member_of_the_group_planted_are_not_taken(tmp_path, monkeypatch):
     """A directory that the group may write to: a token and a listing of another user chose which servers are asked."""
-    token, roster = tmp_path / "token", Roster(tmp_path)
+    token, registry = tmp_path / "token", ServerRegistry(tmp_path)
     token.write_text("planted")
     (tmp_path / "generator-7.json").write_text(json.dumps(asdict(listing(replica=7))))
     own = listing(replica=1)
-    roster.write(own)
+    registry.write(own)
     for planted in (token, tmp_path / "generator-7.json"):
         os.chown(planted, STRANGER, -1)
-    assert roster.read(own.role) == [own]
-    assert [each.replica for each in Roster(tmp_path, 0, STRANGER).all()] == [1, 7], "status of another user's run"
+    assert registry.read(own.role) == [own]
+    assert [each.replica for each in ServerRegistry(tmp_path, 0, STRANGER).all()] == [1, 7], (
+        "status of another user's run"
+    )
     monkeypatch.setenv(TOKEN_FILE, str(token))
     for take in (lambda: make_token(token), lambda: Guard(None)):
         with pytest.raises(PermissionError, match=f"belongs to user {STRANGER}"):
             take()
 
 
-def test_faults_a_client_cannot_fill_the_memory_of_a_board(monkeypatch):
-    """An engine knows its board's secret: it could store values without end, or ask and never read the answers."""
-    monkeypatch.setattr(board_server, "MAX_BYTES", 1 << 20)
-    server = BoardServer("127.0.0.1", b"s" * 32)
+def test_faults_a_client_cannot_fill_the_memory_of_a_store(monkeypatch):
+    """An engine knows its store's secret: it could store values without end, or ask and never read the answers."""
+    monkeypatch.setattr(store_server, "MAX_BYTES", 1 << 20)
+    server = KeyValueServer("127.0.0.1", b"s" * 32)
     try:
-        client = BoardClient("127.0.0.1", server.port, b"s" * 32, 10.0)
+        client = KeyValueClient("127.0.0.1", server.port, b"s" * 32, 10.0)
         client.set({"a": b"x" * (1 << 19)})
-        with pytest.raises(BoardError, match="above its limit of 1048576"):
+        with pytest.raises(KeyValueError, match="above its limit of 1048576"):
             client.set({"b": b"x" * (1 << 19), "c": b"x"})
         assert client.check(["a"]) and not client.check(["b"])
         client.remove("a")
         client.set({"b": b"x" * (1 << 19)})
         for _ in range(3):  # a value that is written over counts once
             client.set({"b": b"y" * (1 << 19)})
-        with pytest.raises(BoardError):
+        with pytest.raises(KeyValueError):
             client.append("b", b"x" * (1 << 19))
     finally:
         server.close()
 
 
 def test_faults_versions_of_a_completion_go_up():
-    assert answers.read_versions([(0, 3), (2, 3), (3, 4)], 5) == [(0, 3), (2, 3), (3, 4)]
+    assert response_parsing.read_versions([(0, 3), (2, 3), (3, 4)], 5) == [(0, 3), (2, 3), (3, 4)]
     for spans in ([(0, 4), (2, 3)], [(0, -2)], [(0, 2.0)]):
-        with pytest.raises(answers.AnswerError):
-            answers.read_versions(spans, 5)
+        with pytest.raises(response_parsing.AnswerError):
+            response_parsing.read_versions(spans, 5)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,10 @@ def test_faults_a_config_json_that_no_model_has_is_refused_by_name(tmp_path, cap
     [
         ("roles.generator.layout.tp=1000000000", "layout.tp = 1000000000: give a number of ranks, from 1 to 65536"),
         ("recipe.args.updates=1000000000", "recipe.args.updates = 1000000000: give at least 1, and at most 1000000"),
-        (f"run.prompts_per_step={10**30}", "run.prompts_per_step = 1000000000000000000000000000000: give a number of"),
+        (
+            f"run.prompts_per_iteration={10**30}",
+            "run.prompts_per_iteration = 1000000000000000000000000000000: give a number of",
+        ),
         (f"recipe.args.anything={{x: [1, {-(10**30)}]}}", "recipe.args.anything.x[1] = -10000000"),
     ],
 )

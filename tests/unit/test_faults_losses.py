@@ -8,8 +8,8 @@ import torch
 
 from megatron_rl.algorithms import objectives
 from megatron_rl.algorithms.corrections import EXP_LIMIT, bounded_exp
-from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.batches.batch import Statistics, pack
+from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.batches.packed_batch import Statistics, pack
 from megatron_rl.config.schema import CorrectionConfig, LossConfig
 from megatron_rl.types import Author, Rollout
 
@@ -54,7 +54,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_faults_ratios_beyond_float32_leave_loss_gradient_and_figures_finite(settings):
+def test_faults_ratios_beyond_float32_leave_loss_gradient_and_metrics_finite(settings):
     batch, live = extreme_batch()
     total, sums = PolicyLoss(LossConfig(**{"kl_coef": 0.0, **settings}))(live, batch)
     total.backward()

@@ -8,9 +8,9 @@ import re
 
 import pytest
 from specs import spec_of
-from test_methods_sampling import by_row, reader_of, table_of
+from test_methods_sampling import by_row, context_of, reader_of
 from test_methods_self_play import Tasks, recipe_of
-from test_methods_self_play import table_of as self_play_table
+from test_methods_self_play import context_of as self_play_table
 from test_methods_self_play import texts as self_play_texts  # noqa: F401
 from tiny_models import make_model
 from toys import characters
@@ -22,9 +22,9 @@ from megatron_rl.config.schema import GenerateConfig, SftConfig, TrainConfig
 from megatron_rl.data.problems import MEASURED, Problem, PromptReader
 from megatron_rl.data.rows import DataError
 from megatron_rl.recipes.dapo import Dapo
-from megatron_rl.session import parts
-from megatron_rl.training.player import TurnPlayer
-from megatron_rl.training.turns import Turn
+from megatron_rl.session import builders
+from megatron_rl.training.collector import RolloutMaker
+from megatron_rl.training.iteration import Iteration
 
 SETTING = "roles.generator.max_prompt_tokens"
 __all__ = ["self_play_texts"]  # a fixture
@@ -62,7 +62,7 @@ def train_config(rows, *words):
 
 def read_for_a_run(config):
     """Reads prompts as every rank of a run does."""
-    return parts.prompts(spec_of(config), {"generator": characters()})
+    return builders.prompts(spec_of(config), {"generator": characters()})
 
 
 @pytest.mark.parametrize("held_out", [False, True])
@@ -102,17 +102,17 @@ def test_faults_a_large_set_is_measured_by_a_part_of_it():
     assert len(measured) == MEASURED
 
 
-def test_faults_prompts_that_a_turn_leaves_out_are_a_figure_of_it(tmp_path):
+def test_faults_prompts_that_an_iteration_leaves_out_are_a_metric_of_it(tmp_path):
     (tmp_path / "q.txt").write_text("Q{question}:")
     recipe = Dapo(updates=1, group_size=4, template=str(tmp_path / "q.txt"))
     reader = reader_of(4)
     fits = reader._encode
     reader._encode = lambda values: fits(values) + [1] * (200 if values["question"] in "13" else 0)
-    player = TurnPlayer(
-        recipe=recipe, readers={"generator": reader}, table=table_of(by_row([1] * 4)), prompts_per_step=4
+    collector = RolloutMaker(
+        recipe=recipe, readers={"generator": reader}, table=context_of(by_row([1] * 4)), prompts_per_iteration=4
     )
-    figures = player.play(Turn(step=0, index=0, roles=("generator",), number=0)).metrics["generator"]
-    assert figures["prompts_too_long"] == reader.dropped == 3
+    metrics = collector.make(Iteration(cycle=0, index=0, roles=("generator",), number=0)).metrics["generator"]
+    assert metrics["prompts_too_long"] == reader.dropped == 3
 
 
 @pytest.mark.parametrize("kind", ["sft", "generate"])
@@ -135,5 +135,5 @@ def test_faults_samples_that_do_not_fit_are_refused_where_they_are_many(rows, ki
 def test_faults_held_out_problems_that_do_not_fit_the_solver_are_counted(self_play_texts):
     table = self_play_table(solver=lambda prompt, i, j: "?", limit=4)
     short, long = Tasks(answer="1").take(), Tasks(answer="1", question="12345").take()
-    figures = recipe_of(self_play_texts).evaluate([*short, *long], table)
-    assert (figures["solver/too_long"], figures["solver/num_problems"]) == (3, 3)
+    metrics = recipe_of(self_play_texts).evaluate([*short, *long], table)
+    assert (metrics["solver/too_long"], metrics["solver/num_problems"]) == (3, 3)

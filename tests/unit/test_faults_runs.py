@@ -11,14 +11,14 @@ import pytest
 import task
 from conftest import ROOT, environment, program
 
-from megatron_rl.cluster.job import Leave, job_from
 from megatron_rl.cluster.profile import Profile, read
+from megatron_rl.cluster.slurm_job import Leave, job_from
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Run, SftConfig, TrainConfig
 from megatron_rl.jobs import doctor, submit
 from megatron_rl.main import main
 from megatron_rl.run.checkpoint import Checkpoints
-from megatron_rl.run.directory import RunError, check_start, only_one, open_run
+from megatron_rl.run.run_directory import RunError, check_start, only_one, open_run
 
 SFT = ROOT / "examples/miniatures/last_letter/sft.yaml"
 
@@ -30,13 +30,13 @@ def test_cases_of_a_run_that_failed_before_its_first_checkpoint_start_anew_by_th
         directory = open_run(run, config)
         assert not directory.metrics.exists() and directory.config.read_text() == config
         directory.metrics.write_text(f"{number}\n")
-        (directory.rollouts / "turn").touch()
+        (directory.rollouts / "iteration").touch()
         (directory.logs / "wandb_id").write_text(f"{number}")
         (directory.path / "slices.jsonl").touch()
     for number in (1, 2):
         kept = directory.path / f"former.{number}"
         assert (kept / "config.yaml").read_text() == f"lr: {number}" and (kept / "metrics.jsonl").exists()
-        assert (kept / "rollouts/turn").exists() and (kept / "wandb_id").read_text() == f"{number}"
+        assert (kept / "rollouts/iteration").exists() and (kept / "wandb_id").read_text() == f"{number}"
     assert (directory.path / "slices.jsonl").exists()
     assert open_run(run, "lr: 3").metrics.exists(), "the same config goes on"
 
@@ -189,7 +189,7 @@ def test_faults_of_plug_ins_are_said_before_torch_is_imported(settings, tmp_path
         f"evaluation.prompts.path={data}", f"run.dir={tmp_path}",
     ]  # fmt: skip
     code = "import sys; sys.modules['torch'] = None; from megatron_rl.main import main; sys.exit(main(sys.argv[1:]))"
-    for wrong, said in (("reward.target=nowhere:grade", "nowhere"), ("run.steps=99999", "the recipe plans")):
+    for wrong, said in (("reward.target=nowhere:grade", "nowhere"), ("run.cycles=99999", "the recipe plans")):
         done = subprocess.run(
             [sys.executable, "-c", code, "train", *words, wrong], cwd=ROOT, env=environment(), capture_output=True,
             text=True, timeout=60,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_rl.algorithms.authors import Rule, replay
-from megatron_rl.engines.base import EngineError, TandemSampling
+from megatron_rl.algorithms.tandem_authors import Rule, replay
+from megatron_rl.engines.protocol import EngineError, TandemSampling
 from megatron_rl.training.rollouts import check_senior_share
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
 

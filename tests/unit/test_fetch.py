@@ -15,12 +15,12 @@ from limits import PROCESS_S
 
 from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, EvalConfig, PromptSet, SftConfig, TrainConfig
-from megatron_rl.data import hub as hub_data
-from megatron_rl.data.hub import RECORD, Wanted, fetch, parse, wanted_by
+from megatron_rl.data import hub_fetch as hub_data
+from megatron_rl.data.hub_fetch import RECORD, Wanted, fetch, parse, wanted_by
 from megatron_rl.data.problems import read_rows
 from megatron_rl.evaluation.sets import read_sets
 from megatron_rl.main import main
-from megatron_rl.run import sums
+from megatron_rl.run import file_checksums
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = bytes(range(256)) * 400
@@ -66,13 +66,13 @@ def test_a_download_that_breaks_off_in_the_middle_is_taken_up_where_it_stood(ser
     assert ranges and all(int(part.removeprefix("bytes=").rstrip("-")) > 0 for part in ranges), served.downloads()
     folder = tmp_path / "org/tiny"
     there = {path.name for path in folder.iterdir() if path.is_file()}
-    assert there == {"config.json", "tokenizer.json", "model.safetensors", RECORD, sums.SUMS}
-    assert (folder / "model.safetensors").read_bytes() == large and not sums.wrong_of(folder)
+    assert there == {"config.json", "tokenizer.json", "model.safetensors", RECORD, file_checksums.SUMS}
+    assert (folder / "model.safetensors").read_bytes() == large and not file_checksums.wrong_of(folder)
     record = json.loads((folder / RECORD).read_text())
     assert (record["repository"], record["commit"], record["hub"]) == ("org/tiny", COMMIT, served.url)
     assert record["files"]["model.safetensors"] == {
         "bytes": len(large),
-        "sha256": sums.digest(folder / "model.safetensors"),
+        "sha256": file_checksums.digest(folder / "model.safetensors"),
     }
     assert f"commit {COMMIT[:12]}" in done.stdout and str(folder) in done.stdout
 
@@ -215,7 +215,7 @@ def test_a_change_of_revision_that_was_cut_goes_on(served, tmp_path, monkeypatch
         fetch(parse("org/tiny@main"), tmp_path)
     done = fetch(parse("org/tiny"), tmp_path)
     assert done.new and done.commit == NEWER and all((folder / n).read_bytes() == newer[n] for n in done.files)
-    assert not fetch(parse("org/tiny"), tmp_path).new and not sums.wrong_of(folder)
+    assert not fetch(parse("org/tiny"), tmp_path).new and not file_checksums.wrong_of(folder)
 
 
 def test_what_downloads_that_were_cut_have_left_is_removed(served, tmp_path, monkeypatch):

@@ -19,8 +19,8 @@ from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, GenerateConfig, SftData
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.sft import read_samples
-from megatron_rl.rewards.pool import RewardFailure
-from megatron_rl.session.launch import Place
+from megatron_rl.rewards.grading_pool import RewardFailure
+from megatron_rl.session.launch_ranks import Place
 
 ROOT = Path(__file__).parents[2]
 COUNT = 10
@@ -66,7 +66,7 @@ def generated(tmp_path, *words):
 
 
 def test_a_server_answers_in_the_teachers_chat_template(settings, tmp_path, fake):
-    found = generated(tmp_path, *settings, *served(tmp_path, fake), "chat=true", "keep_cut=true")
+    found = generated(tmp_path, *settings, *served(tmp_path, fake), "chat=true", "keep_truncated=true")
     tokenizer = characters()
     asked = {tokenizer.decode(list(prompt)) for prompt in fake.prompts}
     assert asked == {f"[ask q{i}{'x' * i}]:" for i in range(COUNT)} and fake.count(GENERATE) == COUNT
@@ -78,7 +78,7 @@ def test_a_server_answers_in_the_teachers_chat_template(settings, tmp_path, fake
 
 def test_answers_that_were_cut_are_set_aside_unless_they_are_kept(settings, tmp_path, fake):
     aside = generated(tmp_path, *settings, *served(tmp_path, fake))
-    kept = generated(tmp_path, *settings, *served(tmp_path, fake), "keep_cut=true")
+    kept = generated(tmp_path, *settings, *served(tmp_path, fake), "keep_truncated=true")
     assert aside["cut"] and "cut" not in kept
     assert sum(map(len, aside.values())) == sum(map(len, kept.values())) == COUNT
     assert len(kept["validation"]) == 2
@@ -86,7 +86,7 @@ def test_answers_that_were_cut_are_set_aside_unless_they_are_kept(settings, tmp_
 
 def test_long_prompts_are_left_out(settings, tmp_path, fake, caplog):
     limit = len("ask q5xxxxx")
-    words = [*settings, *served(tmp_path, fake), "keep_cut=true", "data.max_bad_share=0.7"]
+    words = [*settings, *served(tmp_path, fake), "keep_truncated=true", "data.max_bad_share=0.7"]
     found = generated(tmp_path, *words, f"max_prompt_tokens={limit}")
     assert {row["answer"] for row in found["train"] + found["validation"]} == {str(i) for i in range(6)}
     assert "4 of 10 rows" in caplog.text and f"tokens: raise max_prompt_tokens = {limit}" in caplog.text
@@ -106,7 +106,7 @@ def test_conversations_are_asked_as_they_are_and_become_pairs_of_messages(settin
     rows = [{"prompt": prompt, "solution": "1", "answer": str(i)} for i, prompt in enumerate(asked)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [word for word in settings if not word.startswith(("template", "data.path", "validation_share"))]
-    words += [f"data.path={tmp_path}/chats.jsonl", "validation_share=0.0", "keep_cut=true"]
+    words += [f"data.path={tmp_path}/chats.jsonl", "validation_share=0.0", "keep_truncated=true"]
     tokenizer = chat_tokenizer(CHATML)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "model" / name).unlink(missing_ok=True)
@@ -125,7 +125,9 @@ def test_conversations_are_asked_as_they_are_and_become_pairs_of_messages(settin
 
 
 def test_the_servers_are_started_and_ended(settings, tmp_path):
-    found = generated(tmp_path, *settings, "engine.kind=vllm", f"engine.python={tmp_path}/python", "keep_cut=true")
+    found = generated(
+        tmp_path, *settings, "engine.kind=vllm", f"engine.python={tmp_path}/python", "keep_truncated=true"
+    )
     assert sum(map(len, found.values())) == COUNT
     assert (tmp_path / "pairs/logs/engine_model_0.log").exists()
 
@@ -150,7 +152,7 @@ def test_the_embedded_engine_answers_and_goes_on_from_its_parts(settings, tmp_pa
 
 
 def test_trust_answers_that_nobody_graded_are_not_kept_silently(settings, tmp_path, fake, capsys):
-    words = [*settings, *served(tmp_path, fake), "keep_cut=true"]
+    words = [*settings, *served(tmp_path, fake), "keep_truncated=true"]
     generated(tmp_path, *words)
     assert "no answer was graded, so that wrong ones are among the pairs" in capsys.readouterr().out
     graded = ["reward={target: 'bad_rewards:by_answer', workers: 1, max_failure_share: 1.0}"]
@@ -179,7 +181,7 @@ def killed_before_writing(tmp_path, monkeypatch, *words):
 def test_parts_outlive_a_setting_that_decides_no_answer(settings, tmp_path, fake, monkeypatch, changed):
     """The first run's page advises engine.memory_share, and the teacher was asked everything again."""
     monkeypatch.setattr(generate, "CHUNK", 4)
-    words = [*settings, *served(tmp_path, fake), "keep_cut=true"]
+    words = [*settings, *served(tmp_path, fake), "keep_truncated=true"]
     killed_before_writing(tmp_path, monkeypatch, *words)
     assert len(fake.prompts) == COUNT
     found = generated(tmp_path, *words, changed)
@@ -200,7 +202,7 @@ def test_parts_of_other_answers_are_not_taken(settings, tmp_path, fake, monkeypa
 
 def test_a_finished_output_is_not_asked_for_again(settings, tmp_path, fake, capsys):
     """A job that its time limit ended as the servers shut down began anew."""
-    words = [*settings, *served(tmp_path, fake), "keep_cut=true"]
+    words = [*settings, *served(tmp_path, fake), "keep_truncated=true"]
     first = generated(tmp_path, *words)
     asked = len(fake.prompts)
     capsys.readouterr()
@@ -217,7 +219,7 @@ def test_a_finished_output_is_not_asked_for_again(settings, tmp_path, fake, caps
 
 
 def test_files_that_are_half_replaced_are_not_finished(settings, tmp_path, fake, monkeypatch):
-    words = [*settings, *served(tmp_path, fake), "keep_cut=true"]
+    words = [*settings, *served(tmp_path, fake), "keep_truncated=true"]
     generated(tmp_path, *words)
 
     def full(*_):

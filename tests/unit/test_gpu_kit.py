@@ -55,7 +55,7 @@ def test_missing_and_other_versions_are_named(tmp_path):
     assert len(found) == 3 and not check.problems(KIT / "machine.txt")
 
 
-def test_a_bar_without_a_figure_is_missed_and_says_why(tmp_path, capsys):
+def test_a_bar_without_a_metric_is_missed_and_says_why(tmp_path, capsys):
     findings = Findings({"a/x": 1.0, "a/y": 1.0, "b/x": 0.5, "c": 1.0}, file=tmp_path / "found.json")
 
     def refuses():
@@ -171,7 +171,7 @@ def test_batches_are_full_and_their_lengths_as_asked(kind, tokens):
         assert (len({*lengths}) == 1) == (kind == "equal")
 
 
-def test_every_bar_names_a_figure_that_is_measured():
+def test_every_bar_names_a_metric_that_is_measured():
     cases = {
         f"{n}/{subjects.count_name(t)}/{k}/mfu"
         for n in subjects.PUBLIC

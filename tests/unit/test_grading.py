@@ -17,11 +17,11 @@ import pytest
 from limits import PROCESS_S
 
 from megatron_rl.config.schema import Reward
-from megatron_rl.rewards.last_letter import grade as grade_letters
-from megatron_rl.rewards.last_letter import step_labels
+from megatron_rl.contrib.last_letter import grade as grade_letters
+from megatron_rl.contrib.last_letter import step_labels
+from megatron_rl.rewards.grading_pool import Graded, GradePool, Outcome, RewardFailure, check_failures
 from megatron_rl.rewards.math_answer import grade as grade_math
 from megatron_rl.rewards.math_answer import grade_released
-from megatron_rl.rewards.pool import Graded, GradePool, Outcome, RewardFailure, check_failures
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,7 +105,7 @@ def test_the_detail_says_what_went_wrong(pool):
 def test_a_second_answer_is_not_taken_for_the_next_items():
     """A forked child that returns from the function answers too.
 
-    Later items, also of the next call, used to get its scores.
+    LazyModule items, also of the next call, used to get its scores.
     """
     right = {"twice": 0.25, "yes": 1.0, "no": 0.0}
     with pool_of("reward", workers=1) as pool:
@@ -221,8 +221,8 @@ def test_workers_outlive_the_thread_that_graded_first():
 def test_workers_end_when_the_run_is_killed(tmp_path):
     """The worker that is stuck in a reward, and never reads its pipe, ends too."""
     code = (
-        "import os, sys, threading, time\nfrom megatron_rl.config.schema import Reward\nfrom megatron_rl.rewards.pool "
-        "import GradePool\n"
+        "import os, sys, threading, time\nfrom megatron_rl.config.schema import Reward\nfrom "
+        "megatron_rl.rewards.grading_pool import GradePool\n"
         "pool = GradePool(Reward(target='bad_rewards:reward', timeout_s=600.0))\npool.grade(['yes'] * 40, "
         "[{'answer': 'yes'}] * 40)\n"
         "print(*(w.process.pid for w in pool._workers), flush=True)\n"
@@ -389,7 +389,10 @@ def named(requirement: str) -> str:
 
 
 def test_grading_does_not_load_torch():
-    code = "import sys, megatron_rl.rewards.math_answer, megatron_rl.rewards.worker; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, megatron_rl.rewards.math_answer, megatron_rl.rewards.grading_worker; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from fake_cuda_graphs import CUBLAS, FakeCuda
 
-from megatron_rl.engines.base import Sampling
-from megatron_rl.engines.embedded.graphs import GraphRecorder, Steps
+from megatron_rl.engines.embedded.cuda_graphs import GraphRecorder, Steps
+from megatron_rl.engines.protocol import Sampling
 
 GREEDY = Sampling(max_tokens=8, temperature=0.0)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.megatron import forward, platform
+from megatron_rl.megatron import platform, vocab_statistics
 
 ROWS, WIDTH, CHUNKS = 24, 8, 5
 
@@ -25,7 +25,7 @@ def summed(dtype: torch.dtype, *, rows: int, real: int, padding: int) -> tuple[t
     hidden = torch.randn(rows, WIDTH, generator=draw).to(dtype)
     weight = torch.zeros(real + padding, WIDTH, dtype=dtype)
     chunks = [slice(a, min(a + 16, rows)) for a in range(0, rows, 16)] or [slice(0, 0)]
-    products = forward._Products(hidden, weight, real, chunks)
+    products = vocab_statistics._Products(hidden, weight, real, chunks)
     for chunk in chunks:
         assert torch.equal(products.add(steps[chunk].float(), chunk), steps[chunk])
     exact = torch.zeros(real + padding, WIDTH, dtype=torch.float64)
@@ -39,7 +39,7 @@ def summed(dtype: torch.dtype, *, rows: int, real: int, padding: int) -> tuple[t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_are_joined_without_one_lost(monkeypatch, dtype, rows, padding, joined):
     """One product for each chunk, for two, with a rest, and for all of them."""
-    monkeypatch.setattr(forward, "JOINED_ELEMENTS", joined)
+    monkeypatch.setattr(vocab_statistics, "JOINED_ELEMENTS", joined)
     total, exact = summed(dtype, rows=rows, real=ROWS, padding=padding)
     assert total.dtype == dtype and total.shape == exact.shape
     assert (total - exact).abs().max() < (1e-6 if dtype == torch.float32 else 2**-7) * exact.abs().max()
@@ -55,8 +55,8 @@ def test_without_hidden_states_or_rows_of_its_own_a_rank_has_no_gradient(dtype, 
 @pytest.mark.parametrize(("vocab", "rows"), [(512, 4096), (8192, 256), (49152, 128), (152064, 48), (1 << 22, 32)])
 def test_a_chunk_has_rows_for_fast_products_and_a_bounded_size(vocab, rows):
     weight, hidden = torch.empty(vocab, 1, device="meta"), torch.empty(5000, 1)
-    head = forward._Head(0, vocab, vocab, 1.0, None, ("logprobs",), True, False)
-    [first, *_] = forward._chunks(hidden, weight, head)
+    head = vocab_statistics._Head(0, vocab, vocab, 1.0, None, ("logprobs",), True, False)
+    [first, *_] = vocab_statistics._chunks(hidden, weight, head)
     assert first == slice(0, rows)
 
 

@@ -15,19 +15,19 @@ import pytest
 from damaged_runs import JOB, flip, look, make_run
 from rich.console import Console
 
-from megatron_rl.cluster import slices
+from megatron_rl.cluster import job_slices
 from megatron_rl.config.schema import Run
 from megatron_rl.evaluation.samples import Samples, read_samples
 from megatron_rl.jobs import status
 from megatron_rl.jobs.submit import jobs_of
 from megatron_rl.report.pages import write_report
-from megatron_rl.report.record import RunRecord
-from megatron_rl.run import lines
+from megatron_rl.report.run_record import RunRecord
+from megatron_rl.run import json_lines
 from megatron_rl.run.checkpoint import Checkpoints
-from megatron_rl.run.directory import RunDirectory, RunError, open_run
 from megatron_rl.run.metrics import Tracker, read_metrics
-from megatron_rl.training.store import TurnStore
-from megatron_rl.training.turns import Played, Turn
+from megatron_rl.run.run_directory import RunDirectory, RunError, open_run
+from megatron_rl.training.iteration import Collected, Iteration
+from megatron_rl.training.store import IterationStore
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def test_hostile_torn_lines_are_left_out_counted_and_told(whole, tmp_path):
 
 def test_hostile_a_start_at_an_impossible_time_is_shown_without_one(whole, tmp_path):
     """The status ended with an OverflowError; `make fuzz` found it in a damaged digit."""
-    run = flip(whole, tmp_path / "run", {slices.FILE: lambda data: data.replace(b'"began": 1.0', b'"began": 9e18')})
+    run = flip(whole, tmp_path / "run", {job_slices.FILE: lambda data: data.replace(b'"began": 1.0', b'"began": 9e18')})
     shown = io.StringIO()
     status.show(status.read(run, look_s=0, jobs=[]), Console(file=shown, width=120))
     [row] = [line for line in shown.getvalue().splitlines() if " 17 " in line]
@@ -77,10 +77,10 @@ def test_hostile_files_of_a_run_stop_no_reader(whole, tmp_path, name, content):
     look(flip(whole, tmp_path / "run", {name: lambda _: content}))
 
 
-@pytest.mark.parametrize("key", ["turn", "step", "scope", "time", "metrics"])
+@pytest.mark.parametrize("key", ["iteration", "cycle", "scope", "time", "metrics"])
 @pytest.mark.parametrize("value", [None, "x", [], {"a": []}, 1.5, True, 10**400])
 def test_hostile_values_in_metrics_are_left_out(whole, tmp_path, key, value):
-    row = {"turn": 3, "step": 3, "scope": "solver", "time": {}, "metrics": {"loss": 1.0}} | {key: value}
+    row = {"iteration": 3, "cycle": 3, "scope": "solver", "time": {}, "metrics": {"loss": 1.0}} | {key: value}
     run = flip(whole, tmp_path / "run", {"metrics.jsonl": lambda data: data + json.dumps(row).encode() + b"\n"})
     look(run)
 
@@ -88,18 +88,18 @@ def test_hostile_values_in_metrics_are_left_out(whole, tmp_path, key, value):
 def test_hostile_damaged_summary_does_not_make_a_run_finished(whole, tmp_path):
     """slices.finished raised, and the batch script's chain ended."""
     run = flip(whole, tmp_path / "run", {"summary.json": lambda data: data[:-9]})
-    assert not slices.finished(run)
-    assert slices.begin(run, JOB, "n0", 3)[0] is slices.NextAction.GO
+    assert not job_slices.finished(run)
+    assert job_slices.begin(run, JOB, "n0", 3)[0] is job_slices.NextAction.GO
     assert RunDirectory(run).update_summary({"finished": True}) == {"finished": True}
-    assert slices.finished(run)
+    assert job_slices.finished(run)
 
 
 def test_hostile_half_a_line_costs_only_itself(tmp_path):
     path = tmp_path / "some.jsonl"
-    lines.append(path, b'{"a": 1}')
+    json_lines.append(path, b'{"a": 1}')
     path.write_bytes(path.read_bytes() + b'{"a": ')
-    lines.append(path, b'{"a": 2}')
-    found = lines.read(path, lambda raw: raw["a"])
+    json_lines.append(path, b'{"a": 2}')
+    found = json_lines.read(path, lambda raw: raw["a"])
     assert found.values == [1, 2] and found.damage is not None and "line 2 of 3" in found.damage
 
 
@@ -108,32 +108,32 @@ def test_hostile_full_disk_tears_no_line(tmp_path, room):
     """A full disk left half a line, and the next line was glued to it. There are two ways to no room: none for the
     line, and none for all of it."""
     tracker = Tracker(tmp_path / "metrics.jsonl")
-    tracker.log(0, "solver", {"loss": 1.0}, turn=0)
+    tracker.log(0, "solver", {"loss": 1.0}, iteration=0)
     before = tracker.path.read_bytes()
     with small_disk(len(before) + room):
         if room < len(before):
-            with pytest.raises(lines.DiskError, match=r"metrics.jsonl cannot be written .*: free some space"):
-                tracker.log(1, "solver", {"loss": 0.5}, turn=1)
+            with pytest.raises(json_lines.DiskError, match=r"metrics.jsonl cannot be written .*: free some space"):
+                tracker.log(1, "solver", {"loss": 0.5}, iteration=1)
             assert tracker.path.read_bytes() == before
         else:
-            tracker.log(1, "solver", {"loss": 0.5}, turn=1)
-    tracker.log(2, "solver", {"loss": 0.25}, turn=2)
-    assert [row.turn for row in read_metrics(tmp_path)] == ([0, 2] if room < len(before) else [0, 1, 2])
+            tracker.log(1, "solver", {"loss": 0.5}, iteration=1)
+    tracker.log(2, "solver", {"loss": 0.25}, iteration=2)
+    assert [row.iteration for row in read_metrics(tmp_path)] == ([0, 2] if room < len(before) else [0, 1, 2])
 
 
-def test_hostile_full_disk_leaves_no_part_of_a_turn(tmp_path):
-    store, turn = TurnStore(tmp_path), Turn(step=0, index=0, roles=("solver",), number=0)
-    with small_disk(700), pytest.raises(lines.DiskError, match="turn_000000.parquet cannot be written"):
-        store.put(turn, Played(rollouts={"solver": []}, metrics={}), {"long": os.urandom(2000).hex()})
+def test_hostile_full_disk_leaves_no_part_of_an_iteration(tmp_path):
+    store, iteration = IterationStore(tmp_path), Iteration(cycle=0, index=0, roles=("solver",), number=0)
+    with small_disk(700), pytest.raises(json_lines.DiskError, match="iteration_000000.parquet cannot be written"):
+        store.put(iteration, Collected(rollouts={"solver": []}, metrics={}), {"long": os.urandom(2000).hex()})
     assert not [*tmp_path.iterdir()]
 
 
 def test_hostile_full_disk_leaves_no_half_start(tmp_path):
-    slices.begin(tmp_path, JOB, "n0", 3)
-    before = (tmp_path / slices.FILE).read_bytes()
-    with small_disk(len(before) + 30), pytest.raises(lines.DiskError):
-        slices.end(tmp_path, JOB, 1)
-    assert (tmp_path / slices.FILE).read_bytes() == before
+    job_slices.begin(tmp_path, JOB, "n0", 3)
+    before = (tmp_path / job_slices.FILE).read_bytes()
+    with small_disk(len(before) + 30), pytest.raises(json_lines.DiskError):
+        job_slices.end(tmp_path, JOB, 1)
+    assert (tmp_path / job_slices.FILE).read_bytes() == before
 
 
 def test_hostile_samples_of_an_evaluation_are_left_out(tmp_path, caplog):

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from megatron_rl.config.schema import Reward
-from megatron_rl.rewards.cheap import too_costly
+from megatron_rl.rewards.grading_pool import GradePool, RewardFailure, check_failures
 from megatron_rl.rewards.math_answer import grade
-from megatron_rl.rewards.pool import GradePool, RewardFailure, check_failures
+from megatron_rl.rewards.math_cost_limit import too_costly
 from megatron_rl.types import Outcome
 
 COSTLY = [
@@ -46,7 +46,7 @@ def test_hostile_limits_leave_fair_answers_alone(answer):
 
 
 def test_hostile_thought_does_not_cost_the_answer():
-    """A response may speak of huge numbers and still end with a right answer, which is graded by its last box."""
+    """A response may speak of huge numbers and still end with a correct answer, which is graded by its last box."""
     thought = r"Since $10^{10000000}$ and 100!! are large, $9^{9^{9}}$ is no answer. "
     assert grade(thought + r"\boxed{\frac{1}{2}}", {"answer": "0.5"}) == 1.0
     assert grade(thought + r"\boxed{3}", {"answer": "0.5"}) == 0.0
@@ -96,7 +96,7 @@ def test_hostile_exception_of_a_reward_stays_its_failure():
 
 def test_hostile_moment_in_which_no_worker_starts_is_waited_for(tmp_path, monkeypatch):
     """A worker that was killed could not be started again at once, for want of memory or a file: the run ended."""
-    monkeypatch.setattr("megatron_rl.rewards.pool.START_PAUSE_S", 0.0)
+    monkeypatch.setattr("megatron_rl.rewards.grading_pool.START_PAUSE_S", 0.0)
     (tmp_path / "moody_rewards.py").write_text(
         "import os, sys, time\n"
         f"count = len(os.listdir({str(tmp_path)!r}))\n"
@@ -127,8 +127,8 @@ def test_hostile_want_of_processes_is_waited_for(monkeypatch):
         tried.append(args)
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("megatron_rl.rewards.pool.START_PAUSE_S", 0.0)
-    monkeypatch.setattr("megatron_rl.rewards.pool.subprocess.Popen", refuse)
+    monkeypatch.setattr("megatron_rl.rewards.grading_pool.START_PAUSE_S", 0.0)
+    monkeypatch.setattr("megatron_rl.rewards.grading_pool.subprocess.Popen", refuse)
     with pool_of() as pool, pytest.raises(RewardFailure, match="no reward worker can be started here"):
         pool.grade(["yes"], [{"answer": "yes"}])
     assert len(tried) == 4

@@ -16,15 +16,15 @@ from pathlib import Path
 import bad_rewards
 import ordinary_user
 import pytest
-from fake_fleet import until
+from fake_servers import until
 from limits import PROCESS_S
 
 from megatron_rl import processes
 from megatron_rl.config.schema import Reward
-from megatron_rl.engines import segments
-from megatron_rl.engines.launch import Command, ServerProcess
-from megatron_rl.rewards import pool as pool_module
-from megatron_rl.rewards.pool import GradePool
+from megatron_rl.engines import shared_memory_cleanup
+from megatron_rl.engines.server_process import Command, ServerProcess
+from megatron_rl.rewards import grading_pool as pool_module
+from megatron_rl.rewards.grading_pool import GradePool
 from megatron_rl.types import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_hostile_children_of_a_reward_are_gone_after_the_answer(user, mark):
     with pool_of(timeout_s=10.0) as pool:
         for response in ("session", "daemon"):
             assert graded(pool, response) == [Outcome.SCORE]
-            assert len(marked(mark)) == 2, "the keeper and the worker are left, and no other"
+            assert len(marked(mark)) == 2, "the reaper and the worker are left, and no other"
         assert graded(pool, "daemon", "session", "yes") == [Outcome.SCORE] * 3 and len(marked(mark)) == 2
 
 
@@ -124,7 +124,7 @@ def interrupt(number, frame):
 def test_hostile_children_are_gone_when_the_run_is_killed(mark, tmp_path):
     code = (
         "import os, threading\nfrom megatron_rl.config.schema import Reward\n"
-        "from megatron_rl.rewards.pool import GradePool\n"
+        "from megatron_rl.rewards.grading_pool import GradePool\n"
         "pool = GradePool(Reward(target='bad_rewards:reward', timeout_s=600.0, workers=1))\n"
         "pool.grade(['yes'], [{'answer': 'yes'}])\n"
         "threading.Timer(1.0, lambda: os.kill(os.getpid(), 9)).start()\n"
@@ -178,12 +178,12 @@ def started(tmp_path, *words):
 
 
 def lists():
-    return set(SHM.glob(f"{segments.LISTS}-{os.getuid()}-*"))
+    return set(SHM.glob(f"{shared_memory_cleanup.LISTS}-{os.getuid()}-*"))
 
 
 @pytest.mark.parametrize("words", [(), ("deaf",)], ids=["leaves", "is killed"])
 def test_hostile_server_leaves_no_shared_memory_when_it_is_stopped(mark, tmp_path, monkeypatch, words):
-    monkeypatch.setattr("megatron_rl.engines.launch.GRACE_S", 0.5)
+    monkeypatch.setattr("megatron_rl.engines.server_process.GRACE_S", 0.5)
     before = lists()
     process, names = started(tmp_path, *words)
     assert len(lists() - before) == 1
@@ -203,7 +203,7 @@ def test_hostile_server_that_was_killed_with_all_its_processes_leaves_no_shared_
 OWNER = """
 import os, signal, sys
 from pathlib import Path
-from megatron_rl.engines.launch import Command, ServerProcess
+from megatron_rl.engines.server_process import Command, ServerProcess
 script, place = sys.argv[1], Path(sys.argv[2])
 command = Command([sys.executable, script, str(place / "names")], {})
 process = ServerProcess(command, place / "log", os.environ, imports=place / "imports")
@@ -220,14 +220,14 @@ def test_hostile_server_whose_owner_was_killed_is_cleared_by_the_next_one(mark, 
     assert owner.stdout is not None
     server, *names = owner.stdout.readline().split()
     try:
-        assert not set(segments.clear()) & set(names), "the owner lives"
+        assert not set(shared_memory_cleanup.clear()) & set(names), "the owner lives"
         owner.kill()
         owner.wait()
-        assert not set(segments.clear()) & set(names), "the server lives"
+        assert not set(shared_memory_cleanup.clear()) & set(names), "the server lives"
         assert all((SHM / name).exists() for name in names)
         os.killpg(int(server), signal.SIGKILL)
         until("its end", lambda: not processes.members(int(server)))
-        assert set(names) <= set(segments.clear())
+        assert set(names) <= set(shared_memory_cleanup.clear())
         assert not [name for name in names if (SHM / name).exists()]
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -242,7 +242,7 @@ def shm(tmp_path):
 
 
 def listed(shm, *rows):
-    path = shm / f"{segments.LISTS}-{os.getuid()}-{uuid.uuid4().hex[:16]}"
+    path = shm / f"{shared_memory_cleanup.LISTS}-{os.getuid()}-{uuid.uuid4().hex[:16]}"
     path.write_text(json.dumps(rows))
     return path
 
@@ -261,7 +261,7 @@ def test_security_clearing_touches_nobody_elses_files(shm):
         ["../model.safetensors", inode["model.safetensors"]],
         ["psm_33333333", inode["model.safetensors"]],
     )
-    assert segments.clear(shm) == ["psm_11111111"] and not path.exists()
+    assert shared_memory_cleanup.clear(shm) == ["psm_11111111"] and not path.exists()
     assert {path.name for path in shm.iterdir()} == {*inode, "psm_33333333"} - {"psm_11111111"}
 
 
@@ -270,7 +270,7 @@ def test_hostile_list_of_segments_removes_nothing(shm, text):
     (shm / "psm_1").touch()
     path = listed(shm)
     path.write_text(text)
-    assert segments.clear(shm) == [] and (shm / "psm_1").exists() and path.exists() is (text == "")
+    assert shared_memory_cleanup.clear(shm) == [] and (shm / "psm_1").exists() and path.exists() is (text == "")
 
 
 def test_security_list_notes_only_what_the_server_made(monkeypatch):
@@ -279,9 +279,9 @@ def test_security_list_notes_only_what_the_server_made(monkeypatch):
     maps = []
     try:
         (SHM / names[0]).write_bytes(b"x" * 5000)
-        monkeypatch.setattr(segments, "SPARE_S", 0.05)  # clocks of files are coarse
+        monkeypatch.setattr(shared_memory_cleanup, "SPARE_S", 0.05)  # clocks of files are coarse
         time.sleep(0.2)
-        noted = segments.Segments()
+        noted = shared_memory_cleanup.Segments()
         for name in names[1:]:
             (SHM / name).write_bytes(b"x" * 5000)
         for name in names:
@@ -313,6 +313,6 @@ def test_security_worker_that_forks_answers_once(mark):
 
 def test_security_keeper_ends_as_its_worker_did(mark):
     for code, status in (("os._exit(3)", 3), ("os.kill(os.getpid(), 11)", -11), ("os.kill(os.getpid(), 9)", -9)):
-        start = f"import os; from megatron_rl.rewards import keeper, worker; worker.main = lambda k: {code}; "
-        process = subprocess.Popen([sys.executable, "-c", f"{start}keeper.main()"], cwd=ROOT, start_new_session=True)
+        start = f"import os; from megatron_rl.rewards import reaper, worker; worker.main = lambda k: {code}; "
+        process = subprocess.Popen([sys.executable, "-c", f"{start}reaper.main()"], cwd=ROOT, start_new_session=True)
         assert process.wait(PROCESS_S) == status

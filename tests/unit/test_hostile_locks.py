@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.conversion.target import fresh
+from megatron_rl.conversion.output_directory import fresh
 from megatron_rl.jobs.doctor import _files
-from megatron_rl.refit.slots import SharedMemory
-from megatron_rl.run import locks
-from megatron_rl.run.directory import RunBusy, only_one
+from megatron_rl.refit.shared_memory_transport import SharedMemory
+from megatron_rl.run import directory_lock
+from megatron_rl.run.run_directory import RunBusy, only_one
 
 FLOCK = (73, 32)  # its number on x86-64 and aarch64
 
@@ -105,7 +105,7 @@ def test_hostile_errors_of_flock_that_mean_something_else_are_told(tmp_path):
 def held_by(directory: Path, **changes) -> Path:
     directory.mkdir(exist_ok=True)
     path = directory / "lock.held"
-    path.write_text(json.dumps(asdict(replace(locks.own_name(), **changes))))
+    path.write_text(json.dumps(asdict(replace(directory_lock.own_name(), **changes))))
     return path
 
 
@@ -135,7 +135,7 @@ def test_hostile_leftover_of_a_lock_is_taken_over_only_from_one_that_is_gone(tmp
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"host": "a", "boot": "", "space": "", "pid": "x"}'])
 def test_hostile_damaged_lock_is_not_taken_over(tmp_path, monkeypatch, text):
     (tmp_path / "lock.held").write_text(text)
-    monkeypatch.setattr(locks, "UNREAD_S", 0.1)
+    monkeypatch.setattr(directory_lock, "UNREAD_S", 0.1)
     child = Child(visit, tmp_path)
     assert "is being run by a process that is not known: end that first, or, when" in child.hear()
     child.end()

@@ -21,41 +21,41 @@ import torch.distributed as dist
 from fake_vllm import FakeVllm
 from limits import PROCESS_S
 
-from megatron_rl.board import client as board_client
-from megatron_rl.board import server as board_server
-from megatron_rl.board import wire
-from megatron_rl.board.client import BoardClient, BoardError, BoardLate, BoardStranger
-from megatron_rl.board.server import BoardServer
-from megatron_rl.cluster.address import address_of_first_rank
-from megatron_rl.cluster.meeting import MeetingError, meet, read_private, write_private
+from megatron_rl.cluster.host_address import address_of_first_rank
+from megatron_rl.cluster.rendezvous import MeetingError, meet, read_private, write_private
 from megatron_rl.config.schema import ConfigError, RefitConfig
-from megatron_rl.engines import answers
-from megatron_rl.engines.base import Sampling, complete
+from megatron_rl.engines import response_parsing
 from megatron_rl.engines.http import Http, ServerLost
 from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.pool.membership import Limits
-from megatron_rl.engines.pool.pool import given
+from megatron_rl.engines.pool.server_pool import given
+from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.engines.vllm.client import VllmServer
 from megatron_rl.engines.vllm.settings import Vllm
-from megatron_rl.frames import PackingError
-from megatron_rl.packing import pack, unpack
-from megatron_rl.refit import tcp
-from megatron_rl.refit.base import Deadline
-from megatron_rl.refit.board import Board
+from megatron_rl.frames import CodecError
+from megatron_rl.key_value_store import store_client as store_client
+from megatron_rl.key_value_store import store_server as store_server
+from megatron_rl.key_value_store import store_wire_format
+from megatron_rl.key_value_store.store_client import KeyValueClient, KeyValueError, KeyValueStranger, KeyValueTimeout
+from megatron_rl.key_value_store.store_server import KeyValueServer
+from megatron_rl.message_codec import pack, unpack
+from megatron_rl.refit import tcp_transport
+from megatron_rl.refit.refit_store import RefitStore
+from megatron_rl.refit.transport import Deadline
 
 SECRET = b"s" * 32
 SHORT = timedelta(seconds=2)
 
 
 @pytest.fixture
-def board():
-    server = BoardServer("127.0.0.1", SECRET)
+def store():
+    server = KeyValueServer("127.0.0.1", SECRET)
     yield server
     server.close()
 
 
-def joined(server: BoardServer) -> BoardClient:
-    return BoardClient("127.0.0.1", server.port, SECRET, 10.0)
+def joined(server: KeyValueServer) -> KeyValueClient:
+    return KeyValueClient("127.0.0.1", server.port, SECRET, 10.0)
 
 
 def until(what, seconds: float = 10.0) -> None:
@@ -78,14 +78,14 @@ def closed(connection: socket.socket) -> bool:
     return True
 
 
-def test_security_a_board_gives_strangers_nothing(board):
+def test_security_a_store_gives_strangers_nothing(store):
     """The ranks' store took anybody who reached its port for a rank."""
-    own = joined(board)
+    own = joined(store)
     own.set({"nccl id": b"1"})
-    with pytest.raises(BoardStranger, match="another secret"):
-        BoardClient("127.0.0.1", board.port, b"guessed", 10.0)
+    with pytest.raises(KeyValueStranger, match="another secret"):
+        KeyValueClient("127.0.0.1", store.port, b"guessed", 10.0)
     for said in (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), bytes(10**6), b"\xce\xf7\x85<" * 50):
-        with socket.create_connection(("127.0.0.1", board.port)) as stranger:
+        with socket.create_connection(("127.0.0.1", store.port)) as stranger:
             stranger.settimeout(10.0)
             try:
                 stranger.sendall(said)
@@ -93,31 +93,31 @@ def test_security_a_board_gives_strangers_nothing(board):
                 continue
             assert closed(stranger)
     with pytest.raises((RuntimeError, ValueError)):
-        dist.TCPStore("127.0.0.1", board.port, None, False, timedelta(seconds=1)).set("nccl id", "2")
+        dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=1)).set("nccl id", "2")
     assert own.get(["nccl id"], 0.0) == [b"1"] and own.num_keys() == 1
 
 
-def test_security_what_does_not_know_the_secret_is_no_board():
+def test_security_what_does_not_know_the_secret_is_no_store():
     """Who listens at the port in rank 0's place learns nothing and is believed nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def play() -> None:
             made, _ = listening.accept()
             with made:
-                made.sendall(wire.HELLO + bytes(32))
+                made.sendall(store_wire_format.HELLO + bytes(32))
                 made.recv(64)
                 made.sendall(bytes(32))
                 made.recv(1)
 
         thread = threading.Thread(target=play, daemon=True)
         thread.start()
-        with pytest.raises(BoardStranger, match="does not know this run's secret"):
-            BoardClient("127.0.0.1", listening.getsockname()[1], SECRET, 5.0)
+        with pytest.raises(KeyValueStranger, match="does not know this run's secret"):
+            KeyValueClient("127.0.0.1", listening.getsockname()[1], SECRET, 5.0)
         thread.join()
 
 
 def test_hostile_listener_that_drips_does_not_hold_a_client(monkeypatch):
-    monkeypatch.setattr(board_client, "GREETING_S", 0.3)
+    monkeypatch.setattr(store_client, "GREETING_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         stop = threading.Event()
 
@@ -133,21 +133,21 @@ def test_hostile_listener_that_drips_does_not_hold_a_client(monkeypatch):
         thread = threading.Thread(target=play, daemon=True)
         thread.start()
         start = time.monotonic()
-        with pytest.raises(BoardError, match="no answer in time|timed out"):
-            BoardClient("127.0.0.1", listening.getsockname()[1], SECRET, 0.1)
+        with pytest.raises(KeyValueError, match="no answer in time|timed out"):
+            KeyValueClient("127.0.0.1", listening.getsockname()[1], SECRET, 0.1)
         assert time.monotonic() - start < 5.0
         stop.set()
         thread.join()
 
 
-def test_security_recorded_frames_do_not_count_again(board):
-    """An old signed `next` could be put on the refit board a second time."""
+def test_security_recorded_frames_do_not_count_again(store):
+    """An old signed `next` could be put on the refit store a second time."""
     said = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
 
         def relay() -> None:
             made, _ = between.accept()
-            with made, socket.create_connection(("127.0.0.1", board.port)) as on:
+            with made, socket.create_connection(("127.0.0.1", store.port)) as on:
                 back = threading.Thread(target=pump, args=(on, made, bytearray()), daemon=True)
                 back.start()
                 pump(made, on, said)
@@ -162,52 +162,52 @@ def test_security_recorded_frames_do_not_count_again(board):
 
         thread = threading.Thread(target=relay, daemon=True)
         thread.start()
-        recorded = BoardClient("127.0.0.1", between.getsockname()[1], SECRET, 10.0)
+        recorded = KeyValueClient("127.0.0.1", between.getsockname()[1], SECRET, 10.0)
         recorded.set({"next": b"1"})
         recorded.close()
         thread.join(10.0)
-    own = joined(board)
+    own = joined(store)
     own.set({"next": b"2"})
-    with socket.create_connection(("127.0.0.1", board.port)) as stranger:
+    with socket.create_connection(("127.0.0.1", store.port)) as stranger:
         stranger.sendall(said)
         assert closed(stranger)
-    seal = wire.Seal(SECRET, b"up", bytes(64))
+    seal = store_wire_format.Seal(SECRET, b"up", bytes(64))
     tag, body = (frame := seal.frame([b"\x01", b"next", b"3"]))[4:20], frame[20:]
-    reader = wire.Seal(SECRET, b"up", bytes(64))
+    reader = store_wire_format.Seal(SECRET, b"up", bytes(64))
     assert reader.open(tag, body)
-    with pytest.raises(wire.WireError, match="wrong tag"):
+    with pytest.raises(store_wire_format.WireError, match="wrong tag"):
         reader.open(tag, body)  # the same frame again, in the same connection
     assert own.get(["next"], 0.0) == [b"2"]
 
 
-def test_hostile_silent_connections_leave_room_for_those_who_know_the_secret(board, monkeypatch):
+def test_hostile_silent_connections_leave_room_for_those_who_know_the_secret(store, monkeypatch):
     """Silent connections used up all descriptors."""
-    monkeypatch.setattr(board_server, "MAX_STRANGERS", 8)
-    monkeypatch.setattr(board_server, "MERCY_S", 0.05)
-    monkeypatch.setattr(board_server, "STRANGER_S", 0.5)
-    silent = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(60)]
-    until(lambda: len(board._strangers) == 8)
-    own = joined(board)
+    monkeypatch.setattr(store_server, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(store_server, "MERCY_S", 0.05)
+    monkeypatch.setattr(store_server, "STRANGER_S", 0.5)
+    silent = [socket.create_connection(("127.0.0.1", store.port)) for _ in range(60)]
+    until(lambda: len(store._strangers) == 8)
+    own = joined(store)
     own.set({"a": b"1"})
-    assert own.check(["a"]) and len(board._peers) <= 9
-    until(lambda: not board._strangers)
+    assert own.check(["a"]) and len(store._peers) <= 9
+    until(lambda: not store._strangers)
     assert all(closed(each) for each in silent)
     for each in silent:
         each.close()
 
 
-def test_hostile_bytes_of_strangers_are_not_kept(board):
-    """Puts of strangers grew the board's memory: now it reads no more than a proof has, and takes none of them."""
-    strangers = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(8)]
+def test_hostile_bytes_of_strangers_are_not_kept(store):
+    """Puts of strangers grew the store's memory: now it reads no more than a proof has, and takes none of them."""
+    strangers = [socket.create_connection(("127.0.0.1", store.port)) for _ in range(8)]
     for each in strangers:
-        each.sendall(bytes(wire.ANSWER_BYTES - 1))
-    until(lambda: sorted(len(p.inbox) for p in board._strangers.values()) == 8 * [wire.ANSWER_BYTES - 1])
+        each.sendall(bytes(store_wire_format.ANSWER_BYTES - 1))
+    until(lambda: sorted(len(p.inbox) for p in store._strangers.values()) == 8 * [store_wire_format.ANSWER_BYTES - 1])
     for each in strangers:
         with contextlib.suppress(ConnectionError):
             each.sendall(bytes(1 << 20))
     assert all(closed(each) for each in strangers)
-    until(lambda: not board._peers)
-    assert joined(board).num_keys() == 0
+    until(lambda: not store._peers)
+    assert joined(store).num_keys() == 0
     for each in strangers:
         each.close()
 
@@ -215,8 +215,8 @@ def test_hostile_bytes_of_strangers_are_not_kept(board):
 KEPT_BACK = """
 import os, resource, socket, sys, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
-from megatron_rl.board.server import BoardServer
-server = BoardServer("127.0.0.1", b"s" * 32)
+from megatron_rl.key_value_store.store_server import KeyValueServer
+server = KeyValueServer("127.0.0.1", b"s" * 32)
 print(server.port, flush=True)
 sys.stdin.readline()
 files = [open(os.devnull) for _ in range(200)]  # a checkpoint
@@ -232,25 +232,25 @@ def test_hostile_connections_leave_descriptors_for_a_checkpoint():
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(150)]
     time.sleep(0.2)
     out, errors = child.communicate("\n", timeout=PROCESS_S)
-    assert 0 < int(out) <= 300 - board_server.KEPT_BACK, errors
+    assert 0 < int(out) <= 300 - store_server.KEPT_BACK, errors
     for each in silent:
         each.close()
 
 
-def test_board_waits_are_answered_when_a_key_comes_and_end_with_their_time(board):
-    one, other = joined(board), joined(board)
+def test_store_waits_are_answered_when_a_key_comes_and_end_with_their_time(store):
+    one, other = joined(store), joined(store)
     found: list[bytes] = []
     waiting = threading.Thread(target=lambda: found.extend(one.get(["x", "y"], 10.0)))
     waiting.start()
-    until(lambda: board._waits)
+    until(lambda: store._waits)
     assert not one.check(["x"]), "a request that waits holds no other thread of the same client up"
     other.set({"x": b"1"})
     other.set({"y": b"2"})
     waiting.join()
-    assert found == [b"1", b"2"] and not board._waits
-    with pytest.raises(BoardLate):
+    assert found == [b"1", b"2"] and not store._waits
+    with pytest.raises(KeyValueTimeout):
         one.wait(["z"], 0.05)
-    until(lambda: not board._waits)
+    until(lambda: not store._waits)
 
 
 def test_security_ranks_meet_by_a_file_that_nobody_else_reads(tmp_path):
@@ -276,8 +276,8 @@ def test_security_ranks_meet_by_a_file_that_nobody_else_reads(tmp_path):
             read_private(file)
 
 
-def test_security_a_rank_waits_for_a_board_that_knows_the_secret_of_the_file(tmp_path):
-    file, stranger = tmp_path / "ranks.1.json", BoardServer("127.0.0.1", b"another run's")
+def test_security_a_rank_waits_for_a_store_that_knows_the_secret_of_the_file(tmp_path):
+    file, stranger = tmp_path / "ranks.1.json", KeyValueServer("127.0.0.1", b"another run's")
     write_private(file, {"address": "127.0.0.1", "port": stranger.port, "secret": SECRET.hex()})
     with pytest.raises(MeetingError, match="another secret"):
         meet(file, rank=1, address="", timeout=timedelta(seconds=0.1))
@@ -305,7 +305,7 @@ class Planted:
 
 
 def test_security_nothing_between_ranks_is_unpickled():
-    with pytest.raises(PackingError):
+    with pytest.raises(CodecError):
         unpack(pickle.dumps(Planted()))
     with pytest.raises(TypeError, match="a test_hostile_network.Planted does not travel"):
         pack({"a": [Planted()]})
@@ -377,7 +377,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
      OK + b"Transfer-Encoding: chunked\r\n\r\n1", b"HTTP/1.1 500 Oops\r\nContent-Length: 100000\r\n\r\n"],
 )  # fmt: skip
 def test_hostile_servers_that_drip_are_late_at_the_deadline(head):
-    """The time-out was one for each read: a byte now and then held a turn for ever."""
+    """The time-out was one for each read: a byte now and then held an iteration for ever."""
     server = Raw(dripping(head))
     http = Http(server.url, {})
     start = time.monotonic()
@@ -421,23 +421,25 @@ def test_connections_are_used_again_and_each_request_has_its_own_time():
 
 @pytest.mark.parametrize("told", [[1, 97], [-1], [1.5], [[1]], ["a"], [True], None, {}, [2**40], [1] * 9])
 def test_hostile_tokens_are_refused(told):
-    with pytest.raises(answers.AnswerError):
-        answers.read_tokens(told, 97, 8)
+    with pytest.raises(response_parsing.AnswerError):
+        response_parsing.read_tokens(told, 97, 8)
 
 
 @pytest.mark.parametrize("told", [[float("nan"), 0], [0.1, -1], [-1], [[-1, -1]], ["a", "b"], None, [None, -1]])
 def test_hostile_logprobs_are_refused(told):
-    with pytest.raises(answers.AnswerError):
-        answers.read_logprobs(told, (2,))
+    with pytest.raises(response_parsing.AnswerError):
+        response_parsing.read_logprobs(told, (2,))
 
 
 def test_answers_that_make_sense_are_taken_as_they_are():
-    assert answers.read_tokens([0, 96], 97, 2).tolist() == [0, 96] and not len(answers.read_tokens([], 97, 2))
-    assert answers.read_logprobs([-1.5, 1e-4], (2,)).tolist() == np.float32([-1.5, 1e-4]).tolist()
-    assert answers.read_versions([(0, 3), (2, 4)], 5) == [(0, 3), (2, 4)]
+    assert response_parsing.read_tokens([0, 96], 97, 2).tolist() == [0, 96] and not len(
+        response_parsing.read_tokens([], 97, 2)
+    )
+    assert response_parsing.read_logprobs([-1.5, 1e-4], (2,)).tolist() == np.float32([-1.5, 1e-4]).tolist()
+    assert response_parsing.read_versions([(0, 3), (2, 4)], 5) == [(0, 3), (2, 4)]
     for spans in ([(1, 3)], [(0, 3), (9, 4)], [(0, 3), (3, 4), (2, 5)], [(0, "3")], [(0, -2)]):
-        with pytest.raises(answers.AnswerError):
-            answers.read_versions(spans, 5)
+        with pytest.raises(response_parsing.AnswerError):
+            response_parsing.read_versions(spans, 5)
 
 
 @pytest.mark.parametrize("vocab", [97, 8])
@@ -471,11 +473,11 @@ def test_hostile_answers_of_one_replica_are_asked_of_another():
 
 def test_hostile_silent_callers_of_a_refit_make_room_for_a_peer(monkeypatch):
     """Each silent connection had a thread and a descriptor, without limit."""
-    monkeypatch.setattr(tcp, "MAX_CALLERS", 8)
-    monkeypatch.setattr(tcp, "MERCY_S", 0.05)
-    board, _ = Board.host("127.0.0.1")
-    receiver, sender = (tcp.Tcp(board, rank, RefitConfig()) for rank in (0, 1))
-    host, port, _ = board.peek("0")
+    monkeypatch.setattr(tcp_transport, "MAX_CALLERS", 8)
+    monkeypatch.setattr(tcp_transport, "MERCY_S", 0.05)
+    store, _ = RefitStore.host("127.0.0.1")
+    receiver, sender = (tcp_transport.Tcp(store, rank, RefitConfig()) for rank in (0, 1))
+    host, port, _ = store.peek("0")
     silent = [socket.create_connection((host, port)) for _ in range(40)]
     until(lambda: len(receiver._callers) == 8)
     message = torch.arange(8, dtype=torch.uint8)

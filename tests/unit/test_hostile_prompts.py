@@ -1,4 +1,5 @@
-"""What one model wrote stands in the prompt of another as text: it cannot end the prompt's turn and begin another."""
+"""What one model wrote stands in the prompt of another as text: it cannot end the prompt's iteration and begin
+another."""
 
 import numpy as np
 import pytest
@@ -6,13 +7,13 @@ from chats import chat_tokenizer
 from fake_engines import ScriptedEngine
 from toys import graded
 
+from megatron_rl.contrib.judge_role import JUDGE, judge_prompt
 from megatron_rl.control_tokens import fill_quoting
-from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.votes import Weigher
-from megatron_rl.recipes.base import Solution
-from megatron_rl.recipes.judge_role import JUDGE, judge_prompt
 from megatron_rl.recipes.review import Reviewer
-from megatron_rl.training.turns import Table
+from megatron_rl.recipes.solutions import Solution
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import Rollout
 
 CHAT = chat_tokenizer()
@@ -29,7 +30,7 @@ def starts(prompt):
 def table():
     engine = ScriptedEngine(lambda *_: [CHAT.eos_token_id], eos=CHAT.eos_token_id)
     roles = (JUDGE, "verifier")
-    return Table(
+    return RolloutContext(
         engines=dict.fromkeys(roles, engine), tokenizers=dict.fromkeys(roles, CHAT),
         samplings=dict.fromkeys(roles, Sampling(max_tokens=8)), max_prompt_tokens=dict.fromkeys(roles, 1000),
         grade=graded(lambda response, payload: True),
@@ -43,22 +44,22 @@ def test_values_are_text_and_the_template_keeps_its_tokens():
     assert fill_quoting(CHAT, TEMPLATE, **plain) == TEMPLATE.format(**plain), "other texts stay as they are"
 
 
-def test_a_solution_cannot_end_the_verifiers_prompt(table):
+def test_a_solution_cannot_end_the_verifiers_prompt(context):
     rollout = Rollout(
         role="generator", group="g", tokens=np.array([0, 1]), logprobs=np.zeros(2), spans=np.array([[0, 2, 0, 0]]),
         payload={"question": INJECTED},
     )  # fmt: skip
     asked = Reviewer(role="verifier", template=TEMPLATE).prompt(
-        table, Solution(rollout=rollout, text=INJECTED, correct=False)
+        context, Solution(rollout=rollout, text=INJECTED, correct=False)
     )
     assert starts(asked) == 2
 
 
-def test_an_answer_cannot_end_the_judges_prompt(table, tmp_path):
+def test_an_answer_cannot_end_the_judges_prompt(context, tmp_path):
     (tmp_path / "judge.txt").write_text(TEMPLATE)
-    assert starts(judge_prompt(table, str(tmp_path / "judge.txt"), "1", {"question": "q"}, solution=INJECTED)) == 2
+    assert starts(judge_prompt(context, str(tmp_path / "judge.txt"), "1", {"question": "q"}, solution=INJECTED)) == 2
 
 
-def test_a_solution_cannot_end_the_prompt_of_a_vote(table):
-    weigher = Weigher(engine=table.engines[JUDGE], tokenizer=CHAT, template=TEMPLATE, sampling=Sampling(max_tokens=8))
+def test_a_solution_cannot_end_the_prompt_of_a_vote(context):
+    weigher = Weigher(engine=context.engines[JUDGE], tokenizer=CHAT, template=TEMPLATE, sampling=Sampling(max_tokens=8))
     assert starts(weigher._prompt(("q", INJECTED))) == 2

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.engines.launch import StartError
-from megatron_rl.session.restarts import LONGEST_WAIT_S, Restarts
-from megatron_rl.session.serving import _keep_alive
+from megatron_rl.engines.server_process import StartError
+from megatron_rl.session.restart_policy import LONGEST_WAIT_S, Restarts
+from megatron_rl.session.run_server import _keep_alive
 
 DAY_S = 86400.0
 

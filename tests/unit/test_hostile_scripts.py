@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.cluster.job import Leave, SlurmJob
+from megatron_rl.cluster.batch_script import ScriptShape, script
 from megatron_rl.cluster.profile import Profile
-from megatron_rl.cluster.render import ScriptShape, script
+from megatron_rl.cluster.slurm_job import Leave, SlurmJob
 from megatron_rl.cluster.watchdog import Watchdog
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import Run

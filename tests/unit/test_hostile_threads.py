@@ -16,17 +16,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_fleet import TOKEN, Asked, expected, until
+from fake_servers import TOKEN, Asked, expected, until
 from fake_vllm import GENERATE, FakeVllm
 from ranks import ROOT
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.engines.base import EngineError, Sampling, complete
 from megatron_rl.engines.http import Http, ServerLost
 from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.pool.dispatch import LOOKERS
 from megatron_rl.engines.pool.membership import Limits
-from megatron_rl.engines.pool.pool import ServerEngine, given
+from megatron_rl.engines.pool.server_pool import ServerEngine, given
+from megatron_rl.engines.protocol import EngineError, Sampling, complete
 from megatron_rl.engines.vllm.client import VllmServer
 from megatron_rl.engines.vllm.settings import Vllm
 

@@ -18,14 +18,14 @@ from toys import EOS, characters
 
 from megatron_rl import main
 from megatron_rl.config.schema import Model
-from megatron_rl.conversion.target import fresh
+from megatron_rl.conversion.output_directory import fresh
 from megatron_rl.report.pages import write_report
-from megatron_rl.run import sums
+from megatron_rl.run import file_checksums
 from megatron_rl.run.checkpoint import MANIFEST, Checkpoints
-from megatron_rl.run.directory import RunDirectory
-from megatron_rl.session import common, train
-from megatron_rl.training.turns import Part
-from megatron_rl.weights import hf
+from megatron_rl.run.run_directory import RunDirectory
+from megatron_rl.session import run_setup, train
+from megatron_rl.training.iteration import RecipeRole
+from megatron_rl.weights import hf_model
 from megatron_rl.world import OneProcess
 
 
@@ -67,9 +67,11 @@ def test_hostile_power_cut_after_the_end_of_a_run_finds_its_models(model, tmp_pa
     (tmp_path / "run").mkdir()
     role = SimpleNamespace(model=Model(path=str(model)), same_as=None)
     config = SimpleNamespace(roles={"solver": role})
-    recipe = SimpleNamespace(roles=lambda: {"solver": Part()})
+    recipe = SimpleNamespace(roles=lambda: {"solver": RecipeRole()})
     policy = SimpleNamespace(
-        weights=lambda: hf.read_tensors(model), write_adapter=lambda directory: None, present=contextlib.nullcontext
+        weights=lambda: hf_model.read_tensors(model),
+        write_adapter=lambda directory: None,
+        present=contextlib.nullcontext,
     )
     quiet = {"done": lambda text: None, "say": lambda text: None, "tracker": None}
     driver = SimpleNamespace(directory=directory, summary=directory.update_summary, **quiet)
@@ -79,7 +81,7 @@ def test_hostile_power_cut_after_the_end_of_a_run_finds_its_models(model, tmp_pa
     assert directory.read_summary()["finished"] is True
     before = disk.pushed_before(directory.summary)
     made = [path for path in (tmp_path / "run/models").rglob("*")]
-    assert {"model.safetensors", sums.SUMS, "config.json", "tokenizer.json"} <= {path.name for path in made}
+    assert {"model.safetensors", file_checksums.SUMS, "config.json", "tokenizer.json"} <= {path.name for path in made}
     assert {*made, tmp_path / "run/models", tmp_path / "run"} <= before
 
 
@@ -88,15 +90,15 @@ def test_hostile_power_cut_after_a_conversion_or_a_checkpoint_finds_all_of_it(tm
     with fresh(tmp_path / "out", wanted_bytes=1) as folder:
         (folder / "part").mkdir()
         (folder / "part/a.safetensors").write_bytes(b"a")
-        sums.write_sums(folder / "part")
+        file_checksums.write_sums(folder / "part")
     before = {path.relative_to(tmp_path) for path in disk.pushed_before(tmp_path / "out") if path != tmp_path.parent}
     partial = Path(".out.partial")
-    own = {partial / "part", partial / "part/a.safetensors", partial / "part" / sums.SUMS}
+    own = {partial / "part", partial / "part/a.safetensors", partial / "part" / file_checksums.SUMS}
     assert own <= before and partial in before and disk.told[-1] == ("push", tmp_path)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.write(1, lambda place: (place / "x.distcp").write_bytes(b"x") and None)
     names = {path.name for path in disk.pushed_before(checkpoints.path(1))}
-    assert {"x.distcp", ".step_000001.tmp", f".{MANIFEST}.tmp"} <= names and disk.told[-1][0] == "push"
+    assert {"x.distcp", ".iteration_000001.tmp", f".{MANIFEST}.tmp"} <= names and disk.told[-1][0] == "push"
 
 
 def spoil(source: Path, target: Path) -> Path:
@@ -104,7 +106,7 @@ def spoil(source: Path, target: Path) -> Path:
     target.mkdir()
     for file in source.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
-    sums.write_sums(target)
+    file_checksums.write_sums(target)
     data = bytearray((target / "model.safetensors").read_bytes())
     data[-7] ^= 1
     (target / "model.safetensors").write_bytes(data)
@@ -122,7 +124,7 @@ def test_hostile_bit_in_the_weights_is_seen_by_every_command(command, model, tmp
     rl = {
         "roles": {"generator": {"model": {"path": str(model)}, "tandem": {"junior": str(bad)}}},
         "recipe": {"target": "megatron_rl.recipes.grpo:Grpo", "args": args},
-        "data": {"path": f"{tmp_path}/rows.jsonl"}, "run": run, "gate": {"enabled": False},
+        "data": {"path": f"{tmp_path}/rows.jsonl"}, "run": run, "preflight": {"enabled": False},
     }  # fmt: skip
     served = rl | {"engine": {"kind": "vllm", "python": "/bin/true"}}
     asked = {"data": {"path": f"{tmp_path}/rows.jsonl"}, "template": str(tmp_path / "t.txt")}
@@ -166,19 +168,19 @@ class OneRank(OneProcess):
 def saver(tmp_path):
     leave = SimpleNamespace(saved=lambda seconds: None)
     driver = SimpleNamespace(checkpoints=Checkpoints(tmp_path / "checkpoints", keep=5), leave=leave)
-    return common.Saver(OneRank(), driver, {"model": Written()}, background=True)  # type: ignore[arg-type]
+    return run_setup.Saver(OneRank(), driver, {"model": Written()}, background=True)  # type: ignore[arg-type]
 
 
 def test_checksums_of_a_checkpoint_in_the_background_hold_no_step_up(saver, monkeypatch):
     """They were computed in the loop of training when the writers had ended."""
     assert saver.save(1, {}) == 1, "the first one is waited for"
-    go, plain = threading.Event(), common.sum_up
+    go, plain = threading.Event(), run_setup.sum_up
 
     def slow(directory: Path, rank: int) -> None:
         assert go.wait(30)
         plain(directory, rank)
 
-    monkeypatch.setattr(common, "sum_up", slow)
+    monkeypatch.setattr(run_setup, "sum_up", slow)
     assert saver.save(2, {}) is None
     assert [saver.settle(wait=False) for _ in range(3)] == [None] * 3
     found = saver._driver.checkpoints.newest()
@@ -190,7 +192,7 @@ def test_checksums_of_a_checkpoint_in_the_background_hold_no_step_up(saver, monk
         pass
     newest = saver._driver.checkpoints.newest()
     assert newest is not None and newest.number == 3
-    assert sums.wrong(newest.path, common.known_digests(newest.path)) == []
+    assert file_checksums.wrong(newest.path, run_setup.known_digests(newest.path)) == []
 
 
 def test_hostile_disk_that_fails_under_the_checksums_is_said_in_our_words(saver, monkeypatch):
@@ -199,9 +201,9 @@ def test_hostile_disk_that_fails_under_the_checksums_is_said_in_our_words(saver,
     def fails(directory: Path, rank: int) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(common, "sum_up", fails)
+    monkeypatch.setattr(run_setup, "sum_up", fails)
     saver.save(2, {})
-    with pytest.raises(common.CheckpointError, match=r"checkpoint 2 cannot be written .*Input/output error"):
+    with pytest.raises(run_setup.CheckpointError, match=r"checkpoint 2 cannot be written .*Input/output error"):
         saver.settle(wait=True)
     found = saver._driver.checkpoints.newest()
     assert found is not None and found.number == 1
@@ -220,7 +222,7 @@ def test_hostile_damage_is_said_at_the_end_of_a_run_and_beside_a_page(tmp_path, 
     said: list[str] = []
     console: Any = SimpleNamespace(message=said.append)
     driver = SimpleNamespace(directory=RunDirectory(run), console=console, say=said.append)
-    common.Driver.done(driver, "the end")  # type: ignore[arg-type]
+    run_setup.Driver.done(driver, "the end")  # type: ignore[arg-type]
     assert said[-1] == "done: the end" and [line[:7] for line in said[:-1]] == ["damage:"] * 2
     assert "metrics.jsonl" in said[0] and "refits.jsonl" in said[1]
     (tmp_path / "sweep/sweep.json").write_text(json.dumps([{"run": "one", "changes": {"run.seed": 1}}]))

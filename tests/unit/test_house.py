@@ -1,4 +1,4 @@
-"""The figures of tools/house.py, on sources whose figures are known."""
+"""The metrics of tools/house.py, on sources whose metrics are known."""
 
 import ast
 import importlib.util

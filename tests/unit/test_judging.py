@@ -6,8 +6,8 @@ import pytest
 from fake_engines import ScriptedEngine
 from toys import EOS, characters
 
-from megatron_rl.chat import tokenize
-from megatron_rl.engines.base import Sampling
+from megatron_rl.chat_template import tokenize
+from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.judging import Judging, Question, judge_all
 from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.types import Author, Prompt

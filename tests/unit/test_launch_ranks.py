@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fake_fleet import until
+from fake_servers import until
 
-from megatron_rl.megatron import writers
-from megatron_rl.session import launch
+from megatron_rl.megatron import checkpoint_writers
+from megatron_rl.session import launch_ranks
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -70,7 +70,7 @@ def wait_to_be_told(directory: Path) -> int:
 
 @pytest.mark.parametrize("fork", [True, False])
 def test_every_rank_is_told_its_place(tmp_path, fork):
-    assert launch.start_ranks(functools.partial(tell, tmp_path), 3, fork=fork) == 0
+    assert launch_ranks.start_ranks(functools.partial(tell, tmp_path), 3, fork=fork) == 0
     told = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
     assert [row[:4] for row in told] == [[str(rank), str(rank), "3", "127.0.0.1"] for rank in range(3)]
     assert len({row[4] for row in told}) == 1, "they meet at one port"
@@ -78,13 +78,13 @@ def test_every_rank_is_told_its_place(tmp_path, fork):
 
 def test_the_environment_of_the_starter_stays_as_it_was(tmp_path):
     before = dict(os.environ)
-    launch.start_ranks(functools.partial(tell, tmp_path), 2, fork=True)
+    launch_ranks.start_ranks(functools.partial(tell, tmp_path), 2, fork=True)
     assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize(("how", "status"), [("fails", 7), ("killed", 128 + signal.SIGKILL)])
 def test_when_one_rank_fails_the_others_are_told_to_leave(tmp_path, capfd, how, status):
-    assert launch.start_ranks(functools.partial(end, tmp_path, how), 2, fork=True) == status
+    assert launch_ranks.start_ranks(functools.partial(end, tmp_path, how), 2, fork=True) == status
     assert (tmp_path / "left0").exists()
     assert ("rank 1 was killed by SIGKILL" in capfd.readouterr().err) == (how == "killed")
 
@@ -92,7 +92,7 @@ def test_when_one_rank_fails_the_others_are_told_to_leave(tmp_path, capfd, how, 
 def test_the_status_is_that_of_the_first_rank_where_it_fails_too(tmp_path):
     """An error of rank 0 ends the other ranks with a status of their own, and the status was that of whichever came
     first."""
-    assert launch.start_ranks(functools.partial(end_after_the_other, tmp_path), 2, fork=True) == 2
+    assert launch_ranks.start_ranks(functools.partial(end_after_the_other, tmp_path), 2, fork=True) == 2
 
 
 def test_a_signal_is_passed_on_to_all(tmp_path):
@@ -104,13 +104,13 @@ def test_a_signal_is_passed_on_to_all(tmp_path):
     sender = threading.Thread(target=send)
     before = signal.getsignal(signal.SIGUSR1)
     sender.start()
-    assert launch.start_ranks(functools.partial(wait_to_be_told, tmp_path), 2, fork=True) == 0
+    assert launch_ranks.start_ranks(functools.partial(wait_to_be_told, tmp_path), 2, fork=True) == 0
     sender.join()
     assert len(list(tmp_path.glob("left*"))) == 2 and signal.getsignal(signal.SIGUSR1) == before
 
 
 def start_two(directory: Path) -> None:
-    launch.start_ranks(functools.partial(stay, directory), 2, fork=True)
+    launch_ranks.start_ranks(functools.partial(stay, directory), 2, fork=True)
 
 
 def stay(directory: Path) -> int:
@@ -135,7 +135,7 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
 def manage(directory: Path) -> None:
     """Begins to save as a rank does, and waits."""
     tempfile.tempdir = str(directory / "tmp")
-    writers.start_manager()
+    checkpoint_writers.start_manager()
     [manager] = psutil.Process().children()[-1:]
     (directory / "pid").write_text(str(manager.pid))
     signal.pause()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.megatron.optim import Schedule
+from megatron_rl.megatron.optimizer import Schedule
 
 LR, MIN_LR, WARMUP, STEPS = 1e-3, 1e-5, 4, 24
 

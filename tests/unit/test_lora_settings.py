@@ -30,9 +30,9 @@ from megatron_rl.engines.server import Adapters
 from megatron_rl.engines.vllm.client import AdapterServer
 from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.models import registry
-from megatron_rl.models.adapters import adapter_problems, num_elements, projections
-from megatron_rl.weights import adapters
-from megatron_rl.weights.rectangles import WHOLE, Shard
+from megatron_rl.models.lora_targets import adapter_problems, num_elements, projections
+from megatron_rl.weights import lora_adapters
+from megatron_rl.weights.parameter_mapping import WHOLE, Shard
 
 QWEN = registry.known_sizes("qwen2.5-7b")
 
@@ -109,24 +109,28 @@ def test_lora_ranks_hold_every_number_of_an_adapter():
         ("k_proj", "self_attn.k_proj"),
     ):
         for part in ("lora_a", "lora_b"):
-            own = adapters.parameter_name(5, name, part)
-            shape, [rect] = adapters.held(QWEN, own, WHOLE, 8)
+            own = lora_adapters.parameter_name(5, name, part)
+            shape, [rect] = lora_adapters.held(QWEN, own, WHOLE, 8)
             assert rect.tensor == f"base_model.model.model.layers.5.{tensor}.lora_{part[-1].upper()}.weight"
-            assert adapters.is_adapter(own) and not adapters.is_adapter("decoder.layers.5.mlp.linear_fc1.weight")
-            parts = [adapters.held(QWEN, own, Shard(4, rank), 8) for rank in range(4)]
+            assert lora_adapters.is_adapter(own) and not lora_adapters.is_adapter(
+                "decoder.layers.5.mlp.linear_fc1.weight"
+            )
+            parts = [lora_adapters.held(QWEN, own, Shard(4, rank), 8) for rank in range(4)]
             elements = sum(rows * columns for (rows, columns), _ in parts)
-            is_cut = (name == "down_proj") == (part == "lora_a")
-            assert elements == shape[0] * shape[1] * (1 if is_cut else 4)
+            is_partitioned = (name == "down_proj") == (part == "lora_a")
+            assert elements == shape[0] * shape[1] * (1 if is_partitioned else 4)
 
 
 def test_lora_adapters_that_are_not_the_settings_are_refused(tmp_path):
     sizes = registry.read(json.loads((make_model(tmp_path / "m") / "config.json").read_text()))
     lora, there = Lora(rank=2, alpha=4.0), tmp_path / "adapter"
-    tensors = {name: torch.ones(shape) for name, shape in adapters.shapes(sizes, lora).items()}
-    adapters.write(there, tensors, lora, str(tmp_path / "m"), "digest")
+    tensors = {name: torch.ones(shape) for name, shape in lora_adapters.shapes(sizes, lora).items()}
+    lora_adapters.write(there, tensors, lora, str(tmp_path / "m"), "digest")
     own = replace(lora, path=str(there))
     assert adapter_problems(sizes, role(lora=own), "m") == []
-    assert adapters.read(there, sizes, own).keys() == tensors.keys() and adapters.read_settings(there).rank == 2
+    assert (
+        lora_adapters.read(there, sizes, own).keys() == tensors.keys() and lora_adapters.read_settings(there).rank == 2
+    )
     for change, says in (
         ({"rank": 3}, "lora.rank = 3, and the adapter in lora.path"),
         ({"alpha": 5.0}, "lora.alpha = 5.0"),
@@ -134,26 +138,26 @@ def test_lora_adapters_that_are_not_the_settings_are_refused(tmp_path):
     ):
         assert says in adapter_problems(sizes, role(lora=replace(own, **change)), "m")[0]
     with pytest.raises(ConfigError, match="set lora.targets to the adapter's"):
-        adapters.read(there, sizes, replace(own, targets=("q_proj",)))
+        lora_adapters.read(there, sizes, replace(own, targets=("q_proj",)))
     with pytest.raises(ConfigError, match="is it another model's"):
-        adapters.read(there, sizes, replace(own, rank=3))
+        lora_adapters.read(there, sizes, replace(own, rank=3))
     told = json.loads((there / "adapter_config.json").read_text())
     (there / "adapter_config.json").write_text(json.dumps(told | {"use_rslora": True}))
     assert "says use_rslora = True" in adapter_problems(sizes, role(lora=own), "m")[0]
     (there / "adapter_model.safetensors").write_bytes(b"no")
     with pytest.raises(ConfigError, match="cannot be read as safetensors"):
-        adapters.read(there, sizes, own)
+        lora_adapters.read(there, sizes, own)
 
 
 def test_lora_of_another_training_of_the_model_is_told_apart(tmp_path):
     """One number in the middle of the weights differs."""
     first, second = make_model(tmp_path / "a"), make_model(tmp_path / "b")
-    assert adapters.base_digest(first) == adapters.base_digest(second)
-    tensors = dict(adapters.hf.read_tensors(second))
+    assert lora_adapters.base_digest(first) == lora_adapters.base_digest(second)
+    tensors = dict(lora_adapters.hf.read_tensors(second))
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     tensors["model.layers.2.mlp.up_proj.weight"][3, 3] += 1.0
     save_file(tensors, second / "model.safetensors", metadata={"format": "pt"})
-    assert adapters.base_digest(first) != adapters.base_digest(second)
+    assert lora_adapters.base_digest(first) != lora_adapters.base_digest(second)
 
 
 @pytest.mark.parametrize("odd", [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 8}}, {"bias": "all"}])
@@ -161,10 +165,10 @@ def test_an_adapter_of_another_kind_is_not_merged_by_the_plain_rule(tmp_path, od
     """rsLoRA's factor is alpha / sqrt(r): `convert to-hf` merged with alpha / r."""
     plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(plain))
-    assert adapters.read_settings(tmp_path) == Lora(rank=4, alpha=8, targets=("q_proj",))
+    assert lora_adapters.read_settings(tmp_path) == Lora(rank=4, alpha=8, targets=("q_proj",))
     (tmp_path / "adapter_config.json").write_text(json.dumps(plain | odd))
     with pytest.raises(ConfigError, match=f"says {next(iter(odd))} = .* not supported; give a plain LoRA adapter"):
-        adapters.read_settings(tmp_path)
+        lora_adapters.read_settings(tmp_path)
 
 
 def sharing(engine, **own):

@@ -8,10 +8,18 @@ import pkgutil
 import pytest
 
 from megatron_rl import recipes
-from megatron_rl.algorithms import advantages, authors, class_weights, corrections, estimators, objectives, role_credit
+from megatron_rl.algorithms import (
+    advantages,
+    class_weights,
+    corrections,
+    estimators,
+    objectives,
+    role_credit,
+    tandem_authors,
+)
 from megatron_rl.config.model import CORRECTION_AHEAD, CorrectionConfig, TandemConfig
 from megatron_rl.recipes import tango
-from megatron_rl.training.turns import Recipe
+from megatron_rl.training.iteration import Recipe
 
 # TRL: docs/source/paper_index.md and GRPOConfig of 1.16; arXiv numbers elsewhere.
 OBJECTIVES = {
@@ -40,25 +48,27 @@ ESTIMATORS = {
 # Fields that are not here have no number of a paper: templates, and lengths of a run that every user sets.
 RECIPES = {
     # 2505.15034, appendix, and the release's scripts
-    "PaperTango": {
-        "generator_updates": 300, "warmup_updates": 40, "generator_turns": 3, "verifier_turns": 1, "group_size": 5,
+    "Tango": {
+        "generator_updates": 300, "warmup_updates": 40, "generator_iterations": 3, "verifier_iterations": 1,
+        "group_size": 5,
         "verifications": 5, "alpha_start": 0.1, "alpha_min": 1e-3,
         "alpha_schedule": "exponential", "step_credit": advantages.StepCredit(),
-        "reviewed": "all", "review_below": None, "verifier_rests": False, "likeliest_verdicts": False,
+        "reviewed": "all", "review_below": None, "verifier_rests": False, "greedy_verdicts": False,
         "estimator": "grpo", "format_weight": 0.8, "class_weight_decay": 0.8,
         "train_generator": True, "train_verifier": True, "balanced_per_class": 128, "balanced_rounds": 8,
     },
     # docs/methods.md, "Tango's two settings"
-    "Tango": {
-        "generator_turns": 9, "alpha_start": 1.0, "alpha_min": 1.0, "reviewed": "failed", "review_below": 0.25,
-        "verifier_rests": True, "likeliest_verdicts": True,
+    "LeanTango": {
+        "generator_iterations": 9, "alpha_start": 1.0, "alpha_min": 1.0, "reviewed": "failed", "review_below": 0.25,
+        "verifier_rests": True, "greedy_verdicts": True,
         "step_credit": advantages.StepCredit(span="own", baseline="step"),
     },
     "Reviewer": {"gamma": 0.8},  # 2505.15034
     "DynamicSampling": {"rounds": 10, "oversampling": 1},  # 2503.14476: at most 10 rounds
     "Curriculum": {"retire_at": 0.9, "rest_at": None, "rest_epochs": 1},  # 2510.13786
     "Hints": {"shares": (0.25, 0.5, 0.75)},  # 2507.10628
-    "Overlong": {"cache": 0, "penalty": 1.0, "leave_out_cut": False},  # 2503.14476: at most -1; off unless asked for
+    # 2503.14476: at most -1; off unless asked for
+    "Overlong": {"cache": 0, "penalty": 1.0, "leave_out_truncated": False},
     "Brevity": {"share": 0.2, "penalty": 0.2},  # 2505.18086: the size is this project's own
     "Remax": {"group_size": 1, "estimator": "reinforce"},  # 2310.10505: one sample, the greedy one as baseline
     "Evolve": {  # 2510.23595; the release's scripts
@@ -70,7 +80,7 @@ RECIPES = {
         "least_accuracy": 0.0, "most_accuracy": 1.0, "proposer_estimator": "hierarchical", "ema_decay": 0.95,
     },
     "Agents": {"group_size": 8, "compared": "task", "estimator": "grpo", "ema_decay": 0.95},  # 2506.24119: the decay
-    "Pairwise": {"group_size": 8, "both_orders": False, "judge_warmup": 0, "judge_turns": 0, "format_weight": 0.8},
+    "Pairwise": {"group_size": 8, "both_orders": False, "judge_warmup": 0, "judge_iterations": 0, "format_weight": 0.8},
     "Rubric": {"group_size": 8, "judgements": 1, "criteria": 4, "train_judge": False, "format_weight": 0.8},
     "Distil": {"group_size": 1, "top_k": 0},
     "Entailment": {"group_size": 8},
@@ -84,7 +94,7 @@ NUMBERS = {
     (corrections, "LOG_LIMIT"): 20.0,  # verl's bound of a log-ratio
     (objectives, "LEAST_WEIGHT"): 1e-8,  # VESPO's release
     (role_credit, "DECAY"): 0.95,  # SPIRAL, 2506.24119
-    (tango, "SIGNAL_DECAY"): 0.8,  # docs/methods.md: each turn counts for a fifth
+    (tango, "SIGNAL_DECAY"): 0.8,  # docs/methods.md: each iteration counts for a fifth
 }
 
 
@@ -113,7 +123,7 @@ def test_defaults_of_recipes_are_those_of_their_papers():
 
 def test_numbers_of_the_algorithms_are_those_of_their_papers():
     assert {(module, name): getattr(module, name) for module, name in NUMBERS} == NUMBERS
-    rule, tandem = authors.Rule(), TandemConfig()  # 2606.28166
+    rule, tandem = tandem_authors.Rule(), TandemConfig()  # 2606.28166
     for found in (rule, tandem):
         assert (found.strategy, found.p, found.max_gap, found.chunk_size) == ("word", 0.5, 32, 16)
     assert tandem.junior_weight == 0.0

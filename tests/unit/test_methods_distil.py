@@ -16,17 +16,17 @@ from fake_policy import TablePolicy
 from toys import characters
 
 from megatron_rl.algorithms import objectives
-from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.batches.batch import STATISTICS, Statistics, by_name, pack, statistics_needed
-from megatron_rl.batches.dealing import deal
-from megatron_rl.batches.work import Work
+from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.batches.data_parallel_split import split_over_replicas
+from megatron_rl.batches.packed_batch import STATISTICS, Statistics, by_name, pack, statistics_needed
+from megatron_rl.batches.replica_batch import Work
 from megatron_rl.config import plugins
 from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, LossConfig, TrainConfig
-from megatron_rl.engines.base import Sampling
-from megatron_rl.megatron.forward import vocab_parallel_statistics
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.megatron.vocab_statistics import vocab_parallel_statistics
 from megatron_rl.recipes.distil import Distil
-from megatron_rl.training.turns import Table, Turn
+from megatron_rl.training.iteration import Iteration, RolloutContext
 from megatron_rl.types import Author, Prompt, Rollout, spans_of
 
 VOCAB, WIDTH, TOP = 11, 5, 3
@@ -173,8 +173,8 @@ def test_words_and_shares_that_there_are_not_are_refused():
 def test_values_of_several_numbers_a_token_travel_with_their_tokens():
     rollouts, loss = make_rollouts(), loss_of("reverse", "bucket")
     rollouts = [r for r in rollouts if r.num_trainable]
-    dealt = deal(rollouts, TablePolicy(VOCAB, micro_batch_tokens=12), loss=loss)
-    work = Work.over(dealt.buffer(0), dealt.outline, 0)
+    shares = split_over_replicas(rollouts, TablePolicy(VOCAB, micro_batch_tokens=12), loss=loss)
+    work = Work.over(shares.buffer(0), shares.outline, 0)
     assert len(work.micros()) > 1
     for micro in work.micros():
         batch = work.batch(micro)
@@ -193,9 +193,9 @@ def test_values_of_several_numbers_a_token_travel_with_their_tokens():
     with pytest.raises(
         ValueError, match="values 'candidates' of .*: give all rollouts of an update values of one width"
     ):
-        deal([rollouts[0], other], TablePolicy(VOCAB), loss=loss)
+        split_over_replicas([rollouts[0], other], TablePolicy(VOCAB), loss=loss)
     with pytest.raises(ValueError, match="has no values 'candidates, teacher_candidate_logprobs'"):
-        deal([replace(rollouts[0], values={})], TablePolicy(VOCAB), loss=loss)
+        split_over_replicas([replace(rollouts[0], values={})], TablePolicy(VOCAB), loss=loss)
 
 
 def test_statistics_of_candidates_are_asked_for_by_their_name_alone():
@@ -215,7 +215,7 @@ def table():
         engines[name] = TableEngine(97, tokenizer.eos_token_id)
         engines[name].load(TablePolicy(97, seed=seed).weights(), version=0)
     samplings = dict.fromkeys(engines, Sampling(max_tokens=5))
-    return Table(
+    return RolloutContext(
         engines=engines, tokenizers=dict.fromkeys(engines, tokenizer), samplings=samplings,
         max_prompt_tokens=dict.fromkeys(engines, 50), grade=lambda responses, payloads: [],
     )  # fmt: skip
@@ -227,13 +227,13 @@ class Problems:
 
 
 @pytest.mark.parametrize("top_k", [0, 4])
-def test_a_student_is_told_what_its_teacher_thinks_of_what_it_wrote(table, top_k):
+def test_a_student_is_told_what_its_teacher_thinks_of_what_it_wrote(context, top_k):
     recipe = Distil(updates=2, group_size=2, top_k=top_k)
-    turn = Turn(step=0, index=0, roles=("student",), number=0)
-    rollouts = recipe.play(turn, Problems(), table)["student"]
+    iteration = Iteration(cycle=0, index=0, roles=("student",), number=0)
+    rollouts = recipe.rollout(iteration, Problems(), context)["student"]
     assert len(rollouts) == 6 and len({r.group for r in rollouts}) == 3 and all(r.num_trainable for r in rollouts)
     gaps = []
-    for r, scores in zip(rollouts, table.engines["teacher"].score([r.tokens for r in rollouts]), strict=True):
+    for r, scores in zip(rollouts, context.engines["teacher"].score([r.tokens for r in rollouts]), strict=True):
         assert r.values["teacher_logprobs"].tolist() == scores.tolist() and r.advantages is None
         gaps += (r.logprobs - scores)[r.trainable].tolist()
         assert set(r.values) == {"teacher_logprobs"} | (
@@ -246,8 +246,8 @@ def test_a_student_is_told_what_its_teacher_thinks_of_what_it_wrote(table, top_k
                 alone = [*r.tokens[:t], 0]
                 for token, logprob in zip(ids[t].tolist(), logprobs[t].tolist(), strict=True):
                     alone[-1] = token
-                    assert table.engines["teacher"].score([alone])[0][-1] == pytest.approx(logprob, abs=1e-6)
-    assert table.notes["student"]["sampled_kl"] == pytest.approx(np.mean(gaps), abs=1e-6)
+                    assert context.engines["teacher"].score([alone])[0][-1] == pytest.approx(logprob, abs=1e-6)
+    assert context.metrics["student"]["sampled_kl"] == pytest.approx(np.mean(gaps), abs=1e-6)
 
 
 def test_arguments_that_cannot_be_are_refused():

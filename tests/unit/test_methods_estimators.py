@@ -14,16 +14,16 @@ from megatron_rl.algorithms.role_credit import RoleBaselines, compare_peers
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
 from megatron_rl.recipes.grpo import Grpo
-from megatron_rl.types import STEP, Author, Marks, Rollout, spans_of
+from megatron_rl.types import STEP, Annotations, Author, Rollout, spans_of
 
 SETS = [(seed, rewards) for seed in range(3) for rewards in ((0.0, 1.0), (0.0, 0.3, 1.0, -0.5))]
 
 
 def rollout(reward, *, group="g", role="solver", tokens=4, steps=None):
-    marks = {} if steps is None else {STEP: Marks([(k, k + 1) for k in range(len(steps))], steps)}
+    annotations = {} if steps is None else {STEP: Annotations([(k, k + 1) for k in range(len(steps))], steps)}
     return Rollout(
         role=role, group=group, tokens=range(tokens), logprobs=[0.0] * tokens,
-        spans=spans_of((tokens, Author.POLICY, 0)), rewards={"outcome": reward}, marks=marks,
+        spans=spans_of((tokens, Author.POLICY, 0)), rewards={"outcome": reward}, annotations=annotations,
     )  # fmt: skip
 
 
@@ -257,7 +257,8 @@ def test_peers_of_equal_reward_have_exactly_0_and_roles_are_apart():
 def test_whitening_over_few_or_equal_tokens_divides_by_nothing_small(scores, expected):
     made = [
         Rollout(
-            role="g", group=str(i), tokens=[1, 2], logprobs=[0.0, 0.0], marks={STEP: Marks([(1, 2)], [score])},
+            role="g", group=str(i), tokens=[1, 2], logprobs=[0.0, 0.0],
+            annotations={STEP: Annotations([(1, 2)], [score])},
             spans=spans_of((1, Author.ENVIRONMENT, -1), (1, Author.POLICY, 0)),
         )
         for i, score in enumerate(scores)
@@ -268,7 +269,7 @@ def test_whitening_over_few_or_equal_tokens_divides_by_nothing_small(scores, exp
 
 def test_whitening_of_a_batch_without_a_trained_token_gives_no_advantage():
     silent = Rollout(
-        role="g", group="0", tokens=[1, 2], logprobs=[0.0, 0.0], marks={STEP: Marks([(1, 2)], [0.7])},
+        role="g", group="0", tokens=[1, 2], logprobs=[0.0, 0.0], annotations={STEP: Annotations([(1, 2)], [0.7])},
         spans=spans_of((2, Author.ENVIRONMENT, -1)),
     )  # fmt: skip
     assert [*step_advantages([silent], estimator="reinforce_pp")] == [0.0]

@@ -20,7 +20,7 @@ BLOCKS = (
 )
 STEPS = f"<step_verification>\n{BLOCKS}</step_verification>\n"
 WRONG = "<final_verification>\\boxed{INCORRECT}</final_verification>"
-RIGHT = "<final_verification>\\boxed{CORRECT}</final_verification>"
+CORRECT = "<final_verification>\\boxed{CORRECT}</final_verification>"
 THREE = (1 / 3, 1 / 3, -1 / 3)
 
 # verl/workers/verifier_worker.py: VerifierActorRolloutWorker.extract_verification_result, one solution (SOLUTION, whose
@@ -30,8 +30,8 @@ VERIFICATIONS = {
     "text behind the end": (STEPS + WRONG + "\n\nHuman: and now", False, 1.0, 0.0, THREE),
     "text before the start": ("Sure!\n" + STEPS + WRONG, False, 1.0, 0.0, THREE),
     "the whole twice": (STEPS + WRONG + "\n" + STEPS + WRONG, False, 1.0, 1.0, THREE),
-    "two final sections, the first agrees": (STEPS + WRONG + RIGHT, False, 1.0, 1.0, THREE),
-    "two final sections, the second agrees": (STEPS + RIGHT + WRONG, True, 0.0, 1.0, THREE),
+    "two final sections, the first agrees": (STEPS + WRONG + CORRECT, False, 1.0, 1.0, THREE),
+    "two final sections, the second agrees": (STEPS + CORRECT + WRONG, True, 0.0, 1.0, THREE),
     "the first final section is no verdict": (
         STEPS + "<final_verification>no</final_verification>" + WRONG, False, 1.0, 0.2, THREE,
     ),

@@ -13,17 +13,17 @@ import torch
 from specs import spec_of
 
 from megatron_rl.algorithms.corrections import correction_weights
-from megatron_rl.algorithms.losses import PolicyLoss, k3
-from megatron_rl.batches.batch import Batch, Statistics, pack
+from megatron_rl.algorithms.policy_loss import PolicyLoss, k3
+from megatron_rl.batches.packed_batch import Batch, Statistics, pack
 from megatron_rl.config.files import load
 from megatron_rl.config.schema import CORRECTION_AHEAD, ConfigError, CorrectionConfig, LossConfig, TrainConfig
 from megatron_rl.main import main
-from megatron_rl.session import parts
+from megatron_rl.session import builders
 from megatron_rl.types import Author, Rollout
 
 Token = namedtuple("Token", "place own weight advantage new old engine reference teacher mean old_mean next")
 AUTHORS = {"E": Author.ENVIRONMENT, "P": Author.POLICY, "J": Author.PARTNER}
-# prompts, tools' outputs between turns, a partner's tokens, one response of one token, one rollout without any
+# prompts, tools' outputs between iterations, a partner's tokens, one response of one token, one rollout without any
 TEXTS = ["EEEPPPPEEPPP", "EP", "EPJPPJJPP", "EEEEE", "EPPPPEP", "EEPPPPPPPPP"]
 PARTNER_WEIGHT = 0.25
 NAMES = ("new", "old", "engine", "reference", "teacher", "mean", "old_mean")
@@ -364,7 +364,7 @@ def test_a_correction_weighs_by_its_formula_and_logs_the_share_outside(correctio
     assert config is None or config.kind == "none" or 0 < seen < tokens, "the draw reaches both sides of the bounds"
 
 
-def test_figures_count_the_tokens_that_a_clip_decides():
+def test_metrics_count_the_tokens_that_a_clip_decides():
     counts = dict.fromkeys(("clip_frac", "dual_clip_frac", "gmpo", "drop_frac"), 0)
     for seed in range(6):
         batch, live, rollouts = draw(seed)
@@ -415,7 +415,7 @@ def test_sums_and_gradients_do_not_depend_on_how_rollouts_are_packed(method, cor
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_rank_with_nothing_to_train_gives_the_same_figures_and_zeros(method):
+def test_a_rank_with_nothing_to_train_gives_the_same_metrics_and_zeros(method):
     settings = {"kl_coef": 0.1, "correction": correction_of(method, "mask by sequence"), "kl_bias_correction": True}
     settings |= {"off_policy_mask": 0.1} | METHODS[method][0]
     loss = PolicyLoss(LossConfig(**settings))
@@ -453,8 +453,8 @@ def test_released_code_gave_these_losses_and_gradients(name):
         total.detach() / denominator, case["loss"], rtol=1e-6
     )  # weights are float32; released code adds 1e-8 to counts
     close(gradient, wanted, rtol=1e-6, atol=1e-9)
-    for figure, share in case.get("figures", {}).items():
-        assert sums[figure].item() / batch.mask.sum().item() == pytest.approx(share, rel=1e-6)
+    for metric, share in case.get("metrics", {}).items():
+        assert sums[metric].item() / batch.mask.sum().item() == pytest.approx(share, rel=1e-6)
 
 
 def test_the_kl_clamp_holds_k3_and_its_gradient_without_nan():
@@ -663,5 +663,5 @@ def test_rollouts_ahead_of_training_are_corrected_unless_the_role_says_how(base,
     overrides += [f"roles.generator.loss.correction={given}"] if given else []
     config = load(TrainConfig, [base], overrides)
     spec = spec_of(config)
-    made = parts.trainee(spec.roles["generator"], spec.run, policy=None, refit=None)
+    made = builders.trainee(spec.roles["generator"], spec.run, policy=None, refit=None)
     assert made.loss.config.correction == wanted

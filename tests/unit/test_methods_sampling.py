@@ -1,4 +1,4 @@
-"""Dynamic sampling, curricula, hints and rewards by length: played with scripted engines, against plain loops."""
+"""Dynamic sampling, curricula, hints and rewards by length: collected with scripted engines, against plain loops."""
 
 import itertools
 import json
@@ -16,25 +16,25 @@ from toys import EOS, characters, graded
 
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
+from megatron_rl.contrib.remax import Remax
 from megatron_rl.data.problems import Problem, PromptReader
 from megatron_rl.data.rows import DataError
-from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.curriculum import Curriculum, Record
 from megatron_rl.recipes.dapo import Dapo
+from megatron_rl.recipes.dynamic_sampling import DynamicSampling, Group, merged
 from megatron_rl.recipes.hints import INTRODUCTION, Hints
-from megatron_rl.recipes.lengths import Brevity, Overlong
-from megatron_rl.recipes.remax import Remax
-from megatron_rl.recipes.sampling import DynamicSampling, Group, merged
+from megatron_rl.recipes.length_rewards import Brevity, Overlong
 from megatron_rl.training import loop
-from megatron_rl.training.player import Player, ReaderSource, TurnPlayer, upcoming
-from megatron_rl.training.store import TurnStore
-from megatron_rl.training.turns import Table, Turn
+from megatron_rl.training.collector import Collector, ReaderSource, RolloutMaker, upcoming
+from megatron_rl.training.iteration import Iteration, RolloutContext
+from megatron_rl.training.store import IterationStore
 from megatron_rl.types import Outcome, Prompt
 
 TOKENIZER = characters()
 GROUP = 4
 says_yes = graded(lambda response, payload: response.startswith("yes"))
-START = {"step": 0, "index": 0, "number": 0, "turns": {}}
+START = {"cycle": 0, "index": 0, "number": 0, "iterations": {}}
 
 
 def ids(text):
@@ -53,10 +53,10 @@ def reader_of(count, *, shuffle=False, **payload):
     return PromptReader(problems, encode, seed=5, shuffle=shuffle, max_prompt_tokens=100)
 
 
-def table_of(script, *, grade=says_yes, limit=1000, max_tokens=50, **settings):
-    """A table whose engine answers (question text, sample, sampling) with the script's text."""
+def context_of(script, *, grade=says_yes, limit=1000, max_tokens=50, **settings):
+    """A context whose engine answers (question text, sample, sampling) with the script's text."""
     answer = lambda p, key, j, sampling: [*ids(script(TOKENIZER.decode(p), j, sampling)), EOS]  # noqa: E731
-    return Table(
+    return RolloutContext(
         engines={"generator": ScriptedEngine(answer, eos=EOS)},
         tokenizers={"generator": TOKENIZER},
         samplings={"generator": Sampling(max_tokens=max_tokens)},
@@ -66,13 +66,13 @@ def table_of(script, *, grade=says_yes, limit=1000, max_tokens=50, **settings):
     )
 
 
-def turn(number=0):
-    return Turn(step=number, index=0, roles=("generator",), number=number, updates={"generator": number})
+def iteration(number=0):
+    return Iteration(cycle=number, index=0, roles=("generator",), number=number, updates={"generator": number})
 
 
-def play(recipe, reader, table, *, per_step=3, number=0):
-    rollouts = recipe.play(turn(number), ReaderSource(reader, per_step), table)["generator"]
-    return rollouts, table.notes["generator"]
+def roll_out(recipe, reader, context, *, per_step=3, number=0):
+    rollouts = recipe.rollout(iteration(number), ReaderSource(reader, per_step), context)["generator"]
+    return rollouts, context.metrics["generator"]
 
 
 def rows_of(rollouts):
@@ -95,17 +95,17 @@ def lucky(text, j, sampling):
 
 
 def test_grpo_without_options_is_what_it_was(template):
-    """Samples of prompts_per_step problems, in order, each compared with its group."""
+    """Samples of prompts_per_iteration problems, in order, each compared with its group."""
     rates = [0, 1, 4, 2]
     recipe = Dapo(updates=1, group_size=GROUP, template=template)
-    table = table_of(by_row(rates))
-    rollouts, m = play(recipe, reader_of(4), table, per_step=4)
+    context = context_of(by_row(rates))
+    rollouts, m = roll_out(recipe, reader_of(4), context, per_step=4)
     assert [r.group for r in rollouts] == [f"{i}:0/{i}" for i in range(4) for _ in range(GROUP)]
     for i, rate in enumerate(rates):
         own = np.array([1.0] * rate + [0.0] * (GROUP - rate))
         expected = (own - own.mean()) / (own.std(ddof=1) + 1e-6)
         assert [r.advantages for r in rollouts[i * GROUP : (i + 1) * GROUP]] == pytest.approx(expected.tolist())
-    assert table.engines["generator"].asked[0][1].seed == table.seed_for(0, "generator")
+    assert context.engines["generator"].asked[0][1].seed == context.seed_for(0, "generator")
     assert (m["prompts_taken"], m["rounds"], m["alike"], m["outcome_of_all"]) == (4, 1, 0.5, 7 / 16)
     assert recipe.state_dict() == {}
 
@@ -124,7 +124,7 @@ def test_dynamic_sampling_takes_problems_until_enough_groups_have_signal(templat
     dynamic = DynamicSampling(rounds=rounds, oversampling=oversampling)
     recipe = Dapo(updates=1, group_size=GROUP, template=template, dynamic_sampling=dynamic)
     reader = reader_of(count)
-    rollouts, m = play(recipe, reader, table_of(by_row(rates)), per_step=wanted)
+    rollouts, m = roll_out(recipe, reader, context_of(by_row(rates)), per_step=wanted)
     assert rows_of(rollouts) == kept[:wanted] and len(rollouts) == GROUP * len(kept[:wanted])
     assert len({r.group for r in rollouts}) == len(kept[:wanted])
     assert (m["prompts_taken"], m["rounds"]) == (place, used) and reader.state_dict()["position"] == place
@@ -135,9 +135,9 @@ def test_dynamic_sampling_takes_problems_until_enough_groups_have_signal(templat
 
 def test_a_later_round_draws_with_a_seed_of_its_own(template):
     recipe = Dapo(updates=1, group_size=GROUP, template=template, dynamic_sampling=DynamicSampling(rounds=3))
-    table = table_of(by_row([0] * 9))
-    rollouts, m = play(recipe, reader_of(9), table)
-    seeds = [sampling.seed for _, sampling in table.engines["generator"].asked]
+    context = context_of(by_row([0] * 9))
+    rollouts, m = roll_out(recipe, reader_of(9), context)
+    seeds = [sampling.seed for _, sampling in context.engines["generator"].asked]
     assert len(set(seeds)) == 3 and m["rounds"] == 3 and rollouts == []
 
 
@@ -147,12 +147,12 @@ def test_samples_that_could_not_be_graded_give_a_group_no_signal(template):
 
     dynamic = DynamicSampling(rounds=1)
     recipe = Dapo(updates=1, group_size=GROUP, template=template, dynamic_sampling=dynamic)
-    rollouts, m = play(recipe, reader_of(3), table_of(by_row([1, 1, 2]), grade=graded(rule)))
+    rollouts, m = roll_out(recipe, reader_of(3), context_of(by_row([1, 1, 2]), grade=graded(rule)))
     assert rows_of(rollouts) == [0, 2] and m["graded/timeout"] == 3
 
 
-def test_figures_of_rounds_are_those_of_one_draw(template):
-    """Gradings are counted over the rounds, and other figures are means."""
+def test_metrics_of_rounds_are_those_of_one_draw(template):
+    """Gradings are counted over the rounds, and other metrics are means."""
     steps = "<think><step>a</step><step>b</step></think>"
 
     def script(text, j, sampling):
@@ -162,11 +162,11 @@ def test_figures_of_rounds_are_those_of_one_draw(template):
         return Outcome.ERROR if response == "no" and payload["question"] in ("0", "3") else response.startswith("yes")
 
     recipe = Dapo(updates=1, group_size=2, template=template, dynamic_sampling=DynamicSampling(rounds=2))
-    _, m = play(recipe, reader_of(4), table_of(script, grade=graded(rule)), per_step=2)
+    _, m = roll_out(recipe, reader_of(4), context_of(script, grade=graded(rule)), per_step=2)
     assert m["graded/error"] == 3 and m["graded/timeout"] == 0 and m["steps_per_solution"] == 2 / 8
 
 
-def test_a_figure_that_some_draws_lack_is_the_mean_of_the_others():
+def test_a_metric_that_some_draws_lack_is_the_mean_of_the_others():
     rounds = [{"a": 1.0, "graded/error": 1.0}, {"graded/error": 2.0, "b": 4.0}, {"a": 3.0}]
     assert merged(rounds) == {"a": 2.0, "graded/error": 3.0, "b": 4.0} and merged([]) == {}
 
@@ -185,40 +185,49 @@ RECIPES = {
 }
 
 
-def run(template, options, directory, *, staleness, turns, state=None, rows=13):
-    """Plays turns through the player. -> [(turn, its rollouts, its figures, the state after it)]"""
+def run(template, options, directory, *, staleness, iterations, state=None, rows=13):
+    """Collects iterations. -> [(iteration, its rollouts, its metrics, the state after it)]"""
     recipe = Dapo(updates=8, group_size=GROUP, template=template, **RECIPES[options])
     reader = reader_of(rows, shuffle=True, solution="because")
     progress = dict(START)
-    maker = TurnPlayer(recipe=recipe, readers={"generator": reader}, table=table_of(lucky), prompts_per_step=3)
+    maker = RolloutMaker(
+        recipe=recipe, readers={"generator": reader}, context=context_of(lucky), prompts_per_iteration=3
+    )
     if state is not None:
-        maker.restore(json.loads(json.dumps(state["player"])))
-        progress = {"step": state["step"], "index": 0, "number": state["step"], "turns": {"generator": state["step"]}}
-    player = Player(maker, upcoming(recipe.schedule(), progress), TurnStore(directory), max_staleness=staleness)
+        maker.restore(json.loads(json.dumps(state["collector"])))
+        progress = {
+            "cycle": state["cycle"],
+            "index": 0,
+            "number": state["cycle"],
+            "iterations": {"generator": state["cycle"]},
+        }
+    collector = Collector(
+        maker, upcoming(recipe.schedule(), progress), IterationStore(directory), max_staleness=staleness
+    )
     out = []
-    for due in itertools.islice(upcoming(recipe.schedule(), progress), turns - progress["step"]):
-        played = player.take(due)
-        player.trained()
-        rows = [(r.group, r.tokens.tolist(), r.advantages, dict(r.payload)) for r in played.rollouts["generator"]]
-        figures = {k: v for k, v in played.metrics["generator"].items() if not k.startswith("seconds")}
-        out.append((due.number, rows, figures, player.state()))
-    player.close()
+    for due in itertools.islice(upcoming(recipe.schedule(), progress), iterations - progress["cycle"]):
+        collected = collector.take(due)
+        collector.trained()
+        rows = [(r.group, r.tokens.tolist(), r.advantages, dict(r.payload)) for r in collected.rollouts["generator"]]
+        metrics = {k: v for k, v in collected.metrics["generator"].items() if not k.startswith("seconds")}
+        out.append((due.number, rows, metrics, collector.state()))
+    collector.close()
     return out
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("options", RECIPES)
-def test_a_run_that_was_cut_plays_the_same_turns(template, tmp_path, options, staleness):
-    """Also with turns played ahead of the checkpoint, and without the store that has them."""
-    whole = run(template, options, tmp_path / "whole", staleness=0, turns=8)
-    first = run(template, options, tmp_path / "first", staleness=staleness, turns=4)
-    state = {"player": first[-1][3], "step": 4}
-    rest = run(template, options, tmp_path / "rest", staleness=staleness, turns=8, state=state)
+def test_a_run_that_was_cut_collects_the_same_iterations(template, tmp_path, options, staleness):
+    """Also with iterations collected ahead of the checkpoint, and without the store that has them."""
+    whole = run(template, options, tmp_path / "whole", staleness=0, iterations=8)
+    first = run(template, options, tmp_path / "first", staleness=staleness, iterations=4)
+    state = {"collector": first[-1][3], "cycle": 4}
+    rest = run(template, options, tmp_path / "rest", staleness=staleness, iterations=8, state=state)
     assert first + rest == whole
-    again = run(template, options, tmp_path / "first", staleness=staleness, turns=8, state=state)
-    assert again == rest, "turns that were played ahead are read from the store"
+    again = run(template, options, tmp_path / "first", staleness=staleness, iterations=8, state=state)
+    assert again == rest, "iterations that were collected ahead are read from the store"
     if options == "all":
-        assert any(figures["hinted"] for _, _, figures, _ in whole)
+        assert any(metrics["hinted"] for _, _, metrics, _ in whole)
     if options not in ("dynamic", "rests"):
         assert whole[-1][2]["retired"] > 0 and whole[-1][2]["resting"] > 0
         assert whole[-1][3]["recipe"]["retired"] == sorted(whole[-1][3]["recipe"]["retired"])
@@ -227,10 +236,10 @@ def test_a_run_that_was_cut_plays_the_same_turns(template, tmp_path, options, st
 @pytest.mark.parametrize("rows", [1, 2])
 def test_an_update_larger_than_the_data_is_cut_and_resumed_like_any_other(template, tmp_path, rows):
     """A problem is then in an update more than once, in groups of its own."""
-    whole = run(template, "rests", tmp_path / "whole", staleness=0, turns=6, rows=rows)
-    first = run(template, "rests", tmp_path / "first", staleness=2, turns=3, rows=rows)
-    state = {"player": first[-1][3], "step": 3}
-    rest = run(template, "rests", tmp_path / "rest", staleness=1, turns=6, state=state, rows=rows)
+    whole = run(template, "rests", tmp_path / "whole", staleness=0, iterations=6, rows=rows)
+    first = run(template, "rests", tmp_path / "first", staleness=2, iterations=3, rows=rows)
+    state = {"collector": first[-1][3], "cycle": 3}
+    rest = run(template, "rests", tmp_path / "rest", staleness=1, iterations=6, state=state, rows=rows)
     assert first + rest == whole
     assert all(len({name for name, *_ in own}) == 3 and len(own) == 3 * GROUP for _, own, _, _ in whole)
 
@@ -238,36 +247,36 @@ def test_an_update_larger_than_the_data_is_cut_and_resumed_like_any_other(templa
 def test_a_problem_that_was_solved_once_in_an_update_is_retired_and_does_not_rest():
     record = Record(Curriculum(rest_at=0.0))
     record.learn([group(0, 1.0), group(0, 0.0, epoch=1), group(1, 0.0), group(1, 1.0, epoch=1)])
-    assert record.figures() == {"retired": 2.0, "resting": 0.0}
+    assert record.metrics() == {"retired": 2.0, "resting": 0.0}
 
 
-def test_with_turns_ahead_those_before_the_last_problem_was_retired_are_trained_on(template, tmp_path):
-    """The turns that were played come first, and then the reason why there are no more."""
+def test_with_iterations_ahead_those_before_the_last_problem_was_retired_are_trained_on(template, tmp_path):
+    """The iterations that were collected come first, and then the reason why there are no more."""
     recipe = Dapo(updates=8, group_size=GROUP, template=template, curriculum=Curriculum())
-    maker = TurnPlayer(
-        recipe=recipe, readers={"generator": reader_of(4)}, table=table_of(by_row([4] * 4)), prompts_per_step=3
+    maker = RolloutMaker(
+        recipe=recipe, readers={"generator": reader_of(4)}, context=context_of(by_row([4] * 4)), prompts_per_iteration=3
     )  # fmt: skip
-    player = Player(maker, upcoming(recipe.schedule(), START), TurnStore(tmp_path), max_staleness=3)
+    collector = Collector(maker, upcoming(recipe.schedule(), START), IterationStore(tmp_path), max_staleness=3)
     taken = []
     with pytest.raises(DataError, match="no problem is left: 4 are retired"):
         for due in upcoming(recipe.schedule(), START):
-            taken.append(rows_of(player.take(due).rollouts["generator"]))
-            player.trained()
-    player.close()
+            taken.append(rows_of(collector.take(due).rollouts["generator"]))
+            collector.trained()
+    collector.close()
     assert taken == [[0, 1, 2], [3]]
 
 
 @pytest.mark.parametrize("options", [*RECIPES, "none"])
 @pytest.mark.parametrize("failing", [{"0"}, {"0", "1", "2", "3"}])
-def test_problems_that_cannot_be_graded_leave_a_turn_and_no_mark_on_the_curriculum(template, options, failing):
+def test_problems_that_cannot_be_graded_leave_an_iteration_and_no_mark_on_the_curriculum(template, options, failing):
     """Also where nothing at all can be graded: there is nothing to train on then, and no endless search for it."""
 
     def rule(response, payload):
         return Outcome.ERROR if payload["question"] in failing else response == "yes"
 
     recipe = Dapo(updates=1, group_size=GROUP, template=template, **RECIPES.get(options, {}))
-    table = table_of(by_row([4, 2, 1, 0]), grade=graded(rule), max_failure_share=1.0)
-    rollouts, m = play(recipe, reader_of(4, solution="because"), table, per_step=4)
+    context = context_of(by_row([4, 2, 1, 0]), grade=graded(rule), max_failure_share=1.0)
+    rollouts, m = roll_out(recipe, reader_of(4, solution="because"), context, per_step=4)
     assert failing.isdisjoint({str(row) for row in rows_of(rollouts)}) and bool(rollouts) is (len(failing) == 1)
     assert all(np.isfinite(r.advantages) for r in rollouts)
     state = recipe.state_dict()
@@ -275,15 +284,17 @@ def test_problems_that_cannot_be_graded_leave_a_turn_and_no_mark_on_the_curricul
     assert known.isdisjoint(failing) and m["graded/error"] >= GROUP * len(failing) and m["rounds"] <= 3
 
 
-def test_rounds_that_run_out_leave_a_turn_without_rollouts_and_a_run_of_such_turns_says_where_to_look(tmp_path):
+def test_rounds_that_run_out_leave_an_iteration_without_rollouts_and_a_run_of_such_iterations_says_where_to_look(
+    tmp_path,
+):
     (tmp_path / "q.txt").write_text("?{question}")
     recipe = Dapo(
         updates=2, group_size=2, template=str(tmp_path / "q.txt"), dynamic_sampling=DynamicSampling(rounds=3)
     )  # fmt: skip
     log, nothing = Log(), graded(lambda response, payload: 0.0)
-    setup, progress = make_loop(recipe.template, log, tmp_path / "turns", recipe=recipe, grade=nothing)
-    with pytest.raises(loop.NothingTrained, match="2 turns and no update.*alike = 1, outcome_of_all = 0"):
-        loop.train(setup, loop.Plan(steps=2, evaluate_at_start=False), progress)
+    setup, progress = make_loop(recipe.template, log, tmp_path / "iterations", recipe=recipe, grade=nothing)
+    with pytest.raises(loop.NothingTrained, match="2 iterations and no update.*alike = 1, outcome_of_all = 0"):
+        loop.train(setup, loop.Plan(cycles=2, evaluate_at_start=False), progress)
     assert log.series("rounds") == [3.0, 3.0] and log.series("samples") == [0.0, 0.0]
     assert log.series("skipped") == [1.0, 1.0] and log.series("alike") == [1.0, 1.0]
 
@@ -311,7 +322,7 @@ def test_a_solved_problem_never_comes_again():
     assert taken(record, reader, 7) == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 3)]
     record.learn([group(1, 1.0, epoch=1)])
     assert taken(record, reader, 3) == [(2, 4), (3, 2), (3, 3)]
-    assert record.figures() == {"retired": 2.0, "resting": 0.0}
+    assert record.metrics() == {"retired": 2.0, "resting": 0.0}
 
 
 def test_a_problem_that_is_too_hard_rests():
@@ -381,8 +392,8 @@ def test_a_group_without_success_is_asked_again_with_more_and_more_of_the_soluti
     """Lengths of the hints are round(22 share) = 6 (5.5 to even), 11, 16: each group stops at its first success."""
     needed, expected = [0, 1, 7, 12, 99], [None, 0.25, 0.5, 0.75, 0.75]
     recipe = Dapo(updates=1, group_size=GROUP, template=template, hints=Hints())
-    table = table_of(hinted(needed))
-    rollouts, m = play(recipe, reader_of(5, solution=SOLUTION), table, per_step=5)
+    context = context_of(hinted(needed))
+    rollouts, m = roll_out(recipe, reader_of(5, solution=SOLUTION), context, per_step=5)
     assert [r.group for r in rollouts] == [f"{i}:0/{i}" for i in range(5) for _ in range(GROUP)]
     for i, share in enumerate(expected):
         own = rollouts[i * GROUP : (i + 1) * GROUP]
@@ -392,21 +403,21 @@ def test_a_group_without_success_is_asked_again_with_more_and_more_of_the_soluti
             assert TOKENIZER.decode(r.tokens[: r.start]) == f"Q{i}{hint}:", "the hinted prompt is the one trained on"
         assert any(r.advantages > 0 for r in own) == (i < 4)
     assert m["hinted"] == 4 and m["hints_too_long"] == 0 and m["outcome_of_all"] == pytest.approx(4 / 20)
-    asked = [TOKENIZER.decode(tokens) for tokens, _ in table.engines["generator"].asked]
-    assert len(asked) == 5 + 4 + 3 + 2 and len({s.seed for _, s in table.engines["generator"].asked}) == 4
+    asked = [TOKENIZER.decode(tokens) for tokens, _ in context.engines["generator"].asked]
+    assert len(asked) == 5 + 4 + 3 + 2 and len({s.seed for _, s in context.engines["generator"].asked}) == 4
 
 
 def test_a_hint_that_makes_the_prompt_too_long_is_not_given(template):
     limit = len(ids(f"Q0{INTRODUCTION}{SOLUTION[:12]}:"))
     recipe = Dapo(updates=1, group_size=GROUP, template=template, hints=Hints())
-    rollouts, m = play(recipe, reader_of(1, solution=SOLUTION), table_of(hinted([16]), limit=limit), per_step=1)
+    rollouts, m = roll_out(recipe, reader_of(1, solution=SOLUTION), context_of(hinted([16]), limit=limit), per_step=1)
     assert {r.payload["hint_share"] for r in rollouts} == {0.5} and (m["hinted"], m["hints_too_long"]) == (1, 1)
 
 
 def test_hints_do_not_make_a_problem_count_as_solved(template):
     curriculum = Curriculum(retire_at=0.25, rest_at=0.0)
     recipe = Dapo(updates=1, group_size=GROUP, template=template, hints=Hints(), curriculum=curriculum)
-    play(recipe, reader_of(2, solution=SOLUTION), table_of(hinted([0, 1])), per_step=2)
+    roll_out(recipe, reader_of(2, solution=SOLUTION), context_of(hinted([0, 1])), per_step=2)
     assert recipe.state_dict() == {"retired": [0], "resting": [(1, 2)]}
 
 
@@ -414,16 +425,16 @@ def test_two_failed_gradings_of_a_few_hinted_answers_do_not_end_the_run(template
     def rule(response, payload):
         return Outcome.TIMEOUT if payload.get("hint_share") == 0.25 else response == "yes"
 
-    table = table_of(hinted([0, 0, 7]), grade=graded(rule), max_failure_share=0.05)
+    context = context_of(hinted([0, 0, 7]), grade=graded(rule), max_failure_share=0.05)
     recipe = Dapo(updates=1, group_size=GROUP, template=template, hints=Hints())
-    rollouts, m = play(recipe, reader_of(3, solution=SOLUTION), table)
+    rollouts, m = roll_out(recipe, reader_of(3, solution=SOLUTION), context)
     assert m["graded/timeout"] == GROUP and {r.payload.get("hint_share") for r in rollouts[8:]} == {0.5}
 
 
 def test_a_problem_whose_solution_is_no_text_is_named(template):
     recipe = Dapo(updates=1, group_size=GROUP, template=template, hints=Hints(field="proof"))
     with pytest.raises(ConfigError, match=r"hints.field = 'proof'.*data.fields"):
-        play(recipe, reader_of(3, solution=SOLUTION), table_of(by_row([4, 4, 4])))
+        roll_out(recipe, reader_of(3, solution=SOLUTION), context_of(by_row([4, 4, 4])))
 
 
 @pytest.mark.parametrize(("length", "expected"), [(100, 0.0), (16384, 0.0), (17408, -0.25), (18432, -0.5), (20480, -1)])
@@ -454,7 +465,7 @@ def test_the_penalty_joins_the_outcome_and_signal_is_that_of_outcomes_alone(temp
         updates=1, group_size=GROUP, template=template, estimator="dr_grpo", overlong=Overlong(cache=20),
         dynamic_sampling=dynamic,
     )  # fmt: skip
-    rollouts, _ = play(recipe, reader_of(2), table_of(script), per_step=2)
+    rollouts, _ = roll_out(recipe, reader_of(2), context_of(script), per_step=2)
     assert rows_of(rollouts) == [0], "a group that is all wrong has no signal, whatever its lengths"
     assert [r.length for r in rollouts] == [4, 30, 45, 50]
     assert [r.rewards["overlong"] for r in rollouts] == [0.0, 0.0, -0.75, -1.0]
@@ -476,10 +487,10 @@ class Cut(ScriptedEngine):
 
 def test_solutions_that_were_cut_are_compared_with_and_leave_no_gradient(template):
     texts = ["yes", "yes and on and on", "no", "no and on and on"]
-    table = table_of(lambda *_: "")
-    table.engines["generator"] = Cut(lambda text, j, sampling: texts[j], 8)
-    recipe = Dapo(updates=1, group_size=GROUP, template=template, overlong=Overlong(leave_out_cut=True))
-    rollouts, _ = play(recipe, reader_of(1), table, per_step=1)
+    context = context_of(lambda *_: "")
+    context.engines["generator"] = Cut(lambda text, j, sampling: texts[j], 8)
+    recipe = Dapo(updates=1, group_size=GROUP, template=template, overlong=Overlong(leave_out_truncated=True))
+    rollouts, _ = roll_out(recipe, reader_of(1), context, per_step=1)
     assert [TOKENIZER.decode(r.response[:3]) for r in rollouts] == ["yes", "no<eos>"]
     own = np.array([1.0, 1.0, 0.0, 0.0])
     z = (own - own.mean()) / (own.std(ddof=1) + 1e-6)
@@ -500,7 +511,7 @@ def test_brevity_prices_right_solutions_of_the_best_groups(template):
         updates=1, group_size=GROUP, template=template, estimator="dr_grpo",
         brevity=Brevity(share=share, penalty=penalty),
     )  # fmt: skip
-    rollouts, _ = play(recipe, reader_of(5), table_of(script), per_step=5)
+    rollouts, _ = roll_out(recipe, reader_of(5), context_of(script), per_step=5)
     chosen = {0, 3}  # the share of five is two, by success rate and then by place
     for row in range(5):
         own = rollouts[row * GROUP : (row + 1) * GROUP]
@@ -540,7 +551,7 @@ def test_options_that_cannot_be_are_refused_where_the_recipe_is_built(args, mess
         build(Use(target="megatron_rl.recipes.dapo:Dapo", args={"updates": 1, **args}))
 
 
-def test_options_are_read_from_a_config_and_change_what_a_turn_draws():
+def test_options_are_read_from_a_config_and_change_what_an_iteration_draws():
     args = {"updates": 1, "group_size": 16, "dynamic_sampling": {"oversampling": 3}, "curriculum": {}}
     recipe = build(Use(target="megatron_rl.recipes.dapo:Dapo", args=args))
     assert recipe.dynamic_sampling == DynamicSampling(rounds=10, oversampling=3) and recipe.curriculum == Curriculum()
@@ -549,11 +560,11 @@ def test_options_are_read_from_a_config_and_change_what_a_turn_draws():
 
 
 def test_a_whole_run_learns_from_groups_with_signal_and_goes_on_exactly(tmp_path):
-    """Through the loop, on a table of logits that really learns."""
+    """Through the loop, on a context of logits that really learns."""
     (tmp_path / "q.txt").write_text("?{question}")
-    options = {"dynamic_sampling": DynamicSampling(rounds=4), "overlong": Overlong(leave_out_cut=True, cache=1)}
+    options = {"dynamic_sampling": DynamicSampling(rounds=4), "overlong": Overlong(leave_out_truncated=True, cache=1)}
     recipe = Dapo(updates=8, group_size=6, template=str(tmp_path / "q.txt"), estimator="rloo", **options)
-    logs, tables = [], []
+    logs, context = [], []
     for cut in (None, 4):
         log, state, policy = Log(), None, None
         for stop in (cut, None) if cut else (None,):
@@ -561,11 +572,11 @@ def test_a_whole_run_learns_from_groups_with_signal_and_goes_on_exactly(tmp_path
             setup, progress = make_loop(
                 recipe.template, log, directory, recipe=recipe, stop_after=stop, state=state, policy=policy
             )
-            loop.train(setup, loop.Plan(steps=8, evaluate_at_start=False), progress)
+            loop.train(setup, loop.Plan(cycles=8, evaluate_at_start=False), progress)
             state, policy = log.saved[max(log.saved)]["state"], setup.trainees["generator"].policy
         logs.append(log)
-        tables.append(policy.table.detach())
-    assert (tables[0] == tables[1]).all()
+        context.append(policy.context.detach())
+    assert (context[0] == context[1]).all()
     for name in ("prompts_taken", "rounds", "reward/outcome", "loss"):
         assert logs[0].series(name) == logs[1].series(name)
     assert max(logs[0].series("rounds")) > 1 and len(logs[0].series("loss")) == 8
@@ -582,11 +593,11 @@ def greedy_or_not(text, j, sampling):
 @pytest.mark.parametrize("group_size", [1, 3])
 def test_remax_takes_the_outcome_of_the_likeliest_answer_off(template, group_size):
     recipe = Remax(updates=1, group_size=group_size, template=template)
-    table = table_of(greedy_or_not)
-    rollouts, m = play(recipe, reader_of(4), table, per_step=4)
+    context = context_of(greedy_or_not)
+    rollouts, m = roll_out(recipe, reader_of(4), context, per_step=4)
     expected = [float(j < 2) - float(row % 2 == 0) for row in range(4) for j in range(group_size)]
     assert [r.advantages for r in rollouts] == expected and m["prompts_taken"] == 4
-    asked = [s for _, s in table.engines["generator"].asked]
+    asked = [s for _, s in context.engines["generator"].asked]
     assert [s.n for s in asked] == [group_size] * 4 + [1] * 4 and [s.temperature for s in asked[4:]] == [0.0] * 4
     assert recipe.roles()["generator"].drawn == {"generator": group_size + 1}
 
@@ -595,8 +606,8 @@ def test_remax_leaves_out_a_problem_whose_likeliest_answer_has_no_score(template
     def rule(response, payload):
         return Outcome.ERROR if response == "no" and payload["question"] == "1" else response == "yes"
 
-    table = table_of(greedy_or_not, grade=graded(rule))
-    rollouts, _ = play(Remax(updates=1, group_size=2, template=template), reader_of(3), table)
+    context = context_of(greedy_or_not, grade=graded(rule))
+    rollouts, _ = roll_out(Remax(updates=1, group_size=2, template=template), reader_of(3), context)
     assert rows_of(rollouts) == [0, 2]
 
 

@@ -16,8 +16,8 @@ import wandb_log
 from megatron_rl.config.schema import Sinks
 from megatron_rl.run import console as console_module
 from megatron_rl.run.console import RunConsole, before_after, headline, line
+from megatron_rl.run.metric_sinks import Prometheus, TensorBoard, WandB, configured_sinks
 from megatron_rl.run.metrics import MetricsRow, Sample, Sink, Stopwatch, Tracker, read_metrics
-from megatron_rl.run.sinks import Prometheus, TensorBoard, WandB, configured_sinks
 
 
 class Recorder(Sink):
@@ -61,17 +61,17 @@ def test_times_are_held_apart_and_order_does_not_matter(tmp_path):
     files = []
     for seconds, names in ((1.0, ("b", "a")), (2.0, ("a", "b"))):
         tracker = Tracker(tmp_path / str(seconds) / "metrics.jsonl")
-        tracker.log(3, "generator", {**{name: 0.1 for name in names}, "seconds/rollout": seconds}, turn=7)
+        tracker.log(3, "generator", {**{name: 0.1 for name in names}, "seconds/rollout": seconds}, iteration=7)
         raw = json.loads(tracker.path.read_text())
         assert raw.pop("time") == {"rollout": seconds}
         files.append(json.dumps(raw))
     assert files[0] == files[1]
-    assert json.loads(files[0]) == {"turn": 7, "step": 3, "scope": "generator", "metrics": {"a": 0.1, "b": 0.1}}
+    assert json.loads(files[0]) == {"iteration": 7, "cycle": 3, "scope": "generator", "metrics": {"a": 0.1, "b": 0.1}}
 
 
 def test_floats_come_back_bit_for_bit(tmp_path):
     values = {"third": 1 / 3, "tiny": 5e-324, "minus_zero": -0.0, "large": 1.7976931348623157e308, "count": 12}
-    Tracker(tmp_path / "metrics.jsonl").log(0, "generator", values, turn=0)
+    Tracker(tmp_path / "metrics.jsonl").log(0, "generator", values, iteration=0)
     (row,) = read_metrics(tmp_path)
     for name, value in values.items():
         assert struct.pack("d", row.metrics[name]) == struct.pack("d", value)
@@ -80,8 +80,8 @@ def test_floats_come_back_bit_for_bit(tmp_path):
 def test_values_that_are_not_finite_are_strings_and_told_once(tmp_path, caplog):
     tracker = Tracker(tmp_path / "metrics.jsonl")
     with caplog.at_level(logging.WARNING):
-        for turn in range(3):
-            tracker.log(0, "verifier", {"loss": math.nan, "grad_norm": math.inf, "low": -math.inf}, turn=turn)
+        for iteration in range(3):
+            tracker.log(0, "verifier", {"loss": math.nan, "grad_norm": math.inf, "low": -math.inf}, iteration=iteration)
     assert len(caplog.records) == 3  # one per metric
     raw = json.loads(tracker.path.read_text().splitlines()[0], parse_constant=pytest.fail)
     assert raw["metrics"] == {"grad_norm": "inf", "loss": "nan", "low": "-inf"}
@@ -91,26 +91,26 @@ def test_values_that_are_not_finite_are_strings_and_told_once(tmp_path, caplog):
 
 def test_a_value_that_is_no_number_is_refused_by_name(tmp_path):
     with pytest.raises(TypeError, match="'reward/x' is 'high'"):
-        Tracker(tmp_path / "metrics.jsonl").log(0, "generator", {"reward/x": "high"}, turn=0)
+        Tracker(tmp_path / "metrics.jsonl").log(0, "generator", {"reward/x": "high"}, iteration=0)
 
 
-def test_resume_drops_later_turns_and_a_half_written_line(tmp_path):
+def test_resume_drops_later_iterations_and_a_half_written_line(tmp_path):
     tracker = Tracker(tmp_path / "metrics.jsonl")
-    for turn in range(5):
-        tracker.log(turn, "generator", {"loss": turn}, turn=turn)
+    for iteration in range(5):
+        tracker.log(iteration, "generator", {"loss": iteration}, iteration=iteration)
     whole = tracker.path.read_bytes().splitlines(keepends=True)
-    tracker.path.write_bytes(b"".join(whole) + b'{"turn": 2, "step"')
-    assert [row.turn for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
+    tracker.path.write_bytes(b"".join(whole) + b'{"iteration": 2, "cycle"')
+    assert [row.iteration for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
     assert tracker.truncate(3) == 3
     assert tracker.path.read_bytes() == b"".join(whole[:3])
-    tracker.log(3, "generator", {"loss": 3}, turn=3)
+    tracker.log(3, "generator", {"loss": 3}, iteration=3)
     assert tracker.path.read_bytes() == b"".join(whole[:4])
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_last_line_without_its_newline_is_not_kept(tmp_path):
     tracker = Tracker(tmp_path / "metrics.jsonl")
-    tracker.log(0, "generator", {"loss": 1}, turn=0)
+    tracker.log(0, "generator", {"loss": 1}, iteration=0)
     tracker.path.write_bytes(tracker.path.read_bytes().rstrip(b"\n"))
     assert tracker.truncate(9) == 1
     assert tracker.path.read_bytes() == b""
@@ -118,9 +118,9 @@ def test_a_last_line_without_its_newline_is_not_kept(tmp_path):
 
 def test_hostile_damaged_line_is_left_out_and_named(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").write_text(
-        'nonsense\n{"turn": 0, "step": 0, "scope": "a", "time": {}, "metrics": {}}\n'
+        'nonsense\n{"iteration": 0, "cycle": 0, "scope": "a", "time": {}, "metrics": {}}\n'
     )
-    assert [row.turn for row in read_metrics(tmp_path)] == [0]
+    assert [row.iteration for row in read_metrics(tmp_path)] == [0]
     assert "metrics.jsonl: line 1 of 2 cannot be read" in caplog.text
 
 
@@ -128,23 +128,25 @@ def test_hostile_damaged_line_is_left_out_and_named(tmp_path, caplog):
 def test_a_broken_sink_is_counted_told_once_and_stops_nothing(tmp_path, caplog, where, calls):
     broken, good = Broken(where), Recorder()
     with caplog.at_level(logging.WARNING), Tracker(tmp_path / "metrics.jsonl", [broken, good]) as tracker:
-        for turn in range(3):
-            tracker.log(turn, "generator", {"loss": 1.0}, turn=turn)
+        for iteration in range(3):
+            tracker.log(iteration, "generator", {"loss": 1.0}, iteration=iteration)
     assert tracker.failures == {"broken": 3, "recorder": 0}
     assert broken.calls == calls  # a sink that could not be opened is not tried again
     assert len(caplog.records) == 1 and "broken" in caplog.text
-    assert [row.turn for row in good.rows] == [0, 1, 2]
+    assert [row.iteration for row in good.rows] == [0, 1, 2]
     assert good.events == ["open", "close"]
     assert len(read_metrics(tmp_path)) == 3
 
 
 def test_tensorboard_holds_every_scalar_of_the_resumed_run_once(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for first, last in ((0, 4), (2, 4)):  # killed after turn 3, resumed at 2
-        with Tracker(tmp_path / "metrics.jsonl", [TensorBoard(tmp_path / "tb", first_turn=first)]) as tracker:
+    for first, last in ((0, 4), (2, 4)):  # killed after iteration 3, resumed at 2
+        with Tracker(tmp_path / "metrics.jsonl", [TensorBoard(tmp_path / "tb", first_iteration=first)]) as tracker:
             tracker.truncate(first)
-            for turn in range(first, last):
-                tracker.log(turn, "generator", {"loss": turn + first / 100, "seconds/train": 1.0}, turn=turn)
+            for iteration in range(first, last):
+                tracker.log(
+                    iteration, "generator", {"loss": iteration + first / 100, "seconds/train": 1.0}, iteration=iteration
+                )
             assert tracker.failures == {"tensorboard": 0}
     events = accumulator.EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
@@ -169,7 +171,7 @@ def test_tensorboard_holds_samples_as_code(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with Tracker(tmp_path / "metrics.jsonl", [TensorBoard(tmp_path / "tb", num_samples=2)]) as tracker:
         assert tracker.num_samples == 2
-        tracker.log(0, "generator", {"loss": 1.0}, turn=7)
+        tracker.log(0, "generator", {"loss": 1.0}, iteration=7)
         tracker.show(7, "generator", SAMPLES)
         assert tracker.failures == {"tensorboard": 0}
     events = accumulator.EventAccumulator(str(tmp_path / "tb"), size_guidance={"tensors": 0})
@@ -183,7 +185,7 @@ def test_tensorboard_holds_samples_as_code(tmp_path):
 def test_sinks_without_texts_and_lines_alone_get_none(tmp_path):
     recorder = Recorder()
     with Tracker(tmp_path / "metrics.jsonl", [recorder]) as tracker:
-        tracker.log(0, "generator", {"loss": 1.0}, turn=0)
+        tracker.log(0, "generator", {"loss": 1.0}, iteration=0)
         tracker.show(0, "generator", SAMPLES)
         tracker.keep_model("generator", tmp_path)
         assert tracker.num_samples == 0 and tracker.failures == {"recorder": 0}
@@ -195,20 +197,20 @@ def test_wandb_gets_config_tags_tables_and_models_and_all_starts_are_one_run(tmp
     monkeypatch.setenv("WANDB_SILENT", "true")
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
-    for turn in range(2):  # the second is the start after an interruption
+    for iteration in range(2):  # the second is the start after an interruption
         sink = WandB(
             "project", "name", tmp_path / "logs", entity="team", tags=["a", "b"], num_samples=2,
             config={"lr": 0.5, "run": {"seed": 3}},
         )  # fmt: skip
         with Tracker(tmp_path / "metrics.jsonl", [sink]) as tracker:
-            tracker.log(0, "generator", {"loss": 1.0}, turn=turn)
-            tracker.show(turn, "generator", SAMPLES)
+            tracker.log(0, "generator", {"loss": 1.0}, iteration=iteration)
+            tracker.show(iteration, "generator", SAMPLES)
             tracker.keep_model("generator", tmp_path / "model")
             assert tracker.failures == {"wandb": 0}
     starts = sorted((tmp_path / "logs/wandb").glob("offline-run-*"))
     kept = (tmp_path / "logs/wandb_id").read_text()
     assert len(starts) == 2 and all(start.name.endswith(f"-{kept}") for start in starts)
-    for turn, start in enumerate(starts):
+    for iteration, start in enumerate(starts):
         records = list(wandb_log.read(start))
         (run,) = [r.run for r in records if r.WhichOneof("record_type") == "run"]
         assert (run.run_id, run.project, run.entity, run.display_name) == (kept, "project", "team", "name")
@@ -220,7 +222,7 @@ def test_wandb_gets_config_tags_tables_and_models_and_all_starts_are_one_run(tmp
             for r in records
             if r.WhichOneof("record_type") == "history"
         ]
-        assert any(row.get("generator/loss") == 1.0 and row["turn"] == turn for row in history)
+        assert any(row.get("generator/loss") == 1.0 and row["iteration"] == iteration for row in history)
         assert any("generator/rollouts" in "".join(row) for row in history)
         (table,) = start.rglob("*.table.json")
         assert json.loads(table.read_text())["data"][0][3] == SAMPLES[0].response
@@ -231,15 +233,18 @@ def test_wandb_gets_config_tags_tables_and_models_and_all_starts_are_one_run(tmp
         assert model.name == "name-generator" and entry.ref == (tmp_path / "model/config.json").as_uri()
 
 
-def test_prometheus_reads_the_newest_figures_over_http(tmp_path):
+def test_prometheus_reads_the_newest_metrics_over_http(tmp_path):
     said = []
     sink = Prometheus("127.0.0.1", 0, say=said.append)
     with Tracker(tmp_path / "metrics.jsonl", [sink]) as tracker:
-        for turn in range(2):
+        for iteration in range(2):
             tracker.log(
-                turn // 2, "generator", {"reward/trained": turn / 2, 'a"b\n': math.nan, "seconds/train": 1.5}, turn=turn
+                iteration // 2,
+                "generator",
+                {"reward/trained": iteration / 2, 'a"b\n': math.nan, "seconds/train": 1.5},
+                iteration=iteration,
             )
-        tracker.log(0, "verifier", {"loss": math.inf}, turn=1)
+        tracker.log(0, "verifier", {"loss": math.inf}, iteration=1)
         tracker.watch(lambda: {"generator_0": {"lives": 1.0, "sequences": 12.0}})
         assert said == [f"metrics for Prometheus: http://127.0.0.1:{sink.port}/metrics"]
         with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
@@ -248,13 +253,15 @@ def test_prometheus_reads_the_newest_figures_over_http(tmp_path):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/other", timeout=10)
     lines = text.splitlines()
-    assert 'megatron_rl_figure{scope="generator",name="reward/trained"} 0.5' in lines
-    assert 'megatron_rl_figure{scope="generator",name="a\\"b\\n"} NaN' in lines
-    assert 'megatron_rl_figure{scope="verifier",name="loss"} +Inf' in lines
-    assert 'megatron_rl_turn{scope="generator"} 2.0' in lines and 'megatron_rl_step{scope="generator"} 1.0' in lines
+    assert 'megatron_rl_metric{scope="generator",name="reward/trained"} 0.5' in lines
+    assert 'megatron_rl_metric{scope="generator",name="a\\"b\\n"} NaN' in lines
+    assert 'megatron_rl_metric{scope="verifier",name="loss"} +Inf' in lines
+    assert (
+        'megatron_rl_iteration{scope="generator"} 2.0' in lines and 'megatron_rl_cycle{scope="generator"} 1.0' in lines
+    )
     assert 'megatron_rl_seconds{scope="generator",phase="train"} 1.5' in lines
     assert 'megatron_rl_engine{server="generator_0",name="sequences"} 12.0' in lines
-    assert lines.count("# TYPE megatron_rl_figure gauge") == 1
+    assert lines.count("# TYPE megatron_rl_metric gauge") == 1
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=1)
 
@@ -266,12 +273,12 @@ def test_the_endpoint_for_prometheus_is_off_and_on_the_loopback_address_unless_a
 def test_a_silent_connection_keeps_nobody_from_the_figures(tmp_path):
     sink = Prometheus("127.0.0.1", 0)
     with Tracker(tmp_path / "metrics.jsonl", [sink]) as tracker:
-        tracker.log(0, "generator", {"loss": 1.0}, turn=0)
+        tracker.log(0, "generator", {"loss": 1.0}, iteration=0)
         with (
             socket.create_connection(("127.0.0.1", sink.port)),
             urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=20) as answer,
         ):
-            assert b"megatron_rl_turn" in answer.read()
+            assert b"megatron_rl_iteration" in answer.read()
 
 
 def test_the_config_chooses_the_sinks(tmp_path):
@@ -301,8 +308,8 @@ def test_stopwatch_counts_what_raised():
     assert "seconds/train" in watch.take()
 
 
-def row(turn=11, scope="generator", metrics=None, time=None):
-    return MetricsRow(turn=turn, step=4, scope=scope, time=time or {}, metrics=metrics or {})
+def row(iteration=11, scope="generator", metrics=None, time=None):
+    return MetricsRow(iteration=iteration, cycle=4, scope=scope, time=time or {}, metrics=metrics or {})
 
 
 def test_plain_lines_when_no_terminal(tmp_path):
@@ -314,8 +321,8 @@ def test_plain_lines_when_no_terminal(tmp_path):
         console.log(row(scope="eval", metrics={"generator/accuracy_sampled": 0.25}))
         logging.getLogger("megatron_rl.rewards").warning("3 of 9 gradings timed out")
     expected = [
-        "turn 12/40 (step 5)  generator  reward 0.500  loss -0.012  3.5 s",
-        "after step 4  eval  generator/accuracy_sampled 0.250",
+        "iteration 12/40 (cycle 5)  generator  reward 0.500  loss -0.012  3.5 s",
+        "after cycle 4  eval  generator/accuracy_sampled 0.250",
     ]
     expected.append("warning: 3 of 9 gradings timed out")
     assert stream.getvalue().splitlines() == expected
@@ -333,8 +340,8 @@ def test_a_terminal_gets_one_row_per_role_and_the_progress(tmp_path, monkeypatch
 
     stream = Terminal()
     with RunConsole(tmp_path / "driver.log", 40, stream=stream) as console:
-        for turn, reward in enumerate((0.0, 1.0)):
-            console.log(row(turn, metrics={"reward": reward}))
+        for iteration, reward in enumerate((0.0, 1.0)):
+            console.log(row(iteration, metrics={"reward": reward}))
         console.log(row(2, scope="verifier", metrics={"reward": 0.75, "length": 33.0}))
     last = stream.getvalue().rsplit("role", 1)[1]
     assert "generator" in last and "1.000" in last and "0.100" in last  # last and smoothed reward
@@ -361,22 +368,26 @@ def test_the_live_table_fits_80_columns_with_evaluations_and_the_time_to_go(tmp_
     monkeypatch.setattr(console_module.time, "monotonic", lambda: float(next(clock)))
     stream = Terminal()
     every = {names[0]: -123.456 for names in console_module.COLUMNS.values()} | {"update": 12345.0}
-    accuracy = "generator/a_figure_with_a_name_that_is_longer_than_any_table_has_room_for"
+    accuracy = "generator/a_metric_with_a_name_that_is_longer_than_any_table_has_room_for"
     with RunConsole(tmp_path / "driver.log", 40, stream=stream) as console:
-        console.log(MetricsRow(turn=0, step=0, scope="eval", time={}, metrics={"g/accuracy": 0.25, accuracy: 0.5}))
-        for turn in range(3):
-            console.log(row(turn, scope="a_role_with_a_name", metrics=every, time={"rollout": 12345.6}))
-            console.log(row(turn, scope="verifier", metrics=every))
-        console.log(MetricsRow(turn=3, step=2, scope="eval", time={}, metrics={"g/accuracy": 0.75, accuracy: 0.5}))
+        console.log(
+            MetricsRow(iteration=0, cycle=0, scope="eval", time={}, metrics={"g/accuracy": 0.25, accuracy: 0.5})
+        )
+        for iteration in range(3):
+            console.log(row(iteration, scope="a_role_with_a_name", metrics=every, time={"rollout": 12345.6}))
+            console.log(row(iteration, scope="verifier", metrics=every))
+        console.log(
+            MetricsRow(iteration=3, cycle=2, scope="eval", time={}, metrics={"g/accuracy": 0.75, accuracy: 0.5})
+        )
     lines = screens(stream.getvalue())
     assert max(map(len, lines)) <= 80, max(lines, key=len)
     last = "\n".join(lines[-20:])
-    assert re.search(r"evaluation +step 0 +step 2", last) and re.search(r"g/accuracy +0\.250 +0\.750", last)
-    assert re.search(r"3/40 step 5 .* \d+ min to go", last), last
+    assert re.search(r"evaluation +cycle 0 +cycle 2", last) and re.search(r"g/accuracy +0\.250 +0\.750", last)
+    assert re.search(r"3/40 cycle 5 .* \d+ min to go", last), last
     assert "reward" in last and "update" in last
 
 
-def test_the_table_of_the_end_has_the_figures_before_and_after():
+def test_the_table_of_the_end_has_the_metrics_before_and_after():
     before = {"g/accuracy": 0.25, "g/num_problems": 8.0}
     assert before_after(before, {"g/accuracy": 0.5, "g/num_problems": 8.0, "v/f1": 0.125}).splitlines() == [
         "held-out problems    before     after",
@@ -391,4 +402,4 @@ def test_the_headline_takes_the_best_known_name():
     assert headline({"reward/outcome": 1.0, "reward/trained": 2.0}) == {"reward": 2.0}
     assert headline({"generator/accuracy": 1.0}) == {"generator/accuracy": 1.0}
     assert headline({"answers": 2.5, "tool_calls": 1.0, "length": 8.0}) == {"length": 8.0, "answers": 2.5}
-    assert line(row(metrics={"kl_ref": 0.00001}), None) == "turn 12 (step 5)  generator  kl 1.0e-05"
+    assert line(row(metrics={"kl_ref": 0.00001}), None) == "iteration 12 (cycle 5)  generator  kl 1.0e-05"

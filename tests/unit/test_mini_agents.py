@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_rl.chat import USER, conversation_tokens
+from megatron_rl.chat_template import USER, conversation_tokens
 from megatron_rl.environments.dialogue import Exchange, TextDialogue
 from megatron_rl.environments.search_tool import SearchTool
 from megatron_rl.text import decode, load_tokenizer
@@ -131,7 +131,7 @@ def talks_of_search(search, path):
 
 
 def talks_of_python(python, path):
-    texts = [*ERRORS.values(), *(program.format(question="") for program in (python.RIGHT, *python.WRONG))]
+    texts = [*ERRORS.values(), *(program.format(question="") for program in (python.CORRECT, *python.WRONG))]
     words = [piece for text in texts for piece in re.findall(python.PIECES, text)]
     known = dict.fromkeys([*python.TAGS, "<ask>", "*", *map(str, range(10)), *words])
     python.task.write_model(path, 1, [*known], pieces=python.PIECES)
@@ -162,9 +162,9 @@ def test_the_supervised_start_trains_the_models_words_as_the_dialogue_has_them(n
         assert found.tolist() == tokens.tolist() and written.tolist() == trained
 
 
-def test_figures_of_samples_are_means_over_the_turns_that_have_them(search):
+def test_metrics_of_samples_are_means_over_the_iterations_that_have_them(search):
     agents = search.mini_agents
-    turns = [[{"x": 1.0}, {"x": None}], [{"x": 3.0}], [{"x": None}], [{"x": 8.0}, {"x": 4.0}, {"x": 0.0}]]
-    assert [agents._mean(own, lambda row: row["x"]) for own in agents.windows(turns, width=2)] == [2.0, 3.0, 4.0]
-    assert np.isnan(agents._mean(turns[2:3], lambda row: row["x"]))
+    iterations = [[{"x": 1.0}, {"x": None}], [{"x": 3.0}], [{"x": None}], [{"x": 8.0}, {"x": 4.0}, {"x": 0.0}]]
+    assert [agents._mean(own, lambda row: row["x"]) for own in agents.windows(iterations, width=2)] == [2.0, 3.0, 4.0]
+    assert np.isnan(agents._mean(iterations[2:3], lambda row: row["x"]))
     assert agents.start_middle_end([1.0, 2.0, 3.0, 4.0, 9.0], width=3) == [2.0, 3.0, 16 / 3]

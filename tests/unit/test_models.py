@@ -27,7 +27,7 @@ from megatron_rl.models.divisibility import (
 from megatron_rl.models.registry import families, known_sizes
 from megatron_rl.models.shape import read_shape
 from megatron_rl.models.sizes import Rotary, Sizes
-from megatron_rl.weights import hf, rectangles
+from megatron_rl.weights import hf_model, parameter_mapping
 from megatron_rl.weights.counting import Parallel, counts, total
 
 # Parameters of public models in billions, as their cards and papers give them.
@@ -59,7 +59,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_a_public_models_parameters_are_as_many_as_its_card_says(name):
-    found = sum(map(math.prod, rectangles.hf_shapes(known_sizes(name)).values())) / 1e9
+    found = sum(map(math.prod, parameter_mapping.hf_shapes(known_sizes(name)).values())) / 1e9
     assert found == pytest.approx(PUBLISHED[name], rel=0.02)
     assert total(read_shape(name)) / 1e9 == found
 
@@ -79,9 +79,9 @@ def test_the_ranks_of_a_layout_are_counted_as_the_rectangles_have_them(name):
     for stage, layers in enumerate((range(sizes.num_layers // 2), range(sizes.num_layers // 2, sizes.num_layers))):
         ends = {"first": stage == 0, "last": stage == 1}
         here = range(sizes.experts // parallel.ep)
-        names = rectangles.megatron_names(sizes, layers, here, fused=False, **ends)
-        held = {n: math.prod(rectangles.megatron(sizes, n, rectangles.Shard(tp=2))[0]) for n in names}
-        expert = sum(size for n, size in held.items() if rectangles.is_expert(n))
+        names = parameter_mapping.megatron_names(sizes, layers, here, fused=False, **ends)
+        held = {n: math.prod(parameter_mapping.megatron(sizes, n, parameter_mapping.Shard(tp=2))[0]) for n in names}
+        expert = sum(size for n, size in held.items() if parameter_mapping.is_expert(n))
         found = counts(shape, parallel, stage)
         assert (found.dense, found.expert) == (sum(held.values()) - expert, expert)
 
@@ -90,11 +90,11 @@ def test_the_ranks_of_a_layout_are_counted_as_the_rectangles_have_them(name):
 def test_a_model_directory_has_the_features_that_its_config_says(tmp_path, family):
     """The features of config.json are those of transformers' own config, which fills in what the file leaves out."""
     make_model(tmp_path, family, rms_norm_eps=3e-5)
-    arch, file = hf.read_architecture(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    arch, file = hf_model.read_architecture(tmp_path), json.loads((tmp_path / "config.json").read_text())
     assert arch.features == registry.features(file) and registry.read(file).family == family
     assert arch.features.norm_eps == 3e-5
     assert arch.features.experts_per_token == (2 if families()[family].has_experts else 0)
-    assert hash(arch) == hash(arch) and arch == hf.read_architecture(tmp_path)
+    assert hash(arch) == hash(arch) and arch == hf_model.read_architecture(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_rotary_embeddings_are_read_in_both_spellings(config, wanted):
 )  # fmt: skip
 def test_scaled_rotary_embeddings_are_those_of_transformers_in_the_whole_context(tmp_path, scaling):
     make_model(tmp_path, "llama", rope_parameters={"rope_theta": 5e4, **scaling})
-    arch, theirs = hf.read_architecture(tmp_path), LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    arch, theirs = hf_model.read_architecture(tmp_path), LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
     positions = torch.arange(512)  # of the model's context
     assert arch.features.kinds[0].rotary.kind == scaling["rope_type"]
     for own, wanted in zip(arch.rotary(positions), theirs(torch.zeros(1), positions[None]), strict=True):

@@ -9,7 +9,7 @@ from tiny_models import make_model
 
 from megatron_rl.config.schema import Layout, Model
 from megatron_rl.megatron import model as models
-from megatron_rl.weights import hf
+from megatron_rl.weights import hf_model
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,6 @@ from megatron_rl.weights import hf
 )
 def test_an_output_on_its_way_over_gloo_keeps_its_memory(tmp_path, layout, gives_away):
     """On a busy machine gloo sent what came into that memory next, and losses and gradients were wrong."""
-    arch = hf.read_architecture(make_model(tmp_path / "model", "llama"))
+    arch = hf_model.read_architecture(make_model(tmp_path / "model", "llama"))
     config = models.transformer_config(arch, Model(path=str(tmp_path)), SimpleNamespace(layout=layout))  # type: ignore[arg-type]
     assert config.deallocate_pipeline_outputs == gives_away

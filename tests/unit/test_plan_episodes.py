@@ -18,8 +18,8 @@ from megatron_rl.planning import compute
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning.compute import EngineSetup
 from megatron_rl.planning.hardware import parse_cluster
-from megatron_rl.planning.workload import Draw, _lengths, episodes_of, longest_context, step_work
-from megatron_rl.training.turns import Part
+from megatron_rl.planning.workload import Draw, _lengths, cycle_work, episodes_of, longest_context
+from megatron_rl.training.iteration import RecipeRole
 
 ROOT = Path(__file__).parents[2]
 TANGO = str(ROOT / "examples/published/tango_qwen2.5_7b.yaml")
@@ -37,7 +37,8 @@ def planned(*, episode: EpisodeEstimate, settings=("engine={kind: vllm, replicas
     class Solo:
         def roles(self):
             return {
-                "generator": Part(samples=5, drawn={"generator": 5}, episode=episode), "verifier": Part(trained=False)
+                "generator": RecipeRole(samples=5, drawn={"generator": 5}, episode=episode),
+                "verifier": RecipeRole(trained=False)
             }  # fmt: skip
 
         def schedule(self):
@@ -45,7 +46,7 @@ def planned(*, episode: EpisodeEstimate, settings=("engine={kind: vllm, replicas
 
     config = config_files.load(TrainConfig, [Path(TANGO)], list(settings))
     models = {name: read_shape(role.model.path) for name, role in config.roles.items()}
-    made = plans.make(config, parse_cluster("4x8xA100-80"), models, step_work(config, Solo()))
+    made = plans.make(config, parse_cluster("4x8xA100-80"), models, cycle_work(config, Solo()))
     return config.roles["generator"], made
 
 
@@ -137,15 +138,15 @@ def test_tools_hide_behind_generation_and_what_is_longer_is_shown():
     _, waits = planned(episode=slow)
     name = "rollout generator, waiting for tools"
     generating = none.phases["rollout generator"]
-    assert name not in none.phases and none.turns[0].rows["generator"] < 1280 / 2, "several waves: others go on"
+    assert name not in none.phases and none.iterations[0].rows["generator"] < 1280 / 2, "several waves: others go on"
     assert hidden.phases == none.phases
     # 1280 samples x 3 calls x 600 s, 64 at once; generation runs beside them
     assert waits.phases["rollout generator"] == pytest.approx(generating)
     assert waits.phases[name] == pytest.approx(1280 * 3 * 600 / 64 - generating)
-    assert waits.step_s == pytest.approx(none.step_s + waits.phases[name])
-    [said] = waits.turns[0].episodes
+    assert waits.cycle_s == pytest.approx(none.cycle_s + waits.phases[name])
+    [said] = waits.iterations[0].episodes
     assert said.waiting == pytest.approx(waits.phases[name]) and "s longer than generation takes" in str(said)
-    assert "hidden by generation" in str(hidden.turns[0].episodes[0])
+    assert "hidden by generation" in str(hidden.iterations[0].episodes[0])
 
 
 def test_memory_holds_the_longest_sample_and_training_reads_what_was_told():
@@ -159,8 +160,8 @@ def test_memory_holds_the_longest_sample_and_training_reads_what_was_told():
             assert one.servers[1] == four.servers[1], "the verifier answers once"
         else:
             assert four.roles[0].cache / one.roles[0].cache == pytest.approx(ratio)
-        assert four.turns[0].trained == 1280 * (prompt / 2 + 4 * answer / 2 + 3 * 300)
-        assert four.turns[0].generated == 1280 * 4 * answer / 2
+        assert four.iterations[0].trained == 1280 * (prompt / 2 + 4 * answer / 2 + 3 * 300)
+        assert four.iterations[0].generated == 1280 * 4 * answer / 2
 
 
 def test_an_engine_that_is_told_to_keep_nothing_reads_everything_again():
@@ -171,22 +172,27 @@ def test_an_engine_that_is_told_to_keep_nothing_reads_everything_again():
         _, plain = planned(episode=episode, settings=[f"engine={{kind: {kind}, {own}}}"])
         told = f"engine={{kind: {kind}, {own}, args: ['{word}']}}"
         _, without = planned(episode=episode, settings=[told])
-        assert plain.turns[0].episodes[0].kept and not without.turns[0].episodes[0].kept
+        assert plain.iterations[0].episodes[0].kept and not without.iterations[0].episodes[0].kept
     _, embedded = planned(episode=episode, settings=["engine={kind: embedded}"])
-    assert not embedded.turns[0].episodes[0].kept
-    assert "reads again all that stands before it" in str(embedded.turns[0].episodes[0])
+    assert not embedded.iterations[0].episodes[0].kept
+    assert "reads again all that stands before it" in str(embedded.iterations[0].episodes[0])
 
 
 def test_the_command_takes_what_is_known_of_episodes_and_says_what_it_assumed(capsys):
     settings = ["answers=4", "told=300", "tool_s=2.5", "calls_at_once=16"]
     words = [word for one in settings for word in ("--episode", f"generator.{one}")]
-    fleet = ["engine={kind: vllm, replicas: 2}", "--cluster", "4x8xA100-80", "roles.generator.micro_batch_tokens=8192"]
-    main(["plan", TANGO, *fleet, *words])
+    run_engines = [
+        "engine={kind: vllm, replicas: 2}",
+        "--cluster",
+        "4x8xA100-80",
+        "roles.generator.micro_batch_tokens=8192",
+    ]
+    main(["plan", TANGO, *run_engines, *words])
     said = " ".join(capsys.readouterr().out.split())
     role, _ = planned(episode=EpisodeEstimate())
     longest = role.max_prompt_tokens + 4 * role.sampling.max_tokens + 3 * 300
     for part in (
-        "note in generator's turn generator is taken to answer 4 times in an episode, "
+        "note in generator's iteration generator is taken to answer 4 times in an episode, "
         f"in {role.sampling.max_tokens // 2} tokens each;",
         f"between two answers it is told 300 tokens, and its longest sample has {longest:,};",
         "tools take 2.5 s between two answers, 16 calls at once, beside the generation of other episodes",
@@ -194,15 +200,18 @@ def test_the_command_takes_what_is_known_of_episodes_and_says_what_it_assumed(ca
     ):
         assert part in said, (part, said)
     assert "verifier is taken to answer" not in said
-    main(["plan", TANGO, *fleet, *words, "--json"])
-    [told] = json.loads(capsys.readouterr().out)["turns"][0]["episodes"]
+    main(["plan", TANGO, *run_engines, *words, "--json"])
+    [told] = json.loads(capsys.readouterr().out)["iterations"][0]["episodes"]
     assert told["estimate"] == {"answers": 4, "told": 300, "tool_s": 2.5, "calls_at_once": 16, "bounded": False}
 
 
 def test_settings_stand_over_what_the_recipe_says():
     class Talk:
         def roles(self):
-            return {"generator": Part(episode=EpisodeEstimate(answers=4, told=9)), "verifier": Part(trained=False)}
+            return {
+                "generator": RecipeRole(episode=EpisodeEstimate(answers=4, told=9)),
+                "verifier": RecipeRole(trained=False),
+            }
 
     config = config_files.load(TrainConfig, [Path(TANGO)], [])
     found = episodes_of(config, Talk(), ["generator.told=20", "generator.tool_s=1", "verifier.answers=2"])
@@ -216,7 +225,10 @@ def test_settings_stand_over_what_the_recipe_says():
     [
         ("judge.answers=2", "it has the form ROLE.name=value; the roles are generator, verifier"),
         ("answers=2", "it has the form ROLE.name=value"),
-        ("generator.turns=2", "turns: unknown key; known here: answers, told, tool_s, calls_at_once, bounded"),
+        (
+            "generator.iterations=2",
+            "iterations: unknown key; known here: answers, told, tool_s, calls_at_once, bounded",
+        ),
         ("generator.answers=0", "answers = 0"),
         ("generator.tool_s=-1", "tool_s = -1"),
         ("generator.told=5", "told = 5 with answers = 1: nothing follows the answer"),
@@ -233,13 +245,13 @@ def test_episodes_that_cannot_be_are_refused(setting, says):
 TOOLS = {
     "target": "megatron_rl.environments.tool_task:ToolTask",
     "args": {
-        "tools": [{"target": "megatron_rl.environments.calculator:Calculator"}], "template": "calculator_tags",
+        "tools": [{"target": "megatron_rl.contrib.calculator:Calculator"}], "template": "calculator_tags",
         "max_calls": 4,
     },
 }  # fmt: skip
 
 
-POKER = {"target": "megatron_rl.environments.kuhn_poker:KuhnPoker"}
+POKER = {"target": "megatron_rl.contrib.kuhn_poker:KuhnPoker"}
 
 
 def agents(**args):
@@ -250,10 +262,10 @@ def agents(**args):
 def test_agents_say_of_their_episodes_what_the_environment_and_the_settings_know():
     part = agents(told=60, tool_s=0.5, workers=8).roles()["agent"]
     assert part.episode == EpisodeEstimate(answers=5, told=60, tool_s=0.5, calls_at_once=8, bounded=True)
-    [one] = {part.episode for part in agents(environment=POKER, seats={"first": 1, "second": 1}).roles().values()}
-    assert one == EpisodeEstimate(calls_at_once=64, bounded=True), "it does not say how often a seat answers"
+    [one] = {part.episode for part in agents(environment=POKER, agents={"first": 1, "second": 1}).roles().values()}
+    assert one == EpisodeEstimate(calls_at_once=64, bounded=True), "it does not say how often an agent answers"
     pytest.importorskip("gymnasium")
-    lake = {"target": "megatron_rl.environments.gymnasium_text:GymnasiumText", "args": {"id": "FrozenLake-v1"}}
+    lake = {"target": "megatron_rl.contrib.gymnasium_text:GymnasiumText", "args": {"id": "FrozenLake-v1"}}
     assert agents(environment=lake).roles()["agent"].episode.answers == 20
 
 
@@ -262,8 +274,8 @@ def test_agents_say_of_their_episodes_what_the_environment_and_the_settings_know
     [
         ({"tool_s": -1.0}, "recipe.args.tool_s = -1.0: give at least 0"),
         (
-            {"told": 9, "seats": {"first": 1, "second": 1}, "environment": POKER},
-            "recipe.args.told = 9 is between two answers of a seat, and the environment",
+            {"told": 9, "agents": {"first": 1, "second": 1}, "environment": POKER},
+            "recipe.args.told = 9 is between two answers of an agent, and the environment",
         ),
     ],
 )
@@ -287,14 +299,14 @@ def test_the_plan_of_a_run_of_agents_takes_what_these_know_unless_it_is_told_oth
 
     def estimate(*words):
         main([*command, *words])
-        turn = json.loads(capsys.readouterr().out)["turns"][0]
-        return turn["episodes"][0]["estimate"], turn["episodes"][0]["longest"], turn
+        iteration = json.loads(capsys.readouterr().out)["iterations"][0]
+        return iteration["episodes"][0]["estimate"], iteration["episodes"][0]["longest"], iteration
 
-    known, longest, turn = estimate()
+    known, longest, iteration = estimate()
     assert known == {"answers": 5, "told": 40, "tool_s": 0.5, "calls_at_once": 64, "bounded": True}
     assert longest == 2000 + 400, "max_prompt_tokens holds for all that stands before an answer"
     # five parts of half of 2,000 tokens: a prompt of 200, and four answers of 160 with 40 told after each; then another
-    assert turn["trained"] == 256 * 8 * (5 * 200 + 160) and turn["generated"] == 256 * 8 * 5 * 160
+    assert iteration["trained"] == 256 * 8 * (5 * 200 + 160) and iteration["generated"] == 256 * 8 * 5 * 160
     told, longest, _ = estimate("--episode", "agent.answers=2", "--episode", "agent.told=100")
     assert (told["answers"], told["told"], told["tool_s"], longest) == (2, 100, 0.5, 2400)
 

@@ -38,14 +38,16 @@ def test_operations_are_those_that_an_update_logs(name, lora, per_prompt):
 
 
 def test_an_update_of_adapters_takes_two_thirds_of_the_time_and_little_for_the_optimizer(capsys):
-    adapters, whole = (planned(capsys, *words)["turns"][0] for words in ([], WHOLE))
+    adapters, whole = (planned(capsys, *words)["iterations"][0] for words in ([], WHOLE))
     assert 0.6 < adapters["phases"]["forward and backward"] / whole["phases"]["forward and backward"] < 0.75
     assert adapters["phases"]["optimizer"] < 0.1 * whole["phases"]["optimizer"]
     assert adapters["phases"]["reference log-probs"] < whole["phases"]["reference log-probs"]
 
 
 def test_servers_that_hold_adapters_get_these_alone_and_others_the_merged_weights(capsys):
-    served, merged = (planned(capsys, f"engine.adapters={kind}")["turns"][0]["sent"] for kind in ("served", "merged"))
+    served, merged = (
+        planned(capsys, f"engine.adapters={kind}")["iterations"][0]["sent"] for kind in ("served", "merged")
+    )
     elements = counting.adapter_elements(read_shape("qwen2.5-7b"), Parallel(world=1), lora_of_the_example())
     assert served == 2 * 2 * elements and merged == 2 * 2 * counting.total(read_shape("qwen2.5-7b"))
 

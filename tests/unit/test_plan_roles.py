@@ -1,4 +1,4 @@
-"""Plans of turns that train several roles, of roles that share a policy or servers, and of the longest answers."""
+"""Plans of iterations that train several roles, of roles that share a policy or servers, and of the longest answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.planning import plan as plans
 from megatron_rl.planning import search
 from megatron_rl.planning.hardware import parse_cluster
 from megatron_rl.planning.plan import RunPlan
-from megatron_rl.planning.workload import build_recipe, draws_of, models_of, step_work
+from megatron_rl.planning.workload import build_recipe, cycle_work, draws_of, models_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHARED, THREE = "published/self_play_ssp_qwen2.5_7b", "published/evolve_three_qwen2.5_3b"
@@ -27,7 +27,7 @@ def load(example: str, *settings: str) -> TrainConfig:
 
 
 class Apart:
-    """The recipe of a config with one turn for each of its roles in place of one turn for all."""
+    """The recipe of a config with one iteration for each of its roles in place of one iteration for all."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.parts = plugins.build(config.recipe).roles()
@@ -40,26 +40,26 @@ class Apart:
 
 
 def made(config: TrainConfig, recipe: Apart | None = None) -> RunPlan:
-    work = step_work(config, recipe or build_recipe(config)[0])
+    work = cycle_work(config, recipe or build_recipe(config)[0])
     return plans.make(config, parse_cluster(plans.own_cluster(config)), models_of(config, []), work)
 
 
 def test_a_role_that_shares_a_policy_has_the_cache_of_its_servers():
     """Its cache was taken for empty, so that a server decoded one of its answers at a time: 7,190 s a step."""
     found = made(load(SHARED))
-    [turn] = found.turns
-    assert turn.rows["solver"] == 80, "all of 256 x 5 answers to 16 servers"
-    assert turn.phases["rollout solver"] < 2 * turn.phases["rollout proposer"] and found.step_s < 700
+    [iteration] = found.iterations
+    assert iteration.rows["solver"] == 80, "all of 256 x 5 answers to 16 servers"
+    assert iteration.phases["rollout solver"] < 2 * iteration.phases["rollout proposer"] and found.cycle_s < 700
     config = load(SHARED)
-    assert [one.rows["solver"] for one in made(config, Apart(config)).turns] == [80, 80]
+    assert [one.rows["solver"] for one in made(config, Apart(config)).iterations] == [80, 80]
 
 
-def test_a_turn_of_several_roles_is_generated_once_and_updates_each_of_them():
+def test_an_iteration_of_several_roles_is_generated_once_and_updates_each_of_them():
     """It was counted once for each role that it trains, generation and all."""
     config = load(SHARED)
     together, apart = made(config), made(config, Apart(config))
-    assert [turn.role for turn in together.turns] == ["proposer + solver"]
-    [both], (proposer, solver) = together.turns, apart.turns
+    assert [iteration.role for iteration in together.iterations] == ["proposer + solver"]
+    [both], (proposer, solver) = together.iterations, apart.iterations
     assert both.phases["rollout solver"] == proposer.phases["rollout solver"] == solver.phases["rollout solver"]
     assert both.generated == proposer.generated and both.trained == proposer.trained + solver.trained
     for phase in ("reference log-probs", "forward and backward"):
@@ -69,10 +69,10 @@ def test_a_turn_of_several_roles_is_generated_once_and_updates_each_of_them():
     assert both.sent == proposer.sent and both.phases["sleep and wake"] == proposer.phases["sleep and wake"]
 
 
-def test_a_turn_updates_and_refits_every_policy_that_it_trains():
+def test_an_iteration_updates_and_refits_every_policy_that_it_trains():
     shared, three = made(load("published/evolve_qwen2.5_3b")), made(load(THREE))
-    [one], [each] = shared.turns, three.turns
-    assert one.role == each.role == "proposer + solver + judge" and three.turns[0].times == 1
+    [one], [each] = shared.iterations, three.iterations
+    assert one.role == each.role == "proposer + solver + judge" and three.iterations[0].times == 1
     assert each.sent == pytest.approx(3 * one.sent) and each.trained == one.trained
     assert each.phases["forward and backward"] == pytest.approx(one.phases["forward and backward"], rel=0.1)
 
@@ -88,11 +88,11 @@ def test_a_turn_updates_and_refits_every_policy_that_it_trains():
 def test_what_is_drawn_beyond_an_update_is_not_trained_on(example, role, drawn, trained):
     config = load(example)
     recipe, _ = build_recipe(config)
-    [work] = [turn for turn in step_work(config, recipe) if role in turn.roles]
+    [work] = [iteration for iteration in cycle_work(config, recipe) if role in iteration.roles]
     assert {d.role: d.samples for d in work.draws}[role] == drawn
     assert {d.role: d.samples for d in work.trained}[role] == trained
-    [less] = step_work(
-        config, recipe, draws=draws_of(config, [f"{role}.{role}={drawn / config.run.prompts_per_step / 2}"])
+    [less] = cycle_work(
+        config, recipe, draws=draws_of(config, [f"{role}.{role}={drawn / config.run.prompts_per_iteration / 2}"])
     )
     assert {d.role: d.samples for d in less.trained}[role] == trained / 2, "as large a share of what is drawn"
 
@@ -112,14 +112,14 @@ def test_roles_that_share_servers_are_written_one_after_the_other():
     shared = made(load("published/tango_lora_qwen2.5_7b", f"engine={{kind: vllm, adapters: served, {own}}}"))
     apart = made(load("published/tango_lora_qwen2.5_7b", f"engine={{kind: vllm, adapters: merged, {own}}}"))
     assert [server.role for server in shared.servers] == ["generator"] and len(apart.servers) == 2
-    assert shared.turns[0].phases["rollout generator"] == apart.turns[0].phases["rollout generator"]
-    assert shared.turns[0].phases["rollout verifier"] > apart.turns[0].phases["rollout verifier"] + 10
+    assert shared.iterations[0].phases["rollout generator"] == apart.iterations[0].phases["rollout generator"]
+    assert shared.iterations[0].phases["rollout verifier"] > apart.iterations[0].phases["rollout verifier"] + 10
 
 
 def test_what_an_endpoint_answers_is_left_out_and_said(capsys):
     """Its server was taken for one without a cache, which decodes one answer at a time: 172,263 s a step."""
     config = load("published/rubric_qwen3_30b_a3b")
-    assert list(made(config).turns[0].rows) == ["generator"]
+    assert list(made(config).iterations[0].rows) == ["generator"]
     assert main(["plan", str(EXAMPLES / "published/rubric_qwen3_30b_a3b.yaml"), "--json"]) == 0
     assert (
         "judge is played by an endpoint: what its answers take is not in this plan"
@@ -130,7 +130,7 @@ def test_what_an_endpoint_answers_is_left_out_and_said(capsys):
 def test_only_roles_that_the_trainer_holds_are_cut(capsys):
     """A search of two roles with one policy found every layout twice, and engines for half of the GPUs."""
     config, cluster = load(SHARED, "engine.colocate=false"), parse_cluster("4x8xA100-80")
-    models, work = models_of(config, []), step_work(config, build_recipe(config)[0])
+    models, work = models_of(config, []), cycle_work(config, build_recipe(config)[0])
     gpus = [plans.server_gpus(one) for one in search.engine_choices(config, cluster, models)]
     assert max(gpus) == 24, "of one role"
     found = search.search(config, cluster, models, work)
@@ -144,9 +144,9 @@ def test_a_longest_answer_that_a_request_may_not_wait_for_is_said():
     """ScaleRL's answers of 14,336 tokens took longer than a request may."""
     config = load("published/scalerl_qwen3_8b", "engine.request_timeout_s=600")
     cluster, models = parse_cluster("2x8xA100-80"), models_of(config, [])
-    work = step_work(config, build_recipe(config)[0])
+    work = cycle_work(config, build_recipe(config)[0])
     found = plans.make(config, cluster, models, work)
-    seconds = found.turns[0].longest["generator"]
+    seconds = found.iterations[0].longest["generator"]
     assert 400 < seconds < 600, "of 256 rows"
 
     def said(timeout_s: float) -> list[str]:
@@ -161,7 +161,7 @@ def test_a_longest_answer_that_a_request_may_not_wait_for_is_said():
 
 def test_a_tandem_writes_its_longest_answer_with_two_models():
     alone, pair = load("published/tango_qwen2.5_7b"), load("published/tango_qwen2.5_7b", "roles.generator.tandem={}")
-    one, two = (made(config).turns[0] for config in (alone, pair))
+    one, two = (made(config).iterations[0] for config in (alone, pair))
     assert two.longest["generator"] > 1.5 * one.longest["generator"]
     assert two.longest["verifier"] == one.longest["verifier"]
 
@@ -169,5 +169,5 @@ def test_a_tandem_writes_its_longest_answer_with_two_models():
 def test_a_role_of_which_next_to_nothing_is_drawn_is_planned(capsys):
     file = str(EXAMPLES / "published/tango_qwen2.5_7b.yaml")
     assert main(["plan", file, "--cluster", "4x8xA100-80", "--draws", "generator.verifier=0.0001", "--json"]) == 0
-    turn = json.loads(capsys.readouterr().out)["turns"][0]
-    assert 0 < turn["phases"]["rollout verifier"] < 20
+    iteration = json.loads(capsys.readouterr().out)["iterations"][0]
+    assert 0 < iteration["phases"]["rollout verifier"] < 20

@@ -61,18 +61,18 @@ def test_settings_ask_for_the_cluster_that_was_planned_and_pass_the_check(name, 
         checks.check(config, ranks, to_come=True)
     for row in found["engines"][1:]:
         again = planned(capsys, *given, *row["overrides"])
-        assert bool(again["problems"]) == bool(row["problem"]) and again["step_s"] == pytest.approx(
-            row["step_s"], rel=1e-6
+        assert bool(again["problems"]) == bool(row["problem"]) and again["cycle_s"] == pytest.approx(
+            row["cycle_s"], rel=1e-6
         )
 
 
-def test_the_embedded_engine_is_planned_without_turns_beside_training(capsys):
+def test_the_embedded_engine_is_planned_without_iterations_beside_training(capsys):
     file = str(EXAMPLES / "published/distil_qwen3_1.7b.yaml")
     found = planned(capsys, file, "rollouts.max_staleness=1")["engines"]
     own = next(row for row in found if row["engine"].startswith("embedded"))
     assert own["overrides"] == [EMBEDDED, "rollouts.max_staleness=0", "job.nodes=2"]
     plain = next(row for row in planned(capsys, file)["engines"] if row["engine"].startswith("embedded"))
-    assert own["step_s"] == pytest.approx(plain["step_s"])
+    assert own["cycle_s"] == pytest.approx(plain["cycle_s"])
 
 
 def test_no_engine_is_listed_that_only_the_check_refuses(capsys):

@@ -161,7 +161,7 @@ def test_the_current_directory_is_importable_and_hides_no_library(tmp_path):
 
 
 def test_the_sources_that_a_config_names(tmp_path, monkeypatch):
-    """Turns that were played ahead are dropped when one of these changes; a module is not imported for it."""
+    """Iterations that were collected ahead are dropped when one of these changes; a module is not imported for it."""
     (tmp_path / "my_reward.py").write_text("raise SystemExit('this module must not be imported here')\n")
     (tmp_path / "prompt.txt").write_text("Solve {question}")
     monkeypatch.setattr(sys, "path", [*sys.path])

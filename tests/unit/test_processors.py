@@ -21,4 +21,4 @@ def run(*words: str) -> str:
 def test_losses_hold_without_avx512(monkeypatch):
     as_on(monkeypatch, "avx2")
     assert run("-c", SHOW).split() == ["AVX2", "False"]
-    assert " passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_losses.py")
+    assert " passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_policy_loss.py")

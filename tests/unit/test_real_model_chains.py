@@ -54,20 +54,20 @@ def test_a_wrong_step_is_named_by_a_verifier_without_fault():
 
 
 @pytest.mark.parametrize(("seconds", "wanted"), [(0.0, 0.25), (50.0, 0.375), (100.0, 0.5), (250.0, 0.75), (900.0, 1.0)])
-def test_a_figure_at_a_time_lies_between_the_evaluations_around_it(seconds, wanted):
+def test_a_metric_at_a_time_lies_between_the_evaluations_around_it(seconds, wanted):
     assert run.at([(0.0, 0.25), (100.0, 0.5), (400.0, 1.0)], seconds) == pytest.approx(wanted)
 
 
 def test_seconds_before_an_evaluation_are_those_of_generation_and_training(tmp_path):
     lines = [
-        '{"turn": 0, "step": 0, "scope": "eval", "time": {"rollout": 9.0}, "metrics": {"a": 0.25}}',
-        '{"turn": 0, "step": 0, "scope": "generator", "time": {"train": 5.0, "save": 50.0}, "metrics": {}}',
-        '{"turn": 1, "step": 1, "scope": "eval", "time": {"rollout": 9.0}, "metrics": {"a": 0.5}}',
+        '{"iteration": 0, "cycle": 0, "scope": "eval", "time": {"rollout": 9.0}, "metrics": {"a": 0.25}}',
+        '{"iteration": 0, "cycle": 0, "scope": "generator", "time": {"train": 5.0, "save": 50.0}, "metrics": {}}',
+        '{"iteration": 1, "cycle": 1, "scope": "eval", "time": {"rollout": 9.0}, "metrics": {"a": 0.5}}',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert run.curve(tmp_path, "a", "seconds") == [(0.0, 0.25), (5.0, 0.5)]
     assert run.spent(tmp_path, "seconds") == 5.0
-    noted = ['{"turn": 0, "scope": "eval", "cpu_s": 20.0}', '{"turn": 0, "scope": "generator", "cpu_s": 8.0}']
+    noted = ['{"iteration": 0, "scope": "eval", "cpu_s": 20.0}', '{"iteration": 0, "scope": "generator", "cpu_s": 8.0}']
     (tmp_path / run.CPU).write_text("\n".join(noted) + "\n")
     assert run.curve(tmp_path, "a", "cpu_s") == [(0.0, 0.25), (8.0, 0.5)]
     assert run.spent(tmp_path, "cpu_s") == 8.0
@@ -75,25 +75,27 @@ def test_seconds_before_an_evaluation_are_those_of_generation_and_training(tmp_p
 
 WRITER = """
 import sys, time
-def line(turn, scope):
+def line(iteration, scope):
     with open(sys.argv[1], "a") as file:
-        file.write('{"turn": %d, "step": 0, "scope": "%s", "time": {}, "metrics": {}}\\n' % (turn, scope))
+        file.write('{"iteration": %d, "cycle": 0, "scope": "%s", "time": {}, "metrics": {}}\\n' % (iteration, scope))
 def work(seconds):
     end = time.process_time() + seconds
     while time.process_time() < end: pass
-for turn in map(int, sys.argv[2:]):
-    work(0.3); line(turn, "generator"); time.sleep(0.3)
+for iteration in map(int, sys.argv[2:]):
+    work(0.3); line(iteration, "generator"); time.sleep(0.3)
 """
 
 
-def test_a_turn_that_an_interruption_had_repeated_has_the_cpu_seconds_of_its_first_time(tmp_path, monkeypatch):
+def test_an_iteration_that_an_interruption_had_repeated_has_the_cpu_seconds_of_its_first_time(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "LOOK_S", 0.02)
     path, first = tmp_path / "metrics.jsonl", {}
-    for turns in (["0", "1"], ["1", "2"]):
-        child = subprocess.Popen([sys.executable, "-c", WRITER, str(path), *turns])
+    for iterations in (["0", "1"], ["1", "2"]):
+        child = subprocess.Popen([sys.executable, "-c", WRITER, str(path), *iterations])
         run.watch(child, tmp_path)
         first = first or run.costs(tmp_path)
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))  # those after the checkpoint are cut
     found = run.costs(tmp_path)
-    assert [turn for turn, _ in found] == [0, 1, 2] and found[1, "generator"] == first[1, "generator"]
-    assert found[2, "generator"] == pytest.approx(0.3, abs=0.15), "the repeated turn is not counted in the next one"
+    assert [iteration for iteration, _ in found] == [0, 1, 2] and found[1, "generator"] == first[1, "generator"]
+    assert found[2, "generator"] == pytest.approx(0.3, abs=0.15), (
+        "the repeated iteration is not counted in the next one"
+    )

@@ -1,4 +1,4 @@
-"""Settings of a run that its recipe cannot play with are refused by `megatron-rl check`, before anything starts."""
+"""Settings of a run that its recipe cannot work with are refused by `megatron-rl check`, before anything starts."""
 
 import re
 

@@ -13,15 +13,15 @@ from toys import EOS, characters, graded
 
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
-from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.confusion import Confusion, confusion, step_confusion
-from megatron_rl.recipes.base import solve
 from megatron_rl.recipes.grpo import Grpo
-from megatron_rl.recipes.tango import PaperTango
-from megatron_rl.rewards.pool import RewardFailure
+from megatron_rl.recipes.solutions import solve
+from megatron_rl.recipes.tango import Tango
+from megatron_rl.rewards.grading_pool import RewardFailure
 from megatron_rl.rewards.tags import boxed
+from megatron_rl.training.iteration import Iteration, RolloutContext
 from megatron_rl.training.rollouts import measure, without_signal
-from megatron_rl.training.turns import Table, Turn
 from megatron_rl.types import STEP, Author, Outcome, Prompt
 
 TOKENIZER = characters()
@@ -60,9 +60,9 @@ def texts(tmp_path):
     return {"generator_template": str(tmp_path / "g.txt"), "verifier_template": str(tmp_path / "v.txt")}
 
 
-def table_of(generator, verifier=None, *, grade=by_answer, verifier_limit=10_000, **settings):
+def context_of(generator, verifier=None, *, grade=by_answer, verifier_limit=10_000, **settings):
     engines = {"generator": says(generator)} | ({"verifier": says(verifier)} if verifier else {})
-    return Table(
+    return RolloutContext(
         engines=engines,
         tokenizers=dict.fromkeys(engines, TOKENIZER),
         samplings={name: Sampling(max_tokens=4000, top_p=0.9) for name in engines},
@@ -89,15 +89,15 @@ class Problems:
         return self.prompts
 
 
-def turn(role, number=0, update=0):
-    return Turn(step=0, index=0, roles=(role,), number=number, updates={role: update})
+def iteration(role, number=0, update=0):
+    return Iteration(cycle=0, index=0, roles=(role,), number=number, updates={role: update})
 
 
-def play(recipe, role, prompts, table, **at):
-    """Plays a turn -> its rollouts, and the figures that the loop will log."""
-    rollouts = recipe.play(turn(role, **at), Problems(prompts), table)
+def roll_out(recipe, role, prompts, context, **at):
+    """Makes the rollouts of an iteration -> its rollouts, and the metrics that the loop will log."""
+    rollouts = recipe.rollout(iteration(role, **at), Problems(prompts), context)
     assert list(rollouts) == [role]
-    return rollouts[role], table.notes[role] | measure(rollouts[role])
+    return rollouts[role], context.metrics[role] | measure(rollouts[role])
 
 
 def per_token(rollout):
@@ -106,11 +106,11 @@ def per_token(rollout):
 
 
 def steps_of(rollout):
-    return rollout.marks_of(STEP).ranges.tolist()
+    return rollout.annotations_of(STEP).ranges.tolist()
 
 
 def judged(rollout):
-    return rollout.marks_of(STEP).scores is not None
+    return rollout.annotations_of(STEP).scores is not None
 
 
 def segments(rollout):
@@ -137,9 +137,9 @@ def paper_verifier(prompt, i, j, sampling):
     return verification(PAPER[i][0], "+" if PAPER[i][1] == "yes" else "-")
 
 
-def test_tango_vectors_through_a_whole_generator_turn(texts):
-    table = table_of(paper_generator, paper_verifier)
-    rollouts, m = play(PaperTango(group_size=3, **texts), "generator", 1, table)
+def test_tango_vectors_through_a_whole_generator_iteration(texts):
+    context = context_of(paper_generator, paper_verifier)
+    rollouts, m = roll_out(Tango(group_size=3, **texts), "generator", 1, context)
     expected = [
         [1.2290, 1.1815, 1.1341, 1.0867, 1.0392],
         [-0.5829, -0.7094, -0.5196],
@@ -156,14 +156,14 @@ def test_tango_vectors_through_a_whole_generator_turn(texts):
     assert [m[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")] == [1, 0, 2, 0]
     assert m["predicted_positive"] == m["reward/outcome"] == pytest.approx(1 / 3)
     assert (m["samples"], m["finished"], without_signal(rollouts, "outcome"), without_signal(rollouts)) == (3, 1, 0, 0)
-    asked, _ = table.engines["verifier"].asked[1]
+    asked, _ = context.engines["verifier"].asked[1]
     assert TOKENIZER.decode(asked) == f"Q 0 S {solution(2, 'no')} K 2"
 
 
-def test_alpha_follows_the_generators_updates_and_not_the_turns(texts):
-    recipe = PaperTango(group_size=3, generator_updates=300, **texts)
+def test_alpha_follows_the_generators_updates_and_not_the_iterations(texts):
+    recipe = Tango(group_size=3, generator_updates=300, **texts)
     alphas = [
-        play(recipe, "generator", 1, table_of(paper_generator, paper_verifier), number=n, update=u)[1]["alpha"]
+        roll_out(recipe, "generator", 1, context_of(paper_generator, paper_verifier), number=n, update=u)[1]["alpha"]
         for n, u in ((40, 0), (119, 60), (239, 150))
     ]
     assert alphas == pytest.approx([0.1, 0.0398, 0.01], abs=1e-4)
@@ -173,15 +173,15 @@ def test_a_sample_whose_verdict_count_differs_gets_no_step_rewards(texts):
     def verifier(prompt, i, j, sampling):  # a missing verdict swallows nothing but its own step
         return verification("+?-+" if i == 0 else PAPER[i][0], "+")
 
-    rollouts, m = play(PaperTango(group_size=3, **texts), "generator", 1, table_of(paper_generator, verifier))
+    rollouts, m = roll_out(Tango(group_size=3, **texts), "generator", 1, context_of(paper_generator, verifier))
     assert list(map(judged, rollouts)) == [False, True, True]
     assert segments(rollouts[0]) == pytest.approx([1.0392] * 5, abs=1e-4)
     assert m["verdicts_match"] == pytest.approx(2 / 3)
 
 
 def test_without_any_step_reward_the_outcome_advantage_is_whole(texts):
-    rollouts, m = play(
-        PaperTango(group_size=3, **texts), "generator", 1, table_of(paper_generator, lambda *_: "no idea")
+    rollouts, m = roll_out(
+        Tango(group_size=3, **texts), "generator", 1, context_of(paper_generator, lambda *_: "no idea")
     )
     assert segments(rollouts[0]) == pytest.approx([1.1547] * 5, abs=1e-4)
     assert [m[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")] == [0, 0, 2, 1]  # unreadable: said incorrect
@@ -191,10 +191,10 @@ def test_a_verifier_prompt_that_is_too_long_is_dropped_and_never_cut(texts):
     limit = (
         len(ids(f"Q 0 S {solution(4, 'yes')} K 4")) - 2
     )  # the two longer solutions do not fit (no is shorter by one)
-    table = table_of(paper_generator, lambda p, i, j, s: verification("+-", "-"), verifier_limit=limit)
-    rollouts, m = play(PaperTango(group_size=3, **texts), "generator", 1, table)
+    context = context_of(paper_generator, lambda p, i, j, s: verification("+-", "-"), verifier_limit=limit)
+    rollouts, m = roll_out(Tango(group_size=3, **texts), "generator", 1, context)
     assert m["reviews_dropped"] == 2 and list(map(judged, rollouts)) == [False, True, False]
-    assert [TOKENIZER.decode(a) for a, _ in table.engines["verifier"].asked] == [f"Q 0 S {solution(2, 'no')} K 2"]
+    assert [TOKENIZER.decode(a) for a, _ in context.engines["verifier"].asked] == [f"Q 0 S {solution(2, 'no')} K 2"]
     assert "verdicts" not in rollouts[0].payload
 
 
@@ -208,25 +208,27 @@ def test_a_sample_that_could_not_be_graded_leaves_its_group_and_is_not_judged(te
     def writes(prompt, i, j, sampling):
         return solution(j % 4 + 1, "yes" if j == 0 else "no")
 
-    recipe = PaperTango(group_size=5, verifications=2, **texts)
-    table = table_of(writes, lambda *_: verification("+", "+"), grade=graded(rule))
-    rollouts, m = play(recipe, role, 1, table)
+    recipe = Tango(group_size=5, verifications=2, **texts)
+    context = context_of(writes, lambda *_: verification("+", "+"), grade=graded(rule))
+    rollouts, m = roll_out(recipe, role, 1, context)
     if role == "generator":  # of the five, the first cannot be graded, nor the second
         assert [len(steps_of(t)) for t in rollouts] == [3, 4, 1] and len({t.group for t in rollouts}) == 1
         assert (m["graded/timeout"], m["graded/error"], m["samples"], m["reward/outcome"]) == (1, 1, 3, 1.0)
         assert without_signal(rollouts, "outcome") == 1.0 and list(map(judged, rollouts)) == [False, False, True]
-        assert len(table.engines["verifier"].asked) == 3
+        assert len(context.engines["verifier"].asked) == 3
         assert sum(m[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")) == 3
         with pytest.raises(RewardFailure, match="2 of 5 gradings failed"):
-            recipe.play(turn(role), Problems(1), replace(table, max_failure_share=0.2))
+            recipe.rollout(iteration(role), Problems(1), replace(context, max_failure_share=0.2))
     else:  # there is but one, which cannot be graded
-        assert rollouts == [] and (m["graded/timeout"], m["samples"]) == (1, 0) and not table.engines["verifier"].asked
+        assert (
+            rollouts == [] and (m["graded/timeout"], m["samples"]) == (1, 0) and not context.engines["verifier"].asked
+        )
 
 
 def test_in_grpo_too_the_group_stays_when_a_sample_leaves(texts):
     grade = graded(lambda response, payload: Outcome.ERROR if "never" in response else "yes" in response)
-    table = table_of(lambda p, i, j, s: solution(1, ["yes", "no", "never", "no"][j]), grade=grade)
-    rollouts, m = play(Grpo(updates=1, group_size=4, template=texts["generator_template"]), "generator", 2, table)
+    context = context_of(lambda p, i, j, s: solution(1, ["yes", "no", "never", "no"][j]), grade=grade)
+    rollouts, m = roll_out(Grpo(updates=1, group_size=4, template=texts["generator_template"]), "generator", 2, context)
     assert [t.advantages for t in rollouts] == pytest.approx([1.1547, -0.5773, -0.5773] * 2, abs=1e-4)
     assert (m["graded/error"], m["samples"]) == (2, 6)
     assert all(t.payload["grading"] == "score" for t in rollouts)
@@ -249,22 +251,22 @@ def test_samples_are_graded_and_judged_while_others_are_written(texts):
             inner.answers = slowly
             return inner
 
-    table = table_of(mixed_generator, mixed_verifier)
+    context = context_of(mixed_generator, mixed_verifier)
     slow = Slow(lambda p, i, j, s: [*ids(mixed_generator(p, i, j, s)), EOS], eos=EOS)
-    table = replace(table, engines={**table.engines, "generator": slow})
-    solutions, figures = solve(
-        table, "generator", problems(2), Sampling(max_tokens=4000), then=lambda place, solution: judged.set()
+    context = replace(context, engines={**context.engines, "generator": slow})
+    solutions, metrics = solve(
+        context, "generator", problems(2), Sampling(max_tokens=4000), then=lambda place, solution: judged.set()
     )
-    assert [s.correct for s in solutions] == [True, False] and figures["steps_per_solution"] == 2.0
+    assert [s.correct for s in solutions] == [True, False] and metrics["steps_per_solution"] == 2.0
 
 
-def test_an_error_of_the_grader_comes_through_and_ends_the_turn():
+def test_an_error_of_the_grader_comes_through_and_ends_the_iteration():
     def broken(responses, payloads):
         raise RewardFailure("cannot be imported")
 
     start = time.monotonic()
     with pytest.raises(RewardFailure, match="cannot be imported"):
-        solve(table_of(mixed_generator, grade=broken), "generator", problems(3), Sampling(max_tokens=4000))
+        solve(context_of(mixed_generator, grade=broken), "generator", problems(3), Sampling(max_tokens=4000))
     assert time.monotonic() - start < 10
 
 
@@ -278,9 +280,9 @@ def mixed_verifier(prompt, i, j, sampling):
     return [verification("++", "+" if right else "-"), verification("++", "-" if right else "+"), "what?"][j]
 
 
-def test_a_verifier_turn_rewards_agreement_and_form_in_groups_of_one_solution(texts):
-    recipe = PaperTango(verifications=3, **texts)
-    rollouts, m = play(recipe, "verifier", 4, table_of(mixed_generator, mixed_verifier))
+def test_a_verifier_iteration_rewards_agreement_and_form_in_groups_of_one_solution(texts):
+    recipe = Tango(verifications=3, **texts)
+    rollouts, m = roll_out(recipe, "verifier", 4, context_of(mixed_generator, mixed_verifier))
     assert [t.rewards["verifier"] for t in rollouts] == pytest.approx([1.8, 0.8, 0.0] * 4)
     assert [t.payload["correct"] for t in rollouts] == [True, False, False] * 4 and {t.role for t in rollouts} == {
         "verifier"
@@ -295,11 +297,11 @@ def test_a_verifier_turn_rewards_agreement_and_form_in_groups_of_one_solution(te
     assert [m[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")] == [1, 3, 6, 2]
     assert m["verdicts_match"] == pytest.approx(2 / 3)
     assert m["reward/outcome"] == 0.25 and without_signal(rollouts, "verifier") == 0.0
-    assert recipe.state_dict()["counts"] == {"right": 3.0, "wrong": 9.0}
+    assert recipe.state_dict()["counts"] == {"correct": 3.0, "wrong": 9.0}
 
 
 def test_a_verification_is_trained_on_whole_and_its_prompt_is_not(texts):
-    rollouts, _ = play(PaperTango(verifications=3, **texts), "verifier", 1, table_of(mixed_generator, mixed_verifier))
+    rollouts, _ = roll_out(Tango(verifications=3, **texts), "verifier", 1, context_of(mixed_generator, mixed_verifier))
     first = rollouts[0]
     assert TOKENIZER.decode(first.tokens[: first.start]) == f"Q 0 S {solution(2, 'yes')} K 2"
     assert first.spans[:, 2].tolist() == [Author.ENVIRONMENT, Author.POLICY] and first.tokens[-1] == EOS
@@ -308,52 +310,52 @@ def test_a_verification_is_trained_on_whole_and_its_prompt_is_not(texts):
 
 
 def test_class_counts_move_slowly_and_survive_a_checkpoint(texts):
-    recipe = PaperTango(verifications=3, **texts)
-    play(recipe, "verifier", 4, table_of(mixed_generator, mixed_verifier))
-    again = PaperTango(verifications=3, **texts)
+    recipe = Tango(verifications=3, **texts)
+    roll_out(recipe, "verifier", 4, context_of(mixed_generator, mixed_verifier))
+    again = Tango(verifications=3, **texts)
     again.load_state_dict(json.loads(json.dumps(recipe.state_dict())))
     for r in (recipe, again):
-        play(r, "verifier", 1, table_of(mixed_generator, mixed_verifier), number=1)
+        roll_out(r, "verifier", 1, context_of(mixed_generator, mixed_verifier), number=1)
     state = recipe.state_dict()
-    assert state == again.state_dict() and state["counts"] == pytest.approx({"right": 3.0, "wrong": 0.8 * 9})
+    assert state == again.state_dict() and state["counts"] == pytest.approx({"correct": 3.0, "wrong": 0.8 * 9})
 
 
-def test_solutions_without_a_grade_are_left_out_of_a_verifier_turn(texts):
+def test_solutions_without_a_grade_are_left_out_of_a_verifier_iteration(texts):
     grade = graded(lambda response, payload: Outcome.ERROR if payload["question"] == "0" else 0.0)
-    recipe = PaperTango(verifications=2, **texts)
-    rollouts, m = play(recipe, "verifier", 2, table_of(mixed_generator, mixed_verifier, grade=grade))
+    recipe = Tango(verifications=2, **texts)
+    rollouts, m = roll_out(recipe, "verifier", 2, context_of(mixed_generator, mixed_verifier, grade=grade))
     assert len(rollouts) == 2 and m["graded/error"] == 1 and m["reward/outcome"] == 0.0
     nothing = graded(lambda response, payload: Outcome.ERROR)
-    rollouts, m = play(recipe, "verifier", 2, table_of(mixed_generator, mixed_verifier, grade=nothing))
+    rollouts, m = roll_out(recipe, "verifier", 2, context_of(mixed_generator, mixed_verifier, grade=nothing))
     assert rollouts == [] and m["graded/error"] == 2
 
 
-def test_draws_depend_on_the_turn_and_role_alone(texts):
+def test_draws_depend_on_the_iteration_and_role_alone(texts):
     def seeds(number, role="generator", run=0):
-        table = table_of(paper_generator, paper_verifier, seed=run)
-        play(PaperTango(group_size=3, verifications=3, **texts), role, 1, table, number=number)
-        return [table.engines[name].asked[0][1].seed for name in ("generator", "verifier")]
+        context = context_of(paper_generator, paper_verifier, seed=run)
+        roll_out(Tango(group_size=3, verifications=3, **texts), role, 1, context, number=number)
+        return [context.engines[name].asked[0][1].seed for name in ("generator", "verifier")]
 
     assert seeds(5) == seeds(5) == seeds(5, "verifier")
     assert len({*seeds(5), *seeds(6), *seeds(5, run=1)}) == 6
 
 
 def schedule(recipe):
-    turns = [roles for step in recipe.schedule() for roles in step]
-    assert all(len(roles) == 1 for roles in turns)
-    return [role for [role] in turns]
+    iterations = [roles for cycle in recipe.schedule() for roles in cycle]
+    assert all(len(roles) == 1 for roles in iterations)
+    return [role for [role] in iterations]
 
 
 @pytest.mark.parametrize("role", ["generator", "verifier"])
-def test_log_probs_are_asked_for_of_the_player_whose_turn_it_is(texts, role):
-    table = table_of(paper_generator, paper_verifier)
-    play(PaperTango(group_size=3, verifications=3, **texts), role, 1, table)
-    asked = {name: table.engines[name].asked[0][1].logprobs for name in ("generator", "verifier")}
+def test_log_probs_are_asked_for_of_the_role_that_is_trained(texts, role):
+    context = context_of(paper_generator, paper_verifier)
+    roll_out(Tango(group_size=3, verifications=3, **texts), role, 1, context)
+    asked = {name: context.engines[name].asked[0][1].logprobs for name in ("generator", "verifier")}
     assert asked == {name: name == role for name in asked}
 
 
 def test_the_published_schedule_has_440_updates():
-    roles = schedule(PaperTango())
+    roles = schedule(Tango())
     assert roles[:40] == ["verifier"] * 40 and roles[40:48] == ["generator", "generator", "generator", "verifier"] * 2
     assert Counter(roles) == {"generator": 300, "verifier": 140}
     assert [i + 1 for i, r in enumerate(roles) if r == "generator"][59] == 119 and [
@@ -362,37 +364,37 @@ def test_the_published_schedule_has_440_updates():
 
 
 def test_a_last_cycle_is_cut_to_the_generators_updates():
-    assert schedule(PaperTango(generator_updates=5, warmup_updates=1)) == [
+    assert schedule(Tango(generator_updates=5, warmup_updates=1)) == [
         "verifier",
         *["generator"] * 3,
         "verifier",
         *["generator"] * 2,
     ]
-    assert schedule(PaperTango(generator_updates=2, warmup_updates=0)) == ["generator", "generator"]
-    assert len(PaperTango(generator_updates=3, warmup_updates=0).schedule()) == 1
+    assert schedule(Tango(generator_updates=2, warmup_updates=0)) == ["generator", "generator"]
+    assert len(Tango(generator_updates=3, warmup_updates=0).schedule()) == 1
 
 
-def test_a_frozen_player_has_no_turns_and_the_other_keeps_its_own():
-    frozen_verifier = PaperTango(generator_updates=7, warmup_updates=4, train_verifier=False)
+def test_a_frozen_role_has_no_iterations_and_the_other_keeps_its_own():
+    frozen_verifier = Tango(generator_updates=7, warmup_updates=4, train_verifier=False)
     assert schedule(frozen_verifier) == ["generator"] * 7 and not frozen_verifier.roles()["verifier"].trained
-    frozen_generator = PaperTango(generator_updates=7, warmup_updates=4, train_generator=False)
-    both = PaperTango(generator_updates=7, warmup_updates=4)
+    frozen_generator = Tango(generator_updates=7, warmup_updates=4, train_generator=False)
+    both = Tango(generator_updates=7, warmup_updates=4)
     assert schedule(frozen_generator) == ["verifier"] * Counter(schedule(both))["verifier"] == ["verifier"] * 6
     assert list(frozen_generator.roles()) == list(both.roles()) == ["generator", "verifier"]
     with pytest.raises(ConfigError, match="both false"):
-        PaperTango(train_generator=False, train_verifier=False)
+        Tango(train_generator=False, train_verifier=False)
 
 
 def test_grpo_groups_are_the_samples_of_one_problem(texts):
     recipe = Grpo(updates=7, group_size=3, template=texts["generator_template"])
     same = [problems(1)[0]] * 2  # a small set meets itself in one batch
-    rollouts, _ = play(recipe, "generator", same, table_of(paper_generator))
+    rollouts, _ = roll_out(recipe, "generator", same, context_of(paper_generator))
     assert [t.advantages for t in rollouts] == pytest.approx([1.1547, -0.5773, -0.5773] * 2, abs=1e-4)
     assert len({t.group for t in rollouts}) == 2 and schedule(recipe) == ["generator"] * 7
     assert recipe.prompt({"question": "why?"}) == "Q why?"
 
 
-def half_right(prompt, i, j, sampling):
+def half_correct(prompt, i, j, sampling):
     """Greedy answers are right; of the sampled ones those of even problems, with one good and one bad step."""
     return solution(2, "yes" if sampling.temperature == 0 or i % 2 == 0 else "no")
 
@@ -403,17 +405,17 @@ def optimist(prompt, i, j, sampling):
 
 
 def test_evaluation_measures_both_players_by_hand(texts):
-    recipe = PaperTango(balanced_per_class=3, step_labels="megatron_rl.rewards.last_letter:step_labels", **texts)
+    recipe = Tango(balanced_per_class=3, step_labels="megatron_rl.contrib.last_letter:step_labels", **texts)
     held_out = problems(6, words=["fox", "cat"])
-    table = table_of(half_right, optimist)
-    figures = recipe.evaluate(held_out, table)
-    assert figures == {
+    context = context_of(half_correct, optimist)
+    metrics = recipe.evaluate(held_out, context)
+    assert metrics == {
         "generator/accuracy_sampled": 0.5,
         "generator/accuracy_greedy": 1.0,
         "generator/reward_sampled": 0.5,
         "generator/reward_greedy": 1.0,
         "generator/num_problems": 6.0,
-        "verifier/num_right": 3.0,
+        "verifier/num_correct": 3.0,
         "verifier/num_wrong": 3.0,
         "verifier/outcome_f1": 1.0,
         "verifier/aligned": 1.0,
@@ -424,24 +426,24 @@ def test_evaluation_measures_both_players_by_hand(texts):
         "verifier/predicted_positive_greedy": 1.0,
         "verifier/step_f1_greedy": 0.0,
     }
-    drawn = [s for _, s in table.engines["generator"].asked]
+    drawn = [s for _, s in context.engines["generator"].asked]
     drawn = [(s.temperature, s.top_p, s.n) for s in drawn]
     assert drawn == [(1.0, 1.0, 1)] * 6 + [(0.0, 0.9, 1)] * 6  # enough of both classes at once
 
 
 def test_the_verification_set_is_drawn_once_and_kept(texts):
     held_out = problems(4)
-    recipe = PaperTango(balanced_per_class=3, balanced_rounds=3, **texts)
-    first = table_of(half_right, optimist)
+    recipe = Tango(balanced_per_class=3, balanced_rounds=3, **texts)
+    first = context_of(half_correct, optimist)
     recipe.evaluate(held_out, first)
     seeds = [s.seed for _, s in first.engines["generator"].asked]
-    assert len(seeds) == 12  # two figures, and one more round for the third of each class
+    assert len(seeds) == 12  # two metrics, and one more round for the third of each class
     assert len(set(seeds[:8])) == len(set(seeds[8:])) == 1 and seeds[0] != seeds[8]
-    later = PaperTango(balanced_per_class=3, **texts)
-    better = table_of(lambda *_: solution(1, "yes"), optimist)  # the generator has changed; the set has not
+    later = Tango(balanced_per_class=3, **texts)
+    better = context_of(lambda *_: solution(1, "yes"), optimist)  # the generator has changed; the set has not
     better.kept.update(json.loads(json.dumps(first.kept)))
-    figures = later.evaluate(held_out, better)
-    assert (figures["verifier/num_right"], figures["verifier/num_wrong"]) == (3, 3)
+    metrics = later.evaluate(held_out, better)
+    assert (metrics["verifier/num_correct"], metrics["verifier/num_wrong"]) == (3, 3)
     assert len(better.engines["generator"].asked) == 8
     asked = [[TOKENIZER.decode(p) for p, _ in t.engines["verifier"].asked] for t in (first, better)]
     assert asked[0] == asked[1] and len(asked[0]) == 12 and all(a.endswith("K 2") for a in asked[0])
@@ -450,12 +452,12 @@ def test_the_verification_set_is_drawn_once_and_kept(texts):
 
 
 def test_a_class_that_cannot_be_found_gives_no_f1(texts):
-    recipe = PaperTango(balanced_per_class=3, balanced_rounds=2, **texts)
-    figures = recipe.evaluate(problems(2), table_of(lambda *_: solution(1, "no"), optimist))
+    recipe = Tango(balanced_per_class=3, balanced_rounds=2, **texts)
+    metrics = recipe.evaluate(problems(2), context_of(lambda *_: solution(1, "no"), optimist))
     assert (
-        "verifier/outcome_f1" not in figures
-        and figures["verifier/num_right"] == 0
-        and figures["verifier/num_wrong"] == 3
+        "verifier/outcome_f1" not in metrics
+        and metrics["verifier/num_correct"] == 0
+        and metrics["verifier/num_wrong"] == 3
     )
 
 
@@ -469,32 +471,30 @@ def test_f1_is_the_harmonic_mean_of_the_class_accuracies():
 
 
 def test_settings_are_checked_by_name_value_and_cure(texts):
-    recipe = build(
-        Use(target="megatron_rl.recipes.tango:PaperTango", args={"alpha_schedule": "cosine", "group_size": 4})
-    )
+    recipe = build(Use(target="megatron_rl.recipes.tango:Tango", args={"alpha_schedule": "cosine", "group_size": 4}))
     assert {name: part.samples for name, part in recipe.roles().items()} == {"generator": 4, "verifier": 5}
-    assert recipe.state_dict()["counts"] == {"right": None, "wrong": None}
+    assert recipe.state_dict()["counts"] == {"correct": None, "wrong": None}
     with pytest.raises(ConfigError, match="group_siz"):
-        build(Use(target="megatron_rl.recipes.tango:PaperTango", args={"group_siz": 4}))
+        build(Use(target="megatron_rl.recipes.tango:Tango", args={"group_siz": 4}))
     with pytest.raises(ConfigError, match="alpha_schedule"):
-        build(Use(target="megatron_rl.recipes.tango:PaperTango", args={"alpha_schedule": "steep"}))
+        build(Use(target="megatron_rl.recipes.tango:Tango", args={"alpha_schedule": "steep"}))
     with pytest.raises(ConfigError, match="group_size = 0: give at least 2"):
-        PaperTango(group_size=0)
+        Tango(group_size=0)
     with pytest.raises(ConfigError, match="updates = 0"):
         Grpo(updates=0)
     with pytest.raises(ConfigError, match="gae.*grpo, dr_grpo"):
         Grpo(updates=1, estimator="gae")
     with pytest.raises(ConfigError, match="alpha_start = 1.5: it is a share"):
-        PaperTango(alpha_start=1.5)
+        Tango(alpha_start=1.5)
     for wrong in ({"alpha_min": 0.0}, {"class_weight_decay": 1.0}, {"verifier_template": "nowhere"}):
         with pytest.raises(ConfigError, match="floor = 0.0|decay = 1.0|nowhere"):
-            build(Use(target="megatron_rl.recipes.tango:PaperTango", args=wrong))
+            build(Use(target="megatron_rl.recipes.tango:Tango", args=wrong))
 
 
 def test_an_estimator_of_ones_own_is_named_in_the_config(texts):
     args = {"updates": 1, "group_size": 2, "estimator": f"{__name__}:raw", "template": texts["generator_template"]}
     recipe = build(Use(target="megatron_rl.recipes.grpo:Grpo", args=args))
-    rollouts, _ = play(recipe, "generator", 2, table_of(lambda p, i, j, s: solution(1, "yes" if i else "no")))
+    rollouts, _ = roll_out(recipe, "generator", 2, context_of(lambda p, i, j, s: solution(1, "yes" if i else "no")))
     assert [t.advantages for t in rollouts] == [0.0, 0.0, 2.0, 2.0]
 
 

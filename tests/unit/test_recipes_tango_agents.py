@@ -15,24 +15,24 @@ import numpy as np
 import pytest
 from chats import CHATML, THINKING, chat_tokenizer
 from fake_engines import ScriptedEngine
-from test_recipes import Problems, turn, verification
+from test_recipes import Problems, iteration, verification
 from toys import EOS, characters, graded
 
 from examples.miniatures.tango_agent import judge as mini_judge
 from megatron_rl.algorithms.advantages import TRAINED
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
-from megatron_rl.engines.base import Sampling
-from megatron_rl.environments.base import Environment, EpisodeMaker
-from megatron_rl.environments.episodes import MOST_ANSWERS
-from megatron_rl.environments.moves import EnvironmentFailure, Move, Over, Said
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.environments.environment import Environment, EpisodeMaker
+from megatron_rl.environments.episode_runner import MOST_ANSWERS
+from megatron_rl.environments.episode_types import EnvironmentFailure, EpisodeEnd, NextRequest, Said
 from megatron_rl.recipes.tango_agents import TangoAgents
-from megatron_rl.recipes.transcripts import TranscriptForm, joined, mark_turns, parted
-from megatron_rl.rewards.pool import RewardFailure
+from megatron_rl.recipes.transcripts import TranscriptForm, annotate_iterations, joined, parted
+from megatron_rl.rewards.grading_pool import RewardFailure
 from megatron_rl.rewards.verdicts import review
 from megatron_rl.text import fill, read_template
-from megatron_rl.training.turns import Table
-from megatron_rl.types import STEP, Author, Marks, Outcome, Prompt, Rollout
+from megatron_rl.training.iteration import RolloutContext
+from megatron_rl.types import STEP, Annotations, Author, Outcome, Prompt, Rollout
 
 TEXT = characters()
 RULE = graded(lambda response, payload: Outcome.ERROR if response == "lost" else response == payload["answer"])
@@ -43,10 +43,10 @@ VERDICTS = ("+-+", "-", "+-")
 
 @dataclass
 class Asks(Environment):
-    """Says back in brackets what it hears, until the seat writes `=` and an answer. `!` breaks it."""
+    """Says back in brackets what it hears, until the agent writes `=` and an answer. `!` breaks it."""
 
     opening: str = "{question}:"
-    seat: str = "generator"
+    agent: str = "generator"
 
     def begin(self, task: Mapping[str, Any], seed: int):
         self.heard = 0
@@ -58,23 +58,23 @@ class Asks(Environment):
             raise EnvironmentFailure("the tool is away")
         text = said.text.rpartition("</think>")[2]
         if text.startswith("="):
-            return Over(answers={self.seat: text[1:]}, rewards={self.seat: {"turns": float(self.heard)}})
+            return EpisodeEnd(answers={self.agent: text[1:]}, rewards={self.agent: {"turns": float(self.heard)}})
         return self._move(f"[{text}]")
 
     def _move(self, text: str):
-        return [Move(seat=self.seat, role=self.seat, messages=[{"role": "user", "content": text}])]
+        return [NextRequest(agent=self.agent, role=self.agent, messages=[{"role": "user", "content": text}])]
 
 
 @dataclass
 class Silent(EpisodeMaker):
     """Plays like another, whose episodes do not tell what was said in them."""
 
-    def play(self, table, tasks, seeds, samplings, settings):
-        return [replace(one, told={}) for one in Asks().play(table, tasks, seeds, samplings, settings)]
+    def play(self, context, tasks, seeds, samplings, settings):
+        return [replace(one, told={}) for one in Asks().play(context, tasks, seeds, samplings, settings)]
 
 
 def labels(steps, payload):
-    """A turn of one character is right, and so is a right answer."""
+    """A turn of one character is right, and so is a correct answer."""
     return [len(step) == 1 or step == f"={payload['answer']}" for step in steps]
 
 
@@ -114,9 +114,9 @@ def by_verdicts(prompt, j):
     return verification(VERDICTS[place], "+" if "=yes" in prompt else "-")
 
 
-def table_of(generator=None, verifier=by_verdicts, tokenizer=TEXT, grade=RULE, **settings):
+def context_of(generator=None, verifier=by_verdicts, tokenizer=TEXT, grade=RULE, **settings):
     engines = {"generator": generator or writer(), "verifier": judge(verifier)}
-    return Table(
+    return RolloutContext(
         engines=engines,
         tokenizers={"generator": tokenizer, "verifier": TEXT},
         samplings={name: Sampling(max_tokens=4000, top_p=0.9) for name in engines},
@@ -130,14 +130,14 @@ def problems(count):
     return [Prompt(id=f"p{i}", tokens=[1, 2], payload={"question": f"q{i}", "answer": "yes"}) for i in range(count)]
 
 
-def play(recipe, role, prompts, table, **at):
-    rollouts = recipe.play(turn(role, **at), Problems(problems(prompts)), table)
+def roll_out(recipe, role, prompts, context, **at):
+    rollouts = recipe.rollout(iteration(role, **at), Problems(problems(prompts)), context)
     assert list(rollouts) == [role]
-    return rollouts[role], table.notes[role]
+    return rollouts[role], context.metrics[role]
 
 
-def asked(table, role="verifier"):
-    return [TEXT.decode(tokens) for tokens, _ in table.engines[role].asked]
+def asked(context, role="verifier"):
+    return [TEXT.decode(tokens) for tokens, _ in context.engines[role].asked]
 
 
 def credit_by_loops(outcomes, verdicts, alpha):
@@ -157,23 +157,23 @@ def credit_by_loops(outcomes, verdicts, alpha):
 def turn_credit(rollout):
     """The one advantage that all tokens of a turn have, turn by turn."""
     found = []
-    for start, end in rollout.marks_of(STEP).ranges.tolist():
+    for start, end in rollout.annotations_of(STEP).ranges.tolist():
         [value] = set(rollout.advantages[start:end].tolist())
         found.append(value)
     return found
 
 
 def test_turns_become_steps_and_the_verifier_reads_the_whole_conversation(recipe):
-    table = table_of()
-    rollouts, figures = play(recipe(), "generator", 1, table)
-    turns = [[TEXT.decode(r.tokens[a:b]) for a, b in r.marks_of(STEP).ranges] for r in rollouts]
+    context = context_of()
+    rollouts, metrics = roll_out(recipe(), "generator", 1, context)
+    turns = [[TEXT.decode(r.tokens[a:b]) for a, b in r.annotations_of(STEP).ranges] for r in rollouts]
     assert turns == [[f"{text}<eos>" for text in texts] for texts in WRITES]
-    assert asked(table) == [
+    assert asked(context) == [
         "Q q0 S 1) ab tool: [ab] 2) c tool: [c] 3) =yes K 3.",
         "Q q0 S 1) =no K 1.",
         "Q q0 S 1) x tool: [x] 2) =no K 2.",
     ]
-    assert (figures["verdicts_match"], figures["answers"], figures["alpha"]) == (1.0, 2.0, 0.1)
+    assert (metrics["verdicts_match"], metrics["answers"], metrics["alpha"]) == (1.0, 2.0, 0.1)
     assert [r.payload["correct"] for r in rollouts] == [True, False, False]
     assert [r.rewards for r in rollouts] == [
         {"turns": float(len(texts)), "outcome": outcome, TRAINED: outcome}
@@ -185,31 +185,31 @@ def test_turns_become_steps_and_the_verifier_reads_the_whole_conversation(recipe
 
 @pytest.mark.parametrize("alpha", [0.1, 0.9])
 def test_verdicts_land_on_the_tokens_of_their_turns(recipe, alpha):
-    rollouts, _ = play(recipe(alpha_start=alpha), "generator", 1, table_of())
+    rollouts, _ = roll_out(recipe(alpha_start=alpha), "generator", 1, context_of())
     expected = credit_by_loops((1.0, 0.0, 0.0), VERDICTS, alpha)
     for rollout, values in zip(rollouts, expected, strict=True):
         assert turn_credit(rollout) == pytest.approx(values, abs=1e-6)
         assert not rollout.advantages[rollout.authors == Author.ENVIRONMENT].any()
     first, second, third = turn_credit(rollouts[0])
     assert second < min(first, third), "the turn that was judged wrong"
-    assert rollouts[0].marks_of(STEP).scores.tolist() == [1 / 3, -1 / 3, 1 / 3]
+    assert rollouts[0].annotations_of(STEP).scores.tolist() == [1 / 3, -1 / 3, 1 / 3]
 
 
 def test_a_verification_with_another_number_of_verdicts_gives_no_step_rewards_and_is_out_of_form(recipe):
     def short(prompt, j):
         return verification("+" if "K 3" in prompt else VERDICTS[1 if "K 1" in prompt else 2], "-")
 
-    rollouts, figures = play(recipe(), "generator", 1, table_of(verifier=short))
-    assert rollouts[0].marks_of(STEP).scores is None and rollouts[1].marks_of(STEP).scores is not None
-    assert figures["verdicts_match"] == pytest.approx(2 / 3)
-    judged, _ = play(recipe(), "verifier", 1, table_of(verifier=short))
+    rollouts, metrics = roll_out(recipe(), "generator", 1, context_of(verifier=short))
+    assert rollouts[0].annotations_of(STEP).scores is None and rollouts[1].annotations_of(STEP).scores is not None
+    assert metrics["verdicts_match"] == pytest.approx(2 / 3)
+    judged, _ = roll_out(recipe(), "verifier", 1, context_of(verifier=short))
     assert [r.rewards["format"] for r in judged] == [0.2] * 3, "though the conversation has no form of Tango's"
 
 
 def test_a_turn_stays_one_step_where_the_weights_change_in_it():
     parts = [[0, 2, 2, -1], [2, 4, 0, 3], [4, 5, 0, 4], [5, 6, 2, -1], [6, 8, 0, 4]]
-    assert mark_turns(plain(8, parts)).marks_of(STEP).ranges.tolist() == [[2, 5], [6, 8]]
-    assert len(mark_turns(plain(2, [[0, 2, 2, -1]])).marks_of(STEP)) == 0
+    assert annotate_iterations(plain(8, parts)).annotations_of(STEP).ranges.tolist() == [[2, 5], [6, 8]]
+    assert len(annotate_iterations(plain(2, [[0, 2, 2, -1]])).annotations_of(STEP)) == 0
 
 
 def plain(length, spans):
@@ -227,24 +227,28 @@ def thinks(k, texts):
 def test_a_transcript_that_was_cut_is_judged_and_credited_as_a_whole(recipe, alpha):
     writes = tuple(tuple(thinks(k, texts) for k in range(len(texts))) for texts in WRITES)
     tokenizer = chat_tokenizer(THINKING)
-    table = table_of(writer(writes, tokenizer), by_thought, tokenizer)
-    rollouts, figures = play(recipe(dialogue="chat", alpha_start=alpha), "generator", 1, table)
-    assert figures["cuts"] == pytest.approx(2 / 3) and len(rollouts) == 5
-    assert asked(table)[0] == "Q q0 S 1) ab tool: [ab] 2) hm</think>c tool: [c] 3) =yes K 3."
-    seats = {}
+    context = context_of(writer(writes, tokenizer), by_thought, tokenizer)
+    rollouts, metrics = roll_out(recipe(dialogue="chat", alpha_start=alpha), "generator", 1, context)
+    assert metrics["cuts"] == pytest.approx(2 / 3) and len(rollouts) == 5
+    assert asked(context)[0] == "Q q0 S 1) ab tool: [ab] 2) hm</think>c tool: [c] 3) =yes K 3."
+    agents = {}
     for rollout in rollouts:
-        seats.setdefault(rollout.payload["episode"], []).append(rollout)
+        agents.setdefault(rollout.payload["episode"], []).append(rollout)
     expected = credit_by_loops((1.0, 0.0, 0.0), VERDICTS, alpha)
-    assert [len(samples) for samples in seats.values()] == [2, 1, 2]
-    for samples, values, verdicts in zip(seats.values(), expected, VERDICTS, strict=True):
+    assert [len(samples) for samples in agents.values()] == [2, 1, 2]
+    for samples, values, verdicts in zip(agents.values(), expected, VERDICTS, strict=True):
         assert [c for sample in samples for c in turn_credit(sample)] == pytest.approx(values, abs=1e-6)
         assert [v for sample in samples for v in sample.payload["verdicts"]] == [v == "+" for v in verdicts]
         for sample in samples:
             assert not sample.advantages[sample.authors == Author.ENVIRONMENT].any()
-            assert len(sample.marks_of(STEP)) == len(sample.marks_of(STEP).scores) == len(sample.payload["verdicts"])
+            assert (
+                len(sample.annotations_of(STEP))
+                == len(sample.annotations_of(STEP).scores)
+                == len(sample.payload["verdicts"])
+            )
     uncut = chat_tokenizer(CHATML)
-    whole, _ = play(
-        recipe(dialogue="chat", alpha_start=alpha), "generator", 1, table_of(writer(writes, uncut), by_thought, uncut)
+    whole, _ = roll_out(
+        recipe(dialogue="chat", alpha_start=alpha), "generator", 1, context_of(writer(writes, uncut), by_thought, uncut)
     )
     assert len(whole) == 3, "the same conversations, and the same credit, where the template forgets nothing"
     assert [turn_credit(r) for r in whole] == [pytest.approx(values, abs=1e-6) for values in expected]
@@ -253,9 +257,9 @@ def test_a_transcript_that_was_cut_is_judged_and_credited_as_a_whole(recipe, alp
 def test_no_turn_can_end_the_verifiers_prompt_and_speak_in_its_place(recipe):
     """`<eos>` is a control token of the verifier's, and letters to the generator."""
     tokenizer = chat_tokenizer(CHATML)
-    table = table_of(writer((("<eos>Right", "=yes"), *WRITES[1:]), tokenizer), lambda *_: "no idea", tokenizer)
-    play(recipe(dialogue="chat"), "generator", 1, table)
-    prompt = table.engines["verifier"].asked[0][0]
+    context = context_of(writer((("<eos>Right", "=yes"), *WRITES[1:]), tokenizer), lambda *_: "no idea", tokenizer)
+    roll_out(recipe(dialogue="chat"), "generator", 1, context)
+    prompt = context.engines["verifier"].asked[0][0]
     assert EOS not in prompt and "1) < eos>Right tool: [< eos>Right]" in TEXT.decode(prompt)
 
 
@@ -266,9 +270,9 @@ def by_thought(prompt, j):
 def test_joined_samples_come_apart_as_they_were(recipe):
     tokenizer = chat_tokenizer(THINKING)
     writes = (("a", "hm</think>c", "=yes"),)
-    rollouts, _ = play(
+    rollouts, _ = roll_out(
         recipe(dialogue="chat", group_size=2), "generator", 1,
-        table_of(writer(writes, tokenizer), lambda *_: "no idea", tokenizer),
+        context_of(writer(writes, tokenizer), lambda *_: "no idea", tokenizer),
     )  # fmt: skip
     samples = rollouts[:2]
     whole = joined(samples)
@@ -277,35 +281,37 @@ def test_joined_samples_come_apart_as_they_were(recipe):
     for part, sample in zip(parted(replace(whole, advantages=0.5), samples), samples, strict=True):
         assert part.advantages == 0.5 and np.array_equal(part.spans, sample.spans)
         assert np.array_equal(part.tokens, sample.tokens) and np.array_equal(part.logprobs, sample.logprobs)
-    scored = replace(mark_turns(whole), advantages=np.arange(len(whole.tokens), dtype=np.float32))
-    ranges = scored.marks_of(STEP).ranges
-    scored = replace(scored, marks={STEP: Marks(ranges, np.array([1.0, 2.0, 3.0]))})
+    scored = replace(annotate_iterations(whole), advantages=np.arange(len(whole.tokens), dtype=np.float32))
+    ranges = scored.annotations_of(STEP).ranges
+    scored = replace(scored, annotations={STEP: Annotations(ranges, np.array([1.0, 2.0, 3.0]))})
     first, second = parted(scored, samples)
-    assert first.marks_of(STEP).scores.tolist() == [1.0, 2.0] and second.marks_of(STEP).scores.tolist() == [3.0]
+    assert first.annotations_of(STEP).scores.tolist() == [1.0, 2.0] and second.annotations_of(STEP).scores.tolist() == [
+        3.0
+    ]
     assert second.advantages[0] == len(first.tokens)
-    assert first.marks_of(STEP).ranges.tolist() + (second.marks_of(STEP).ranges + len(first.tokens)).tolist() == (
-        ranges.tolist()
-    )
+    assert first.annotations_of(STEP).ranges.tolist() + (
+        second.annotations_of(STEP).ranges + len(first.tokens)
+    ).tolist() == (ranges.tolist())
 
 
 def test_a_reward_that_fails_too_often_for_answers_of_episodes_ends_the_run(recipe):
     writes = (("=lost",), ("=lost",), *WRITES[1:])
     with pytest.raises(RewardFailure, match="2 of 4 gradings failed"):
-        play(recipe(group_size=4), "generator", 1, table_of(writer(writes), max_failure_share=0.25))
-    play(recipe(group_size=4), "generator", 1, table_of(writer(writes), max_failure_share=0.5))
+        roll_out(recipe(group_size=4), "generator", 1, context_of(writer(writes), max_failure_share=0.25))
+    roll_out(recipe(group_size=4), "generator", 1, context_of(writer(writes), max_failure_share=0.5))
 
 
 @pytest.mark.parametrize("text", ["!", "=lost"])
 @pytest.mark.parametrize("role", ["generator", "verifier"])
 def test_an_episode_that_failed_or_could_not_be_graded_is_no_sample_and_is_not_judged(recipe, text, role):
     writes = ((text,), *WRITES[1:], WRITES[0])
-    table = table_of(writer(writes))
-    rollouts, figures = play(recipe(group_size=4), role, 1, table)
+    context = context_of(writer(writes))
+    rollouts, metrics = roll_out(recipe(group_size=4), role, 1, context)
     if role == "verifier":  # its one episode failed
-        assert rollouts == [] and not table.engines["verifier"].asked and figures["reward/outcome"] == 0.0
+        assert rollouts == [] and not context.engines["verifier"].asked and metrics["reward/outcome"] == 0.0
         return
-    assert [r.rewards["outcome"] for r in rollouts] == [0.0, 0.0, 1.0] and len(table.engines["verifier"].asked) == 3
-    assert len({r.group for r in rollouts}) == 1 and figures["episodes/error"] == float(text == "!")
+    assert [r.rewards["outcome"] for r in rollouts] == [0.0, 0.0, 1.0] and len(context.engines["verifier"].asked) == 3
+    assert len({r.group for r in rollouts}) == 1 and metrics["episodes/error"] == float(text == "!")
     expected = credit_by_loops((0.0, 0.0, 1.0), (VERDICTS[1], VERDICTS[2], VERDICTS[0]), 0.1)
     assert [turn_credit(r) for r in rollouts] == [pytest.approx(values, abs=1e-6) for values in expected]
 
@@ -319,15 +325,15 @@ def mixed(prompt, j):
 
 def test_a_verifier_of_turns_rests_too(recipe):
     own = recipe(reviewed="failed", review_below=0.1, verifier_rests=True)
-    play(own, "generator", 1, table_of())  # one problem, whose outcomes differ: the moving share is 0.2
-    table = table_of()
-    rollouts, figures = play(own, "verifier", 3, table)
-    assert rollouts == [] and figures["rests"] == 1.0 and not asked(table) and not asked(table, "generator")
+    roll_out(own, "generator", 1, context_of())  # one problem, whose outcomes differ: the moving share is 0.2
+    context = context_of()
+    rollouts, metrics = roll_out(own, "verifier", 3, context)
+    assert rollouts == [] and metrics["rests"] == 1.0 and not asked(context) and not asked(context, "generator")
 
 
-def test_a_verifier_turn_weighs_the_rarer_class_and_its_counts_survive_a_checkpoint(recipe):
+def test_a_verifier_iteration_weighs_the_rarer_class_and_its_counts_survive_a_checkpoint(recipe):
     own, again = recipe(), recipe()
-    rollouts, figures = play(own, "verifier", 3, table_of(verifier=mixed))
+    rollouts, metrics = roll_out(own, "verifier", 3, context_of(verifier=mixed))
     assert [r.rewards["verifier"] for r in rollouts] == pytest.approx([1.8, 0.8, 0.0] * 3)
     rewards = np.array([1.8, 0.8, 0.0])
     z = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
@@ -335,30 +341,30 @@ def test_a_verifier_turn_weighs_the_rarer_class_and_its_counts_survive_a_checkpo
     scale = 9 / (3 * right + 6 * wrong)
     expected = [*(z * right * scale), *(z * wrong * scale), *(z * wrong * scale)]
     assert [r.advantages for r in rollouts] == pytest.approx(expected, abs=1e-5)
-    assert figures["reward/outcome"] == pytest.approx(1 / 3)
-    assert own.state_dict()["counts"] == {"right": 3.0, "wrong": 6.0}
+    assert metrics["reward/outcome"] == pytest.approx(1 / 3)
+    assert own.state_dict()["counts"] == {"correct": 3.0, "wrong": 6.0}
     again.load_state_dict(json.loads(json.dumps(own.state_dict())))
-    later = [play(each, "verifier", 1, table_of(verifier=mixed), number=1)[0] for each in (own, again)]
+    later = [roll_out(each, "verifier", 1, context_of(verifier=mixed), number=1)[0] for each in (own, again)]
     assert [r.advantages for r in later[0]] == [r.advantages for r in later[1]]
     assert own.state_dict() == again.state_dict() and own.state_dict()["counts"]["wrong"] == pytest.approx(0.8 * 6)
 
 
 def test_an_opening_without_the_question_is_shown_and_what_is_not_told_is_decoded(recipe):
-    table = table_of()
+    context = context_of()
     rules = Use(target=f"{__name__}:Asks", args={"opening": "Ask me. "})
-    play(recipe(environment=rules), "generator", 1, table)
-    assert asked(table)[1] == "Q q0 S tool: Ask me. 1) =no K 1."
-    told, silent = table_of(), table_of()
-    play(recipe(), "generator", 1, told)
-    play(recipe(environment=Use(target=f"{__name__}:Silent")), "generator", 1, silent)
+    roll_out(recipe(environment=rules), "generator", 1, context)
+    assert asked(context)[1] == "Q q0 S tool: Ask me. 1) =no K 1."
+    told, silent = context_of(), context_of()
+    roll_out(recipe(), "generator", 1, told)
+    roll_out(recipe(environment=Use(target=f"{__name__}:Silent")), "generator", 1, silent)
     assert asked(silent) == asked(told)
 
 
-def test_draws_depend_on_the_turn_alone(recipe):
+def test_draws_depend_on_the_iteration_alone(recipe):
     def seeds(number, role="generator"):
-        table = table_of()
-        play(recipe(), role, 1, table, number=number)
-        return [table.engines[name].asked[0][1].seed for name in ("generator", "verifier")]
+        context = context_of()
+        roll_out(recipe(), role, 1, context, number=number)
+        return [context.engines[name].asked[0][1].seed for name in ("generator", "verifier")]
 
     assert seeds(5) == seeds(5) and not set(seeds(5)) & set(seeds(6))
 
@@ -366,20 +372,20 @@ def test_draws_depend_on_the_turn_alone(recipe):
 def test_evaluation_measures_both_and_keeps_its_conversations(recipe):
     writes = (WRITES[0], WRITES[2])
     own = recipe(balanced_per_class=2, balanced_rounds=3, step_labels=f"{__name__}:labels")
-    table = table_of(writer(writes), by_verdicts)
-    figures = own.evaluate(problems(3), table)
+    context = context_of(writer(writes), by_verdicts)
+    metrics = own.evaluate(problems(3), context)
     wanted = {"generator/reward_sampled": 2 / 3, "generator/accuracy_greedy": 2 / 3, "episodes/answers_sampled": 8 / 3}
-    assert {name: figures[name] for name in wanted} == pytest.approx(wanted)
-    assert (figures["verifier/num_right"], figures["verifier/num_wrong"]) == (2.0, 2.0)
-    assert figures["verifier/outcome_f1"] == figures["verifier/aligned"] == 1.0
-    # A right one has the labels - + + and the verdicts + - +, a wrong one + - and + -.
-    assert figures["verifier/step_f1"] == pytest.approx(2 * (2 / 3) * (1 / 2) / (2 / 3 + 1 / 2))
-    kept = json.loads(json.dumps(table.kept))
-    later = table_of(writer((("=yes",),)), by_verdicts)  # the generator has changed; the set has not
+    assert {name: metrics[name] for name in wanted} == pytest.approx(wanted)
+    assert (metrics["verifier/num_correct"], metrics["verifier/num_wrong"]) == (2.0, 2.0)
+    assert metrics["verifier/outcome_f1"] == metrics["verifier/aligned"] == 1.0
+    # A correct one has the labels - + + and the verdicts + - +, a wrong one + - and + -.
+    assert metrics["verifier/step_f1"] == pytest.approx(2 * (2 / 3) * (1 / 2) / (2 / 3 + 1 / 2))
+    kept = json.loads(json.dumps(context.kept))
+    later = context_of(writer((("=yes",),)), by_verdicts)  # the generator has changed; the set has not
     later.kept.update(kept)
     again = recipe(balanced_per_class=2, step_labels=f"{__name__}:labels").evaluate(problems(3), later)
-    assert asked(later) == asked(table) and len(asked(later)) == 8
-    assert {n: v for n, v in again.items() if "verifier" in n} == {n: v for n, v in figures.items() if "verifier" in n}
+    assert asked(later) == asked(context) and len(asked(later)) == 8
+    assert {n: v for n, v in again.items() if "verifier" in n} == {n: v for n, v in metrics.items() if "verifier" in n}
     with pytest.raises(ValueError, match="held-out problem 'p0' .* is gone"):
         own.evaluate(problems(3)[1:], later)
 
@@ -388,32 +394,32 @@ def test_a_kept_conversation_that_was_cut_has_all_its_turns(recipe):
     tokenizer = chat_tokenizer(THINKING)
     writes = (("ab", "hm</think>c", "=yes"), ("x", "=no"))
     own = recipe(dialogue="chat", balanced_per_class=1, step_labels=f"{__name__}:labels")
-    table = table_of(writer(writes, tokenizer), by_thought, tokenizer)
-    figures = own.evaluate(problems(2), table)
-    assert asked(table)[0] == "Q q0 S 1) ab tool: [ab] 2) hm</think>c tool: [c] 3) =yes K 3."
-    assert figures["verifier/aligned"] == 1.0 and len(table.kept["balanced_solutions"][0]["spans"]) == 5
+    context = context_of(writer(writes, tokenizer), by_thought, tokenizer)
+    metrics = own.evaluate(problems(2), context)
+    assert asked(context)[0] == "Q q0 S 1) ab tool: [ab] 2) hm</think>c tool: [c] 3) =yes K 3."
+    assert metrics["verifier/aligned"] == 1.0 and len(context.kept["balanced_solutions"][0]["spans"]) == 5
 
 
 def test_an_episode_that_failed_counts_with_0_in_an_evaluation_and_is_not_judged(recipe):
-    table = table_of(writer((("=yes",), ("!",))), lambda *_: verification("+", "+"))
-    figures = recipe(balanced_per_class=1, balanced_rounds=1).evaluate(problems(2), table)
-    assert figures["generator/reward_sampled"] == 0.5
-    assert (figures["verifier/num_right"], figures["verifier/num_wrong"]) == (1.0, 0.0)
+    context = context_of(writer((("=yes",), ("!",))), lambda *_: verification("+", "+"))
+    metrics = recipe(balanced_per_class=1, balanced_rounds=1).evaluate(problems(2), context)
+    assert metrics["generator/reward_sampled"] == 0.5
+    assert (metrics["verifier/num_correct"], metrics["verifier/num_wrong"]) == (1.0, 0.0)
 
 
 def test_the_environments_own_rewards_say_what_is_right(recipe):
     own = recipe(rewards={"turns": 0.2}, environment=Use(target=f"{__name__}:Asks"))
-    rollouts, _ = play(own, "generator", 1, table_of())
+    rollouts, _ = roll_out(own, "generator", 1, context_of())
     assert [r.payload["correct"] for r in rollouts] == [True, False, False]  # 0.6, 0.2 and 0.4
     assert [r.rewards[TRAINED] for r in rollouts] == pytest.approx([0.6, 0.2, 0.4])
     with pytest.raises(RewardFailure, match="has no reward 'points'"):
-        play(recipe(rewards={"points": 1.0}), "generator", 1, table_of(max_failure_share=0.1))
+        roll_out(recipe(rewards={"points": 1.0}), "generator", 1, context_of(max_failure_share=0.1))
 
 
 def test_schedule_and_parts_are_tangos(recipe):
-    own = recipe(role="solver", seats=2, generator_updates=4, warmup_updates=1)
-    turns = [roles for step in own.schedule() for roles in step]
-    assert turns == [("verifier",), *[("solver",)] * 3, ("verifier",), ("solver",)]
+    own = recipe(role="solver", agents=2, generator_updates=4, warmup_updates=1)
+    iterations = [roles for cycle in own.schedule() for roles in cycle]
+    assert iterations == [("verifier",), *[("solver",)] * 3, ("verifier",), ("solver",)]
     parts = own.roles()
     assert list(parts) == ["solver", "verifier"] and parts["solver"].samples == 6 and parts["verifier"].samples == 6
     assert parts["solver"].drawn == {"solver": 6, "verifier": 6}
@@ -425,14 +431,14 @@ def test_schedule_and_parts_are_tangos(recipe):
     ("args", "message"),
     [
         ({"role": "verifier"}, "recipe.args.role = 'verifier'"),
-        ({"seats": 0}, "seats = 0: give at least 1"),
+        ({"agents": 0}, "agents = 0: give at least 1"),
         ({"group_size": 1}, "group_size = 1: give at least 2"),
         ({"rewards": {}}, "rewards is empty"),
         ({"turn_form": "turn"}, "turn_form = 'turn': it needs {text}"),
         ({"dialogue": "talk"}, "dialogue = 'talk'"),
         ({"alpha_start": 2.0}, "alpha_start = 2.0: it is a share"),
         (
-            {"environment": {"target": "megatron_rl.environments.calculator:Calculator"}},
+            {"environment": {"target": "megatron_rl.contrib.calculator:Calculator"}},
             "is no environment: name a class",
         ),
         ({"generator_template": "tango_generator"}, "generator_template"),

@@ -8,16 +8,16 @@ import pytest
 from test_recipes import (
     PAPER,
     TOKENIZER,
+    context_of,
+    iteration,
     paper_generator,
     paper_verifier,
     per_token,
-    play,
+    roll_out,
     segments,
     solution,
     steps_of,
-    table_of,
     texts,
-    turn,
     verification,
 )
 from toys import graded
@@ -25,7 +25,7 @@ from toys import graded
 from megatron_rl.algorithms.advantages import StepCredit, assign_advantages, step_rewards
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
-from megatron_rl.recipes.tango import PaperTango, Tango
+from megatron_rl.recipes.tango import LeanTango, Tango
 from megatron_rl.types import STEP, Outcome
 
 __all__ = ["texts"]  # a fixture
@@ -48,12 +48,12 @@ def verifier(prompt, i, j, sampling):
     ("reviewed", "asked"), [("all", ["0", "1", "2"]), ("undecided", ["1", "2"]), ("failed", ["1"])]
 )
 def test_groups_with_a_signal_of_their_own_are_not_verified(texts, reviewed, asked):
-    table = table_of(generator, verifier)
-    recipe = PaperTango(group_size=3, reviewed=reviewed, alpha_start=1.0, alpha_min=1.0, **texts)
-    rollouts, figures = play(recipe, "generator", 3, table)
-    questions = [TOKENIZER.decode(tokens).split()[1] for tokens, _ in table.engines["verifier"].asked]
+    context = context_of(generator, verifier)
+    recipe = Tango(group_size=3, reviewed=reviewed, alpha_start=1.0, alpha_min=1.0, **texts)
+    rollouts, metrics = roll_out(recipe, "generator", 3, context)
+    questions = [TOKENIZER.decode(tokens).split()[1] for tokens, _ in context.engines["verifier"].asked]
     assert sorted(questions) == sorted(asked * 3)
-    assert (figures["reviews_skipped"], figures["reviews_dropped"]) == (9 - 3 * len(asked), 0)
+    assert (metrics["reviews_skipped"], metrics["reviews_dropped"]) == (9 - 3 * len(asked), 0)
     outcome = assign_advantages(rollouts, reward="outcome")
     for rollout, bare in zip(rollouts, outcome, strict=True):
         verified = rollout.payload["question"] in asked
@@ -65,95 +65,95 @@ def test_groups_with_a_signal_of_their_own_are_not_verified(texts, reviewed, ask
 
 def test_nothing_is_verified_while_outcomes_say_enough(texts):
     """Two of three groups have no outcome signal: the moving share is 0, 0.2 / 3, and so on towards 1 / 3."""
-    recipe = PaperTango(group_size=3, reviewed="failed", review_below=0.11, alpha_start=1.0, alpha_min=1.0, **texts)
+    recipe = Tango(group_size=3, reviewed="failed", review_below=0.11, alpha_start=1.0, alpha_min=1.0, **texts)
     shares, asked = [], []
     for _ in range(4):
-        table = table_of(generator, verifier)
-        rollouts, figures = play(recipe, "generator", 3, table)
-        shares.append(figures["signal"])
-        asked.append(len(table.engines["verifier"].asked))
+        context = context_of(generator, verifier)
+        rollouts, metrics = roll_out(recipe, "generator", 3, context)
+        shares.append(metrics["signal"])
+        asked.append(len(context.engines["verifier"].asked))
     assert shares == pytest.approx([0.0, 1 / 15, 0.12, 0.8 * 0.12 + 0.2 / 3], abs=1e-9)
-    assert asked == [3, 3, 0, 0] and figures["reviews_skipped"] == 9
+    assert asked == [3, 3, 0, 0] and metrics["reviews_skipped"] == 9
     for rollout, bare in zip(rollouts, assign_advantages(rollouts, reward="outcome"), strict=True):
-        assert per_token(rollout) == pytest.approx(per_token(bare), abs=1e-6), "the last turn is GRPO's"
-    again = PaperTango(group_size=3, review_below=0.11, **texts)
+        assert per_token(rollout) == pytest.approx(per_token(bare), abs=1e-6), "the last iteration is GRPO's"
+    again = Tango(group_size=3, review_below=0.11, **texts)
     again.load_state_dict(json.loads(json.dumps(recipe.state_dict())))
     assert again.state_dict() == recipe.state_dict()
-    table = table_of(generator, verifier)
-    play(recipe, "verifier", 3, table)
-    assert table.engines["verifier"].asked, "the verifier's own turn goes on"
+    context = context_of(generator, verifier)
+    roll_out(recipe, "verifier", 3, context)
+    assert context.engines["verifier"].asked, "the verifier's own iteration goes on"
 
 
 def test_a_verifier_rests_while_outcomes_say_enough_and_no_longer(texts):
     args = {"group_size": 3, "verifications": 2, "reviewed": "failed", "review_below": 0.19, **texts}
-    recipe = PaperTango(verifier_rests=True, **args)
+    recipe = Tango(verifier_rests=True, **args)
     rests, asked = [], []
     for differ in (False, False, True, True, False, False, False, False):
-        own = table_of(lambda p, i, j, s, d=differ: solution(2, "yes" if d and j else "no"), verifier)
-        play(recipe, "generator", 3, own)
-        table = table_of(generator, verifier)
-        rollouts, figures = play(recipe, "verifier", 3, table)
-        rests.append(figures["rests"])
-        asked.append(len(table.engines["verifier"].asked))
+        own = context_of(lambda p, i, j, s, d=differ: solution(2, "yes" if d and j else "no"), verifier)
+        roll_out(recipe, "generator", 3, own)
+        context = context_of(generator, verifier)
+        rollouts, metrics = roll_out(recipe, "verifier", 3, context)
+        rests.append(metrics["rests"])
+        asked.append(len(context.engines["verifier"].asked))
         assert bool(rollouts) == bool(asked[-1])
     assert rests == [0, 0, 1, 1, 1, 1, 0, 0], "the moving share is 0, 0, 0.2, 0.36, 0.288, 0.230, 0.184, 0.147"
     assert [bool(count) for count in asked] == [not rest for rest in rests]
     with pytest.raises(ConfigError, match="review_below"):
-        PaperTango(verifier_rests=True, **texts)
+        Tango(verifier_rests=True, **texts)
 
 
 class NoProblems:
     """A source that gives none."""
 
     def take(self):
-        raise AssertionError("a turn without work takes no problems: the next turn is to have them")
+        raise AssertionError("an iteration without work takes no problems: the next iteration is to have them")
 
 
-def test_a_turn_of_a_verifier_that_rests_takes_no_problems_also_after_a_resume(texts):
+def test_an_iteration_of_a_verifier_that_rests_takes_no_problems_also_after_a_resume(texts):
     args = {"group_size": 3, "reviewed": "failed", "review_below": 0.1, "verifier_rests": True, **texts}
-    recipe, resumed = PaperTango(**args), PaperTango(**args)
-    play(recipe, "generator", 3, table_of(lambda p, i, j, s: solution(2, "yes" if j else "no"), verifier))
+    recipe, resumed = Tango(**args), Tango(**args)
+    roll_out(recipe, "generator", 3, context_of(lambda p, i, j, s: solution(2, "yes" if j else "no"), verifier))
     resumed.load_state_dict(json.loads(json.dumps(recipe.state_dict())))
     for each in (recipe, resumed):
-        table = table_of(generator, verifier)
-        assert each.play(turn("verifier"), NoProblems(), table) == {"verifier": []}
-        assert not table.engines["verifier"].asked and table.notes["verifier"] == {"rests": 1.0}
+        context = context_of(generator, verifier)
+        assert each.rollout(iteration("verifier"), NoProblems(), context) == {"verifier": []}
+        assert not context.engines["verifier"].asked and context.metrics["verifier"] == {"rests": 1.0}
     with pytest.raises(AssertionError, match="takes no problems"):
-        PaperTango(**args).play(turn("verifier"), NoProblems(), table_of(generator, verifier))
+        Tango(**args).rollout(iteration("verifier"), NoProblems(), context_of(generator, verifier))
 
 
 def test_the_papers_settings_verify_however_much_outcomes_say(texts):
-    recipe = PaperTango(group_size=3, **texts)
+    recipe = Tango(group_size=3, **texts)
     for _ in range(3):
-        table = table_of(lambda p, i, j, s: solution(2, "yes" if j else "no"), verifier)
-        play(recipe, "generator", 3, table)
-        assert len(table.engines["verifier"].asked) == 9
+        context = context_of(lambda p, i, j, s: solution(2, "yes" if j else "no"), verifier)
+        roll_out(recipe, "generator", 3, context)
+        assert len(context.engines["verifier"].asked) == 9
 
 
 def test_a_group_that_lacks_solutions_is_decided_on_when_all_are_known(texts):
     """Two of three solutions could not be graded, and the third failed: it is verified."""
     kinds = iter([Outcome.SCORE, Outcome.ERROR, Outcome.ERROR])
-    table = table_of(
+    context = context_of(
         lambda *_: solution(2, "no"),
         verifier,
         grade=lambda texts, payloads: [
             replace(one, outcome=next(kinds)) for one in graded(lambda *_: 0.0)(texts, payloads)
         ],
     )
-    rollouts, figures = play(PaperTango(group_size=3, reviewed="failed", **texts), "generator", 1, table)
-    assert len(rollouts) == 1 and "verdicts" in rollouts[0].payload and figures["reviews_skipped"] == 0
+    rollouts, metrics = roll_out(Tango(group_size=3, reviewed="failed", **texts), "generator", 1, context)
+    assert len(rollouts) == 1 and "verdicts" in rollouts[0].payload and metrics["reviews_skipped"] == 0
 
 
-def test_the_verifiers_own_turn_verifies_every_solution(texts):
-    table = table_of(lambda p, i, j, s: solution(2, "yes"), verifier)
-    rollouts, _ = play(PaperTango(reviewed="failed", verifications=2, **texts), "verifier", 3, table)
+def test_the_verifiers_own_iteration_verifies_every_solution(texts):
+    context = context_of(lambda p, i, j, s: solution(2, "yes"), verifier)
+    rollouts, _ = roll_out(Tango(reviewed="failed", verifications=2, **texts), "verifier", 3, context)
     assert len(rollouts) == 6
 
 
 def test_a_step_is_compared_with_the_same_step_of_the_other_solutions(texts):
     """Re-derived by loops from the verdicts of the paper's worked example: ++++, +-, ++--."""
-    recipe = PaperTango(group_size=3, step_credit=OWN, alpha_start=1.0, alpha_min=1.0, **texts)
-    rollouts, _ = play(recipe, "generator", 1, table_of(paper_generator, paper_verifier))
+    recipe = Tango(group_size=3, step_credit=OWN, alpha_start=1.0, alpha_min=1.0, **texts)
+    rollouts, _ = roll_out(recipe, "generator", 1, context_of(paper_generator, paper_verifier))
     signs = [[1.0 if v == "+" else -1.0 for v in verdicts] for verdicts, _ in PAPER]
     for rollout, own in zip(rollouts, signs, strict=True):
         expected = []
@@ -161,7 +161,7 @@ def test_a_step_is_compared_with_the_same_step_of_the_other_solutions(texts):
             others = np.array([other[k] for other in signs if k < len(other)])
             expected.append((value - others.mean()) / (others.std(ddof=1) + 1e-6))
         assert segments(rollout) == pytest.approx([*expected, 0.0], abs=1e-4)
-        assert rollout.marks_of(STEP).scores.tolist() == own, "not divided by the number of steps"
+        assert rollout.annotations_of(STEP).scores.tolist() == own, "not divided by the number of steps"
 
 
 def test_rewards_of_own_steps_are_not_divided_by_their_number():
@@ -176,16 +176,16 @@ def test_a_step_that_stands_alone_gets_no_credit(texts):
     def said(prompt, i, j, sampling):
         return verification("+++" if "#3" in prompt else "-", "-")
 
-    recipe = PaperTango(group_size=3, step_credit=OWN, alpha_start=1.0, alpha_min=1.0, **texts)
-    rollouts, _ = play(recipe, "generator", 1, table_of(some, said))
+    recipe = Tango(group_size=3, step_credit=OWN, alpha_start=1.0, alpha_min=1.0, **texts)
+    rollouts, _ = roll_out(recipe, "generator", 1, context_of(some, said))
     assert segments(rollouts[0])[1:] == [0.0, 0.0, 0.0] and segments(rollouts[0])[0] > 0
 
 
 def test_the_tokens_of_a_step_get_its_own_verdict_alone(texts):
     """span own with the paper's baseline: the same comparison, without the sum over later steps."""
     credit = StepCredit(span="own", baseline="group")
-    recipe = PaperTango(group_size=3, step_credit=credit, alpha_start=1.0, alpha_min=1.0, **texts)
-    rollouts, _ = play(recipe, "generator", 1, table_of(paper_generator, paper_verifier))
+    recipe = Tango(group_size=3, step_credit=credit, alpha_start=1.0, alpha_min=1.0, **texts)
+    rollouts, _ = roll_out(recipe, "generator", 1, context_of(paper_generator, paper_verifier))
     signs = np.array([1.0 if v == "+" else -1.0 for verdicts, _ in PAPER for v in verdicts])
     z = (signs - signs.mean()) / (signs.std(ddof=1) + 1e-6)
     assert segments(rollouts[1]) == pytest.approx([z[4], z[5], 0.0], abs=1e-4)
@@ -194,7 +194,7 @@ def test_the_tokens_of_a_step_get_its_own_verdict_alone(texts):
 
 
 def test_alpha_may_be_one_number_for_each_rollout(texts):
-    rollouts, _ = play(PaperTango(group_size=3, **texts), "generator", 1, table_of(paper_generator, paper_verifier))
+    rollouts, _ = roll_out(Tango(group_size=3, **texts), "generator", 1, context_of(paper_generator, paper_verifier))
     bare = assign_advantages(rollouts, reward="outcome")
     mixed = assign_advantages(rollouts, reward="outcome", alpha=[0.0, 0.1, 1.0])
     whole = assign_advantages(rollouts, reward="outcome", alpha=1.0)
@@ -216,31 +216,31 @@ def test_alpha_may_be_one_number_for_each_rollout(texts):
 )
 def test_settings_that_cannot_be_are_refused(args, message):
     with pytest.raises(ConfigError, match=f"(?s){message}"):
-        build(Use(target="megatron_rl.recipes.tango:Tango", args=args))
+        build(Use(target="megatron_rl.recipes.tango:LeanTango", args=args))
 
 
 def test_the_defaults_are_the_settings_that_were_ahead_at_equal_time():
-    own = Tango()
+    own = LeanTango()
     assert (own.reviewed, own.step_credit, own.alpha_start, own.alpha_min) == ("failed", OWN, 1.0, 1.0)
-    assert own.generator_turns == 9
-    paper = PaperTango()
+    assert own.generator_iterations == 9
+    paper = Tango()
     assert (paper.reviewed, paper.step_credit, paper.alpha_start, paper.alpha_min) == ("all", StepCredit(), 0.1, 1e-3)
 
 
-def test_verdicts_on_a_generators_turn_can_be_the_likeliest(texts):
-    """The verifier's own turn draws by chance all the same: its verifications must differ to be compared."""
+def test_verdicts_on_a_generators_iteration_can_be_the_likeliest(texts):
+    """The verifier's own iteration draws by chance all the same: its verifications must differ to be compared."""
     temperatures = {}
     for role in ("generator", "verifier"):
-        table = table_of(paper_generator, paper_verifier)
-        play(PaperTango(group_size=3, verifications=2, likeliest_verdicts=True, **texts), role, 1, table)
-        temperatures[role] = {sampling.temperature for _, sampling in table.engines["verifier"].asked}
-        assert {sampling.temperature for _, sampling in table.engines["generator"].asked} == {1.0}
+        context = context_of(paper_generator, paper_verifier)
+        roll_out(Tango(group_size=3, verifications=2, greedy_verdicts=True, **texts), role, 1, context)
+        temperatures[role] = {sampling.temperature for _, sampling in context.engines["verifier"].asked}
+        assert {sampling.temperature for _, sampling in context.engines["generator"].asked} == {1.0}
     assert temperatures == {"generator": {0.0}, "verifier": {1.0}}
 
 
 def test_a_verification_that_does_not_match_the_steps_does_not_count(texts):
-    recipe = PaperTango(group_size=2, step_credit=OWN, **texts)
-    table = table_of(lambda p, i, j, s: solution(3, "no"), lambda p, i, j, s: verification("++", "-"))
-    rollouts, _ = play(recipe, "generator", 1, table)
-    assert [r.marks_of(STEP).scores for r in rollouts] == [None, None]
+    recipe = Tango(group_size=2, step_credit=OWN, **texts)
+    context = context_of(lambda p, i, j, s: solution(3, "no"), lambda p, i, j, s: verification("++", "-"))
+    rollouts, _ = roll_out(recipe, "generator", 1, context)
+    assert [r.annotations_of(STEP).scores for r in rollouts] == [None, None]
     assert [r.payload["verdicts"] for r in rollouts] == [[True, True]] * 2, "the verdicts are kept"

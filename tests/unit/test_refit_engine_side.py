@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 from megatron_rl.refit import engine_side
-from megatron_rl.refit.base import RefitError
 from megatron_rl.refit.engine_side import EngineSide
+from megatron_rl.refit.transport import RefitError
 
 
 class Known(EngineSide):
@@ -12,7 +12,7 @@ class Known(EngineSide):
 
     def __init__(self, told):
         self.done, self._rank, self._incarnation, self.version = [], 0, "mine", 3
-        self._board = SimpleNamespace(
+        self._store = SimpleNamespace(
             peek=lambda key: told, get=lambda key, s: 5, has=lambda key, s: self.done.append(key) is not None
         )
 

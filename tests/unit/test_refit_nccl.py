@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import ConfigError, RefitConfig
-from megatron_rl.refit.base import Deadline, TransportError
-from megatron_rl.refit.board import Board
-from megatron_rl.refit.point_to_point import ERROR_HANDLING, PointToPoint
-from megatron_rl.refit.wiring import RankSeat, Seating, Wiring
+from megatron_rl.refit.process_group_transport import ERROR_HANDLING, PointToPoint
+from megatron_rl.refit.refit_store import RefitStore
+from megatron_rl.refit.transport import Deadline, TransportError
+from megatron_rl.refit.transport_choice import RankLocation, RankLocations, Wiring
 
 SETTINGS = RefitConfig(timeout_s=3600.0, message_timeout_s=0.3)
 
@@ -56,22 +56,22 @@ def nccl(monkeypatch):
 
 
 @pytest.fixture
-def board():
-    return Board.host("127.0.0.1")[0]
+def store():
+    return RefitStore.host("127.0.0.1")[0]
 
 
-def test_a_late_message_does_not_end_the_process(nccl, board, monkeypatch):
+def test_a_late_message_does_not_end_the_process(nccl, store, monkeypatch):
     """torch's watchdog ended it after `message_timeout_s`, before the refit could leave the engine out."""
     monkeypatch.setenv(ERROR_HANDLING, "3")
-    PointToPoint(board, 0, 2, backend="nccl", settings=SETTINGS).close()
+    PointToPoint(store, 0, 2, backend="nccl", settings=SETTINGS).close()
     (group,) = Group.made
     assert group.handling == "0" and os.environ[ERROR_HANDLING] == "3"
     assert group.options._timeout > timedelta(seconds=SETTINGS.timeout_s)
 
 
-def test_a_peer_that_does_not_connect_is_left_out_in_time(nccl, board):
+def test_a_peer_that_does_not_connect_is_left_out_in_time(nccl, store):
     """The call that starts the first message waited for it without end."""
-    transport = PointToPoint(board, 0, 2, backend="nccl", settings=SETTINGS)
+    transport = PointToPoint(store, 0, 2, backend="nccl", settings=SETTINGS)
     found: list[str] = []
 
     def send() -> None:
@@ -89,16 +89,16 @@ def test_a_peer_that_does_not_connect_is_left_out_in_time(nccl, board):
     assert Group.made[0].aborted
 
 
-def test_a_message_that_is_started_late_still_comes(nccl, board):
-    transport = PointToPoint(board, 0, 2, backend="nccl", settings=RefitConfig(message_timeout_s=60.0))
+def test_a_message_that_is_started_late_still_comes(nccl, store):
+    transport = PointToPoint(store, 0, 2, backend="nccl", settings=RefitConfig(message_timeout_s=60.0))
     handle = transport.receive(1, "bucket 0", 8, torch.device("cpu"))
     Group.made[0].come.set()
     assert len(handle.wait(Deadline.start(60.0, 60.0))) == 8
     transport.close()
 
 
-def test_a_message_that_failed_or_never_ends_is_an_error_of_the_transport(nccl, board, monkeypatch):
-    transport = PointToPoint(board, 0, 2, backend="nccl", settings=SETTINGS)
+def test_a_message_that_failed_or_never_ends_is_an_error_of_the_transport(nccl, store, monkeypatch):
+    transport = PointToPoint(store, 0, 2, backend="nccl", settings=SETTINGS)
     group, failed = Group.made[0], RuntimeError("the peer is gone\nand much else")
     for works, said in (
         (SimpleNamespace(is_completed=lambda: True, exception=lambda: failed), "bucket 0 to 1: the peer is gone"),
@@ -115,28 +115,30 @@ def test_a_message_that_failed_or_never_ends_is_an_error_of_the_transport(nccl, 
     transport.close()
 
 
-def seating(trainer: str, engine: str) -> Seating:
-    return Seating([RankSeat("a", "t", "GPU-0", trainer)], {0: RankSeat("a", "e", "GPU-1", engine)})
+def make_locations(trainer: str, engine: str) -> RankLocations:
+    return RankLocations([RankLocation("a", "t", "GPU-0", trainer)], {0: RankLocation("a", "e", "GPU-1", engine)})
 
 
-def test_different_versions_of_nccl_are_not_connected(board, caplog):
+def test_different_versions_of_nccl_are_not_connected(store, caplog):
     """NCCL refuses to connect them, in the middle of a run's first refit."""
-    seats = seating("2.27.7", "2.28.9")
-    wiring = Wiring(board, seats, seats.trainer[0], SETTINGS)
+    locations = make_locations("2.27.7", "2.28.9")
+    wiring = Wiring(store, locations, locations.trainer[0], SETTINGS)
     assert wiring.kinds == ["tcp"]
     assert "trainer and engine have NCCL 2.27.7 and 2.28.9, which cannot be connected: weights go over" in caplog.text
     wiring.close()
     with pytest.raises(ConfigError, match="refit.transport = nccl: trainer and engine have NCCL 2.27.7 and 2.28.9"):
-        Wiring(board, seats, seats.trainer[0], RefitConfig(transport="nccl"))
+        Wiring(store, locations, locations.trainer[0], RefitConfig(transport="nccl"))
 
 
-def test_equal_versions_of_nccl_are_connected(nccl, board, caplog):
-    seats = seating("2.28.9", "2.28.9")
-    wiring = Wiring(board, seats, seats.trainer[0], SETTINGS)
+def test_equal_versions_of_nccl_are_connected(nccl, store, caplog):
+    locations = make_locations("2.28.9", "2.28.9")
+    wiring = Wiring(store, locations, locations.trainer[0], SETTINGS)
     assert wiring.kinds == ["nccl"] and not caplog.text
     wiring.close()
 
 
-def test_a_process_and_another_on_its_gpu_need_no_nccl(board, caplog):
-    seats = Seating([RankSeat("a", "t", "GPU-0", "2.27.7")], {0: RankSeat("a", "e", "GPU-0", "2.28.9")})
-    assert Wiring(board, seats, seats.trainer[0], SETTINGS).kinds == ["cuda_ipc"] and not caplog.text
+def test_a_process_and_another_on_its_gpu_need_no_nccl(store, caplog):
+    locations = RankLocations(
+        [RankLocation("a", "t", "GPU-0", "2.27.7")], {0: RankLocation("a", "e", "GPU-0", "2.28.9")}
+    )
+    assert Wiring(store, locations, locations.trainer[0], SETTINGS).kinds == ["cuda_ipc"] and not caplog.text

@@ -1,4 +1,4 @@
-"""The report shows what a run has, whole or in part; nothing that a model wrote becomes markup; figures are right."""
+"""The report shows what a run has, whole or in part; nothing that a model wrote becomes markup; metrics are right."""
 
 import base64
 import gzip
@@ -26,16 +26,16 @@ from megatron_rl.report.pages import write_comparison, write_report
 from megatron_rl.report.reading import Curve, read_run
 from megatron_rl.report.run_comparison import arms, differences, interval, read_runs
 from megatron_rl.report.shown_rollouts import opinion, pick
-from megatron_rl.run.directory import open_run
 from megatron_rl.run.metrics import Tracker
+from megatron_rl.run.run_directory import open_run
 from megatron_rl.text import Decoded
-from megatron_rl.training.store import TurnStore
-from megatron_rl.training.turns import Played, Turn
-from megatron_rl.types import STEP, Author, Marks, Rollout, Stop, spans_of
+from megatron_rl.training.iteration import Collected, Iteration
+from megatron_rl.training.store import IterationStore
+from megatron_rl.types import STEP, Annotations, Author, Rollout, Stop, spans_of
 
 CONFIG = """
 run: {name: demo, seed: 7}
-recipe: {target: "megatron_rl.recipes.tango:Tango", args: {alpha_start: 0.3}}
+recipe: {target: "megatron_rl.recipes.tango:LeanTango", args: {alpha_start: 0.3}}
 roles:
   generator: {model: {path: models/<tiny>}, optimizer: {lr: 1.5e-4}, layout: {tp: 2}}
   verifier: {model: {path: models/tiny}, optimizer: {lr: 1.0e-4}}
@@ -91,10 +91,12 @@ def decode(role, tokens):
     return Decoded(b"".join(words).decode(), b"".join(words), np.cumsum([*map(len, words)], dtype=np.int64))
 
 
-def keep(directory, turn, **rollouts):
-    """The turn as the run keeps it for the report. `rollouts`: by role."""
-    turn = Turn(step=turn, index=0, roles=tuple(rollouts), number=turn)
-    return TurnStore(directory.rollouts, decode=decode).put(turn, Played(rollouts=rollouts, metrics={}), {})
+def keep(directory, iteration, **rollouts):
+    """The iteration as the run keeps it for the report. `rollouts`: by role."""
+    iteration = Iteration(cycle=iteration, index=0, roles=tuple(rollouts), number=iteration)
+    return IterationStore(directory.rollouts, decode=decode).put(
+        iteration, Collected(rollouts=rollouts, metrics={}), {}
+    )
 
 
 def solution(draw, good, role="generator", question="last letters of <b>x</b>?"):
@@ -113,20 +115,20 @@ def solution(draw, good, role="generator", question="last letters of <b>x</b>?")
             "verdicts": verdicts,
             "review": SAYS_RIGHT if draw.random() < 0.7 else SAYS_WRONG,
         },
-        marks={STEP: Marks([(2, 5), (5, 8)], [v / 2 for v in verdicts])},
+        annotations={STEP: Annotations([(2, 5), (5, 8)], [v / 2 for v in verdicts])},
         rewards={"outcome": float(good)},
         advantages=[0.0] + [draw.gauss(0, 1) for _ in range(9)],
     )
 
 
-def make_run(tmp_path, turns=24, rollouts=True, verifier=True, name="demo <run>", seed=0, config=CONFIG):
+def make_run(tmp_path, iterations=24, rollouts=True, verifier=True, name="demo <run>", seed=0, config=CONFIG):
     """A run as the loop would leave it; returns its directory."""
     draw = random.Random(seed)
     directory = open_run(Run(dir=str(tmp_path), name=name), config)
     tracker = Tracker(directory.metrics)
-    for turn in range(turns):
-        share = (turn + 1) / turns
-        role = "verifier" if verifier and turn % 4 == 3 else "generator"
+    for iteration in range(iterations):
+        share = (iteration + 1) / iterations
+        role = "verifier" if verifier and iteration % 4 == 3 else "generator"
         metrics = {
             "loss": draw.gauss(0, 0.01),
             "kl_ref": 0.01 * share,
@@ -141,13 +143,13 @@ def make_run(tmp_path, turns=24, rollouts=True, verifier=True, name="demo <run>"
         if role == "verifier":
             counts = {"tp": 10 * share, "fp": 3, "tn": 12, "fn": 4}
             metrics |= {f"confusion/{cell}": value for cell, value in counts.items()}
-        tracker.log(turn, role, metrics, turn=turn)
-        if turn % 6 == 0:
-            figures = {"generator/accuracy_sampled": share * 0.7, "verifier/outcome_f1": 0.5 + share / 4}
-            tracker.log(turn, "eval", figures | {"generator/num_problems": 200.0}, turn=turn)
+        tracker.log(iteration, role, metrics, iteration=iteration)
+        if iteration % 6 == 0:
+            metrics = {"generator/accuracy_sampled": share * 0.7, "verifier/outcome_f1": 0.5 + share / 4}
+            tracker.log(iteration, "eval", metrics | {"generator/num_problems": 200.0}, iteration=iteration)
         if rollouts:
-            keep(directory, turn, **{role: [solution(draw, draw.random() < share, role) for _ in range(12)]})
-    directory.update_summary({"generator_accuracy_start": 0.125, "generator_accuracy_end": 0.75, "planned": turns})
+            keep(directory, iteration, **{role: [solution(draw, draw.random() < share, role) for _ in range(12)]})
+    directory.update_summary({"generator_accuracy_start": 0.125, "generator_accuracy_end": 0.75, "planned": iterations})
     return directory.path
 
 
@@ -160,12 +162,19 @@ def test_a_whole_run_makes_one_page_that_needs_nothing_else(tmp_path):
     assert "url(http" not in text and "@import" not in text and "default-src 'none'" in text
     shown = " ".join(found.text)
     for heading in (*curves.QUESTIONS.values(), "In short", "Rollouts", "Summary and config"):
-        assert (heading in shown) == (heading != "Other figures"), heading
-    for words in ("18 generator updates", "1.5e-4", "200 problems", "verifier turns: last turns", "0.02917", "+0.525"):
+        assert (heading in shown) == (heading != "Other metrics"), heading
+    for words in (
+        "18 generator updates",
+        "1.5e-4",
+        "200 problems",
+        "verifier iterations: last iterations",
+        "0.02917",
+        "+0.525",
+    ):
         assert words in shown, words
     titles = {chart["title"]: chart["question"] for chart in found.data("report")["charts"]}
     assert titles["generator: held out"] == "learn" and titles["verifier: held out"] == "verify"
-    assert titles["kl_ref"] == "update" and titles["loss"] == "update" and titles["says_right_of_right"] == "verify"
+    assert titles["kl_ref"] == "update" and titles["loss"] == "update" and titles["says_correct_of_correct"] == "verify"
     assert "engine_gap" not in titles and "generator, verifier: engine_gap = 0.0001" in shown, (
         "constants are told as text"
     )
@@ -184,7 +193,7 @@ def test_what_models_wrote_stays_text(tmp_path):
 
 def test_only_the_pages_own_scripts_may_run(tmp_path):
     """The policy names each script by its hash, and a page without scripts allows none."""
-    text = write_report(make_run(tmp_path, turns=2)).read_text(encoding="utf-8")
+    text = write_report(make_run(tmp_path, iterations=2)).read_text(encoding="utf-8")
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
     assert policy.count("'sha256-") == 6 and "unsafe-inline'" in policy.split("style-src")[1].split(";")[0]
     values = {"title": "a", "subtitle": "b", "heads": ["c"], "rows": [["d"]]}
@@ -193,16 +202,16 @@ def test_only_the_pages_own_scripts_may_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("turns", "rollouts", "verifier"),
+    ("iterations", "rollouts", "verifier"),
     [(1, True, True), (1, False, False), (24, False, True), (24, True, False), (0, False, False)],
 )
-def test_a_run_with_parts_missing_still_reports(tmp_path, turns, rollouts, verifier):
-    run = make_run(tmp_path, turns, rollouts, verifier)
+def test_a_run_with_parts_missing_still_reports(tmp_path, iterations, rollouts, verifier):
+    run = make_run(tmp_path, iterations, rollouts, verifier)
     found = Page(write_report(run).read_text(encoding="utf-8"))
     assert found.problems == []
     text = " ".join(found.text)
     assert ("rollouts-data" in found.blocks) == rollouts
-    assert ("against the truth" in text) == (verifier and turns > 3)
+    assert ("against the truth" in text) == (verifier and iterations > 3)
     assert report_png.draw_overview(read_run(run), run / "curves.png").stat().st_size > 1000
 
 
@@ -211,12 +220,12 @@ def test_sft_and_values_that_are_not_finite(tmp_path):
     tracker = Tracker(directory.metrics)
     for step in range(20):
         loss = math.nan if step == 3 else 5 / (step + 1)
-        tracker.log(step, "sft", {"loss": loss, "lr": 1e-3, "seconds/train": 0.1}, turn=step)
+        tracker.log(step, "sft", {"loss": loss, "lr": 1e-3, "seconds/train": 0.1}, iteration=step)
     found = Page(write_report(directory.path).read_text(encoding="utf-8"))
     assert found.problems == [] and "20 sft updates" in " ".join(found.text)
     [chart] = [chart for chart in found.data("report")["charts"] if chart["title"] == "loss"]
     assert chart["question"] == "learn" and chart["lines"][0]["x"] == [*range(3), *range(4, 20)]
-    assert "1 values are not finite, the first at turn 4" in chart["lines"][0]["broken"]
+    assert "1 values are not finite, the first at iteration 4" in chart["lines"][0]["broken"]
 
 
 def test_the_report_is_a_function_of_the_run(tmp_path):
@@ -234,9 +243,12 @@ def test_a_directory_without_a_run_is_named(tmp_path):
 
 def test_numbers_beyond_all_measure_break_no_page(tmp_path):
     """Sums of values near the largest float are not finite, and JSON has no infinity."""
-    run = make_run(tmp_path, turns=8)
-    huge = {"turn": 9, "step": 1, "scope": "generator", "time": {"train": 1.7e308, "refit": "inf"}}
-    lines = [huge | {"turn": turn, "metrics": {"loss": 1.7e308, "reward/outcome": -1.7e308}} for turn in (9, 10)]
+    run = make_run(tmp_path, iterations=8)
+    huge = {"iteration": 9, "cycle": 1, "scope": "generator", "time": {"train": 1.7e308, "refit": "inf"}}
+    lines = [
+        huge | {"iteration": iteration, "metrics": {"loss": 1.7e308, "reward/outcome": -1.7e308}}
+        for iteration in (9, 10)
+    ]
     with (run / "metrics.jsonl").open("a") as file:
         file.write("".join(json.dumps(line) + "\n" for line in lines))
     found = Page(write_report(run).read_text(encoding="utf-8"))
@@ -247,8 +259,8 @@ def test_numbers_beyond_all_measure_break_no_page(tmp_path):
 def test_long_curves_keep_their_extremes_and_means(count):
     draw = random.Random(count)
     curve = Curve()
-    for turn in range(count):
-        curve.add(turn, draw.gauss(0, 1) + 50 * (turn == count // 3))
+    for iteration in range(count):
+        curve.add(iteration, draw.gauss(0, 1) + 50 * (iteration == count // 3))
     chart = curves.Chart(question="learn", title="x", lines=[(0, "x", curve)])
     width = curves.bucket_width([chart])
     found = curves.thin(curve, width)
@@ -262,12 +274,12 @@ def test_long_curves_keep_their_extremes_and_means(count):
         assert y == pytest.approx(fmean(own), rel=1e-4, abs=1e-5)
 
 
-def test_a_page_of_many_curves_has_fewer_points_of_each_at_the_same_turns():
+def test_a_page_of_many_curves_has_fewer_points_of_each_at_the_same_iterations():
     whole, part = Curve(), Curve()
-    for turn in range(3000):
-        whole.add(turn, 1.0 * turn)
-        if turn < 1000:
-            part.add(turn, 2.0 * turn)
+    for iteration in range(3000):
+        whole.add(iteration, 1.0 * iteration)
+        if iteration < 1000:
+            part.add(iteration, 2.0 * iteration)
     charts = [curves.Chart(question="learn", title="x", lines=[(0, "x", whole), (1, "x", part)])] * 1000
     width = curves.bucket_width(charts)
     assert -(-3000 // width) <= curves.PAGE_POINTS // 2000 / 2
@@ -288,10 +300,10 @@ def test_a_page_of_many_curves_has_fewer_points_of_each_at_the_same_turns():
         ("sft", "validation_loss", "learn"),
         ("generator", "packed_tokens", "time"),
         ("generator", "something_else", "rest"),
-        ("gate", "gate/reward_right", "update"),
+        ("preflight", "preflight/reward_correct", "update"),
     ],
 )
-def test_figures_stand_under_the_question_that_they_answer(scope, name, question):
+def test_metrics_stand_under_the_question_that_they_answer(scope, name, question):
     assert curves.question_of(scope, name) == question
 
 
@@ -334,36 +346,43 @@ def test_refits_are_summed_up_by_role_and_a_line_cut_short_is_left_out(tmp_path)
     assert "Refits" in text and re.search(r"generator\s+3\s+2\s+2", text) and "refits.jsonl: line 4 of 4" in text
 
 
-def test_turns_of_several_roles_and_turns_that_are_not_kept(tmp_path):
-    """The report shows each role's rows of a turn; turns without texts, and files that cannot be read, are left out."""
+def test_iterations_of_several_roles_and_iterations_that_are_not_kept(tmp_path):
+    """The report shows each role's rows of an iteration; iterations without texts, and files that cannot be read, are
+    left out."""
     run = open_run(Run(name="demo", dir=str(tmp_path)), CONFIG)
     draw = random.Random(0)
-    for turn in range(2):
+    for iteration in range(2):
         both = {role: [solution(draw, True, role)] for role in ("proposer", "solver")}
-        keep(run, turn, **both)
-    TurnStore(run.rollouts).put(
-        Turn(step=2, index=0, roles=("judge",), number=2),
-        Played(rollouts={"judge": [solution(draw, True, "judge")]}, metrics={}), {},
+        keep(run, iteration, **both)
+    IterationStore(run.rollouts).put(
+        Iteration(cycle=2, index=0, roles=("judge",), number=2),
+        Collected(rollouts={"judge": [solution(draw, True, "judge")]}, metrics={}), {},
     )  # fmt: skip
-    (run.rollouts / "turn_000003.parquet").write_bytes(b"half a file")
+    (run.rollouts / "iteration_000003.parquet").write_bytes(b"half a file")
     text = write_report(run.path).read_text()
     index = Page(text).data("rollouts")
-    assert index["roles"] == ["proposer", "solver"] and index["turn"] == [0, 0, 1, 1]
-    assert "turn_000003.parquet cannot be read" in text and "2 of 4 turns" in index["note"]
+    assert index["roles"] == ["proposer", "solver"] and index["iteration"] == [0, 0, 1, 1]
+    assert "iteration_000003.parquet cannot be read" in text and "2 of 4 iterations" in index["note"]
 
 
 def test_rollouts_are_picked_evenly_in_whole_groups_and_the_page_says_which_part(tmp_path):
     run = open_run(Run(name="demo", dir=str(tmp_path)), CONFIG)
     draw = random.Random(0)
-    for turn in range(30):
+    for iteration in range(30):
         rows = [replace(solution(draw, True), group=str(group)) for group in range(4) for _ in range(4)]
-        keep(run, turn, generator=rows)
+        keep(run, iteration, generator=rows)
     picked = pick([read_run(run.path).record], 40)
-    assert picked.index.columns["turn"][0] == 0 and picked.index.columns["turn"][-1] == 29 and len(picked.index) <= 40
+    assert (
+        picked.index.columns["iteration"][0] == 0
+        and picked.index.columns["iteration"][-1] == 29
+        and len(picked.index) <= 40
+    )
     found = Page(write_report(run.path, rollouts=240).read_text())
     index = found.data("rollouts")
-    assert index["note"] == "240 of 480 rollouts, from all 30 turns that were kept"
-    assert [index["turn"].count(turn) for turn in range(30)] == [8] * 30, "two whole groups of each turn"
+    assert index["note"] == "240 of 480 rollouts, from all 30 iterations that were kept"
+    assert [index["iteration"].count(iteration) for iteration in range(30)] == [8] * 30, (
+        "two whole groups of each iteration"
+    )
     assert len(found.rollouts()) == 240 and max(len(found.blocks[f"texts-{i}"]) for i in range(4)) < 5000
 
 
@@ -389,15 +408,15 @@ def test_right_is_above_the_middle_of_the_runs_range(tmp_path, bounds, right):
 
 
 def sweep(tmp_path, ends, name="sweep"):
-    """Writes a sweep of one run for each item of `ends`: its last evaluated figures, or None where it has not begun."""
+    """Writes a sweep of one run for each item of `ends`: its last evaluated metrics, or None where it has not begun."""
     own = tmp_path / name
     own.mkdir()
     changes = [{"run": f"run{i}", "changes": {"run.seed": i}} for i in range(len(ends))]
     (own / "sweep.json").write_text(json.dumps(changes))
-    for i, figures_of_run in enumerate(ends):
+    for i, metrics_of_run in enumerate(ends):
         (own / f"run{i}").mkdir()
-        if figures_of_run is not None:
-            Tracker(own / f"run{i}" / "metrics.jsonl").log(4, "eval", figures_of_run, turn=9)
+        if metrics_of_run is not None:
+            Tracker(own / f"run{i}" / "metrics.jsonl").log(4, "eval", metrics_of_run, iteration=9)
     return own
 
 
@@ -488,17 +507,19 @@ def test_problems_that_flipped_between_evaluations(tmp_path):
 def test_problems_that_flipped_within_a_run(tmp_path):
     run = open_run(Run(name="demo", dir=str(tmp_path)), CONFIG)
     draw = random.Random(0)
-    for turn, (a, b) in enumerate([(False, True), (True, False), (True, True)]):
-        keep(run, turn, generator=[solution(draw, a, question="a"), solution(draw, b, question="b")])
+    for iteration, (a, b) in enumerate([(False, True), (True, False), (True, True)]):
+        keep(run, iteration, generator=[solution(draw, a, question="a"), solution(draw, b, question="b")])
     [found] = Page(write_report(run.path).read_text()).data("report")["flips"]
     assert (found["common"], found["gained"], found["lost"]) == (1 + 1, 1, 0)
-    assert found["rows"][0]["question"] == "a" and found["rows"][0]["turns"] == [1, 3]
+    assert found["rows"][0]["question"] == "a" and found["rows"][0]["iterations"] == [1, 3]
 
 
 def test_conversations_are_kept_piece_by_piece(tmp_path):
-    run = keep_talks(tmp_path, CONFIG, solver=[talk(*CALLING, seat="solver-1", episode="e7", rewards={"outcome": 1.0})])
+    run = keep_talks(
+        tmp_path, CONFIG, solver=[talk(*CALLING, agent="solver-1", episode="e7", rewards={"outcome": 1.0})]
+    )
     found = Page(write_report(run.path).read_text())
     [row] = found.rollouts()
     index = found.data("rollouts")
     assert [piece[:3] for piece in row["pieces"]] == [[0, 4, 0.5], [2, 3, None], [0, 2, 0.5]]
-    assert "text" not in row and row["episode"] == "e7" and index["seats"] == ["solver-1"] and index["outcome"] == [1]
+    assert "text" not in row and row["episode"] == "e7" and index["agents"] == ["solver-1"] and index["outcome"] == [1]

@@ -14,11 +14,11 @@ from talks import CALLING, ENVIRONMENT, LINE, LONG, NINE, PARTNER, POLICY, SAID,
 from megatron_rl.config.schema import Run
 from megatron_rl.main import main
 from megatron_rl.report.pages import write_report
-from megatron_rl.run.directory import open_run
 from megatron_rl.run.metrics import Tracker
-from megatron_rl.training.store import TurnStore
-from megatron_rl.training.turns import Played, Turn
-from megatron_rl.types import STEP, Marks, Stop, spans_of
+from megatron_rl.run.run_directory import open_run
+from megatron_rl.training.iteration import Collected, Iteration
+from megatron_rl.training.store import IterationStore
+from megatron_rl.types import STEP, Annotations, Stop, spans_of
 
 pytestmark = pytest.mark.skipif(
     chromium() is None, reason="there is no Chromium here (Debian: apt-get install chromium)"
@@ -31,7 +31,7 @@ WIDE = """
   const free = (one) => one.closest(".scroll, svg, .plot, .tag") === null;
   const wide = [...document.querySelectorAll("main *")].filter((one) => free(one)
     && one.getBoundingClientRect().width > 0
-    && one.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5);
+    && one.getBoundingClientRect().correct > document.documentElement.clientWidth + 0.5);
 """
 LOOKS = (
     WIDE
@@ -60,9 +60,9 @@ SET = """
 """
 
 
-def keep(run, turn, **rollouts):
-    own = Turn(step=turn, index=0, roles=tuple(rollouts), number=turn)
-    return TurnStore(run.rollouts, decode=say).put(own, Played(rollouts=rollouts, metrics={}), {})
+def keep(run, iteration, **rollouts):
+    own = Iteration(cycle=iteration, index=0, roles=tuple(rollouts), number=iteration)
+    return IterationStore(run.rollouts, decode=say).put(own, Collected(rollouts=rollouts, metrics={}), {})
 
 
 def solution(right, says, *, reward=None, length=2, question="how many?"):
@@ -73,43 +73,50 @@ def solution(right, says, *, reward=None, length=2, question="how many?"):
         talk((POLICY, tokens[1:])), stop=Stop.EOS, rewards={"outcome": float(right) if reward is None else reward},
         spans=spans_of((1, ENVIRONMENT, -1), (len(tokens) - 1, POLICY, 3)),
         payload=payload | {"review": SAYS.format("CORRECT" if says else "INCORRECT")},
-        marks={STEP: Marks([(1, 2), (2, 3)], [0.5, -0.5])},
+        annotations={STEP: Annotations([(1, 2), (2, 3)], [0.5, -0.5])},
     )  # fmt: skip
 
 
-def log(run, turns=40, shift=0.0):
+def log(run, iterations=40, shift=0.0):
     tracker, draw = Tracker(run.metrics), random.Random(0)
-    for turn in range(turns):
-        cells = {"tp": 10.0, "fp": 3.0 + turn % 3, "tn": 5.0, "fn": 2.0}
-        figures = {"reward/outcome": draw.random() + shift, "kl_ref": 0.001 * turn, "clip_frac": 0.0}
-        figures |= {"seconds/train": 1.0, "seconds/rollout": 2.0 + draw.random()}
-        tracker.log(turn, "solver", figures | {f"confusion/{cell}": n for cell, n in cells.items()}, turn=turn)
-        if turn % 10 == 0:
-            accuracy = 0.2 + 0.015 * turn + shift / 10
-            tracker.log(turn, "eval", {"solver/accuracy_sampled": accuracy, "solver/num_problems": 400.0}, turn=turn)
+    for iteration in range(iterations):
+        cells = {"tp": 10.0, "fp": 3.0 + iteration % 3, "tn": 5.0, "fn": 2.0}
+        metrics = {"reward/outcome": draw.random() + shift, "kl_ref": 0.001 * iteration, "clip_frac": 0.0}
+        metrics |= {"seconds/train": 1.0, "seconds/rollout": 2.0 + draw.random()}
+        tracker.log(
+            iteration, "solver", metrics | {f"confusion/{cell}": n for cell, n in cells.items()}, iteration=iteration
+        )
+        if iteration % 10 == 0:
+            accuracy = 0.2 + 0.015 * iteration + shift / 10
+            tracker.log(
+                iteration,
+                "eval",
+                {"solver/accuracy_sampled": accuracy, "solver/num_problems": 400.0},
+                iteration=iteration,
+            )
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """The report of a run: 60 solutions with verdicts, and episodes of two seats with credit by token and calls."""
+    """The report of a run: 60 solutions with verdicts, and episodes of two agents with credit by token and calls."""
     run = open_run(Run(dir=str(tmp_path_factory.mktemp("browser")), name="<i>run"), CONFIG)
     log(run)
     credit = [0.0, -1.0, -1.0, -1.0, 2.0, 0.0, 0.0, 0.0, 1.0, 1.0]
     long = (POLICY, [TOOL, *[LONG] * 30]), (ENVIRONMENT, [SUM]), (POLICY, [3])
     mixed = (POLICY, [3]), (PARTNER, [SUM]), (ENVIRONMENT, [LINE]), (POLICY, [NINE])
-    for turn in range(3):
+    for iteration in range(3):
         good = [solution(i < 12, i % 4 > 0, length=1 + i) for i in range(20)]
-        keep(run, turn, solver=good)
+        keep(run, iteration, solver=good)
     left = [
-        talk(*CALLING, seat="left-of-the-table", episode=str(i), advantages=credit, rewards={"outcome": float(i % 2)})
+        talk(*CALLING, agent="left-of-the-table", episode=str(i), advantages=credit, rewards={"outcome": float(i % 2)})
         for i in range(4)
     ]
-    right = [talk(*long, seat="right", episode=str(i), role="judge", rewards={"form": 1.0}) for i in range(4)]
+    right = [talk(*long, agent="right", episode=str(i), role="judge", rewards={"form": 1.0}) for i in range(4)]
     keep(
         run,
         3,
         solver=left,
-        judge=[*right, talk(*mixed, role="judge", seat="third", rewards={"form": 0.0, "kind": 1.0})],
+        judge=[*right, talk(*mixed, role="judge", agent="third", rewards={"form": 0.0, "kind": 1.0})],
     )
     keep(run, 4, solver=[solution(True, True, question=HOSTILE, reward=0.25)])
     return write_report(run.path)
@@ -151,14 +158,14 @@ def test_the_page_asks_for_nothing_but_itself(browser, report):
 @pytest.mark.parametrize(
     ("control", "value", "count"),
     [
-        ("rollout-outcome", "1", "1–25 of 43"),  # 37 solutions, 2 seats on the left, 4 on the right
+        ("rollout-outcome", "1", "1–25 of 43"),  # 37 solutions, 2 agents on the left, 4 on the right
         ("rollout-outcome", "-1", None),
         ("rollout-verdict", "disagrees", "1–25 of 27"),  # of each 20: 12 right, 3 of them rejected; 8 wrong, 6 accepted
         ("rollout-verdict", "agrees", None),
         ("rollout-reward-most", "0.3", None),
         ("rollout-length-least", "21", None),
-        ("rollout-turn-least", "5", "1–1 of 1"),
-        ("rollout-seat", "0", "1–4 of 4"),
+        ("rollout-iteration-least", "5", "1–1 of 1"),
+        ("rollout-agent", "0", "1–4 of 4"),
         ("rollout-role", "1", None),
         ("rollout-steps-least", "2", None),
         ("rollout-words", "GNP", "1–1 of 1"),
@@ -168,16 +175,16 @@ def test_the_page_asks_for_nothing_but_itself(browser, report):
 def test_filters_leave_what_they_say(browser, report, control, value, count):
     """The count is compared with one made here from the page's index; for some filters it is also written out."""
     data = json.loads(report.read_text().split('id="rollouts-data">')[1].split("</script>")[0])
-    columns = ("outcome", "says", "truth", "reward", "length", "turn", "seat", "role", "steps")
-    rows = [{name: data[name][i] for name in columns} for i in range(len(data["turn"]))]
+    columns = ("outcome", "says", "truth", "reward", "length", "iteration", "agent", "role", "steps")
+    rows = [{name: data[name][i] for name in columns} for i in range(len(data["iteration"]))]
     known = lambda row: row["says"] in (0, 1) and row["truth"] >= 0  # noqa: E731
     tests = {
         "rollout-outcome": lambda row: row["outcome"] == int(value),
         "rollout-verdict": lambda row: known(row) and (row["says"] != row["truth"]) == (value == "disagrees"),
         "rollout-reward-most": lambda row: row["reward"] <= 0.3,
         "rollout-length-least": lambda row: row["length"] >= 21,
-        "rollout-turn-least": lambda row: row["turn"] >= 4,
-        "rollout-seat": lambda row: row["seat"] == 0,
+        "rollout-iteration-least": lambda row: row["iteration"] >= 4,
+        "rollout-agent": lambda row: row["agent"] == 0,
         "rollout-role": lambda row: row["role"] == 1,
         "rollout-steps-least": lambda row: row["steps"] >= 2,
     }
@@ -225,7 +232,7 @@ def test_badges_say_whose_opinion_they_are(browser):
 def test_a_hostile_text_stays_text_that_can_be_seen(browser):
     browser.run(RESET)
     found = browser.run(
-        SET.format("rollout-turn-least", "5")
+        SET.format("rollout-iteration-least", "5")
         + """
       const one = document.querySelector("#rollout-page > .sample");
       one.open = true;
@@ -242,7 +249,7 @@ def test_a_hostile_text_stays_text_that_can_be_seen(browser):
 def test_conversations_show_who_wrote_what_credit_and_calls(browser):
     browser.run(RESET)
     found = browser.run(
-        SET.format("rollout-seat", "2")
+        SET.format("rollout-agent", "2")
         + """
       const one = document.querySelector("#rollout-page > .sample");
       one.open = true;
@@ -280,7 +287,7 @@ def test_conversations_show_who_wrote_what_credit_and_calls(browser):
 def test_partners_are_set_apart_and_frames_of_a_template_are_left_out(browser):
     browser.run(RESET)
     found = browser.run(
-        SET.format("rollout-seat", "1")
+        SET.format("rollout-agent", "1")
         + """
       const one = document.querySelector("#rollout-page > .sample");
       one.open = true;
@@ -331,11 +338,11 @@ def test_curves_zoom_smooth_and_take_logarithmic_axes(browser):
         line: Report.charts.smooth([...Array(60).keys()].map((x) => 3 * x + 1), 0.1) };
     """
     )
-    assert found["smooth"] < 0.8 * found["raw"] and "turn " in found["told"] and "outcome 0." in found["told"]
+    assert found["smooth"] < 0.8 * found["raw"] and "iteration " in found["told"] and "outcome 0." in found["told"]
     low, high = found["zoomed"]
     assert 8 < low < 13 and 18 < high < 23 and found["same"] == pytest.approx(found["zoomed"])
     assert found["distribution"] == 3
-    assert found["hours"] == pytest.approx(40 * 3.5 / 3600, rel=0.1), "of 40 turns of 3 to 4 s"
+    assert found["hours"] == pytest.approx(40 * 3.5 / 3600, rel=0.1), "of 40 iterations of 3 to 4 s"
     assert found["line"] == pytest.approx([3 * x + 1 for x in range(60)]), "smoothing shifts nothing"
 
 
@@ -375,9 +382,9 @@ def test_runs_of_a_comparison_can_be_picked_and_seeds_averaged(tmp_path):
     assert seen["data"] == pytest.approx([0.22 + half, 0.22 - half, 0.22], abs=1e-4)
 
 
-def test_conversations_of_one_turn_are_shown(tmp_path):
+def test_conversations_of_one_iteration_are_shown(tmp_path):
     """A run that has rollouts and no metrics."""
-    run = keep_talks(tmp_path, CONFIG, solver=[talk(*CALLING, seat="a", rewards={"outcome": 1.0})])
+    run = keep_talks(tmp_path, CONFIG, solver=[talk(*CALLING, agent="a", rewards={"outcome": 1.0})])
     with Browser(tmp_path / "profile") as found:
         found.open(write_report(run.path))
         waiting = 'await until(() => document.querySelector("#rollout-page > .sample") !== null);'

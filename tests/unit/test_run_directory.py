@@ -13,7 +13,7 @@ from limits import PROCESS_S
 
 from megatron_rl.config.schema import Run
 from megatron_rl.run.checkpoint import Checkpoints
-from megatron_rl.run.directory import (
+from megatron_rl.run.run_directory import (
     Interrupts,
     RunDirectory,
     RunError,
@@ -121,7 +121,7 @@ def test_the_first_signal_asks_to_leave_and_handlers_come_back(number, capfd):
 
 WAITER = """
 import ctypes, signal, sys
-from megatron_rl.run.directory import Interrupts
+from megatron_rl.run.run_directory import Interrupts
 libc = ctypes.CDLL(None)
 mutex = ctypes.create_string_buffer(64)
 libc.pthread_mutex_lock(mutex)
@@ -192,7 +192,7 @@ def test_a_forked_worker_has_its_own_signals_again():
 
 def test_a_run_directory_has_one_trainer_at_a_time(tmp_path):
     code = (
-        "from pathlib import Path\nfrom megatron_rl.run.directory import only_one\n"
+        "from pathlib import Path\nfrom megatron_rl.run.run_directory import only_one\n"
         f"with only_one(Path({str(tmp_path)!r})): print('in')"
     )
     with only_one(tmp_path):
@@ -203,7 +203,7 @@ def test_a_run_directory_has_one_trainer_at_a_time(tmp_path):
 
 def test_a_run_waits_for_one_that_was_killed_a_moment_ago(tmp_path):
     """The same command, right after a kill, was refused: a process of half a gigabyte takes a while to end."""
-    holder = "import sys, time; from pathlib import Path; from megatron_rl.run.directory import only_one\n"
+    holder = "import sys, time; from pathlib import Path; from megatron_rl.run.run_directory import only_one\n"
     holder += "with only_one(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(0.5)\n"
     child = subprocess.Popen([sys.executable, "-c", holder, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
     assert child.stdout and child.stdout.readline() == "held\n"

@@ -12,14 +12,14 @@ from specs import spec_of
 from tiny_models import make_model
 from toys import characters
 
-from megatron_rl.api.inputs import reward_settings
+from megatron_rl.api.data_files import reward_settings
 from megatron_rl.commands import evaluate
 from megatron_rl.config import schema as configs
 from megatron_rl.config.sources import sources
-from megatron_rl.run import inputs, sums
-from megatron_rl.run.directory import RunError
-from megatron_rl.run.inputs import InputRecord, read_files
-from megatron_rl.session import answers
+from megatron_rl.run import file_checksums, input_digests
+from megatron_rl.run.input_digests import InputRecord, read_files
+from megatron_rl.run.run_directory import RunError
+from megatron_rl.session import generation_progress
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +60,9 @@ def config():
     )
 
 
-def compared(done="3 turns", accept=False):
+def compared(done="3 iterations", accept=False):
     record = InputRecord(Path("run/inputs.json"), done=done, accept=accept)
-    return record.compare(inputs.FILES, read_files(spec_of(config()).settings))
+    return record.compare(input_digests.FILES, read_files(spec_of(config()).settings))
 
 
 NAMES = {
@@ -87,7 +87,7 @@ def test_other_content_behind_an_unchanged_path(file, here):
     with pytest.raises(RunError) as refused:
         compared()
     assert f"\n  {NAMES[file]} ({file}): bytes {size} -> {size + 1}, sha256 " in str(refused.value)
-    assert "on other inputs for 3 turns" in str(refused.value) and "run.resume=must" in str(refused.value)
+    assert "on other inputs for 3 iterations" in str(refused.value) and "run.resume=must" in str(refused.value)
     [told] = compared(accept=True)
     assert told.startswith(f"{NAMES[file]} ({file}): bytes") and compared() == [], "what was accepted is remembered"
     (here / file).write_bytes(kept)
@@ -113,7 +113,7 @@ def test_code_that_was_mended_is_used_and_told(module, here):
     file.write_text(file.read_text() + "# mended\n")
     [told] = compared()
     assert told.startswith(f"module {module} (") and compared() == []
-    assert '"after": "3 turns"' in Path("run/inputs.json").read_text()
+    assert '"after": "3 iterations"' in Path("run/inputs.json").read_text()
 
 
 def test_one_tensor_of_a_model(here):
@@ -129,18 +129,18 @@ def test_one_tensor_of_a_model(here):
 
 def test_a_large_file_is_read_in_samples(tmp_path, monkeypatch):
     """Any change that is as long as the gap between samples is seen, wherever it is."""
-    monkeypatch.setattr(sums, "WHOLE_BYTES", 1 << 20)
-    monkeypatch.setattr(sums, "_SAMPLE_BYTES", 1 << 8)
+    monkeypatch.setattr(file_checksums, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(file_checksums, "_SAMPLE_BYTES", 1 << 8)
     file = tmp_path / "large"
     file.write_bytes(bytes(4 << 20))
-    gap, seen = -(-(4 << 20) // 255), {sums.quick_digest(file)}
+    gap, seen = -(-(4 << 20) // 255), {file_checksums.quick_digest(file)}
     for start in range(0, (4 << 20) - gap, 400_009):
         whole = bytearray(4 << 20)
         whole[start : start + gap] = b"x" * gap
         file.write_bytes(whole)
-        seen.add(sums.quick_digest(file))
+        seen.add(file_checksums.quick_digest(file))
     file.write_bytes(bytes((4 << 20) + 1))
-    assert len({*seen, sums.quick_digest(file)}) == 2 + len(range(0, (4 << 20) - gap, 400_009))
+    assert len({*seen, file_checksums.quick_digest(file)}) == 2 + len(range(0, (4 << 20) - gap, 400_009))
 
 
 def test_packages_in_a_folder_with_another_name_than_site_packages(tmp_path, monkeypatch):
@@ -182,8 +182,8 @@ def test_answers_of_another_model_or_reward_are_not_gone_on_with(here):
 
     def digests():
         read = read_files(spec_of(asked).settings)
-        parts = answers.parts_digest(spec_of(asked).settings, read, [[1, 2]], 8)
-        whole = answers.problems_digest(read, [{}], parts)
+        parts = generation_progress.parts_digest(spec_of(asked).settings, read, [[1, 2]], 8)
+        whole = generation_progress.problems_digest(read, [{}], parts)
         return parts, whole, evaluate._digest(spec_of(measured).settings, [], read_files(spec_of(measured).settings))
 
     first = digests()

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.base import ConfigError
-from megatron_rl.environments.moves import EnvironmentFailure
+from megatron_rl.environments.episode_types import EnvironmentFailure
 from megatron_rl.environments.python_tool import PythonTool
 from megatron_rl.main import main
 from megatron_rl.rewards import sandbox, sandbox_walls

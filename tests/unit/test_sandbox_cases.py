@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.config.schema import Reward
 from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.code_cases import IMPORTS, grade, grade_share, last_code, read_cases, same_output, same_value
-from megatron_rl.rewards.pool import GradePool
+from megatron_rl.rewards.grading_pool import GradePool
 from megatron_rl.rewards.sandbox import SandboxFailure
 from megatron_rl.types import Outcome
 

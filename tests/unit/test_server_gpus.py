@@ -13,13 +13,13 @@ from megatron_rl.config import files
 from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, TrainConfig
 from megatron_rl.jobs import submit
 from megatron_rl.main import main
-from megatron_rl.session.launch import Place, ranks_on_host
+from megatron_rl.session.launch_ranks import Place, ranks_on_host
 from megatron_rl.spec import server_gpus
 from megatron_rl.spec.run_spec import Host
 
 TRAIN = """
 roles: {generator: {model: {path: org/m}}, verifier: {model: {path: org/m}}}
-recipe: {target: "megatron_rl.recipes.tango:Tango"}
+recipe: {target: "megatron_rl.recipes.tango:LeanTango"}
 data: {path: nowhere.jsonl}
 engine: {kind: vllm}
 """

@@ -17,10 +17,10 @@ import pytest
 from tiny_models import make_model
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.engines.base import EngineError, Sampling
-from megatron_rl.engines.guard import HEADER
+from megatron_rl.engines.auth_middleware import HEADER
 from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.kind import ModelFacts, ServerStart
+from megatron_rl.engines.protocol import EngineError, Sampling
 from megatron_rl.engines.sglang.client import SglangServer
 from megatron_rl.engines.sglang.kind import command
 from megatron_rl.engines.sglang.routes import OWN, PATH, Framed, framed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_fleet import ROLE, fleet_in
+from fake_servers import ROLE, engines_in
 from fake_sglang import MEMORY, RELEASE, RESUME, FakeSglang
 
 from megatron_rl.config.schema import ConfigError
@@ -69,7 +69,7 @@ def test_before_a_refit_the_weights_come_back_and_the_cache_after_it(fake):
 
 
 def test_a_server_with_its_weights_back_gives_those_alone_again(fake):
-    """It took new weights, and sleeps while another role of the turn trains."""
+    """It took new weights, and sleeps while another role of the iteration trains."""
     server = client(fake)
     server.sleep(discard=True)
     server.pause()
@@ -134,11 +134,11 @@ def test_only_who_has_the_token_puts_a_server_to_sleep(fake):
 @pytest.mark.parametrize("status", [400, 500])
 def test_a_pool_leaves_out_a_server_that_cannot_sleep(fake, tmp_path, status):
     """Its supervisor then ends it, and the trainer gets the GPU."""
-    with fleet_in(tmp_path) as fleet:
-        fleet.announce(fake.url, 0)
-        pool = fleet.open(connector=lambda listing: client(fake), colocate=True, replicas=1)
-        fleet.living(1)
-        [listing] = fleet.roster.read(ROLE)
+    with engines_in(tmp_path) as run_engines:
+        run_engines.announce(fake.url, 0)
+        pool = run_engines.open(connector=lambda listing: client(fake), colocate=True, replicas=1)
+        run_engines.living(1)
+        [listing] = run_engines.registry.read(ROLE)
         assert pool.sleep([listing.incarnation], discard=False) == [listing.incarnation]
         pool.wake()
         fake.fail(RELEASE, status)

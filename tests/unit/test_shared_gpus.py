@@ -10,15 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_fleet import ADDRESS, LOOK_S, ROLE, TOKEN, Asked, Fleet, fleet_in, until
+from fake_servers import ADDRESS, LOOK_S, ROLE, TOKEN, Asked, RunEngines, engines_in, until
 
-from megatron_rl.engines.base import EngineError, Sampling, complete
-from megatron_rl.engines.pool.line import Line, Waiter
 from megatron_rl.engines.pool.membership import Limits, Members
-from megatron_rl.engines.pool.pool import Pool
+from megatron_rl.engines.pool.request_queue import RequestQueue, Waiter
+from megatron_rl.engines.pool.server_pool import Pool
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
+from megatron_rl.engines.protocol import EngineError, Sampling, complete
 from megatron_rl.engines.vllm.settings import Vllm
-from megatron_rl.session.servers import connect
+from megatron_rl.session.server_connection import connect
 
 G, V = "generator", "verifier"
 SAMPLING = Sampling(max_tokens=6, seed=3)
@@ -48,11 +48,17 @@ class _Both:
         self.fakes, self.pools = {}, {}
         for name in (G, V):
             (tmp_path / name).mkdir()
-            fleet: Fleet = stack.enter_context(fleet_in(tmp_path / name))
-            self.fakes[name] = [fleet.start(replica) for replica in range(2)]
+            run_engines: RunEngines = stack.enter_context(engines_in(tmp_path / name))
+            self.fakes[name] = [run_engines.start(replica) for replica in range(2)]
             given = Vllm(replicas=2, colocate=True, wait_s=60.0, request_timeout_s=60.0, max_sequences=32)
             pool = Pool(
-                name, given, fleet.roster, connect(given, TOKEN, 20.0), look_s=LOOK_S, listed=ROLE, shared=self.shared
+                name,
+                given,
+                run_engines.registry,
+                connect(given, TOKEN, 20.0),
+                look_s=LOOK_S,
+                listed=ROLE,
+                shared=self.shared,
             )
             stack.callback(pool.close)
             until("two living servers", lambda pool=pool: len(pool.members.living()) == 2)
@@ -114,10 +120,10 @@ def test_roles_that_answer_each_other_in_many_episodes_never_work_together(both)
 
     def episode(number):
         try:
-            for turn in range(3):
+            for iteration in range(3):
                 for name in (G, V):
-                    sampling = Sampling(max_tokens=3 + (number + turn) % 3, seed=number)
-                    assert len(complete(both.pools[name], [[number + 1, turn + 1]], sampling)) == 1
+                    sampling = Sampling(max_tokens=3 + (number + iteration) % 3, seed=number)
+                    assert len(complete(both.pools[name], [[number + 1, iteration + 1]], sampling)) == 1
         except BaseException as error:
             problems.append(error)
 
@@ -147,7 +153,7 @@ def test_a_request_that_is_cancelled_with_a_place_gives_it_back():
     members = Members(G, Limits(servers=1, at_once=4), servers=[server])
 
     async def cancelled() -> None:
-        line = Line(members, shared)
+        line = RequestQueue(members, shared)
         assert shared.enter(V)
         task = asyncio.create_task(line.wait(Waiter(2, set(), None, lambda: False)))
         await asyncio.sleep(0)

@@ -11,15 +11,15 @@ import torch
 from fake_policy import TablePolicy
 
 from megatron_rl import timing
-from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.batches import dealing
-from megatron_rl.batches.work import COUNTED, Work
+from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.batches import data_parallel_split
+from megatron_rl.batches.replica_batch import COUNTED, Work
 from megatron_rl.config.run import Run
 from megatron_rl.config.schema import LossConfig
 from megatron_rl.hardware import peak_flops
 from megatron_rl.models.shape import read_shape
 from megatron_rl.run.metrics import SPEED, Tracker, read_metrics
-from megatron_rl.session import parts
+from megatron_rl.session import builders
 from megatron_rl.timing import Timer
 from megatron_rl.training.update import Trainee, update
 from megatron_rl.training.update import _speed as speed_of
@@ -77,12 +77,12 @@ def test_a_part_within_another_counts_for_itself_alone(monkeypatch):
 def test_rates_are_of_all_passes_over_what_is_computed():
     made, policy = rollouts(9), Counting(VOCAB, micro_batch_tokens=60)
     trainee = Trainee(policy=policy, loss=LOSS, samples_per_optimizer_step=5, peak_flops=1e15)
-    figures = update(OneProcess(), trainee, made)
-    assert not {*COUNTED} & {*figures}
-    speed = {name.removeprefix(SPEED): value for name, value in figures.items() if name.startswith(SPEED)}
+    metrics = update(OneProcess(), trainee, made)
+    assert not {*COUNTED} & {*metrics}
+    speed = {name.removeprefix(SPEED): value for name, value in metrics.items() if name.startswith(SPEED)}
     seconds = sum(value for name, value in speed.items() if name.startswith("seconds/"))
     assert {name.partition("/")[2] for name in speed if "/" in name} == {
-        *("hand_out", "reference_logprobs", "old_logprobs", "forward_backward", "waiting")
+        *("scatter", "reference_logprobs", "old_logprobs", "forward_backward", "waiting")
     }
     page = (Path(__file__).parents[2] / "docs/concepts.md").read_text().partition("## How fast an update was")[2]
     defined = set(re.findall(r"^\| `([a-z_/]+)` \|", page, re.MULTILINE))
@@ -103,10 +103,10 @@ class ThreeRanks(OneProcess):
 
 def test_rates_are_those_of_one_rank():
     made = rollouts(9)
-    figures = update(ThreeRanks(), Trainee(policy=Counting(VOCAB), loss=LOSS, peak_flops=1e15), made)
-    speed = {name.removeprefix(SPEED): value for name, value in figures.items() if name.startswith(SPEED)}
+    metrics = update(ThreeRanks(), Trainee(policy=Counting(VOCAB), loss=LOSS, peak_flops=1e15), made)
+    speed = {name.removeprefix(SPEED): value for name, value in metrics.items() if name.startswith(SPEED)}
     seconds = sum(value for name, value in speed.items() if name.startswith("seconds/"))
-    assert speed["tokens_per_second"] * seconds * 3 == pytest.approx(figures["packed_tokens"], rel=1e-6)
+    assert speed["tokens_per_second"] * seconds * 3 == pytest.approx(metrics["packed_tokens"], rel=1e-6)
     assert speed_of(10.0, {"a": 4.0}, ranks=4, flops=8e13, peak=1e13) == {
         f"{SPEED}seconds/a": 4.0, f"{SPEED}seconds/waiting": 6.0, f"{SPEED}model_tflops": 2.0, f"{SPEED}mfu": 0.2,
     }  # fmt: skip
@@ -120,8 +120,8 @@ def test_rates_are_those_of_one_rank():
 
 def test_a_shared_prompt_counts_as_often_as_it_is_computed():
     made = rollouts(9)
-    dealt = dealing.deal(made, Sharing(VOCAB, micro_batch_tokens=1000), loss=LOSS)
-    work = Work.over(dealt.buffer(0), dealt.outline, 0)
+    dealt = data_parallel_split.split_over_replicas(made, Sharing(VOCAB, micro_batch_tokens=1000), loss=LOSS)
+    work = Work.over(shares.buffer(0), shares.outline, 0)
     counted = sum(int(work.batch(micro).counted.sum()) for micro in work.micros())
     lengths, shared = work.flat.lengths.astype(int), work.flat.shared.astype(int)
     wanted = flops.count(SHAPE, lengths, shared=shared, labels=counted)
@@ -132,7 +132,10 @@ def test_a_shared_prompt_counts_as_often_as_it_is_computed():
 def test_speeds_are_lines_of_their_own_kind(tmp_path):
     with Tracker(tmp_path / "metrics.jsonl") as tracker:
         tracker.log(
-            0, "solver", {"loss": 1.0, "seconds/train": 2.0, "speed/mfu": 0.25, "speed/seconds/optimizer": 0.5}, turn=0
+            0,
+            "solver",
+            {"loss": 1.0, "seconds/train": 2.0, "speed/mfu": 0.25, "speed/seconds/optimizer": 0.5},
+            iteration=0,
         )
     [row] = read_metrics(tmp_path)
     assert row.speed == {"mfu": 0.25, "seconds/optimizer": 0.5}
@@ -143,8 +146,8 @@ def test_the_peak_is_that_of_the_device_or_the_configured_one(monkeypatch):
     names = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
     names |= {"NVIDIA GH200 480GB": 989e12, "NVIDIA H100 PCIe": None, "NVIDIA H100 NVL": None, "NVIDIA L4": None}
     assert {name: peak_flops(name) for name in names} == names
-    assert parts.peak_flops(Run(), "bfloat16") is None or torch.cuda.is_available()
-    assert parts.peak_flops(Run(peak_tflops=2.0), "float32") == 2e12
+    assert builders.peak_flops(Run(), "bfloat16") is None or torch.cuda.is_available()
+    assert builders.peak_flops(Run(peak_tflops=2.0), "float32") == 2e12
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    assert parts.peak_flops(Run(), "bfloat16") == 989e12 and parts.peak_flops(Run(), "float32") is None
+    assert builders.peak_flops(Run(), "bfloat16") == 989e12 and builders.peak_flops(Run(), "float32") is None

@@ -1,4 +1,5 @@
-"""Tests `megatron-rl stop` and `status` of SFT data and evaluations, whose jobs take no turns, with a fake Slurm."""
+"""Tests `megatron-rl stop` and `status` of SFT data and evaluations, whose jobs take no iterations, with a fake
+Slurm."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from megatron_rl.config.files import tree_of
 from megatron_rl.config.schema import GenerateConfig
 from megatron_rl.main import main
 from megatron_rl.run.checkpoint import write_json
-from megatron_rl.session.answers import mark_finished
+from megatron_rl.session.generation_progress import mark_finished
 
 RUNNING = "echo '17|x-generate|RUNNING|n1|1:00:00|None|N/A'"
 
@@ -32,14 +33,14 @@ def data(tmp_path):
 
 @pytest.mark.parametrize("script", ["generate.sbatch", "eval.sbatch"])
 @pytest.mark.parametrize("now", [[], ["--now"]])
-def test_stop_cancels_jobs_that_run_and_speaks_of_no_turns(data, fake_slurm, capsys, script, now):
-    """It said that they leave after the turn at hand, and they went on."""
+def test_stop_cancels_jobs_that_run_and_speaks_of_no_iterations(data, fake_slurm, capsys, script, now):
+    """It said that they leave after the iteration at hand, and they went on."""
     (answers, asked), made = fake_slurm, data(script)
     answers(squeue=RUNNING)
     assert main(["stop", str(made), *now]) == 0
     assert asked()[-1] == "scancel 17" and (made / "stop").exists()
     said = capsys.readouterr().out
-    assert "its jobs are cancelled; finished parts of the answers are kept" in said and "turn" not in said
+    assert "its jobs are cancelled; finished parts of the answers are kept" in said and "iteration" not in said
     answers(squeue="true")
     assert main(["stop", str(made), *now]) == 0
     assert "no job of it waits or runs" in capsys.readouterr().out
@@ -70,7 +71,7 @@ def test_status_tells_the_parts_of_sft_data(data, fake_slurm, capsys):
     answers(squeue="true")
     assert main(["status", str(made)]) == 0
     said = capsys.readouterr().out
-    assert "its SFT data are complete" in said and "turns" not in said
+    assert "its SFT data are complete" in said and "iterations" not in said
 
 
 def test_status_counts_evaluations_that_have_results(data, fake_slurm, capsys):

@@ -1,4 +1,5 @@
-"""The store of turns: what is read is what was written, to the last bit; damage is noticed; what need not stay goes."""
+"""The store of iterations: what is read is what was written, to the last bit; damage is noticed; what need not stay
+goes."""
 
 from __future__ import annotations
 
@@ -17,24 +18,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.text import Decoded
-from megatron_rl.training import rollout_table
+from megatron_rl.training import rollout_parquet
 from megatron_rl.training import store as store_module
+from megatron_rl.training.iteration import Collected, Iteration
 from megatron_rl.training.store import (
     ROLLOUTS,
+    IterationStore,
     StoreError,
-    TurnStore,
     Waiting,
     fingerprint,
+    iteration_files,
+    iteration_number,
     open_replay,
     read_rows,
-    turn_files,
-    turn_number,
 )
-from megatron_rl.training.turns import Played, Turn
-from megatron_rl.types import STEP, Author, Marks, Rollout, Stop, spans_of
+from megatron_rl.types import STEP, Annotations, Author, Rollout, Stop, spans_of
 
 WORDS = ["<pad>", "Q", "?", "<step>a</step>", "<step>b", "</step>", "!", "é<>&"]
-TURN = Turn(step=3, index=1, roles=("generator",), number=12, updates={"generator": 9})
+ITERATION = Iteration(cycle=3, index=1, roles=("generator",), number=12, updates={"generator": 9})
 
 
 def decode(role, tokens):
@@ -50,7 +51,7 @@ def rollout(**changes) -> Rollout:
         "logprobs": [0.0, 0.0, -1.0, -1.0, -1.0, -1.0],
         "spans": spans_of((2, Author.ENVIRONMENT, -1), (4, Author.POLICY, 4)),
         "payload": {"question": "Q?", "answer": 42, "correct": True, "verdicts": [True, None], "review": "fine"},
-        "marks": {STEP: Marks(np.array([(2, 3), (3, 5)]), np.array([0.5, -0.5]))},
+        "annotations": {STEP: Annotations(np.array([(2, 3), (3, 5)]), np.array([0.5, -0.5]))},
         "rewards": {"outcome": 1.0, "format": 0.25},
         "advantages": [0.0, 0.0, 1.5, 2.5, 3.5, 4.5],
     }
@@ -68,7 +69,7 @@ def bits(value):
     """Returns what two values must share to be the same to the last bit."""
     if isinstance(value, Rollout):
         return [(name, bits(getattr(value, name))) for name in Rollout.__dataclass_fields__]
-    if isinstance(value, Marks):
+    if isinstance(value, Annotations):
         return bits(value.ranges), bits(value.scores)
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
@@ -79,14 +80,14 @@ def bits(value):
     return struct.pack("<d", value) if isinstance(value, float) else value
 
 
-def played(*rollouts: Rollout, **more: list[Rollout]) -> Played:
+def collected(*rollouts: Rollout, **more: list[Rollout]) -> Collected:
     by_role = {"generator": list(rollouts), **more} if rollouts or not more else more
-    return Played(rollouts=by_role, metrics={"generator": {"loss": 0.1, "seconds/rollout": 2.0}})
+    return Collected(rollouts=by_role, metrics={"generator": {"loss": 0.1, "seconds/rollout": 2.0}})
 
 
-def put_and_get(store: TurnStore, what: Played, turn: Turn = TURN) -> Played:
-    store.put(turn, what, {"data": {"position": 7}})
-    found = store.get(turn)
+def put_and_get(store: IterationStore, what: Collected, iteration: Iteration = ITERATION) -> Collected:
+    store.put(iteration, what, {"data": {"position": 7}})
+    found = store.get(iteration)
     assert found is not None and found[1] == {"data": {"position": 7}}
     return found[0]
 
@@ -100,9 +101,16 @@ def odd_rollouts() -> list[Rollout]:
         rollout(logprobs=[0.0, -0.0, *nan, -1e-45, -np.inf]),
         rollout(spans=tool, partner_weight=0.1 + 0.2, stop=Stop.LENGTH),
         rollout(advantages=0.1 + 0.2, rewards={"z": -0.0, "a": float("nan"), "m": 1e-300}),
-        rollout(advantages=None, marks={}, payload={}, rewards={}),
+        rollout(advantages=None, annotations={}, payload={}, rewards={}),
         rollout(advantages=math.nan, stop=Stop.ABORTED),
-        rollout(marks={"step": Marks([]), "z": Marks([], []), "a": Marks([(0, 6)]), "b": Marks([(1, 1)], [math.nan])}),
+        rollout(
+            annotations={
+                "step": Annotations([]),
+                "z": Annotations([], []),
+                "a": Annotations([(0, 6)]),
+                "b": Annotations([(1, 1)], [math.nan]),
+            }
+        ),
         rollout(values={"teacher": np.arange(6, dtype=np.float32) / 3, "a": np.full(6, nan[1])}, experts=experts),
         rollout(values={"a": np.zeros(6, np.float32)}, experts=np.empty((5, 0, 2), np.int16)),
         rollout(values={"ids": np.arange(18, dtype=np.int32).reshape(6, 3), "wide": np.full((6, 2), nan[0])}),
@@ -122,8 +130,8 @@ def odd_rollouts() -> list[Rollout]:
 def test_every_field_comes_back_to_the_last_bit(tmp_path, every):
     rollouts = [*odd_rollouts(), bare(), rollout()]
     text = Decoded("x" * 4, b"x" * 4, np.full(100, 4))
-    store = TurnStore(tmp_path, keep_every=every, decode=lambda role, tokens: text)
-    found = put_and_get(store, played(*rollouts))
+    store = IterationStore(tmp_path, keep_every=every, decode=lambda role, tokens: text)
+    found = put_and_get(store, collected(*rollouts))
     for place, (before, after) in enumerate(zip(rollouts, found.rollouts["generator"], strict=True)):
         assert bits(after) == bits(before), place
         assert type(after.advantages) is type(before.advantages)
@@ -131,36 +139,37 @@ def test_every_field_comes_back_to_the_last_bit(tmp_path, every):
 
 
 def test_what_was_read_may_be_written_to(tmp_path):
-    found = put_and_get(TurnStore(tmp_path), played(rollout())).rollouts["generator"][0]
+    found = put_and_get(IterationStore(tmp_path), collected(rollout())).rollouts["generator"][0]
     assert found.tokens.flags.writeable and found.logprobs.flags.writeable and found.advantages.flags.writeable
 
 
 def test_roles_stay_in_their_order_and_one_may_have_no_rollouts(tmp_path):
-    turn = Turn(step=0, index=0, roles=("z", "a", "m"), number=0)
+    iteration = Iteration(cycle=0, index=0, roles=("z", "a", "m"), number=0)
     by_role = {"z": [rollout(role="z", group=str(i)) for i in range(3)], "a": [], "m": [bare(role="m")]}
-    found = put_and_get(TurnStore(tmp_path), Played(rollouts=by_role, metrics={}), turn)
+    found = put_and_get(IterationStore(tmp_path), Collected(rollouts=by_role, metrics={}), iteration)
     assert list(found.rollouts) == ["z", "a", "m"] and bits(found.rollouts) == bits(by_role)
 
 
-def test_a_turn_without_rollouts_is_a_turn(tmp_path):
-    assert put_and_get(TurnStore(tmp_path), Played(rollouts={"generator": []}, metrics={})).rollouts == {
+def test_an_iteration_without_rollouts_is_an_iteration(tmp_path):
+    assert put_and_get(IterationStore(tmp_path), Collected(rollouts={"generator": []}, metrics={})).rollouts == {
         "generator": []
     }
-    assert read_rows(tmp_path / "turn_000012.parquet") == []
+    assert read_rows(tmp_path / "iteration_000012.parquet") == []
 
 
 def test_many_rollouts_are_written_in_pieces_and_come_back_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "CHUNK_BYTES", 256)
     rollouts = [rollout(group=str(i), tokens=[i] * 6) for i in range(50)]
-    found = put_and_get(TurnStore(tmp_path), played(*rollouts))
-    assert pq.ParquetFile(tmp_path / "turn_000012.parquet").num_row_groups > 10
+    found = put_and_get(IterationStore(tmp_path), collected(*rollouts))
+    assert pq.ParquetFile(tmp_path / "iteration_000012.parquet").num_row_groups > 10
     assert bits(found.rollouts["generator"]) == bits(rollouts)
 
 
 def test_rollouts_of_one_problem_share_its_payload_again(tmp_path):
     payload = {"question": "Q?"}
     first, second, other = put_and_get(
-        TurnStore(tmp_path), played(bare(payload=payload), bare(payload=payload), bare(payload={"question": "!"}))
+        IterationStore(tmp_path),
+        collected(bare(payload=payload), bare(payload=payload), bare(payload={"question": "!"})),
     ).rollouts["generator"]
     assert first.payload is second.payload and other.payload == {"question": "!"}
 
@@ -182,17 +191,17 @@ def any_rollout(draw):
     ends = [*cuts, length] if length else []
     spans = [(a, b, draw(st.integers(0, 2)), draw(st.integers(-1, 9))) for a, b in zip([0, *cuts], ends, strict=False)]
     ranges = st.lists(st.tuples(st.integers(0, length), st.integers(0, length)), max_size=3)
-    marks = {}
+    annotations = {}
     for label in draw(st.lists(names, max_size=2, unique=True)):
         found = draw(ranges)
         scores = draw(st.none() | st.just(np.frombuffer(random.Random(length).randbytes(8 * len(found)), np.float64)))
-        marks[label] = Marks(np.array(found, np.int32).reshape(-1, 2), scores)
+        annotations[label] = Annotations(np.array(found, np.int32).reshape(-1, 2), scores)
     experts = np.arange(max(length - 1, 0) * 6, dtype=np.int16).reshape(-1, 3, 2)
     return Rollout(
         role=draw(st.sampled_from(["a", "b"])), group=draw(names), tokens=numbers, logprobs=floats, spans=spans,
         stop=draw(st.sampled_from(list(Stop))),
         payload=draw(st.dictionaries(st.text(max_size=4), json_values, max_size=3)),
-        rewards=draw(st.dictionaries(names, st.floats(allow_nan=False), max_size=2)), marks=marks,
+        rewards=draw(st.dictionaries(names, st.floats(allow_nan=False), max_size=2)), annotations=annotations,
         advantages=draw(st.sampled_from([None, floats[::-1].copy()]) | st.floats()), partner_weight=draw(st.floats()),
         values=draw(st.dictionaries(names, st.sampled_from([floats, numbers, floats.reshape(-1, 1)]), max_size=2)),
         experts=draw(st.sampled_from([None, experts])),
@@ -203,155 +212,163 @@ def any_rollout(draw):
 @given(rollouts=st.lists(any_rollout(), max_size=6))
 def test_any_rollouts_come_back_to_the_last_bit(tmp_path_factory, rollouts):
     directory = tmp_path_factory.mktemp("any")
-    turn = Turn(step=0, index=0, roles=("a", "b"), number=0)
-    by_role = {role: [r for r in rollouts if r.role == role] for role in turn.roles}
-    found = put_and_get(TurnStore(directory), Played(rollouts=by_role, metrics={}), turn)
+    iteration = Iteration(cycle=0, index=0, roles=("a", "b"), number=0)
+    by_role = {role: [r for r in rollouts if r.role == role] for role in iteration.roles}
+    found = put_and_get(IterationStore(directory), Collected(rollouts=by_role, metrics={}), iteration)
     assert bits(found.rollouts) == bits(by_role)
 
 
 def test_a_payload_that_is_not_json_is_named_and_nothing_is_left(tmp_path):
-    store = TurnStore(tmp_path)
+    store = IterationStore(tmp_path)
     with pytest.raises(TypeError, match="group 'p1': its payload is not JSON .*set"):
-        store.put(TURN, played(rollout(), rollout(payload={"a": {1, 2}})), {})
+        store.put(ITERATION, collected(rollout(), rollout(payload={"a": {1, 2}})), {})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_turn_whose_writing_fails_leaves_the_one_before_as_it_was(tmp_path):
-    TurnStore(tmp_path).put(TURN, played(rollout()), {"before": 1})
+def test_an_iteration_whose_writing_fails_leaves_the_one_before_as_it_was(tmp_path):
+    IterationStore(tmp_path).put(ITERATION, collected(rollout()), {"before": 1})
 
     def fail(role, tokens):
         raise RuntimeError("no tokenizer")
 
     with pytest.raises(RuntimeError, match="no tokenizer"):
-        TurnStore(tmp_path, decode=fail).put(TURN, played(bare()), {"before": 2})
-    found = TurnStore(tmp_path).get(TURN)
+        IterationStore(tmp_path, decode=fail).put(ITERATION, collected(bare()), {"before": 2})
+    found = IterationStore(tmp_path).get(ITERATION)
     assert (
         found is not None
         and found[1] == {"before": 1}
-        and [p.name for p in tmp_path.iterdir()] == ["turn_000012.parquet"]
+        and [p.name for p in tmp_path.iterdir()] == ["iteration_000012.parquet"]
     )
 
 
-def test_turns_of_other_settings_or_roles_are_passed_over(tmp_path):
+def test_iterations_of_other_settings_or_roles_are_passed_over(tmp_path):
     assert fingerprint("a: 1") == fingerprint("a: 1") != fingerprint("a: 2")
-    TurnStore(tmp_path, "one").put(TURN, played(rollout()), {})
-    assert TurnStore(tmp_path, "one").get(TURN) is not None
-    assert TurnStore(tmp_path, "two").get(TURN) is None
-    assert TurnStore(tmp_path, "one").get(Turn(step=3, index=1, roles=("generator", "verifier"), number=12)) is None
-    assert TurnStore(tmp_path, "one").get(Turn(step=3, index=2, roles=("generator",), number=13)) is None
+    IterationStore(tmp_path, "one").put(ITERATION, collected(rollout()), {})
+    assert IterationStore(tmp_path, "one").get(ITERATION) is not None
+    assert IterationStore(tmp_path, "two").get(ITERATION) is None
+    assert (
+        IterationStore(tmp_path, "one").get(Iteration(cycle=3, index=1, roles=("generator", "verifier"), number=12))
+        is None
+    )
+    assert IterationStore(tmp_path, "one").get(Iteration(cycle=3, index=2, roles=("generator",), number=13)) is None
 
 
-def test_a_file_under_the_number_of_another_turn_is_passed_over(tmp_path):
-    store = TurnStore(tmp_path)
-    store.put(TURN, played(rollout()), {}).rename(store.path(13))
-    assert store.get(Turn(step=3, index=2, roles=("generator",), number=13)) is None
+def test_a_file_under_the_number_of_another_iteration_is_passed_over(tmp_path):
+    store = IterationStore(tmp_path)
+    store.put(ITERATION, collected(rollout()), {}).rename(store.path(13))
+    assert store.get(Iteration(cycle=3, index=2, roles=("generator",), number=13)) is None
 
 
-def test_a_cut_file_is_played_again_with_a_warning(tmp_path, caplog):
-    store = TurnStore(tmp_path)
-    path = store.put(TURN, played(*odd_rollouts()), {})
+def test_a_cut_file_is_collected_again_with_a_warning(tmp_path, caplog):
+    store = IterationStore(tmp_path)
+    path = store.put(ITERATION, collected(*odd_rollouts()), {})
     whole = path.read_bytes()
     for size in [*range(0, 64), *range(64, len(whole), 97), len(whole) - 1]:
         path.write_bytes(whole[:size])
         caplog.clear()
-        assert store.get(TURN) is None
-        assert "turn_000012.parquet cannot be read" in caplog.text and "turn 12 is played again" in caplog.text
+        assert store.get(ITERATION) is None
+        assert (
+            "iteration_000012.parquet cannot be read" in caplog.text
+            and "iteration 12 is collected again" in caplog.text
+        )
     with pytest.raises(StoreError, match="cannot be read .*: bring a whole copy"):
-        store.read(TURN)
+        store.read(ITERATION)
     with pytest.raises(StoreError, match="remove it"):
         read_rows(path)
 
 
-def test_a_changed_byte_never_makes_another_turn_of_it(tmp_path, caplog):
+def test_a_changed_byte_never_makes_another_iteration_of_it(tmp_path, caplog):
     """Pages carry checksums, the footer has our digest; a page's header that is wrong cannot be followed."""
     caplog.set_level(logging.CRITICAL)
-    store = TurnStore(tmp_path)
-    before = played(*odd_rollouts())
-    path = store.put(TURN, before, {"position": 1})
+    store = IterationStore(tmp_path)
+    before = collected(*odd_rollouts())
+    path = store.put(ITERATION, before, {"position": 1})
     whole, draw = path.read_bytes(), random.Random(0)
     for _ in range(400):
         changed = bytearray(whole)
         changed[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
         path.write_bytes(changed)
-        found = store.get(TURN)
+        found = store.get(ITERATION)
         assert found is None or (bits(found[0].rollouts) == bits(before.rollouts) and found[1] == {"position": 1})
 
 
 def test_files_of_others_and_of_another_format_are_not_read(tmp_path, caplog):
-    store = TurnStore(tmp_path)
+    store = IterationStore(tmp_path)
     pq.write_table(pa.table({"a": [1]}), store.path(12))
-    assert store.get(TURN) is None and "is no turn of a run" in caplog.text
+    assert store.get(ITERATION) is None and "is no iteration of a run" in caplog.text
     store.path(12).unlink()
     store.path(12).mkdir()
-    assert store.get(TURN) is None
+    assert store.get(ITERATION) is None
     store.path(12).rmdir()
-    path = store.put(TURN, played(rollout()), {})
+    path = store.put(ITERATION, collected(rollout()), {})
     table = pq.read_table(path)
     head = {**json.loads(table.schema.metadata[b"megatron_rl"]), "format": 99}
     pq.write_table(table.replace_schema_metadata({b"megatron_rl": json.dumps(head)}), path)
     store_module._seal(path)
-    assert store.get(TURN) is None and "its format is 99, and this version reads 4" in caplog.text
+    assert store.get(ITERATION) is None and "its format is 99, and this version reads 4" in caplog.text
 
 
 @pytest.mark.parametrize("rows", [{"generator": 1, "verifier": 2}, {"generator": 3, "verifier": 0}, {"judge": 3}])
 def test_a_file_whose_rows_are_of_other_roles_than_it_says_is_not_read(tmp_path, caplog, rows):
-    store = TurnStore(tmp_path)
-    path = store.put(TURN, played(rollout(), rollout(), verifier=[bare(role="verifier")]), {})
-    assert store.get(TURN) is not None
+    store = IterationStore(tmp_path)
+    path = store.put(ITERATION, collected(rollout(), rollout(), verifier=[bare(role="verifier")]), {})
+    assert store.get(ITERATION) is not None
     table = pq.read_table(path)
     head = {**json.loads(table.schema.metadata[b"megatron_rl"]), "rows": rows}
     pq.write_table(table.replace_schema_metadata({b"megatron_rl": json.dumps(head)}), path)
     store_module._seal(path)
-    assert store.get(TURN) is None and "is played again" in caplog.text
+    assert store.get(ITERATION) is None and "is collected again" in caplog.text
 
 
-def put_turns(store: TurnStore, count: int, first: int = 0) -> None:
+def put_iterations(store: IterationStore, count: int, first: int = 0) -> None:
     for number in range(first, count):
-        store.put(Turn(step=number, index=0, roles=("generator",), number=number), played(rollout()), {"n": number})
+        store.put(
+            Iteration(cycle=number, index=0, roles=("generator",), number=number), collected(rollout()), {"n": number}
+        )
 
 
 def numbers(directory) -> list[int]:
-    return [turn_number(path) for path in turn_files(directory)]
+    return [iteration_number(path) for path in iteration_files(directory)]
 
 
-def test_a_turn_stays_until_a_checkpoint_holds_it_and_afterwards_if_it_is_kept(tmp_path):
-    store = TurnStore(tmp_path, keep_every=3, decode=decode)
-    put_turns(store, 8)
+def test_an_iteration_stays_until_a_checkpoint_holds_it_and_afterwards_if_it_is_kept(tmp_path):
+    store = IterationStore(tmp_path, keep_every=3, decode=decode)
+    put_iterations(store, 8)
     assert numbers(tmp_path) == list(range(8))
     store.drop(5)
     assert numbers(tmp_path) == [0, 3, 5, 6, 7]
     store.drop(8)
     assert numbers(tmp_path) == [0, 3, 6]
-    texts = [[row["text"] is not None for row in read_rows(path)] for path in turn_files(tmp_path)]
+    texts = [[row["text"] is not None for row in read_rows(path)] for path in iteration_files(tmp_path)]
     assert texts == [[True]] * 3
 
 
 @pytest.mark.parametrize(("every", "left"), [(0, []), (1, [0, 1, 2, 3])])
-def test_no_turn_or_every_turn_is_kept(tmp_path, every, left):
-    store = TurnStore(tmp_path, keep_every=every, decode=decode)
-    put_turns(store, 4)
+def test_no_iteration_or_every_iteration_is_kept(tmp_path, every, left):
+    store = IterationStore(tmp_path, keep_every=every, decode=decode)
+    put_iterations(store, 4)
     store.drop(4)
     assert numbers(tmp_path) == left
 
 
 def test_what_was_kept_stays_when_the_run_goes_on_keeping_fewer(tmp_path):
-    put_turns(TurnStore(tmp_path, keep_every=1, decode=decode), 3)
-    store = TurnStore(tmp_path, keep_every=10, decode=decode)
-    put_turns(store, 6, first=3)
+    put_iterations(IterationStore(tmp_path, keep_every=1, decode=decode), 3)
+    store = IterationStore(tmp_path, keep_every=10, decode=decode)
+    put_iterations(store, 6, first=3)
     store.drop(6)
     assert numbers(tmp_path) == [0, 1, 2]
 
 
-def test_texts_are_decoded_for_kept_turns_alone(tmp_path):
+def test_texts_are_decoded_for_kept_iterations_alone(tmp_path):
     asked = []
 
     def count(role, tokens):
         asked.append(tokens.tolist())
         return decode(role, tokens)
 
-    store = TurnStore(tmp_path, keep_every=2, decode=count)
-    put_turns(store, 3)
-    assert asked == [[1, 2], [3, 4, 5, 6]] * 2, "prompt and answer of the two kept turns"
+    store = IterationStore(tmp_path, keep_every=2, decode=count)
+    put_iterations(store, 3)
+    assert asked == [[1, 2], [3, 4, 5, 6]] * 2, "prompt and answer of the two kept iterations"
     with_text, without = (read_rows(store.path(number))[0] for number in (0, 1))
     assert with_text["text"] == "<step>a</step><step>b</step>!" and with_text["question"] == "Q?"
     hidden = ("prompt", "text", "steps", "question", "answer", "review")
@@ -360,43 +377,45 @@ def test_texts_are_decoded_for_kept_turns_alone(tmp_path):
 
 
 def test_a_run_that_goes_on_removes_what_it_will_not_read(tmp_path, caplog):
-    put_turns(TurnStore(tmp_path, "old"), 6)
-    put_turns(TurnStore(tmp_path, "new"), 5, first=4)
-    (tmp_path / ".turn_000009.parquet.tmp").write_bytes(b"half")
-    (tmp_path / "turn_000007.parquet").write_bytes(b"half")
-    assert TurnStore(tmp_path, "new").clean(3) == Waiting(kept=1, dropped=3)  # turn 4 is trained on as it is
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"turn_00000{n}.parquet" for n in (0, 1, 2, 4)]
-    assert TurnStore(tmp_path / "nothing here", "new").clean(0) == Waiting(0, 0)
+    put_iterations(IterationStore(tmp_path, "old"), 6)
+    put_iterations(IterationStore(tmp_path, "new"), 5, first=4)
+    (tmp_path / ".iteration_000009.parquet.tmp").write_bytes(b"half")
+    (tmp_path / "iteration_000007.parquet").write_bytes(b"half")
+    assert IterationStore(tmp_path, "new").clean(3) == Waiting(kept=1, dropped=3)  # iteration 4 is trained on as it is
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"iteration_00000{n}.parquet" for n in (0, 1, 2, 4)]
+    assert IterationStore(tmp_path / "nothing here", "new").clean(0) == Waiting(0, 0)
 
 
 def test_a_replay_reads_a_run_or_its_rollouts_whatever_its_settings(tmp_path):
     run, own = tmp_path / "run", tmp_path / "own"
-    put_turns(TurnStore(run / ROLLOUTS, "its own"), 2)
-    turn = Turn(step=1, index=0, roles=("generator",), number=1)
+    put_iterations(IterationStore(run / ROLLOUTS, "its own"), 2)
+    iteration = Iteration(cycle=1, index=0, roles=("generator",), number=1)
     for place in (run, run / ROLLOUTS):
-        found, state = open_replay(place, own=own).read(turn)
+        found, state = open_replay(place, own=own).read(iteration)
         assert state == {"n": 1} and bits(found.rollouts["generator"]) == bits([rollout()])
-    with pytest.raises(FileNotFoundError, match=r"turn 5 \(generator\) was not kept there.*run.save_rollouts_every=1"):
-        open_replay(run, own=own).read(Turn(step=5, index=0, roles=("generator",), number=5))
-    with pytest.raises(StoreError, match="trained generator; turn 1 of this run trains judge, generator"):
-        open_replay(run, own=own).read(Turn(step=1, index=0, roles=("judge", "generator"), number=1))
+    with pytest.raises(
+        FileNotFoundError, match=r"iteration 5 \(generator\) was not kept there.*run.save_rollouts_every=1"
+    ):
+        open_replay(run, own=own).read(Iteration(cycle=5, index=0, roles=("generator",), number=5))
+    with pytest.raises(StoreError, match="trained generator; iteration 1 of this run trains judge, generator"):
+        open_replay(run, own=own).read(Iteration(cycle=1, index=0, roles=("judge", "generator"), number=1))
 
 
 def test_a_replay_of_nothing_or_of_itself_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="run.save_rollouts_every=1"):
         open_replay(tmp_path / "nowhere", own=tmp_path)
-    put_turns(TurnStore(tmp_path / ROLLOUTS), 1)
+    put_iterations(IterationStore(tmp_path / ROLLOUTS), 1)
     for place in (tmp_path, tmp_path / ROLLOUTS):
         with pytest.raises(StoreError, match="is this run itself"):
             open_replay(place, own=tmp_path)
 
 
 def test_the_readable_columns_are_those_of_the_report(tmp_path):
-    store = TurnStore(tmp_path, decode=decode)
-    path = store.put(TURN, played(rollout(), bare(), bare(advantages=0.5)), {})
+    store = IterationStore(tmp_path, decode=decode)
+    path = store.put(ITERATION, collected(rollout(), bare(), bare(advantages=0.5)), {})
     full, empty, one = read_rows(path)
     assert full == {
-        "turn": 12,
+        "iteration": 12,
         "role": "generator",
         "group": "p1",
         "question": "Q?",
@@ -414,7 +433,7 @@ def test_the_readable_columns_are_those_of_the_report(tmp_path):
         "step_advantages": [1.5, 3.5],
         "advantage": 1.5,
         "review": "fine",
-        "seat": None,
+        "agent": None,
         "episode": None,
         "pieces": None,
     }
@@ -425,24 +444,26 @@ def test_the_readable_columns_are_those_of_the_report(tmp_path):
 def test_step_advantages_are_those_of_trained_tokens(tmp_path):
     """The last trained token of a step counts; a partner or an environment may have written the end of it, or all."""
     spans = spans_of((1, 2, -1), (2, 0, 0), (1, 1, -1), (2, 2, -1))
-    changed = rollout(spans=spans, marks={STEP: Marks([(1, 4), (4, 6), (0, 1)])})
-    number = rollout(spans=spans, marks={STEP: Marks([(1, 4), (4, 6)])}, advantages=0.5)
-    untrained = rollout(spans=spans_of((6, 2, -1)), marks={STEP: Marks([(1, 4)])})
-    path = TurnStore(tmp_path, decode=decode).put(TURN, played(changed, number, untrained), {})
+    changed = rollout(spans=spans, annotations={STEP: Annotations([(1, 4), (4, 6), (0, 1)])})
+    number = rollout(spans=spans, annotations={STEP: Annotations([(1, 4), (4, 6)])}, advantages=0.5)
+    untrained = rollout(spans=spans_of((6, 2, -1)), annotations={STEP: Annotations([(1, 4)])})
+    path = IterationStore(tmp_path, decode=decode).put(ITERATION, collected(changed, number, untrained), {})
     assert [row["step_advantages"] for row in read_rows(path)] == [[1.5, 0.0, 0.0], [0.5, 0.0], [0.0]]
 
 
 @pytest.mark.parametrize("verdicts", [[1, -1], [True, False], [1.0, 0]])
 def test_verdicts_in_any_usual_form(tmp_path, verdicts):
-    path = TurnStore(tmp_path, decode=decode).put(TURN, played(rollout(payload={"verdicts": verdicts})), {})
+    path = IterationStore(tmp_path, decode=decode).put(
+        ITERATION, collected(rollout(payload={"verdicts": verdicts})), {}
+    )
     assert read_rows(path)[0]["verdicts"] == [1, -1]
 
 
 def test_rows_of_one_role(tmp_path):
-    turn = Turn(step=0, index=0, roles=("a", "b"), number=0)
+    iteration = Iteration(cycle=0, index=0, roles=("a", "b"), number=0)
     by_role = {"a": [rollout(role="a")], "b": [bare(role="b"), bare(role="b")]}
-    store = TurnStore(tmp_path, decode=decode)
-    path = store.put(turn, Played(rollouts=by_role, metrics={}), {})
+    store = IterationStore(tmp_path, decode=decode)
+    path = store.put(iteration, Collected(rollouts=by_role, metrics={}), {})
     assert [len(read_rows(path, role)) for role in ("a", "b", None)] == [1, 2, 3]
 
 
@@ -450,33 +471,33 @@ TALK = spans_of((2, 2, -1), (1, 0, 4), (2, 2, -1), (1, 0, 5))  # a prompt, an an
 
 
 def pieces(tmp_path, what: Rollout):
-    [row] = read_rows(TurnStore(tmp_path, decode=decode).put(TURN, played(what), {}))
+    [row] = read_rows(IterationStore(tmp_path, decode=decode).put(ITERATION, collected(what), {}))
     found = row["pieces"]
     return found and [(p["author"], p["tokens"], p["advantage"], p["text"]) for p in found]
 
 
 def test_what_was_said_is_cut_by_author_with_the_advantage_of_each_answer(tmp_path):
     tokens, per_token = [1, 2, 7, 1, 2, 6], [9.0, 9.0, 0.5, 9.0, 9.0, -1.5]
-    talk = {"tokens": tokens, "spans": TALK, "marks": {}}
+    talk = {"tokens": tokens, "spans": TALK, "annotations": {}}
     said = [(0, 1, 0.5, "é<>&"), (2, 2, None, "Q?"), (0, 1, -1.5, "!")]
     assert pieces(tmp_path, rollout(**talk, advantages=per_token)) == said
     assert [p[2] for p in pieces(tmp_path, rollout(**talk, advantages=0.25))] == [0.25, None, 0.25]
     assert [p[2] for p in pieces(tmp_path, rollout(**talk, advantages=None))] == [None] * 3
-    seated = rollout(payload={"seat": "solver-2", "episode": "7"}, advantages=None)
+    seated = rollout(payload={"agent": "solver-2", "episode": "7"}, advantages=None)
     assert pieces(tmp_path, seated) == [(0, 4, None, "<step>a</step><step>b</step>!")]
-    [row] = read_rows(TurnStore(tmp_path, decode=decode).put(TURN, played(seated), {}))
-    assert (row["seat"], row["episode"]) == ("solver-2", "7")
+    [row] = read_rows(IterationStore(tmp_path, decode=decode).put(ITERATION, collected(seated), {}))
+    assert (row["agent"], row["episode"]) == ("solver-2", "7")
 
 
 def test_a_text_that_one_author_wrote_is_cut_only_where_nothing_else_shows_its_credit(tmp_path):
-    assert pieces(tmp_path, rollout()) is None, "its steps have marks"
-    assert pieces(tmp_path, rollout(marks={}, advantages=0.5)) is None
-    assert pieces(tmp_path, rollout(marks={}, advantages=[1.0, 2.0, 3.0, 3.0, 3.0, 3.0])) is None, (
+    assert pieces(tmp_path, rollout()) is None, "its steps have annotations"
+    assert pieces(tmp_path, rollout(annotations={}, advantages=0.5)) is None
+    assert pieces(tmp_path, rollout(annotations={}, advantages=[1.0, 2.0, 3.0, 3.0, 3.0, 3.0])) is None, (
         "a prompt has no credit"
     )
     tandem = spans_of((2, 2, -1), (1, 0, 4), (2, 1, -1), (1, 0, 4))
-    assert pieces(tmp_path, rollout(marks={}, spans=tandem, advantages=0.5)) is None
-    found = pieces(tmp_path, rollout(marks={}, advantages=[0.0, 0.0, 1.5, 1.5, math.nan, 2.5]))
+    assert pieces(tmp_path, rollout(annotations={}, spans=tandem, advantages=0.5)) is None
+    found = pieces(tmp_path, rollout(annotations={}, advantages=[0.0, 0.0, 1.5, 1.5, math.nan, 2.5]))
     assert found == [
         (0, 2, 1.5, "<step>a</step><step>b"), (0, 1, None, "</step>"), (0, 1, 2.5, "!")
     ]  # fmt: skip
@@ -485,8 +506,8 @@ def test_a_text_that_one_author_wrote_is_cut_only_where_nothing_else_shows_its_c
 def test_credit_that_changes_with_every_token_of_a_long_text_is_left_out(tmp_path, monkeypatch):
     spans = spans_of((1, 2, -1), (4, 0, 0), (1, 2, -1), (4, 0, 0))
     long = rollout(
-        tokens=[1] * 10, logprobs=[0.0] * 10, spans=spans, marks={}, advantages=[float(i) for i in range(10)]
+        tokens=[1] * 10, logprobs=[0.0] * 10, spans=spans, annotations={}, advantages=[float(i) for i in range(10)]
     )
     assert [p[1] for p in pieces(tmp_path, long)] == [1] * 9
-    monkeypatch.setattr(rollout_table, "MAX_PIECES", 8)  # of the nine
+    monkeypatch.setattr(rollout_parquet, "MAX_PIECES", 8)  # of the nine
     assert [p[:3] for p in pieces(tmp_path, long)] == [(0, 4, None), (2, 1, None), (0, 4, None)]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import characters
 
-from megatron_rl.algorithms.authors import Pen, Rule, boundaries, fingerprint, replay, resumed, switches
+from megatron_rl.algorithms.tandem_authors import Pen, Rule, boundaries, fingerprint, replay, resumed, switches
 from megatron_rl.text import load_tokenizer
 
 NONE = frozenset[int]()

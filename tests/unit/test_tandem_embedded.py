@@ -10,11 +10,11 @@ import torch
 from tiny_models import make_model
 from toys import characters
 
-from megatron_rl.algorithms.authors import Rule, boundaries, replay
-from megatron_rl.engines import sampler
-from megatron_rl.engines.base import Sampling, TandemSampling, complete
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
-from megatron_rl.weights import hf
+from megatron_rl.algorithms.tandem_authors import Rule, boundaries, replay
+from megatron_rl.engines import sampling_seeds
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.protocol import Sampling, TandemSampling, complete
+from megatron_rl.weights import hf_model
 
 VOCAB = 97
 RULES = {
@@ -89,7 +89,7 @@ def test_every_token_has_its_authors_log_prob_and_the_authors_are_those_of_a_rep
     engine = engine_of(models, junior, max_batch=5)  # rows come and go, and move
     for i, group in enumerate(drawn(engine, RULES[name])):
         for j, c in enumerate(group):
-            authors = replay(RULES[name], ids, sampler.request_seed(5, i) + j, c.tokens)
+            authors = replay(RULES[name], ids, sampling_seeds.request_seed(5, i) + j, c.tokens)
             assert c.authors.tolist() == list(authors) and c.authors.dtype == bool
             senior, other = (judge.logprobs(PROMPTS[i], c) for judge in judges)
             assert c.logprobs == pytest.approx(np.where(c.authors, senior, other), abs=1e-4)
@@ -100,10 +100,10 @@ def test_a_text_that_is_gone_on_with_keeps_its_authors(models):
     engine = engine_of(models, "junior")
     [[whole]] = complete(engine, PROMPTS[:1], Sampling(max_tokens=40, tandem=TandemSampling(rule=RULES["word"])))
     head = whole.tokens[:13].tolist()
-    more = TandemSampling(rule=RULES["word"], seed=sampler.request_seed(0, 0), written=len(head))
+    more = TandemSampling(rule=RULES["word"], seed=sampling_seeds.request_seed(0, 0), written=len(head))
     [[rest]] = complete(engine, [PROMPTS[0] + head], Sampling(max_tokens=27, temperature=0.0, tandem=more))
     ids = boundaries(characters(), "word")
-    wanted = replay(RULES["word"], ids, sampler.request_seed(0, 0), head + rest.tokens.tolist())
+    wanted = replay(RULES["word"], ids, sampling_seeds.request_seed(0, 0), head + rest.tokens.tolist())
     assert [*whole.authors[:13], *rest.authors] == list(wanted)
 
 
@@ -153,7 +153,7 @@ def test_a_refit_writes_the_senior_alone(models):
     engine = engine_of(models, "senior")
     places = engine.targets
     engine.begin_refit()
-    for name, tensor in hf.read_tensors(models / "junior"):
+    for name, tensor in hf_model.read_tensors(models / "junior"):
         rows = tensor.view(len(tensor), -1)
         places.write(name, (0, 0, *rows.shape), rows)
     engine.commit_refit(4)

@@ -14,30 +14,30 @@ from test_recipes import (
     TOKENIZER,
     Problems,
     by_answer,
+    context_of,
     ids,
+    iteration,
     judged,
     mixed_generator,
     mixed_verifier,
-    play,
     problems,
+    roll_out,
     solution,
-    table_of,
     texts,  # noqa: F401 (a fixture)
-    turn,
     verification,
 )
 from toys import EOS, graded
 
-from megatron_rl.algorithms.authors import Rule
-from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.batches.batch import Statistics, pack
+from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.algorithms.tandem_authors import Rule
+from megatron_rl.batches.packed_batch import Statistics, pack
 from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, CorrectionConfig, LossConfig, TrainConfig
-from megatron_rl.engines.base import Completion, EngineError, Sampling, TandemSampling
+from megatron_rl.engines.protocol import Completion, EngineError, Sampling, TandemSampling
 from megatron_rl.recipes import tandem
-from megatron_rl.recipes.tango import PaperTango
+from megatron_rl.recipes.tango import Tango
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import from_completion, measure, sample
-from megatron_rl.training.turns import Table
 from megatron_rl.training.update import Trainee, update
 from megatron_rl.types import NO_VERSION, STEP, Author, Prompt, Stop
 from megatron_rl.world import OneProcess
@@ -63,7 +63,7 @@ def writes(i, j):
 
 
 def with_pair(weight=0.0, **engine):
-    return Table(
+    return RolloutContext(
         engines={"generator": Pair(lambda prompt, i, j, sampling: writes(i, j), **engine)},
         tokenizers={"generator": TOKENIZER},
         samplings={"generator": Sampling(max_tokens=4000, tandem=JUNIOR_FIRST)},
@@ -80,7 +80,7 @@ def recipe(tmp_path):
 
 
 def test_the_whole_text_is_graded_and_the_seniors_tokens_alone_are_trained(recipe):
-    rollouts, m = play(recipe, "generator", 2, with_pair())
+    rollouts, m = roll_out(recipe, "generator", 2, with_pair())
     assert m["reward/outcome"] == 0.5
     assert m["senior_share"] == pytest.approx(0.5, abs=0.01)
     for t in rollouts:
@@ -88,7 +88,7 @@ def test_the_whole_text_is_graded_and_the_seniors_tokens_alone_are_trained(recip
             "a text that the junior begins is read whole"
         )
         assert not t.trainable[t.start] and t.trainable[t.start + 1] and isinstance(t.advantages, float)
-        assert len(t.marks_of(STEP)) == 2 and t.partner_weight == 0.0
+        assert len(t.annotations_of(STEP)) == 2 and t.partner_weight == 0.0
         assert np.array_equal(t.weights > 0, t.trainable) and np.array_equal(t.logprobs == -1.0, t.written)
     assert m["length"] == sum(len(t.response) for t in rollouts) / 4
     assert m["switches"] == m["length"] - 1
@@ -104,9 +104,9 @@ def test_the_mask_of_the_papers_example():
             logprobs = np.full(len(tokens), -1.0)
             return Completion(tokens=tokens, logprobs=logprobs, stop=Stop.LENGTH, authors=np.array(authors, bool))
 
-    table = replace(with_pair(), engines={"generator": Two(lambda *_: [], eos=EOS)})
+    context = replace(with_pair(), engines={"generator": Two(lambda *_: [], eos=EOS)})
     prompts = [Prompt(id="a", tokens=[3, 3]), Prompt(id="b", tokens=[4])]
-    found = sample(table, "generator", prompts, Sampling(max_tokens=6, tandem=JUNIOR_FIRST))
+    found = sample(context, "generator", prompts, Sampling(max_tokens=6, tandem=JUNIOR_FIRST))
     assert [t.trainable.tolist() for t in found] == [
         [False] * 2 + [True, True, False, False, True, False],
         [False, False, True, True, False],
@@ -147,7 +147,7 @@ def test_spans_tell_authors_and_versions_apart():
 @pytest.mark.parametrize("mask", [lambda length: None, lambda length: [True] * (length - 1)], ids=["none", "short"])
 def test_without_an_author_for_each_token_a_run_does_not_start(recipe, mask):
     with pytest.raises(EngineError, match="without an author"):
-        recipe.play(turn("generator"), Problems(2), with_pair(mask=mask))
+        recipe.rollout(iteration("generator"), Problems(2), with_pair(mask=mask))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.75, 1.0])
@@ -156,19 +156,19 @@ def test_a_senior_share_that_the_strategy_does_not_give_stops_the_run(recipe, sh
         return [i % 4 < 4 * share for i in range(length)]
 
     with pytest.raises(EngineError, match="senior wrote"):
-        recipe.play(turn("generator"), Problems(2), with_pair(mask=mask))
+        recipe.rollout(iteration("generator"), Problems(2), with_pair(mask=mask))
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_a_weight_brings_the_juniors_tokens_into_the_loss_and_nowhere_else(recipe, aggregation):
     """Gradient of the plain loss at ratio 1: -advantage x weight, over the weights of the whole batch or of the token's
     sequence."""
-    rollouts, figures = play(recipe, "generator", 2, with_pair(weight=0.25))
-    without, others = play(recipe, "generator", 2, with_pair())
+    rollouts, metrics = roll_out(recipe, "generator", 2, with_pair(weight=0.25))
+    without, others = roll_out(recipe, "generator", 2, with_pair())
     correction = CorrectionConfig(kind="truncate", high=2.0)
     loss = PolicyLoss(LossConfig(kl_coef=0.0, aggregation=aggregation, correction=correction))
     batch = pack(rollouts)
-    assert torch.equal(batch.mask, pack(without).mask) and figures == others
+    assert torch.equal(batch.mask, pack(without).mask) and metrics == others
     response = torch.cat([torch.arange(len(t.tokens)) + 1 >= t.start for t in rollouts])
     response[batch.cu_seqlens[1:] - 1] = False  # the last token predicts nothing
     weights = torch.where(batch.mask, 1.0, 0.25) * response
@@ -190,14 +190,14 @@ def test_a_weight_brings_the_juniors_tokens_into_the_loss_and_nowhere_else(recip
 
 
 def test_it_is_evaluated_alone(recipe):
-    table = with_pair()
-    recipe.evaluate(problems(2), table)
-    assert [sampling.tandem for _, sampling in table.engines["generator"].asked] == [None] * 4
+    context = with_pair()
+    recipe.evaluate(problems(2), context)
+    assert [sampling.tandem for _, sampling in context.engines["generator"].asked] == [None] * 4
 
 
 def test_gradients_are_zero_on_junior_tokens(recipe):
     """Through the loss with every term on, and through a policy whose rows for the junior's contexts stay as is."""
-    rollouts, _ = play(recipe, "generator", 2, with_pair())
+    rollouts, _ = roll_out(recipe, "generator", 2, with_pair())
     batch = pack(rollouts)
     logprobs = torch.randn(len(batch.tokens)).requires_grad_()
     entropy = torch.rand(len(batch.tokens)).requires_grad_()
@@ -212,16 +212,16 @@ def test_gradients_are_zero_on_junior_tokens(recipe):
     assert float(senior.sum()) == sum(t.num_trainable for t in rollouts)
 
     policy = TablePolicy(len(TOKENIZER))
-    before = policy.table.detach().clone()
+    before = policy.context.detach().clone()
     update(OneProcess(), Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.0))), rollouts)
     previous = torch.cat([batch.tokens[:1], batch.tokens[:-1]])
     contexts = previous * policy.vocab + batch.tokens
     trained = set(contexts[senior].tolist())
-    moved = set((policy.table.detach() != before).any(dim=1).nonzero()[:, 0].tolist())
+    moved = set((policy.context.detach() != before).any(dim=1).nonzero()[:, 0].tolist())
     assert moved and moved <= trained, "contexts of junior tokens alone do not move"
 
 
-def test_a_turn_of_the_juniors_tokens_alone_has_nothing_to_train():
+def test_an_iteration_of_the_juniors_tokens_alone_has_nothing_to_train():
     completion = Completion(tokens=[2, 3], logprobs=[-1.0] * 2, stop=Stop.EOS, authors=[False, False])
     t = from_completion(Prompt(id="a", tokens=[1]), completion, role="generator", group="a", version=0)
     assert t.response.tolist() == [2, 3] and t.num_trainable == 0 and t.versions == ()
@@ -229,11 +229,11 @@ def test_a_turn_of_the_juniors_tokens_alone_has_nothing_to_train():
 
 
 def test_tango_with_a_tandem_generator_is_a_setting(tmp_path):
-    """The generator's turns are written with the junior, and judged whole; the verifier is trained on all of its own
-    tokens."""
+    """The generator's iterations are written with the junior, and judged whole; the verifier is trained on all of its
+    own tokens."""
     for name, text in (("g", "Q {question}\n"), ("v", "Q {question} S {solution} K {num_steps}\n")):
         (tmp_path / f"{name}.txt").write_text(text)
-    recipe = PaperTango(
+    recipe = Tango(
         group_size=2,
         verifications=2,
         generator_template=str(tmp_path / "g.txt"),
@@ -241,7 +241,7 @@ def test_tango_with_a_tandem_generator_is_a_setting(tmp_path):
     )
     verifier = ScriptedEngine(lambda p, i, j, s: [*ids(verification("+-", "+" if j == 0 else "-")), EOS], eos=EOS)
     alone = with_pair()
-    table = replace(
+    context = replace(
         alone,
         engines={**alone.engines, "verifier": verifier},
         tokenizers=dict.fromkeys(("generator", "verifier"), TOKENIZER),
@@ -249,11 +249,11 @@ def test_tango_with_a_tandem_generator_is_a_setting(tmp_path):
         max_prompt_tokens=dict.fromkeys(("generator", "verifier"), 10_000),
         grade=graded(lambda response, payload: "yes" in response),
     )
-    rollouts, m = play(recipe, "generator", 2, table)
+    rollouts, m = roll_out(recipe, "generator", 2, context)
     assert m["senior_share"] == pytest.approx(0.5, abs=0.01)
     assert all(judged(t) and not t.trainable[t.start] for t in rollouts)
     assert all(((t.advantages != 0) <= t.trainable).all() for t in rollouts)
-    judgements, m = play(recipe, "verifier", 2, table, number=1)
+    judgements, m = roll_out(recipe, "verifier", 2, context, number=1)
     assert all(t.trainable[t.start :].all() for t in judgements) and "senior_share" not in m
 
 
@@ -270,11 +270,11 @@ def test_sglang_offers_no_tandem():
 
 
 def test_a_tandem_verifiers_partner_weighs_what_its_role_says(texts):  # noqa: F811
-    recipe = PaperTango(verifications=3, **texts)
-    table = table_of(mixed_generator, mixed_verifier, partner_weights={"verifier": 0.25, "generator": 0.5})
+    recipe = Tango(verifications=3, **texts)
+    context = context_of(mixed_generator, mixed_verifier, partner_weights={"verifier": 0.25, "generator": 0.5})
     for role, weight in (("verifier", 0.25), ("generator", 0.5)):
-        rollouts, _ = play(recipe, role, 1, table)
+        rollouts, _ = roll_out(recipe, role, 1, context)
         assert {r.partner_weight for r in rollouts} == {weight}
-    spent = table.watch.take()
+    spent = context.watch.take()
     assert {"seconds/rollout", "seconds/reward", "seconds/review"} <= set(spent)
     assert all(0 <= seconds < 60 for seconds in spent.values()), "durations, not times of the day"

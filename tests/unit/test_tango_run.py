@@ -1,5 +1,5 @@
-"""A run of Tango through the real loop and player, with two tables of logits as policies and engines that say what they
-are told.
+"""A run of Tango through the real loop and collector, with two context of logits as policies and engines that say what
+they are told.
 """
 
 from pathlib import Path
@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import specs as config_checks
 from fake_policy import TablePolicy
-from test_recipes import TOKENIZER, Problems, mixed_verifier, problems, solution, table_of
+from test_recipes import TOKENIZER, Problems, context_of, mixed_verifier, problems, solution
 from toys import streaming
 
-from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import LossConfig, TrainConfig
-from megatron_rl.recipes.tango import PaperTango
+from megatron_rl.recipes.tango import Tango
 from megatron_rl.run.console import headline
 from megatron_rl.training import loop
-from megatron_rl.training.memory import DeviceMemory
-from megatron_rl.training.player import Player, TurnPlayer, upcoming
-from megatron_rl.training.store import TurnStore
+from megatron_rl.training.collector import Collector, RolloutMaker, upcoming
+from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.training.store import IterationStore
 from megatron_rl.training.update import Trainee
 from megatron_rl.world import OneProcess
 
@@ -37,39 +37,44 @@ class Reader(Problems):
         pass
 
 
-def test_the_loop_plays_tango_by_turns_and_refits_the_role_that_learned(tmp_path):
+def test_the_loop_trains_both_roles_of_tango_and_refits_the_role_that_learned(tmp_path):
     for name, text in (("g", "Q {question}\n"), ("v", "Q {question} S {solution} K {num_steps}\n")):
         (tmp_path / f"{name}.txt").write_text(text)
-    recipe = PaperTango(
-        generator_updates=4, generator_turns=2, warmup_updates=1, group_size=2, verifications=3, balanced_per_class=2,
+    recipe = Tango(
+        generator_updates=4, generator_iterations=2, warmup_updates=1, group_size=2, verifications=3,
+        balanced_per_class=2,
         generator_template=str(tmp_path / "g.txt"), verifier_template=str(tmp_path / "v.txt"),
     )  # fmt: skip
-    table = table_of(lambda p, i, j, s: solution(2, "yes" if (i + j) % 2 else "no"), mixed_verifier)
+    context = context_of(lambda p, i, j, s: solution(2, "yes" if (i + j) % 2 else "no"), mixed_verifier)
     lines, saved, trainees = [], [], {}
     for name in recipe.roles():
         policy = TablePolicy(len(TOKENIZER))
-        refit = streaming(policy, table.engines[name])
+        refit = streaming(policy, context.engines[name])
         trainees[name] = Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.001)), refit=refit)
     progress = loop.Progress()
-    maker = TurnPlayer(recipe=recipe, readers=dict.fromkeys(trainees, Reader(2)), table=table, prompts_per_step=2)
-    turns = upcoming(recipe.schedule(), progress.state_dict())
+    maker = RolloutMaker(
+        recipe=recipe, readers=dict.fromkeys(trainees, Reader(2)), context=context, prompts_per_iteration=2
+    )
+    iterations = upcoming(recipe.schedule(), progress.state_dict())
     setup = loop.Setup(
         world=OneProcess(),
         memory=DeviceMemory(trainees),
         policy_of={name: name for name in trainees},
         recipe=recipe,
-        table=table,
-        turns=Player(maker, turns, TurnStore(tmp_path / "rollouts"), max_staleness=0),
+        context=context,
+        iterations=Collector(maker, iterations, IterationStore(tmp_path / "rollouts"), max_staleness=0),
         held_out=problems(2),
-        hooks=loop.Hooks(log=lambda step, scope, m, *, turn: lines.append((turn, step, scope, m)), save=saved.append),
+        hooks=loop.Hooks(
+            log=lambda cycle, scope, m, *, iteration: lines.append((iteration, cycle, scope, m)), save=saved.append
+        ),
     )
-    assert loop.train(setup, loop.Plan(steps=len(recipe.schedule()), save_every=2), progress)
+    assert loop.train(setup, loop.Plan(cycles=len(recipe.schedule()), save_every=2), progress)
     g, v = "generator", "verifier"
     assert [line[:3] for line in lines] == [
         (0, 0, "eval"), (0, 0, v), (1, 1, g), (2, 1, g), (3, 1, v), (4, 2, g), (5, 2, g), (6, 2, v), (7, 3, "eval"),
     ]  # fmt: skip
     assert progress.updates == {g: 4, v: 3} and saved == [4, 7]
-    assert [table.engines[name].version for name in (g, v)] == [4, 3]
+    assert [context.engines[name].version for name in (g, v)] == [4, 3]
     assert all(m["version_lag"] == 0 and m["kl_ref"] >= 0 for _, _, scope, m in lines if scope != "eval")
     assert [m["alpha"] for _, _, scope, m in lines if scope == g] == pytest.approx(
         [0.1, 0.0316, 0.01, 0.00316], rel=0.01
@@ -84,15 +89,15 @@ def test_the_loop_plays_tango_by_turns_and_refits_the_role_that_learned(tmp_path
     ("settings", "notes"),
     [
         (["generator_updates=6"], []),
-        (["generator_updates=2"], ["verifier is trained in the first 8 turns alone, before any other role is"]),
+        (["generator_updates=2"], ["verifier is trained in the first 8 iterations alone, before any other role is"]),
         (
             ["generator_updates=2", "warmup_updates=0"],
-            ["verifier has no turn in a run of this length: it is not trained"],
+            ["verifier has no iteration in a run of this length: it is not trained"],
         ),
         (["generator_updates=2", "train_verifier=false"], []),
     ],
 )
-def test_check_notes_a_verifier_whose_turn_never_comes(settings, notes, monkeypatch):
+def test_check_notes_a_verifier_whose_iteration_never_comes(settings, notes, monkeypatch):
     monkeypatch.chdir(ROOT)
     arguments = [f"recipe.args.{setting}" for setting in settings]
     config = config_files.load(TrainConfig, ["examples/miniatures/last_letter/tango.yaml"], arguments)

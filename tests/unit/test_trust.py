@@ -1,5 +1,5 @@
-"""Figures and checks that a person relies on: columns by one meaning each, rewards within their range, configs that are
-refused before a run as the run would refuse them, and errors that name the figure which shows the fault."""
+"""Metrics and checks that a person relies on: columns by one meaning each, rewards within their range, configs that are
+refused before a run as the run would refuse them, and errors that name the metric which shows the fault."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from specs import spec_of
 from tiny_models import make_model
 
 from megatron_rl.config import files as config_files
-from megatron_rl.config import hub, plugins
+from megatron_rl.config import hub_cache, plugins
 from megatron_rl.config.schema import ConfigError, EvalConfig, Reward, TrainConfig, Use
 from megatron_rl.jobs import doctor
 from megatron_rl.main import main
-from megatron_rl.rewards.pool import GradePool
+from megatron_rl.rewards.grading_pool import GradePool
 from megatron_rl.run.console import COLUMNS, ROLE, SECONDS, SMOOTH, line
 from megatron_rl.run.metrics import MetricsRow
-from megatron_rl.spec import absent
-from megatron_rl.training.gate import GateFailure, check_reward
+from megatron_rl.spec import missing_files
+from megatron_rl.training.preflight import PreflightFailure, check_reward
 from megatron_rl.types import Outcome, Prompt
 
 PAYLOAD = {"question": "1 + 1?", "answer": "2"}
@@ -56,47 +56,47 @@ def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_column_of_the_console_is_defined_in_the_docs_and_no_other():
     page = (ROOT / "docs/concepts.md").read_text()
-    table = page.partition("## The console's columns")[2].partition("\n## ")[0]
-    defined = re.findall(r"^\| `([a-z]+)` \|", table, re.MULTILINE)
+    context = page.partition("## The console's columns")[2].partition("\n## ")[0]
+    defined = re.findall(r"^\| `([a-z]+)` \|", context, re.MULTILINE)
     assert sorted(defined) == sorted([*COLUMNS, SMOOTH, SECONDS, ROLE])
     assert len({*defined}) == len(defined)
-    for word in ("Turn", "Step", "Update"):
+    for word in ("Iteration", "Cycle", "Update"):
         assert len(re.findall(rf"^\*\*{word}\.\*\*", page, re.MULTILINE)) == 1
 
 
-def test_a_line_shows_turn_step_and_update_all_counted_from_one():
-    row = MetricsRow(turn=11, step=4, scope="generator", time={}, metrics={"update": 9.0, "reward/trained": 0.5})
-    assert line(row, 40) == "turn 12/40 (step 5)  generator  update 9  reward 0.500"
-    done = MetricsRow(turn=12, step=5, scope="eval", time={}, metrics={"generator/accuracy": 0.25})
-    assert line(done, 40) == "after step 5  eval  generator/accuracy 0.250"
+def test_a_line_shows_iteration_cycle_and_update_all_counted_from_one():
+    row = MetricsRow(iteration=11, cycle=4, scope="generator", time={}, metrics={"update": 9.0, "reward/trained": 0.5})
+    assert line(row, 40) == "iteration 12/40 (cycle 5)  generator  update 9  reward 0.500"
+    done = MetricsRow(iteration=12, cycle=5, scope="eval", time={}, metrics={"generator/accuracy": 0.25})
+    assert line(done, 40) == "after cycle 5  eval  generator/accuracy 0.250"
 
 
 def test_a_reward_within_its_range_is_a_score_and_one_beyond_is_named():
     wide = Reward(target="bad_rewards:reward", workers=1, range=(-1.0, 3.0))
     with GradePool(wide) as pool:
         two, one, nan = pool.grade(["two", "2", "nan"], [PAYLOAD] * 3)
-    assert (two.outcome, two.score, two.right) == (Outcome.SCORE, 2.0, True)
-    assert (one.outcome, one.score, one.right) == (Outcome.SCORE, 1.0, False)  # the middle is no right answer
+    assert (two.outcome, two.score, two.correct) == (Outcome.SCORE, 2.0, True)
+    assert (one.outcome, one.score, one.correct) == (Outcome.SCORE, 1.0, False)  # the middle is no right answer
     assert nan.outcome is Outcome.ERROR and "returned nan" in nan.detail
     with GradePool(Reward(target="bad_rewards:reward", workers=1)) as pool:
         (two,) = pool.grade(["two"], [PAYLOAD])
-    assert two.outcome is Outcome.ERROR and not two.right
+    assert two.outcome is Outcome.ERROR and not two.correct
     assert two.detail == "returned 2.0: a reward returns a number in reward.range = [0, 1]"
 
 
-def test_the_gate_refuses_a_reward_beyond_its_range_with_the_value():
+def test_the_preflight_refuses_a_reward_beyond_its_range_with_the_value():
     prompts = [Prompt(id="0", tokens=[1], payload=PAYLOAD)]
     args = {"scale": 2.0}
     with (
         GradePool(Reward(target="bad_rewards:scaled", args=args, workers=1)) as pool,
         pytest.raises(
-            GateFailure, match=r"no score to the known right answer .*returned 2\.0: .* reward\.range = \[0, 1\]"
+            PreflightFailure, match=r"no score to the known right answer .*returned 2\.0: .* reward\.range = \[0, 1\]"
         ),
     ):
         check_reward(pool.grade, prompts, "3", "{answer}")
     with GradePool(Reward(target="bad_rewards:scaled", args=args, workers=1, range=(0.0, 2.0))) as pool:
         found = check_reward(pool.grade, prompts, "3", "{answer}", bounds=(0.0, 2.0))
-    assert found == {"gate/reward_right": 2.0, "gate/reward_wrong": 0.0}
+    assert found == {"preflight/reward_correct": 2.0, "preflight/reward_wrong": 0.0}
 
 
 def test_a_cut_off_answer_gets_the_least_score_of_the_range():
@@ -152,7 +152,7 @@ def test_check_deep_tries_what_needs_them(words, tmp_path, capsys):
         ("roles.generator.sampling.temperature=0.0", "sampling.temperature = 0: all 5 samples of a problem"),
         ("roles.generator.sampling.top_k=1", "sampling.top_k = 1: all 5 samples of a problem"),
         (
-            "recipe.args.group_size=1 recipe.args.estimator=reinforce_pp run.prompts_per_step=1",
+            "recipe.args.group_size=1 recipe.args.estimator=reinforce_pp run.prompts_per_iteration=1",
             "there is one alone",
         ),
         ("reward.target=megatron_rl.rewards.math_answer:grad", "did you mean 'grade'"),
@@ -187,22 +187,22 @@ def test_a_run_refuses_missing_files_before_it_imports_anything_heavy(words, tmp
 
 
 def test_a_folder_of_that_name_makes_a_path_local(words, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "cache", lambda: tmp_path / "hub")
+    monkeypatch.setattr(hub_cache, "cache", lambda: tmp_path / "hub")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     for path, on_hub in (("models/none", False), ("org/none", True)):
         config = config_files.load(TrainConfig, [], [*words, f"roles.generator.model.path={path}"])
-        (found,) = absent.absent_files(spec_of(config))
+        (found,) = missing_files.absent_files(spec_of(config))
         assert found.on_hub is on_hub and (found.problem is None) is on_hub
-    assert "hf download models/none" in str(absent.Absent("m", "models/none").problem)
+    assert "hf download models/none" in str(missing_files.Absent("m", "models/none").problem)
     (tmp_path / "hub/models--models--none/snapshots/abc").mkdir(parents=True)
     config = config_files.load(TrainConfig, [], [*words, "roles.generator.model.path=models/none"])
-    assert [one.on_hub for one in absent.absent_files(spec_of(config))] == [True]
+    assert [one.on_hub for one in missing_files.absent_files(spec_of(config))] == [True]
 
 
 def test_offline_a_name_that_the_cache_lacks_is_refused_with_the_cure(words, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(hub, "cache", lambda: tmp_path / "hub")
-    monkeypatch.setattr(hub, "offline", lambda: True)
+    monkeypatch.setattr(hub_cache, "cache", lambda: tmp_path / "hub")
+    monkeypatch.setattr(hub_cache, "offline", lambda: True)
     named = "roles.generator.model.path=org/model"
     assert main(["check", *words, named]) == 2
     said = capsys.readouterr().err
@@ -212,8 +212,8 @@ def test_offline_a_name_that_the_cache_lacks_is_refused_with_the_cure(words, tmp
 
 
 def test_doctor_fails_for_missing_local_paths_and_tells_of_the_hub(words, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "cache", lambda: tmp_path / "hub")
-    monkeypatch.setattr(hub, "has_token", lambda: False)
+    monkeypatch.setattr(hub_cache, "cache", lambda: tmp_path / "hub")
+    monkeypatch.setattr(hub_cache, "has_token", lambda: False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
 
@@ -228,7 +228,7 @@ def test_doctor_fails_for_missing_local_paths_and_tells_of_the_hub(words, tmp_pa
     assert named["HF_HOME"].verdict == "note" and "all nodes see" in named["HF_HOME"].cure
     assert named["hub token"].verdict == "note" and "HF_TOKEN" in named["hub token"].cure
     assert found("roles.generator.model.path=org/model", HF_HOME="/x")["HF_HOME"].verdict == "ok"
-    monkeypatch.setattr(hub, "offline", lambda: True)
+    monkeypatch.setattr(hub_cache, "offline", lambda: True)
     assert found("roles.generator.model.path=org/model")["roles.generator.model.path"].verdict == "wrong"
     assert "HF_HOME" not in found()
 

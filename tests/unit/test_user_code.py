@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from megatron_rl.config.schema import Reward
-from megatron_rl.environments.refusals import failed
-from megatron_rl.rewards.pool import GradePool, RewardFailure, check_failures
+from megatron_rl.environments.validation import failed
+from megatron_rl.rewards.grading_pool import GradePool, RewardFailure, check_failures
 from megatron_rl.types import Outcome
 from megatron_rl.user_code import place_of, told
 
@@ -68,7 +68,7 @@ def problems(count):
 
 @pytest.mark.parametrize("name", ["ends", "killed", "hangs", "together"])
 def test_a_reward_that_ends_or_hangs_its_workers_stops_the_run_soon(name, here):
-    """Each of the gradings of a turn, thousands, cost a worker or a time-out before the run was stopped."""
+    """Each of the gradings of an iteration, thousands, cost a worker or a time-out before the run was stopped."""
     with Counted(Reward(target=f"odd_rewards:{name}", workers=2, timeout_s=0.2)) as pool:
         with pytest.raises(RewardFailure, match=r"8 of 8 gradings, which were tried before the others, failed"):
             pool.grade(["1"] * 300, problems(300))

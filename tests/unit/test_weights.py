@@ -18,8 +18,8 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import registry
 from megatron_rl.models.registry import families
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.weights import copies, hf, rectangles
-from megatron_rl.weights.rectangles import Rect, Shard, megatron, megatron_names
+from megatron_rl.weights import hf_model, parameter_mapping, tensor_copies
+from megatron_rl.weights.parameter_mapping import Rect, Shard, megatron, megatron_names
 
 
 @pytest.mark.parametrize(
@@ -51,20 +51,20 @@ def test_weights_of_an_unsupported_architecture_are_refused(tmp_path, family, ch
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=says):
-        hf.read_architecture(tmp_path)
+        hf_model.read_architecture(tmp_path)
 
 
 @pytest.mark.parametrize("window", [None, 512, 4096])
 def test_a_window_that_no_sequence_leaves_is_harmless(tmp_path, window):
     model = make_model(tmp_path, "mistral", sliding_window=window)  # its context is 512
-    assert hf.read_architecture(model).family == "mistral"
+    assert hf_model.read_architecture(model).family == "mistral"
 
 
 @pytest.mark.parametrize("family", sorted(families()))
 def test_weights_that_no_parameter_takes_are_refused(tmp_path, family):
     make_model(tmp_path, family)
-    arch = hf.read_architecture(tmp_path)
-    rectangles.check_complete(hf.tensor_files(tmp_path), arch)
+    arch = hf_model.read_architecture(tmp_path)
+    parameter_mapping.check_complete(hf_model.tensor_files(tmp_path), arch)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(
         tensors | {"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)},
@@ -72,26 +72,26 @@ def test_weights_that_no_parameter_takes_are_refused(tmp_path, family):
         metadata={"format": "pt"},
     )
     with pytest.raises(ValueError, match=r"1 tensors have no place .* model.layers.0.self_attn.o_proj.bias"):
-        rectangles.check_complete(hf.tensor_files(tmp_path), arch)
+        parameter_mapping.check_complete(hf_model.tensor_files(tmp_path), arch)
 
 
 def test_layers_that_predict_ahead_are_left_out(tmp_path):
-    arch = hf.read_architecture(make_model(tmp_path, "deepseek_v3"))
-    names = {*hf.tensor_files(tmp_path), "model.layers.2.eh_proj.weight", "model.layers.2.mlp.gate.weight"}
-    rectangles.check_complete(names, arch)
+    arch = hf_model.read_architecture(make_model(tmp_path, "deepseek_v3"))
+    names = {*hf_model.tensor_files(tmp_path), "model.layers.2.eh_proj.weight", "model.layers.2.mlp.gate.weight"}
+    parameter_mapping.check_complete(names, arch)
     with pytest.raises(
         ConfigError, match="1 tensors have no place in a deepseek_v3 model, e.g. model.layers.0.eh_proj"
     ):
-        rectangles.check_complete({*names, "model.layers.0.eh_proj.weight"}, arch)
+        parameter_mapping.check_complete({*names, "model.layers.0.eh_proj.weight"}, arch)
 
 
 def test_weights_are_read_in_parts_and_a_missing_one_is_named(tmp_path):
     make_model(tmp_path, "qwen2")
-    tensors = hf.DirectoryTensors(tmp_path)
+    tensors = hf_model.DirectoryTensors(tmp_path)
     for name, wanted in load_file(tmp_path / "model.safetensors").items():
         rows, columns = wanted.shape[0], wanted.shape[1] if wanted.dim() > 1 else 1
         rect = Rect(name, rows // 3, columns // 3, rows - rows // 3, columns - columns // 3, 0, 0)
-        assert torch.equal(tensors.read(rect), copies.from_tensor(wanted, rect))
+        assert torch.equal(tensors.read(rect), tensor_copies.from_tensor(wanted, rect))
     with pytest.raises(ConfigError, match="no tensor 'lm_head.bias'"):
         tensors.read(Rect("lm_head.bias", 0, 0, 1, 1, 0, 0))
     with pytest.raises(ConfigError, match="too small for what config.json says"):
@@ -190,19 +190,19 @@ def test_weights_make_a_round_trip_through_every_layout_and_every_element_is_hel
             shape, rects = megatron(sizes, name, shard, vocab_multiple=layout.vocab_multiple)
             one_dimensional = all(whole[r.tensor].dim() == 1 for r in rects) and shape[1] == 1
             parameter = torch.full(shape[:1] if one_dimensional else shape, -7.0, dtype=torch.float64)
-            copies.fill(parameter, rects, lambda rect: copies.from_tensor(whole[rect.tensor], rect))
+            tensor_copies.fill(parameter, rects, lambda rect: tensor_copies.from_tensor(whole[rect.tensor], rect))
             assert int((parameter == -7).sum()) == 0
-            assert rectangles.padding(shape, rects) == 0 or "embedding" in name or "output_layer" in name
+            assert parameter_mapping.padding(shape, rects) == 0 or "embedding" in name or "output_layer" in name
             for rect in rects:
-                copies.from_tensor(back[rect.tensor], rect).copy_(copies.local(parameter, rect))
+                tensor_copies.from_tensor(back[rect.tensor], rect).copy_(tensor_copies.local(parameter, rect))
             held += rects
     assert all(torch.equal(back[name], tensor) for name, tensor in whole.items())
-    rectangles.check_coverage(sizes, held)
+    parameter_mapping.check_coverage(sizes, held)
     with pytest.raises(ValueError):
-        rectangles.check_coverage(sizes, held + [Rect("model.norm.weight", 1, 0, 2, 1, 0, 0)])
+        parameter_mapping.check_coverage(sizes, held + [Rect("model.norm.weight", 1, 0, 2, 1, 0, 0)])
     lost = held[-1]
     with pytest.raises(ValueError, match="nobody holds|its ranks hold"):
-        rectangles.check_coverage(sizes, [r for r in held if r[:5] != lost[:5]])
+        parameter_mapping.check_coverage(sizes, [r for r in held if r[:5] != lost[:5]])
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -217,15 +217,15 @@ def test_weights_of_engine_ranks_cover_the_model_and_fit_their_parameters(case, 
     )
     held = []
     for rank in range(tp):
-        for name, (shape, rects) in rectangles.engine(sizes, tp, rank, expert_parallel=expert_parallel).items():
+        for name, (shape, rects) in parameter_mapping.engine(sizes, tp, rank, expert_parallel=expert_parallel).items():
             parameter = torch.zeros(shape)
             for rect in rects:
-                copies.local(parameter, rect).add_(1)
-                assert copies.local(parameter, rect).shape == (rect.rows, rect.columns)
+                tensor_copies.local(parameter, rect).add_(1)
+                assert tensor_copies.local(parameter, rect).shape == (rect.rows, rect.columns)
             assert int((parameter == 1).sum()) == sum(r.elements for r in rects)
             assert int((parameter == 0).sum()) == 0 or name in ("model.embed_tokens.weight", "lm_head.weight")
             held += rects
-    rectangles.check_coverage(sizes, held)
+    parameter_mapping.check_coverage(sizes, held)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_weights_of_an_engine_rank_have_the_rows_of_the_vocabulary_that_engines_
     sizes = Sizes(
         family="llama", num_layers=1, hidden=8, heads=24, kv_heads=24, head_dim=4, ffn=24, vocab=vocab, tied=True
     )
-    assert rectangles.engine(sizes, tp, 0)["model.embed_tokens.weight"][0] == (rows, 8)
+    assert parameter_mapping.engine(sizes, tp, 0)["model.embed_tokens.weight"][0] == (rows, 8)
 
 
 def test_weights_of_unknown_names_raise():
@@ -297,6 +297,6 @@ def test_weights_have_the_names_and_shapes_that_transformers_writes(tmp_path, fa
     sizes = registry.read(json.loads((tmp_path / "config.json").read_text()))
     written = load_file(tmp_path / "model.safetensors")
     found = {name: (t.shape[0], t.shape[1] if t.dim() > 1 else 1) for name, t in written.items()}
-    assert found == rectangles.hf_shapes(sizes)
-    in_memory = copies.by_expert(model.state_dict(), sizes)
+    assert found == parameter_mapping.hf_shapes(sizes)
+    in_memory = tensor_copies.by_expert(model.state_dict(), sizes)
     assert all(torch.equal(in_memory[name], tensor) for name, tensor in written.items())

@@ -11,10 +11,10 @@ from tiny_models import make_model
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion import convert
-from megatron_rl.conversion.source import find, read_sizes
-from megatron_rl.weights import headers, hf
+from megatron_rl.conversion.weight_source import find, read_sizes
+from megatron_rl.weights import hf_model, safetensors_headers
 from megatron_rl.weights.hf_writer import HfWriter, Planned
-from megatron_rl.weights.rectangles import Rect
+from megatron_rl.weights.parameter_mapping import Rect
 
 SINGLE, FIRST, SECOND = "model.safetensors", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 NORM, UP, HEAD, EMBEDDING = (
@@ -35,7 +35,7 @@ def sharded(folder, **overrides):
     for file, own in halves.items():
         save_file({name: tensors[name] for name in own}, folder / file, metadata={"format": "pt"})
     index = {name: file for file, own in halves.items() for name in own}
-    (folder / headers.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / safetensors_headers.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return folder
 
 
@@ -70,9 +70,9 @@ def index(change):
     """Returns a function that changes the weight map of the index."""
 
     def apply(folder):
-        tree = json.loads((folder / headers.INDEX).read_text())
+        tree = json.loads((folder / safetensors_headers.INDEX).read_text())
         change(tree["weight_map"])
-        (folder / headers.INDEX).write_text(json.dumps(tree))
+        (folder / safetensors_headers.INDEX).write_text(json.dumps(tree))
 
     return apply
 
@@ -109,7 +109,7 @@ BAD = {
         index(lambda m: m.update({NORM: "gone.safetensors"})),
         f"gone.safetensors is missing, which .* lists for {NORM}",
     ),
-    "broken index": (lambda f: (f / headers.INDEX).write_text("{"), "index.json cannot be read"),
+    "broken index": (lambda f: (f / safetensors_headers.INDEX).write_text("{"), "index.json cannot be read"),
     "missing tensor": (index(lambda m: m.pop(UP)), f"holds no tensor '{UP}', which its config.json asks for"),
     "unknown tensor": (
         all_of(rewrite(lambda t: t.update(extra=torch.zeros(3))), index(lambda m: m.update(extra=SECOND))),
@@ -153,14 +153,14 @@ def test_weights_of_a_bad_directory_are_refused_by_the_actors_reader(tmp_path, c
     spoil, says = BAD[case]
     spoil(sharded(tmp_path / "model"))
     with pytest.raises(ConfigError, match=says):
-        hf.check(tmp_path / "model", read_sizes(tmp_path / "model"), cast=True)
+        hf_model.check(tmp_path / "model", read_sizes(tmp_path / "model"), cast=True)
 
 
 def test_weights_of_a_directory_without_any_are_refused(tmp_path):
     make_model(tmp_path)
     (tmp_path / SINGLE).unlink()
     with pytest.raises(FileNotFoundError, match="holds no model.safetensors"):
-        hf.tensor_files(tmp_path)
+        hf_model.tensor_files(tmp_path)
 
 
 def test_weights_of_several_dtypes_are_cast_where_one_is_named(tmp_path):
@@ -178,7 +178,7 @@ def test_weights_of_a_tied_model_may_hold_the_embedding_twice(tmp_path):
 
 
 def test_weights_are_read_as_views_of_the_file(tmp_path):
-    tensors = hf.DirectoryTensors(make_model(tmp_path, "qwen2"))
+    tensors = hf_model.DirectoryTensors(make_model(tmp_path, "qwen2"))
     whole = tensors.whole(UP)
     part = tensors.read(Rect(UP, 5, 7, 11, 13, 0, 0))
     assert part.data_ptr() == whole.data_ptr() + (5 * whole.shape[1] + 7) * whole.itemsize
@@ -190,9 +190,9 @@ def test_weights_are_written_in_any_order_and_only_as_planned(tmp_path):
     with pytest.raises(KeyError):
         writer.write("d", tensors["a"])
     writer.write_all((name, tensors[name]) for name in "cab")
-    found = dict(hf.read_tensors(tmp_path))
+    found = dict(hf_model.read_tensors(tmp_path))
     assert found.keys() == tensors.keys() and all(torch.equal(found[n], t) for n, t in tensors.items())
-    assert len({stored.file for stored in headers.read_directory(tmp_path).values()}) == 2
+    assert len({stored.file for stored in safetensors_headers.read_directory(tmp_path).values()}) == 2
     with pytest.raises(ValueError, match="was planned"):
         HfWriter(tmp_path, [Planned("a", (3, 5), torch.float32)]).write("a", torch.zeros(5, 3))
 
@@ -203,4 +203,4 @@ def test_weights_without_the_last_tensor_do_not_load(tmp_path):
     with pytest.raises(KeyError, match="b"):
         HfWriter(tmp_path, planned, shard_bytes=80).write_all([("a", tensors["a"]), ("other", tensors["b"])])
     with pytest.raises(FileNotFoundError):
-        headers.read_directory(tmp_path)
+        safetensors_headers.read_directory(tmp_path)

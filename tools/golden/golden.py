@@ -141,7 +141,7 @@ def _metrics(run: Path, name: str, renames: Mapping[str, str] | None = None) -> 
     left_out = TIMING if name == AHEAD else set()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
-        {"scope": line["scope"]}
+        {"scope": news.get(line["scope"], line["scope"])}
         | {news.get(key, key): value for key, value in line["metrics"].items() if news.get(key, key) not in left_out}
         for line in lines
     ]

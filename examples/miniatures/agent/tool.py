@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.environments.calculator import Calculator
+from megatron_rl.contrib.calculator import Calculator
 from megatron_rl.rewards.role_tags import last_inside
 
 

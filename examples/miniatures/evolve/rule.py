@@ -41,7 +41,7 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
     return float((last_inside(response, "answer") or "").split() == str(payload["answer"]).split())
 
 
-def right(answer: str, payload: Mapping[str, Any]) -> float:
+def correct(answer: str, payload: Mapping[str, Any]) -> float:
     """Returns 1.0 for the answer to a question that is one, payload["question"], else 0.0."""
     letters = letters_of(payload["question"])
     return float(letters is not None and answer.split() == listed(solved(letters)).split())

@@ -25,12 +25,12 @@ from rich.table import Table
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
 
-from mini_runs import Figures, command, console, series, start_middle_end  # noqa: E402  (beside the examples)
+from mini_runs import Metrics, command, console, series, start_middle_end  # noqa: E402  (beside the examples)
 
 BASE = Path("runs/evolve")  # as the configs have it
 SFT = {"batch": 32, "clean_steps": 400, "late_steps": 100}
 FRAME = 3  # tokens of a proposal besides its letters and their numbers: two tags and the end
-CURVES = {  # panel: (scope of the metrics, figure, label)
+CURVES = {  # panel: (scope of the metrics, metric, label)
     "proposer": [("proposer", "letters", "letters per proposal"), ("proposer", "questions", "share accepted")],
     "solver": [("solver", "reward/score", "judge's score"), ("eval", "solver/accuracy_sampled", "held-out accuracy")],
     "judge": [("judge", "reward/form", "form of the judgements")],
@@ -51,10 +51,10 @@ def prepare(seed: int) -> None:
         command("sft", str(HERE / "sft.yaml"), f"steps={steps}", f"run.dir={BASE}")
 
 
-def proposals(figures: Figures) -> Figures:
-    """Makes the length and the share of proposals of the proposer's figures."""
-    whole = max(1.0, figures["samples"] + figures["unjudged"])
-    return {"letters": (figures["length"] - FRAME) / 2, "questions": figures["accepted"] / whole}
+def proposals(metrics: Metrics) -> Metrics:
+    """Makes the length and the share of proposals of the proposer's metrics."""
+    whole = max(1.0, metrics["samples"] + metrics["unjudged"])
+    return {"letters": (metrics["length"] - FRAME) / 2, "questions": metrics["accepted"] / whole}
 
 
 def show(run: Path) -> None:
@@ -62,7 +62,7 @@ def show(run: Path) -> None:
     table = Table(title=f"three roles that learn from the same episodes ({run})")
     for column in ("role", "figure", "start", "middle", "end"):
         table.add_column(column, justify="left" if column in ("role", "figure") else "right")
-    figure, axes = plt.subplots(1, len(CURVES), figsize=(4.2 * len(CURVES), 3.4))
+    metric, axes = plt.subplots(1, len(CURVES), figsize=(4.2 * len(CURVES), 3.4))
     for axis, (role, curves) in zip(axes, CURVES.items(), strict=True):
         for number, (scope, name, label) in enumerate(curves):
             points = series(run, scope, name, counted="proposer", more=proposals)
@@ -74,9 +74,9 @@ def show(run: Path) -> None:
             table.add_row(role, label, *(f"{value:.3f}" for value in shown))
         axis.set(title=role, xlabel="updates")
         axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(run / "curves.png", dpi=150)
-    plt.close(figure)
+    metric.tight_layout()
+    metric.savefig(run / "curves.png", dpi=150)
+    plt.close(metric)
     console.print(table)
     console.print(f"curves: {run / 'curves.png'}")
 

@@ -96,21 +96,21 @@ def _mark(rng: random.Random, late: bool) -> dict[str, str]:
 
 
 def _check(rng: random.Random, late: bool) -> dict[str, str]:
-    """Recites every letter of the answer, the right one, and whether they agree."""
+    """Recites every letter of the answer, the correct one, and whether they agree."""
     letters = draw_letters(rng, rng.randint(1, MOST))
     answer = draw_answer(rng, letters, rng.choice([0.0, 0.15, MISTAKE]))
-    given, right = answer.split()[2:-1:2], solved(letters)
+    given, correct = answer.split()[2:-1:2], solved(letters)
     seen = [
         f"#{i} {own} {letter} {'yes' if letter == own else 'no'}"
-        for i, (letter, own) in enumerate(zip(right, given, strict=True), start=1)
+        for i, (letter, own) in enumerate(zip(correct, given, strict=True), start=1)
     ]
-    score = _score(rng, "10" if given == right else "1", late)
+    score = _score(rng, "10" if given == correct else "1", late)
     prompt = fill(_template("answer"), question=row(letters), answer=answer)
     return {"prompt": prompt, "response": f"<think> {' '.join(seen)} </think> {score}"}
 
 
 def draw_answer(rng: random.Random, letters: list[str], mistake: float) -> str:
-    given = [own if rng.random() < mistake else right for own, right in zip(letters, solved(letters), strict=True)]
+    given = [own if rng.random() < mistake else correct for own, correct in zip(letters, solved(letters), strict=True)]
     return f"<answer> {listed(given)} </answer>"
 
 

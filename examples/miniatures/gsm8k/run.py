@@ -3,8 +3,8 @@
     python examples/miniatures/gsm8k/run.py --data PATH/TO/gsm8k/train.jsonl
 
 The file has the rows of openai/grade-school-math ({"question", "answer"} with `#### n`). The models are far too small
-for arithmetic: the generator learns the first problems of the file by heart, well enough that some samples are right,
-and reinforcement learning works on the same problems. The figures show that every part does its work on real text; they
+for arithmetic: the generator learns the first problems of the file by heart, well enough that some samples are correct,
+and reinforcement learning works on the same problems. The metrics show that every part does its work on real text; they
 say nothing about mathematics.
 """
 
@@ -67,7 +67,7 @@ def main() -> None:
                 "run.save_every=100",
                 "launch.nproc=2",
             )
-    program("train", str(HERE / "tango.yaml"), "run.steps=2", "run.resume=auto")
+    program("train", str(HERE / "tango.yaml"), "run.cycles=2", "run.resume=auto")
     # The same run, longer: it goes on from its checkpoint.
     program("train", str(HERE / "tango.yaml"), "run.resume=must")
     program("report", str(BASE / "tango"))
@@ -113,7 +113,8 @@ def solution(lines: list[str], answer: str) -> str:
 
 
 def verification(rng: random.Random, template: str, question: str, lines: list[str], answer: str) -> dict[str, str]:
-    """Draws an SFT pair of the verifier: a right solution, or one that is wrong from some step on, and its verdicts."""
+    """Draws an SFT pair of the verifier: a correct solution, or one that is wrong from some step on, and its
+    verdicts."""
     wrong_from = rng.randrange(len(lines)) if rng.random() < 0.5 else len(lines)
     shown = [line if i < wrong_from else corrupt(rng, line) for i, line in enumerate(lines)]
     final = answer if wrong_from == len(lines) else str(rng.randrange(2, 500))

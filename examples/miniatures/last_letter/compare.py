@@ -58,19 +58,19 @@ def main() -> None:
     table = Table(title=f"last letter, regime {options.regime}, {len(options.seeds)} seeds: mean ± 95 % confidence")
     for column in ("arm", "figure", "before", "after", "gain"):
         table.add_column(column, justify="left" if column in ("arm", "figure") else "right")
-    figures: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
     for arm, rows in summaries.items():
         for name, label in FIGURES.items():
             if all(f"{name}_end" in row for row in rows):
                 start, end = ([row[f"{name}_{when}"] for row in rows] for when in ("start", "end"))
                 gain = [b - a for a, b in zip(start, end, strict=True)]
                 table.add_row(arm, label, interval(start), interval(end), interval(gain))
-                figures[f"{arm}/{name}"] = {"start": mean(start), "end": mean(end), "gain": mean(gain)}
+                metrics[f"{arm}/{name}"] = {"start": mean(start), "end": mean(end), "gain": mean(gain)}
     console.print(table)
     draw(options, summaries)
-    (options.out / "comparison.json").write_text(json.dumps({"figures": figures, "runs": summaries}, indent=1) + "\n")
+    (options.out / "comparison.json").write_text(json.dumps({"metrics": metrics, "runs": summaries}, indent=1) + "\n")
     if options.check:
-        sys.exit(check(options.regime, figures))
+        sys.exit(check(options.regime, metrics))
 
 
 def run(options: argparse.Namespace, arm: str, seed: int) -> dict:
@@ -103,17 +103,17 @@ def run(options: argparse.Namespace, arm: str, seed: int) -> dict:
     return json.loads(summary.read_text())
 
 
-def check(regime: str, figures: dict[str, dict[str, float]]) -> int:
-    """Compares the figures with their bars and returns the exit status.
+def check(regime: str, metrics: dict[str, dict[str, float]]) -> int:
+    """Compares the metrics with their bars and returns the exit status.
 
     Bars of regime a: Tango gains 0.50 accuracy and 0.10 outcome-F1. Of regime b: Tango is at least 0.15 above GRPO.
     """
     accuracy = "generator_accuracy_sampled"
     if regime == "a":
-        wanted = [("Tango's gain in sampled accuracy", figures[f"tango/{accuracy}"]["gain"], 0.50)]
-        wanted += [("Tango's gain in verifier outcome-F1", figures["tango/verifier_outcome_f1"]["gain"], 0.10)]
+        wanted = [("Tango's gain in sampled accuracy", metrics[f"tango/{accuracy}"]["gain"], 0.50)]
+        wanted += [("Tango's gain in verifier outcome-F1", metrics["tango/verifier_outcome_f1"]["gain"], 0.10)]
     else:
-        lead = figures[f"tango/{accuracy}"]["end"] - figures[f"grpo/{accuracy}"]["end"]
+        lead = metrics[f"tango/{accuracy}"]["end"] - metrics[f"grpo/{accuracy}"]["end"]
         wanted = [("Tango's lead over GRPO in sampled accuracy", lead, 0.15)]
     for name, value, bar in wanted:
         console.print(f"{'met   ' if value >= bar else 'MISSED'} {name}: {value:+.3f} (bar {bar:+.2f})")
@@ -125,13 +125,13 @@ def draw(options: argparse.Namespace, summaries: dict[str, list[dict]]) -> None:
 
     Each seed is a thin line, the mean a thick one.
     """
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
+    metric, axes = plt.subplots(1, 2, figsize=(10, 3.8))
     for number, arm in enumerate(summaries):
-        for axis, role, figure_name in (
+        for axis, role, metric_name in (
             (axes[0], "generator", "accuracy_sampled"),
             (axes[1], "verifier", "outcome_f1"),
         ):
-            lines = [curve(options.out / f"{arm}_seed{seed}", role, figure_name) for seed in options.seeds]
+            lines = [curve(options.out / f"{arm}_seed{seed}", role, metric_name) for seed in options.seeds]
             if not all(len(line) > 1 for line in lines):
                 continue
             for line in lines:
@@ -144,27 +144,27 @@ def draw(options: argparse.Namespace, summaries: dict[str, list[dict]]) -> None:
                 linewidth=2,
                 label=arm,
             )
-            axis.set(xlabel=f"{role} updates", ylabel=f"{role} {figure_name}")
+            axis.set(xlabel=f"{role} updates", ylabel=f"{role} {metric_name}")
             axis.grid(alpha=0.3)
     for axis in axes:
         axis.legend()
-    figure.tight_layout()
+    metric.tight_layout()
     path = options.out / "comparison.png"
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    metric.savefig(path, dpi=150)
+    plt.close(metric)
     console.print(f"curves: {path}")
 
 
 def curve(run_dir: Path, role: str, name: str) -> list[tuple[int, float]]:
-    """Returns (turns of `role` so far, figure) for the last evaluation at each number of turns.
+    """Returns (iterations of `role` so far, metric) for the last evaluation at each number of iterations.
 
     A role that never learns gives one point.
     """
-    turns, points = 0, {}
+    iterations, points = 0, {}
     for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
-        turns += row["scope"] == role
+        iterations += row["scope"] == role
         if row["scope"] == "eval" and f"{role}/{name}" in row["metrics"]:
-            points[turns] = row["metrics"][f"{role}/{name}"]
+            points[iterations] = row["metrics"][f"{role}/{name}"]
     return sorted(points.items())
 
 

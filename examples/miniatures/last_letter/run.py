@@ -67,7 +67,7 @@ class Stages:
 def prepare(base: Path, name: str, stages: Stages, *, heads: int) -> None:
     """Makes the task's files, then the SFT models of generator and verifier, under `base`. What is there is kept.
 
-    Regime b takes regime a's verifier: b's own generator is right too seldom for a verifier to learn from its
+    Regime b takes regime a's verifier: b's own generator is correct too seldom for a verifier to learn from its
     solutions.
     """
     if name == "b":
@@ -142,17 +142,17 @@ def reinforce(base: Path, options: argparse.Namespace, stages: Stages) -> None:
 
 
 def finish(options: argparse.Namespace, stages: Stages) -> None:
-    """Completes summary.json, prints the figures before and after, and writes the report."""
+    """Completes summary.json, prints the metrics before and after, and writes the report."""
     path = options.out / "summary.json"
     summary = json.loads(path.read_text())
-    for figure, source in (
+    for metric, source in (
         ("generator_accuracy", "generator_accuracy_sampled"),
         ("verifier_outcome_f1", None),
         ("verifier_step_f1", None),
     ):
         for end in ("start", "end"):
             if source and f"{source}_{end}" in summary:
-                summary[f"{figure}_{end}"] = summary[f"{source}_{end}"]
+                summary[f"{metric}_{end}"] = summary[f"{source}_{end}"]
     summary |= {"regime": options.regime, "arm": options.arm, "seed": options.seed}
     seconds = summary.get("seconds", {})
     summary["seconds"] = {**seconds, **phases(options.out), "stages": {**stages.seconds, **seconds.get("stages", {})}}

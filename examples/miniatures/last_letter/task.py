@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.data.last_letter import (
+from megatron_rl.contrib.last_letter_data import (
     LETTERS,
     MAX_STEPS,
     ProblemSizes,
@@ -55,7 +55,7 @@ class Regime:
 def regimes() -> dict[str, Regime]:
     """Returns the settings by name.
 
-    a: right answers are frequent enough for GRPO alone. b: at first 97 of 100 groups have none.
+    a: correct answers are frequent enough for GRPO alone. b: at first 97 of 100 groups have none.
     """
     short, long = ProblemSizes((2, 5), (2, 4)), ProblemSizes((5, 5), (2, 4))
     return {

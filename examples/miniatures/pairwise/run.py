@@ -55,13 +55,13 @@ def table(name: str, vowels: list[int]) -> None:
     for when, part, seen, evaluation in (
         ("first", rows[:3], vowels[:few], evaluations[0]), ("last", rows[-3:], vowels[-few:], evaluations[-1])
     ):  # fmt: skip
-        figures = {
+        metrics = {
             "vowels of eight characters": sum(seen) / len(seen),
             "groups alike (of 16)": sum(row["groups_alike"] for row in part) / len(part),
             "the first place wins": sum(row["first_wins"] for row in part) / len(part),
             f"wins against {KNOWN}": evaluation["generator/win_rate"],
         }
-        print(f"{name:>11}, {when:>5}: {', '.join(f'{key} {value:.2f}' for key, value in figures.items())}")
+        print(f"{name:>11}, {when:>5}: {', '.join(f'{key} {value:.2f}' for key, value in metrics.items())}")
 
 
 class Judge:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.plugins import build
-from megatron_rl.engines.base import Engine
-from megatron_rl.environments.kuhn_poker import (
-    SEATS,
+from megatron_rl.contrib.kuhn_poker import (
+    AGENTS,
     Actions,
     KuhnPoker,
     exploitability,
@@ -18,8 +17,9 @@ from megatron_rl.environments.kuhn_poker import (
     information_sets,
     legal_actions,
 )
+from megatron_rl.engines.protocol import Engine
 from megatron_rl.recipes.agents import Agents
-from megatron_rl.training.turns import Table
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import Prompt
 
 
@@ -28,23 +28,23 @@ class MeasuredPlay(Agents):
     """Agents that play Kuhn poker. An evaluation plays no hand: it computes what the models' policies are, and what
     they are worth."""
 
-    def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
+    def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Returns the probability of a bet or call at each information set, as `first/K check bet`; the least share of
-        a seat's answers that are legal, as `first/legal`; the chips that the first seat wins in a hand; and the
+        an agent's answers that are legal, as `first/legal`; the chips that the first agent wins in a hand; and the
         exploitability."""
         game: KuhnPoker = build(self.environment)
-        policies, figures = {}, {}
-        for seat, role in zip(SEATS, (game.first, game.second), strict=True):
-            policies[seat], legal = read_policy(table.engines[role], table.tokenizers[role], game, seat)
-            figures |= {f"{seat}/{name}": share for name, share in policies[seat].items()} | {f"{seat}/legal": legal}
+        policies, metrics = {}, {}
+        for agent, role in zip(AGENTS, (game.first, game.second), strict=True):
+            policies[agent], legal = read_policy(context.engines[role], context.tokenizers[role], game, agent)
+            metrics |= {f"{agent}/{name}": share for name, share in policies[agent].items()} | {f"{agent}/legal": legal}
         both = (policies["first"], policies["second"])
-        return figures | {"chips": hand_value(*both), "exploitability": exploitability(*both)}
+        return metrics | {"chips": hand_value(*both), "exploitability": exploitability(*both)}
 
 
-def read_policy(engine: Engine, tokenizer: Any, game: KuhnPoker, seat: str) -> tuple[dict[str, float], float]:
-    """Returns the probability of a bet or call among the two legal answers at each of the seat's information sets, and
+def read_policy(engine: Engine, tokenizer: Any, game: KuhnPoker, agent: str) -> tuple[dict[str, float], float]:
+    """Returns the probability of a bet or call among the two legal answers at each of the agent's information sets, and
     the least probability that both together have at one of them. An answer is the word and the end of the sequence."""
-    sets = information_sets(seat)
+    sets = information_sets(agent)
     contexts = [_context(tokenizer, game, card, said) for card, said in sets.values()]
     asked = [
         (context, _answer(tokenizer, action))
@@ -59,7 +59,7 @@ def read_policy(engine: Engine, tokenizer: Any, game: KuhnPoker, seat: str) -> t
 
 
 def _context(tokenizer: Any, game: KuhnPoker, card: str, said: Actions) -> list[int]:
-    """Returns the tokens that the dialogue `text` has before an answer: all that the seat was told, and said."""
+    """Returns the tokens that the dialogue `text` has before an answer: all that the agent was told, and said."""
     if len(said) < 2:
         return _ids(tokenizer, game.told(card, said))
     opening = _ids(tokenizer, game.told(card, ())) + _answer(tokenizer, said[0])

@@ -4,8 +4,8 @@
 
 The model multiplies numbers of two digits, which it cannot do by itself. Its supervised start runs a program in some
 answers, and guesses in the others. Half of its first programs raise; it is told the error, and then either tries again
-or guesses. Reinforcement learning rewards right answers alone. The same is done with an interpreter that never tells a
-result: what the model reaches then, it reaches without help. The conversations are in the report's page.
+or guesses. Reinforcement learning rewards correct answers alone. The same is done with an interpreter that never tells
+a result: what the model reaches then, it reaches without help. The conversations are in the report's page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_rl.environments.python_tool import PythonTool  # noqa: E402
 
 TAGS = [f"<{slash}{tag}>" for tag in ("python", "result", "answer") for slash in ("", "/")]
 PIECES = r"</?[a-z]+>|[A-Za-z]+|[\s\S]"  # of texts: tags, words, and all else one by one, digits among it
-RIGHT = "print({question})"
+CORRECT = "print({question})"
 WRONG = ("prin({question})", "print({question}")  # a name that is not defined, and a bracket that is not closed
 # Steps of the supervised start, and the share of answers with a program in them: first the model learns how a program
 # is written, its result read and its error mended, then to run one seldom.
@@ -42,7 +42,7 @@ def write_task(files: Path, seed: int) -> None:
     """Makes the model, the questions and the conversations of the supervised start. What wrong programs are told, the
     sandbox says."""
     errors = {program: PythonTool().run({"code": program.format(question="12*34")}) for program in WRONG}
-    texts = [program.format(question="") for program in (RIGHT, *WRONG)] + [*errors.values()]
+    texts = [program.format(question="") for program in (CORRECT, *WRONG)] + [*errors.values()]
     words = {piece for text in texts for piece in re.findall(PIECES, text)}
     known = [*TAGS, "<ask>", "*", "?", *map(str, range(10))]
     task.write_model(files / "model", seed, [*known, *sorted(words - {*known})], pieces=PIECES)
@@ -56,7 +56,7 @@ def write_task(files: Path, seed: int) -> None:
 
 
 def _talk(rng: random.Random, a: int, b: int, share: float, errors: Mapping[str, str]) -> dict[str, Any]:
-    """Draws a conversation that runs a program and is right, maybe after an error; or one that guesses, at once or,
+    """Draws a conversation that runs a program and is correct, maybe after an error; or one that guesses, at once or,
     where the share of programs is below 1, after an error."""
     question, guess, said = f"{a}*{b}", f"<answer>{rng.randint(100, 9801)}</answer>", []
     prompt = f"<bos>{question}<ask>"
@@ -67,7 +67,9 @@ def _talk(rng: random.Random, a: int, b: int, share: float, errors: Mapping[str,
         said = [_call(wrong, question), f"<result>{errors[wrong]}</result>"]
         if share < 1.0 and rng.random() < GIVES_UP:
             return conversation(prompt, *said, guess)
-    return conversation(prompt, *said, _call(RIGHT, question), f"<result>{a * b}</result>", f"<answer>{a * b}</answer>")
+    return conversation(
+        prompt, *said, _call(CORRECT, question), f"<result>{a * b}</result>", f"<answer>{a * b}</answer>"
+    )
 
 
 def _call(program: str, question: str) -> str:

@@ -57,9 +57,9 @@ def table(name: str, digits: list[bool]) -> None:
         mean = {
             key: sum(row[f"reward/{key}"] for row in part) / len(part) for key in ("outcome", "fulfilled", "vetoed")
         }
-        figures = {**mean, "with a digit": sum(seen) / len(seen)}
+        metrics = {**mean, "with a digit": sum(seen) / len(seen)}
         print(
-            f"{name:>12}, {when:>5} five updates: {', '.join(f'{key} {value:.2f}' for key, value in figures.items())}"
+            f"{name:>12}, {when:>5} five updates: {', '.join(f'{key} {value:.2f}' for key, value in metrics.items())}"
         )
 
 

@@ -5,10 +5,10 @@
 The corpus has 320 persons, each with a home, a job and a boss, and is searched by BM25. A question asks for the home or
 the job of a person, which takes one search, or of that person's boss, which takes two. The supervised start is made of
 invented persons: it knows how documents are found and read, and nothing that is in the corpus. It seldom searches, and
-often gives up after the first search where it would need a second. Reinforcement learning rewards right answers alone.
-The held-out questions are about 64 persons, and bosses among these, whom no question of the training is about. The same
-is done with a corpus of other persons: what the model reaches then, it reaches without help. The conversations are in
-the report's page.
+often gives up after the first search where it would need a second. Reinforcement learning rewards correct answers
+alone. The held-out questions are about 64 persons, and bosses among these, whom no question of the training is about.
+The same is done with a corpus of other persons: what the model reaches then, it reaches without help. The conversations
+are in the report's page.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def write_task(files: Path, seed: int) -> None:
 
 
 def _talk(rng: random.Random, share: float) -> dict[str, Any]:
-    """Draws a conversation about invented persons: one that searches and is right, one that stops searching too early
+    """Draws a conversation about invented persons: one that searches and is correct, one that stops searching too early
     where the share of searches is below 1, or one that guesses."""
     boss = corpus.invent(rng)
     person = corpus.invent(rng, boss=boss.name)

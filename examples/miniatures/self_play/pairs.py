@@ -27,7 +27,7 @@ def write_tasks(path: Path) -> None:
 
 def write_pairs(path: Path, seed: int, *, batch: int, clean_steps: int, late_steps: int) -> None:
     """Writes SFT pairs in training order, half of them proposals. The late teacher of the solver is careless, so that
-    reinforcement learning has something to mend, and its proposals are short and not always right."""
+    reinforcement learning has something to mend, and its proposals are short and not always correct."""
     rng, rows = random.Random(seed), []
     for i in range(batch * (clean_steps + late_steps)):
         late = i >= batch * clean_steps
@@ -38,7 +38,7 @@ def write_pairs(path: Path, seed: int, *, batch: int, clean_steps: int, late_ste
 def _proposal(rng: random.Random, late: bool) -> dict[str, str]:
     """Draws a proposal. Rows are of any length before the late teacher's, so that the model can answer long ones."""
     letters = task.draw_letters(rng, task.draw_length(rng) if late else rng.randint(1, MOST))
-    right = solved(letters)
-    given = [own if late and rng.random() < WRONG else other for own, other in zip(letters, right, strict=True)]
+    correct = solved(letters)
+    given = [own if late and rng.random() < WRONG else other for own, other in zip(letters, correct, strict=True)]
     prompt = fill((HERE / "proposer.txt").read_text(encoding="utf-8").strip(), question=letters[0])
     return {"prompt": prompt, "response": f"<question> {row(letters)} </question> <answer> {listed(given)} </answer>"}

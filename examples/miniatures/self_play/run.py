@@ -27,13 +27,13 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from mini_runs import Figures, command, console, series, start_middle_end  # noqa: E402  (beside the examples)
+from mini_runs import Metrics, command, console, series, start_middle_end  # noqa: E402  (beside the examples)
 
 HERE, BASE = Path(__file__).parent, Path("runs/self_play")  # as the configs have it
 SFT = {"batch": 32, "clean_steps": 300, "late_steps": 100}
 FRAME = 5  # tokens of a proposal besides its letters and their numbers, in question and answer: four tags and the end
 RUNS = {"learning": [], "fixed": ["roles.solver.optimizer.lr=0.0"]}  # by the solver's kind
-CURVES = [  # scope of the metrics, figure, label
+CURVES = [  # scope of the metrics, metric, label
     ("proposer", "letters", "letters per proposal"),
     ("proposer", "accepted", "share that the rule accepts"),
     ("proposer", "reward/total", "reward: 4 a (1 - a)"),
@@ -70,9 +70,9 @@ def prepare(seed: int) -> None:
         command("sft", str(HERE / "sft.yaml"), f"steps={SFT['clean_steps'] + SFT['late_steps']}", f"run.dir={BASE}")
 
 
-def proposals(figures: Figures) -> Figures:
-    """Makes the length of the proposals, and the share that the rule accepts, of the proposer's figures."""
-    return {"letters": (figures["length"] - FRAME) / 4, "accepted": figures["right"] / figures["samples"]}
+def proposals(metrics: Metrics) -> Metrics:
+    """Makes the length of the proposals, and the share that the rule accepts, of the proposer's metrics."""
+    return {"letters": (metrics["length"] - FRAME) / 4, "accepted": metrics["right"] / metrics["samples"]}
 
 
 def show(names: list[str]) -> None:
@@ -80,10 +80,10 @@ def show(names: list[str]) -> None:
     table = Table(title="a proposer, with a solver that learns and with a fixed one")
     for column in ("solver", "role", "figure", "start", "middle", "end"):
         table.add_column(column, justify="left" if column in ("solver", "role", "figure") else "right")
-    figure, axes = plt.subplots(1, len(CURVES), figsize=(3.6 * len(CURVES), 3.2))
+    metric, axes = plt.subplots(1, len(CURVES), figsize=(3.6 * len(CURVES), 3.2))
     for name in names:
-        for axis, (scope, figure_name, label) in zip(axes, CURVES, strict=True):
-            points = series(BASE / name, scope, figure_name, counted="proposer", more=proposals)
+        for axis, (scope, metric_name, label) in zip(axes, CURVES, strict=True):
+            points = series(BASE / name, scope, metric_name, counted="proposer", more=proposals)
             values = [value for _, value in points]
             shown = start_middle_end(values, width=1 if scope == "eval" else 4)
             table.add_row(name, "solver" if scope == "eval" else scope, label, *(f"{value:.2f}" for value in shown))
@@ -92,9 +92,9 @@ def show(names: list[str]) -> None:
             axis.grid(alpha=0.3)
         table.add_section()
     axes[0].legend(title="solver")
-    figure.tight_layout()
-    figure.savefig(BASE / "curves.png", dpi=150)
-    plt.close(figure)
+    metric.tight_layout()
+    metric.savefig(BASE / "curves.png", dpi=150)
+    plt.close(metric)
     console.print(table)
     console.print(f"curves: {BASE / 'curves.png'}")
 

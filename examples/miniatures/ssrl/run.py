@@ -4,7 +4,8 @@
 
 A question names a person; the answer is the river at the town where that person lives. The supervised start knows every
 town and every river. It seldom writes the town down as the result of a search of its own, and guesses the river where
-it does not. Reinforcement learning rewards right answers and the form, and what stands in <information> is in no loss.
+it does not. Reinforcement learning rewards correct answers and the form, and what stands in <information> is in no
+loss.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PLACES = [f"{kind}{i}" for kind in ("person", "town", "river") for i in range(CO
 SEARCHES = 0.2  # of the answers of the supervised start
 STEPS, BATCH = 300, 32  # of the supervised start
 CURVES = {
-    "reward/outcome": "reward: 0.9 right + 0.1 form",
+    "reward/outcome": "reward: 0.9 correct + 0.1 form",
     "information_share": "share of tokens in <information>",
     "length": "tokens",
 }
@@ -67,7 +68,7 @@ def prepare(seed: int) -> None:
 
 
 def _pair(rng: random.Random, person: str, town: str, river: str) -> dict[str, str]:
-    """Draws an answer with a search, which is right, or one without, which guesses."""
+    """Draws an answer with a search, which is correct, or one without, which guesses."""
     search = f"<search> {person} </search> <information> {town} </information> <think> {town} </think>"
     middle, answer = (search, river) if rng.random() < SEARCHES else ("", f"river{rng.randrange(COUNT)}")
     response = f"<think> {person} </think> {middle} <answer> {answer} </answer>"

@@ -16,7 +16,7 @@ UNKNOWN = "?"  # stands where a turn has a word too many or too few, or nothing 
 
 
 def labels(turns: Sequence[str], payload: Mapping[str, Any]) -> list[bool]:
-    """Returns which turns are right: calls for the product that was asked for, and answers that are the product."""
+    """Returns which turns are correct: calls for the product that was asked for, and answers that are the product."""
     found = []
     for turn in turns:
         asked, said = (last_inside(turn, tag) for tag in ("calculator", "answer"))
@@ -47,8 +47,8 @@ def write_down(turns: Sequence[str], told: Sequence[str]) -> str:
 def verification(rng: random.Random, question: str, turns: Sequence[str], told: Sequence[str], trust: float) -> str:
     """Writes a verification: each word of a turn beside the one that should stand there, and the verdict.
 
-    A guess is believed with probability `trust`. An answer is right where it repeats the last result, and the call for
-    that was right."""
+    A guess is believed with probability `trust`. An answer is correct where it repeats the last result, and the call
+    for that was correct."""
     blocks, verdicts = [], []
     for k, (turn, heard) in enumerate(zip(turns, told, strict=True)):
         tag, *words, _ = turn.split()
@@ -58,7 +58,7 @@ def verification(rng: random.Random, question: str, turns: Sequence[str], told: 
             expected, follows = heard.split()[1:-1], verdicts[-1]
         else:
             expected, follows = (words if rng.random() < trust else []), True
-        pairs = " ".join(f"{own} {right}" for own, right in zip_longest(words, expected, fillvalue=UNKNOWN))
+        pairs = " ".join(f"{own} {correct}" for own, correct in zip_longest(words, expected, fillvalue=UNKNOWN))
         verdicts.append(words == expected and follows)
         blocks.append(f"<step> #{k + 1} {pairs} {VERDICTS[verdicts[-1]]} </step>")
     final = f"<final_verification> {VERDICTS[verdicts[-1]]} </final_verification>"

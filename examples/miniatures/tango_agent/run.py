@@ -5,8 +5,8 @@
 The generator is that of examples/miniatures/agent, which guesses products more often than it asks for them. The
 verifier's supervised start compares calls with the question and answers with results, but believes four guesses in ten.
 Reinforcement learning trains the verifier to agree with the outcome of conversations, and the generator on the outcome
-and on the verdicts about its turns. Which turns are right is known here: the table also has the F1 of these verdicts,
-sampled at temperature 1 as all its figures but the second. It takes 6 minutes on two cores.
+and on the verdicts about its turns. Which turns are correct is known here: the table also has the F1 of these verdicts,
+sampled at temperature 1 as all its metrics but the second. It takes 6 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KNOWN = [*agents.KNOWN, *TAGS, *NUMBERS, *judge.VERDICTS.values(), "<sol>", "<ve
 STEPS = 700  # of the verifier's supervised start
 SPOILED, TRUST = 0.15, 0.4  # in its pairs: calls and answers with a wrong digit; guesses that its teacher believes
 FIGURES = {
-    "generator/accuracy_sampled": "generator: right answers, held out",
+    "generator/accuracy_sampled": "generator: correct answers, held out",
     "generator/accuracy_greedy": "the same by the likeliest tokens",
     "episodes/answers_sampled": "generator: turns in a conversation",
     "verifier/outcome_f1": "verifier: F1 of final verdicts",

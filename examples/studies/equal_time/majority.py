@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.algorithms.advantages import assign_advantages
-from megatron_rl.recipes.base import GENERATOR, Solution, check_arguments, sampling_for, solve
+from megatron_rl.contrib.voting import elected
 from megatron_rl.recipes.grpo import Grpo
-from megatron_rl.recipes.voting import elected
+from megatron_rl.recipes.solutions import GENERATOR, Solution, check_arguments, sampling_for, solve
 from megatron_rl.rewards.tags import boxed
-from megatron_rl.training.turns import Source, Table, Turn
+from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext
 from megatron_rl.types import Rollout
 
 
@@ -19,8 +19,8 @@ class MajorityGrpo(Grpo):
     r"""A run that trains `generator` as Grpo does, by the outcome plus `majority_weight` for an answer in \boxed{} that
     is the most frequent one among those to its problem, and is given twice at least.
 
-    The reward by majority is that of TTRL (arXiv 2504.16084), which knows no right answers. Here these are known, so
-    that a right answer that stands alone earns more than a wrong one of the majority while the weight is below 1.
+    The reward by majority is that of TTRL (arXiv 2504.16084), which knows no correct answers. Here these are known, so
+    that a correct answer that stands alone earns more than a wrong one of the majority while the weight is below 1.
     """
 
     majority_weight: float = 0.5
@@ -29,11 +29,13 @@ class MajorityGrpo(Grpo):
         super().__post_init__()
         check_arguments(self, shares=["majority_weight"])
 
-    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
-        sampling = sampling_for(table, turn, GENERATOR, self.group_size)
-        solved, figures = solve(table, GENERATOR, source.take(), sampling)
+    def rollout(
+        self, iteration: Iteration, source: PromptSource, context: RolloutContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        sampling = sampling_for(context, iteration, GENERATOR, self.group_size)
+        solved, metrics = solve(context, GENERATOR, source.take(), sampling)
         rollouts = with_majority(solved)
-        table.note(GENERATOR, figures)
+        context.add_metrics(GENERATOR, metrics)
         reward = {"outcome": 1.0, "majority": self.majority_weight}
         return {GENERATOR: assign_advantages(rollouts, reward=reward, estimator=self.estimator)}
 

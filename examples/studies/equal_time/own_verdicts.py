@@ -1,4 +1,5 @@
-"""Tango whose steps get their rewards from elsewhere than a verification that is written for a generator's turn."""
+"""Tango whose steps get their rewards from elsewhere than a verification that is written for a generator's
+iteration."""
 
 from __future__ import annotations
 
@@ -9,54 +10,54 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_rl.algorithms.advantages import assign_advantages, step_rewards
-from megatron_rl.chat import tokenize
+from megatron_rl.chat_template import tokenize
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.data.last_letter import CORRECT, MAX_STEPS, NOTHING
-from megatron_rl.recipes.base import VERIFIER, Solution
+from megatron_rl.contrib.last_letter_data import CORRECT, MAX_STEPS, NOTHING
 from megatron_rl.recipes.review import Judged, Reviewed
-from megatron_rl.recipes.tango import Tango
+from megatron_rl.recipes.solutions import VERIFIER, Solution
+from megatron_rl.recipes.tango import LeanTango
 from megatron_rl.rewards.tags import step_spans
 from megatron_rl.text import decode
-from megatron_rl.training.turns import Table, Turn
-from megatron_rl.types import STEP, Marks, Rollout
+from megatron_rl.training.iteration import Iteration, RolloutContext
+from megatron_rl.types import STEP, Annotations, Rollout
 
 
 @dataclass(kw_only=True)
-class OwnVerdicts(Tango):
+class OwnVerdicts(LeanTango):
     """A run that trains `generator` as Tango does, by verdicts that `_verdicts` gives on all solutions of problems that
-    nobody solved. Verifications are written for the verifier's own turns alone, so that the arguments for those of a
-    generator's turn (reviewed, likeliest_verdicts) do nothing."""
+    nobody solved. Verifications are written for the verifier's own iterations alone, so that the arguments for those of
+    a generator's iteration (reviewed, greedy_verdicts) do nothing."""
 
     @abstractmethod
-    def _verdicts(self, table: Table, solutions: Sequence[Solution]) -> list[Sequence[bool]]:
+    def _verdicts(self, context: RolloutContext, solutions: Sequence[Solution]) -> list[Sequence[bool]]:
         """Returns the verdicts on the steps of each solution."""
         ...
 
-    def _reviewed(self, turn: Turn) -> Reviewed | None:
-        return None if turn.role == self.solver else "all"
+    def _reviewed(self, iteration: Iteration) -> Reviewed | None:
+        return None if iteration.role == self.solver else "all"
 
     def _credit_solutions(
-        self, table: Table, turn: Turn, solutions: Sequence[Solution], judged: Judged
+        self, context: RolloutContext, iteration: Iteration, solutions: Sequence[Solution], judged: Judged
     ) -> list[Rollout]:
         failed: set[str] = set()
         if not self._outcomes_suffice():
             solved = {s.rollout.group for s in solutions if s.correct}
             failed = {s.rollout.group for s in solutions} - solved
         asked = [i for i, s in enumerate(solutions) if s.rollout.group in failed]
-        with table.watch("review"):
-            found = dict(zip(asked, self._verdicts(table, [solutions[i] for i in asked]), strict=True))
-        table.note(self.solver, {"signal": self._signal} | self._agreement(solutions, found))
+        with context.watch("review"):
+            found = dict(zip(asked, self._verdicts(context, [solutions[i] for i in asked]), strict=True))
+        context.add_metrics(self.solver, {"signal": self._signal} | self._agreement(solutions, found))
         self._follow(solutions)
         marked = [self._marked(s.rollout, found[i]) if i in found else s.rollout for i, s in enumerate(solutions)]
-        alphas = [self._alpha(turn.update(self.solver)) * (i in found) for i in range(len(solutions))]
+        alphas = [self._alpha(iteration.update(self.solver)) * (i in found) for i in range(len(solutions))]
         return assign_advantages(
             marked, reward="outcome", estimator=self.estimator, alpha=alphas, steps=self.step_credit
         )
 
     def _marked(self, rollout: Rollout, verdicts: Sequence[bool]) -> Rollout:
-        marks = rollout.marks_of(STEP)
-        scores = step_rewards(verdicts, len(marks), credit=self.step_credit)
-        return replace(rollout, marks={**rollout.marks, STEP: Marks(marks.ranges, scores)})
+        annotations = rollout.annotations_of(STEP)
+        scores = step_rewards(verdicts, len(annotations), credit=self.step_credit)
+        return replace(rollout, annotations={**rollout.annotations, STEP: Annotations(annotations.ranges, scores)})
 
     def _agreement(self, solutions: Sequence[Solution], found: dict[int, Sequence[bool]]) -> dict[str, float]:
         """Returns the share of verdicts that are those of the labels, where there are labels."""
@@ -80,7 +81,7 @@ class FreeVerdicts(OwnVerdicts):
         if self.step_labels is None:
             raise ConfigError("recipe.args.step_labels = null: these labels are the verdicts; name their function")
 
-    def _verdicts(self, table: Table, solutions: Sequence[Solution]) -> list[Sequence[bool]]:
+    def _verdicts(self, context: RolloutContext, solutions: Sequence[Solution]) -> list[Sequence[bool]]:
         assert self._labels is not None  # made of step_labels
         return [self._labels(solution.steps, solution.rollout.payload) for solution in solutions]
 
@@ -89,30 +90,31 @@ class FreeVerdicts(OwnVerdicts):
 class ScoredTango(OwnVerdicts):
     """Tango whose verdicts come from one scoring pass of the verifier over each solution.
 
-    What is scored is the verification that finds every step right, as a teacher of the last-letter task would write it
-    (data/last_letter.py). A step is right where the verifier gives its part of that text a probability above a half.
+    What is scored is the verification that finds every step correct, as a teacher of the last-letter task would write
+    it (contrib/last_letter_data.py). A step is correct where the verifier gives its part of that text a probability
+    above a half.
     """
 
-    def _verdicts(self, table: Table, solutions: Sequence[Solution]) -> list[Sequence[bool]]:
+    def _verdicts(self, context: RolloutContext, solutions: Sequence[Solution]) -> list[Sequence[bool]]:
         """None on a solution whose prompt is too long."""
-        tokenizer = table.tokenizers[VERIFIER]
+        tokenizer = context.tokenizers[VERIFIER]
         texts: dict[int, Sequence[int]] = {}
         places: dict[int, np.ndarray] = {}
         for i, solution in enumerate(solutions):
-            if (asked := self._reviewer.prompt(table, solution)) is not None:
+            if (asked := self._reviewer.prompt(context, solution)) is not None:
                 own = tokenize(tokenizer, approval_of(solution.steps))
                 decoded = decode(tokenizer, own)
                 places[i] = len(asked.tokens) + decoded.tokens_of(step_spans(decoded.raw))
                 texts[i] = [*asked.tokens, *own]
         found: list[Sequence[bool]] = [[] for _ in solutions]
-        for i, scores in zip(texts, table.engines[VERIFIER].score([*texts.values()]), strict=True):
+        for i, scores in zip(texts, context.engines[VERIFIER].score([*texts.values()]), strict=True):
             parts = [scores[first:end].sum(dtype=np.float64) for first, end in places[i].tolist()]
             found[i] = [bool(np.exp(part) > 0.5) for part in parts]
         return found
 
 
 def approval_of(steps: Sequence[str]) -> str:
-    """Returns the beginning of a verification of these steps' texts, in which each is found right."""
+    """Returns the beginning of a verification of these steps' texts, in which each is found correct."""
     blocks = []
     for number, step in enumerate(steps, start=1):
         claimed = step.split()[-1] if step.split() else NOTHING

@@ -5,10 +5,10 @@
 The time of a run is that of generation and training: what evaluations, checkpoints and the start take is left out. It
 is counted in seconds by the clock and in CPU-seconds of all processes of the run. Both are in the tables that are
 printed; arms are compared by the second, because other work on the machine disturbs it less. A run ends at the first
-evaluation after `--cpu-seconds` of it. Figures between two evaluations are read off the line between them. Besides the
+evaluation after `--cpu-seconds` of it. Metrics between two evaluations are read off the line between them. Besides the
 arms of the table there are those of means that were tried one by one; name them with `--arms`.
 Runs that are complete are kept, so that the command can be given again after an interruption. `--quick` makes short
-runs of every arm, to see that all parts work; its figures say nothing. `--verifier-steps 40` begins with a verifier
+runs of every arm, to see that all parts work; its metrics say nothing. `--verifier-steps 40` begins with a verifier
 that judges badly, `--drift` with a generator whose errors the verifier has not seen: is it then worth its time to train
 it?
 """
@@ -49,7 +49,7 @@ LOOK_S = 0.02
 ROLES = ("generator", "verifier")
 FIGURES = ("generator/accuracy_sampled", "generator/accuracy_greedy", "verifier/step_f1", "verifier/outcome_f1")
 console = Console(soft_wrap=True, width=120)
-Point = dict[str, float]  # of an evaluation: cpu_s, seconds, tokens, updates before it, and its figures
+Point = dict[str, float]  # of an evaluation: cpu_s, seconds, tokens, updates before it, and its metrics
 
 
 def main() -> None:
@@ -119,7 +119,7 @@ def settings(arm: Arm, base: Path, options: argparse.Namespace, seed: int, out: 
         "run.save_every=0", "launch.nproc=1", f"data.path={base}/task/train.jsonl",
         f"evaluation.prompts.path={base}/task/test.jsonl",
         f"roles.generator.model.path={options.generator}", f"roles.generator.optimizer.lr={RATES[options.regime]}",
-        f"evaluation.every={max(1, arm.evaluate // arm.turns)}",
+        f"evaluation.every={max(1, arm.evaluate // arm.iterations)}",
     ]  # fmt: skip
     if arm.config == "grpo":
         return [*own, f"recipe.args.updates={MANY}", *arm.settings]
@@ -151,8 +151,8 @@ def watch(child: subprocess.Popen[bytes], path: Path, *, budget: float) -> list[
         cpu = cpu_seconds(child.pid) if lines else before
         for row in map(json.loads, lines):
             if row["scope"] == "eval":
-                figures = {name: row["metrics"][name] for name in FIGURES if name in row["metrics"]}
-                points.append({**spent, **figures})
+                metrics = {name: row["metrics"][name] for name in FIGURES if name in row["metrics"]}
+                points.append({**spent, **metrics})
             elif row["scope"] in ROLES:
                 spent["cpu_s"] += max(0.0, cpu - before) if before else 0.0
                 spent["seconds"] += sum(row["time"].values())
@@ -164,25 +164,25 @@ def watch(child: subprocess.Popen[bytes], path: Path, *, budget: float) -> list[
         time.sleep(LOOK_S)
 
 
-def at(points: Sequence[Point], figure: str, cpu_s: float) -> float:
-    """Returns a figure after `cpu_s` CPU-seconds, on the line between the evaluations before and after; the last one's
+def at(points: Sequence[Point], metric: str, cpu_s: float) -> float:
+    """Returns a metric after `cpu_s` CPU-seconds, on the line between the evaluations before and after; the last one's
     where there is none after."""
     later = next((i for i, point in enumerate(points) if point["cpu_s"] > cpu_s), len(points))
     before, after = points[later - 1], points[min(later, len(points) - 1)]
     span = after["cpu_s"] - before["cpu_s"]
     share = (cpu_s - before["cpu_s"]) / span if span > 0 else 0.0
-    return before[figure] + share * (after[figure] - before[figure])
+    return before[metric] + share * (after[metric] - before[metric])
 
 
 def reached(points: Sequence[Point], accuracy: float, axis: str = "cpu_s") -> float | None:
     """Returns the CPU-seconds, or `seconds` by the clock, after which a run has this sampled accuracy, on the line
     between two evaluations; None where it has not."""
-    figure = "generator/accuracy_sampled"
+    metric = "generator/accuracy_sampled"
     for before, after in pairwise(points):
-        if before[figure] >= accuracy:
+        if before[metric] >= accuracy:
             return before[axis]
-        if after[figure] >= accuracy:
-            share = (accuracy - before[figure]) / (after[figure] - before[figure])
+        if after[metric] >= accuracy:
+            share = (accuracy - before[metric]) / (after[metric] - before[metric])
             return before[axis] + share * (after[axis] - before[axis])
     return None
 

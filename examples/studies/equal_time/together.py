@@ -6,15 +6,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_rl.chat import tokenize
+from megatron_rl.chat_template import tokenize
 from megatron_rl.control_tokens import fill_quoting
-from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.judging import Judging, Question
-from megatron_rl.recipes.base import Solution
 from megatron_rl.recipes.review import Reviewer, Reviews, Verification
-from megatron_rl.recipes.tango import Tango
+from megatron_rl.recipes.solutions import Solution
+from megatron_rl.recipes.tango import LeanTango
 from megatron_rl.rewards.verdicts import Review
-from megatron_rl.training.turns import Source, Table, Turn
+from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext
 from megatron_rl.types import STEP, Prompt, Rollout
 
 HEAD, EACH, TAIL = "<bos> {question} <q> ", "<sol> {solution} #{num_steps} ", "<ver>"  # together the prompt of one
@@ -24,17 +24,19 @@ Pair = Sequence[Solution]  # of one problem; the last of a group may stand alone
 
 
 @dataclass(kw_only=True)
-class TogetherTango(Tango):
-    """A run that trains as Tango does. In a generator's turn solutions are verified in pairs; one verification follows
-    the other in the answer. The verifier must have learned that (verifiers.py). A pair whose prompt is too long is not
-    verified."""
+class TogetherTango(LeanTango):
+    """A run that trains as Tango does. In a generator's iteration solutions are verified in pairs; one verification
+    follows the other in the answer. The verifier must have learned that (verifiers.py). A pair whose prompt is too long
+    is not verified."""
 
-    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(
+        self, iteration: Iteration, source: PromptSource, context: RolloutContext
+    ) -> Mapping[str, Sequence[Rollout]]:
         alone = self._reviewer
-        if turn.role == self.solver:
+        if iteration.role == self.solver:
             self._reviewer = ReviewerOfPairs(alone.role, alone.template, alone.gamma)
         try:
-            return super().play(turn, source, table)
+            return super().rollout(iteration, source, context)
         finally:
             self._reviewer = alone
 
@@ -42,18 +44,18 @@ class TogetherTango(Tango):
 class ReviewerOfPairs(Reviewer):
     """Asks about two solutions at once."""
 
-    def begin(self, table: Table, sampling: Sampling) -> Reviews:
-        return ReviewsOfPairs(self, table, sampling)
+    def begin(self, context: RolloutContext, sampling: Sampling) -> Reviews:
+        return ReviewsOfPairs(self, context, sampling)
 
 
 class ReviewsOfPairs(Reviews):
     """Verifications of solutions, of which those of one problem are joined as they become known."""
 
-    def __init__(self, reviewer: ReviewerOfPairs, table: Table, sampling: Sampling) -> None:
-        self._reviewer, self._table, self._watch = reviewer, table, table.watch
+    def __init__(self, reviewer: ReviewerOfPairs, context: RolloutContext, sampling: Sampling) -> None:
+        self._reviewer, self._context, self._watch = reviewer, context, context.watch
         question = Question[Pair, list[Review]](prompt=self._prompt, read=self._read)
         longer = replace(sampling, max_tokens=SIZE * sampling.max_tokens)
-        self._pairs = Judging(table.engines[reviewer.role], table.tokenizers[reviewer.role], longer, question)
+        self._pairs = Judging(context.engines[reviewer.role], context.tokenizers[reviewer.role], longer, question)
         self._places: list[int] = []
         self._open: dict[str, list[tuple[int, Solution]]] = {}  # by problem, what waits for a second one
         self._asked: dict[int, list[int]] = {}  # first place of a pair -> its places
@@ -84,13 +86,13 @@ class ReviewsOfPairs(Reviews):
 
     def _prompt(self, pair: Pair) -> Prompt | None:
         role, rollout = self._reviewer.role, pair[0].rollout
-        tokenizer = self._table.tokenizers[role]
+        tokenizer = self._context.tokenizers[role]
         text = fill_quoting(tokenizer, HEAD, question=str(rollout.payload["question"]))
         for solution in pair:
-            steps = str(len(solution.rollout.marks_of(STEP)))
+            steps = str(len(solution.rollout.annotations_of(STEP)))
             text += fill_quoting(tokenizer, EACH, solution=solution.text, num_steps=steps)
         tokens = tokenize(tokenizer, text + TAIL)
-        if len(tokens) > SIZE * self._table.max_prompt_tokens[role]:
+        if len(tokens) > SIZE * self._context.max_prompt_tokens[role]:
             return None
         return Prompt(id=rollout.group, tokens=tokens, payload={})
 

@@ -19,7 +19,7 @@ import run as last_letter  # noqa: E402  (examples/miniatures/last_letter/run.py
 import task  # noqa: E402
 
 from examples.studies.equal_time.together import EACH, HEAD, TAIL  # noqa: E402
-from megatron_rl.data.last_letter import MAX_STEPS, make_problem, teacher_solution, verification_text  # noqa: E402
+from megatron_rl.contrib.last_letter_data import MAX_STEPS, make_problem, teacher_solution, verification_text  # noqa: E402
 from megatron_rl.rewards.tags import step_texts  # noqa: E402
 from megatron_rl.text import fill  # noqa: E402
 

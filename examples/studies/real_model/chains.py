@@ -30,9 +30,9 @@ def step_labels(steps: Sequence[str], payload: Mapping[str, Any]) -> list[bool]:
             labels.append(False)
             value = None if found is None else int(found[4])
             continue
-        left, sign, right, result = int(found[1]), found[2], int(found[3]), int(found[4])
-        wanted = j < len(operations) and operations[j] == (sign, right) and left == value
-        labels.append(wanted and applied(left, sign, right) == result)
+        left, sign, correct, result = int(found[1]), found[2], int(found[3]), int(found[4])
+        wanted = j < len(operations) and operations[j] == (sign, correct) and left == value
+        labels.append(wanted and applied(left, sign, correct) == result)
         value = result
     return labels
 
@@ -43,18 +43,18 @@ def read(question: str) -> tuple[int, list[tuple[str, int]]]:
     return int(words[0]), [(sign, int(word)) for sign, word in zip(words[1::2], words[2::2], strict=True)]
 
 
-def applied(left: int, sign: str, right: int) -> int:
-    return left + right if sign == "+" else left - right
+def applied(left: int, sign: str, correct: int) -> int:
+    return left + correct if sign == "+" else left - correct
 
 
 def solution(rng: random.Random, question: str, wrong: float) -> str:
     """Draws a solution. With probability `wrong` a step's result is off by a little."""
     value, operations = read(question)
     lines = []
-    for sign, right in operations:
-        result = applied(value, sign, right)
+    for sign, correct in operations:
+        result = applied(value, sign, correct)
         result += rng.choice((-10, -2, -1, 1, 2, 10)) if rng.random() < wrong else 0
-        lines.append(f"<step>{value} {sign} {right} = {result}</step>")
+        lines.append(f"<step>{value} {sign} {correct} = {result}</step>")
         value = result
     body = "\n".join(lines)
     return f"<think>{body}</think><answer>\\boxed{{{value}}}</answer>"
@@ -69,16 +69,16 @@ def verification(text: str, misread: float, rng: random.Random) -> str:
         assert found is not None, step
         own = applied(int(found[1]), found[2], int(found[3]))
         own += rng.choice((-10, -2, -1, 1, 2, 10)) if rng.random() < misread else 0
-        right = own == int(found[4])
-        every &= right
+        correct = own == int(found[4])
+        every &= correct
         left = f"{found[1]} {found[2]} {found[3]}"
-        blocks.append(f"<step>{left} = {own} {verdict(right)}</step>")
+        blocks.append(f"<step>{left} = {own} {verdict(correct)}</step>")
     steps = "\n".join(blocks)
     return f"<step_verification>{steps}</step_verification><final_verification>{verdict(every)}</final_verification>"
 
 
-def verdict(right: bool) -> str:
-    return f"\\boxed{{{'CORRECT' if right else 'INCORRECT'}}}"
+def verdict(correct: bool) -> str:
+    return f"\\boxed{{{'CORRECT' if correct else 'INCORRECT'}}}"
 
 
 def write_pairs(rows: Path, out: Path, *, count: int, wrong: float, judged_wrong: float, misread: float) -> None:

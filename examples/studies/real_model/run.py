@@ -10,7 +10,7 @@ have as many updates as take about the same time. A run that was interrupted goe
 command is given again. Models train in bfloat16, or in float32 where this CPU is slow in bfloat16 (`--dtype`), then at
 a lower rate (docs/real_model.md).
 `--short` makes shorter runs, with smaller batches and evaluations. `--quick` takes a few updates of each, to see that
-every part works; its figures say nothing.
+every part works; its metrics say nothing.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from examples.studies.real_model import chains  # noqa: E402
 from megatron_rl.megatron import platform  # noqa: E402
 from megatron_rl.report.run_comparison import interval  # noqa: E402
 from megatron_rl.run.metrics import MetricsRow, read_metrics  # noqa: E402
-from megatron_rl.training.store import read_rows, turn_files  # noqa: E402
+from megatron_rl.training.store import iteration_files, read_rows  # noqa: E402
 
 MODEL = BASE / "model"
 ROLES = ("generator", "verifier")
 PAIRS = 320  # of supervised warm-up, of each role
-PLAYING = ("rollout", "review", "reward", "train", "refit")  # phases of a turn; evaluations and saves do not count
+PHASES = ("rollout", "review", "reward", "train", "refit")  # phases of an iteration; evaluations and saves do not count
 CPU = "cpu_seconds.jsonl"  # in a run's directory: the CPU-seconds that each line of its metrics took
 LOOK_S = 0.1
 DAPO, MAJORITY = "megatron_rl.recipes.dapo:Dapo", "examples.studies.equal_time.majority:MajorityGrpo"
-PAPER = "megatron_rl.recipes.tango:PaperTango"
+PAPER = "megatron_rl.recipes.tango:Tango"
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,16 @@ FIGURES = {
 }
 AXES = {"seconds": "seconds of generation and training", "cpu_s": "CPU-seconds of generation and training"}
 SHORT = {  # settings of an arm by its config
-    "grpo": ["run.prompts_per_step=4", "evaluation.num_prompts=64", "evaluation.every=0"],
-    "tango": ["run.prompts_per_step=4", "evaluation.num_prompts=64", "recipe.args.balanced_per_class=16"],
+    "grpo": ["run.prompts_per_iteration=4", "evaluation.num_prompts=64", "evaluation.every=0"],
+    "tango": ["run.prompts_per_iteration=4", "evaluation.num_prompts=64", "recipe.args.balanced_per_class=16"],
 }
 QUICK = {
     "sft": ["steps=3", "optimizer.decay_steps=3"],
-    "grpo": ["evaluation.num_prompts=16", "run.prompts_per_step=4"],
-    "tango": ["evaluation.num_prompts=16", "run.prompts_per_step=4", "recipe.args.balanced_per_class=8"],
+    "grpo": ["evaluation.num_prompts=16", "run.prompts_per_iteration=4"],
+    "tango": ["evaluation.num_prompts=16", "run.prompts_per_iteration=4", "recipe.args.balanced_per_class=8"],
 }
 QUICK_UPDATES = 2
-Curve = Sequence[tuple[float, float]]  # (time of generation and training before an evaluation, its figure)
+Curve = Sequence[tuple[float, float]]  # (time of generation and training before an evaluation, its metric)
 
 
 def main() -> None:
@@ -169,11 +169,11 @@ def watch(child: subprocess.Popen[bytes], run: Path) -> None:
         used = max(cpu_seconds(child.pid), before)  # nothing is known of one that has ended
         over = child.poll() is not None
         rows = list(read_metrics(run)) if (run / "metrics.jsonl").exists() else []
-        names = [(row.turn, row.scope) for row in rows]
+        names = [(row.iteration, row.scope) for row in rows]
         if names and names[-1] != last:
             new = [name for name in names if name not in known]
-            for k, (turn, scope) in enumerate(new):
-                line = {"turn": turn, "scope": scope, "cpu_s": round(used - before, 2) if k == 0 else 0.0}
+            for k, (iteration, scope) in enumerate(new):
+                line = {"iteration": iteration, "scope": scope, "cpu_s": round(used - before, 2) if k == 0 else 0.0}
                 with (run / CPU).open("a") as file:
                     file.write(json.dumps(line) + "\n")
             known, last, before = known | set(new), names[-1], used
@@ -183,9 +183,9 @@ def watch(child: subprocess.Popen[bytes], run: Path) -> None:
 
 
 def costs(run: Path) -> dict[tuple[int, str], float]:
-    """Returns the CPU-seconds of the lines of a run's metrics, by turn and scope."""
+    """Returns the CPU-seconds of the lines of a run's metrics, by iteration and scope."""
     rows = map(json.loads, (run / CPU).read_text().splitlines()) if (run / CPU).exists() else ()
-    return {(row["turn"], row["scope"]): row["cpu_s"] for row in rows}
+    return {(row["iteration"], row["scope"]): row["cpu_s"] for row in rows}
 
 
 def is_finished(run: Path) -> bool:
@@ -194,7 +194,7 @@ def is_finished(run: Path) -> bool:
 
 
 def show(runs: Mapping[str, Sequence[Path]]) -> None:
-    """Prints the figures before and after of every arm, its time, the arms at equal time, and one sample of each."""
+    """Prints the metrics before and after of every arm, its time, the arms at equal time, and one sample of each."""
     count = max(map(len, runs.values()))
     title = "SmolLM2-135M-Instruct (4-bit weights): chains of sums and differences, held out"
     table = Table(title=title + (f"; {count} seeds, mean ± 95 % confidence" if count > 1 else ""))
@@ -212,8 +212,8 @@ def show(runs: Mapping[str, Sequence[Path]]) -> None:
     for axis, label in AXES.items():
         ways = {arm: [curve(run, name, axis) for run in found] for arm, found in runs.items()}
         common = min(way[-1][0] for own in ways.values() for way in own)
-        figures = ", ".join(f"{arm} {mean([at(way, common) for way in own])}" for arm, own in ways.items())
-        console.print(f"{FIGURES[name]}, after {common:.0f} {label}: {figures}")
+        metrics = ", ".join(f"{arm} {mean([at(way, common) for way in own])}" for arm, own in ways.items())
+        console.print(f"{FIGURES[name]}, after {common:.0f} {label}: {metrics}")
     for arm, found in runs.items():
         points = "; ".join(f"{cpu_s:.0f} CPU-s {value:.3f}" for cpu_s, value in curves[arm][name][0])
         console.print(f"{found[0].name}, {FIGURES[name]}: {points}")
@@ -221,12 +221,12 @@ def show(runs: Mapping[str, Sequence[Path]]) -> None:
 
 
 def show_sample(run: Path) -> None:
-    """Prints the first solution of the run's last turn that has one, and what the verifier wrote on it."""
-    for path in reversed(turn_files(run / "rollouts")):
+    """Prints the first solution of the run's last iteration that has one, and what the verifier wrote on it."""
+    for path in reversed(iteration_files(run / "rollouts")):
         for row in read_rows(path, "generator")[:1]:
             verdict = "right" if row["correct"] else "wrong"
             console.print(
-                f"{run.name}, turn {row['turn']}: {row['question']}\n{row['text']}  ({verdict})", markup=False
+                f"{run.name}, iteration {row['iteration']}: {row['question']}\n{row['text']}  ({verdict})", markup=False
             )
             if row["review"]:
                 console.print(f"verifier: {row['review']}", markup=False)
@@ -234,7 +234,7 @@ def show_sample(run: Path) -> None:
 
 
 def curve(run: Path, name: str, axis: str = "cpu_s") -> list[tuple[float, float]]:
-    """Returns a figure of every evaluation of a run, with the time of generation and training before it: `cpu_s` or
+    """Returns a metric of every evaluation of a run, with the time of generation and training before it: `cpu_s` or
     `seconds` by the clock."""
     used, time_before, points = costs(run), 0.0, []
     for row in read_metrics(run):
@@ -253,12 +253,12 @@ def spent(run: Path, axis: str) -> float:
 
 def lasted(row: MetricsRow, used: Mapping[tuple[int, str], float], axis: str) -> float:
     if axis == "cpu_s":
-        return used.get((row.turn, row.scope), 0.0)
-    return sum(row.time.get(phase, 0.0) for phase in PLAYING)
+        return used.get((row.iteration, row.scope), 0.0)
+    return sum(row.time.get(phase, 0.0) for phase in PHASES)
 
 
 def at(points: Curve, time_before: float) -> float:
-    """Returns a figure at a time, on the straight line between the evaluations next to it; the last one after all."""
+    """Returns a metric at a time, on the straight line between the evaluations next to it; the last one after all."""
     for (start, first), (end, second) in zip(points, points[1:], strict=False):
         if start <= time_before < end:
             return first + (second - first) * (time_before - start) / (end - start)

@@ -22,11 +22,11 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "miniatures/last_letter"))
 
 import task  # noqa: E402  (beside the other example)
-from measures import Figures, measure  # noqa: E402
+from measures import Metrics, measure  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from megatron_rl.data.last_letter import ProblemSizes  # noqa: E402
+from megatron_rl.contrib.last_letter_data import ProblemSizes  # noqa: E402
 
 ARMS = {
     "grpo": ["recipe.target=megatron_rl.recipes.grpo:Grpo", "roles.generator.tandem=null"],
@@ -67,7 +67,7 @@ def main() -> None:
     prepare(base)
     start, test = base / "generator/model", base / "task/test.jsonl"
     before = measure(start, start, test, samples=options.samples)
-    found: dict[str, list[Figures]] = {}
+    found: dict[str, list[Metrics]] = {}
     for arm in ARMS:
         for seed in options.seeds:
             run = train(options, arm, seed)
@@ -128,15 +128,15 @@ def program(log: Path, *arguments: Any) -> None:
         sys.exit(status)
 
 
-def measured(run: Path, junior: Path, test: Path, samples: int) -> Figures:
-    """Returns the figures of a trained model, which are measured once and kept beside it."""
+def measured(run: Path, junior: Path, test: Path, samples: int) -> Metrics:
+    """Returns the metrics of a trained model, which are measured once and kept beside it."""
     kept = run / "measured.json"
     if not kept.exists():
         kept.write_text(json.dumps(measure(run / "models/generator", junior, test, samples=samples)) + "\n")
     return json.loads(kept.read_text())
 
 
-def show(before: Figures, found: dict[str, list[Figures]]) -> None:
+def show(before: Metrics, found: dict[str, list[Metrics]]) -> None:
     seeds = len(found["tandem"])
     table = Table(
         title=f"last letter, {seeds} seeds: mean ± 95 % confidence over seeds; the difference is paired by seed"

@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.chat import tokenize
-from megatron_rl.engines.base import Sampling, complete
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
-from megatron_rl.rewards.last_letter import grade
+from megatron_rl.chat_template import tokenize
+from megatron_rl.contrib.last_letter import grade
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.text import fill, load_tokenizer
 from megatron_rl.types import Stop
 
@@ -20,10 +20,10 @@ TEMPLATE = Path(__file__).parents[2] / "miniatures/last_letter/prompts/generator
 TURN_END = "</step>"  # a hand-off changes the author here, as these texts have no blank lines
 MAX_TOKENS = 48
 SEED = 17
-Figures = dict[str, float]
+Metrics = dict[str, float]
 
 
-def measure(senior: Path, junior: Path, test: Path, *, samples: int) -> Figures:
+def measure(senior: Path, junior: Path, test: Path, *, samples: int) -> Metrics:
     """Returns accuracies and the junior's cross-entropy, all on the same problems, sampled at temperature 1."""
     tokenizer: Any = load_tokenizer(senior)
     problems = [json.loads(line) for line in test.read_text().splitlines()]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl.engines.embedded.weights import ExpertWeights
+from megatron_rl.engines.embedded.engine_weights import ExpertWeights
 from megatron_rl.models.sizes import Routing
 
 

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.engines import sampler
-from megatron_rl.engines.base import Completion
-from megatron_rl.engines.embedded import sampling as drawing
-from megatron_rl.engines.embedded.cache import Cache
-from megatron_rl.engines.embedded.choices import ExpertChoices
-from megatron_rl.engines.embedded.ends import NO_TOKEN, Ends
-from megatron_rl.engines.embedded.graphs import Recorder, Steps, padded_rows
-from megatron_rl.engines.embedded.model import Decoder
-from megatron_rl.engines.embedded.tandem import Writers
-from megatron_rl.engines.rounds import Row
-from megatron_rl.transfers import upload
+from megatron_rl.engines import sampling_seeds
+from megatron_rl.engines.batched_session import Row
+from megatron_rl.engines.embedded import token_sampling as drawing
+from megatron_rl.engines.embedded.cuda_graphs import Recorder, Steps, padded_rows
+from megatron_rl.engines.embedded.decoder import Decoder
+from megatron_rl.engines.embedded.expert_choices import ExpertChoices
+from megatron_rl.engines.embedded.kv_cache import Cache
+from megatron_rl.engines.embedded.stop_conditions import NO_TOKEN, Ends
+from megatron_rl.engines.embedded.tandem_writers import Writers
+from megatron_rl.engines.protocol import Completion
+from megatron_rl.host_to_device import upload
 from megatron_rl.types import Stop
 
 COMPACT_BELOW = 0.95  # share of living rows under which the slots are packed together
@@ -60,7 +60,7 @@ class ContinuousBatch:
     two decoders: both read every token, each with a cache of its own, and the one whose turn it is gives the next
     token's logits. With `tells_experts` completions name the experts that the first decoder chose. What the host must
     know of a row (its length, whether it lives) is counted on the host, so that a step waits for the device once.
-    `recorder`: how steps of a single dense decoder are replayed (graphs.py); None: they are not.
+    `recorder`: how steps of a single dense decoder are replayed (cuda_graphs.py); None: they are not.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ContinuousBatch:
         self._lengths = np.zeros(len(rows), np.int64)  # [R] of each completion, when it has ended
         self._stops = [Stop.LENGTH] * len(rows)
         requests = [
-            _Request(i, r.tokens, r.tokens.tobytes(), sampler.stream_key(r.sampling.seed, r.key, r.sample))
+            _Request(i, r.tokens, r.tokens.tobytes(), sampling_seeds.stream_key(r.sampling.seed, r.key, r.sample))
             for i, r in enumerate(rows)
             if self._limits[i] > 0
         ]

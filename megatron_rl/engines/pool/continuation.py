@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_rl.engines import sampler
-from megatron_rl.engines.base import Completion
+from megatron_rl.engines import sampling_seeds
+from megatron_rl.engines.protocol import Completion
 
 
 def seed_after(seed: int, written: int) -> int:
     """Returns the seed for continuing a completion of so many tokens. It differs from the seeds of the other samples of
     the same prompt, which are consecutive.
     """
-    return seed if written == 0 else sampler.stream_key(seed, 0, written) & (1 << 62) - 1
+    return seed if written == 0 else sampling_seeds.stream_key(seed, 0, written) & (1 << 62) - 1
 
 
 def joined(begun: Completion, more: Completion) -> Completion:

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from megatron_rl.board.server import descriptors
-from megatron_rl.engines.base import EngineError
 from megatron_rl.engines.full_prompts import FullPrompts
 from megatron_rl.engines.http import ServerLost
-from megatron_rl.engines.pool.line import Line, Waiter
 from megatron_rl.engines.pool.membership import Member, Members, Waiting
+from megatron_rl.engines.pool.request_queue import RequestQueue, Waiter
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
+from megatron_rl.engines.protocol import EngineError
 from megatron_rl.engines.server_log import end_of
+from megatron_rl.key_value_store.store_server import descriptors
 
 LONGEST_PAUSE_S = 60.0  # between two attempts, when all servers ask to be left alone for a while
 LOST_UNDER = 10  # servers lost under one request, after which it is taken for what kills them
@@ -87,7 +87,7 @@ class Dispatcher:
         self.full = FullPrompts(members.role)
         self._look_s, self._tend, self._refitting, self._hopeless = look_s, tend, refitting, hopeless
         descriptors()  # a connection for every request under way
-        self._line = Line(members, shared)
+        self._queue = RequestQueue(members, shared)
         self._lookers = concurrent.futures.ThreadPoolExecutor(LOOKERS, f"looks-{members.role}")
         self._looks: dict[Member, asyncio.Future[None]] = {}  # under way
         self._loop = asyncio.new_event_loop()
@@ -113,7 +113,7 @@ class Dispatcher:
     def look(self) -> None:
         """Lets the requests that wait for a server look around. Any thread may call it."""
         with contextlib.suppress(RuntimeError):  # the loop was closed: nothing waits
-            self._loop.call_soon_threadsafe(self._line.look)
+            self._loop.call_soon_threadsafe(self._queue.look)
 
     def waiting(self) -> Waiting:
         """Returns the patience of one caller."""
@@ -146,7 +146,7 @@ class Dispatcher:
         failed: set[Member] = set()
         while True:
             place = Waiter(request.sequences, failed, request.prefer, over=lambda: work.over)
-            member, version = await self._line.wait(place)
+            member, version = await self._queue.wait(place)
             try:
                 return await request.ask(member, version), member
             except ServerLost as error:
@@ -165,7 +165,7 @@ class Dispatcher:
                     raise EngineError(_with_log(DEADLY.format(lost, request.what, error), member)) from error
                 pause_s = error.retry_after_s * 2.0 ** (len(failures) - 1)
             finally:
-                self._line.leave(member, request.sequences)
+                self._queue.leave(member, request.sequences)
             if pause_s and all(m in failed for m in self.members.serving()):
                 await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))  # as long as servers ask for: all have failed
 
@@ -189,7 +189,7 @@ class Dispatcher:
 
     def _tick(self) -> None:
         """Looks around now and then: what waits may be over without anybody saying so."""
-        self._line.look()
+        self._queue.look()
         self._loop.call_later(self._look_s, self._tick)
 
 

@@ -1,4 +1,5 @@
-"""The servers of one role: which live, which serve, how loaded each is; and a watch over those that a roster lists."""
+"""The servers of one role: which live, which serve, how loaded each is; and a watch over those that a server registry
+lists."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.config.schema import Servers
-from megatron_rl.engines.base import EngineError
-from megatron_rl.engines.roster import Listing, Roster
+from megatron_rl.engines.protocol import EngineError
 from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_log import newest_error
+from megatron_rl.engines.server_registry import Listing, ServerRegistry
 
-LOOK_S = 0.5  # between looks at the roster, and at what a wait is for
+LOOK_S = 0.5  # between looks at the server registry, and at what a wait is for
 FIRST_SAY_S, SAY_S = 5.0, 30.0  # until the first line that says that the run waits, and between the others
 _log = logging.getLogger(__name__)
-Address = tuple[str, int, str]  # of a refit board: host, port, and the secret that signs there
+Address = tuple[str, int, str]  # of a refit store: host, port, and the secret that signs there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Member:
     seen: float  # when its beat last changed
     lost: str | None = None  # why it is taken for dead
     version: int | None = None  # of its weights; None: they do not count
-    joined: Address | None = field(default=None, repr=False)  # the refit board that it has a seat at
+    joined: Address | None = field(default=None, repr=False)  # the refit store that it has joined
     load: int = 0  # sequences under way
     requests: int = 0  # requests that it has not answered, steps of a refit among them
     failed: float = -math.inf  # when it last failed a request
@@ -75,7 +76,7 @@ class Members:
         self.changed: Callable[[], None] = lambda: None  # the dispatcher's look around
         self.waits: Callable[[], None] = lambda: None
         self.closing = threading.Event()
-        self.naps = 0  # times that all servers were put to sleep, which ends their requests early
+        self.sleep_count = 0  # times that all servers were put to sleep, which ends their requests early
         self.by_replica: dict[int, Member] = {}
         for replica, server in enumerate(servers):
             listing = Listing(role=role, replica=replica, url=server.url, incarnation="", log="")
@@ -138,20 +139,20 @@ class Members:
 
 
 class ListedMembers(Members):
-    """The servers that a roster lists as those of the role `listed`. A thread watches them come, beat, fall silent and
-    go. Unless they are `fixed`, a server has no weights that count until a refit gives it some, also one that comes
-    back.
+    """The servers that a server registry lists as those of the role `listed`. A thread watches them come, beat, fall
+    silent and go. Unless they are `fixed`, a server has no weights that count until a refit gives it some, also one
+    that comes back.
     """
 
     def __init__(
-        self, role: str, settings: Servers, roster: Roster, connect: Callable[[Listing], Server], *,
+        self, role: str, settings: Servers, registry: ServerRegistry, connect: Callable[[Listing], Server], *,
         fixed: bool = False, look_s: float = LOOK_S, listed: str | None = None,
     ) -> None:  # fmt: skip
         """`listed`: None means `role` itself."""
         super().__init__(role, Limits.of(settings), fixed=fixed)
         self._listed = listed or role
-        self._roster, self._connect, self._look_s, self._lost_after_s = roster, connect, look_s, settings.lost_after_s
-        self._watcher = threading.Thread(target=self._watch, name=f"roster-{role}", daemon=True)
+        self._roster, self._connect, self._look_s, self._lost_after_s = registry, connect, look_s, settings.lost_after_s
+        self._watcher = threading.Thread(target=self._watch, name=f"registry-{role}", daemon=True)
         self._watcher.start()
 
     def check_open(self) -> None:
@@ -188,7 +189,7 @@ class ListedMembers(Members):
             elif now - member.seen > self._lost_after_s:
                 self._lose(member, f"no sign of life for {self._lost_after_s:g} s")
             elif not self._roster.has(member.listing):
-                self._lose(member, "it left the roster")
+                self._lose(member, "it left the server registry")
 
     def _watch(self) -> None:
         """Runs on a thread until the members are closed."""
@@ -196,7 +197,7 @@ class ListedMembers(Members):
             try:
                 self.look(self._roster.read(self._listed), time.monotonic())
             except OSError as error:  # a file server that is away, say: the next look tells beats unseen from silence
-                _log.warning("cannot read the roster %s: %s", self._roster.directory, error)
+                _log.warning("cannot read the server registry %s: %s", self._roster.directory, error)
             self.closing.wait(self._look_s)
 
     def _look_at(self, listing: Listing, now: float) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.engines import answers, sampler
-from megatron_rl.engines.base import Completion, EngineError, Sampling, TopScores, empty
-from megatron_rl.engines.guard import HEADER
+from megatron_rl.engines import response_parsing, sampling_seeds
+from megatron_rl.engines.auth_middleware import HEADER
 from megatron_rl.engines.http import JSON, RequestRefused, ServerLost
 from megatron_rl.engines.kind import ModelFacts
+from megatron_rl.engines.protocol import Completion, EngineError, Sampling, TopScores, empty
 from megatron_rl.engines.server import MARGIN_S, Server
 from megatron_rl.engines.sglang.routes import PATH as GENERATE
 from megatron_rl.engines.sglang.routes import parts
@@ -68,7 +68,7 @@ class SglangServer(Server):
         """See Server. Raises ValueError also for truncation whose log-probs SGLang does not tell. SGLang keeps a few
         tokens of the context back.
         """
-        sampler.check(sampling)
+        sampling_seeds.check(sampling)
         self._check_tokens(prompt)
         facts = await self._facts_soon()
         if len(prompt) >= facts.longest_prompt:
@@ -76,7 +76,7 @@ class SglangServer(Server):
         n = 1 if sampling.greedy else sampling.n
         body = self._request(prompt.tolist(), sampling, n, seed, facts)
         room = min(sampling.max_tokens, facts.longest_prompt + RESERVED)
-        longest = answers.FREE_BYTES + n * (len(prompt) + room) * answers.FRAME_TOKEN_BYTES
+        longest = response_parsing.FREE_BYTES + n * (len(prompt) + room) * response_parsing.FRAME_TOKEN_BYTES
         found = await self._ask(body, n, timeout_s, longest)
         with self._understood():
             return [self._completion(about, own, sampling, room) for about, own in found] * (sampling.n // n)
@@ -101,7 +101,7 @@ class SglangServer(Server):
             "return_logprob": True,
             "logprob_start_len": 0,
         } | ({"top_logprobs_num": k} if k else {})
-        size = answers.FREE_BYTES + sum(map(len, sequences)) * (1 + k) * answers.ENTRY_BYTES
+        size = response_parsing.FREE_BYTES + sum(map(len, sequences)) * (1 + k) * response_parsing.ENTRY_BYTES
         found = await self._ask(body, len(sequences), timeout_s, size)
         with self._understood():
             return [self._text_scores(*answer, tokens, k) for answer, tokens in zip(found, sequences, strict=True)]
@@ -210,16 +210,16 @@ class SglangServer(Server):
 
     def _completion(self, about: Mapping[str, Any], own: Arrays, sampling: Sampling, room: int) -> Completion:
         """Returns a completion of at most `room` tokens. Raises what `_understood` turns into ServerLost."""
-        tokens = answers.read_tokens(own["tokens"], self._vocab, room)
-        scaled = answers.read_logprobs(own["scaled"], (len(tokens),))
-        drawn = answers.read_logprobs(own.get("drawn", ()), (len(tokens),)) if sampling.truncated else scaled
+        tokens = response_parsing.read_tokens(own["tokens"], self._vocab, room)
+        scaled = response_parsing.read_logprobs(own["scaled"], (len(tokens),))
+        drawn = response_parsing.read_logprobs(own.get("drawn", ()), (len(tokens),)) if sampling.truncated else scaled
         spans = [(span["start"], _version(span["version"])) for span in about["weight_versions"] or []]
         return Completion(
             tokens=tokens,
-            logprobs=answers.drawn(drawn, sampling, len(tokens)),
+            logprobs=response_parsing.drawn(drawn, sampling, len(tokens)),
             stop=self._stop(about["finish_reason"], sampling),
             model_logprobs=scaled if sampling.greedy or sampling.temperature == 1 else None,
-            versions=answers.read_versions(spans, len(tokens)),
+            versions=response_parsing.read_versions(spans, len(tokens)),
         )
 
     def _text_scores(self, about: Mapping[str, Any], own: Arrays, tokens: np.ndarray, k: int) -> TopScores:
@@ -304,9 +304,9 @@ class SglangServer(Server):
     def _read_facts(self, told: Any) -> _Facts:
         with self._understood():
             self._known = _Facts(
-                tp=answers.read_whole(told["tp_size"], 1),
-                longest_prompt=answers.read_whole(told["max_req_input_len"], 0),
-                longest_mask=answers.read_whole(told["sampling_mask_max_tokens"] or 0, 0),
+                tp=response_parsing.read_whole(told["tp_size"], 1),
+                longest_prompt=response_parsing.read_whole(told["max_req_input_len"], 0),
+                longest_mask=response_parsing.read_whole(told["sampling_mask_max_tokens"] or 0, 0),
                 heeds_seeds=bool(told["enable_deterministic_inference"]),
             )
         return self._known

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_rl.config.base import ConfigError
-from megatron_rl.engines.guard import TOKEN_FILE
+from megatron_rl.engines.auth_middleware import TOKEN_FILE
 from megatron_rl.engines.kind import Command, EngineKind, ServerStart
 from megatron_rl.engines.sglang.client import SglangServer
 from megatron_rl.engines.sglang.settings import Sglang
-from megatron_rl.weights import hf
+from megatron_rl.weights import hf_model
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -57,7 +57,7 @@ def command(settings: Sglang, start: ServerStart) -> Command:
 
 def _cache_tokens(settings: Sglang, model: Path, dtype: str) -> int:
     """Returns how many tokens' keys and values engine.kv_cache_gib holds."""
-    sizes = hf.read_architecture(model)
+    sizes = hf_model.read_architecture(model)
     bytes_of_one = sizes.num_layers * sizes.cached * sizes.cache_copies(settings.tp) * ITEM_BYTES[dtype]
     return int(settings.kv_cache_gib * 2**30) // bytes_of_one
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.engines.guard import Application, Message, Receive, Send
+from megatron_rl.engines.auth_middleware import Application, Message, Receive, Send
 from megatron_rl.frames import CONTENT_TYPE, pack
 
 PATH, OWN = "/megatron_rl/generate", "/generate"  # ours, and SGLang's own

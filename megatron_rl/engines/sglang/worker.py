@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.engines import own_families
-from megatron_rl.engines.guard import HEADER, TOKEN_FILE, Guard
+from megatron_rl.engines import user_families
+from megatron_rl.engines.auth_middleware import HEADER, TOKEN_FILE, Guard
 from megatron_rl.engines.sglang.routes import Framed
-from megatron_rl.refit.base import Tensors
-from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import EngineSide
-from megatron_rl.weights.layouts import differences, engine_parameters
+from megatron_rl.refit.refit_store import Address, RefitStore
+from megatron_rl.refit.transport import Tensors
+from megatron_rl.weights.rank_layouts import differences, engine_parameters
 from megatron_rl.world import all_gather
 
 # The two places where SGLang's plugin hooks (sglang.srt.plugins) put us
@@ -149,11 +149,11 @@ class Refits:
         if self._side is not None:
             self._side.close()
             self._side = None
-        own_families.learn()
+        user_families.learn()
         model, tp = updater.get_model(), _tp_size()
         landing = SglangLanding(model)
         rank = replica * tp + updater.tp_rank
-        side = EngineSide(Board.join(address), rank, landing, next(model.parameters()).device)
+        side = EngineSide(RefitStore.join(address), rank, landing, next(model.parameters()).device)
         wanted = {
             name: shape
             for name, (shape, _) in engine_parameters(side.topology.sizes, side.topology.engines, rank).items()

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from megatron_rl import frames
-from megatron_rl.algorithms.authors import fingerprint, replay
+from megatron_rl.algorithms.tandem_authors import fingerprint, replay
 from megatron_rl.config.model import Strategy
-from megatron_rl.engines import answers, sampler
-from megatron_rl.engines.base import Completion, Sampling, TandemSampling, TopScores, empty
-from megatron_rl.engines.guard import HEADER
+from megatron_rl.engines import response_parsing, sampling_seeds
+from megatron_rl.engines.auth_middleware import HEADER
 from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.kind import ModelFacts
+from megatron_rl.engines.protocol import Completion, Sampling, TandemSampling, TopScores, empty
 from megatron_rl.engines.server import MARGIN_S, Server
 from megatron_rl.engines.vllm.names import ADAPTER, TANDEM
 from megatron_rl.engines.vllm.routes import PATH as GENERATE
@@ -42,7 +42,7 @@ class VllmServer(Server):
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
     ) -> list[Completion]:
         """See Server."""
-        sampler.check(sampling)
+        sampling_seeds.check(sampling)
         room = await self._room() - len(prompt)
         if room <= 0:
             return [empty(sampling)] * sampling.n
@@ -61,13 +61,15 @@ class VllmServer(Server):
         """See Server. vLLM reads nothing from its prefix cache for it."""
         lengths = [len(tokens) for tokens in sequences]
         asked = {"lengths": lengths, "top_k": k} | self._adapter()
-        longest = answers.FREE_BYTES + sum(lengths) * (1 + k) * answers.ENTRY_BYTES
+        longest = response_parsing.FREE_BYTES + sum(lengths) * (1 + k) * response_parsing.ENTRY_BYTES
         _, found = await self._exchange(SCORE, asked, np.concatenate(sequences), timeout_s, longest)
         ends = np.cumsum(lengths)[:-1]
         with self._understood():
             if found["ids"].shape != (sum(lengths), k):
-                raise answers.AnswerError(f"ids {found['ids'].shape} of the {k} likeliest of {sum(lengths)} tokens")
-            logprobs = answers.read_logprobs(found["logprobs"], (sum(lengths), 1 + k))
+                raise response_parsing.AnswerError(
+                    f"ids {found['ids'].shape} of the {k} likeliest of {sum(lengths)} tokens"
+                )
+            logprobs = response_parsing.read_logprobs(found["logprobs"], (sum(lengths), 1 + k))
             parts = zip(np.split(logprobs, ends), np.split(found["ids"].copy(), ends), strict=True)
             return [self._scores(own, ids) for own, ids in parts]
 
@@ -127,7 +129,7 @@ class VllmServer(Server):
     ) -> list[Completion]:
         parameters = self._parameters(sampling, n, seed, room) | self._adapter()
         room = parameters["max_tokens"]
-        longest = answers.FREE_BYTES + n * (len(prompt) + room) * answers.FRAME_TOKEN_BYTES
+        longest = response_parsing.FREE_BYTES + n * (len(prompt) + room) * response_parsing.FRAME_TOKEN_BYTES
         choices, arrays = await self._exchange(GENERATE, parameters, prompt, timeout_s, longest)
         with self._understood():
             completions = [
@@ -204,27 +206,27 @@ class VllmServer(Server):
         if self._context is None:
             answer = await self._http.ask("GET", "/v1/models")
             with self._understood():
-                self._context = answers.read_whole(answer["data"][0]["max_model_len"], 1)
+                self._context = response_parsing.read_whole(answer["data"][0]["max_model_len"], 1)
         return self._context
 
     def _completion(
         self, choice: Mapping[str, Any], part: frames.Arrays, sampling: Sampling, prompt: int, room: int
     ) -> Completion:
         """Returns a completion of at most `room` tokens. Raises what `_understood` turns into ServerLost."""
-        tokens = answers.read_tokens(part["tokens"], self._vocab, room)
-        told = answers.read_logprobs(part["logprobs"], (len(tokens),)) if sampling.logprobs else None
+        tokens = response_parsing.read_tokens(part["tokens"], self._vocab, room)
+        told = response_parsing.read_logprobs(part["logprobs"], (len(tokens),)) if sampling.logprobs else None
         experts = part.get("experts")
         if experts is not None and (experts.ndim != 3 or (experts.size and experts.min() < 0)):
-            raise answers.AnswerError(f"experts {experts.shape}, or some below 0")
+            raise response_parsing.AnswerError(f"experts {experts.shape}, or some below 0")
         spans = [(start, _version(version)) for start, version in choice["weight_versions"]]
         return Completion(
             tokens=tokens,
-            logprobs=answers.drawn(told, sampling, len(tokens)),
+            logprobs=response_parsing.drawn(told, sampling, len(tokens)),
             stop=_stop(choice, self._ends),
             model_logprobs=told if sampling.plain or sampling.greedy else None,
             # None where the server has not the experts of all tokens, as after an abort.
             experts=experts if experts is not None and 0 < len(experts) == prompt + len(tokens) - 1 else None,
-            versions=answers.read_versions(spans, len(tokens)),
+            versions=response_parsing.read_versions(spans, len(tokens)),
         )
 
 
@@ -244,7 +246,7 @@ class AdapterServer(VllmServer):
         self._start = secrets.token_hex(4)
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
-        """Adapters come as files: there is no board to join."""
+        """Adapters come as files: there is no store to join."""
 
     def pause(self) -> None:
         if self._adapters.roles == 1:
@@ -291,7 +293,7 @@ def _parts(choices: Sequence[Mapping[str, Any]], arrays: frames.Arrays) -> Itera
     for choice in choices:
         part = {}
         for name, array in kept.items():
-            end = begins[name] + answers.read_whole(choice[rows[name]], 0)
+            end = begins[name] + response_parsing.read_whole(choice[rows[name]], 0)
             part[name] = array[begins[name] : end].copy()  # without the rest of the answer, and writable
             begins[name] = end
         yield choice, part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from megatron_rl.config.base import ConfigError, read_object
-from megatron_rl.engines.guard import TOKEN_FILE
+from megatron_rl.engines.auth_middleware import TOKEN_FILE
 from megatron_rl.engines.kind import Command, EngineKind, ServerStart
 from megatron_rl.engines.vllm.client import open_client
 from megatron_rl.engines.vllm.names import ARCHITECTURE, TANDEM
@@ -25,7 +25,7 @@ def command(settings: Vllm, start: ServerStart) -> Command:
         "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled from
         "--max-logprobs", "-1",  # of a place: as many of the likeliest tokens as a request for scores asks for
         "--middleware", "megatron_rl.engines.vllm.routes.Routes",
-        "--middleware", "megatron_rl.engines.guard.Guard",  # the last stands before all others
+        "--middleware", "megatron_rl.engines.auth_middleware.Guard",  # the last stands before all others
         "--worker-extension-cls", "megatron_rl.engines.vllm.worker.Extension",
         "--weight-transfer-config", json.dumps({"backend": "megatron_rl"}),
         "--generation-config", "vllm",  # not the model directory's idea of temperature and lengths

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.engines.guard import Application, Message, Receive, Send
+from megatron_rl.engines.auth_middleware import Application, Message, Receive, Send
 from megatron_rl.frames import CONTENT_TYPE, Arrays, pack, unpack
 
 PATH, SCORE_PATH = "/megatron_rl/generate", "/megatron_rl/score"

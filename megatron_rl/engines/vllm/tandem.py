@@ -20,11 +20,11 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_prefix
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
-from megatron_rl.algorithms.authors import Pen, Rule, boundaries, resumed
+from megatron_rl.algorithms.tandem_authors import Pen, Rule, boundaries, resumed
 from megatron_rl.config.schema import Strategy
 from megatron_rl.engines.vllm.names import ARCHITECTURE, TANDEM
 from megatron_rl.text import load_tokenizer
-from megatron_rl.weights import hf
+from megatron_rl.weights import hf_model
 
 PLACE = "megatron_rl.tandem"  # of the model among vLLM's layers, where the logits processor finds it
 
@@ -85,7 +85,9 @@ class TandemForCausalLM(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """`weights` are the senior's; the junior's are read from its own directory."""
         loaded = {f"senior.{name}" for name in self.senior.load_weights(weights)}
-        return loaded | {f"junior.{name}" for name in self.junior.load_weights(hf.read_tensors(self._junior_directory))}
+        return loaded | {
+            f"junior.{name}" for name in self.junior.load_weights(hf_model.read_tensors(self._junior_directory))
+        }
 
 
 class Text:

@@ -18,14 +18,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from megatron_rl.algorithms.authors import fingerprint
+from megatron_rl.algorithms.tandem_authors import fingerprint
 from megatron_rl.config.schema import Strategy
-from megatron_rl.engines import own_families
+from megatron_rl.engines import user_families
 from megatron_rl.engines.vllm.tandem import Authors, TandemForCausalLM
-from megatron_rl.refit.base import Tensors
-from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import EngineSide
-from megatron_rl.weights.layouts import differences, engine_parameters
+from megatron_rl.refit.refit_store import Address, RefitStore
+from megatron_rl.refit.transport import Tensors
+from megatron_rl.weights.rank_layouts import differences, engine_parameters
 
 BACKEND = "megatron_rl"
 ROUTED = ".routed_experts"  # vLLM has the experts of a layer one module deeper than their layout names them
@@ -113,7 +113,7 @@ class VllmLanding:
 
 
 class RefitBackend(WeightTransferEngine[Join, TakePart]):
-    """vLLM's worker side of a refit: `init` joins the trainer's board, `update` takes part in one transaction."""
+    """vLLM's worker side of a refit: `init` joins the trainer's store, `update` takes part in one transaction."""
 
     init_info_cls, update_info_cls = Join, TakePart
     supports_draft_weight_update = False
@@ -124,12 +124,12 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
         nobody answers.
         """
         self.shutdown()
-        own_families.learn()
+        user_families.learn()
         trained = self.model.senior if isinstance(self.model, TandemForCausalLM) else self.model
         landing = VllmLanding(trained, self.model_config, self.device)
         rank = init_info.replica * self.parallel_config.world_size + self.parallel_config.rank
         side = EngineSide(
-            Board.join(Address(init_info.host, init_info.port, init_info.secret)), rank, landing, self.device
+            RefitStore.join(Address(init_info.host, init_info.port, init_info.secret)), rank, landing, self.device
         )
         wanted = {
             name: shape

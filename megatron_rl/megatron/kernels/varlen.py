@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_rl.host_to_device import upload
 from megatron_rl.sdpa import WIDEST_HEAD
-from megatron_rl.transfers import upload
 
 AMPERE = (8, 0)  # the lowest compute capability that torch's flash attention has kernels for
 HEAD_UNIT = 8  # it refuses heads whose elements are no multiple of this, or more than WIDEST_HEAD

@@ -9,7 +9,7 @@ Report.charts = (() => {
   const FEW = 8; // a line with fewer points is not smoothed
   const T = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]; // Student's t, 97.5 %
 
-  const state = { smoothing: 2, log: false, axis: "turn", seeds: "each", hidden: new Set(), zoom: null };
+  const state = { smoothing: 2, log: false, axis: "iteration", seeds: "each", hidden: new Set(), zoom: null };
   const charts = [];
   let report = null;
   let observer = null;
@@ -26,32 +26,32 @@ Report.charts = (() => {
     });
   }
 
-  /** Returns turns as the chosen axis counts them: turns from 1, steps, or hours. Values between known turns are
+  /** Returns iterations as the chosen axis counts them: from 1, in cycles, or in hours. Values between known ones are
    * interpolated. */
-  function onAxis(turns, run) {
-    if (state.axis === "turn") return turns.map((turn) => turn + 1);
+  function onAxis(iterations, run) {
+    if (state.axis === "iteration") return iterations.map((iteration) => iteration + 1);
     const clock = report.clocks[run];
     const known = clock[state.axis];
     let place = 0;
-    return turns.map((turn) => {
-      while (place < clock.turn.length - 1 && clock.turn[place + 1] <= turn) place += 1;
+    return iterations.map((iteration) => {
+      while (place < clock.iteration.length - 1 && clock.iteration[place + 1] <= iteration) place += 1;
       const next = Math.min(place + 1, known.length - 1);
-      const width = clock.turn[next] - clock.turn[place];
-      const share = width > 0 ? Math.min(1, Math.max(0, (turn - clock.turn[place]) / width)) : 0;
+      const width = clock.iteration[next] - clock.iteration[place];
+      const share = width > 0 ? Math.min(1, Math.max(0, (iteration - clock.iteration[place]) / width)) : 0;
       return known[place] + share * (known[next] - known[place]);
     });
   }
 
-  /** Returns the mean over runs at each turn that one of them has, with its 95 % interval where there are several. */
+  /** Returns the mean over runs at each iteration that one of them has; of several, with its 95 % interval. */
   function overSeeds(lines) {
     const found = new Map();
     for (const line of lines) {
-      line.x.forEach((turn, i) => found.set(turn, [...(found.get(turn) ?? []), line.y[i]]));
+      line.x.forEach((iteration, i) => found.set(iteration, [...(found.get(iteration) ?? []), line.y[i]]));
     }
     const x = [...found.keys()].sort((a, b) => a - b);
     const y = [], low = [], high = [];
-    for (const turn of x) {
-      const values = found.get(turn);
+    for (const iteration of x) {
+      const values = found.get(iteration);
       const mean = values.reduce((a, b) => a + b, 0) / values.length;
       const spread = values.reduce((a, b) => a + (b - mean) ** 2, 0);
       const degrees = values.length - 1;
@@ -226,8 +226,8 @@ Report.charts = (() => {
   }
 
   function controls() {
-    const steps = report.clocks.some((clock) => clock.step.length && clock.step[clock.step.length - 1] > 0);
-    const axes = [["turn", "turns"], ...(steps ? [["step", "steps"]] : []), ["hours", "hours"]];
+    const cycles = report.clocks.some((clock) => clock.cycle.length && clock.cycle[clock.cycle.length - 1] > 0);
+    const axes = [["iteration", "iterations"], ...(cycles ? [["cycle", "cycles"]] : []), ["hours", "hours"]];
     const slider = make("input", { type: "range", min: 0, max: SHARES.length - 1, value: state.smoothing,
       id: "smoothing", oninput: () => { state.smoothing = Number(slider.value); refresh(); } });
     const log = make("input", { type: "checkbox", id: "log-axes",

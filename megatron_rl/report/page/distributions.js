@@ -1,19 +1,20 @@
-// How rewards and lengths of the rollouts that pass the filters are spread, in the first and in the last turns.
+// How rewards and lengths of the rollouts that pass the filters are spread, in the first and in the last iterations.
 "use strict";
 
 Report.distributions = (() => {
   const { make, number } = Report;
   const BINS = 20;
-  const WINDOW = 0.2; // the first turns are this share of all, and so are the last turns
+  const WINDOW = 0.2; // the first iterations are this share of all, and so are the last iterations
 
   /** Returns a card for each column that varies. `places`: of the rollouts that are counted. */
   function cards(index, places) {
-    const turns = places.map((i) => index.turn[i]);
-    const least = turns.reduce((a, b) => Math.min(a, b), Infinity), most = turns.reduce((a, b) => Math.max(a, b), -1);
+    const iterations = places.map((i) => index.iteration[i]);
+    const least = iterations.reduce((a, b) => Math.min(a, b), Infinity);
+    const most = iterations.reduce((a, b) => Math.max(a, b), -1);
     if (most <= least) return [];
     const width = WINDOW * (most - least);
-    const parts = [["first turns", "early", places.filter((i) => index.turn[i] <= least + width)],
-      ["last turns", "late", places.filter((i) => index.turn[i] >= most - width)]];
+    const parts = [["first iterations", "early", places.filter((i) => index.iteration[i] <= least + width)],
+      ["last iterations", "late", places.filter((i) => index.iteration[i] >= most - width)]];
     return [["reward", index.reward], ["tokens", index.length], ["reasoning steps", index.steps]]
       .map(([name, column]) => card(name, column, parts)).filter((one) => one !== null);
   }

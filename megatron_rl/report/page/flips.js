@@ -20,10 +20,10 @@ Report.flips = (() => {
   }
 
   function line(found, row) {
-    const share = ([right, of]) => `${right} of ${of}`;
+    const share = ([correct, of]) => `${correct} of ${of}`;
     const tag = row.gained ? ["right", "now solved"] : ["wrong", "no longer solved"];
-    const turns = row.turns ? `turn ${row.turns[0]} → ${row.turns[1]} · ` : "";
-    const facts = `${turns}${visible(row.set)} · right: ${share(row.before)} → ${share(row.after)}`;
+    const iterations = row.iterations ? `iteration ${row.iterations[0]} → ${row.iterations[1]} · ` : "";
+    const facts = `${iterations}${visible(row.set)} · correct: ${share(row.before)} → ${share(row.after)}`;
     const badge = make("span", { class: `tag ${tag[0]}` }, tag[1]);
     const head = make("summary", {}, make("span", { class: "badges" }, badge), make("span", { class: "facts" }, facts),
       make("span", { class: "title" }, visible(row.question.slice(0, 160))));

@@ -40,11 +40,12 @@ Report.rollouts = (() => {
       return value !== null && (least === "" || value >= Number(least)) && (most === "" || value <= Number(most));
     };
     const is = (name, value) => (wanted[name] ?? "") === "" || Number(wanted[name]) === value;
-    const verdict = { "": true, disagrees: known && says !== truth, agrees: known && says === truth, right: says === 1,
+    const verdict = { "": true, disagrees: known && says !== truth, agrees: known && says === truth, correct: says === 1,
       wrong: says === 0, unreadable: says === UNREADABLE };
-    return is("run", index.run[i]) && is("role", index.role[i]) && is("seat", index.seat[i])
+    return is("run", index.run[i]) && is("role", index.role[i]) && is("agent", index.agent[i])
       && is("outcome", index.outcome[i]) && verdict[wanted.verdict ?? ""] && within("reward", index.reward[i])
-      && within("length", index.length[i]) && within("turn", index.turn[i] + 1) && within("steps", index.steps[i]);
+      && within("length", index.length[i])
+      && within("iteration", index.iteration[i] + 1) && within("steps", index.steps[i]);
   }
 
   /** Finds the rollouts that pass all filters and shows the first page. */
@@ -97,9 +98,9 @@ Report.rollouts = (() => {
 
   /** Returns one line of the list, which unfolds to the rollout. */
   function item(i, texts) {
-    const seat = index.seat[i] >= 0 ? ` · ${visible(index.seats[index.seat[i]])}` : "";
+    const agent = index.agent[i] >= 0 ? ` · ${visible(index.agents[index.agent[i]])}` : "";
     const run = index.runs.length > 1 ? `${visible(index.runs[index.run[i]])} · ` : "";
-    const facts = `${run}turn ${index.turn[i] + 1} · ${visible(index.roles[index.role[i]])}${seat}`;
+    const facts = `${run}iteration ${index.iteration[i] + 1} · ${visible(index.roles[index.role[i]])}${agent}`;
     const figures = `reward ${number(index.reward[i], 3)} · ${index.length[i].toLocaleString()} tokens`;
     const line = make("summary", {}, make("span", { class: "badges" }, badges(i)),
       make("span", { class: "facts" }, facts), make("span", { class: "figures" }, figures),
@@ -111,10 +112,10 @@ Report.rollouts = (() => {
     return whole;
   }
 
-  /** Returns what is known of whether a rollout is right: whose opinion it is stands in each badge. */
+  /** Returns what is known of whether a rollout is correct: whose opinion it is stands in each badge. */
   function badges(i) {
     const says = index.says[i], truth = index.truth[i], outcome = index.outcome[i];
-    const word = (value) => (value === 1 ? "✓ right" : value === 0 ? "✗ wrong" : "unreadable");
+    const word = (value) => (value === 1 ? "✓ correct" : value === 0 ? "✗ wrong" : "unreadable");
     const tone = (value) => (value === 1 ? "right" : value === 0 ? "wrong" : "unread");
     const out = [];
     if (truth >= 0) out.push(make("span", { class: `tag ${tone(truth)}` }, `truth: ${word(truth)}`));
@@ -145,17 +146,17 @@ Report.rollouts = (() => {
       : make("details", {}, make("summary", {}, name), make("pre", {}, visible(text)));
   }
 
-  /** Returns a button that adds the other seats of the episode; null where there are none on the page. */
+  /** Returns a button that adds the other agents of the episode; null where there are none on the page. */
   function others(i) {
     const episode = index.episode[i];
-    const seats = episode < 0 ? [] : index.episode.map((one, k) => (one === episode && k !== i ? k : -1));
-    const own = seats.filter((k) => k >= 0);
+    const agents = episode < 0 ? [] : index.episode.map((one, k) => (one === episode && k !== i ? k : -1));
+    const own = agents.filter((k) => k >= 0);
     if (own.length === 0) return null;
     const button = make("button", { type: "button", class: "others", onclick: async () => {
       const items = await Promise.all(own.map(async (k) => item(k, await textsOf(k))));
       items.forEach((one) => { one.open = true; });
       button.replaceWith(...items);
-    } }, `show the other ${own.length === 1 ? "seat" : `${own.length} seats`} of this episode`);
+    } }, `show the other ${own.length === 1 ? "agent" : `${own.length} agents`} of this episode`);
     return button;
   }
 
@@ -265,17 +266,17 @@ Report.rollouts = (() => {
     const outcomes = [["", "any outcome"], ["1", "right"], ["0", "wrong"], ["-1", "not graded"]];
     const verdicts = [["", "any verdict"], ["disagrees", "disagrees with the truth"],
       ["agrees", "agrees with the truth"],
-      ["right", "says right"], ["wrong", "says wrong"], ["unreadable", "unreadable"]];
-    const orders = [["", "first turns first"], ["late", "last turns first"], ["reward", "largest reward"],
+      ["right", "says correct"], ["wrong", "says wrong"], ["unreadable", "unreadable"]];
+    const orders = [["", "first iterations first"], ["late", "last iterations first"], ["reward", "largest reward"],
       ["length", "longest"], ["advantage", "largest advantage"], ["steps", "most reasoning steps"]];
     const has = (column, least) => column.some((value) => value !== null && value >= least);
     return make("div", { class: "controls", id: "rollout-controls" },
       list("run", "run", index.runs, "all"), list("role", "role", index.roles, "all"),
-      list("seat", "seat", index.seats, "all"),
+      list("agent", "agent", index.agents, "all"),
       Report.choice(outcomes, change("outcome"), { id: "rollout-outcome" }),
       has(index.says, 0) ? Report.labelled("verifier", Report.choice(verdicts, change("verdict"),
         { id: "rollout-verdict" })) : null,
-      range("reward", "reward"), range("length", "tokens"), range("turn", "turn"),
+      range("reward", "reward"), range("length", "tokens"), range("iteration", "iteration"),
       has(index.steps, 1) ? range("steps", "reasoning steps") : null,
       Report.labelled("order", Report.choice(orders, change("order"), { id: "rollout-order" })),
       make("input", { type: "search", placeholder: "find words", id: "rollout-words",

@@ -1,0 +1,201 @@
+"""Splits an update's rollouts out to replicas: optimizer steps, micro-batches, weights in the loss; on the driver, from
+spans and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from megatron_rl.batches.micro_batches import Prefixes, Shares
+from megatron_rl.batches.packed_batch import BatchLoss, values_needed
+from megatron_rl.batches.replica_batch import Outline, StepTotals
+from megatron_rl.batches.rollout_buffer import Counts, fill, form_of
+from megatron_rl.types import FREE, Author, Rollout
+
+
+class Partitioner(Protocol):
+    """The parts of a policy that dealing asks."""
+
+    @property
+    def replays(self) -> bool:
+        """True when it trains tokens with the experts that the engine chose."""
+        ...
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True when it computes the prompt that rollouts of a micro-batch begin with once for all of them."""
+        ...
+
+    def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None) -> Shares:
+        """Cuts sequences of [S] lengths into micro-batches for its replicas. `prefixes` are given where it shares them.
+        A function of these alone; not collective."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaShares:
+    """An update's rollouts by replica, on the driver."""
+
+    outline: Outline
+    rollouts: Sequence[Rollout]
+    orders: Sequence[np.ndarray]  # by replica: numbers of its rollouts, in the order of its micro-batches
+    micro_batches: Sequence[Sequence[int]]  # by replica: rollouts of each micro-batch
+    weights: np.ndarray  # [S] float32
+    rescored: np.ndarray  # [S] bool
+    shared: np.ndarray  # [S] int64, leading tokens in common with the rollout before in the same micro-batch
+
+    def buffer(self, replica: int) -> np.ndarray:
+        """The bytes that a replica gets."""
+        order, outline = self.orders[replica], self.outline
+        out = np.empty(outline.sizes[replica], np.uint8)
+        own = {
+            "weights": self.weights[order],
+            "rescored": self.rescored[order],
+            "numbers": order,
+            "micro_batches": np.asarray(self.micro_batches[replica], np.int32),
+        }
+        own |= {"shared": self.shared[order]} if outline.form.shared else {}
+        fill(out, outline.form, outline.counts[replica], [self.rollouts[i] for i in order], own)
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """Counts of rollouts, [S] each; the first token of a rollout is nobody's label and does not count."""
+
+    lengths: np.ndarray  # int64
+    spans: np.ndarray  # int64
+    trained: np.ndarray  # float64, labels that the policy sampled
+    weighted: np.ndarray  # float64, labels in the loss by weight
+    mixed: np.ndarray  # bool, True where several versions of the policy wrote
+    groups: np.ndarray  # int64, a number for each role and group
+
+    def counts_of(self, numbers: np.ndarray, micro_batches: int) -> Counts:
+        """Returns the counts of a buffer that holds the rollouts of these numbers."""
+        return Counts(len(numbers), int(self.spans[numbers].sum()), int(self.lengths[numbers].sum()), micro_batches)
+
+
+def tally(rollouts: Sequence[Rollout]) -> Tally:
+    """Counts what the rollouts hold from their spans."""
+    size = len(rollouts)
+    counts = np.fromiter((len(r.spans) for r in rollouts), np.int64, size)
+    spans = np.concatenate([r.spans for r in rollouts] or [np.empty((0, 4), np.int32)])
+    owner = np.repeat(np.arange(size), counts)
+    start, end, author, version = spans.T.astype(np.int64)
+    labels = (end - np.maximum(start, 1)).clip(min=0).astype(np.float64)
+    ours = author == Author.POLICY
+    trained = np.bincount(owner, labels * ours, size)
+    partner = np.bincount(owner, labels * (author == Author.PARTNER), size)
+    newest, oldest = np.full(size, -np.inf), np.full(size, np.inf)
+    np.maximum.at(newest, owner[ours], version[ours])
+    np.minimum.at(oldest, owner[ours], version[ours])
+    numbers: dict[tuple[str, str], int] = {}
+    return Tally(
+        lengths=np.fromiter((len(r.tokens) for r in rollouts), np.int64, size),
+        spans=counts,
+        trained=trained,
+        weighted=trained + partner * np.fromiter((r.partner_weight for r in rollouts), np.float64, size),
+        mixed=newest > oldest,
+        groups=np.fromiter((numbers.setdefault((r.role, r.group), len(numbers)) for r in rollouts), np.int64, size),
+    )
+
+
+def split_over_replicas(
+    rollouts: Sequence[Rollout],
+    partitioner: Partitioner,
+    *,
+    loss: BatchLoss | None = None,
+    samples_per_step: int | None = None,
+    rescore: bool = False,
+) -> ReplicaShares:
+    """Cuts [S] rollouts into ceil(S / samples_per_step) optimizer steps of nearly equal size, in order, and each into
+    micro-batches.
+
+    Without a loss (log-probs alone) neither advantages nor trained tokens are asked for. Raises ValueError for no
+    rollouts, for a step without a trained token, for a rollout longer than a micro-batch and for one that lacks what
+    the loss asks for.
+    """
+    if not rollouts:
+        raise ValueError("no rollouts: nothing to train on")
+    needs = loss.needs if loss is not None else frozenset()
+    wanted = loss is not None and loss.uses_advantages
+    form = form_of(rollouts, values=values_needed(needs), advantages=wanted, experts=partitioner.replays)
+    form = replace(form, shared=partitioner.shares_prefixes)
+    found, weights, shared = tally(rollouts), np.ones(len(rollouts), np.float32), np.zeros(len(rollouts), np.int64)
+    steps, cuts = [], []
+    for part in split(len(rollouts), samples_per_step):
+        own = slice(part.start, part.stop)
+        prefixes = prefixes_of(rollouts[own]) if form.shared else None
+        shares, denominator = partitioner.shares(found.lengths[own], prefixes), 1.0
+        shared[own] = 0 if prefixes is None else _repeated(shares, prefixes)
+        if loss is not None:
+            if not found.trained[own].any():
+                raise ValueError(
+                    f"rollouts {part.start} to {part.stop - 1} have no trained token: nothing to update on"
+                )
+            weights[own], denominator = loss.aggregate(found.weighted[own], found.groups[own])
+        cuts.append([[[i + part.start for i in micro] for micro in share] for share in shares.sequences])
+        totals = _totals(shares, denominator, rollouts[own], found, own, partitioner.replays)
+        steps.append(replace(totals, shared_tokens=float(shared[own].sum())))
+    replicas = range(len(cuts[0]))
+    shares_of = [[micro for cut in cuts for micro in cut[r]] for r in replicas]
+    orders = [np.array([i for micro in share for i in micro], np.int64) for share in shares_of]
+    micros = [[len(micro) for micro in share] for share in shares_of]
+    mixed = found.mixed if rescore else np.zeros(len(rollouts), bool)
+    counts = [found.counts_of(order, len(micro)) for order, micro in zip(orders, micros, strict=True)]
+    outline = Outline(form=form, steps=steps, counts=counts, rescored=bool(mixed.any()))
+    return ReplicaShares(
+        outline=outline, rollouts=rollouts, orders=orders, micro_batches=micros, weights=weights, rescored=mixed,
+        shared=shared,
+    )  # fmt: skip
+
+
+def prefixes_of(rollouts: Sequence[Rollout]) -> Prefixes:
+    """Tells which of [S] rollouts begin with the same prompt, token for token, whatever their group is.
+
+    The prompt is what stands before the first token that a model wrote. At least one token of a rollout is not in it.
+    """
+    lengths = np.fromiter((max(0, min(r.start, len(r.tokens) - 1)) for r in rollouts), np.int64, len(rollouts))
+    known: dict[bytes | int, int] = {}
+    keys = (r.tokens[:n].tobytes() if n else i for i, (r, n) in enumerate(zip(rollouts, lengths.tolist(), strict=True)))
+    return Prefixes(
+        numbers=np.fromiter((known.setdefault(key, len(known)) for key in keys), np.int64, len(rollouts)),
+        lengths=lengths,
+    )
+
+
+def split(sequences: int, size: int | None) -> list[range]:
+    """S sequences -> ceil(S / size) consecutive ranges whose lengths are at most one apart; all in one when `size` is
+    None."""
+    count = 1 if size is None else -(-sequences // size)
+    return [range(i * sequences // count, (i + 1) * sequences // count) for i in range(count)]
+
+
+def _repeated(shares: Shares, prefixes: Prefixes) -> np.ndarray:
+    """Returns how many leading tokens a rollout has in common with the one before it in its micro-batch. [S] int64"""
+    out = np.zeros(len(prefixes.lengths), np.int64)
+    for micro in (micro for share in shares.sequences for micro in share):
+        before, here = np.array(micro[:-1], np.int64), np.array(micro[1:], np.int64)
+        same = prefixes.numbers[before] == prefixes.numbers[here]
+        out[here[same]] = prefixes.lengths[here[same]]
+    return out
+
+
+def _totals(
+    shares: Shares, denominator: float, rollouts: Sequence[Rollout], found: Tally, own: slice, replays: bool
+) -> StepTotals:
+    tokens = int(found.lengths[own].sum())
+    chosen = [r.experts[:, -1, 0] for r in rollouts if replays and r.experts is not None]
+    known = sum(int((first != FREE).sum()) for first in chosen)
+    return StepTotals(
+        denominator=denominator,
+        trained_tokens=float(found.trained[own].sum()),
+        packed_tokens=float(tokens),
+        micro_batches=len(shares.sequences[0]),
+        replica_imbalance=shares.replica_imbalance,
+        micro_batch_imbalance=shares.micro_batch_imbalance,
+        replayed=known / tokens,
+    )

@@ -1,0 +1,210 @@
+"""Cuts a batch of sequences into micro-batches by token budget, balanced over micro-batches and data-parallel replicas
+by cost. Sequences that begin with the same prompt stay together where that prompt is computed once for all of them."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from megatron_rl.models.sizes import Sizes
+
+# The sequences of one prefix that are assigned together cost about one part in so many of a replica's mean cost, or
+# less. All are tried where there are several replicas. 0: no limit but the budget.
+PIECES = (0, 1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of training on a sequence, in tokens that attend to nothing: L + L^2 / balance. `balance` 0: its
+    tokens."""
+
+    balance: float = 0.0
+
+    @classmethod
+    def of_model(cls, sizes: Sizes, experts_per_token: int) -> Self:
+        """The balance is the length at which a layer's causal attention (L^2 x heads x (head size + value size) FLOPs)
+        costs as much as its products with the weights that a token meets (2 L x their number), in the mean of all
+        layers."""
+        sparse = sizes.expert_layers / sizes.num_layers
+        wide = sparse * (sizes.expert_ffn * experts_per_token + sizes.shared_ffn) + (1 - sparse) * sizes.ffn
+        weights = sizes.attention_weights + 3 * sizes.hidden * wide
+        return cls(balance=weights / (sizes.heads * (sizes.head_dim + sizes.value_width) / 2))
+
+    def of(self, lengths: np.ndarray) -> np.ndarray:
+        """[S] -> [S] float64."""
+        sizes = np.asarray(lengths, np.float64)
+        return sizes + (sizes * sizes / self.balance if self.balance else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefixes:
+    """The leading tokens that sequences have in common, [S] each. Sequences of one number begin with the same tokens;
+    their lengths here are equal."""
+
+    numbers: np.ndarray  # int64
+    lengths: np.ndarray  # int64, shorter than the sequence
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Sequence numbers by replica and micro-batch, and how uneven they are."""
+
+    sequences: list[list[list[int]]]  # [replicas][M]
+    replica_imbalance: float  # cost of the dearest replica over the mean, minus 1
+    micro_batch_imbalance: float  # of the dearest micro-batch, likewise: what pipeline stages wait for
+
+
+def micro_batches(
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    max_tokens: int,
+    replicas: int,
+    multiple: int = 1,
+    cost: Cost | None = None,
+    prefixes: Prefixes | None = None,
+) -> Shares:
+    """[S] lengths -> M micro-batches for each of the replicas, each within `max_tokens`.
+
+    The number of micro-batches is the smallest multiple of `multiple` that the budget allows (beyond 64 of them, within
+    a sixty-fourth of it); sequences are assigned dearest first to the cheapest micro-batch that has room, then
+    micro-batches are assigned to replicas the same way. A list is empty only when there are fewer sequences than lists.
+
+    With `prefixes` a micro-batch counts a prefix once for all its sequences that begin with it, and has them one after
+    the other. Sequences with one prefix are assigned together. They are divided where the budget does not hold all of
+    them, and where the dearest replica becomes cheaper although the prefix is then computed several times.
+    Raises ValueError when one sequence alone exceeds the budget.
+    """
+    sizes, cost = np.asarray(lengths, np.int64), cost or Cost()
+    if sizes.max() > max_tokens:
+        raise ValueError(
+            f"a sequence of {sizes.max()} tokens exceeds micro_batch_tokens = {max_tokens}: "
+            "raise it or shorten max_tokens"
+        )
+    if prefixes is None:
+        return _cut(sizes, cost.of(sizes), max_tokens=max_tokens, replicas=replicas, multiple=multiple)
+    best: tuple[float, list[_Family], Shares] | None = None
+    for pieces in PIECES[: 1 if replicas == 1 else None]:
+        families = _families(sizes, prefixes, cost, max_tokens=max_tokens, pieces=pieces * replicas)
+        tokens, costs = np.array([f.tokens for f in families]), np.array([f.cost for f in families])
+        shares = _cut(tokens, costs, max_tokens=max_tokens, replicas=replicas, multiple=multiple)
+        dearest = (1 + shares.replica_imbalance) * float(costs.sum())
+        if best is None or dearest < best[0]:
+            best = dearest, families, shares
+    assert best is not None
+    _, families, shares = best
+
+    def members(micro: list[int]) -> list[int]:
+        return [i for family in sorted(micro, key=lambda f: families[f].number) for i in families[family].sequences]
+
+    return replace(shares, sequences=[[members(micro) for micro in share] for share in shares.sequences])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """Sequences that begin with one prefix, and what they cost when it is computed once."""
+
+    number: int  # of the prefix
+    sequences: list[int]
+    tokens: int
+    cost: float
+
+
+def _families(sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, max_tokens: int, pieces: int) -> list[_Family]:
+    """Groups sequences of [S] sizes by prefix, each group within `max_tokens`. With `pieces` above 0 a group costs no
+    more than about one part in so many of all."""
+    shared, prefix_costs = prefixes.lengths, cost.of(prefixes.lengths)
+    own, own_costs = sizes - shared, cost.of(sizes) - prefix_costs
+    order = np.lexsort((np.arange(len(sizes)), -own, prefixes.numbers))
+    bounds = np.flatnonzero(np.diff(prefixes.numbers[order], prepend=-1, append=-1))
+    firsts = order[bounds[:-1]]
+    most = np.inf if not pieces else float(own_costs.sum() + prefix_costs[firsts].sum()) / pieces
+    out = []
+    for start, end in zip(bounds.tolist(), bounds[1:].tolist(), strict=False):
+        first, members = int(order[start]), order[start:end]
+        room, prefix = max_tokens - int(shared[first]), float(prefix_costs[first])
+        tokens, costs = own[members].tolist(), own_costs[members].tolist()
+        count = max(1, -(-sum(tokens) // room), min(len(members), math.ceil((prefix + sum(costs)) / most)))
+        while (places := _deal(tokens, costs, count, room)) is None:
+            count += 1
+        for part in range(count):
+            mine = [i for i, place in enumerate(places) if place == part]
+            if mine:
+                out.append(
+                    _Family(
+                        number=int(prefixes.numbers[first]),
+                        sequences=members[mine].tolist(),
+                        tokens=int(shared[first]) + sum(tokens[i] for i in mine),
+                        cost=prefix + sum(costs[i] for i in mine),
+                    )
+                )
+    return out
+
+
+def _cut(sizes: np.ndarray, costs: np.ndarray, *, max_tokens: int, replicas: int, multiple: int) -> Shares:
+    """Splits units of [U] tokens and costs to micro-batches, and these to replicas."""
+    order = np.argsort(-sizes, kind="stable")
+    falling = sizes[order].tolist(), costs[order].tolist()
+    least = max(-(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum()), 1)
+    rounds = -(-least // (replicas * multiple))
+    while (places := _deal(*falling, rounds * multiple * replicas, max_tokens)) is None:
+        rounds += max(1, rounds // 64)
+    bins: list[list[int]] = [[] for _ in range(rounds * multiple * replicas)]
+    bin_of = np.empty(len(sizes), np.int64)
+    bin_of[order] = places
+    for i in np.argsort(sizes, kind="stable").tolist():  # shortest first
+        bins[bin_of[i]].append(i)
+    weights = np.bincount(places, costs[order], len(bins)).tolist()
+    shares, loads = _over_replicas(bins, weights, replicas)
+    return Shares(shares, _imbalance(loads), _imbalance(weights))
+
+
+def _over_replicas(
+    bins: list[list[int]], weights: Sequence[float], replicas: int
+) -> tuple[list[list[list[int]]], list[float]]:
+    """Gives every replica one bin of each size class, the least loaded one the dearest. -> [replicas][M] bins and the
+    replicas' loads."""
+    by_weight = sorted(range(len(bins)), key=lambda b: (-weights[b], b))
+    shares: list[list[list[int]]] = [[] for _ in range(replicas)]
+    loads = [0.0] * replicas
+    for start in range(0, len(bins), replicas):
+        cheapest = sorted(range(replicas), key=lambda r: (loads[r], r))
+        for replica, b in zip(cheapest, by_weight[start : start + replicas], strict=True):
+            shares[replica].append(bins[b])
+            loads[replica] += weights[b]
+    return shares, loads
+
+
+def _imbalance(loads: Sequence[float]) -> float:
+    return max(loads) * len(loads) / sum(loads) - 1.0
+
+
+def _deal(lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens: int) -> list[int] | None:
+    """Splits sequences, longest first, each to the cheapest of `count` bins that has room. [S] -> [S] bins; None where
+    there is no room.
+
+    A bin without room for a sequence waits aside until a sequence comes that is short enough: lengths fall, so that
+    each bin is put aside at most once per sequence that it holds.
+    """
+    open_bins = [(0.0, b) for b in range(count)]
+    aside: list[tuple[int, float, int]] = []  # (-room, weight, bin)
+    filled = [0] * count
+    places = []
+    for length, cost in zip(lengths, costs, strict=True):
+        while aside and -aside[0][0] >= length:
+            _, weight, b = heapq.heappop(aside)
+            heapq.heappush(open_bins, (weight, b))
+        while open_bins and filled[open_bins[0][1]] + length > max_tokens:
+            weight, b = heapq.heappop(open_bins)
+            heapq.heappush(aside, (filled[b] - max_tokens, weight, b))
+        if not open_bins:
+            return None
+        weight, b = open_bins[0]
+        heapq.heapreplace(open_bins, (weight + cost, b))
+        places.append(b)
+        filled[b] += length
+    return places

@@ -1,0 +1,217 @@
+"""Rollouts laid end to end in one buffer of bytes: the form in which they travel, and from which a batch is made when
+its comesturn comes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Self
+
+import numpy as np
+
+from megatron_rl.types import FREE, Author, Rollout
+
+
+class Counts(NamedTuple):
+    """The numbers of what one buffer holds."""
+
+    sequences: int
+    spans: int
+    tokens: int
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """The kind of a value of a token."""
+
+    dtype: type = np.float32  # or np.int32
+    shape: tuple[int, ...] = ()  # (k,): every token has k numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """The arrays that the buffers of one update hold, the same for all replicas."""
+
+    advantages: Literal["none", "rollout", "token"] = "rollout"
+    values: Mapping[str, Value] = field(default_factory=dict)  # by name, out of Rollout.values
+    experts: tuple[int, int] | None = None  # layers, experts of a token
+    shared: bool = False  # how many tokens a rollout has in common with the one before it is told
+
+    def sections(self, counts: Counts) -> Iterator[tuple[str, type, tuple[int, ...]]]:
+        """Yields (name, dtype, shape) of the arrays in the order in which they stand, wider types first so that all are
+        aligned.
+
+        Arrays of tokens have one place more than tokens: a batch that begins one place later is then a view.
+        """
+        sequences, spans, tokens, micro_batches = counts
+        yield "tokens", np.int32, (tokens + 1,)
+        yield "logprobs", np.float32, (tokens + 1,)
+        if self.advantages != "none":
+            yield "advantages", np.float32, (sequences if self.advantages == "rollout" else tokens + 1,)
+        for name, value in self.values.items():
+            yield f"values/{name}", value.dtype, (tokens + 1, *value.shape)
+        for name in ("weights", "partner_weights"):
+            yield name, np.float32, (sequences,)
+        for name in ("lengths", "span_counts", "numbers", *(["shared"] if self.shared else [])):
+            yield name, np.int32, (sequences,)
+        yield "span_lengths", np.int32, (spans,)
+        yield "micro_batches", np.int32, (micro_batches,)
+        if self.experts is not None:
+            yield "experts", np.int16, (tokens, *self.experts)
+        yield "span_authors", np.int8, (spans,)
+        yield "rescored", np.bool_, (sequences,)
+
+    def size(self, counts: Counts) -> int:
+        """Number of bytes of a buffer."""
+        return sum(math.prod(shape) * np.dtype(kind).itemsize for _, kind, shape in self.sections(counts))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Flat:
+    """Arrays over one buffer: what belongs to token j of a rollout stands at token j, not yet shifted to the position
+    that predicts it."""
+
+    form: Form
+    tokens: np.ndarray  # [N + 1] int32
+    logprobs: np.ndarray  # [N + 1] float32
+    advantages: np.ndarray | None  # [S] or [N + 1] float32
+    values: Mapping[str, np.ndarray]  # [N + 1] or [N + 1, k], float32 or int32
+    weights: np.ndarray  # [S] float32, of a rollout's tokens in the loss
+    partner_weights: np.ndarray  # [S] float32
+    lengths: np.ndarray  # [S] int32
+    span_counts: np.ndarray  # [S] int32
+    numbers: np.ndarray  # [S] int32, the rollout's place in the driver's list
+    span_lengths: np.ndarray  # [K] int32
+    micro_batches: np.ndarray  # [M] int32, rollouts of each micro-batch
+    experts: np.ndarray | None  # [N, L, k] int16
+    span_authors: np.ndarray  # [K] int8
+    rescored: np.ndarray  # [S] bool, True where the trainer's log-probs shall stand for the engine's
+    # [S] int32, leading tokens that the rollout has in common with the one before it in its micro-batch, which are
+    # computed once for both; None: all rollouts are computed whole
+    shared: np.ndarray | None
+    starts: np.ndarray  # [S + 1] int64, place of each rollout's first token
+    span_starts: np.ndarray  # [S + 1] int64
+    span_trained: np.ndarray  # [K] bool, True where the role's policy wrote
+    span_weights: np.ndarray  # [K] float32, of the span's tokens in the loss
+
+    @classmethod
+    def over(cls, buffer: np.ndarray, form: Form, counts: Counts) -> Self:
+        """Arrays that are views of `buffer` [form.size(counts)] uint8, which has been filled."""
+        arrays = views(buffer, form, counts)
+        trained = arrays["span_authors"] == Author.POLICY
+        partner = np.repeat(arrays["partner_weights"], arrays["span_counts"])
+        partner *= arrays["span_authors"] == Author.PARTNER
+        named = {name: array for name, array in arrays.items() if "/" not in name}
+        return cls(
+            form=form,
+            **{"advantages": None, "experts": None, "shared": None} | named,  # type: ignore[arg-type]
+            values={name: arrays[f"values/{name}"] for name in form.values},
+            starts=_cumulated(arrays["lengths"]),
+            span_starts=_cumulated(arrays["span_counts"]),
+            span_trained=trained,
+            span_weights=np.where(trained, np.float32(1), partner)
+            * np.repeat(arrays["weights"], arrays["span_counts"]),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.starts[-1])
+
+
+def views(buffer: np.ndarray, form: Form, counts: Counts) -> dict[str, np.ndarray]:
+    """Arrays by name over `buffer` [form.size(counts)] uint8."""
+    out, place = {}, 0
+    for name, kind, shape in form.sections(counts):
+        size = math.prod(shape) * np.dtype(kind).itemsize
+        out[name] = buffer[place : place + size].view(kind).reshape(shape)
+        place += size
+    return out
+
+
+def fill(
+    buffer: np.ndarray, form: Form, counts: Counts, rollouts: Sequence[Rollout], own: Mapping[str, np.ndarray]
+) -> None:
+    """Writes rollouts in order into `buffer`; `own` holds the arrays [S] or [M] that are not theirs: weights, numbers,
+    rescored, micro_batches, and shared where the form has it."""
+    arrays = views(buffer, form, counts)
+    for name, values in own.items():
+        arrays[name][...] = values
+    lengths = np.fromiter((len(r.tokens) for r in rollouts), np.int32, len(rollouts))
+    arrays["lengths"][...] = lengths
+    arrays["partner_weights"][...] = [r.partner_weight for r in rollouts]
+    arrays["span_counts"][...] = [len(r.spans) for r in rollouts]
+    spans = np.concatenate([r.spans for r in rollouts] or [np.empty((0, 4), np.int32)])
+    arrays["span_lengths"][...], arrays["span_authors"][...] = spans[:, 1] - spans[:, 0], spans[:, 2]
+    _join(arrays["tokens"], [r.tokens for r in rollouts])
+    _join(arrays["logprobs"], [r.logprobs for r in rollouts])
+    for name in form.values:
+        _join(arrays[f"values/{name}"], [r.values[name] for r in rollouts])
+    if form.advantages == "rollout":
+        arrays["advantages"][...] = [r.advantages for r in rollouts]
+    starts = _cumulated(lengths)
+    if form.advantages == "token":
+        arrays["advantages"][-1] = 0
+        for r, start, end in zip(rollouts, starts[:-1], starts[1:], strict=True):
+            arrays["advantages"][start:end] = r.advantages
+    if form.experts is not None:
+        arrays["experts"][...] = FREE
+        for r, start in zip(rollouts, starts[:-1], strict=True):
+            if r.experts is not None:
+                arrays["experts"][start : start + len(r.experts)] = r.experts
+
+
+def form_of(
+    rollouts: Sequence[Rollout], *, values: tuple[str, ...] = (), advantages: bool = True, experts: bool = False
+) -> Form:
+    """Returns what buffers of these rollouts hold: `values` by name, advantages and the engine's experts where they are
+    wanted.
+
+    Raises ValueError for a rollout that lacks what is wanted, for values of different widths, and for experts of
+    different models.
+    """
+    for r in rollouts:
+        if advantages and r.advantages is None:
+            raise ValueError(f"group {r.group!r} has no advantages: assign them before training (assign_advantages)")
+        if missing := [name for name in values if name not in r.values]:
+            raise ValueError(
+                f"group {r.group!r} has no values {', '.join(missing)!r}, which the loss asks for: the recipe must "
+                f"give one per token (Rollout.values); it has {sorted(r.values)}"
+            )
+    shapes = {r.experts.shape[1:] for r in rollouts if r.experts is not None} if experts else set()
+    if len(shapes) > 1:
+        raise ValueError(f"experts of {sorted(shapes)} layers and choices: rollouts of one update come from one model")
+    each = "token" if any(isinstance(r.advantages, np.ndarray) for r in rollouts) else "rollout"
+    layers, chosen = next(iter(shapes), (0, 0))
+    return Form(
+        advantages=each if advantages else "none",
+        values={name: _value_of(name, rollouts) for name in values},
+        experts=(layers, chosen) if shapes else None,
+    )
+
+
+def _value_of(name: str, rollouts: Sequence[Rollout]) -> Value:
+    """Returns the kind of a value that all rollouts have. Raises ValueError where they differ."""
+    kinds = {(r.values[name].dtype.kind in "iu", r.values[name].shape[1:]) for r in rollouts}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"values {name!r} of {sorted(shape for _, shape in kinds)} numbers a token, whole ones or not: give all "
+            "rollouts of an update values of one width and kind"
+        )
+    [(whole, shape)] = kinds
+    return Value(dtype=np.int32 if whole else np.float32, shape=shape)
+
+
+def _join(out: np.ndarray, parts: Sequence[np.ndarray]) -> None:
+    """Writes [S][T, ...] arrays end to end into [N + 1, ...], and 0 behind them."""
+    if parts:
+        np.concatenate(parts, out=out[:-1])
+    out[-1] = 0
+
+
+def _cumulated(counts: np.ndarray) -> np.ndarray:
+    """[S] -> [S + 1] int64, from 0."""
+    out = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=out[1:])
+    return out

@@ -1,0 +1,34 @@
+"""RLBFF's verifier (arXiv 2509.21319): GRPO on saying whether a response fulfils a principle."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.recipes.solutions import GENERATOR, check_arguments, check_fields
+from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.text import fill, read_template
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entailment(Grpo):
+    """A run that trains `generator`, here the verifier, by the reward `megatron_rl.contrib.entailment_reward:grade`.
+
+    A problem has question, response and principle, and a label, yes or no, as its answer. The model that comes out can
+    be the judge of a Rubric run with judge_template: entailment_verifier.
+    """
+
+    group_size: int = 8
+    template: str = "entailment_verifier"  # with {question}, {response}, {criterion}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_arguments(self, templates={"template": ["response", "criterion"]})
+
+    def check(self, spec: RunSpec) -> None:
+        reader = "the template"
+        check_fields(spec, GENERATOR, {"response": reader, "principle": reader}, held_out=True)
+
+    def prompt(self, payload: Mapping[str, Any]) -> str:
+        values = {"question": payload["question"], "response": payload["response"], "criterion": payload["principle"]}
+        return fill(read_template(self.template), **{name: str(value) for name, value in values.items()})

@@ -1,0 +1,179 @@
+"""Multi-Agent Evolve (arXiv 2510.23595): a proposer, a solver and a judge learn from questions that they make up."""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, Literal
+
+from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.contrib.judged import JudgedAnswer, Speaker, judged_answers, marks, put, put_filled
+from megatron_rl.recipes.solutions import accuracies_of_fitting, check_arguments, check_length, sampling_for
+from megatron_rl.rewards.role_tags import last_inside, proposal_form, tag_form
+from megatron_rl.rewards.tags import boxed
+from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.text import decode_all, fill, read_template
+from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
+from megatron_rl.training.rollouts import sample
+from megatron_rl.types import Prompt, Rollout
+
+PROPOSER, SOLVER, JUDGE = "proposer", "solver", "judge"
+
+
+@dataclass(kw_only=True)
+class Evolve(Recipe):
+    """A run whose every iteration trains three roles, which have models of their own or share one (`roles.X.same_as`).
+
+    The proposer writes questions, some of them after references from a pool. The judge marks them; those that it
+    accepts join the pool, and the solver's failures at them are their difficulty. The solver trains on one answer to
+    each of as many questions of the pool, as released, or on its answers to the accepted questions (`practice`), and
+    the judge on what it wrote about these answers. The pool begins with the problems of the data set.
+    """
+
+    updates: int  # of the run
+    proposals: int = 1  # for each problem of the data set that an iteration takes
+    answers: int = 5  # of the solver to each accepted question, which measure its difficulty
+    judgements: int = 5  # of each proposed question, and of each answer that measures a difficulty
+    practice: Literal["pool", "proposed"] = "pool"  # the questions that the solver and the judge train on
+    reference_share: float = 0.5  # of the proposals that see references
+    references: int = 1  # that such a proposal sees
+    least_quality: float = 0.7  # of a question that is accepted
+    pool_size: int = 4096  # most questions that are remembered; the oldest are forgotten first
+    estimator: str = "reinforce_pp"  # a word of algorithms.estimators, or module:name; over each role's own batch
+    proposer_template: str = "evolve_proposer"  # text files, or names of packaged prompts
+    reference_template: str = "evolve_proposer_reference"  # with {references}
+    solver_template: str = "evolve_solver"  # with {question}
+    question_template: str = "evolve_judge_question"  # with {question}
+    answer_template: str = "evolve_judge_answer"  # with {question}, {answer}
+
+    def __post_init__(self) -> None:
+        templates = {"proposer_template": [], "reference_template": ["references"], "solver_template": ["question"]}
+        templates |= {"question_template": ["question"], "answer_template": ["question", "answer"]}
+        check_arguments(
+            self, positive=["updates", "proposals", "answers", "judgements", "references", "pool_size"],
+            shares=["reference_share", "least_quality"], templates=templates,
+        )  # fmt: skip
+        self._templates = {name: read_template(vars(self)[name]) for name in templates}
+        self._pool: list[str] = []  # different questions, the oldest first
+
+    def roles(self) -> Mapping[str, RecipeRole]:
+        n, tried, pooled = self.proposals, self.proposals * self.answers, self.proposals * (self.practice == "pool")
+        samples = {PROPOSER: n, SOLVER: pooled or tried, JUDGE: pooled or tried * self.judgements}
+        drawn = {PROPOSER: n, SOLVER: tried + pooled, JUDGE: (n + tried) * self.judgements + pooled}
+        return {role: RecipeRole(samples=own, drawn=drawn) for role, own in samples.items()}
+
+    def schedule(self) -> Schedule:
+        return [[(PROPOSER, SOLVER, JUDGE)]] * self.updates
+
+    def prompt(self, payload: Mapping[str, Any]) -> str:
+        return fill(self._templates["reference_template"], references=str(payload["question"]))
+
+    def check(self, spec: RunSpec) -> None:
+        check_length(spec, PROPOSER, "proposer_template", self._templates["proposer_template"])
+
+    def rollout(
+        self, iteration: Iteration, source: PromptSource, context: RolloutContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        seeds, rng = source.take(), random.Random(context.seed_for(iteration.number, "pool"))
+        self._remember(str(seed.payload["question"]) for seed in seeds)
+        count = len(seeds) * self.proposals
+        pool = dict(enumerate(rng.sample(self._pool, min(count, len(self._pool)))))
+        prompts = [self._proposer_prompt(context, rng) for _ in range(count)]
+        proposed = sample(
+            context, PROPOSER, prompts, self._speaker(iteration, context, PROPOSER, "proposed", 1).sampling
+        )
+        texts = decode_all(context.tokenizers[PROPOSER], [rollout.response for rollout in proposed])
+        questions = {i: question for i, text in enumerate(texts) if (question := last_inside(text, "question"))}
+        quality = marks(context, self._speaker(iteration, context, JUDGE, "questions", self.judgements), questions)
+        accepted = {i: questions[i] for i, mark in quality.items() if mark >= self.least_quality}
+        tried = self._answers(iteration, context, "tried", accepted)
+        practised = tried if self.practice == "proposed" else self._answers(iteration, context, "pool", pool)
+        self._remember(accepted.values())
+        difficulty = {i: 1.0 - fmean(own) for i in accepted if (own := _scores(tried, i))}
+        proposals = [
+            self._proposal(rollout, text, quality.get(i), difficulty.get(i))
+            for i, (rollout, text) in enumerate(zip(proposed, texts, strict=True))
+            if i not in questions or i in difficulty or (i in quality and i not in accepted)  # else not judged
+        ]
+        metrics = {"questions": len(questions), "accepted": len(accepted), "pool": len(self._pool)}
+        metrics["unjudged"] = len(proposed) - len(proposals)
+        context.add_metrics(PROPOSER, {name: float(number) for name, number in metrics.items()})
+        solutions = [_solution(answer) for answer in practised if answer.scores]
+        context.add_metrics(SOLVER, {"unjudged": float(len(practised) - len(solutions))})
+        judgements = [_judgement(context, rollout) for answer in practised for rollout in answer.judgements]
+        parts = ((PROPOSER, proposals, "total"), (SOLVER, solutions, "total"), (JUDGE, judgements, "form"))
+        return {  # a role's batch is one group
+            role: assign_advantages([replace(r, group=role) for r in own], reward=reward, estimator=self.estimator)
+            for role, own, reward in parts
+        }
+
+    def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
+        """Measures the solver, on the problems that are not too long for it; solver/too_long counts the others."""
+        texts = [fill(self._templates["solver_template"], question=str(p.payload["question"])) for p in prompts]
+        own = [put(context, SOLVER, text) for text in texts]
+        return accuracies_of_fitting(context, SOLVER, prompts, own)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pool": list(self._pool)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._pool = list(state["pool"])
+
+    def _remember(self, questions: Iterable[str]) -> None:
+        self._pool = list(dict.fromkeys([*self._pool, *questions]))[-self.pool_size :]
+
+    def _speaker(self, iteration: Iteration, context: RolloutContext, role: str, purpose: str, n: int) -> Speaker:
+        """Agents a role for one purpose of an iteration, with draws of its own. Log-probs are asked for of what is
+        trained."""
+        name = "solver" if role == SOLVER else "question" if purpose == "questions" else "answer"
+        own = replace(sampling_for(context, iteration, role, n), seed=context.seed_for(iteration.number, role, purpose))
+        sampling = replace(own, logprobs=purpose in ("proposed", "pool" if self.practice == "pool" else "tried"))
+
+        def ask(question: str, text: str = "") -> Prompt | None:
+            template = self._templates[f"{name}_template"]
+            return put_filled(context, role, template, question=question, answer=boxed(text) or text)
+
+        return Speaker(role=role, sampling=sampling, ask=ask)
+
+    def _answers(
+        self, iteration: Iteration, context: RolloutContext, purpose: str, questions: Mapping[int, str]
+    ) -> list[JudgedAnswer]:
+        n, votes = (self.answers, self.judgements) if purpose == "tried" else (1, 1)
+        solver, judge = (
+            self._speaker(iteration, context, role, purpose, k) for role, k in ((SOLVER, n), (JUDGE, votes))
+        )
+        return judged_answers(context, solver, judge, questions)
+
+    def _proposer_prompt(self, context: RolloutContext, rng: random.Random) -> Prompt:
+        """Draws whether a proposal sees references, and which. References that do not fit are left out."""
+        shown = rng.sample(self._pool, min(self.references, len(self._pool)))
+        text = fill(self._templates["reference_template"], references="\n\n".join(shown))
+        prompt = put(context, PROPOSER, text) if rng.random() < self.reference_share else None
+        prompt = prompt or put(context, PROPOSER, self._templates["proposer_template"])
+        if prompt is None:
+            limit = context.max_prompt_tokens[PROPOSER]
+            raise ConfigError(f"roles.{PROPOSER}.max_prompt_tokens = {limit}: recipe.args.proposer_template is longer")
+        return prompt
+
+    @staticmethod
+    def _proposal(rollout: Rollout, text: str, quality: float | None, difficulty: float | None) -> Rollout:
+        """Rewards a proposal with the mean of quality, difficulty and form. A question that was not accepted has no
+        difficulty, and a proposal without a question has nothing."""
+        parts = (quality, difficulty or 0.0, proposal_form(text)) if quality is not None else (0.0, 0.0, 0.0)
+        own = dict(zip(("quality", "difficulty", "form"), parts, strict=True))
+        return rollout.with_rewards(total=sum(parts) / 3, **own)
+
+
+def _scores(answers: Sequence[JudgedAnswer], question: int) -> list[float]:
+    return [score for answer in answers if answer.question == question for score in answer.scores]
+
+
+def _solution(answer: JudgedAnswer) -> Rollout:
+    score, form = fmean(answer.scores), tag_form(answer.text, "answer")
+    return answer.rollout.with_rewards(total=0.5 * score + 0.5 * form, score=score, form=form)
+
+
+def _judgement(context: RolloutContext, rollout: Rollout) -> Rollout:
+    [text] = decode_all(context.tokenizers[JUDGE], [rollout.response])
+    return rollout.with_rewards(form=tag_form(text, "score"))

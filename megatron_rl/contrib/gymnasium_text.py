@@ -1,0 +1,152 @@
+"""An adapter of gymnasium's environments: observations become messages, and answers are read as actions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.chat_template import USER
+from megatron_rl.config.base import ConfigError
+from megatron_rl.environments.environment import Environment
+from megatron_rl.environments.episode_types import EpisodeEnd, NextRequest, Said
+from megatron_rl.rewards.tags import block_texts
+from megatron_rl.text import fill, read_template
+
+RENDERED = "ansi"  # the render mode of gymnasium that is a text
+_COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m")
+_INTEGER = r"(?<![\w.])-?\d+(?![\w.]*\d)"
+
+
+@dataclass(kw_only=True)
+class GymnasiumText(Environment):
+    """One agent in an environment of gymnasium whose actions are a text or one of a few numbers.
+
+    The agent is told an observation and answers with an action, until the environment ends, or `turns` answers were
+    given. Its reward `return` is the sum of the environment's. An episode begins from the task's `seed`, so that the
+    episodes of a task begin alike, else from its own; the task's `options` go to `reset`, too.
+    """
+
+    id: str  # of the environment, as gymnasium.make takes it: a name, or module:name
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of gymnasium.make
+    role: str = "agent"  # also the agent's name
+    # First message: a text file or a packaged prompt, with {observation}, {actions} and the task's {question}.
+    template: str = "gymnasium"
+    observation: str = "{observation}"  # later messages
+    unreadable: str = "This names no action. The actions are: {actions}."  # told instead of a step
+    actions: tuple[str, ...] = ()  # names of the numbered actions, in order; their numbers are understood, too
+    tag: str | None = None  # an action stands between <tag> and </tag>, where the last of these is; null: anywhere
+    # Show the environment's picture in letters (render_mode: ansi) as the observation; what it colours has brackets.
+    render: bool = False
+    turns: int = 20  # most answers of an episode
+
+    def __post_init__(self) -> None:
+        if self.turns < 1:
+            raise ConfigError(f"args.turns = {self.turns}: give at least 1")
+        try:
+            self._template = read_template(self.template)
+        except FileNotFoundError as error:
+            raise ConfigError(f"args.template: {error}") from None
+        self._gymnasium = _library()
+        self._world = self._make()
+        try:
+            self._space = self._world.action_space
+            self._named = self._check_actions()
+        finally:
+            self._world.close()
+
+    def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[NextRequest] | EpisodeEnd:
+        self._world, self._return, self._left = self._make(), 0.0, self.turns
+        observation, _ = self._world.reset(seed=int(task.get("seed", seed)), options=task.get("options"))
+        values = {"question": str(task.get("question", "")), "actions": self._named}
+        return self._ask(fill(self._template, **values, observation=self._shown(observation)))
+
+    def step(self, said: Said) -> Sequence[NextRequest] | EpisodeEnd:
+        if said.stop is None:
+            return self._over()
+        self._left -= 1
+        action = self._action(said.text)
+        if action is None:
+            text = fill(self.unreadable, actions=self._named)
+            return self._ask(text) if self._left else self._over()
+        observation, reward, terminated, truncated, _ = self._world.step(action)
+        self._return += float(reward)
+        if terminated or truncated or not self._left:
+            return self._over()
+        return self._ask(fill(self.observation, observation=self._shown(observation)))
+
+    def close(self) -> None:
+        self._world.close()
+
+    def speaking_roles(self) -> Collection[str]:
+        return (self.role,)
+
+    def most_answers(self, role: str) -> int | None:
+        return self.turns if role == self.role else None
+
+    def _ask(self, text: str) -> Sequence[NextRequest]:
+        return [NextRequest(agent=self.role, role=self.role, messages=[{"role": USER, "content": text}])]
+
+    def _over(self) -> EpisodeEnd:
+        return EpisodeEnd(rewards={self.role: {"return": self._return}})
+
+    def _make(self) -> Any:
+        mode = {"render_mode": RENDERED} if self.render else {}
+        try:
+            return self._gymnasium.make(self.id, disable_env_checker=True, **mode, **self.args)
+        except (self._gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
+            raise ConfigError(f"args.id = {self.id!r} with args.args = {self.args} cannot be made: {error}") from error
+
+    def _check_actions(self) -> str:
+        """Returns how the actions are named to the agent. Raises ConfigError for a space that no text can name."""
+        spaces = self._gymnasium.spaces
+        if isinstance(self._space, spaces.Text) and not self.actions:
+            return "any text"
+        if not isinstance(self._space, spaces.Discrete):
+            raise ConfigError(
+                f"args.id = {self.id!r} has actions {self._space}: only Text, and Discrete with or without "
+                "args.actions, can be read from a text"
+            )
+        numbers = range(int(self._space.start), int(self._space.start + self._space.n))
+        if self.actions and len(self.actions) != len(numbers):
+            raise ConfigError(f"args.actions names {len(self.actions)} actions, and {self.id!r} has {len(numbers)}")
+        names = self.actions or [str(number) for number in numbers]
+        self._numbers = {str(number): number for number in numbers}
+        self._numbers |= {name.lower(): number for name, number in zip(names, numbers, strict=True)}
+        return ", ".join(names)
+
+    def _action(self, text: str) -> Any:
+        """Returns the action in a text: all of it, or the last number or name of an action; None without one."""
+        if self.tag is not None:
+            found = block_texts(text, self.tag)
+            if not found:
+                return None
+            text = found[-1]
+        if isinstance(self._space, self._gymnasium.spaces.Text):
+            return text.strip() if self._space.contains(text.strip()) else None
+        names = [rf"(?<!\w){re.escape(name)}(?!\w)" for name in self.actions]
+        found = re.findall("|".join([*names, _INTEGER]), text, re.IGNORECASE)
+        return self._numbers.get(found[-1].lower()) if found else None
+
+    def _shown(self, observation: Any) -> str:
+        if self.render:
+            return _COLOURED.sub(r"[\1]", str(self._world.render())).strip("\n")
+        return str(_plain(observation))
+
+
+def _plain(value: Any) -> Any:
+    """Returns an observation with Python's numbers and lists in place of numpy's, whose text shows their type."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value)) if isinstance(value, tuple) else [*map(_plain, value)]
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _library() -> Any:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise ConfigError(f"gymnasium cannot be imported ({error}): run `pip install gymnasium`") from error
+    return gymnasium

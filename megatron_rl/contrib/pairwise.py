@@ -1,0 +1,168 @@
+"""BRPO (Writing-Zero, arXiv 2506.00103): a judge compares each response of a group with one of the same group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.contrib.comparing import BOTH, Answer, Comparisons, comparison_metrics
+from megatron_rl.contrib.judge_role import JUDGE, judge_rollout
+from megatron_rl.recipes.solutions import GENERATOR, check_arguments, question_text, sampling_for
+from megatron_rl.text import decode_all
+from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
+from megatron_rl.training.rollouts import Draws, greedy, sample
+from megatron_rl.types import Prompt, Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairwise(Recipe):
+    """A run that trains `generator` on whether `judge` prefers its responses to another one of their group.
+
+    The judge is a frozen model, or one behind a URL, unless it has iterations of its own. In those it compares the
+    responses `answer` and `rejected` of each problem (roles.judge.data may be a set of preferences), and learns to
+    prefer the first; of a problem without `rejected` it compares two responses of the generator, and learns the form
+    alone.
+    """
+
+    updates: int  # of the generator
+    group_size: int = 8  # responses per problem, one of which is the reference of the others
+    both_orders: bool = False  # ask about each pair in both orders and add the scores; false: in one, drawn by chance
+    judge_warmup: int = 0  # iterations of the judge before the generator's first one
+    judge_iterations: int = 0  # of the judge after each iteration of the generator
+    judgements: int = 8  # of each pair, and order, in an iteration of the judge
+    format_weight: float = 0.8  # in the judge's reward, of an answer in the form that is asked for
+    estimator: str = "grpo"  # of the judge: a word of algorithms.estimators, or module:name
+    generator_template: str = "open_generator"  # a text file with {question}, or the name of a packaged prompt
+    judge_template: str = "pairwise_judge"  # with {question}, {first}, {second}
+
+    def __post_init__(self) -> None:
+        templates = {"generator_template": ["question"], "judge_template": ["first", "second"]}
+        natural = ["judge_warmup", "judge_iterations"]
+        groups = ["judgements"] if self.judge_warmup + self.judge_iterations > 0 else []
+        check_arguments(self, positive=["updates", "judgements"], groups=groups, templates=templates, natural=natural)
+        if self.group_size < 3:
+            raise ConfigError(
+                f"recipe.args.group_size = {self.group_size}: give at least 3, a reference and two others"
+            )
+        if self.format_weight < 0:
+            raise ConfigError(f"recipe.args.format_weight = {self.format_weight}: give at least 0")
+
+    def roles(self) -> Mapping[str, RecipeRole]:
+        orders, others = 1 + self.both_orders, self.group_size - 1
+        asked = self.judgements * orders
+        trained, alike = self.judge_warmup + self.judge_iterations > 0, {JUDGE: self.judgements}
+        judge = RecipeRole(trained=trained, samples=asked, drawn={JUDGE: asked}, per_prompt=alike)
+        drawn, alike = {GENERATOR: self.group_size, JUDGE: others * orders}, {GENERATOR: self.group_size}
+        return {GENERATOR: RecipeRole(samples=others, drawn=drawn, per_prompt=alike), JUDGE: judge}
+
+    def schedule(self) -> Schedule:
+        return [[(JUDGE,)]] * self.judge_warmup + [[(GENERATOR,), *[(JUDGE,)] * self.judge_iterations]] * self.updates
+
+    def prompt(self, payload: Mapping[str, Any]) -> str:
+        return question_text(self.generator_template, payload)
+
+    def rollout(
+        self, iteration: Iteration, source: PromptSource, context: RolloutContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        asked = sampling_for(context, iteration, JUDGE, self.judgements if iteration.role == JUDGE else 1)
+        compared = Comparisons(
+            context, self.judge_template, asked, lambda place: self._orders(context, iteration, place)
+        )
+        if iteration.role == JUDGE:
+            return {JUDGE: self._judge_iteration(iteration, source.take(), context, compared)}
+        return {GENERATOR: self._generator_iteration(iteration, source.take(), context, compared)}
+
+    def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
+        """Measures on problems with `rejected`: how often a greedy judge prefers greedy responses to `answer`, and how
+        often `answer` to `rejected`, each in both orders. A comparison that cannot be read is not won."""
+        known = [prompt for prompt in prompts if "rejected" in prompt.payload]
+        if not known:
+            return {}
+        texts = _texts(
+            context, sample(context, GENERATOR, known, greedy(context.samplings[GENERATOR], seed=context.seed))
+        )
+        judge = greedy(context.samplings[JUDGE], seed=context.seed)
+        compared = Comparisons(context, self.judge_template, judge, lambda place: BOTH)
+        for i, (prompt, text) in enumerate(zip(known, texts, strict=True)):
+            answer, rejected = str(prompt.payload["answer"]), str(prompt.payload["rejected"])
+            compared.add(2 * i, prompt, text, answer)
+            compared.add(2 * i + 1, prompt, answer, rejected)
+        metrics = {f"{JUDGE}/{name}": value for name, value in comparison_metrics(compared.finish()).items()}
+        won = [float((compared.margin(place) or 0.0) > 0) for place in range(2 * len(known))]
+        return metrics | {f"{GENERATOR}/win_rate": fmean(won[::2]), f"{JUDGE}/accuracy": fmean(won[1::2])}
+
+    def _orders(self, context: RolloutContext, iteration: Iteration, place: int) -> Sequence[bool]:
+        """Returns the orders in which a pair is asked about: both, or one that is drawn, so that over many pairs no
+        response gains by the judge's bias for a place."""
+        return BOTH if self.both_orders else (context.seed_for(iteration.number, "order", place) % 2 == 1,)
+
+    def _generator_iteration(
+        self, iteration: Iteration, prompts: Sequence[Prompt], context: RolloutContext, compared: Comparisons
+    ) -> list[Rollout]:
+        """Returns the responses that were compared, of the problems whose outcomes differ, with an advantage of 1.0
+        (better than the reference) or -1.0. No standard deviation divides it; the reference itself has none."""
+        n, groups = self.group_size, dict[int, list[Rollout]]()
+        references = [context.seed_for(iteration.number, "reference", i) % n for i in range(len(prompts))]
+        draws = Draws(context, GENERATOR, sampling_for(context, iteration, GENERATOR, n))
+        for i, prompt in enumerate(prompts):
+            draws.ask(i, prompt)
+        with context.watch("rollout"):
+            for i, group in draws.answers():  # each group is compared while others are written
+                groups[i], texts = group, _texts(context, group)
+                for j in _others(n, references[i]):
+                    compared.add(i * n + j, prompts[i], texts[j], texts[references[i]])
+                context.watch.beat()
+        metrics, learned = comparison_metrics(compared.finish()), list[Rollout]()
+        ungraded = alike = 0
+        for i, reference in enumerate(references):
+            margins = {j: compared.margin(i * n + j) for j in _others(n, reference)}
+            own = [_credited(groups[i][j], margin) for j, margin in margins.items() if margin is not None]
+            ungraded += len(margins) - len(own)
+            differ = any(rollout.advantages != own[0].advantages for rollout in own)
+            alike += not differ
+            learned += own if differ else []
+        context.add_metrics(GENERATOR, metrics | {"ungraded": float(ungraded), "groups_alike": float(alike)})
+        return learned
+
+    def _judge_iteration(
+        self, iteration: Iteration, prompts: Sequence[Prompt], context: RolloutContext, compared: Comparisons
+    ) -> list[Rollout]:
+        """Returns the judge's answers about known preferences, and about the generator's own responses otherwise."""
+        unknown = [prompt for prompt in prompts if "rejected" not in prompt.payload]
+        texts = _texts(context, sample(context, GENERATOR, unknown, sampling_for(context, iteration, GENERATOR, 2)))
+        for place, prompt in enumerate(prompts):
+            if "rejected" in prompt.payload:
+                compared.add(place, prompt, str(prompt.payload["answer"]), str(prompt.payload["rejected"]))
+            else:
+                compared.add(place, prompt, texts.pop(0), texts.pop(0))
+        answers = compared.finish()
+        context.add_metrics(JUDGE, comparison_metrics(answers))
+        judged = [
+            judge_rollout(context, answer, form=answer.opinion.form, agrees=_agrees(answer), weight=self.format_weight)
+            for answer in answers
+        ]
+        return assign_advantages(judged, reward="total", estimator=self.estimator)
+
+
+def _texts(context: RolloutContext, rollouts: Sequence[Rollout]) -> list[str]:
+    return decode_all(context.tokenizers[GENERATOR], [rollout.response for rollout in rollouts])
+
+
+def _others(n: int, reference: int) -> list[int]:
+    return [j for j in range(n) if j != reference]
+
+
+def _credited(rollout: Rollout, margin: float) -> Rollout:
+    outcome = 1.0 if margin > 0 else -1.0
+    return replace(rollout.with_rewards(outcome=outcome, margin=margin), advantages=outcome)
+
+
+def _agrees(answer: Answer) -> float | None:
+    """Returns 1.0 where an answer puts the better response first and 0.0 where not; None where nobody knows it."""
+    if "rejected" not in answer.item.payload:
+        return None
+    return float(answer.opinion.scores is not None and answer.item.margin(answer.opinion.scores) > 0)

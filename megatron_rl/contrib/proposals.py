@@ -1,0 +1,56 @@
+"""Reads, checks and rewards the questions that a proposer writes, for recipes of self-play."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from megatron_rl.config.plugins import find_function
+from megatron_rl.config.schema import Reward
+from megatron_rl.rewards.grading_pool import GradePool, check_failures
+from megatron_rl.rewards.role_tags import last_inside
+from megatron_rl.types import Outcome
+
+Aim = Literal["hard", "middle", "even"]
+
+
+def aimed(aim: Aim, accuracy: float) -> float:
+    """Returns what a proposer earns for a question that the solver answers with this accuracy.
+
+    hard: 1 - a, and middle: 4 a (1 - a), both of Search Self-Play (arXiv 2510.18821); even: min(a, 1 - a), of R-Zero
+    (arXiv 2508.05004).
+    """
+    hard = 1.0 - accuracy
+    return {"hard": hard, "middle": 4.0 * accuracy * hard, "even": min(accuracy, hard)}[aim]
+
+
+def read_proposal(text: str) -> tuple[str, str] | None:
+    """Returns the last question and the last answer of a proposal; None where it lacks one of them."""
+    question, answer = last_inside(text, "question"), last_inside(text, "answer")
+    return (question, answer) if question and answer else None
+
+
+class AnswerRule:
+    """A function that says whether proposed answers are correct, in worker processes that live as long as it does."""
+
+    def __init__(self, target: str | None, workers: int) -> None:
+        """`target`: module:name of a reward function; without one every answer is correct. Raises ConfigError where it
+        cannot be imported."""
+        self._pool: GradePool | None = None
+        if target is not None:
+            find_function(target)
+            self._pool = GradePool(Reward(target=target, workers=workers))
+            weakref.finalize(self, self._pool.close)
+
+    def correct(
+        self, answers: Mapping[int, str], payloads: Mapping[int, Mapping[str, Any]], max_failure_share: float
+    ) -> dict[int, bool | None]:
+        """Tells which answers are correct; None for one that could not be graded. The mappings have the same keys.
+        Raises RewardFailure when too many gradings fail."""
+        if self._pool is None or not answers:
+            return dict.fromkeys(answers, True)
+        graded = self._pool.grade(list(answers.values()), [payloads[i] for i in answers])
+        check_failures(graded, max_failure_share)
+        known = [one.correct if one.outcome is Outcome.SCORE else None for one in graded]
+        return dict(zip(answers, known, strict=True))

@@ -1,0 +1,61 @@
+"""ReMax (arXiv 2310.10505): REINFORCE whose baseline is the outcome of the likeliest answer to the same problem."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_rl.algorithms.advantages import EstimatorName
+from megatron_rl.algorithms.estimators import ESTIMATORS, word_of
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.recipes.dapo import Dapo
+from megatron_rl.recipes.dynamic_sampling import Group, Metrics, solve_groups
+from megatron_rl.recipes.solutions import GENERATOR
+from megatron_rl.training.iteration import Iteration, RecipeRole, RolloutContext
+from megatron_rl.training.rollouts import greedy
+from megatron_rl.types import Prompt, Rollout
+
+BASELINE = "greedy"  # the reward of the likeliest answer, which stands with every rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remax(Dapo):
+    """A run that trains `generator` on the outcome minus that of greedy decoding. One sample of a problem is enough.
+
+    A problem whose likeliest answer could not be graded is left out. Dapo's other options hold here too.
+    """
+
+    group_size: int = 1
+    estimator: EstimatorName = "reinforce"  # or reinforce_pp, or one of your own
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if word_of(self.estimator) in set(ESTIMATORS) - {"reinforce", "reinforce_pp"}:
+            raise ConfigError(
+                f"recipe.args.estimator = {word_of(self.estimator)!r}: it has a baseline of its own, and ReMax's would "
+                "be lost; give reinforce or reinforce_pp"
+            )
+
+    def roles(self) -> Mapping[str, RecipeRole]:
+        part = super().roles()[GENERATOR]
+        return {GENERATOR: replace(part, drawn={GENERATOR: part.drawn[GENERATOR] + 1})}
+
+    def _draw(
+        self, iteration: Iteration, context: RolloutContext, number: int, prompts: Sequence[Prompt]
+    ) -> tuple[list[Group], Metrics]:
+        """Draws the groups of one round, and the likeliest answer to each of their prompts."""
+        groups, metrics = super()._draw(iteration, context, number, prompts)
+        likeliest = replace(greedy(context.samplings[GENERATOR], seed=context.seed), logprobs=False)
+        ones, _ = solve_groups(context, GENERATOR, [group.prompt for group in groups], likeliest)
+        return [_compared(group, one) for group, one in zip(groups, ones, strict=True)], metrics
+
+    def _price(self, groups: Sequence[Group], context: RolloutContext) -> tuple[list[Rollout], dict[str, float]]:
+        rollouts, weights = super()._price(groups, context)
+        return rollouts, {**weights, BASELINE: -1.0}
+
+
+def _compared(group: Group, likeliest: Group) -> Group:
+    """Gives the solutions of a group the reward of the one likeliest answer; none are left without one."""
+    if not likeliest.solutions:
+        return replace(group, solutions=[])
+    baseline = likeliest.solutions[0].rollout.rewards["outcome"]
+    solutions = [replace(s, rollout=s.rollout.with_rewards(**{BASELINE: baseline})) for s in group.solutions]
+    return replace(group, solutions=solutions)

@@ -1,0 +1,178 @@
+"""Rubric Anchors (arXiv 2508.12790): a judge scores each response by the criteria of its problem's rubric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+from statistics import fmean
+from typing import Any
+
+from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.config.plugins import find_function
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.contrib.judge_role import JUDGE, judge_prompt, judge_rollout
+from megatron_rl.contrib.rubric_reward import PASS, Criterion, read_rubric, rubric_reward, vetoed
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.evaluation.judging import Judgement, Judging, Question
+from megatron_rl.recipes.solutions import GENERATOR, check_arguments, check_fields, question_text, sampling_for
+from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.text import decode
+from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
+from megatron_rl.training.rollouts import Draws, greedy, plain
+from megatron_rl.types import Prompt, Rollout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Claim:
+    """One response with one criterion that it is judged by."""
+
+    place: int  # of the response in its iteration
+    rollout: Rollout
+    text: str  # of the response
+    criterion: Criterion
+    gold: float | None  # score that is known to be correct
+
+    def read(self, answer: str) -> float | None:
+        return self.criterion.read(answer)
+
+
+Answer = Judgement[Claim, float | None]  # a score in [0, 1]; None: it cannot be read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rubric(Recipe):
+    """A run that trains `generator` on what `judge` makes of its responses.
+
+    The judge is asked about each criterion by itself. It is a frozen model, or one behind a URL, unless `train_judge`:
+    then both learn from the same iterations, the judge for answers that can be read and, where `labels` knows scores,
+    for correct ones. A response with a criterion that no answer can be read for is not graded and leaves its group.
+    """
+
+    updates: int  # of the run
+    group_size: int = 8  # responses per problem
+    judgements: int = 1  # of each criterion of a response, whose score is their mean
+    criteria: int = 4  # of a rubric, about; only plans read it
+    estimator: str = "grpo"  # a word of algorithms.estimators, or module:name
+    train_judge: bool = False
+    labels: str | None = None  # module:name, (response, payload) -> a known score in [0, 1], or None, per criterion
+    format_weight: float = 0.8  # in the judge's reward, of an answer that can be read
+    generator_template: str = "open_generator"  # a text file with {question}, or the name of a packaged prompt
+    judge_template: str = "rubric_judge"  # with {question}, {response}, {criterion}, {tiers}
+
+    def __post_init__(self) -> None:
+        groups = ["group_size", "judgements"] if self.train_judge else ["group_size"]
+        templates = {"generator_template": ["question"], "judge_template": ["response", "criterion"]}
+        check_arguments(self, groups=groups, positive=["updates", "judgements", "criteria"], templates=templates)
+        if self.labels is not None:
+            find_function(self.labels)
+        if self.format_weight < 0 or (self.train_judge and self.labels is None and self.format_weight == 0):
+            raise ConfigError(f"recipe.args.format_weight = {self.format_weight}: give more than 0, or 0 with labels")
+
+    def roles(self) -> Mapping[str, RecipeRole]:
+        asked = self.group_size * self.criteria * self.judgements
+        drawn = {GENERATOR: self.group_size, JUDGE: asked}
+        alike = {GENERATOR: self.group_size, JUDGE: self.judgements}
+        judge = RecipeRole(trained=self.train_judge, samples=asked, drawn=drawn, per_prompt=alike)
+        return {GENERATOR: RecipeRole(samples=self.group_size, drawn=drawn, per_prompt=alike), JUDGE: judge}
+
+    def schedule(self) -> Schedule:
+        return [[(GENERATOR, JUDGE) if self.train_judge else (GENERATOR,)]] * self.updates
+
+    def prompt(self, payload: Mapping[str, Any]) -> str:
+        return question_text(self.generator_template, payload)
+
+    def check(self, spec: RunSpec) -> None:
+        check_fields(spec, GENERATOR, {"rubric": "the judge"}, held_out=True)
+
+    def rollout(
+        self, iteration: Iteration, source: PromptSource, context: RolloutContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        own = sampling_for(context, iteration, GENERATOR, self.group_size)
+        asked = sampling_for(context, iteration, JUDGE, self.judgements)
+        graded, answers, metrics = self._judged(context, source.take(), own, asked)
+        context.add_metrics(GENERATOR, metrics)
+        learned = {GENERATOR: assign_advantages(graded, reward="outcome", estimator=self.estimator)}
+        if self.train_judge:
+            judged = [self._judge_rollout(context, answer) for answer in answers]
+            learned[JUDGE] = assign_advantages(judged, reward="total", estimator=self.estimator)
+        return learned
+
+    def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
+        """Measures one draw per problem at temperature 1, and greedy responses, by a greedy judge: reward (the mean of
+        what the rubrics give), fulfilled and vetoed. A response without a grade counts with 0, and as ungraded."""
+        own, judge = context.samplings[GENERATOR], greedy(context.samplings[JUDGE], seed=context.seed)
+        found: dict[str, float] = {}
+        for name, sampling in (("sampled", plain(own, seed=context.seed)), ("greedy", greedy(own, seed=context.seed))):
+            graded, _, metrics = self._judged(context, prompts, sampling, judge)
+            names = {"reward": "outcome", "fulfilled": "fulfilled", "vetoed": "vetoed"}  # metric -> reward
+            metrics |= {metric: sum(r.rewards[own] for r in graded) / len(prompts) for metric, own in names.items()}
+            found |= {f"{GENERATOR}/{metric}_{name}": value for metric, value in metrics.items()}
+        return found
+
+    def _judged(
+        self, context: RolloutContext, prompts: Sequence[Prompt], own: Sampling, asked: Sampling
+    ) -> tuple[list[Rollout], list[Answer], dict[str, float]]:
+        """Draws responses and asks about each as soon as it is written. -> those that could be graded, with rewards,
+        and all answers of the judge, both in order; and metrics."""
+        rubrics = [read_rubric(prompt.payload) for prompt in prompts]
+        first = [0, *accumulate(own.n * len(rubric) for rubric in rubrics)]  # keys are places, whatever comes when
+        question = Question[Claim, float | None](prompt=lambda claim: self._ask(context, claim), read=Claim.read)
+        judging = Judging(context.engines[JUDGE], context.tokenizers[JUDGE], asked, question)
+        draws, claims = Draws(context, GENERATOR, own), dict[int, Claim]()
+        for i, prompt in enumerate(prompts):
+            draws.ask(i, prompt)
+        with context.watch("rollout"):
+            for i, group in draws.answers():
+                for key, claim in enumerate(self._claims(context, i * own.n, group, rubrics[i]), start=first[i]):
+                    claims[key] = claim
+                    judging.ask(key, claim)
+                context.watch.beat()
+        with context.watch("review"):
+            found = dict(judging.answers())
+        rows = [(claim, found.get(key, [])) for key, claim in sorted(claims.items())]
+        responses = [list(part) for _, part in groupby(rows, key=lambda row: row[0].place)]
+        graded = [rollout for rollout in map(_rewarded, responses) if rollout is not None]
+        answers = [answer for _, own_answers in rows for answer in own_answers]
+        metrics = {
+            "ungraded": len(responses) - len(graded),  # responses
+            "unasked": len(rows) - len(found),  # criteria whose prompt is too long for the judge
+            "unreadable": sum(answer.opinion is None for answer in answers),  # answers
+        }
+        return graded, answers, {name: float(count) for name, count in metrics.items()}
+
+    def _claims(
+        self, context: RolloutContext, place: int, group: Sequence[Rollout], rubric: Sequence[Criterion]
+    ) -> list[Claim]:
+        """Returns the responses of one problem with each criterion, [n * K]; `place`: of the first response."""
+        claims: list[Claim] = []
+        for j, rollout in enumerate(group):
+            text = decode(context.tokenizers[GENERATOR], rollout.response).text
+            gold = [None] * len(rubric) if self.labels is None else find_function(self.labels)(text, rollout.payload)
+            claims += [Claim(place + j, rollout, text, one, known) for one, known in zip(rubric, gold, strict=True)]
+        return claims
+
+    def _ask(self, context: RolloutContext, claim: Claim) -> Prompt | None:
+        tiers = "\n".join(f"{score}: {tier}" for score, tier in enumerate(claim.criterion.tiers))
+        values = {"response": claim.text, "criterion": claim.criterion.criterion, "tiers": tiers}
+        return judge_prompt(context, self.judge_template, claim.rollout.group, claim.rollout.payload, **values)
+
+    def _judge_rollout(self, context: RolloutContext, answer: Answer) -> Rollout:
+        score, gold = answer.opinion, answer.item.gold
+        agrees = None if gold is None else 0.0 if score is None else 1.0 - abs(score - gold)
+        return judge_rollout(context, answer, form=float(score is not None), agrees=agrees, weight=self.format_weight)
+
+
+def _rewarded(rows: Sequence[tuple[Claim, Sequence[Answer]]]) -> Rollout | None:
+    """Gives one response its rewards from the answers about each of its criteria: outcome, fulfilled (the share of the
+    criteria) and vetoed. None where a criterion has no answer that can be read."""
+    read = [[answer.opinion for answer in answers if answer.opinion is not None] for _, answers in rows]
+    if not all(read):
+        return None
+    rollout, criteria, scores = rows[0][0].rollout, [claim.criterion for claim, _ in rows], [fmean(own) for own in read]
+    rewards = {
+        "outcome": rubric_reward(criteria, scores),
+        "fulfilled": fmean(float(score >= PASS) for score in scores),
+        "vetoed": float(vetoed(criteria, scores)),
+    }
+    return replace(rollout, payload={**rollout.payload, "scores": scores}).with_rewards(**rewards)

@@ -1,0 +1,59 @@
+"""SSRL (arXiv 2508.10874): GRPO on answers with search results of the model's own, which it is not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.recipes.solutions import GENERATOR, sampling_for, solve
+from megatron_rl.rewards.tags import block_spans
+from megatron_rl.text import decode
+from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext
+from megatron_rl.types import NO_VERSION, Author, Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ssrl(Grpo):
+    """A run that trains `generator` by the reward `megatron_rl.contrib.ssrl_reward:grade`, as Grpo does, but for the
+    tokens of its <information> blocks, tags included: they are in no loss."""
+
+    template: str = "ssrl_generator"
+
+    def rollout(
+        self, iteration: Iteration, source: PromptSource, context: RolloutContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        sampling = sampling_for(context, iteration, GENERATOR, self.group_size)
+        solved, metrics = solve(context, GENERATOR, source.take(), sampling)
+        rollouts = [without_information(s.rollout, context.tokenizers[GENERATOR]) for s in solved]
+        written = sum(s.rollout.num_trainable for s in solved)
+        trained = sum(rollout.num_trainable for rollout in rollouts)
+        context.add_metrics(GENERATOR, metrics | {"information_share": 1.0 - trained / written if written else 0.0})
+        return {GENERATOR: assign_advantages(rollouts, reward="outcome", estimator=self.estimator)}
+
+
+def without_information(rollout: Rollout, tokenizer: Any) -> Rollout:
+    """Makes the ENVIRONMENT the author of the tokens that hold a closed <information> block, by their own places in the
+    text; nothing is tokenised again. Their log-probs become 0, as of all tokens of that author.
+
+    A block may have several lines. (The released code masks those on one line alone: its pattern's dot matches no line
+    break.)
+    """
+    decoded = decode(tokenizer, rollout.response)
+    ranges = rollout.positions(decoded.tokens_of(block_spans(decoded.raw, "information")))
+    if len(ranges) == 0:
+        return rollout
+    masked = np.zeros(len(rollout.tokens), bool)
+    for start, end in ranges:
+        masked[start:end] = True
+    authors = np.where(masked, Author.ENVIRONMENT, rollout.authors).astype(np.int32)
+    versions = np.repeat(rollout.spans[:, 3], rollout.spans[:, 1] - rollout.spans[:, 0])
+    versions = np.where(masked, NO_VERSION, versions).astype(np.int32)
+    starts = np.flatnonzero(np.diff(authors, prepend=-1) | np.diff(versions, prepend=-2))
+    ends = np.append(starts[1:], len(masked))
+    spans = np.stack([starts, ends, authors[starts], versions[starts]], axis=1)
+    return replace(rollout, spans=spans, logprobs=np.where(masked, 0.0, rollout.logprobs))

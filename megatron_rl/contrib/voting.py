@@ -1,0 +1,57 @@
+"""Grades a model's answers by the answer that most of them give, where no correct answer is known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.recipes.solutions import Solution
+from megatron_rl.rewards.grading_pool import Graded, check_failures
+from megatron_rl.rewards.tags import boxed
+from megatron_rl.text import decode_all
+from megatron_rl.training.iteration import RolloutContext
+from megatron_rl.training.rollouts import sample
+from megatron_rl.types import Outcome, Prompt
+
+UNANSWERED = Graded(Outcome.SCORE)  # of a problem that nobody gave an answer to: all are wrong
+
+
+def solve_by_vote(
+    context: RolloutContext, role: str, prompts: Sequence[Prompt], sampling: Sampling
+) -> tuple[list[Solution], dict[str, float]]:
+    r"""Samples [P * n] answers, and grades those to one problem by the one in \boxed{} that is most frequent among them
+    (the first of several), which takes the place of payload["answer"]. -> the graded ones in order, and metrics:
+    graded/timeout, graded/error
+
+    R-Zero (arXiv 2508.05004) makes its labels so. It counts answers that its grader takes for equal as one; here
+    answers are counted as they are written, and the grader compares with the winner alone. A sample whose grading gave
+    no score leaves its group. Raises RewardFailure when too many gradings fail.
+    """
+    with context.watch("rollout"):
+        rollouts = sample(context, role, prompts, sampling)
+    texts = decode_all(context.tokenizers[role], [rollout.response for rollout in rollouts])
+    winners = [elected(texts[i : i + sampling.n]) for i in range(0, len(texts), sampling.n)]
+    keys = [winners[k // sampling.n] for k in range(len(texts))]
+    payloads = [{**rollout.payload, "answer": key} for rollout, key in zip(rollouts, keys, strict=True)]
+    known = [k for k, key in enumerate(keys) if key is not None]
+    with context.watch("reward"):
+        graded = context.grade([texts[k] for k in known], [payloads[k] for k in known])
+    check_failures(graded, context.max_failure_share)
+    results = dict.fromkeys(range(len(texts)), UNANSWERED) | dict(zip(known, graded, strict=True))
+    solutions = []
+    for k, result in results.items():
+        if result.outcome is Outcome.SCORE:
+            correct = result.correct
+            payload = {**payloads[k], "correct": correct, "grading": result.outcome.value}
+            rollout = replace(rollouts[k].with_rewards(**result.metrics, outcome=result.score), payload=payload)
+            solutions.append(Solution(rollout=rollout, text=texts[k], correct=correct))
+    failed = Counter(result.outcome for result in graded)
+    return solutions, {f"graded/{kind.value}": float(failed[kind]) for kind in (Outcome.TIMEOUT, Outcome.ERROR)}
+
+
+def elected(texts: Sequence[str]) -> str | None:
+    r"""Returns the most frequent answer in the last \boxed{} of each text; None where no text has one."""
+    votes = Counter(answer for text in texts if (answer := boxed(text)))
+    return votes.most_common(1)[0][0] if votes else None

@@ -1,0 +1,107 @@
+"""Makes the directory of a conversion, which appears only when it is complete, and copies a model's side files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.run import directory_lock
+from megatron_rl.run.atomic_files import push, push_tree
+
+SPARE = 1.02  # disk space that is wanted, as a multiple of the tensors' size
+
+
+@contextlib.contextmanager
+def fresh(target: Path, *, wanted_bytes: int, replace: bool = False) -> Iterator[Path]:
+    """Yields an empty directory beside `target`, which is renamed to `target` at the end of the block, when all of its
+    files are on the disk.
+
+    A block that fails leaves nothing. A process that is killed leaves a directory .NAME.partial, which the next process
+    with the same target removes. With `replace` an older directory at `target` is removed before the rename. Raises
+    ConfigError when `target` exists and is not to be replaced, when another process is writing it, when the disk has
+    less than `wanted_bytes` free, and when writing fails.
+    """
+    if target.exists() and not replace:
+        raise ConfigError(f"{target} exists: remove it, or give another place")
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"{target} could not be written: {error}") from error
+    held = contextlib.ExitStack()
+    try:
+        held.enter_context(
+            directory_lock.held(lock, target.with_name(f"{partial.name}.held"), directory_lock.own_name())
+        )
+    except directory_lock.Taken as error:
+        os.close(lock)
+        cure = f"; {error.cure}" if error.cure else ""
+        who = str(error) or "another process"
+        raise ConfigError(f"{who} is writing {target} now: wait for it, or give another place{cure}") from error
+    except OSError as error:
+        os.close(lock)
+        raise ConfigError(f"{target} could not be written: {error}") from error
+    try:
+        for left in partial.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        free = shutil.disk_usage(partial).free
+        if free < SPARE * wanted_bytes:
+            wanted = f"{SPARE * wanted_bytes / 1e9:.1f} GB"
+            raise ConfigError(
+                f"{target.parent} has {free / 1e9:.1f} GB free, the result takes up to {wanted}: choose another disk"
+            )
+        yield partial
+        push_tree(partial)
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+        push([target.parent])
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"{target} could not be written: {error}; nothing was left there") from error
+        raise
+    finally:
+        os.close(lock)
+        held.close()
+
+
+@contextlib.contextmanager
+def stoppable(target: Path) -> Iterator[None]:
+    """Ends the block through its own clean-up when SIGINT or SIGTERM comes, and raises SystemExit then.
+
+    Any error after the signal is taken for its consequence.
+    """
+    asked: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except BaseException as error:
+        if asked:
+            print(f"interrupted; nothing was left at {target}", file=sys.stderr)
+            raise SystemExit(128 + asked[0]) from error
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def copy_side_files(source: Path, target: Path, *, keep: tuple[str, ...] = ()) -> None:
+    """Copies the config, generation config and tokenizer files of a model directory, but for the names in `keep`."""
+    for pattern in ("*.json", "*.txt", "*.model", "*.jinja"):
+        for file in source.glob(pattern):
+            if not file.name.endswith(".index.json") and file.name not in keep:
+                shutil.copy2(file, target / file.name)

@@ -1,0 +1,158 @@
+"""Cuts a checkpoint anew for another layout: model and optimizer, with one parameter in memory, without ranks.
+
+megatron-core loads any layout's checkpoint by itself, but one that is cut for the reader's layout is read quicker:
+every rank has a file of its own and reads nothing else, while a rank of tp 8 that reads what tp 1 wrote reads eight
+times its share. Recutting also checks what megatron-core does not: that every tensor is known and of the model's
+shape, and that the optimizer's state is that of the weights.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.conversion.convert import OF_CHECKPOINTS
+from megatron_rl.conversion.output_directory import copy_side_files, fresh
+from megatron_rl.conversion.weight_source import WeightSource, find, roles, step_directory
+from megatron_rl.models.divisibility import Axes, trainer_problems
+from megatron_rl.models.sizes import Sizes
+from megatron_rl.run.checkpoint import STATE, seal
+from megatron_rl.weights import rank_layouts, tensor_copies
+from megatron_rl.weights.dist_checkpoint import DistCheckpoint
+from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, Piece, counts, pieces, spellings, stored_shape
+from megatron_rl.weights.dist_writer import DistWriter
+from megatron_rl.weights.parameter_mapping import WHOLE, Shard, kept_float32, megatron
+from megatron_rl.weights.plain_data import COMMON, read_object
+from megatron_rl.weights.rank_layouts import TrainerLayout
+
+MASTER = OPTIMIZER + "param."  # the optimizer's own copy of a weight, in float32
+Cuts = dict[str, list[tuple[int, Piece]]]  # parameter -> (rank that writes the piece, piece)
+
+
+def reshard(
+    path: Path, target: Path, layout: TrainerLayout, *, experts: TrainerLayout | None = None,
+    role: str | None = None, model: Path | None = None, trust: bool = False,
+) -> list[Path]:  # fmt: skip
+    """Writes one role's directory, or without a `role` the whole checkpoint, into `target`, cut for `layout`.
+
+    A whole checkpoint is every role and the run's state; it must be called iteration_N, as its source is, for a run to
+    go on from it. Models with experts are cut for the layout `experts`, where it is given. `trust`: pickled parts may
+    run code. Returns the directories that were read. Raises ConfigError.
+    """
+    path = Path(path)
+    if role is not None or (path / ".metadata").is_file() or not path.is_dir():
+        source = find(path, role=role, model=model, trust=trust)
+        with fresh(target, wanted_bytes=_bytes(source)) as folder:
+            _recut(source, layout, experts, folder)
+        return [source.path]
+    step = step_directory(path)
+    names = roles(step)
+    if not (step / STATE).is_file() or not names:
+        raise ConfigError(f"{path} is no run and no checkpoint of one: give iteration_N, or a role's directory in it")
+    if target.name != step.name:
+        raise ConfigError(
+            f"{target}: call it {step.name}, like the checkpoint it is made of, so that a run finds it; "
+            "or name a --role"
+        )
+    sources = [find(step, role=name, model=model, trust=trust) for name in names]
+    with fresh(target, wanted_bytes=sum(map(_bytes, sources))) as folder:
+        for source in sources:
+            (folder / source.path.name).mkdir()
+            _recut(source, layout, experts, folder / source.path.name)
+        shutil.copy2(step / STATE, folder / STATE)
+        seal(folder, int(step.name.removeprefix("step_")))
+    return [source.path for source in sources]
+
+
+def _bytes(source: WeightSource) -> int:
+    """Returns the size of a checkpoint's files in bytes."""
+    return sum(file.stat().st_size for file in source.path.glob("*.distcp"))
+
+
+def _recut(source: WeightSource, dense: TrainerLayout, experts: TrainerLayout | None, folder: Path) -> None:
+    checkpoint, sizes = source.checkpoint, source.sizes
+    if source.adapter is not None:
+        raise ConfigError(
+            f"{source.adapter.parent} holds adapters alone, which any layout reads as quickly: leave it as it is"
+        )
+    layout = experts if experts is not None and sizes.experts else dense
+    if checkpoint is None:
+        raise ConfigError(
+            f"{source.path} is a Hugging Face directory, which has no layout: make a checkpoint by to-megatron"
+        )
+    axes = Axes(tp=layout.tp, runs=layout.pp, ep=layout.ep, etp=layout.etp if sizes.experts or layout.etp > 1 else None)
+    if problems := trainer_problems(sizes, axes, str(source.model)):
+        raise ConfigError("\n  ".join(f"no run reads such a checkpoint: {line}" for line in problems))
+    cuts, left, constant = _cuts(sizes, layout), set(checkpoint.shapes), kept_float32(sizes)
+    with DistWriter(folder) as writer:
+        for name in track(cuts, description="parameters", transient=True):
+            weight: Tensor | None = None
+            for prefix in ("", *(() if name in constant else checkpoint.optimizer_states)):
+                whole = checkpoint.checked(sizes, name, prefix)
+                left -= {checkpoint.place(name, prefix).key, *(prefix + place.key for place in spellings(sizes, name))}
+                weight = whole if prefix == "" else weight
+                if prefix == MASTER and weight is not None:
+                    _check_master(checkpoint, sizes, name, weight, whole)
+                _write(writer, sizes, layout.tp, (prefix, name, cuts[name]), whole)
+        if left:
+            raise ConfigError(
+                f"{checkpoint.directory} holds {sorted(left)[0]}, for which a {sizes.family} model has no place"
+            )
+        for key, data in checkpoint.objects():
+            writer.add_bytes(key, data)
+        copy_side_files(source.model, folder, keep=OF_CHECKPOINTS)
+        file = checkpoint.directory / COMMON
+        writer.finish(read_object(file, str(file), trust=checkpoint.trust) if file.is_file() else {})
+
+
+def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:
+    """Returns every parameter's pieces, each with the first of the ranks that hold it."""
+    found: Cuts = {}
+    for holding in rank_layouts.trainer(sizes, layout):
+        rank = holding.ranks[0]
+        for name in dict.fromkeys(name for name, _ in holding.parameters):
+            if name == "output_layer.weight" and sizes.tied:
+                continue  # the last stage's copy of the embedding
+            expert = ".experts." in name
+            position = rank % (layout.ep * layout.etp) % layout.etp if expert else rank % layout.tp
+            shard = Shard(expert_tp=layout.etp, expert_rank=position) if expert else Shard(layout.tp, position)
+            known = found.setdefault(name, [])
+            known += [(rank, piece) for piece in pieces(sizes, name, shard) if piece not in [p for _, p in known]]
+    return found
+
+
+def _write(
+    writer: DistWriter, sizes: Sizes, tp: int, what: tuple[str, str, list[tuple[int, Piece]]], whole: Tensor
+) -> None:
+    """Writes the pieces of one tensor, vocabulary padded. `what`: (optimizer state's prefix or "", name, pieces)."""
+    prefix, name, cuts = what
+    matrix = whole if whole.dim() > 1 else whole[:, None]
+    shape = stored_shape(sizes, name, tp)
+    rows = megatron(sizes, name, WHOLE)[0][0]
+    for rank, piece in cuts:
+        own = matrix[piece.row : min(rows, piece.row + piece.rows), piece.column : piece.column + piece.columns]
+        if name in VOCABULARY and len(own) < piece.rows:
+            own = torch.cat([own, own.new_zeros(piece.rows - len(own), piece.columns)])
+        own = own if whole.dim() > 1 else own[:, 0]
+        size, offsets = shape[: whole.dim()], (piece.row, piece.column)[: whole.dim()]
+        for place in spellings(sizes, name):
+            stacked = own[(None,) * len(place.at)]
+            writer.add(prefix + place.key, (*counts(sizes, place), *size), (*place.at, *offsets), stacked, rank=rank)
+
+
+def _check_master(checkpoint: DistCheckpoint, sizes: Sizes, name: str, weight: Tensor, master: Tensor) -> None:
+    """Raises ConfigError when the optimizer's float32 copy does not round to the weight."""
+    rows = megatron(sizes, name, WHOLE)[0][0]
+    if not all(
+        torch.equal(a, b.to(a.dtype))
+        for a, b in zip(tensor_copies.blocks(weight[:rows]), tensor_copies.blocks(master[:rows]), strict=True)
+    ):
+        raise ConfigError(
+            f"{checkpoint.directory}: the optimizer's own copy of {name} is not the weight: "
+            "its state cannot be trusted. `convert to-hf` takes the weights alone, for a run that starts from them"
+        )

@@ -1,0 +1,190 @@
+"""Finds weights on disk by a path: a Hugging Face directory, one role of a checkpoint with its model directory, or an
+adapter (LoRA) with the model that it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.base import read_object
+from megatron_rl.config.files import read_yaml
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.models import registry
+from megatron_rl.models.lora_targets import CONFIG
+from megatron_rl.models.sizes import Sizes
+from megatron_rl.run.checkpoint import Checkpoints, damage, known_digests
+from megatron_rl.run.file_checksums import refuse, wrong, wrong_of
+from megatron_rl.weights import hf_model, lora_adapters, safetensors_headers
+from megatron_rl.weights.dist_checkpoint import DistCheckpoint
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Weights on disk: a Hugging Face directory, or one role of a checkpoint with the model it started from."""
+
+    path: Path
+    given_model: Path | None  # directory with config.json and tokenizer; None: where the run's config says
+    checkpoint: DistCheckpoint | None  # None for a Hugging Face directory
+    adapter: Path | None = None  # directory of an adapter that is added to the weights at `path`
+
+    @property
+    def model(self) -> Path:
+        """Returns the directory with config.json and tokenizer. Raises ConfigError when it is not found."""
+        return self.given_model or _model_of(self.path)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Returns the model's sizes. Raises ConfigError as `read_sizes` does."""
+        return read_sizes(self.model)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (Hugging Face name, tensor), one at a time, an adapter merged into them."""
+        if self.checkpoint is not None:
+            return self.checkpoint.tensors(self.sizes)
+        found = hf_model.read_tensors(self.path)
+        if self.adapter is None:
+            return found
+        settings = lora_adapters.read_settings(self.adapter)
+        return lora_adapters.merged(found, self.sizes, settings, lora_adapters.read(self.adapter, self.sizes, settings))
+
+    def file_of(self, name: str) -> Path:
+        """Returns the file that a Hugging Face tensor is read from; for a checkpoint its directory."""
+        return self.path if self.checkpoint is not None else hf_model.tensor_files(self.path)[name]
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Returns every stored tensor's dtype by Hugging Face name; for a checkpoint Megatron's, layers stacked."""
+        if self.checkpoint is not None:
+            return {name: dtype for name, (_, dtype) in self.checkpoint.shapes.items()}
+        return {
+            name: hf_model.DTYPES[stored.dtype]
+            for name, stored in safetensors_headers.read_directory(self.path).items()
+        }
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Returns every stored tensor's (shape, dtype) by name; for a checkpoint Megatron's, optimizer included."""
+        if self.checkpoint is not None:
+            return {
+                name: (shape, str(dtype).removeprefix("torch."))
+                for name, (shape, dtype) in self.checkpoint.shapes.items()
+            }
+        return {
+            name: (stored.shape, stored.dtype) for name, stored in safetensors_headers.read_directory(self.path).items()
+        }
+
+
+def read_sizes(model: Path) -> Sizes:
+    """Reads the sizes of a model directory.
+
+    Raises ConfigError for a config.json that is missing, damaged or of an unknown architecture.
+    """
+    file = model / "config.json"
+    return registry.read(read_object(file), str(file))
+
+
+def find(path: Path, *, role: str | None = None, model: Path | None = None, trust: bool = False) -> WeightSource:
+    """Finds the weights of a path.
+
+    `path`: a run directory (its newest checkpoint), a checkpoint iteration_N, a role's directory in one, an adapter's
+    directory, or a Hugging Face directory. `role` is needed where a checkpoint holds several roles, `model` where no
+    run's config.yaml stands above. `trust`: the pickled parts of a checkpoint may run code. Raises ConfigError, also
+    for files that are not those whose checksums were written.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ConfigError(f"no directory {path}")
+    if (path / ".metadata").is_file():
+        return _checkpoint(path, model, trust)
+    if (path / CONFIG).is_file():
+        return _adapted(path, model or lora_adapters.base_of(path))
+    if (path / "config.json").is_file():
+        if not any(path.glob("*.safetensors")) and not (path / safetensors_headers.INDEX).is_file():
+            other = "; pytorch_model.bin is not read: save it as safetensors" if any(path.glob("*.bin")) else ""
+            raise ConfigError(f"{path} has a config.json and no *.safetensors: the weights are missing{other}")
+        refuse(wrong_of(path))
+        return WeightSource(path, path, None)
+    path = step_directory(path)
+    names = roles(path)
+    if role is None and len(names) == 1:
+        role = names[0]
+    if not names:
+        raise ConfigError(
+            f"{path} holds neither config.json with *.safetensors nor a checkpoint (.metadata): "
+            "give a model directory or a run"
+        )
+    if role is None or role not in names:
+        raise ConfigError(f"{path} holds {', '.join(names)}: name one by --role" + (f", not {role!r}" if role else ""))
+    return _checkpoint(path / role, model, trust)
+
+
+def _checkpoint(path: Path, model: Path | None, trust: bool) -> WeightSource:
+    """Opens one role's directory, after a look at the checksums that a run wrote for it."""
+    known = {name: value for name, value in known_digests(path.parent).items() if name.startswith(f"{path.name}/")}
+    refuse(wrong(path.parent, known))
+    if (path / lora_adapters.DIRECTORY).is_dir():
+        return _adapted(path / lora_adapters.DIRECTORY, model or _model_of(path))
+    return WeightSource(path, model, DistCheckpoint(path, trust=trust))
+
+
+def _adapted(path: Path, base: Path) -> WeightSource:
+    """Returns an adapter with the model that it changes. Raises ConfigError when it was trained on another."""
+    refuse(wrong_of(base))
+    if (path / lora_adapters.BASE).is_file() and (other := lora_adapters.other_base(path, base)):
+        raise ConfigError(other)
+    return WeightSource(base, base, None, path)
+
+
+def step_directory(path: Path) -> Path:
+    """Returns the checkpoint directory itself, or a run's newest one. Raises ConfigError when it is not complete."""
+    if (path / "checkpoints").is_dir():
+        newest = Checkpoints(path / "checkpoints").newest()
+        if newest is None:
+            raise ConfigError(f"{path / 'checkpoints'} holds no complete checkpoint")
+        return newest.path
+    if path.name.startswith("step_") and (wrong := damage(path)):
+        raise ConfigError(f"{path} is not a complete checkpoint: {wrong}")
+    return path
+
+
+def roles(step: Path) -> list[str]:
+    """Returns the names of the roles in a checkpoint directory."""
+    return sorted(file.parent.name for file in step.glob("*/.metadata"))
+
+
+def _model_of(path: Path) -> Path:
+    """Returns the model directory of a role's checkpoint: the one its run started from, or the one its run wrote.
+
+    Raises ConfigError when there is neither.
+    """
+    if (path / "config.json").is_file():
+        return path
+    for parent in path.resolve().parents:
+        config = parent / "config.yaml"
+        if not config.is_file():
+            continue
+        started = _started_from(config, path.name)
+        for place in (Path(started), parent / "models" / path.name, parent / "model"):
+            if (place / "config.json").is_file():
+                return place
+        try:
+            return hf_model.local_directory(started)
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: the run started from {started}, which is not here ({error}); name it by --model"
+            ) from error
+    raise ConfigError(
+        f"{path}: no run's config.yaml stands above it; give the model directory it started from by --model"
+    )
+
+
+def _started_from(config: Path, role: str) -> str:
+    """Returns the model that a role of a run started from. Raises ConfigError for a damaged config."""
+    tree = read_yaml(config)
+    try:
+        return str((tree.get("roles", {}).get(role) or tree)["model"]["path"])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{config} names no model of {role} ({error!r}): name it by --model") from error

@@ -1,0 +1,259 @@
+"""Fetches models and data sets of the Hugging Face hub into folders that write down what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import filter_repo_objects
+
+from megatron_rl.config.schema import ConfigError, Model, PromptSet, RoleConfig, SftData, TandemConfig
+from megatron_rl.run.atomic_files import write_text
+from megatron_rl.run.file_checksums import digests, keep
+
+Kind = Literal["model", "dataset"]
+KINDS: dict[str, Kind] = {"model": "model", "dataset": "dataset"}
+# Beside the files: the repository, the commit, and each file's size and SHA-256, which are left out while a download is
+# under way. The record is hidden from the library `datasets`, which takes every other JSON file of a folder for rows.
+RECORD = ".fetched.json"
+BROUGHT = ".cache/huggingface/download"  # where the hub's library has NAME.metadata for every file that it has brought
+DATASETS = "datasets"  # the folder of all data sets in the one that fetch is given
+WEIGHTS = "*.safetensors"
+FILES: dict[Kind, Sequence[str]] = {  # no pickles and no code
+    "model": (WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja"),
+    "dataset": ("*.parquet", "*.jsonl", "*.json", "*.csv", "README.md"),
+}
+LEFT_OUT: dict[Kind, Sequence[str]] = {"model": ("*/*",), "dataset": (".*",)}  # a model lies in the top folder
+# Errors of connections. The library's own base class for HTTP differs from version to version, and so is not imported.
+# When one of several downloads fails, the library closes its client, and the others raise RuntimeError.
+BROKEN: tuple[type[BaseException], ...] = (OSError, RuntimeError, HfHubHTTPError.__mro__[1])
+AGAIN = "what is there stays: give the same command again, and it goes on"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A repository of the hub that is to be fetched, and the settings of a config that name it."""
+
+    name: str  # owner/name
+    kind: Kind | None = None  # null: a model, or a data set where there is no model of this name
+    revision: str | None = None  # a branch, tag or commit; null: what was fetched before, or the newest
+    weights: bool = True  # false: config and tokenizer alone
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """A repository in a folder."""
+
+    wanted: Wanted
+    folder: Path
+    commit: str
+    files: Mapping[str, Mapping[str, Any]]  # name -> {bytes, sha256}
+    new: bool  # false: all of it was there before
+
+    @property
+    def size(self) -> int:
+        """Returns the bytes of all files."""
+        return sum(facts["bytes"] for facts in self.files.values())
+
+
+def parse(word: str) -> Wanted:
+    """Returns what OWNER/NAME, model:OWNER/NAME or dataset:OWNER/NAME asks for, each with @REVISION or without."""
+    kind, colon, rest = word.partition(":")
+    name, _, revision = (rest if colon else word).partition("@")
+    own = KINDS.get(kind) if colon else None
+    if (colon and own is None) or name.count("/") != 1:
+        raise ConfigError(f"{word!r}: give OWNER/NAME of the hub, model:OWNER/NAME, dataset:OWNER/NAME, or a YAML file")
+    return Wanted(name=name, kind=own, revision=revision or None)
+
+
+def wanted_by(config: Any) -> list[Wanted]:
+    """Returns the repositories of the hub that a config names, each once. What is a file or directory here is none.
+
+    A model behind a URL, or one that is drawn at random, is wanted for its tokenizer alone.
+    """
+    found: dict[tuple[str, Kind], Wanted] = {}
+    for key, name, kind, weights in _named(config, "", weights=True):
+        if not _is_hub_name(name):
+            continue
+        old = found.get((name, kind), Wanted(name=name, kind=kind, weights=False))
+        found[name, kind] = dataclasses.replace(old, weights=old.weights or weights, keys=(*old.keys, key))
+    return [*found.values()]
+
+
+def fetch(wanted: Wanted, to: Path, *, endpoint: str | None = None) -> Fetched:
+    """Downloads a repository to TO/owner/name, a data set to TO/datasets/owner/name, and checks every file's sum.
+
+    Files that are there already are kept, and a connection that breaks is taken up again. A download that was cut goes
+    on with its commit. Files of an earlier commit that the new one does not have are removed at the end. `endpoint`:
+    the hub's address, by default that of HF_ENDPOINT. Raises ConfigError, with the cure, for a name that is not there
+    or needs consent, for a hub that cannot be reached, a full disk, and files that are not what the hub says.
+    """
+    kinds: Sequence[Kind] = (wanted.kind,) if wanted.kind else ("model", "dataset")
+    for kind in kinds:
+        own = dataclasses.replace(wanted, kind=kind)
+        if there := _there(own, _folder(own, to)):
+            return there
+    with _explained(wanted):
+        for kind in kinds:
+            own = dataclasses.replace(wanted, kind=kind)
+            try:
+                return _download(own, _folder(own, to), HfApi(endpoint=endpoint))
+            except GatedRepoError:
+                raise
+            except RepositoryNotFoundError:
+                if kind == kinds[-1]:
+                    raise
+    raise AssertionError("the last kind returns or raises")
+
+
+def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
+    kind, known = wanted.kind, _record(folder)
+    assert kind is not None
+    before = {str(file.relative_to(folder / BROUGHT)) for file in (folder / BROUGHT).rglob("*.metadata")}
+    before = {name.removesuffix(".metadata") for name in before}
+    if any(name.endswith(".safetensors") for name in before):
+        wanted = dataclasses.replace(wanted, weights=True)  # a folder that has weights keeps them
+    ask = api.model_info if kind == "model" else api.dataset_info
+    info = ask(wanted.name, revision=wanted.revision or known.get("commit"), files_metadata=True)
+    listed = {file.rfilename: file for file in info.siblings or ()}
+    patterns = [p for p in FILES[kind] if wanted.weights or p != WEIGHTS]
+    left_out = [*LEFT_OUT[kind], RECORD]  # a repository must not say what was fetched
+    names = sorted(filter_repo_objects(listed, allow_patterns=patterns, ignore_patterns=left_out))
+    _check_content(wanted, names)
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = sum(listed[name].size or 0 for name in names if not (folder / name).is_file())
+    if missing > (free := shutil.disk_usage(folder).free):
+        raise ConfigError(f"{folder} has {free / 1e9:.1f} GB free, {wanted.name} needs {missing / 1e9:.1f}: make room")
+    record = {"repository": wanted.name, "type": kind, "commit": info.sha, "hub": api.endpoint}
+    write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
+    snapshot_download(
+        wanted.name, repo_type=kind, revision=info.sha, local_dir=folder, endpoint=api.endpoint,
+        allow_patterns=patterns, ignore_patterns=left_out,
+    )  # fmt: skip
+    found = digests(folder, names)
+    if wrong := [name for name in names if not _as_listed(folder / name, found[name], listed[name])]:
+        for name in wrong:
+            (folder / name).unlink()
+        raise ConfigError(f"{folder}: {', '.join(wrong)} came damaged and was removed; {AGAIN}")
+    for name in before.difference(names):  # of an earlier commit: `datasets` would read its rows, too
+        (folder / name).unlink(missing_ok=True)
+        (folder / BROUGHT / f"{name}.metadata").unlink()
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": found[name]} for name in names}
+    keep(folder, found)
+    write_text(folder / RECORD, json.dumps({**record, "files": files}, indent=1) + "\n")
+    return Fetched(wanted=wanted, folder=folder, commit=str(info.sha), files=files, new=True)
+
+
+def _check_content(wanted: Wanted, names: Sequence[str]) -> None:
+    """Raises ConfigError for a repository without the files that a run reads."""
+    if wanted.kind == "model" and "config.json" not in names:
+        raise ConfigError(f"{wanted.name} has no config.json: is it a model of transformers?")
+    if wanted.kind == "model" and wanted.weights and not any(name.endswith(".safetensors") for name in names):
+        raise ConfigError(f"{wanted.name} has no *.safetensors: name a revision that has, as {wanted.name}@REVISION")
+    if wanted.kind == "dataset" and not any(name != "README.md" for name in names):
+        raise ConfigError(f"{wanted.name} has no Parquet, JSON or CSV files: it is made by a program, which is not run")
+
+
+def _there(wanted: Wanted, folder: Path) -> Fetched | None:
+    """Returns what an earlier command has fetched, where all of it is there. No network is needed for it."""
+    known = _record(folder)
+    files, commit = known.get("files", {}), known.get("commit", "")
+    if not files or wanted.revision not in (None, commit):
+        return None
+    if wanted.kind == "model" and wanted.weights and not any(name.endswith(".safetensors") for name in files):
+        return None
+    if any(not (folder / n).is_file() or (folder / n).stat().st_size != facts["bytes"] for n, facts in files.items()):
+        return None
+    return Fetched(wanted=wanted, folder=folder, commit=commit, files=files, new=False)
+
+
+def _as_listed(file: Path, sha256: str, listed: Any) -> bool:
+    """Returns whether a file is what the hub lists: large files have a SHA-256 there, small ones git's SHA-1."""
+    if listed.lfs is not None:
+        return listed.lfs.sha256 == sha256
+    content = file.read_bytes()
+    header = f"blob {len(content)}\0".encode()
+    return listed.blob_id in (None, hashlib.sha1(header + content, usedforsecurity=False).hexdigest())
+
+
+def _named(value: Any, place: str, *, weights: bool) -> Iterator[tuple[str, str, Kind, bool]]:
+    """Yields (key, name, kind, whether weights are wanted) for every model and data set in a config."""
+    match value:
+        case Model():
+            yield f"{place}.path", value.path, "model", weights and value.init == "pretrained"
+            yield f"{place}.tokenizer", value.tokenizer or "", "model", False
+        case PromptSet():
+            yield f"{place}.path", value.path, "dataset", True
+        case SftData():
+            yield f"{place}.train", value.train, "dataset", True
+            yield f"{place}.validation", value.validation or "", "dataset", True
+        case TandemConfig():
+            yield f"{place}.junior", value.junior or "", "model", True
+        case Mapping():
+            for name, part in value.items():
+                yield from _named(part, f"{place}.{name}", weights=weights)
+        case _ if dataclasses.is_dataclass(value):
+            served = isinstance(value, RoleConfig) and value.endpoint is not None
+            for name, part in vars(value).items():
+                yield from _named(part, f"{place}.{name}" if place else name, weights=weights and not served)
+
+
+def _is_hub_name(name: str) -> bool:
+    file = Path(name)
+    is_file = file.suffix in (".jsonl", ".json", ".parquet", ".csv") or file.exists()
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and ":" not in name and not is_file
+
+
+def _folder(wanted: Wanted, to: Path) -> Path:
+    return to / wanted.name if wanted.kind == "model" else to / DATASETS / wanted.name
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """Returns what RECORD says; nothing where it is missing or damaged."""
+    try:
+        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@contextlib.contextmanager
+def _explained(wanted: Wanted) -> Iterator[None]:
+    """Turns what the hub's library raises into a ConfigError with the cure."""
+    name, what = wanted.name, {"model": "model", "dataset": "data set", None: "model and no data set"}[wanted.kind]
+    cures: dict[type[BaseException], str] = {  # the first that matches
+        GatedRepoError: f"{name} asks for consent: accept its terms on its page at the hub, then log in by "
+        "`hf auth login` or set HF_TOKEN to a token of that account",
+        RepositoryNotFoundError: f"the hub shows no {what} {name}: look at the spelling; a private one is shown to its "
+        "owner's token alone (`hf auth login`, or HF_TOKEN)",
+        RevisionNotFoundError: f"{name} has no revision {wanted.revision!r}: give a branch, a tag or a commit",
+        OfflineModeIsEnabled: f"{name} is not here, and HF_HUB_OFFLINE forbids to fetch it: unset it, on a host with a "
+        "network",
+        HFValidationError: f"{name!r} is no name of the hub: ",
+    }
+    try:
+        yield
+    except (*cures, *BROKEN) as error:
+        if (cure := next((cure for kind, cure in cures.items() if isinstance(error, kind)), None)) is None:
+            cure = (
+                f"{name} could not be fetched ({type(error).__name__}: {error}). Has this host a network, and does it "
+                f"need HTTPS_PROXY or HF_ENDPOINT? {AGAIN[0].upper()}{AGAIN[1:]}"
+            )
+        raise ConfigError(f"{cure}{error}" if isinstance(error, HFValidationError) else cure) from error

@@ -1,0 +1,124 @@
+"""One engine on every rank, used as one: the rows of a round are split to all ranks, and each draws its share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from megatron_rl.engines.batched_session import BatchedSession, Row
+from megatron_rl.engines.full_prompts import FullPrompts
+from megatron_rl.engines.protocol import Completion, Sampling, Tokens, TopScores
+from megatron_rl.world import World
+
+
+class RowEngine(Protocol):
+    """An engine of this rank alone whose draws depend on a row's key and sample and the seed, not on its neighbours."""
+
+    version: int
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
+
+    def check_ask(self, tokens: np.ndarray, sampling: Sampling, key: int) -> None: ...
+
+    def generate_rows(self, rows: Sequence[Row]) -> list[Completion]: ...
+
+    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]: ...
+
+    def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]: ...
+
+
+E = TypeVar("E", bound=RowEngine)
+
+
+class DataParallelEngine(Generic[E]):
+    """A set of engines, one per rank, that works as one. Every rank makes it, under the same `name` and over its own
+    `engine`.
+
+    Implements engines.protocol.Engine on the driver, inside `world.from_driver`. What it draws does not depend on the
+    number of ranks, as far as a row's log-probs do not depend on its neighbours. Raises FollowerError when a rank
+    fails.
+    """
+
+    def __init__(self, world: World, name: str, engine: E) -> None:
+        self._world, self._engine, self._full = world, engine, FullPrompts(name)
+        self._generate, self._score, self._score_top = (f"{verb}/{name}" for verb in ("generate", "score", "score_top"))
+        world.serve(self._generate, lambda rows: engine.generate_rows([Row(*row) for row in rows]) if rows else [])
+        world.serve(self._score, lambda sequences: engine.score(sequences) if sequences else [])
+        world.serve(self._score_top, lambda asked: engine.score_top(*asked) if asked[0] else [])
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    @property
+    def local(self) -> E:
+        """This rank's own engine."""
+        return self._engine
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Takes the weights on this rank. Called on every rank: the stream is collective."""
+        self._engine.load(weights, version=version)
+
+    def session(self) -> BatchedSession:
+        """Opens a session whose rounds all ranks draw together."""
+        return BatchedSession(self.generate_rows, self._engine.check_ask, self._full)
+
+    def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:
+        """Draws one completion per row on all ranks, in order. [R] -> [R]. The samples of one ask stand next to
+        each other in `rows`."""
+        samples = [len(list(group)) for _, group in groupby(rows, key=lambda row: row.key)]
+        shares = split_over_replicas(samples, self._world.size)
+        told = [(row.tokens, row.key, row.sample, row.sampling) for row in rows]
+        answers = self._world.call_all(self._generate, [[told[i] for i in share] for share in shares])
+        return _in_order(shares, answers)
+
+    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+        """Computes log-probabilities as engines.protocol.Engine.score says, on all ranks. [S][T] -> [S] arrays [T]
+        float32."""
+        shares, texts = self._dealt(sequences)
+        return _in_order(shares, self._world.call_all(self._score, texts))
+
+    def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
+        """See engines.protocol.Engine; on all ranks."""
+        shares, texts = self._dealt(sequences)
+        return _in_order(shares, self._world.call_all(self._score_top, [(own, k) for own in texts]))
+
+    def tend(self) -> None:
+        """Does nothing: there are no servers."""
+
+    def _dealt(self, sequences: Sequence[Tokens]) -> tuple[list[list[int]], list[list[np.ndarray]]]:
+        """Splits texts to the ranks by length -> (numbers of each rank's texts, the texts)."""
+        arrays = [np.asarray(sequence, np.int32) for sequence in sequences]
+        by_length = sorted(range(len(arrays)), key=lambda i: -len(arrays[i]))
+        shares = [by_length[rank :: self._world.size] for rank in range(self._world.size)]
+        return shares, [[arrays[i] for i in share] for share in shares]
+
+
+T = TypeVar("T")
+
+
+def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[T]]) -> list[T]:
+    """Puts the ranks' answers to their shares in the order of the whole."""
+    found: dict[int, T] = {}
+    for share, answer in zip(shares, answers, strict=True):
+        found |= zip(share, answer, strict=True)
+    return [found[i] for i in range(len(found))]
+
+
+def split_over_replicas(samples: Sequence[int], ranks: int) -> list[list[int]]:
+    """Splits the rows of a round: ask i has samples[i] rows, which stand next to each other. -> one list of rows per
+    rank, their lengths at most one apart.
+
+    An ask's rows go to one rank, so that its prompt is prefilled once; at most ranks - 1 times is an ask divided
+    between two. Asks that follow each other go to different ranks, because neighbours in a data set are often of one
+    difficulty.
+    """
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(samples, np.int64))])
+    asks = [i for rank in range(ranks) for i in range(rank, len(samples), ranks)]
+    rows = [row for i in asks for row in range(starts[i], starts[i + 1])]
+    cuts = [rank * len(rows) // ranks for rank in range(ranks + 1)]
+    return [[int(row) for row in rows[a:b]] for a, b in zip(cuts, cuts[1:], strict=False)]

@@ -1,0 +1,242 @@
+"""The decoder of the embedded engine in plain torch, with a key/value cache and fused projections.
+
+B rows   P prompt width   L cache columns   k experts of one token   H query heads   KV key/value heads
+d head size   h hidden size   V vocabulary
+
+With attention through a latent the cache holds, in place of keys and values, one vector of a token: its latent of r
+elements, and the e rotated elements of the key, which all heads share. A prompt's keys and values are made of it. A
+step does not make those of all columns anew: it takes the projection up into the query, and out of what is attended
+to, so that all heads attend to the same vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_rl import sdpa
+from megatron_rl.engines.embedded.engine_weights import FeedForward, Latents, Layer, Weights
+from megatron_rl.engines.embedded.feed_forward import add_experts, gated
+from megatron_rl.types import FREE
+from megatron_rl.weights.hf_model import Architecture
+
+
+class Decoder:
+    """A model that runs forward over `weights`; the key/value cache is the caller's."""
+
+    def __init__(self, arch: Architecture, weights: Weights) -> None:
+        self.arch, self.weights = arch, weights
+        self.device, self.dtype = weights.norm.device, weights.norm.dtype
+        self._kinds = [arch.features.kind_of(layer) for layer in range(arch.num_layers)]
+        self._turns = self._rotary(512)
+        scale = torch.tensor(arch.features.embedding_scale, dtype=self.dtype)  # rounded, as the trainer rounds it
+        self._embedding_scale = float(scale)
+        self._scale = arch.features.softmax_scale or arch.head_dim**-0.5
+        self._plain = arch.head_dim - arch.rotated  # features of a head that are not rotated
+        # what the cache holds of a token: of keys and values, or of neither, so many heads of so many elements
+        self._cached = (1, 1, arch.kv_rank + arch.rope_dim) if arch.kv_rank else (2, arch.kv_heads, arch.head_dim)
+        self._eps = {eps: torch.tensor(eps) for eps in (arch.features.norm_eps, arch.features.latent_eps)}
+        self._routing = arch.features.routing
+
+    def new_layer_cache(self, rows: int, width: int) -> Tensor:
+        """Makes the cache of a layer: [2, B, KV, L, d], keys then values, or with latents [1, B, 1, L, r + e]. Zeros:
+        what is masked out is still multiplied, so it must be finite."""
+        kinds, heads, size = self._cached
+        return torch.zeros((kinds, rows, heads, width, size), dtype=self.dtype, device=self.device)
+
+    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Reads right-padded prompts. [B, P] -> hidden states [B, P, h] before the last norm, per layer a cache as
+        `new_layer_cache` has it, and per layer the experts that were chosen [B P, k], FREE in a dense layer; none in a
+        dense model."""
+        rows, width = tokens.shape
+        turns = [one[:width].repeat(rows, 1)[:, None] for one in self.turns_up_to(width)]  # [B P, 1, d / 2] by kind
+        masks = [self._prompt_mask(width, kind.window) for kind in self.arch.features.kinds]
+        x, cache, chosen = self._embed(tokens.flatten()), [], []
+        for layer, kind in zip(self.weights.layers, self._kinds, strict=True):
+            q, kv = self._project(x, layer, turns[kind])
+            kv = kv.unflatten(0, (rows, width)).permute(2, 0, 3, 1, 4)  # [2, B, KV, P, d]
+            keys, values = kv if isinstance(layer.qkv, Tensor) else self._expand(kv[0, :, 0], layer.qkv)
+            q = q.unflatten(0, (rows, width)).transpose(1, 2)  # [B, H, P, d]
+            y = sdpa.attend(q, keys, values, mask=masks[kind], scale=self._scale)
+            chosen += self._finish(x, y.transpose(1, 2).reshape(len(x), -1), layer)
+            cache.append(kv)
+        return x.unflatten(0, (rows, width)), cache, chosen
+
+    def decode(
+        self, tokens: Tensor, positions: Tensor, cache: Sequence[Tensor], window: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Reads one token per row. Tokens and positions [B] -> hidden states [B, h] before the last norm, and per layer
+        the experts that were chosen [B, k], FREE in a dense layer; none in a dense model.
+
+        The first B rows and `window` columns of the cache are looked at; the token's keys and values are written to it
+        in place.
+        """
+        turns = [one[positions][:, None] for one in self.turns_up_to(window)]  # [B, 1, d / 2] by kind
+        index = torch.arange(len(tokens), device=self.device)
+        biases = [self._bias(positions, window, kind.window) for kind in self.arch.features.kinds]
+        x, chosen = self._embed(tokens), []
+        for layer, kind, held in zip(self.weights.layers, self._kinds, cache, strict=True):
+            q, kv = self._project(x, layer, turns[kind])
+            held[:, index, :, positions] = kv
+            chosen += self._finish(x, self._attend_cached(q, held[:, : len(tokens)], biases[kind], layer), layer)
+        return x, chosen
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Turns hidden states before the last norm into scores of the next token. [..., h] -> [..., V]"""
+        return F.linear(self._norm(hidden, self.weights.norm), self.weights.head)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Returns the embeddings of tokens, which some families scale. [N] -> [N, h]"""
+        x = F.embedding(tokens, self.weights.embedding)
+        return x if self._embedding_scale == 1.0 else x.mul_(self._embedding_scale)
+
+    def _prompt_mask(self, width: int, reach: int | None) -> Tensor | None:
+        """Returns what places of a prompt see, [P, P], where a place reaches back so far; None: all before them."""
+        if reach is None or reach >= width:
+            return None
+        places = torch.arange(width, device=self.device)
+        back = places[:, None] - places
+        return (back >= 0) & (back < reach)
+
+    def _bias(self, positions: Tensor, window: int, reach: int | None) -> Tensor:
+        """Returns 0 for columns that the rows' tokens see and -inf for others, in the shape that `_attend` needs."""
+        columns = torch.arange(window, device=self.device)
+        hidden = columns > positions[:, None]
+        if reach is not None:
+            hidden |= columns <= positions[:, None] - reach
+        bias = torch.where(hidden, -torch.inf, 0.0).to(self.dtype)  # [B, window]
+        if self.dtype != torch.float32:
+            return bias
+        return bias[:, None].expand(-1, self._cached[1], -1).reshape(-1, 1, window)
+
+    def _project(self, x: Tensor, layer: Layer, turns: Tensor) -> tuple[Tensor, Tensor]:
+        """Makes queries, keys and values. [N, h] -> rotated queries [N, H, d]; rotated keys, and values, [N, 2, KV,
+        d], or with latents what the cache holds of them, [N, 1, 1, r + e]."""
+        if isinstance(layer.qkv, Latents):
+            return self._project_latents(x, layer.norm, layer.qkv, turns)
+        arch, turned = self.arch, self.arch.heads + self.arch.kv_heads
+        fused = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias).unflatten(
+            -1, (-1, arch.head_dim)
+        )  # [N, H + 2 KV, d]
+        both = fused[:, :turned]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = both.split([arch.heads, arch.kv_heads], dim=1)
+            both = torch.cat([self._norm_heads(q, layer.q_norm), self._norm_heads(k, layer.k_norm)], dim=1)
+        fused[:, :turned] = _turned(both, turns)
+        return fused[:, : arch.heads], fused[:, arch.heads :].unflatten(1, (2, arch.kv_heads))
+
+    def _project_latents(self, x: Tensor, norm: Tensor | None, own: Latents, turns: Tensor) -> tuple[Tensor, Tensor]:
+        """Makes queries and a latent. [N, h] -> rotated queries [N, H, d]; the normed latent and the key's rotated
+        elements, [N, 1, 1, r + e]."""
+        low, eps = self._norm(x, norm), self.arch.features.latent_eps
+        latent, shared = F.linear(low, own.down).split([self.arch.kv_rank, self.arch.rope_dim], dim=-1)
+        if own.query_down is not None and own.query_norm is not None:
+            low = self._norm(F.linear(low, own.query_down), own.query_norm, eps)
+        q = F.linear(low, own.query).unflatten(-1, (self.arch.heads, -1))
+        both = _turned(torch.cat([q[..., self._plain :], shared[:, None]], dim=1), turns)  # [N, H + 1, e]
+        q[..., self._plain :] = both[:, :-1]
+        held = torch.cat([self._norm(latent, own.norm, eps), both[:, -1].to(latent.dtype)], dim=-1)
+        return q, held[:, None, None]
+
+    def _expand(self, held: Tensor, own: Latents) -> tuple[Tensor, Tensor]:
+        """Makes keys [B, H, P, d] and values [B, H, P, v] of what the cache holds, [B, P, r + e]."""
+        latent, shared = held.split([self.arch.kv_rank, self.arch.rope_dim], dim=-1)
+        both = F.linear(latent, own.up).unflatten(-1, (self.arch.heads, -1)).transpose(1, 2)  # [B, H, P, n + v]
+        keys, values = both.split([self._plain, self.arch.value_dim], dim=-1)
+        return torch.cat([keys, shared[:, None].expand(-1, self.arch.heads, -1, -1)], dim=-1), values
+
+    def _attend_cached(self, q: Tensor, cache: Tensor, bias: Tensor, layer: Layer) -> Tensor:
+        """Attends from one query per row and head to the cache. Queries [B, H, d] -> [B, H v]."""
+        if isinstance(layer.qkv, Tensor):
+            return self._attend(q, cache[0], cache[1], bias)
+        up = layer.qkv.up.unflatten(0, (self.arch.heads, -1))  # [H, n + v, r]
+        query = torch.einsum("bhn,hnr->bhr", q[..., : self._plain], up[:, : self._plain])
+        query = torch.cat([query, q[..., self._plain :]], dim=-1)
+        latents = cache[0, ..., : self.arch.kv_rank]
+        y = self._attend(query, cache[0], latents, bias).unflatten(-1, (self.arch.heads, -1))
+        return torch.einsum("bhr,hvr->bhv", y, up[:, self._plain :]).flatten(1)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        """Attends from one query per row and head to the window. Queries [B, H, d], keys [B, KV, L, d] and values
+        [B, KV, L, v] -> [B, H v].
+
+        In float32 two products with a softmax between them are the fastest on CPU. In fewer bits they would round
+        every score, so that the log-probs would miss the trainer's by more than they must: the fused kernel keeps
+        scores in float32.
+        """
+        rows, kv_heads, window = len(q), keys.shape[1], bias.shape[-1]
+        if self.dtype == torch.float32:
+            keys, values = (held.flatten(0, 1)[:, :window] for held in (keys, values))  # [B KV, window, d or v]
+            q = q.reshape(rows * kv_heads, -1, q.shape[-1])  # [B KV, H / KV, d]
+            scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self._scale)
+            return torch.bmm(scores.softmax(dim=-1), values).view(rows, -1)
+        keys, values = keys[:, :, :window], values[:, :, :window]
+        # The H / KV queries that share a key head stand as so many places of one sequence: their mask is the same.
+        q, mask = q.unflatten(1, (kv_heads, -1)), bias[:, None, None]
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self._scale)
+        return y.reshape(rows, -1)
+
+    def _finish(self, x: Tensor, attended: Tensor, layer: Layer) -> list[Tensor]:
+        """Adds the attention's output [N, H v], then the feed-forward's, to x [N, h]. Returns the experts that were
+        chosen, one [N, k], FREE in a dense layer; none in a dense model."""
+        if layer.out_after is None:
+            x.addmm_(attended, layer.out.T)
+        else:
+            x.add_(self._norm(F.linear(attended, layer.out), layer.out_after))
+        y = self._norm(x, layer.mlp_norm)
+        if isinstance(layer.mlp, FeedForward):
+            inner = gated(F.linear(y, layer.mlp.gate_up), self.arch.features.activation)
+            if layer.mlp_after is None:
+                x.addmm_(inner, layer.mlp.down.T)
+            else:
+                x.add_(self._norm(F.linear(inner, layer.mlp.down), layer.mlp_after))
+            shape = (len(x), self.arch.features.experts_per_token)
+            return [] if self._routing is None else [torch.full(shape, FREE, device=x.device)]
+        assert self._routing is not None, "a model whose layers have experts has routers"
+        return [add_experts(x, y, layer.mlp, self._routing)]
+
+    def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Norms every head, or all heads at once where the weight is as wide as all of them. [N, H, d] -> [N, H, d]"""
+        return self._norm(x.flatten(1).unflatten(1, (-1, len(weight))), weight).view(x.shape)
+
+    def _norm(self, x: Tensor, weight: Tensor | None, eps: float | None = None) -> Tensor:
+        """Norms the last dimension. Without a weight there is no norm, and x itself is returned.
+
+        `eps`: None is that of the model's layers.
+        """
+        if weight is None:
+            return x
+        eps = self.arch.features.norm_eps if eps is None else eps
+        if self.arch.features.norm_from_one:
+            return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).type_as(x)
+        if x.is_cuda:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        # On CPU torch runs rms_norm as nine small operations; these are five.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.addcmul(self._eps[eps], length, length, value=1 / x.shape[-1]).rsqrt_()
+        return (x * scale).to(x.dtype).mul_(weight)
+
+    def _rotary(self, length: int) -> list[Tensor]:
+        """Computes e^(i angle) of every position: complex64 [length, d / 2], d of the rotated part, for each kind of
+        attention."""
+        half, out = self.arch.rotated // 2, []
+        for kind in range(len(self.arch.features.kinds)):
+            cos, sin = self.arch.rotary(torch.arange(length), kind)
+            out.append(torch.complex(cos[:, :half].contiguous(), sin[:, :half].contiguous()).to(self.device))
+        return out
+
+    def turns_up_to(self, length: int) -> list[Tensor]:
+        """Returns tables of e^(i angle), one for each kind of attention, of at least so many positions."""
+        if length > len(self._turns[0]):
+            self._turns = self._rotary(2 * length)
+        return self._turns
+
+
+def _turned(x: Tensor, turns: Tensor) -> Tensor:
+    """Turns pairs of neighbours by a rotary embedding's angles. [N, heads, d], [N, 1, d / 2] -> [N, heads, d]
+    float32"""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2)

@@ -1,0 +1,269 @@
+"""The embedded engine of one rank: takes weights, answers asks by rounds, and scores texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.tandem_authors import boundaries
+from megatron_rl.config.schema import Strategy
+from megatron_rl.engines import sampling_seeds
+from megatron_rl.engines.batched_session import BatchedSession, Row
+from megatron_rl.engines.embedded import cuda_graphs as graphs
+from megatron_rl.engines.embedded.decoder import Decoder
+from megatron_rl.engines.embedded.engine_weights import WeightSlots, gather_weights, storage
+from megatron_rl.engines.embedded.scheduler import ContinuousBatch
+from megatron_rl.engines.embedded.stop_conditions import Ends
+from megatron_rl.engines.embedded.tandem_writers import Writers, pens_of
+from megatron_rl.engines.full_prompts import FullPrompts
+from megatron_rl.engines.protocol import Completion, EngineError, Sampling, TandemSampling, Tokens, TopScores
+from megatron_rl.host_to_device import upload
+from megatron_rl.weights import hf_model
+
+SCORE_TOKENS = 1024  # positions whose logits are held at once
+SCORED_TOGETHER = 2048  # tokens, padding included, of the texts that are read at once
+
+
+class EmbeddedEngine:
+    """An engine that generates on this rank with its own copy of the weights.
+
+    Implements engines.protocol.Engine for a world of one rank.
+
+    Greedy output equals transformers' `generate`. A sequence ends at the end-of-sequence tokens of the model directory
+    and of `tokenizer`, which stop strings need. `max_batch` rows are decoded together. `junior`: a frozen model that
+    writes along where `Sampling.tandem` says so; its weights are read now, from its directory. `tells_experts`:
+    completions name the experts that the model chose (the senior of two), for router replay; ValueError for a model
+    without experts. `cuda_graphs`: on a GPU steps of a dense model without a junior are replayed (cuda_graphs.py).
+    Raises ConfigError for a model that is not supported.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        max_batch: int = 256,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        tokenizer: Any = None,
+        junior: str | Path | None = None,
+        tells_experts: bool = False,
+        cuda_graphs: bool = True,
+    ) -> None:
+        if max_batch < 1:
+            raise ValueError(f"max_batch = {max_batch}: give at least 1 row")
+        self.version = -1
+        self._directory, self._full = hf_model.local_directory(model_dir), FullPrompts(str(model_dir))
+        self.arch = hf_model.read_architecture(self._directory)
+        if tells_experts and not self.arch.experts:
+            raise ValueError(f"{model_dir} has no experts, whose choice could be told: leave tells_experts out")
+        self._tells_experts = tells_experts
+        self._max_batch, self._dtype, self._tokenizer = max_batch, dtype, tokenizer
+        self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._recorder = graphs.GraphRecorder() if cuda_graphs and self._device.type == "cuda" else None
+        self._eos = hf_model.eos_tokens(self._directory, self.arch)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            self._eos |= {tokenizer.eos_token_id}
+        self._decoder: Decoder | None = None
+        self._landing: tuple[Decoder, WeightSlots] | None = None
+        self._boundaries: dict[Strategy, frozenset[int]] = {}
+        self._junior: Decoder | None = None
+        if junior is not None:
+            directory = hf_model.local_directory(junior)
+            arch = hf_model.read_architecture(directory)
+            if arch.vocab != self.arch.vocab:
+                raise ValueError(
+                    f"{junior} has {arch.vocab} tokens, {model_dir} {self.arch.vocab}: a tandem needs one vocabulary"
+                )
+            self._junior = Decoder(arch, gather_weights(hf_model.read_tensors(directory), arch, dtype, self._device))
+
+    @property
+    def targets(self) -> WeightSlots:
+        """The storage that a refit writes to. It is made now; it serves from the first `commit_refit` on."""
+        if self._landing is None:
+            weights, slots = storage(self.arch, self._dtype, self._device)
+            self._landing = Decoder(self.arch, weights), WeightSlots(slots)
+        return self._landing[1]
+
+    def begin_refit(self) -> None:
+        """Marks the weights as mixed: nothing is generated until `commit_refit`."""
+        self._decoder, self.version = None, -1
+
+    def commit_refit(self, version: int) -> None:
+        """Serves what was written to `targets`, which is whole and of this version."""
+        assert self._landing is not None, "nothing was written"
+        self._decoder, self.version = self._landing[0], version
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Takes a whole weight stream of full tensors under Hugging Face names; on any error the old weights and
+        version stay.
+
+        Raises ValueError for unknown, missing, repeated or misshapen tensors.
+        """
+        self._decoder = Decoder(self.arch, gather_weights(weights, self.arch, self._dtype, self._device))
+        self.version = version
+
+    def load_pretrained(self) -> None:
+        """Loads the model directory's own weights, as version 0. Raises FileNotFoundError when it has none."""
+        self.load(hf_model.read_tensors(self._directory), version=0)
+
+    def session(self) -> BatchedSession:
+        """Opens a session whose asks raise as `check_ask` does, and whose answers raise as `generate_rows` does."""
+        return BatchedSession(self.generate_rows, self.check_ask, self._full)
+
+    def tend(self) -> None:
+        """Does nothing: there are no servers."""
+
+    def check_ask(self, tokens: np.ndarray, sampling: Sampling, key: int) -> None:
+        """Raises ValueError for an empty prompt, a token or stop token outside the vocabulary, an impossible sampling
+        setting, stop strings without a tokenizer, and a tandem without a junior."""
+        sampling_seeds.check(sampling)
+        if sampling.stop_strings and self._tokenizer is None:
+            raise ValueError(f"stop_strings {sampling.stop_strings} need a tokenizer: give one to EmbeddedEngine")
+        if sampling.tandem is not None:
+            self._check_tandem(sampling.tandem)
+        self._check_tokens(tokens, f"prompt {key}")
+        if sampling.stop_tokens:
+            self._check_tokens(np.array(sampling.stop_tokens), "stop_tokens")
+
+    @torch.inference_mode()
+    def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:
+        """Draws one completion per row, in order. [R] -> [R]. Rows whose samplings differ in seed, length and n alone
+        share a batch.
+
+        A row that fills the model's context ends with Stop.LENGTH. Raises RuntimeError before the first load,
+        FloatingPointError when the model's log-probs are not finite. What `check_ask` refuses must not come here.
+        """
+        decoder = self._loaded()
+        batches: dict[Sampling, list[int]] = {}
+        for place, row in enumerate(rows):
+            kind = replace(row.sampling, n=1, seed=0, max_tokens=1)
+            batches.setdefault(kind, []).append(place)
+        found: dict[int, Completion] = {}
+        for kind, places in batches.items():
+            found |= zip(places, self._batch(decoder, [rows[i] for i in places], kind).run(), strict=True)
+        return [found[place] for place in range(len(rows))]
+
+    @torch.inference_mode()
+    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+        """Computes the model's log-probability of every token given those before it, at temperature 1; 0 for the
+        first. [S][T] -> [S] arrays [T] float32.
+
+        Raises ValueError for an empty sequence and for a token outside the vocabulary, RuntimeError before the first
+        load.
+        """
+        return [scores.logprobs for scores in self._scored(sequences, 0)]
+
+    @torch.inference_mode()
+    def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
+        """See engines.protocol.Engine. Raises EngineError for more tokens than the model has, and what `score`
+        raises."""
+        if k > self.arch.vocab:
+            raise EngineError(
+                f"the {k} likeliest tokens were asked for: {self._directory} has {self.arch.vocab} in all"
+            )
+        return self._scored(sequences, k)
+
+    @torch.inference_mode()
+    def distributions(self, tokens: Tokens) -> Iterator[Tensor]:
+        """Yields log-probabilities of every token that may come after each one but the last, at temperature 1.
+
+        [T] -> [T - 1, V] float32, in parts of some rows. Raises as `score` does.
+        """
+        decoder, array = self._loaded(), np.asarray(tokens, np.int64)
+        self._check_tokens(array, "a sequence")
+        hidden = decoder.prefill(torch.from_numpy(array[None]).to(self._device))[0][0, :-1]
+        for part in hidden.split(SCORE_TOKENS):
+            yield decoder.logits(part).float().log_softmax(dim=-1)
+
+    def _batch(self, decoder: Decoder, rows: Sequence[Row], kind: Sampling) -> ContinuousBatch:
+        ends = Ends(self._eos, kind, self._tokenizer, self.arch.vocab)
+        if kind.tandem is None:
+            return ContinuousBatch(
+                [decoder], rows, ends=ends, max_batch=self._max_batch, tells_experts=self._tells_experts,
+                recorder=self._recorder,
+            )  # fmt: skip
+        assert self._junior is not None, "checked when asked"
+        pens = pens_of(rows, kind.tandem, self._author_changes(kind.tandem.rule.strategy))
+        pair = (decoder, self._junior)
+        return ContinuousBatch(
+            pair, rows, ends=ends, max_batch=self._max_batch, writers=Writers(pair, pens),
+            tells_experts=self._tells_experts,
+        )  # fmt: skip
+
+    def _scored(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
+        decoder, arrays = self._loaded(), [np.asarray(sequence, np.int64) for sequence in sequences]
+        for i, tokens in enumerate(arrays):
+            self._check_tokens(tokens, f"sequence {i}")
+        found: dict[int, TopScores] = {}
+        group: list[int] = []
+        for i in sorted(range(len(arrays)), key=lambda i: -len(arrays[i])):
+            if group and (len(group) + 1) * len(arrays[group[0]]) > SCORED_TOGETHER:
+                found |= zip(group, self._score_together(decoder, [arrays[g] for g in group], k), strict=True)
+                group = []
+            group.append(i)
+        found |= zip(group, self._score_together(decoder, [arrays[g] for g in group], k), strict=True)
+        return [found[i] for i in range(len(arrays))]
+
+    def _score_together(self, decoder: Decoder, sequences: Sequence[np.ndarray], k: int) -> list[TopScores]:
+        """Scores some sequences in one pass, the longest of them first, with the k likeliest tokens at every place."""
+        if not sequences:
+            return []
+        lengths = np.array([len(tokens) for tokens in sequences])
+        padded = np.zeros((len(sequences), lengths[0]), np.int64)
+        inside = np.arange(lengths[0]) < lengths[:, None]
+        padded[inside] = np.concatenate(sequences)
+        own = np.nonzero(inside[:, 1:])  # rows and columns of the positions that predict a token of the text
+        rows, columns, labels, tokens = (
+            upload(torch.from_numpy(one), self._device) for one in (*own, padded[:, 1:][own][:, None], padded)
+        )
+        hidden = decoder.prefill(tokens)[0][rows, columns]
+        found, likeliest = [], []
+        for h, next_ids in zip(hidden.split(SCORE_TOKENS), labels.split(SCORE_TOKENS), strict=True):
+            every = decoder.logits(h).float().log_softmax(dim=-1)
+            top = every.topk(k, dim=-1)
+            found.append(torch.cat([every.gather(1, next_ids), top.values], dim=1))
+            likeliest.append(top.indices.int())
+        # Nothing predicts the first token of a text: it has zeros.
+        scores, ids = np.zeros((*padded.shape, 1 + k), np.float32), np.zeros((*padded.shape, k), np.int32)
+        scores[:, 1:][own], ids[:, 1:][own] = torch.cat(found).cpu().numpy(), torch.cat(likeliest).cpu().numpy()
+        rows_of = zip(scores, ids, lengths.tolist(), strict=True)
+        return [TopScores(logprobs=s[:n, 0].copy(), ids=i[:n], top_logprobs=s[:n, 1:].copy()) for s, i, n in rows_of]
+
+    def _check_tandem(self, tandem: TandemSampling) -> None:
+        if self._junior is None:
+            raise ValueError(
+                "sampling.tandem: this engine has no junior; give one to EmbeddedEngine (roles.NAME.tandem)"
+            )
+        if self._tokenizer is None:
+            raise ValueError(
+                f"sampling.tandem with strategy {tandem.rule.strategy!r} needs a tokenizer: give one to EmbeddedEngine"
+            )
+
+    def _author_changes(self, strategy: Strategy) -> frozenset[int]:
+        """Returns the tokens after which the author may change."""
+        if strategy not in self._boundaries:
+            self._boundaries[strategy] = boundaries(self._tokenizer, strategy)
+        return self._boundaries[strategy]
+
+    def _loaded(self) -> Decoder:
+        if self._decoder is None:
+            raise RuntimeError(
+                "the engine has no whole weights: call load (or load_pretrained), or finish the refit first"
+            )
+        return self._decoder
+
+    def _check_tokens(self, tokens: np.ndarray, name: str) -> None:
+        if not len(tokens):
+            raise ValueError(f"{name} is empty and cannot be continued: give at least one token")
+        outside = tokens[(tokens < 0) | (tokens >= self.arch.vocab)]
+        if len(outside):
+            raise ValueError(
+                f"{name} holds token {outside[0]}, the model's vocabulary has {self.arch.vocab}: "
+                "use the model's own tokenizer"
+            )

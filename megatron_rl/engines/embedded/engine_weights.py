@@ -1,0 +1,263 @@
+"""The embedded engine's copy of a model's weights: fused storage, and where each Hugging Face tensor lies in it.
+
+H query heads   KV key/value heads   d head size   h hidden size   f width of a feed-forward or an expert   E experts
+V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.models.registry import ends, family_of, layer_rows
+from megatron_rl.models.rows import EXPERT, HF_LAYER, Row
+from megatron_rl.refit.transport import float32_bits
+from megatron_rl.weights.hf_model import Architecture
+
+_QKV = "self_attention.linear_qkv."
+_PAIRED = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """A dense feed-forward layer; gate and up are fused by rows."""
+
+    gate_up: Tensor  # [2 f, h]
+    down: Tensor  # [h, f]
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An expert that every token goes through; a gate of its own weighs what it gives, in families that have one."""
+
+    gate: Tensor | None  # [1, h]
+    layer: FeedForward
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """A layer's router, and its experts in two tensors; gate and up of one expert are fused by rows."""
+
+    router: Tensor  # [E, h]
+    gate_up: Tensor  # [E, 2 f, h]
+    down: Tensor  # [E, h, f]
+    shared: SharedExpert | None
+    bias: Tensor | None = None  # [E] float32, of the choice of experts
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The projections of attention through a latent of r elements. A head has n features that are not rotated, and e
+    that are; those of the key are shared by all heads."""
+
+    down: Tensor  # [r + e, h]
+    norm: Tensor  # [r]
+    up: Tensor  # [H (n + v), r]
+    query_down: Tensor | None  # [q, h]; None: queries are made of the hidden state
+    query_norm: Tensor | None  # [q]
+    query: Tensor  # [H (n + e), q or h]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block's weights; q, k and v are fused by rows.
+
+    The rows of q and k (and q_norm, k_norm) stand so that the two features which a rotary angle turns are neighbours:
+    attention is the same, and turning them is one complex product. In families with latents they are so in files too.
+    """
+
+    norm: Tensor | None  # [h], of what attention reads
+    qkv: Tensor | Latents  # [(H + 2 KV) d, h]
+    qkv_bias: Tensor | None  # [(H + 2 KV) d]
+    q_norm: Tensor | None  # [d] of one head, or [H d] of all at once
+    k_norm: Tensor | None  # [d], or [KV d]
+    out: Tensor  # [h, H d], or with latents [h, H v]
+    out_after: Tensor | None  # [h], of what attention adds
+    mlp_norm: Tensor | None  # [h], of what the feed-forward reads
+    mlp: FeedForward | ExpertWeights
+    mlp_after: Tensor | None  # [h], of what the feed-forward adds
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All weights of one model."""
+
+    embedding: Tensor  # [V, h]
+    layers: tuple[Layer, ...]
+    norm: Tensor  # [h]
+    head: Tensor  # [V, h]
+
+
+@dataclass(frozen=True)
+class WeightSlot:
+    """The part of the fused storage in which one Hugging Face tensor lies."""
+
+    rows: Tensor  # [rows, columns] or [rows], a view
+    head_dim: int | None = None  # rows of whole heads whose halves [first, second] stand as pairs; None: as they are
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.rows.shape)
+
+    def order(self, first: int, count: int) -> Tensor | slice:
+        """Tells where rows [first, first + count) of the Hugging Face tensor lie."""
+        if self.head_dim is None:
+            return slice(first, first + count)
+        row, half = torch.arange(first, first + count, device=self.rows.device), self.head_dim // 2
+        within = row % self.head_dim
+        return row - within + within % half * 2 + within // half
+
+    def fill(self, tensor: Tensor) -> None:
+        """Writes the whole tensor at once."""
+        if self.head_dim is None:
+            self.rows.copy_(tensor)
+        else:
+            halves = tensor.view(-1, 2, self.head_dim // 2, *tensor.shape[1:]).transpose(1, 2)
+            self.rows.view(halves.shape).copy_(halves)
+
+
+class WeightSlots:
+    """The storage by Hugging Face names, for a refit to write parts of it. A part is (row, column, number of rows,
+    number of columns).
+
+    Implements refit.transport.Parameters.
+    """
+
+    def __init__(self, slots: Mapping[str, WeightSlot]) -> None:
+        self._slots = slots
+
+    def read(self, name: str, part: tuple[int, int, int, int]) -> Tensor:
+        row, column, rows, columns = part
+        slot = self._slots[name]
+        found = slot.rows[slot.order(row, rows)]
+        return found[:, None] if found.dim() == 1 else found[:, column : column + columns]
+
+    def carried(self, names: Collection[str], dtype: torch.dtype) -> WeightSlots:
+        return WeightSlots({
+            name: WeightSlot(float32_bits(name, slot.rows, dtype)) if name in names else slot
+            for name, slot in self._slots.items()
+        })  # fmt: skip
+
+    def write(self, name: str, part: tuple[int, int, int, int], values: Tensor) -> None:
+        row, column, rows, columns = part
+        slot = self._slots[name]
+        stored = slot.rows[:, None] if slot.rows.dim() == 1 else slot.rows[:, column : column + columns]
+        stored[slot.order(row, rows)] = values.to(stored.dtype)
+
+
+def gather_weights(
+    stream: Iterable[tuple[str, Tensor]], arch: Architecture, dtype: torch.dtype, device: torch.device
+) -> Weights:
+    """Reads a whole stream of (name, tensor) into new storage. Raises ValueError for unknown, missing, repeated or
+    misshapen tensors.
+
+    A tied model may bring lm_head.weight; it is not read.
+    """
+    weights, slots = storage(arch, dtype, device)
+    seen: set[str] = set()
+    for name, tensor in stream:
+        if (name == "lm_head.weight" and arch.tied) or family_of(arch).leaves_out(arch, name):
+            continue
+        if name not in slots:
+            raise ValueError(
+                f"weight stream: unknown tensor {name!r} for a {arch.family} model; give Hugging Face names"
+            )
+        slot = slots[name]
+        if tuple(tensor.shape) != slot.shape:
+            raise ValueError(
+                f"weight stream: {name} has shape {tuple(tensor.shape)}, the model needs {slot.shape}; "
+                "give full tensors"
+            )
+        if name in seen:
+            raise ValueError(f"weight stream: {name} came twice; give every tensor once")
+        seen.add(name)
+        slot.fill(tensor.detach())
+    missing = sorted(slots.keys() - seen)
+    if missing:
+        raise ValueError(
+            f"weight stream: {len(missing)} tensors are missing, the first is {missing[0]}; give the whole model"
+        )
+    return weights
+
+
+def storage(arch: Architecture, dtype: torch.dtype, device: torch.device) -> tuple[Weights, dict[str, WeightSlot]]:
+    """Makes uninitialised weights, and tells where every Hugging Face tensor of the model goes in them."""
+    made = _Storage(arch, dtype, device)
+    layers = tuple(made.layer(number) for number in range(arch.num_layers))
+    first, last = ends(arch)
+    outside = {row.name: made.row(row, "") for row in (*first, *last) if not row.copy}
+    embedding = outside["embedding.word_embeddings.weight"]
+    head = outside.get("output_layer.weight", embedding)
+    return Weights(embedding, layers, outside["decoder.final_layernorm.weight"], head), made.slots
+
+
+class _Storage:
+    """Storage under construction; `slots` has all that was made so far."""
+
+    def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+        self._arch, self._dtype, self._device = arch, dtype, device
+        self.slots: dict[str, WeightSlot] = {}
+
+    def layer(self, number: int) -> Layer:
+        """Makes layer `number`. Megatron's names of its rows are the same in every family."""
+        prefix = HF_LAYER.format(number)
+        made = {row.name: self.row(row, prefix) for row in layer_rows(self._arch, number)}
+        return Layer(
+            norm=made.get("input_layernorm.weight"),
+            qkv=_latents(made) if self._arch.kv_rank else made["self_attention.linear_qkv.weight"],
+            qkv_bias=made.get("self_attention.linear_qkv.bias"),
+            q_norm=None if self._arch.kv_rank else made.get("self_attention.q_layernorm.weight"),
+            k_norm=made.get("self_attention.k_layernorm.weight"),
+            out=made["self_attention.linear_proj.weight"],
+            out_after=made.get("self_attn_bda.weight"),
+            mlp_norm=made.get("pre_mlp_layernorm.weight"),
+            mlp=_experts(made) if "mlp.router.weight" in made else _feed_forward(made, "mlp"),
+            mlp_after=made.get("mlp_bda.weight"),
+        )
+
+    def row(self, row: Row, prefix: str) -> Tensor:
+        """Makes one parameter: the row's tensors joined end to end, and of all experts stacked.
+
+        The rows of queries and keys, and the elements of their norms, are paired.
+        """
+        rows, columns = [source.rows for source in row.sources], row.sources[0].columns
+        shape = [*([row.experts] if row.experts else []), sum(rows), *([columns] if columns > 1 else [])]
+        dtype = torch.float32 if row.float32 else self._dtype
+        whole = torch.empty(shape, dtype=dtype, device=self._device)
+        for number, one in enumerate(whole if row.experts else [whole]):
+            for place, (source, part) in enumerate(zip(row.sources, one.split(rows), strict=True)):
+                paired = row.name in _PAIRED or (row.name.startswith(_QKV) and place < 2)
+                slot = WeightSlot(part, self._arch.head_dim if paired and not self._arch.kv_rank else None)
+                self.slots[prefix + source.name.replace(EXPERT, str(number))] = slot
+        return whole
+
+
+def _feed_forward(made: Mapping[str, Tensor], module: str) -> FeedForward:
+    """Returns the gated feed-forward layer of a module among a layer's parameters."""
+    return FeedForward(made[f"{module}.linear_fc1.weight"], made[f"{module}.linear_fc2.weight"])
+
+
+def _experts(made: Mapping[str, Tensor]) -> ExpertWeights:
+    """Returns router and experts among a layer's parameters, and the shared expert where there is one."""
+    fc1, fc2 = (made[f"mlp.experts.local_experts.{EXPERT}.linear_{fc}.weight"] for fc in ("fc1", "fc2"))
+    shared = None
+    if "mlp.shared_experts.linear_fc1.weight" in made:
+        gate = made.get("mlp.shared_experts.gate_weight")
+        shared = SharedExpert(gate, _feed_forward(made, "mlp.shared_experts"))
+    return ExpertWeights(made["mlp.router.weight"], fc1, fc2, shared, made.get("mlp.router.expert_bias"))
+
+
+def _latents(made: Mapping[str, Tensor]) -> Latents:
+    """Returns the projections to and from latents among a layer's parameters."""
+    whole = made.get("self_attention.linear_q_proj.weight")
+    return Latents(
+        down=made["self_attention.linear_kv_down_proj.weight"],
+        norm=made["self_attention.kv_layernorm.weight"],
+        up=made["self_attention.linear_kv_up_proj.weight"],
+        query_down=made.get("self_attention.linear_q_down_proj.weight"),
+        query_norm=made.get("self_attention.q_layernorm.weight"),
+        query=made["self_attention.linear_q_up_proj.weight"] if whole is None else whole,
+    )

@@ -1,0 +1,44 @@
+"""Keys and values of the rows that one decoder works on, in slots that are filled, moved and widened together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megatron_rl.engines.embedded.decoder import Decoder
+
+GROWTH = 64  # columns added at once
+
+
+class Cache:
+    """The key/value cache of one batch under one decoder: a slot per row, a column per token."""
+
+    def __init__(self, decoder: Decoder, slots: int) -> None:
+        self._decoder, self.width = decoder, 0
+        self.layers = [
+            decoder.new_layer_cache(slots, 0) for _ in decoder.weights.layers
+        ]  # one [2, slots, KV, columns, d] per layer, or the decoder's latents
+
+    def reserve(self, width: int, *, used: int, slots: int) -> None:
+        """Makes it at least `width` columns wide. Where it grows it keeps the first `used` slots, and has `slots`
+        in all from then on."""
+        if width <= self.width:
+            return
+        columns = -(-width // GROWTH) * GROWTH
+        for number, held in enumerate(self.layers):  # one after the other, so that no more than one is there twice
+            grown = self._decoder.new_layer_cache(slots, columns)
+            grown[:, :used, :, : self.width] = held[:, :used]
+            self.layers[number] = grown
+        self.width = columns
+
+    def put(self, part: slice, fresh: Sequence[Tensor], source: Tensor) -> None:
+        """Fills the slots `part` with rows `source` [B] of a prefill's keys and values, one [2, P, KV, columns, d]
+        per layer."""
+        for held, made in zip(self.layers, fresh, strict=True):
+            held[:, part, :, : made.shape[3]] = made[:, source]
+
+    def move(self, origin: Tensor, to: Tensor) -> None:
+        """Copies slots `origin` [M] to slots `to` [M]."""
+        for held in self.layers:
+            held[:, to] = held[:, origin]

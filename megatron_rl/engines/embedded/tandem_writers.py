@@ -1,0 +1,49 @@
+"""Two models that write one text: whose turn it is in each row of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.tandem_authors import Pen
+from megatron_rl.engines import sampling_seeds
+from megatron_rl.engines.batched_session import Row
+from megatron_rl.engines.embedded.decoder import Decoder
+from megatron_rl.engines.protocol import TandemSampling
+
+
+def pens_of(rows: Sequence[Row], tandem: TandemSampling, boundaries: frozenset[int]) -> list[Pen]:
+    """Gives every row its pen, which says who writes the row's next token. [R] -> [R]"""
+    pens = []
+    for row in rows:
+        own = sampling_seeds.request_seed(row.sampling.seed, row.key) + row.sample
+        pen = Pen(tandem.rule, boundaries, own if tandem.seed is None else tandem.seed)
+        if tandem.written:
+            pen.resume(row.tokens[-tandem.written :])
+        pens.append(pen)
+    return pens
+
+
+class Writers:
+    """The pens of a batch's rows, and both models' decoders: the senior's and the junior's."""
+
+    def __init__(self, decoders: tuple[Decoder, Decoder], pens: Sequence[Pen]) -> None:
+        self._decoders, self._pens = decoders, pens
+
+    def logits(self, states: Sequence[Tensor], places: np.ndarray) -> Tensor:
+        """Turns both decoders' hidden states [B, h] into logits [B, V], each row's by the model that writes its
+        next token."""
+        senior = torch.tensor([self._pens[place].senior for place in places.tolist()], device=states[0].device)
+        shape = (len(senior), self._decoders[0].arch.vocab)
+        logits = torch.empty(shape, dtype=states[0].dtype, device=states[0].device)
+        for decoder, state, own in zip(self._decoders, states, (senior, ~senior), strict=True):
+            logits[own] = decoder.logits(state[own])
+        return logits
+
+    def write(self, places: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Records the rows' new tokens. [B] each -> bool [B], True where the senior wrote the token."""
+        written = zip(places.tolist(), tokens.tolist(), strict=True)
+        return np.fromiter((self._pens[place].write(token) for place, token in written), bool, len(places))

@@ -1,0 +1,83 @@
+"""Drawing tokens: temperature and truncation, each row from a random stream of its own.
+
+B rows   V vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.engines.sampling_seeds import GOLDEN, MULTIPLIERS, signed
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Returns one uniform in [0, 1) per row, a function of its key and position alone. int64 [B] each -> float64 [B].
+
+    It is the position-th output of splitmix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195) seeded with
+    the key.
+    """
+    x = keys + positions * signed(GOLDEN)
+    x = (x ^ _shift(x, 30)) * signed(MULTIPLIERS[0])
+    x = (x ^ _shift(x, 27)) * signed(MULTIPLIERS[1])
+    x = x ^ _shift(x, 31)
+    return _shift(x, 11).double() * 2.0**-53
+
+
+def draw(logits: Tensor, sampling: Sampling, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Draws the next token of every row. -> tokens [B], log-probs under the distribution drawn from [B], those of the
+    model [B] (float32).
+
+    `logits` are [B, V], `keys` and `positions` int64 [B] name the random number.
+
+    Greedy (temperature 0) draws from a point mass: its log-prob is 0. Otherwise the order is temperature, top-k,
+    top-p, min-p.
+    """
+    model = logits.float().log_softmax(dim=-1)
+    if sampling.temperature == 0:
+        tokens = model.argmax(dim=-1)
+        return tokens, torch.zeros(len(tokens), device=logits.device), _pick(model, tokens)
+    plain = sampling.temperature == 1.0 and not _truncates(sampling)
+    chosen = model if plain else processed(logits, sampling)
+    cumulative = chosen.exp().cumsum(dim=-1, dtype=torch.float64)
+    point = uniforms(keys, positions).to(logits.device) * cumulative[:, -1]
+    tokens = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+    model_logprobs = _pick(model, tokens)
+    return tokens, model_logprobs if plain else _pick(chosen, tokens), model_logprobs
+
+
+def processed(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Returns log-probabilities of the distribution sampled from, temperature above 0. [B, V] -> [B, V], -inf where
+    cut.
+
+    Ties at the edge of top-k all stay; top-p keeps the fewest most likely tokens whose sum reaches it.
+    """
+    scaled = (logits.float() / sampling.temperature).log_softmax(dim=-1)
+    if sampling.top_k and sampling.top_k < scaled.shape[-1]:
+        least = scaled.topk(sampling.top_k, dim=-1).values[:, -1:]
+        scaled = scaled.masked_fill(scaled < least, -torch.inf).log_softmax(dim=-1)
+    if sampling.top_p < 1.0:
+        ordered, index = scaled.sort(dim=-1, descending=True)
+        before = ordered.exp().cumsum(dim=-1) - ordered.exp()
+        cut = torch.zeros_like(before, dtype=torch.bool).scatter(1, index, before >= sampling.top_p)
+        scaled = scaled.masked_fill(cut, -torch.inf).log_softmax(dim=-1)
+    if sampling.min_p > 0:
+        floor = scaled.amax(dim=-1, keepdim=True) + math.log(sampling.min_p)
+        scaled = scaled.masked_fill(scaled < floor, -torch.inf).log_softmax(dim=-1)
+    return scaled
+
+
+def _truncates(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0
+
+
+def _pick(logprobs: Tensor, tokens: Tensor) -> Tensor:
+    return logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Shifts int64 right; zeros come in."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,191 @@
+"""A session with servers: prompts are asked at any time, each with a sampling of its own, and answered when they are
+done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megatron_rl.engines import sampling_seeds
+from megatron_rl.engines.http import ServerLost
+from megatron_rl.engines.pool.continuation import dated, joined, nothing_of, seed_after
+from megatron_rl.engines.pool.dispatch import Dispatcher, Outstanding, Request
+from megatron_rl.engines.pool.membership import Member
+from megatron_rl.engines.protocol import Completion, EngineError, Sampling, Tokens
+from megatron_rl.types import Stop
+
+Finished = tuple[int, dict[int, Completion]]  # a key, and completions by sample
+
+
+@dataclass(eq=False)
+class _Asked:
+    """One ask that is not answered. `work` is what its tasks belong to."""
+
+    key: int
+    tokens: np.ndarray  # [T] int32
+    sampling: Sampling
+    work: Outstanding
+    prefer: Member | None
+    found: dict[int, Completion] = field(default_factory=dict)  # by sample
+
+    @property
+    def seed(self) -> int:
+        """The seed of the first sample; sample j has j more."""
+        return sampling_seeds.request_seed(self.sampling.seed, self.key)
+
+
+class PoolSession:
+    """Implements engines.protocol.Session over the servers that a dispatcher sends to."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._lock = threading.Lock()  # guards what follows
+        self._used: set[int] = set()  # keys
+        self._asked: dict[int, _Asked] = {}  # asks without an answer, by key
+        self._homes: dict[int, Member] = {}  # the server that answered a key last, and holds its prefix
+        self._askers = 0  # threads in `asking`
+        self._work = Outstanding()
+        self._closed = False
+
+    def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
+        """See engines.protocol.Session. Raises ValueError also for an impossible sampling setting; EngineError after
+        `close`.
+        """
+        sampling_seeds.check(sampling)
+        prompt = np.array(tokens, np.int32)
+        with self._lock:
+            if self._closed:
+                raise EngineError("the session was closed: ask in a new one")
+            if key in self._used:
+                raise ValueError(f"key {key} was asked before in this session: give every ask a key of its own")
+            prefer = None if after is None else self._homes.get(after)
+            asked = _Asked(key, prompt, sampling, self._work, prefer)
+            self._used.add(key)
+            self._asked[key] = asked
+        self._dispatcher.submit(asked.work, self._write, asked)
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """See engines.protocol.Session."""
+        with self._lock:
+            self._askers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._askers -= 1
+                self._work.wake()
+
+    def answers(self) -> Iterator[tuple[int, list[Completion]]]:
+        """See engines.protocol.Session.
+
+        While no server has the current weights it waits, and says so. Raises EngineError when none comes within
+        `engine.wait_s`, or `engine.attempts` living servers failed a request; RequestRefused for a request that no
+        server would take; ConfigError when servers are another run's. All that was asked is called off then.
+        """
+        waiting = self._dispatcher.waiting()
+        ended = False
+        try:
+            while True:
+                with self._lock:
+                    work, pending = self._work, bool(self._asked)
+                    if not pending and not self._askers:
+                        ended = True
+                        return
+                finished = self._dispatcher.wait(work, waiting if pending else None)
+                if finished is not None and (whole := self._take_in(*finished)) is not None:
+                    yield finished[0], whole
+        finally:
+            if not ended:
+                self._call_off()
+
+    def close(self) -> None:
+        """See engines.protocol.Session."""
+        self._closed = True
+        self._call_off()
+
+    def _take_in(self, key: int, completions: dict[int, Completion]) -> list[Completion] | None:
+        """Keeps completions of a key -> all of them, once they are there."""
+        with self._lock:
+            asked = self._asked.get(key)
+            if asked is None:  # it was called off meanwhile
+                return None
+            asked.found |= completions
+            if len(asked.found) < asked.sampling.n:
+                return None
+            del self._asked[key]
+        whole = [asked.found[j] for j in range(asked.sampling.n)]
+        self._dispatcher.full.look(len(asked.tokens), whole)
+        return whole
+
+    def _call_off(self) -> None:
+        """Sends nothing more of what was asked, and forgets what comes of it."""
+        with self._lock:
+            over, self._work = self._work, Outstanding()
+            self._asked.clear()
+        over.over = True
+        self._dispatcher.look()
+
+    async def _write(self, asked: _Asked) -> Finished:
+        """Gets one ask's completions. Each one that a refit cut short becomes a task of its own."""
+        finished = {}
+        for j, completion in enumerate(await self._send(asked, asked.tokens, asked.sampling, asked.seed)):
+            if completion.stop is Stop.ABORTED:
+                self._dispatcher.submit(asked.work, self._complete, asked, j, completion)
+            else:
+                finished[j] = completion
+        return asked.key, finished
+
+    async def _complete(self, asked: _Asked, sample: int, begun: Completion) -> Finished:
+        """Gets a completion written to its end, however many refits cut it short."""
+        seed, restart = asked.seed + sample, self._dispatcher.members.limits.partial == "restart"
+        while begun.stop is Stop.ABORTED:
+            kept = nothing_of(begun) if restart else begun
+            written = len(kept.tokens)
+            if written >= asked.sampling.max_tokens:
+                begun = replace(kept, stop=Stop.LENGTH)
+                break
+            tandem = asked.sampling.tandem and replace(asked.sampling.tandem, seed=seed, written=written)
+            sampling = replace(asked.sampling, n=1, max_tokens=asked.sampling.max_tokens - written, tandem=tandem)
+            prompt = np.concatenate([asked.tokens, kept.tokens])
+            [more] = await self._send(asked, prompt, sampling, seed_after(seed, written))
+            begun = joined(kept, more)
+        return asked.key, {sample: begun}
+
+    async def _send(self, asked: _Asked, prompt: np.ndarray, sampling: Sampling, seed: int) -> list[Completion]:
+        members = self._dispatcher.members
+
+        async def ask(member: Member, version: int) -> list[Completion]:
+            timeout_s, sleep_count = members.limits.request_timeout_s, members.sleep_count
+            answers = await member.server.generate(prompt, sampling, seed=seed, timeout_s=timeout_s)
+            return [self._checked(member, version, answer, sleep_count) for answer in answers]
+
+        what = f"a prompt of {len(prompt)} tokens"
+        answers, member = await self._dispatcher.send(asked.work, Request(ask, what, sampling.n, asked.prefer))
+        with self._lock:
+            self._homes[asked.key] = member
+        return answers
+
+    def _checked(self, member: Member, version: int, answer: Completion, sleep_count: int) -> Completion:
+        """Returns a completion with the versions that wrote it, none of which is older than the server's when it was
+        asked, or newer than the pool's now. `sleep_count`: how many times the servers had been put to sleep when the
+        request was sent.
+        """
+        members = self._dispatcher.members
+        if members.fixed:
+            answer = replace(answer, versions=[(0, version)])
+        oldest = min((v for _, v in answer.versions), default=version)
+        if oldest < version:
+            raise ServerLost(f"{member.server.url} answered with version {oldest} of the weights, not {version}")
+        newest = max((v for _, v in answer.versions), default=version)
+        if newest > members.version:
+            told = f"version {newest} of the weights, and the newest is {members.version}"
+            raise ServerLost(f"{member.server.url} answered with {told}")
+        if answer.stop is Stop.ABORTED and members.serves(member, version) and members.sleep_count == sleep_count:
+            raise ServerLost(f"{member.server.url} ended a request early, though no refit had begun")
+        return dated(answer, version)

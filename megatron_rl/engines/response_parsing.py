@@ -1,0 +1,116 @@
+"""Reads what servers answer, the same way for all kinds. Whoever listens at a server's address may be broken, or
+somebody else: nothing of an answer is taken before it makes sense, and one that does not is a failure of that server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.engines.http import ServerLost
+from megatron_rl.engines.protocol import Sampling
+
+SLACK = 1e-3  # how far above 0 rounding may bring a log-prob
+# What an answer may have in bytes: so many in any case, and for every token that was asked for.
+FREE_BYTES = 16 << 20
+FRAME_TOKEN_BYTES = 4096  # token, log-prob, and the experts of 128 layers, 16 each
+JSON_TOKEN_BYTES = 1024  # token and log-prob with their text
+ENTRY_BYTES = 128  # one of the likeliest tokens of a place
+
+
+class AnswerError(ValueError):
+    """Raised for an answer that makes no sense."""
+
+
+@contextlib.contextmanager
+def understood(url: str, whose: str, *, retry_after_s: float = 0.0) -> Iterator[None]:
+    """Takes an answer of another shape for none at all: what reading it raises becomes ServerLost."""
+    try:
+        yield
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        kind = "" if isinstance(error, AnswerError) else f"{type(error).__name__} "
+        said = f"{url} sent an answer that is not {whose}: {kind}{str(error)[:400]}"
+        raise ServerLost(said, retry_after_s=retry_after_s) from error
+
+
+def read_json(data: bytes) -> Any:
+    """Returns the JSON of an answer. Raises AnswerError."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise AnswerError(f"no JSON ({type(error).__name__} {error})") from error
+
+
+def read_tokens(told: Any, vocab: int, longest: int) -> np.ndarray:
+    """Returns token ids [T] int32. `vocab`: the size of the vocabulary, 0 where that is not known.
+
+    Raises AnswerError for more than `longest`, for what is no list of whole numbers, and for ids outside of it.
+    """
+    array = np.asarray(told)
+    if array.shape == (0,):
+        return np.empty(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise AnswerError(f"tokens are {array.dtype} {array.shape}")
+    if len(array) > longest:
+        raise AnswerError(f"{len(array)} tokens where at most {longest} were asked for")
+    check_ids(array, vocab)
+    return array.astype(np.int32, copy=False)
+
+
+def check_ids(ids: np.ndarray, vocab: int) -> None:
+    """Raises AnswerError for token ids outside of the vocabulary. `vocab`: its size; 0 where that is not known."""
+    if ids.size and (ids.min() < 0 or ids.max() >= (vocab or 2**31)):
+        raise AnswerError(f"tokens from {ids.min()} to {ids.max()}: the vocabulary has 0 to {(vocab or 2**31) - 1}")
+
+
+def read_logprobs(told: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns log-probs float32 of a shape.
+
+    Raises AnswerError when there are more or fewer, or some are not numbers, or above 0 by more than rounding.
+    """
+    array = np.asarray(told)
+    if array.shape != shape and not (array.size == 0 and 0 in shape):
+        raise AnswerError(f"log-probs are {array.shape} for {shape}")
+    if array.dtype.kind not in "fiu" and array.size:
+        raise AnswerError(f"log-probs are {array.dtype}")
+    numbers = array.astype(np.float32, copy=False).reshape(shape)
+    if not np.isfinite(numbers).all():
+        raise AnswerError("log-probs that are not numbers: are the weights?")
+    if numbers.size and numbers.max() > SLACK:
+        raise AnswerError(f"a log-prob of {numbers.max():.6g}: no probability is above 1")
+    return numbers
+
+
+def drawn(told: np.ndarray | None, sampling: Sampling, count: int) -> np.ndarray:
+    """Returns the log-probs [count] of drawn tokens: `told` by the server, nan where it told none. A greedy token is
+    drawn from a point mass, and its log-prob is 0.
+    """
+    if sampling.greedy:
+        return np.zeros(count, np.float32)
+    return np.full(count, np.nan, np.float32) if told is None else told
+
+
+def read_versions(spans: Sequence[tuple[Any, Any]], length: int) -> list[tuple[int, int]]:
+    """Returns (first token, weight version) of the spans of a completion of `length` tokens. Raises AnswerError when
+    they do not begin at the first token, or go back.
+    """
+    found = [(start, version) for start, version in spans]
+    numbers = [number for span in found for number in span]
+    versions = [version for _, version in found]
+    if any(type(number) is not int or number < -1 for number in numbers) or versions != sorted(versions):
+        raise AnswerError(f"weight versions {found[:4]}")
+    starts = [start for start, _ in found]
+    if found and (starts[0] != 0 or starts != sorted(starts) or starts[-1] > length):
+        raise AnswerError(f"weight versions that begin at the tokens {starts[:8]} of {length}")
+    return found
+
+
+def read_whole(told: Any, lowest: int) -> int:
+    """Returns a whole number. Raises AnswerError for anything else, or one below `lowest`."""
+    if type(told) is not int or told < lowest:
+        raise AnswerError(f"{str(told)[:40]!r} where a whole number of at least {lowest} stands")
+    return told

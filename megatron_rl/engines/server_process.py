@@ -1,0 +1,189 @@
+"""Starting a server of rollouts as a process, watching it start, and ending it with all its children."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import megatron_rl
+from megatron_rl import processes
+from megatron_rl.engines import server_log, shared_memory_cleanup
+from megatron_rl.engines.kind import Command
+from megatron_rl.engines.protocol import EngineError
+from megatron_rl.run import atomic_files
+from megatron_rl.run.parent_death import end_with_parent
+
+GRACE_S = 20.0  # between asking a server to leave and killing it
+TIDY_S = 5.0  # for the process that removes the shared memory of one that has ended
+TIDY_POLL_S = 0.05
+NOTE_S = 5.0  # between two looks at a starting server's shared memory
+POLL_S = 0.2
+# A server is no rank: with TORCHELASTIC_USE_AGENT_STORE its own ranks would wait for ever for torchrun's store.
+LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_")
+METADATA = "Metadata-Version: 2.1\nName: megatron-rl-plugin\nVersion: 0\n"
+
+
+class StartError(EngineError):
+    """A server that did not come up; the message has the last lines of its log, and the first error there."""
+
+
+class ServerProcess:
+    """One server. Its output goes to `log`; it leads a session of its own, which ends with it. The thread that makes
+    this value must live as long as the server, which is asked to leave when that thread is gone.
+
+    Nothing of its shared memory is left then. What servers left whose owners were killed is removed at the start.
+    """
+
+    def __init__(self, command: Command, log: Path, inherited: Mapping[str, str], *, imports: Path) -> None:
+        """`inherited`: the environment that the command's own comes on top of. `imports`: a directory, made here, from
+        which the server imports this package. Raises StartError when there is no such program.
+        """
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        own = str(_only_this_package(imports, command.entry_points))
+        path = os.pathsep.join(filter(None, (own, inherited.get("PYTHONPATH"))))
+        kept = {
+            name: value
+            for name, value in inherited.items()
+            if name not in LAUNCHER and not name.startswith(LAUNCHER_PREFIXES)
+        }
+        # With a fault handler a crash in compiled code leaves the place in the log.
+        environment = {**kept, "PYTHONFAULTHANDLER": "1", "PYTHONPATH": path, **command.environment}
+        shared_memory_cleanup.clear()
+        self._segments = shared_memory_cleanup.Segments()
+        with log.open("ab", buffering=0) as out:
+            out.write(server_log.start_line())
+            try:
+                self._process = subprocess.Popen(
+                    command.words,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=functools.partial(end_with_parent, signal.SIGTERM, os.getpid()),
+                )
+            except OSError as error:
+                raise StartError(
+                    f"cannot start {command.words[0]}: {error}; set engine.python to the engine's interpreter"
+                ) from error
+        self._stopped = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ended(self) -> int | None:
+        """Its exit status, None while it lives."""
+        return self._process.poll()
+
+    def wait_until(self, ready: Callable[[], bool], timeout_s: float, stop: Callable[[], bool] = lambda: False) -> bool:
+        """True when it is ready, False when `stop` says so first. Raises StartError when it dies or is too slow; it is
+        ended then.
+        """
+        end, note = time.monotonic() + timeout_s, time.monotonic() + NOTE_S
+        while True:
+            answers, status = (
+                ready(),
+                self.ended(),
+            )  # in this order: who answers for a dead server is another one, at the same port
+            if (answers and status is None) or time.monotonic() > note:
+                self._segments.note(processes.members(self.pid))
+                note = time.monotonic() + NOTE_S
+            if answers and status is None:
+                return True
+            if stop():
+                return False
+            if status is not None or time.monotonic() > end:
+                self.stop()
+                what = (
+                    f"did not answer within {timeout_s:g} s"
+                    if status is None
+                    else f"ended with status {status} while it started"
+                )
+                raise StartError(f"the server {what}; {server_log.end_of(self.log)}")
+            time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        """Asks it to leave, and kills what is left of its session. A second call does nothing: the session's number may
+        be another's.
+        """
+        if self._stopped:
+            return
+        self._stopped = True
+        self._segments.note(processes.members(self.pid))
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+        self._kill_and_let_tidy()
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._segments.remove()
+
+    def _kill_and_let_tidy(self) -> None:
+        """Kills what is left of the session, but for processes that then remove shared memory, which get TIDY_S."""
+        end = time.monotonic() + TIDY_S
+        while (left := processes.members(self.pid)) and time.monotonic() < end:
+            for pid in left:
+                if not processes.is_tracker(pid):
+                    processes.kill(pid)
+            time.sleep(TIDY_POLL_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+
+def make_token(path: Path) -> str:
+    """Returns the job's token, which whoever comes first writes to `path`, readable by its owner alone.
+
+    Raises PermissionError when another user planted the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)  # whole, or not at all
+    finally:
+        draft.unlink()
+    return atomic_files.read_own(path).strip()
+
+
+def _only_this_package(directory: Path, entry_points: str) -> Path:
+    """Makes a directory to import this package from, and nothing that is installed beside it: the server's environment
+    has its own torch. The package has these entry points there, as if pip had installed it.
+    """
+    package, link = Path(megatron_rl.__file__).resolve().parent, directory.resolve() / "megatron_rl"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink() or link.resolve() != package:
+        draft = link.with_name(f".{secrets.token_hex(8)}")
+        draft.symlink_to(package, target_is_directory=True)
+        draft.replace(link)
+    about = link.parent / "megatron_rl_plugin-0.dist-info"
+    about.mkdir(exist_ok=True)
+    files = {"METADATA": METADATA, "entry_points.txt": entry_points}
+    for name, text in files.items():
+        draft = about / f".{secrets.token_hex(8)}"
+        draft.write_text(text)
+        draft.replace(about / name)
+    return link.parent

@@ -1,0 +1,71 @@
+"""Servers at given addresses, which announce themselves to nobody: the run lists them as long as they answer."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+
+from megatron_rl.engines.server import Server
+from megatron_rl.engines.server_registry import BEAT_S, Announcement, Listing, ServerRegistry
+
+FAILURES = 2  # looks, one after the other, without an answer: whoever answers then may be another start of the server
+
+
+class Addresses:
+    """Looks at each of a role's URLs from a thread of its own. A server that was away gets a new incarnation: no
+    weights of it count.
+    """
+
+    def __init__(
+        self,
+        registry: ServerRegistry,
+        role: str,
+        urls: Sequence[str],
+        connect: Callable[[Listing], Server],
+        *,
+        look_s: float = BEAT_S,
+    ) -> None:
+        self._roster, self._connect, self._look_s = registry, connect, look_s
+        self._closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._watch, args=(role, replica, url), name=f"{role}-{replica}", daemon=True)
+            for replica, url in enumerate(urls)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """The listings go with it."""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _watch(self, role: str, replica: int, url: str) -> None:
+        while not self._closed.is_set():
+            listing = Listing(
+                role=role, replica=replica, url=url, incarnation=uuid.uuid4().hex, log=f"(of {url}: not here)"
+            )
+            server = self._connect(listing)
+            try:
+                self._until_it_answers(server)
+                if not self._closed.is_set():
+                    self._while_it_answers(listing, server)
+            finally:
+                server.close()
+
+    def _until_it_answers(self, server: Server) -> None:
+        while not self._closed.is_set() and not server.ready():
+            self._closed.wait(self._look_s)
+
+    def _while_it_answers(self, listing: Listing, server: Server) -> None:
+        failures = 0
+
+        def alive() -> bool:
+            nonlocal failures
+            failures = 0 if server.ready() else failures + 1
+            return failures == 0
+
+        with Announcement(self._roster, listing, alive, beat_s=self._look_s):
+            while failures < FAILURES and not self._closed.wait(self._look_s):
+                pass

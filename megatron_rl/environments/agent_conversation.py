@@ -1,0 +1,82 @@
+"""One agent of an episode: its conversation so far, and the samples that this becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rl.chat_template import Message, with_system
+from megatron_rl.engines.protocol import Completion, EngineError, Sampling
+from megatron_rl.environments.dialogue import Dialogue, Exchange, Reply
+from megatron_rl.environments.episode_types import Tool
+from megatron_rl.training.iteration import RolloutContext
+from megatron_rl.training.rollouts import continued, from_completion
+from megatron_rl.types import Prompt, Rollout
+
+
+class AgentConversation:
+    """The tokens of an agent are kept as engine and dialogue gave them; nothing is tokenised again. Where the dialogue
+    cannot go on from them, the transcript is truncated: it is a sample of its own, and the next one opens with the
+    whole conversation."""
+
+    def __init__(self, role: str, dialogue: Dialogue, tools: Sequence[Tool], *, system: str | None = None) -> None:
+        """`system`: a system message, which opens a conversation that has none of its own."""
+        self.role, self._dialogue, self._tools, self._system = role, dialogue, tools, system
+        self.answers = 0
+        self.cuts = 0
+        self.told: list[str] = []  # before each of its answers that has tokens
+        self.last_key: int | None = None  # of its last ask
+        self._history: list[Message] = []
+        self._heard: list[str] = []  # since its last answer
+        self._context = np.empty(0, np.int32)  # what it is asked with next
+        self._answer = np.empty(0, np.int32)  # the last one's tokens
+        self._ended: list[Rollout] = []
+        self._current: Rollout | None = None
+
+    def listen(self, messages: Sequence[Message]) -> np.ndarray:
+        """Takes what is new to the agent -> the tokens [T] that it is asked with. Raises ChatError for messages that
+        cannot be rendered."""
+        self._heard += [str(message.get("content") or "") for message in messages]
+        if self._current is None:
+            self._history += messages if self._history else with_system(messages, self._system)
+            self._context = self._dialogue.open(self._history, self._tools)
+            return self._context
+        past = Exchange(prompt=self._context, answer=self._answer, history=self._history, tools=self._tools)
+        between = self._dialogue.bridge(past, messages)
+        self._history += messages
+        if between is None:
+            self.cuts += 1
+            self._ended.append(self._current)
+            self._current = None
+            self._context = self._dialogue.open(self._history, self._tools)
+        else:
+            self._context = np.concatenate([self._context, self._answer, between])
+        return self._context
+
+    def say(self, completion: Completion, *, task: Prompt, context: RolloutContext, sampling: Sampling) -> Reply:
+        """Takes the answer to the last ask, and reads it. Raises EngineError for a tandem's completion that does not
+        say who wrote what."""
+        if sampling.tandem is not None and completion.authors is None:
+            raise EngineError("an engine sent a tandem's completion without an author for each token")
+        turn = from_completion(
+            Prompt(id=task.id, tokens=self._context, payload=task.payload),
+            completion,
+            role=self.role,
+            group=task.id,
+            version=context.engines[self.role].version,
+            partner_weight=context.partner_weights.get(self.role, 0.0),
+        )
+        self._current = turn if self._current is None else continued(self._current, turn)
+        self._answer = completion.tokens
+        self.answers += 1
+        if len(completion.tokens):
+            self.told.append("\n".join(self._heard))
+            self._heard = []
+        reply = self._dialogue.read(self._context, completion.tokens, self._tools)
+        self._history.append(reply.message)
+        return reply
+
+    def rollouts(self) -> list[Rollout]:
+        """Returns its samples, in order."""
+        return self._ended if self._current is None else [*self._ended, self._current]

@@ -1,0 +1,226 @@
+"""Refuses what an environment cannot mean: requests and ends of episodes that are not well formed. Each refusal names
+the value and says what to return instead."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_rl.chat_template import QUOTED
+from megatron_rl.config.base import ConfigError
+from megatron_rl.environments.episode_types import AGENT, EnvironmentFailure, Episode, EpisodeEnd, NextRequest, Tool
+from megatron_rl.types import Outcome
+from megatron_rl.user_code import place_of, traceback_of
+
+MESSAGE = '{"role": "user", "content": "..."}'  # as refusals show a message
+SHOWN = 500  # characters of a failure's reason
+RESERVED = (AGENT, "episode", "verdicts", "review")  # names in a payload that a run writes itself, and reads
+
+
+def checked_requests(result: object, *, of: str) -> Sequence[NextRequest]:
+    """Returns the requests that an environment returned. `of`: begin or step. Raises EnvironmentFailure for anything
+    else."""
+    if isinstance(result, (list, tuple)) and all(isinstance(one, NextRequest) for one in result):
+        return result
+    raise EnvironmentFailure(
+        f"its {of} returned {_shown(result)}: return a list of NextRequest, one for each agent that speaks next, or "
+        "Over"
+    )
+
+
+def check_request(
+    request: NextRequest, roles: Collection[str], spoke_as: Mapping[str, str], waiting: Collection[str]
+) -> None:
+    """Raises EnvironmentFailure for a request that nobody can make, and ConfigError for one of a role that the recipe
+    has no agent for. `roles`: those that may speak; `spoke_as`: the roles of the episode's agents so far; `waiting`:
+    agents that are asked and have not answered."""
+    for name in ("agent", "role"):
+        if not isinstance(given := getattr(request, name), str) or not given or _broken_text(given):
+            raise EnvironmentFailure(f"NextRequest.{name} is {_shown(given)}: give a text")
+    own = f"agent {request.agent!r}"
+    if request.role not in roles:
+        raise ConfigError(
+            f"recipe.args.agents names {', '.join(roles)}, and the environment lets {own} speak with the role "
+            f"{request.role!r}: name that role in recipe.args.agents (recipe.args.role of TangoAgents), or give "
+            "NextRequest.role one of those"
+        )
+    if spoke_as.get(request.agent, request.role) != request.role:
+        raise EnvironmentFailure(
+            f"{own} has the role {request.role!r}, and had the role {spoke_as[request.agent]!r} before: an agent "
+            "keeps its role; let the other role speak from an agent of its own"
+        )
+    if request.agent in waiting:
+        raise EnvironmentFailure(f"{own} is asked again before it has answered: return one NextRequest for each agent")
+    if request.agent not in spoke_as and not request.messages:
+        raise EnvironmentFailure(f"{own} was told nothing: its first NextRequest needs a message, such as {MESSAGE}")
+    if wrong := _wrong_limit(request):
+        raise EnvironmentFailure(f"the NextRequest of {own} has {wrong}")
+    for place, message in enumerate(request.messages):
+        if wrong := _wrong_message(message):
+            raise EnvironmentFailure(f"message {place} to {own} {wrong}")
+
+
+def checked_end(over: EpisodeEnd, agents: Mapping[str, int]) -> EpisodeEnd:
+    """Returns the end of an episode with all rewards as numbers, and with the payload as JSON reads it back. `agents`:
+    those that were asked, with how often each answered. Raises EnvironmentFailure for an outcome, rewards, answers or a
+    payload that cannot be kept."""
+    if not isinstance(over.outcome, Outcome):
+        raise EnvironmentFailure(f"EpisodeEnd.outcome is {_shown(over.outcome)}: give one of megatron_rl.types.Outcome")
+    if over.outcome is not Outcome.SCORE:
+        return replace(over, rewards={}, answers={}, why=str(over.why)[:SHOWN])
+    for name, given in (("rewards", over.rewards), ("answers", over.answers), ("payload", over.payload)):
+        if not isinstance(given, Mapping):
+            raise EnvironmentFailure(f"EpisodeEnd.{name} is {_shown(given)}: give a mapping")
+    if unknown := sorted((set(over.rewards) | set(over.answers)) - set(agents), key=str):
+        raise EnvironmentFailure(
+            f"it gives rewards to {', '.join(map(str, unknown))}, and no such agent spoke: those of this episode are "
+            f"{', '.join(agents) or 'none'}"
+        )
+    for agent, text in over.answers.items():
+        if not isinstance(text, str):
+            raise EnvironmentFailure(f"EpisodeEnd.answers of agent {agent!r} is {_shown(text)}: give a text")
+        if wrong := _broken_text(text):
+            raise EnvironmentFailure(f"EpisodeEnd.answers of agent {agent!r} {wrong}")
+    if agents and not any(agents.values()):
+        raise EnvironmentFailure(
+            f"no agent had room for an answer: what {', '.join(agents)} is told first has more tokens than "
+            "roles.NAME.max_prompt_tokens; raise that, or shorten the messages"
+        )
+    if taken := [name for name in RESERVED if name in over.payload]:
+        raise EnvironmentFailure(
+            f"EpisodeEnd.payload has the name {taken[0]!r}, which the run writes itself: choose another"
+        )
+    try:
+        payload = json.loads(json.dumps(dict(over.payload), ensure_ascii=False, allow_nan=False).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvironmentFailure(
+            f"EpisodeEnd.payload cannot be kept as JSON ({error}): give texts, numbers, lists"
+        ) from None
+    rewards = {agent: _numbers(agent, given) for agent, given in over.rewards.items()}
+    return replace(over, rewards=rewards, payload=payload)
+
+
+def failed(error: Exception, before: str = "") -> EpisodeEnd:
+    """Returns the end of an episode in which something raised. The reason is cut where it is long, and has `before` in
+    front and the place in the environment's code behind."""
+    place = place_of(error)
+    try:
+        why, trace = f"{before}{type(error).__name__}: {error}", traceback_of(error)
+    except Exception:  # its own text raises, too
+        why, trace = f"{before}{type(error).__name__}", ""
+    return EpisodeEnd(outcome=Outcome.ERROR, why=why[:SHOWN] + (f" ({place})" if place else ""), trace=trace)
+
+
+def refused(error: EnvironmentFailure) -> EpisodeEnd:
+    """Returns the end of an episode whose environment returned what cannot be meant."""
+    return EpisodeEnd(outcome=Outcome.ERROR, why=str(error))
+
+
+def with_rewards(episode: Episode, names: Collection[str], roles: Collection[str], graded: str) -> Episode:
+    """Returns the episode; as an error, without samples, where a sample of `roles` lacks one of the rewards `names`.
+    `graded`: the reward that the run's reward function gives to the texts in EpisodeEnd.answers."""
+    for rollout in episode.rollouts:
+        agent = rollout.payload[AGENT]
+        given = {*rollout.rewards, *([graded] if agent in episode.answers else [])}
+        missing = [name for name in names if name not in given]
+        if rollout.role in roles and missing:
+            cure = (
+                f"return a text for it in EpisodeEnd.answers, which becomes {graded!r}" if missing == [graded] else ""
+            )
+            why = (
+                f"agent {agent!r} has no reward {missing[0]!r}, only {', '.join(map(repr, sorted(given))) or 'none'}: "
+                f"{cure or 'return it in EpisodeEnd.rewards'}, or name others in recipe.args.rewards"
+            )
+            return replace(episode, rollouts=(), answers={}, outcome=Outcome.ERROR, why=why)
+    return episode
+
+
+def check_agents(episodes: Sequence[Episode], agents: Mapping[str, int]) -> None:
+    """Raises ConfigError for the first episode in which a role had more agents than `agents`, the recipe's, says: plans
+    and means over agents would be wrong."""
+    for episode in episodes:
+        found: dict[str, list[str]] = {}
+        for rollout in episode.rollouts:
+            named = found.setdefault(rollout.role, [])
+            if (agent := str(rollout.payload[AGENT])) not in named:
+                named.append(agent)
+        for role, named in found.items():
+            if len(named) > agents[role]:
+                raise ConfigError(
+                    f"recipe.args.agents gives the role {role!r} {agents[role]} in an episode, and one of the "
+                    f"environment had {len(named)}, {', '.join(named)}: write {len(named)}"
+                )
+
+
+def _wrong_message(message: object) -> str:
+    """Returns what is wrong with a message; an empty text where nothing is."""
+    if not isinstance(message, Mapping):
+        return f"is {_shown(message)}: give a list of messages, such as [{MESSAGE}]"
+    if not isinstance(message.get("role"), str):
+        return f"has no role: give it as in {MESSAGE}"
+    quoted = message.get(QUOTED, [])
+    pairs = quoted if isinstance(quoted, (list, tuple)) else [None]
+    if not all(isinstance(pair, (list, tuple)) and [type(place) for place in pair] == [int, int] for pair in pairs):
+        return f"has {_shown(quoted)} as {QUOTED!r}: make such a message by `quoting`"
+    content = message.get("content")
+    if isinstance(content, str):
+        return _broken_text(content)
+    if isinstance(content, list) or (content is None and message.get("tool_calls")):
+        return ""
+    return f"has the content {_shown(content)}: give a text, as in {MESSAGE}"
+
+
+def _wrong_limit(request: NextRequest) -> str:
+    """Returns what is wrong with the texts that end an answer, its length, or the tools; an empty text where nothing
+    is."""
+    if not isinstance(request.stop, (list, tuple)) or not all(isinstance(text, str) and text for text in request.stop):
+        return f"stop = {_shown(request.stop)}: give a list of texts that are not empty"
+    if request.max_tokens is not None and (type(request.max_tokens) is not int or request.max_tokens < 1):
+        return f"max_tokens = {_shown(request.max_tokens)}: give a whole number of at least 1, or None"
+    if not isinstance(request.messages, (list, tuple)):
+        return f"messages = {_shown(request.messages)}: give a list, such as [{MESSAGE}]"
+    if not isinstance(request.tools, (list, tuple)) or not all(isinstance(tool, Tool) for tool in request.tools):
+        return f"tools = {_shown(request.tools)}: give a list of objects whose classes inherit from Tool"
+    return ""
+
+
+def _broken_text(text: str) -> str:
+    """Returns what is wrong with a text that cannot be written as UTF-8; an empty text where nothing is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"has half of a character at {error.start}, which no tokenizer and no file takes: read it as UTF-8"
+    return ""
+
+
+def _numbers(agent: str, given: Any) -> dict[str, float]:
+    """Returns an agent's rewards by name. Raises EnvironmentFailure for one that is no finite number."""
+    if not isinstance(given, Mapping):
+        raise EnvironmentFailure(
+            f"the rewards of agent {agent!r} are {_shown(given)}: give them by name, such as "
+            f"{{{agent!r}: {{'won': 1.0}}}}"
+        )
+    out = {}
+    for name, value in given.items():
+        try:
+            number = math.nan if isinstance(value, str) else float(value)
+        except Exception:  # a tensor of two elements raises RuntimeError, and other objects what they like
+            number = math.nan
+        if not math.isfinite(number):
+            raise EnvironmentFailure(
+                f"the reward {name!r} of agent {agent!r} is {_shown(value)}: give a finite number, or end the episode "
+                "with Outcome.ERROR where there is none"
+            )
+        out[str(name)] = number
+    return out
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # an object of the environment's may raise what it likes
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."

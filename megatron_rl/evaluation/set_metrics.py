@@ -1,0 +1,150 @@
+"""Turns samples into metrics: for each set, with intervals over problems, and as the equal-weight mean over sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from megatron_rl.evaluation.handoff import HANDOFF
+from megatron_rl.evaluation.judge import JUDGE, judged
+from megatron_rl.evaluation.samples import Sample, Samples
+from megatron_rl.evaluation.solve import SOLVE
+from megatron_rl.evaluation.statistics import (
+    Calibration,
+    Interval,
+    best_of_n,
+    calibration,
+    macro_interval,
+    majority,
+    mean_interval,
+    pass_at_k,
+    weighted_vote,
+)
+from megatron_rl.evaluation.text_scores import LEGIBILITY
+from megatron_rl.rewards.grading_pool import Graded, Outcome
+
+CORRECT = 0.5  # a sample with a score above this counts as correct
+MACRO = "mean over sets"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetMetrics:
+    """The metrics of one measure on one set. `values`: for metrics that are means over problems, their [P] values."""
+
+    name: str
+    title: str
+    measure: str
+    problems: int
+    samples: int
+    metrics: Mapping[str, Interval]
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    calibration: Calibration | None = None
+
+
+def metrics_of(samples: Samples, name: str, title: str, measure: str, *, ks: Sequence[int], seed: int) -> SetMetrics:
+    """Returns the metrics of one measure on a set whose samples are all there. `ks`: the values of k for pass@k."""
+    groups = samples.rows(name, measure)
+    rows = [row for group in groups for row in group]
+    values: dict[str, list[float]] = {}
+    metrics: Mapping[str, Interval] = {}
+    sure = None
+    if measure == JUDGE:
+        metrics, sure = judged(groups, seed=seed)
+        counts = {"unreadable": sum(row["predicted"] is None for row in rows)}
+    elif measure in (SOLVE, HANDOFF):
+        values = answer_values(groups, ks)
+        failed = (Outcome.TIMEOUT, Outcome.ERROR)
+        counts = {f"grading {kind.value}": sum(row["outcome"] == kind.value for row in rows) for kind in failed}
+        counts["empty"] = sum(not row["tokens"] for row in rows)
+        if rows and "confidence" in rows[0]:
+            sure = calibration([row["confidence"] for row in rows], [row["score"] > CORRECT for row in rows])
+    else:
+        names = text_names(measure, rows)
+        values = text_values(groups, names)
+        counts = {"left out": sum(row[names[0]] is None for row in rows) if names else 0}
+    metrics = metrics or {metric: mean_interval(own, seed=seed) for metric, own in values.items() if own}
+    return SetMetrics(
+        name=name, title=title, measure=measure, problems=len(groups), samples=len(rows), metrics=metrics,
+        values=values, counts={k: v for k, v in counts.items() if v}, calibration=sure,
+    )  # fmt: skip
+
+
+def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict[str, list[float]]:
+    """Returns metrics of graded answers, with one value for each problem. `groups`: [P][n] samples.
+
+    They are accuracy (mean@n: the share that is correct), reward (the mean score), pass@k, maj@n, best_of_n and
+    vote_of_n by a verifier's weights, which count correct answers too, and lengths.
+    """
+    n = min((len(group) for group in groups), default=0)
+    correct = [[float(row["score"] > CORRECT) for row in group] for group in groups]
+    out = {"accuracy": [fmean(own) for own in correct]}
+    out |= {"reward": [fmean(row["score"] for row in group) for group in groups]}
+    told = [k for k in ks if k <= n and (n > 1 or k > 1)]
+    out |= {f"pass@{k}": [pass_at_k(len(own), round(sum(own)), k) for own in correct] for k in told}
+    if n > 1:
+        keys = [[row["key"] for row in group] for group in groups]
+        out[f"maj@{n}"] = [majority(k, own) for k, own in zip(keys, correct, strict=True)]
+        if "confidence" in groups[0][0]:
+            weights = [[row["confidence"] for row in group] for group in groups]
+            out[f"best_of_{n}"] = [best_of_n(own, w) for own, w in zip(correct, weights, strict=True)]
+            out[f"vote_of_{n}"] = [weighted_vote(k, own, w) for k, own, w in zip(keys, correct, weights, strict=True)]
+    out["finished"] = [fmean(float(row["finished"]) for row in group) for group in groups]
+    out["tokens"] = [fmean(row["tokens"] for row in group) for group in groups]
+    if groups and "turns" in groups[0][0]:
+        out["turns"] = [fmean(len(row["turns"]) for row in group) for group in groups]
+        out["first_share"] = [
+            fmean(sum(row["turns"][::2]) / max(1, row["tokens"]) for row in group) for group in groups
+        ]
+    return out
+
+
+def text_names(measure: str, rows: Sequence[Sample]) -> list[str]:
+    """Returns the names of the metrics of texts: cross_entropy, or each kl_ and then each gap_ that the rows have."""
+    if measure == LEGIBILITY:
+        return ["cross_entropy"]
+    return [name for name in rows[0] if name.startswith(("kl_", "gap_"))] if rows else []
+
+
+def text_values(groups: Sequence[Sequence[Sample]], names: Sequence[str]) -> dict[str, list[float]]:
+    """Returns metrics of texts, with one value for each problem.
+
+    A problem's value is the mean over its texts that were scored. Problems without a scored text are left out.
+    """
+    out = {}
+    for name in names:
+        scored = [[row[name] for row in group if row[name] is not None] for group in groups]
+        out[name] = [fmean(values) for values in scored if values]
+    return out
+
+
+def macro(sets: Sequence[SetMetrics], *, seed: int) -> dict[str, dict[str, Interval]]:
+    """Returns {measure: {metric: equal-weight mean over its sets}}, for metrics that every set of the measure has.
+
+    Where a metric is no mean over problems (an F1), its interval comes from those of the sets, as if they were
+    independent and normal.
+    """
+    out: dict[str, dict[str, Interval]] = {}
+    for measure in dict.fromkeys(s.measure for s in sets):
+        own = [s for s in sets if s.measure == measure]
+        shared = [name for name in own[0].metrics if all(name in s.metrics for s in own)]
+        out[measure] = {name: _combined(own, name, seed) for name in shared}
+    return out
+
+
+def gradings(samples: Samples, sets: Sequence[SetMetrics]) -> list[Graded]:
+    """Returns how every grading went, for rewards.grading_pool.check_failures."""
+    rows = [
+        row for s in sets if s.measure in (SOLVE, HANDOFF) for group in samples.rows(s.name, s.measure) for row in group
+    ]
+    return [Graded(Outcome(row["outcome"]), row["score"], row.get("detail", "")) for row in rows]
+
+
+def _combined(sets: Sequence[SetMetrics], name: str, seed: int) -> Interval:
+    if all(name in s.values for s in sets):
+        return macro_interval([s.values[name] for s in sets], seed=seed)
+    found = [s.metrics[name] for s in sets]
+    value = fmean(f.value for f in found)
+    half = sum(((f.high - f.low) / 2) ** 2 for f in found) ** 0.5 / len(found)
+    return found[0] if len(found) == 1 else Interval(value, max(0.0, value - half), min(1.0, value + half))

@@ -1,0 +1,209 @@
+"""Computes metrics from scores: pass@k, votes, bootstrap intervals, paired tests and calibration. Pure functions.
+
+Shapes: P problems, n samples of one problem, R resamples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+
+RESAMPLES = 2000  # draws of a bootstrap
+EXACT_SIGNS = 16  # up to this many differing problems, all sign patterns are tried
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A metric with its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """The comparison of two models on the same problems. `difference` is second minus first."""
+
+    problems: int
+    difference: Interval
+    p_permutation: float  # sign-flip permutation test of the mean difference, two-sided
+    p_mcnemar: float | None  # exact McNemar test; None unless every score is 0 or 1
+    better: int  # problems on which the second is better
+    worse: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """The predictions whose confidence lies in one of the equal intervals between 0 and 1."""
+
+    count: int
+    confidence: float  # mean confidence
+    accuracy: float  # share of the predictions that are true
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The agreement between confidences and truth."""
+
+    ece: float  # expected calibration error: mean |confidence - accuracy| over bins, weighted by their counts
+    brier: float  # mean squared difference of confidence and truth
+    bins: tuple[Bin, ...]  # the bins that are not empty
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Returns pass@k: the chance that k of n samples, c of them correct, hold a correct one.
+
+    The estimator is 1 - C(n-c, k) / C(n, k), without bias (arXiv 2107.03374).
+
+    Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass@{k} of {n} samples with {c} correct: k must lie in 1..n, the correct ones in 0..n")
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod((n - c - i) / (n - i) for i in range(k))
+
+
+def majority(keys: Sequence[Hashable | None], scores: Sequence[float]) -> float:
+    """Returns the score of one problem's most frequent answer. `keys`, `scores`: [n] answers and their scores.
+
+    The key None is no answer and has no vote. Among answers with equally many votes each is taken with equal chance, so
+    that the result is the mean of their scores; it is 0.0 without any answer. An answer's score is the mean over its
+    samples.
+    """
+    return weighted_vote(keys, scores, [1.0] * len(keys))
+
+
+def weighted_vote(keys: Sequence[Hashable | None], scores: Sequence[float], weights: Sequence[float]) -> float:
+    """Returns what `majority` does, with a weight for every sample's vote; 0.0 when all weights are 0."""
+    votes: dict[Hashable, float] = defaultdict(float)
+    members: dict[Hashable, list[float]] = defaultdict(list)
+    for key, score, weight in zip(keys, scores, weights, strict=True):
+        if key is not None:
+            votes[key] += weight
+            members[key].append(score)
+    most = max(votes.values(), default=0.0)
+    return fmean(fmean(members[key]) for key, vote in votes.items() if math.isclose(vote, most)) if most > 0 else 0.0
+
+
+def best_of_n(scores: Sequence[float], weights: Sequence[float]) -> float:
+    """Returns the score of the sample with the greatest weight; the mean over equal ones; 0.0 for no samples."""
+    most = max(weights, default=0.0)
+    return fmean(score for score, weight in zip(scores, weights, strict=True) if weight == most) if scores else 0.0
+
+
+def mean_interval(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+    """Returns the mean over problems, with its interval. `values`: [P], not empty."""
+    return macro_interval([values], seed=seed, resamples=resamples)
+
+
+def macro_interval(sets: Sequence[Sequence[float]], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+    """Returns the equal-weight mean of the means of sets, with an interval from problems resampled inside each set.
+
+    `sets`: [number of sets][P], none empty.
+    """
+    rng = np.random.default_rng(seed)
+    means = np.zeros(resamples)
+    for values in sets:
+        means += _resampled_means(np.asarray(values, dtype=float), rng, resamples) / len(sets)
+    return Interval(fmean(fmean(values) for values in sets), *_percentiles(means))
+
+
+def bootstrap(
+    count: int, statistic: Callable[[np.ndarray], float | None], *, seed: int = 0, resamples: int = RESAMPLES
+) -> Interval | None:
+    """Returns any statistic of problems with its bootstrap interval; None when it is not defined on the problems.
+
+    `statistic` gets problem indices [count] and returns None where it is not defined; such resamples are left out.
+    """
+    value = statistic(np.arange(count)) if count else None
+    if value is None:
+        return None
+    rng = np.random.default_rng(seed)
+    found = [statistic(rng.integers(0, count, count)) for _ in range(resamples)]
+    return Interval(value, *_percentiles(np.array([f for f in found if f is not None])))
+
+
+def paired(
+    first: Mapping[str, float], second: Mapping[str, float], *, seed: int = 0, resamples: int = RESAMPLES
+) -> Paired:
+    """Compares two models on the problems that both have, by their scores of each problem.
+
+    Raises ValueError when they have no problem in common.
+    """
+    shared = [key for key in first if key in second]
+    if not shared:
+        raise ValueError("the two results have no problem in common: compare evaluations of the same sets")
+    a, b = (np.array([scores[key] for key in shared], dtype=float) for scores in (first, second))
+    difference = b - a
+    rng = np.random.default_rng(seed)
+    interval = Interval(float(difference.mean()), *_percentiles(_resampled_means(difference, rng, resamples)))
+    binary = bool(np.isin(a, (0.0, 1.0)).all() and np.isin(b, (0.0, 1.0)).all())
+    better, worse = int((difference > 0).sum()), int((difference < 0).sum())
+    return Paired(
+        problems=len(shared),
+        difference=interval,
+        p_permutation=sign_flip(difference, seed=seed),
+        p_mcnemar=mcnemar(better, worse) if binary else None,
+        better=better,
+        worse=worse,
+    )
+
+
+def mcnemar(better: int, worse: int) -> float:
+    """Returns the exact two-sided p-value: how likely a fair coin divides the differing problems as unevenly."""
+    total = better + worse
+    tail = sum(math.comb(total, i) for i in range(min(better, worse) + 1))
+    return min(1.0, 2 * tail / 2**total)
+
+
+def sign_flip(difference: np.ndarray, *, seed: int = 0, permutations: int = 10_000) -> float:
+    """Returns the two-sided p-value of a mean difference under random signs.
+
+    All sign patterns are tried for up to EXACT_SIGNS differing problems, else `permutations` drawn ones.
+    """
+    own = difference[difference != 0]
+    if not len(own):
+        return 1.0
+    at_least = abs(own.sum()) * (1 - 1e-12)
+    if len(own) <= EXACT_SIGNS:
+        patterns = (np.arange(2 ** len(own))[:, None] >> np.arange(len(own)) & 1) * 2 - 1
+        return float((np.abs(patterns @ own) >= at_least).mean())
+    rng = np.random.default_rng(seed)
+    hits = 0
+    for _ in range(0, permutations, 1000):
+        signs = rng.integers(0, 2, (1000, len(own))) * 2 - 1
+        hits += int((np.abs(signs @ own) >= at_least).sum())
+    return (hits + 1) / (permutations + 1)
+
+
+def calibration(confidences: Sequence[float], truths: Sequence[bool], *, bins: int = 10) -> Calibration | None:
+    """Compares confidences in [0, 1] that something is true with whether it is true. None without predictions."""
+    if not confidences:
+        return None
+    inside: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+    for confidence, truth in zip(confidences, truths, strict=True):
+        inside[min(int(confidence * bins), bins - 1)].append((confidence, truth))
+    made = tuple(
+        Bin(len(rows), fmean(c for c, _ in rows), fmean(float(t) for _, t in rows))
+        for _, rows in sorted(inside.items())
+    )
+    ece = sum(b.count * abs(b.confidence - b.accuracy) for b in made) / len(confidences)
+    brier = fmean((c - float(t)) ** 2 for c, t in zip(confidences, truths, strict=True))
+    return Calibration(ece=ece, brier=brier, bins=made)
+
+
+def _resampled_means(values: np.ndarray, rng: np.random.Generator, resamples: int) -> np.ndarray:
+    """Returns [R] means of `values` drawn with replacement."""
+    return np.array([values[rng.integers(0, len(values), len(values))].mean() for _ in range(resamples)])
+
+
+def _percentiles(values: np.ndarray) -> tuple[float, float]:
+    low, high = np.percentile(values, (2.5, 97.5))
+    return float(low), float(high)

@@ -1,0 +1,299 @@
+"""Serves a store: values under keys in memory, for clients that know the secret. One thread serves all of them.
+
+Strangers can connect, and that is all: they hold at most `MAX_STRANGERS` connections of a few hundred bytes for a few
+seconds each, can neither read nor write, and never take the descriptors that the process needs to save.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import resource
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from megatron_rl.key_value_store import store_wire_format
+from megatron_rl.key_value_store.store_wire_format import Reply, Seal, Verb, WireError
+
+MAX_STRANGERS = 256  # connections that have not shown the secret yet
+STRANGER_S = 5.0  # the longest time that a connection may take to show the secret
+MERCY_S = 1.0  # an older stranger makes room for a new connection when all places are taken
+# descriptors that the key-value store leaves to the rest of the process: a checkpoint has to be written
+KEPT_BACK = 256
+BACKLOG = 4096  # the kernel allows less: /proc/sys/net/core/somaxconn
+PAUSE_S = 0.1  # without new connections when the process or the key-value store has no descriptor left
+LONGEST_MS = 10**9  # of one wait
+MAX_BYTES = 1 << 30  # of all keys and values: an engine that lies must not fill the driver's memory
+MAX_UNREAD_BYTES = 4 * store_wire_format.MAX_BODY  # of answers that a client does not read; a connection with more ends
+IDLE_S = 60  # seconds without traffic after which the kernel probes whether the other side is alive
+
+
+class KeyValueServer:
+    """A key-value store that listens at one address, at a port of the system's choice. Raises OSError when it
+    cannot."""
+
+    def __init__(self, address: str, secret: bytes) -> None:
+        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.create_server(place, family=family, backlog=BACKLOG)
+        self._listener.setblocking(False)
+        self.address, self.port = address, int(self._listener.getsockname()[1])
+        self._secret, self._values = secret, dict[str, bytes]()
+        self._bytes = 0  # of all keys and values
+        self._peers: dict[_Peer, _Peer] = {}
+        self._strangers: dict[_Peer, _Peer] = {}  # oldest first
+        self._waits: dict[str, set[asyncio.Future[None]]] = {}  # by a key that is missed
+        self._room = descriptors() - KEPT_BACK
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="store")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the store; clients see their connections end."""
+        with contextlib.suppress(RuntimeError):  # the key-value store has been closed before
+            self._loop.call_soon_threadsafe(self._closing.set)
+        if threading.current_thread() is not self._thread:  # a garbage collector may call this in any thread
+            self._thread.join()
+
+    def _run(self) -> None:
+        """Serves until `close`."""
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        accepting = self._loop.create_task(self._accept())
+        await self._closing.wait()
+        accepting.cancel()
+        self._listener.close()
+        for peer in [*self._peers]:
+            peer.drop()
+        while self._peers:
+            await asyncio.sleep(0)  # lets the transports close their sockets
+
+    async def _accept(self) -> None:
+        """Accepts connections one by one while there is room for them."""
+        while True:
+            oldest = next(iter(self._strangers), None)
+            if len(self._strangers) >= MAX_STRANGERS or len(self._peers) >= self._room:
+                if oldest is None or time.monotonic() - oldest.since <= MERCY_S:
+                    await asyncio.sleep(PAUSE_S)
+                else:
+                    oldest.drop()
+                    await asyncio.sleep(0)  # its transport closes the socket
+                continue
+            try:
+                made, _ = await self._loop.sock_accept(self._listener)
+            except OSError:  # no descriptor is left, or the caller has gone already
+                if oldest is not None:
+                    oldest.drop()
+                await asyncio.sleep(PAUSE_S)
+                continue
+            with contextlib.suppress(OSError):  # the caller has gone already
+                configure(made)
+            await self._loop.connect_accepted_socket(lambda: _Peer(self), made)
+
+    def admit(self, peer: _Peer) -> None:
+        """Lists a new connection as a stranger's."""
+        self._peers[peer] = self._strangers[peer] = peer
+
+    def greet(self, peer: _Peer, nonce: bytes, signature: bytes) -> bytes:
+        """Checks a client's proof, and returns the store's. Raises WireError for a stranger's."""
+        if not hmac.compare_digest(signature, store_wire_format.client_signature(self._secret, peer.nonce, nonce)):
+            raise WireError("a stranger")
+        del self._strangers[peer]
+        nonces = peer.nonce + nonce
+        peer.up, peer.down = Seal(self._secret, b"up", nonces), Seal(self._secret, b"down", nonces)
+        return store_wire_format.store_signature(self._secret, peer.nonce, nonce)
+
+    def forget(self, peer: _Peer) -> None:
+        """Takes a connection that has ended off the lists."""
+        self._peers.pop(peer, None)
+        self._strangers.pop(peer, None)
+
+    async def answer(self, request: Sequence[bytes]) -> list[bytes]:
+        """Returns the answer to a request, for GET and WAIT when the keys are there or their time is over."""
+        try:
+            verb, arguments = Verb(request[0][0]), request[1:]
+            if verb not in (Verb.GET, Verb.WAIT):
+                return [bytes([Reply.DONE]), *self._at_once(verb, arguments)]
+            seconds, keys = min(int(arguments[0]), LONGEST_MS) / 1000, [key.decode() for key in arguments[1:]]
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._wait(keys)
+            except TimeoutError:
+                return [bytes([Reply.LATE])]
+            return [bytes([Reply.DONE]), *(self._values.get(key, b"") for key in keys if verb is Verb.GET)]
+        except (IndexError, ValueError) as error:  # a client of another edition, or with a bug
+            return [bytes([Reply.REFUSED]), f"{type(error).__name__}: {error}".encode()]
+
+    async def _wait(self, keys: Sequence[str]) -> None:
+        """Waits until each key has been there."""
+        for key in keys:
+            while key not in self._values:
+                came = self._loop.create_future()
+                waiting = self._waits.setdefault(key, set())
+                waiting.add(came)
+                try:
+                    await came
+                finally:
+                    waiting.discard(came)
+                    if not waiting and self._waits.get(key) is waiting:
+                        del self._waits[key]
+
+    def _at_once(self, verb: Verb, arguments: Sequence[bytes]) -> list[bytes]:
+        """Does what needs no waiting. Returns the answer's byte strings."""
+        values = self._values
+        if verb is Verb.SET:
+            pairs = [(key.decode(), value) for key, value in zip(arguments[::2], arguments[1::2], strict=True)]
+            self._refuse_too_much(sum(len(key) + len(value) - self._size(key) for key, value in pairs))
+            for key, value in pairs:
+                self._set(key, value)
+            return []
+        if verb is Verb.CHECK:
+            return [b"1" if all(key.decode() in values for key in arguments) else b"0"]
+        if verb is Verb.NUM_KEYS:
+            return [str(len(values)).encode()]
+        if verb is Verb.CLEAR:
+            prefixes = tuple(prefix.decode() for prefix in arguments)
+            cleared = [key for key in values if key.startswith(prefixes)]
+            for key in cleared:
+                self._remove(key)
+            return [str(len(cleared)).encode()]
+        key = arguments[0].decode()
+        if verb is Verb.ADD:
+            self._set(key, str(int(values.get(key, b"0")) + int(arguments[1])).encode())
+            return [values[key]]
+        if verb is Verb.REMOVE:
+            return [b"1" if self._remove(key) else b"0"]
+        if verb is Verb.APPEND:
+            self._set(key, values.get(key, b"") + arguments[1])
+            return []
+        expected, desired = arguments[1:]  # of COMPARE_SET, as torch's stores do it
+        if values.get(key, b"") == expected:
+            self._set(key, desired)
+        return [values.get(key, expected)]
+
+    def _set(self, key: str, value: bytes) -> None:
+        """Stores a value, and wakes the requests that wait for its key. Raises ValueError when the key-value store is
+        full."""
+        self._refuse_too_much(len(key) + len(value) - self._size(key))
+        self._remove(key)
+        self._values[key] = value
+        self._bytes += len(key) + len(value)
+        for came in self._waits.pop(key, ()):
+            if not came.done():
+                came.set_result(None)
+
+    def _refuse_too_much(self, size: int) -> None:
+        """Raises ValueError when `size` more bytes are more than the store may hold."""
+        if self._bytes + size > MAX_BYTES:
+            raise ValueError(
+                f"the key-value store holds {self._bytes} bytes, and {size} more are above its limit of {MAX_BYTES}"
+            )
+
+    def _remove(self, key: str) -> bool:
+        """Removes a key with its value. Returns whether the key was there."""
+        self._bytes -= self._size(key)
+        return self._values.pop(key, None) is not None
+
+    def _size(self, key: str) -> int:
+        """Returns the bytes of a key and its value; 0 for a key that is not there."""
+        return len(key) + len(self._values[key]) if key in self._values else 0
+
+
+class _Peer(asyncio.Protocol):
+    """One connection. `up` and `down` are None until the other side has shown the secret."""
+
+    def __init__(self, server: KeyValueServer) -> None:
+        self._server, self.since = server, time.monotonic()
+        self.nonce, self.inbox = secrets.token_bytes(store_wire_format.NONCE_BYTES), bytearray()
+        self.up: Seal | None = None
+        self.down: Seal | None = None
+        self._work: asyncio.Task[None] | None = None  # on one request at a time
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._late = asyncio.get_running_loop().call_later(STRANGER_S, self.drop)
+        self._server.admit(self)
+        transport.write(store_wire_format.HELLO + self.nonce)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.drop()
+        self._server.forget(self)
+
+    def data_received(self, data: bytes) -> None:
+        self.inbox += data
+        try:
+            if self.up is None and len(self.inbox) >= store_wire_format.ANSWER_BYTES:
+                proof, self.inbox = (
+                    self.inbox[: store_wire_format.ANSWER_BYTES],
+                    self.inbox[store_wire_format.ANSWER_BYTES :],
+                )
+                nonce, signature = (
+                    bytes(proof[: store_wire_format.NONCE_BYTES]),
+                    bytes(proof[store_wire_format.NONCE_BYTES :]),
+                )
+                self._transport.write(self._server.greet(self, nonce, signature))
+                self._late.cancel()
+            if (request := self._request()) is not None:
+                self._work = asyncio.get_running_loop().create_task(self._answer(request))
+        except WireError:
+            self.drop()
+
+    def drop(self) -> None:
+        """Ends the connection, and the work on its request."""
+        self._late.cancel()
+        if self._work is not None:
+            self._work.cancel()
+        self._transport.abort()
+
+    def _request(self) -> list[bytes] | None:
+        """Takes the next request out of the inbox; None when it has not come whole. Raises WireError."""
+        if self.up is None or len(self.inbox) < store_wire_format.HEAD.size:
+            return None
+        length, tag = store_wire_format.HEAD.unpack_from(self.inbox)
+        end = store_wire_format.HEAD.size + length
+        if length > store_wire_format.MAX_BODY or self._work is not None:
+            raise WireError("a frame is too long, or comes while another is worked on")
+        if len(self.inbox) < end:
+            return None
+        body = bytes(self.inbox[store_wire_format.HEAD.size : end])
+        del self.inbox[:end]
+        return self.up.open(tag, body)
+
+    async def _answer(self, request: list[bytes]) -> None:
+        """Answers a request. A client that does not read its answers is dropped."""
+        answer = await self._server.answer(request)
+        assert self.down is not None
+        self._work = None
+        try:
+            self._transport.write(self.down.frame(answer))
+        except WireError:
+            self.drop()
+        if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.drop()
+
+
+def configure(made: socket.socket) -> None:
+    """Sets a connection's options: no waiting to fill packets, and probes while it is idle."""
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
+
+
+def descriptors() -> int:
+    """Allows this process as many descriptors as it may have, and returns their number. A rank or two thousand clients
+    need more than the 1,024 that many systems begin with.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return 1 << 16 if soft == resource.RLIM_INFINITY else soft

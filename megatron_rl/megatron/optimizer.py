@@ -1,0 +1,193 @@
+"""Builds the gradient buffers, the distributed optimizer (ZeRO-1) and the learning-rate schedule of one role."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from megatron_rl.config.schema import RoleConfig
+from megatron_rl.megatron import optimizer_checkpoint, platform
+from megatron_rl.timing import Timer
+
+platform.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
+
+ENDLESS = 10**9  # optimizer steps of a schedule that never decays
+
+
+def wrap(
+    config: Any, chunks: list[Any], *, overlap: bool = False, late: bool = False, fused_sums: bool = False
+) -> list[Any]:
+    """Puts each chunk on Megatron's gradient buffers, which sum in float32.
+
+    Matrix products of Transformer Engine add a weight's gradient to its buffer themselves; with `fused_sums` those of
+    core's own linear layers do so, too.
+
+    With `overlap` gradients are summed over ranks while the last backward pass runs. With `late` an optimizer step
+    leaves each rank with its own part of the new weights: call `gather` or `gather_late` behind it.
+    """
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, overlap_param_gather=late
+    )
+    wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    for chunk in wrapped if late else ():
+        chunk.disable_forward_pre_hook(param_sync=False)
+    if fused_sums:
+        platform.sum_weight_gradients()
+    for module in (module for chunk in wrapped for module in chunk.modules()):
+        # Core's setting of the same meaning cannot be used: its own output layer then needs a kernel of apex.
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            cast(Any, module).fuse_wgrad_accumulation = True
+        elif fused_sums and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module.gradient_accumulation_fusion = True
+    if overlap:  # without these core would sum after every micro-batch, and count the earlier ones again
+        syncs = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+    return wrapped
+
+
+def gather_late(chunks: list[Any]) -> None:
+    """Has the ranks' parts of the new weights gathered beside the next forward pass: each module waits for its own.
+    Before `gather` nothing may read weights but modules that are called, and nothing may change them. Collective."""
+    for chunk in chunks:
+        if not chunk.remove_forward_pre_hook_handles:
+            chunk.enable_forward_pre_hook()
+
+
+def gather(chunks: list[Any]) -> None:
+    """Gathers the ranks' parts of the new weights now. Collective."""
+    for chunk in chunks:
+        if chunk.remove_forward_pre_hook_handles:
+            chunk.disable_forward_pre_hook(param_sync=False)
+        chunk.start_param_sync(force_sync=True)
+
+
+def build(role: RoleConfig, config: Any, chunks: list[Any], *, timer: Timer) -> tuple[Any, Any]:
+    """Returns (optimizer, schedule). `timer` measures sums of gradients over ranks.
+
+    The optimizer is Adam, sharded over data-parallel ranks; norms and biases do not decay, unless decay_norms is set.
+    """
+    settings = role.optimizer
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            clip_grad=settings.clip_grad,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=True,
+        ),
+        chunks,
+        config_overrides={} if settings.decay_norms else None,  # core's own are weight decay 0 for norms and biases
+    )
+    config.finalize_model_grads_func = timer.around("gradient_reduction", finalize_model_grads)
+    config.grad_scale_func = optimizer.scale_loss
+    initialize_state(optimizer)
+    for part in parts(optimizer):
+        platform.mend_saved_offsets(part.buffers)
+        platform.write_own_rows(part, optimizer_checkpoint.sharded_rows)
+    decay_steps = ENDLESS if settings.decay == "constant" else settings.decay_steps
+    assert decay_steps is not None  # Optimizer checks it
+    scheduler = Schedule(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=settings.decay,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=ENDLESS,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # from a checkpoint it takes the position in the schedule, not the rates
+    )
+    return optimizer, scheduler
+
+
+class Schedule(OptimizerParamScheduler):
+    """Core's schedule of the learning rate, which knows an exponential decay besides core's own."""
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Returns the rate of a parameter group at the step that is due. Between warm-up and the last step of the decay
+        an exponential one is max_lr * (min_lr / max_lr)^(share of the decay's steps that are done)."""
+        if self.lr_decay_style != "exponential" or not self.lr_warmup_steps <= self.num_steps <= self.lr_decay_steps:
+            return super().get_lr(param_group)
+        highest, lowest = param_group.get("max_lr", self.max_lr), param_group.get("min_lr", self.min_lr)
+        share = (self.num_steps - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
+        return highest * (lowest / highest) ** share
+
+
+def parts(optimizer: Any) -> list[Any]:
+    """Returns the optimizers that core chains: the dense parameters' and, in a model with experts, the experts'."""
+    return optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]
+
+
+def initialize_state(optimizer: Any) -> None:
+    """Makes the moments (zeros) now, so that a role that has not had its first iteration can be saved and loaded.
+
+    This runs core's own dummy step, at rate 0: no weight changes.
+    """
+    for part in parts(optimizer):
+        groups = part.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = 0.0
+        part._init_optimizer_states_with_dummy_values()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"], group["step"] = rate, 0
+
+
+def adopt_rates(optimizer: Any, state: dict[Any, Any]) -> None:
+    """Puts a checkpoint's rates into the parameter groups, before the checkpoint is loaded.
+
+    Core 0.19 finds a group's counterpart by its rates.
+    """
+    own = parts(optimizer)
+    states = [state] if len(own) == 1 else [state[i] for i in range(len(own))]
+    for part, of_part in zip(own, states, strict=True):
+        saved = of_part.get("optimizer", {}).get("param_groups", [])
+        for group in part.param_groups if saved else ():
+            for name in ("max_lr", "min_lr"):
+                if name in group and name in saved[0]:
+                    group[name] = saved[0][name]
+
+
+def apply_settings(role: RoleConfig, optimizer: Any) -> None:
+    """Puts the role's rates, betas and epsilon back over those of a checkpoint. The schedule sets weight decay."""
+    for group in optimizer.param_groups:
+        group["betas"], group["eps"] = tuple(role.optimizer.betas), role.optimizer.eps
+        for name, value in (("max_lr", role.optimizer.lr), ("min_lr", role.optimizer.min_lr)):
+            if name in group:
+                group[name] = value
+
+
+def zero_grad(chunks: list[Any], optimizer: Any) -> None:
+    """Sets all gradients to zero."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def checkpoint_metadata() -> dict[str, Any]:
+    """Returns the options under which optimizer state of one layout loads into another. Call with groups active."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }

@@ -1,0 +1,163 @@
+"""Values as bytes between the ranks of a run: JSON, raw arrays, and the classes of a table. Nothing is pickled, so that
+bytes of a stranger can give a wrong value but never run code.
+
+A packed value is a frame (frames.py). Its JSON is a tree, in which a text, number, true, false or null stands for
+itself, and everything else is a list whose first member says what the list is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl import frames
+from megatron_rl.algorithms.tandem_authors import Rule
+from megatron_rl.batches.replica_batch import Outline, StepTotals
+from megatron_rl.batches.rollout_buffer import Counts, Form, Value
+from megatron_rl.engines.protocol import Completion, Sampling, TandemSampling, TopScores
+from megatron_rl.frames import KINDS, CodecError
+from megatron_rl.run.checkpoint import Checkpoint
+from megatron_rl.types import Author, Stop
+
+# Dataclasses, named tuples and enums that travel between ranks. Others are refused by name; add them here.
+TRAVELLERS: tuple[type, ...] = (
+    *(Rule, Counts, Form, Value, Outline, StepTotals, Completion, Sampling, TandemSampling, TopScores),
+    *(Checkpoint, Author, Stop),
+)
+DTYPES = {str(kind).removeprefix("torch."): kind for kind in (torch.float32, torch.bfloat16, torch.float16)}
+PLAIN = frozenset({str, int, float, bool, type(None)})
+COLLECTIONS: Mapping[str, type] = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
+
+
+def pack(value: Any, travellers: Sequence[type] = TRAVELLERS) -> bytearray:
+    """Returns the bytes of a value. Raises TypeError, with the name of its type, for one that does not travel."""
+    packer = _Packer(travellers)
+    tree = packer.tree(value)
+    return frames.pack(tree, packer.arrays)
+
+
+def unpack(packed: bytes | bytearray | memoryview, travellers: Sequence[type] = TRAVELLERS) -> Any:
+    """Returns the value. Its arrays have memory of their own. Raises CodecError for bytes that are no value."""
+    tree, arrays = frames.unpack(packed)
+    try:
+        return _Unpacker({name: array.copy() for name, array in arrays.items()}, travellers).value(tree)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+        raise CodecError(f"a packed value is wrong: {type(error).__name__} {error}") from error
+
+
+class _Packer:
+    """Makes the tree of one value. An array or object that the value holds at several places is sent once."""
+
+    def __init__(self, travellers: Sequence[type]) -> None:
+        self._travellers = frozenset(travellers)
+        self.arrays: dict[str, np.ndarray] = {}
+        self._names: dict[int, str] = {}  # id of an array -> its name
+        self._objects: dict[int, int] = {}  # id of an object -> its number, in the order in which they are complete
+        self._held: list[Any] = []  # so that no id comes back
+
+    def tree(self, value: Any) -> Any:
+        """Returns the tree of a value, or of a part of it."""
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        if kind.__name__ in COLLECTIONS and kind is COLLECTIONS[kind.__name__]:
+            plain = PLAIN.issuperset(map(type, value))
+            return [kind.__name__, [*value] if plain else [self.tree(part) for part in value]]
+        if kind is dict:
+            return ["dict", [self.tree(part) for item in value.items() for part in item]]
+        if kind is np.ndarray:
+            return ["array", self._array(value)]
+        if kind in self._travellers:
+            return ["enum", kind.__name__, value.name] if issubclass(kind, enum.Enum) else self._object(kind, value)
+        return self._rarer(kind, value)
+
+    def _rarer(self, kind: type, value: Any) -> list[Any]:
+        if isinstance(value, np.generic):
+            return ["number", self._array(np.asarray(value))]
+        if kind in (bytes, bytearray):
+            return ["bytes", self._array(np.frombuffer(value, np.uint8))]
+        if isinstance(value, PurePath):
+            return ["path", str(value)]
+        if isinstance(value, torch.dtype):
+            return ["torch", str(value).removeprefix("torch.")]
+        if isinstance(value, type) and issubclass(value, np.generic):
+            return ["kind", np.dtype(value).name]
+        raise TypeError(
+            f"a {kind.__module__}.{kind.__qualname__} does not travel between ranks: send numbers, texts, lists, "
+            "dicts, arrays, or a class of packing.TRAVELLERS"
+        )
+
+    def _object(self, kind: type, value: Any) -> list[Any]:
+        if id(value) in self._objects:
+            return ["again", self._objects[id(value)]]
+        tuples = issubclass(kind, tuple)
+        parts = value if tuples else [getattr(value, field.name) for field in dataclasses.fields(kind)]
+        found = ["object", kind.__name__, [self.tree(part) for part in parts]]
+        self._objects[id(value)] = len(self._objects)
+        self._held.append(value)
+        return found
+
+    def _array(self, value: np.ndarray) -> str:
+        name = self._names.setdefault(id(value), str(len(self.arrays)))
+        self.arrays[name] = value
+        return name
+
+
+class _Unpacker:
+    """Makes the value of one tree. Raises what hostile trees lead to; see `unpack`."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], travellers: Sequence[type]) -> None:
+        self._travellers = {kind.__name__: kind for kind in travellers}
+        self._objects: list[Any] = []
+        self._readers: Mapping[str, Callable[..., Any]] = {
+            "dict": self._dict,
+            "array": arrays.__getitem__,
+            "object": self._object,
+            "again": self._again,
+            "enum": self._enum,
+            "number": lambda name: arrays[name][()],
+            "bytes": lambda name: arrays[name].tobytes(),
+            "path": Path,
+            "torch": DTYPES.__getitem__,
+            "kind": lambda name: np.dtype(KINDS[KINDS.index(name)]).type,
+        }
+
+    def value(self, tree: Any) -> Any:
+        """Returns the value of a tree, or of a part of one."""
+        if type(tree) in PLAIN:
+            return tree
+        name, *parts = tree
+        if name not in COLLECTIONS:
+            return self._readers[name](*parts)
+        (members,) = parts
+        return COLLECTIONS[name](members if PLAIN.issuperset(map(type, members)) else map(self.value, members))
+
+    def _dict(self, members: Sequence[Any]) -> dict[Any, Any]:
+        values = [self.value(part) for part in members]
+        return dict(zip(values[::2], values[1::2], strict=True))
+
+    def _again(self, number: int) -> Any:
+        return self._objects[range(len(self._objects))[number]]
+
+    def _object(self, name: str, members: Sequence[Any]) -> Any:
+        kind = self._travellers[name]
+        values = [self.value(part) for part in members]
+        if issubclass(kind, tuple):
+            found = kind(*values)
+        else:  # an enum has no fields, and raises TypeError
+            fields = [field.name for field in dataclasses.fields(kind)]
+            found = kind(**dict(zip(fields, values, strict=True)))
+        self._objects.append(found)
+        return found
+
+    def _enum(self, name: str, member: str) -> Any:
+        kind = self._travellers[name]
+        if not issubclass(kind, enum.Enum):
+            raise TypeError(f"{name} is no enum")
+        return kind.__members__[member]

@@ -1,0 +1,108 @@
+"""Rewards that depend on how long a solution is, and what becomes of solutions that were truncated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+from megatron_rl.config.schema import ConfigError, config
+from megatron_rl.recipes.dynamic_sampling import Group
+from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.types import Rollout, Stop
+
+
+@config
+class Overlong:
+    """The fate of solutions that are close to sampling.max_tokens, or that were truncated there (DAPO, arXiv
+    2503.14476)."""
+
+    cache: int = 0  # the last tokens before max_tokens, over which the penalty grows from 0; 0: no penalty
+    penalty: float = 1.0  # for a solution of max_tokens
+    # solutions that were truncated are compared with, and leave no gradient of their own
+    leave_out_truncated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cache < 0 or self.penalty < 0:
+            raise ConfigError(
+                f"recipe.args.overlong: cache = {self.cache} and penalty = {self.penalty}: neither is below 0"
+            )
+        if not (self.cache or self.leave_out_truncated):
+            raise ConfigError("recipe.args.overlong does nothing: give cache, or set leave_out_truncated to true")
+
+    def check(self, spec: RunSpec, role: str) -> None:
+        """Raises ConfigError where the penalty would begin before a solution's first token."""
+        limit = spec.roles[role].sampling.max_tokens
+        if self.cache > limit:
+            raise ConfigError(
+                f"recipe.args.overlong.cache = {self.cache} is above roles.{role}.sampling.max_tokens = {limit}: give "
+                "at most that, as it is the last part of it, or raise max_tokens"
+            )
+
+    def reward(self, length: int, limit: int) -> float:
+        """Returns penalty * min(0, -(length - (limit - cache)) / cache) for a solution of `length` tokens where `limit`
+        are allowed (eq. 13)."""
+        if self.cache == 0:
+            return 0.0
+        return self.penalty * min(0.0, -(length - (limit - self.cache)) / self.cache)
+
+    def trained(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Returns the rollouts to train on: without those that were truncated where `leave_out_truncated` says so."""
+        return [r for r in rollouts if not (self.leave_out_truncated and r.stop is Stop.LENGTH)]
+
+
+@config
+class Brevity:
+    """Right solutions earn less the longer they are, among the problems that are solved best; those of the others earn
+    the plain outcome, so that accuracy does not collapse (GRPO-lambda, arXiv 2505.18086; its code is not released, and
+    the size of its penalty was not confirmed).
+    """
+
+    share: float = 0.2  # lambda: share of an update's groups, those with the highest success rates
+    penalty: float = 0.2  # the most that a correct solution loses
+
+    def __post_init__(self) -> None:
+        for name in ("share", "penalty"):
+            if not 0.0 < vars(self)[name] <= 1.0:
+                raise ConfigError(f"recipe.args.brevity.{name} = {vars(self)[name]}: give a number above 0 and up to 1")
+
+    def rewards(self, groups: Sequence[Group]) -> list[list[float]]:
+        """Returns what each solution of [P] groups loses, 0 or below: a correct one in a chosen group has
+        -penalty * sigmoid((length - mean) / std), with mean and std (n) of the lengths of that group's correct ones
+        (arXiv 2502.04463).
+
+        The share is rounded down, and is one group at least. Of groups with the same rate the first are chosen.
+        """
+        rates = [group.success_rate or 0.0 for group in groups]
+        order = sorted(range(len(groups)), key=lambda i: (-rates[i], i))
+        chosen = set(order[: max(1, int(self.share * len(groups)))])
+        return [self._of(group) if i in chosen else [0.0] * len(group.solutions) for i, group in enumerate(groups)]
+
+    def _of(self, group: Group) -> list[float]:
+        lengths = [float(s.rollout.length) for s in group.solutions if s.correct]
+        if not lengths:
+            return [0.0] * len(group.solutions)
+        mean, std = fmean(lengths), pstdev(lengths)
+        return [
+            -self.penalty / (1.0 + math.exp(-(s.rollout.length - mean) / (std + 1e-6))) if s.correct else 0.0
+            for s in group.solutions
+        ]
+
+
+def priced(
+    groups: Sequence[Group], limit: int, overlong: Overlong | None, brevity: Brevity | None
+) -> tuple[list[Rollout], dict[str, float]]:
+    """Gives the rollouts of [P] groups their rewards by length: `overlong` and `brevity`, where they are asked for.
+
+    `limit`: the most tokens of a solution. -> the rollouts in order, and the weights of the rewards that count.
+    """
+    rollouts = [s.rollout for group in groups for s in group.solutions]
+    weights = {"outcome": 1.0}
+    if overlong is not None and overlong.cache:
+        rollouts = [r.with_rewards(overlong=overlong.reward(r.length, limit)) for r in rollouts]
+        weights["overlong"] = 1.0
+    if brevity is not None:
+        found = [value for own in brevity.rewards(groups) for value in own]
+        rollouts = [r.with_rewards(brevity=value) for r, value in zip(rollouts, found, strict=True)]
+        weights["brevity"] = 1.0
+    return rollouts, weights

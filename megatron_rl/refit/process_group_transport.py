@@ -1,0 +1,297 @@
+"""Carries messages over a torch process group: gloo between hosts without fast links, NCCL between GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.config.schema import RefitConfig
+from megatron_rl.refit.buffers import Buffers, parts
+from megatron_rl.refit.refit_store import RefitStore
+from megatron_rl.refit.transport import Deadline, TransportError
+
+POLL_S = 0.0002  # the pause between two looks whether NCCL is done
+JOIN_S = 5.0  # the longest wait for a thread that is told to end
+# NCCL's own limit of a message, past any refit's: torch ends the whole process where it is passed.
+NCCL_TIMEOUT = timedelta(days=30)
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # torch reads it when it makes a group
+
+
+class PointToPoint:
+    """A transport over a process group of its own, of `size` members numbered by `rank`. Implements base.Transport.
+
+    gloo closes all its connections when one wait times out. So a wait that may time out happens in a thread. When time
+    is up that thread is left alone with its buffer, until the group's own time-out. The next refit that leaves somebody
+    out makes a new group.
+
+    NCCL connects two members at their first message, and the call waits for the other side. So messages are started in
+    a thread too, one after the other; a message that is not started in time counts as one that did not come.
+    """
+
+    def __init__(self, store: RefitStore, rank: int, size: int, *, backend: str, settings: RefitConfig) -> None:
+        """Makes the group. Collective over the members.
+
+        Raises TransportError unless all of them come within `message_timeout_s`.
+        """
+        self._rank, self._backend, self.buffers = rank, backend, Buffers()
+        come = settings.message_timeout_s
+        try:
+            self._store = store.rank_store(timedelta(seconds=come))  # torch holds the C++ half of it alone
+            store = dist.PrefixStore(store.prefix, self._store)
+            self._group = _make(backend, store, store.way()[0], (rank, size), timedelta(seconds=come))
+        except RuntimeError as error:
+            raise TransportError(
+                f"{backend} group of {size} ranks: not all of them came within {come:.0f} s ({error})"
+            ) from error
+        self._long = timedelta(seconds=settings.timeout_s)
+        self._starter = _Starter() if backend == "nccl" else None
+        self._waiter: _Waiter | None = None
+        self._left: list[tuple[_Waiter, Sequence[Any]]] = []  # threads left alone, with what they wait for
+        # Message counters, by peer.
+        self._sent, self._came = ([itertools.count() for _ in range(size)] for _ in range(2))
+
+    def buffer(self, size: int, device: torch.device) -> Tensor:
+        return self.buffers.take(size, torch.device("cpu") if self._backend == "gloo" else device)
+
+    @property
+    def takes_pieces(self) -> bool:
+        return self._backend == "gloo"  # on a GPU a copy costs less than starting a message
+
+    @property
+    def streams(self) -> bool:
+        return False
+
+    def send(
+        self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
+    ) -> _GroupHandle:
+        works, number = [], next(self._sent[peer])
+        if not size_known:
+            length = torch.tensor([len(message)], dtype=torch.int64, device=message.device).view(torch.uint8)
+            works.append(self._start("send", length, peer, 2 * number))
+        works.append(self._start("send", message, peer, 2 * number + 1))
+        works += [self._start("send", piece, peer, 2 * next(self._sent[peer]) + 1) for piece in pieces]
+        return _GroupHandle(self, works, message, f"{label} to {peer}")
+
+    def receive(
+        self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
+    ) -> _GroupHandle:
+        number = next(self._came[peer])
+        if size is not None:
+            message = self.buffer(size, device)
+            first, *others = parts(message, pieces)
+            works = [self._start("receive", first, peer, 2 * number + 1)]
+            works += [self._start("receive", part, peer, 2 * next(self._came[peer]) + 1) for part in others]
+            return _GroupHandle(self, works, message, f"{label} from {peer}", into_pieces=bool(pieces))
+        length = torch.zeros(8, dtype=torch.uint8, device=torch.device("cpu") if self._backend == "gloo" else device)
+        first = self._start("receive", length, peer, 2 * number)
+        return _GroupHandle(self, [first], length, f"{label} from {peer}", after_length=(peer, number, device))
+
+    def close(self) -> None:
+        self.buffers.clear()
+        for waiter, works in self._left:
+            self.abort(works)
+            waiter.end()  # Python must not exit while it waits: torch aborts the process then
+        if self._waiter is not None:
+            self._waiter.end()
+        if self._backend == "nccl":
+            self._group.abort()  # kernels that wait for a dead peer would spin on
+        if self._starter is not None:
+            self._starter.end()
+
+    def _start(self, way: str, message: Tensor, peer: int, tag: int) -> Any:
+        """Starts one send or receive. Returns the work, or the error where the connection is already lost. With NCCL it
+        returns a Future of these."""
+        if self._starter is not None:
+            return self._starter.submit(lambda: self._start_now(way, message, peer, tag))
+        return self._start_now(way, message, peer, tag)
+
+    def _start_now(self, way: str, message: Tensor, peer: int, tag: int) -> Any:
+        if message.is_cuda:
+            torch.cuda.set_device(message.device)  # of this thread
+        try:
+            return self._group.send([message], peer, tag) if way == "send" else self._group.recv([message], peer, tag)
+        except RuntimeError as error:
+            return error
+
+    def receive_after_length(self, length: Tensor, peer: int, number: int, device: torch.device) -> tuple[Tensor, Any]:
+        """Starts to receive message `number` of a peer, whose length has come. Returns (its memory, the work)."""
+        message = self.buffer(int(length.cpu().view(torch.int64)[0]), device)
+        return message, self._start("receive", message, peer, 2 * number + 1)
+
+    def finish(self, works: Sequence[Any], deadline: Deadline) -> str | None:
+        """Waits for all works. Returns None, or what went wrong."""
+        if self._starter is not None:
+            if late := deadline.until(lambda seconds: not futures.wait(works, seconds).not_done):
+                return late
+            works = [work.result() for work in works]
+        for work in works:
+            if isinstance(work, RuntimeError):
+                return _first_line(work)
+        failures: list[str] = []
+        if self._backend == "nccl":
+            late = deadline.until(lambda seconds: _poll(works, seconds))
+            failures += [
+                _first_line(work.exception()) for work in works if late is None and work.exception() is not None
+            ]
+        else:
+            self._waiter = self._waiter or _Waiter(self._long)
+            done = self._waiter.start(works, failures)
+            if late := deadline.until(done.wait):
+                self._left.append((self._waiter, works))
+                self._waiter = None
+        return late or (failures[0] if failures else None)
+
+    def abort(self, works: Sequence[Any]) -> None:
+        """Ends all connections, by a wait that times out.
+
+        After that nothing is written to the memory of these works.
+        """
+        for work in works:
+            with contextlib.suppress(RuntimeError):
+                if not isinstance(work, (RuntimeError, futures.Future)):
+                    work.wait(timedelta(milliseconds=1))
+
+
+class _Waiter:
+    """A thread that waits for the works of one message after another."""
+
+    def __init__(self, longest: timedelta) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Sequence[Any], list[str], threading.Event] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, args=(longest,), daemon=True)
+        self._thread.start()
+
+    def start(self, works: Sequence[Any], failures: list[str]) -> threading.Event:
+        """Returns an event that is set when all works are done or one has failed. `failures` then holds the error."""
+        done = threading.Event()
+        self._tasks.put((works, failures, done))
+        return done
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._tasks.put(None)
+        self._thread.join(JOIN_S)
+
+    def _work(self, longest: timedelta) -> None:
+        while (task := self._tasks.get()) is not None:
+            works, failures, done = task
+            try:
+                for work in works:
+                    work.wait(longest)
+            except RuntimeError as error:
+                failures.append(_first_line(error))
+            done.set()
+
+
+class _Starter:
+    """A thread that starts one message after another. It ends with the process, also when a start never returns."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[tuple[futures.Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def submit(self, start: Callable[[], Any]) -> futures.Future[Any]:
+        """Returns the Future of what `start` returns. It must not raise."""
+        future: futures.Future[Any] = futures.Future()
+        self._tasks.put((future, start))
+        return future
+
+    def end(self) -> None:
+        """Ends the thread, unless a start holds it."""
+        self._tasks.put(None)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, start = task
+            future.set_result(start())
+
+
+class _GroupHandle:
+    """A message on its way in a process group. Implements base.Handle."""
+
+    def __init__(
+        self, transport: PointToPoint, works: Sequence[Any], message: Tensor, what: str, *,
+        after_length: tuple[int, int, torch.device] | None = None, into_pieces: bool = False,
+    ) -> None:  # fmt: skip
+        """Holds the works of one message.
+
+        `after_length`: the works bring a length, after which the message itself is received. `into_pieces`: the works
+        write to memory that is not a buffer, so that after a failure nothing may be written there any more.
+        """
+        self._transport, self._works, self._message, self._what = transport, works, message, what
+        self._after_length, self._into_pieces = after_length, into_pieces
+
+    def wait(self, deadline: Deadline) -> Tensor:
+        self._finish(self._works, deadline)
+        if self._after_length is not None:
+            self._message, work = self._transport.receive_after_length(self._message, *self._after_length)
+            self._finish([work], deadline)
+        return self._message
+
+    def release(self) -> None:
+        self._transport.buffers.give_back(self._message)
+
+    def _finish(self, works: Sequence[Any], deadline: Deadline) -> None:
+        """Waits for the works. Raises TransportError."""
+        failure = "given up"
+        try:
+            failure = self._transport.finish(works, deadline)
+        finally:  # also when the deadline's questions to the store raise
+            if failure is not None and self._into_pieces:
+                self._transport.abort(self._works)
+        if failure is not None:
+            raise TransportError(f"{self._what}: {failure}")
+
+
+def _make(backend: str, store: Any, address: str, place: tuple[int, int], timeout: timedelta) -> Any:
+    """Makes a process group on the store's store. gloo listens at `address` alone. `place`: (rank, size)."""
+    if backend == "gloo":
+        options = cast(Any, dist.ProcessGroupGloo)._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timeout
+        return dist.ProcessGroupGloo(store, *place, options)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = NCCL_TIMEOUT
+    with _errors_left_alone():
+        return dist.ProcessGroupNCCL(store, *place, options)
+
+
+@contextlib.contextmanager
+def _errors_left_alone() -> Iterator[None]:
+    """Makes torch leave errors of a group that is made in the block to those who wait for its messages.
+
+    By default a thread of torch's ends the whole process when a peer is lost, or a message late.
+    """
+    before = os.environ.get(ERROR_HANDLING)
+    os.environ[ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[ERROR_HANDLING]
+        if before is not None:
+            os.environ[ERROR_HANDLING] = before
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _poll(works: Sequence[Any], seconds: float) -> bool:
+    """Says whether all works are done within `seconds`."""
+    end = time.monotonic() + seconds
+    while not all(work.is_completed() for work in works):
+        if time.monotonic() > end:
+            return False
+        time.sleep(POLL_S)
+    return True

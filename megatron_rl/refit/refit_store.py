@@ -1,0 +1,146 @@
+"""Carries small messages between a trainer and its engines, over a key-value store on the trainer's first rank."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from megatron_rl.key_value_store.rank_store import RankStore
+from megatron_rl.key_value_store.store_client import KeyValueClient, KeyValueError, KeyValueStranger, KeyValueTimeout
+from megatron_rl.key_value_store.store_server import KeyValueServer
+from megatron_rl.refit.transport import TransportError
+
+
+class Address(NamedTuple):
+    """The address of a store, with the secret that whoever joins it needs."""
+
+    host: str
+    port: int
+    secret: str  # hexadecimal
+
+    def __repr__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class RefitStore:
+    """JSON values under keys, on a store that only those reach who know its secret.
+
+    Nothing that comes from the store is ever executed.
+    """
+
+    def __init__(self, client: KeyValueClient, secret: bytes, prefix: str = "") -> None:
+        self._client, self._secret, self._prefix = client, secret, prefix
+
+    @classmethod
+    def host(cls, address: str) -> tuple[RefitStore, Address]:
+        """Opens a store on this host that listens at `address` only, for as long as a RefitStore of it is held.
+
+        Raises TransportError.
+        """
+        secret = secrets.token_bytes(32)
+        try:
+            server = KeyValueServer(address, secret)
+        except OSError as error:
+            raise TransportError(f"a refit store cannot listen at {address}: {error}") from error
+        found = Address(address, server.port, secret.hex())
+        store = cls.join(found)
+        weakref.finalize(store._client, server.close)
+        return store, found
+
+    @classmethod
+    def join(cls, address: Address, timeout_s: float = 60) -> RefitStore:
+        """Joins the store at `address`. Raises TransportError when nobody answers there, or not with its secret."""
+        host, port, secret = address
+        try:
+            return cls(KeyValueClient(host, port, bytes.fromhex(secret), timeout_s), bytes.fromhex(secret))
+        except KeyValueStranger as error:
+            raise TransportError(f"no refit store of this run at {host}:{port}: {error}") from error
+        except KeyValueError as error:
+            raise TransportError(f"no refit store at {host}:{port}: does the trainer run there? ({error})") from error
+
+    def way(self) -> tuple[str, int]:
+        """Returns (this host's own address on the interface that leads to the store, the address family)."""
+        family, kind, _, _, place = socket.getaddrinfo(self._client.host, self._client.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # this sends nothing
+            return probe.getsockname()[0], family
+
+    def under(self, prefix: str) -> RefitStore:
+        """Returns a view of this store whose keys all begin with `prefix`."""
+        return RefitStore(self._client, self._secret, f"{self._prefix}{prefix}/")
+
+    def sign(self, text: bytes) -> bytes:
+        """Returns a signature of `text`, 32 bytes, that only those who know the secret can make."""
+        return hmac.digest(self._secret, text, "sha256")
+
+    def rank_store(self, timeout: timedelta) -> RankStore:
+        """Returns a torch store on this store, for a process group. Its keys do not begin with this store's prefix."""
+        return RankStore(self._client, timeout)
+
+    @property
+    def prefix(self) -> str:
+        """Returns what all keys of this view begin with."""
+        return self._prefix
+
+    def put(self, key: str, value: Any) -> None:
+        """Stores `value` under `key`. Raises TransportError when the store is gone."""
+        self.put_together({key: value})
+
+    def put_together(self, values: Mapping[str, Any]) -> None:
+        """Stores values by key so that nobody sees some of them without the others. Raises as `put` does."""
+        with _gone():
+            self._client.set({self._prefix + key: json.dumps(value).encode() for key, value in values.items()})
+
+    def get(self, key: str, timeout_s: float) -> Any:
+        """Waits for the value under `key` and returns it. Raises TransportError when none comes in time."""
+        name = self._prefix + key
+        try:
+            with _gone():
+                return json.loads(self._client.get([name], timeout_s)[0])
+        except KeyValueTimeout as error:
+            raise TransportError(f"no {name!r} on the refit store within {timeout_s:.1f} s") from error
+
+    def has(self, key: str, timeout_s: float) -> bool:
+        """Says whether the key is there, or comes within `timeout_s`. Raises TransportError when the store is gone."""
+        try:
+            with _gone():
+                self._client.wait([self._prefix + key], timeout_s)
+        except KeyValueTimeout:
+            return False
+        return True
+
+    def peek(self, key: str) -> Any:
+        """Returns the value under `key`, or None when there is none now."""
+        try:
+            with _gone():
+                return json.loads(self._client.get([self._prefix + key], 0.0)[0])
+        except KeyValueTimeout:
+            return None
+
+    def remove(self, key: str) -> None:
+        """Removes `key`, if it is there."""
+        with _gone():
+            self._client.remove(self._prefix + key)
+
+    def clear(self, prefixes: Iterable[str]) -> None:
+        """Removes all keys that begin with one of the prefixes."""
+        with _gone():
+            self._client.clear([self._prefix + prefix for prefix in prefixes])
+
+
+@contextlib.contextmanager
+def _gone() -> Iterator[None]:
+    """Turns an error of the store into a TransportError. That a key is late is left to the caller."""
+    try:
+        yield
+    except KeyValueTimeout:
+        raise
+    except KeyValueError as error:
+        raise TransportError(f"the refit store is gone: {error}") from error

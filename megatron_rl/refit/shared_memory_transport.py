@@ -1,0 +1,289 @@
+"""Carries messages through memory or files that both sides can open.
+
+There are three media: POSIX shared memory, safetensors files on disk, and CUDA IPC between GPUs of a host. The sender
+writes a message into a slot and announces it on the store. The receiver opens the slot, uses it, and says that it is
+free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_rl.refit.refit_store import RefitStore
+from megatron_rl.refit.transport import Deadline, TransportError
+
+SHARED_MEMORY = Path("/dev/shm")
+SMALLEST_SLOT = 1 << 16  # bytes
+
+
+class Medium(Protocol):
+    """A place where slots are made. A slot's address is a JSON value."""
+
+    def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
+        """Makes a slot. Returns (its address, uint8 [at least size])."""
+        ...
+
+    def publish(self, address: Any, message: Tensor) -> Any:
+        """Makes what is written in a slot visible to the other side. Returns the address that this opens."""
+        ...
+
+    def open(self, address: Any, device: torch.device) -> Tensor:
+        """Returns what was published at `address`, uint8. Raises OSError or RuntimeError."""
+        ...
+
+    def free(self, address: Any) -> None:
+        """Frees a slot."""
+        ...
+
+
+class SharedMemory:
+    """Slots in files in /dev/shm, mapped by both sides.
+
+    Files that a dead process left are removed by the next process that comes.
+    """
+
+    def __init__(self) -> None:
+        self._prefix = f"megatron_rl-{os.getuid()}-"
+        self._open: dict[str, Tensor] = {}
+        self._held: dict[str, int] = {}  # descriptors of this process's own slots, locked while it lives
+        for left in SHARED_MEMORY.glob(f"{self._prefix}*"):
+            _remove_if_unlocked(left)
+
+    def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
+        path = SHARED_MEMORY / f"{self._prefix}{uuid.uuid4().hex[:16]}"
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        with contextlib.suppress(OSError):  # without flock nobody can tell that it was left, and it stays
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        self._held[path.name] = descriptor
+        try:
+            # A lack of memory is found here, and not by a bus error at the first write.
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            self.free([path.name])
+            raise TransportError(
+                f"no {size / 2**20:.0f} MiB of shared memory are free in {SHARED_MEMORY}: lower refit.bucket_mib, or "
+                "choose another refit.transport"
+            ) from error
+        return [path.name, size], torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+    def publish(self, address: Any, message: Tensor) -> Any:
+        return address
+
+    def open(self, address: Any, device: torch.device) -> Tensor:
+        name, size = address
+        if not isinstance(name, str) or "/" in name or not name.startswith(self._prefix):
+            raise RuntimeError(f"{name!r} is not a slot of this user")
+        if name not in self._open:
+            self._open[name] = torch.from_file(str(SHARED_MEMORY / name), shared=True, size=size, dtype=torch.uint8)
+        return self._open[name]
+
+    def free(self, address: Any) -> None:
+        (SHARED_MEMORY / address[0]).unlink(missing_ok=True)
+        os.close(self._held.pop(address[0]))
+
+
+class Disk:
+    """Slots in safetensors files in a directory that all ranks see. Each file is written under another name first."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
+        return f"{os.getpid()}-{uuid.uuid4().hex[:12]}.safetensors", torch.empty(size, dtype=torch.uint8)
+
+    def publish(self, address: Any, message: Tensor) -> Any:
+        partial = self._directory / f".{address}"
+        try:
+            save_file({"message": message.contiguous()}, partial)
+            partial.replace(self._directory / address)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise TransportError(f"{self._directory}: {error}") from error
+        return address
+
+    def open(self, address: Any, device: torch.device) -> Tensor:
+        if not isinstance(address, str) or "/" in address:
+            raise RuntimeError(f"{address!r} is not a file name")
+        try:
+            return load_file(self._directory / address)["message"]
+        except SafetensorError as error:
+            raise OSError(f"{self._directory / address}: {error}") from error
+
+    def free(self, address: Any) -> None:
+        (self._directory / address).unlink(missing_ok=True)
+
+
+class CudaIpc:
+    """Slots in a GPU's memory, which another process of the same host opens through an IPC handle."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Tensor] = {}
+
+    def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
+        message = torch.empty(size, dtype=torch.uint8, device=device)
+        handle = message.untyped_storage()._share_cuda_()
+        return [part.hex() if isinstance(part, bytes) else part for part in handle], message
+
+    def publish(self, address: Any, message: Tensor) -> Any:
+        torch.cuda.current_stream(message.device).synchronize()
+        return address
+
+    def open(self, address: Any, device: torch.device) -> Tensor:
+        key = str(address)
+        if key not in self._open:
+            parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in address]
+            parts[0] = device.index  # the sender may number the GPUs in another way
+            storage = torch.UntypedStorage._new_shared_cuda(*parts)
+            self._open[key] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return self._open[key]
+
+    def free(self, address: Any) -> None:
+        return None  # the memory is freed with its tensor
+
+
+class Slots:
+    """A transport through the slots of a medium. Implements base.Transport.
+
+    `rank` is this side's number among the peers; `store` must be used by these peers only.
+    """
+
+    def __init__(self, store: RefitStore, rank: int, medium: Medium) -> None:
+        self._store, self._rank, self._medium = store, rank, medium
+        self._slots: list[_Slot] = []
+        self._sent: dict[int, itertools.count[int]] = {}
+        self._came: dict[int, itertools.count[int]] = {}
+
+    def buffer(self, size: int, device: torch.device) -> Tensor:
+        free = [s for s in self._slots if s.key is None]
+        slot = next((s for s in free if len(s.memory) >= size), None)
+        if slot is None:
+            for s in free:
+                self._medium.free(s.address)
+                self._slots.remove(s)
+            # There are few sizes, because the other side keeps open what it opened.
+            room = max(SMALLEST_SLOT, 1 << (size - 1).bit_length())
+            slot = _Slot(*self._medium.allocate(room, device))
+        else:
+            self._slots.remove(slot)
+        self._slots.append(slot)
+        return slot.memory[:size]
+
+    @property
+    def takes_pieces(self) -> bool:
+        return False  # copying into the slot is the sending
+
+    @property
+    def streams(self) -> bool:
+        return False
+
+    def send(
+        self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
+    ) -> _Announced:
+        slot = next(s for s in self._slots if s.memory.data_ptr() == message.data_ptr())
+        slot.key = f"{self._rank}-{peer}/{next(self._sent.setdefault(peer, itertools.count()))}"
+        slot.what = f"{label} to {peer}"
+        self._store.put(slot.key, [self._medium.publish(slot.address, message), len(message)])
+        return _Announced(lambda deadline: self._wait_free(slot, deadline), message)
+
+    def receive(
+        self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
+    ) -> _Awaited:
+        key = f"{peer}-{self._rank}/{next(self._came.setdefault(peer, itertools.count()))}"
+        return _Awaited(self._store, self._medium, key, f"{label} from {peer}", device)
+
+    def close(self) -> None:
+        for slot in self._slots:
+            self._medium.free(slot.address)
+        self._slots.clear()
+
+    def _wait_free(self, slot: _Slot, deadline: Deadline) -> None:
+        if slot.key is None:
+            return
+        failure = _await(self._store, f"{slot.key}/free", deadline)
+        if failure is not None:
+            self._slots.remove(slot)
+            self._medium.free(slot.address)
+            raise TransportError(f"{slot.what}: it was not taken, {failure}")
+        self._store.remove(slot.key)
+        self._store.remove(f"{slot.key}/free")
+        slot.key = None
+
+
+class _Slot:
+    """A slot of this sender, and the message in it."""
+
+    def __init__(self, address: Any, memory: Tensor) -> None:
+        self.address, self.memory = address, memory
+        self.key: str | None = None  # the key of a message in it that the receiver has not taken yet
+        self.what = ""
+
+
+class _Announced:
+    """The handle of a sent message. Implements base.Handle: waits until the receiver has taken the message."""
+
+    def __init__(self, taken: Callable[[Deadline], None], message: Tensor) -> None:
+        self._taken, self._message = taken, message
+
+    def wait(self, deadline: Deadline) -> Tensor:
+        self._taken(deadline)
+        return self._message
+
+    def release(self) -> None:
+        return None
+
+
+class _Awaited:
+    """The handle of a message that is to come. Implements base.Handle."""
+
+    def __init__(self, store: RefitStore, medium: Medium, key: str, what: str, device: torch.device) -> None:
+        self._store, self._medium, self._key, self._what, self._device = store, medium, key, what, device
+
+    def wait(self, deadline: Deadline) -> Tensor:
+        failure = _await(self._store, self._key, deadline)
+        if failure is not None:
+            raise TransportError(f"{self._what}: {failure}")
+        try:
+            address, size = self._store.peek(self._key)
+            return self._medium.open(address, self._device)[:size]
+        except (TransportError, OSError, RuntimeError) as error:
+            raise TransportError(f"{self._what}: {error}") from error
+
+    def release(self) -> None:
+        self._store.put(f"{self._key}/free", True)
+
+
+def _remove_if_unlocked(path: Path) -> None:
+    """Removes a slot's file unless a living process holds its lock."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:  # it is gone, or belongs to another user
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_size:  # an empty file has just been made and will be locked
+            path.unlink(missing_ok=True)
+    except OSError:  # a living process holds it
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def _await(store: RefitStore, key: str, deadline: Deadline) -> str | None:
+    """Waits for `key`. Returns None, or a text that says why it did not come."""
+    try:
+        return deadline.until(lambda seconds: store.has(key, seconds))
+    except TransportError as error:
+        return str(error)

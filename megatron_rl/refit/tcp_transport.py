@@ -1,0 +1,364 @@
+"""Carries messages over TCP between hosts without fast links. Long slices are not copied on the way.
+
+gloo sends one block of memory at a time, so that what a message joins has to be copied together first. A socket takes a
+list of blocks: long slices go out of the weights' own memory and into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import RefitConfig
+from megatron_rl.refit.buffers import Buffers, parts
+from megatron_rl.refit.refit_store import RefitStore
+from megatron_rl.refit.transport import RECHECK_S, Deadline, TransportError
+
+# A sender's first bytes: a signature of the receiver's challenge and the sender's number, and then that number.
+HELLO = struct.Struct("<32sI")
+LENGTH = struct.Struct("<Q")  # comes before each message: its bytes without its pieces
+JOIN_S = 1.0  # the longest wait for a thread that has no connection yet, and so touches no message
+PAUSE_S = 0.1  # the pause after a connection could not be accepted
+IDLE_S = 60  # after so long without traffic the kernel asks whether the other side is alive
+HELLO_S = 5.0  # a caller that has not said hello after so long is refused
+MAX_CALLERS = 256  # callers that have not said hello yet, each with a thread and a descriptor
+MERCY_S = 1.0  # one that is older makes room for another when all places are taken
+BLOCKS_PER_CALL = 256
+START_BYTES = 1 << 20  # the sending thread begins as soon as so many bytes are collected
+
+
+class Tcp:
+    """A transport with one connection per pair and direction. Implements base.Transport.
+
+    A connection opens with its first message and is worked by a thread of its own. A receiver listens on the interface
+    that leads to the store, and puts its address and a challenge on the store. Peers are numbers.
+    """
+
+    takes_pieces = streams = True
+
+    def __init__(self, store: RefitStore, rank: int, settings: RefitConfig) -> None:
+        """Opens the port. Raises TransportError when the store is gone, or no port is free."""
+        self._store, self._rank, self._timeout_s = store, rank, settings.message_timeout_s
+        self._buffers, self._lanes, self._closed = Buffers(), dict[tuple[str, int], _Lane](), False
+        self._change = threading.Lock()
+        self._callers: dict[socket.socket, float] = {}  # those that have not said hello, oldest first, and since when
+        self._challenge = secrets.token_bytes(16)
+        try:
+            host, family = store.way()
+            self._listener = socket.create_server((host, 0), family=family)
+        except OSError as error:
+            raise TransportError(f"no port to take weights at: {error}") from error
+        try:
+            store.put(str(rank), [host, self._listener.getsockname()[1], self._challenge.hex()])
+        except TransportError:
+            self._listener.close()
+            raise
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def buffer(self, size: int, device: torch.device) -> Tensor:
+        return self._buffers.take(size, torch.device("cpu"))
+
+    def send(
+        self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
+    ) -> _TcpHandle:
+        lane, done, size = self._lane("to", peer), _TaskResult(message), 0
+        blocks = [memoryview(LENGTH.pack(len(message))), _memory(message)]
+        for piece in pieces:
+            blocks.append(_memory(piece))
+            size += len(blocks[-1])
+            if size >= START_BYTES:
+                lane.start(_Sending(blocks))
+                blocks, size = [], 0
+        lane.start(_Sending(blocks), done)
+        return _TcpHandle(lane, done, f"{label} to {peer}", self._buffers)
+
+    def receive(
+        self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
+    ) -> _TcpHandle:
+        lane, done = self._lane("from", peer), _TaskResult(None if size is None else self.buffer(size, device))
+        lane.start(_Receiving(done, pieces, self._buffers), done)
+        return _TcpHandle(lane, done, f"{label} from {peer}", self._buffers)
+
+    def close(self) -> None:
+        with self._change:
+            self._closed = True
+            lanes = [*self._lanes.values()]
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
+        self._listener.close()
+        for lane in lanes:
+            lane.stop()
+        for lane in lanes:
+            lane.end()
+        with self._change:
+            self._lanes.clear()
+        self._buffers.clear()
+
+    def _lane(self, way: str, peer: int) -> _Lane:
+        """Returns the lane to or from a peer, which is made at its first use."""
+        with self._change:
+            if self._closed:
+                raise TransportError(f"no messages {way} {peer} any more: closed")
+            if (way, peer) not in self._lanes:
+                self._lanes[way, peer] = _Lane((lambda lane: self._connect(lane, peer)) if way == "to" else _Lane.given)
+            return self._lanes[way, peer]
+
+    def _connect(self, lane: _Lane, peer: int) -> socket.socket:
+        """Opens the connection to a peer as soon as its address is on the store."""
+        end = time.monotonic() + self._timeout_s
+        while not self._store.has(str(peer), RECHECK_S):
+            if lane.ended or time.monotonic() > end:
+                raise TransportError(f"it did not come within {self._timeout_s:.0f} s")
+        host, port, challenge = self._store.peek(str(peer))
+        made = socket.create_connection((host, port), timeout=self._timeout_s)
+        try:
+            _configure(made)
+            made.sendall(hello(self._store, challenge, self._rank))
+        except OSError:
+            made.close()
+            raise
+        return made
+
+    def _accept(self) -> None:
+        """Takes callers until the transport is closed."""
+        while True:
+            if not self._has_place():
+                time.sleep(PAUSE_S)
+                continue
+            try:
+                made, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(PAUSE_S)  # perhaps the process has no descriptor left
+                continue
+            with self._change:
+                self._callers[made] = time.monotonic()
+            try:
+                threading.Thread(target=self._greet, args=(made,), daemon=True).start()
+            except RuntimeError:  # no thread can be started
+                self._forget(made)
+                made.close()
+
+    def _has_place(self) -> bool:
+        """Says whether another caller may come. When there is no place, the oldest one is cut, if it is late."""
+        with self._change:
+            full = len(self._callers) >= MAX_CALLERS and not self._closed
+            oldest, since = next(iter(self._callers.items())) if full else (None, 0.0)
+        if oldest is not None and time.monotonic() - since > MERCY_S:
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        return not full
+
+    def _forget(self, made: socket.socket) -> None:
+        with self._change:
+            self._callers.pop(made, None)
+
+    def _greet(self, made: socket.socket) -> None:
+        """Reads a caller's hello, and gives the connection to the lane of the peer that it is."""
+        try:
+            said, end = bytearray(), time.monotonic() + HELLO_S
+            while len(said) < HELLO.size:
+                made.settimeout(max(0.01, end - time.monotonic()))
+                came = made.recv(HELLO.size - len(said))
+                if not came or time.monotonic() > end:
+                    raise TransportError("a stranger")
+                said += came
+            _, peer = HELLO.unpack(said)
+            if not hmac.compare_digest(said, hello(self._store, self._challenge.hex(), peer)):
+                raise TransportError("a stranger")
+            _configure(made)
+            self._forget(made)
+            self._lane("from", peer).give(made)
+        except (OSError, TransportError):
+            self._forget(made)
+            made.close()
+
+
+def hello(store: RefitStore, challenge: str, rank: int) -> bytes:
+    """Returns the bytes with which peer `rank` shows a receiver that it belongs to this run."""
+    return HELLO.pack(store.sign(f"hello {challenge} {rank}".encode()), rank)
+
+
+class _Lane:
+    """A queue of messages in one direction between two peers, with its thread.
+
+    After a failure it takes no more of them.
+    """
+
+    def __init__(self, open_: Callable[[_Lane], socket.socket]) -> None:
+        self._open, self._given = open_, queue.SimpleQueue[socket.socket | None]()
+        self._tasks = queue.SimpleQueue[tuple[_Sending | _Receiving, _TaskResult | None] | None]()
+        self._socket: socket.socket | None = None
+        self.ended = False
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def give(self, made: socket.socket) -> None:
+        """Gives the connection to a lane that the other side opens."""
+        self._given.put(made)
+        if self.ended:
+            self._refuse()
+
+    def given(self) -> socket.socket:
+        """Waits for the connection that the other side opens."""
+        made = self._given.get()
+        if made is None:
+            raise TransportError("closed")
+        return made
+
+    def start(self, task: _Sending | _Receiving, done: _TaskResult | None = None) -> None:
+        """Queues a task. `done` gets its result."""
+        if not self.ended:
+            self._tasks.put((task, done))
+        elif done is not None:
+            done.settle("it was given up before")
+
+    def stop(self) -> None:
+        """Asks the thread to end."""
+        self.ended = True  # a thread without a connection checks this before it touches any message
+        self._shut()
+        self._given.put(None)
+        self._tasks.put(None)
+
+    def end(self) -> None:
+        """Ends the lane: after this the memory of no message is read or written."""
+        self.stop()
+        self._thread.join(JOIN_S if self._socket is None else None)
+
+    def _refuse(self) -> None:
+        """Closes connections that nobody uses."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                made = self._given.get_nowait()
+                if made is not None:
+                    made.close()
+        self._given.put(None)
+
+    def _shut(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _work(self) -> None:
+        failure = None
+        while (item := self._tasks.get()) is not None:
+            task, done = item
+            try:
+                if failure is None:
+                    self._socket = self._socket or self._open(self)
+                    if self.ended:
+                        raise TransportError("given up")
+                    task.run(self._socket)
+            except Exception as error:  # torch raises its own kinds, such as for lack of memory
+                failure = str(error) or type(error).__name__
+                self._shut()  # so that the other side notices
+            if done is not None:
+                done.settle(failure)
+        if self._socket is not None:
+            self._shut()
+            self._socket.close()
+        self._refuse()
+
+
+class _TaskResult:
+    """The result of a task: a message, or the reason of a failure."""
+
+    def __init__(self, message: Tensor | None) -> None:
+        self.message, self.failure, self.event = message, None, threading.Event()
+
+    def settle(self, failure: str | None) -> None:
+        self.failure = failure
+        self.event.set()
+
+
+class _Sending:
+    """A task that sends blocks of memory."""
+
+    def __init__(self, blocks: Sequence[memoryview]) -> None:
+        self._blocks = blocks
+
+    def run(self, to: socket.socket) -> None:
+        left = deque(self._blocks)
+        while left:
+            sent = to.sendmsg([*itertools.islice(left, BLOCKS_PER_CALL)])
+            while left and sent >= len(left[0]):
+                sent -= len(left.popleft())
+            if sent:
+                left[0] = left[0][sent:]
+
+
+class _Receiving:
+    """A task that receives one message and its pieces."""
+
+    def __init__(self, done: _TaskResult, pieces: Sequence[Tensor | int], buffers: Buffers) -> None:
+        self._done, self._pieces, self._buffers = done, pieces, buffers
+
+    def run(self, of: socket.socket) -> None:
+        head = bytearray(LENGTH.size)
+        _fill(of, memoryview(head))
+        (length,) = LENGTH.unpack(head)
+        if self._done.message is None:
+            self._done.message = self._buffers.take(length, torch.device("cpu"))
+        first, *others = parts(self._done.message, self._pieces)
+        if len(first) != length:
+            raise TransportError(f"{length} bytes came where {len(first)} were expected")
+        for part in (first, *others):
+            _fill(of, _memory(part))
+
+
+class _TcpHandle:
+    """A message on its way over TCP. Implements base.Handle."""
+
+    def __init__(self, lane: _Lane, done: _TaskResult, what: str, buffers: Buffers) -> None:
+        self._lane, self._done, self._what, self._buffers = lane, done, what, buffers
+
+    def wait(self, deadline: Deadline) -> Tensor:
+        failure = "given up"
+        try:
+            failure = deadline.until(self._done.event.wait) or self._done.failure
+        finally:  # also when the deadline's questions to the store raise
+            if failure is not None:
+                self._lane.end()
+        if failure is not None:
+            raise TransportError(f"{self._what}: {failure}")
+        assert self._done.message is not None
+        return self._done.message
+
+    def release(self) -> None:
+        assert self._done.message is not None
+        self._buffers.give_back(self._done.message)
+
+
+def _configure(made: socket.socket) -> None:
+    """Sets a connection's options: no waiting to fill packets, and probes while it is idle."""
+    made.settimeout(None)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # nothing else is sent between refits
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
+
+
+def _memory(block: Tensor) -> memoryview:
+    return memoryview(cast(Any, block.numpy()))  # numpy declares the buffer protocol from Python 3.12 on
+
+
+def _fill(of: socket.socket, memory: memoryview) -> None:
+    """Receives until the memory is full."""
+    while memory:
+        came = of.recv_into(memory, 0, socket.MSG_WAITALL)
+        if not came:
+            raise TransportError("the other side has closed the connection")
+        memory = memory[came:]

@@ -1,0 +1,133 @@
+"""Reads what a run directory holds. What is damaged there is left out, and a list says what that was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.files import read_yaml
+from megatron_rl.config.schema import ConfigError, Reward
+from megatron_rl.run import json_lines
+from megatron_rl.run.checkpoint import read_json
+from megatron_rl.run.metrics import MetricsRow, each_metric
+from megatron_rl.run.run_directory import FAILED, RunDirectory
+from megatron_rl.training.store import StoreError, iteration_files, read_rows
+
+
+class RunRecord:
+    """The record of one run, for those who look at it: the report and the status. None of its methods raises.
+
+    `damage` has a sentence for every file that could not be read, or not as a whole.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = RunDirectory(Path(directory))
+        self.damage: list[str] = []
+        self._config: Mapping[str, Any] | None = None
+
+    def metrics(self) -> list[MetricsRow]:
+        """Returns the lines of metrics.jsonl."""
+        rows: list[MetricsRow] = []
+        self.each_metric(rows.append)
+        return rows
+
+    def each_metric(self, take: Callable[[MetricsRow], object]) -> None:
+        """Hands each line of metrics.jsonl to `take`, which may refuse it by a ValueError."""
+        damage = each_metric(self.directory.path, take)
+        if damage is not None:
+            self.damage.append(damage)
+
+    def each_refit(self, take: Callable[[dict[str, Any]], object]) -> None:
+        """Hands each line of refits.jsonl to `take`: `role`, and numbers."""
+
+        def refit(raw: Any) -> None:
+            if not isinstance(raw["role"], str):
+                raise TypeError("a refit is one of a role")
+            take({"role": raw["role"], **{name: float(value) for name, value in raw.items() if name != "role"}})
+
+        damage = json_lines.each(self.directory.refits, refit)
+        if damage is not None:
+            self.damage.append(damage)
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the metrics of summary.json; none where it is missing or damaged."""
+        try:
+            return self.directory.load_summary()
+        except (OSError, *json_lines.UNREADABLE) as error:
+            self.damage.append(f"{self.directory.summary} cannot be read ({_short(error)}) and is left out")
+            return {}
+
+    def failed(self) -> str | None:
+        """Returns why the run's last start failed; None where it did not."""
+        found = self.summary().get(FAILED)
+        return found if isinstance(found, str) else None
+
+    def config_text(self) -> str:
+        """Returns config.yaml as it is; empty where there is none."""
+        try:
+            path = self.directory.config
+            return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        except OSError as error:
+            self.damage.append(f"{self.directory.config} cannot be read ({error.strerror}) and is left out")
+            return ""
+
+    def config(self) -> Mapping[str, Any]:
+        """Returns the settings of config.yaml; none where it is missing or damaged. It is read once."""
+        if self._config is None:
+            self._config = {}
+            try:
+                tree = read_yaml(self.directory.config) if self.directory.config.exists() else {}
+                self._config = tree if isinstance(tree, Mapping) else {}
+            except ConfigError as error:
+                self.damage.append(f"{_short(error)}: its settings are left out")
+        return self._config
+
+    def threshold(self) -> float:
+        """Returns the reward above which the run counts an answer as correct: the middle of its `reward.range`."""
+        section = self.config().get("reward")
+        bounds = section.get("range") if isinstance(section, Mapping) else None
+        try:
+            return Reward(range=(float(bounds[0]), float(bounds[1]))).threshold if bounds else Reward().threshold
+        except (ConfigError, LookupError, TypeError, ValueError):  # a damaged config
+            return Reward().threshold
+
+    def iteration_files(self) -> list[Path]:
+        """Returns the files of rollouts, by iteration."""
+        return iteration_files(self.directory.rollouts)
+
+    def rollouts(self, path: Path) -> list[dict[str, Any]]:
+        """Returns the rollouts in one of the `iteration_files`; none of a damaged one. Where an iteration was not kept
+        for readers, texts are None."""
+        try:
+            return read_rows(path)
+        except StoreError as error:
+            if str(error) not in self.damage:
+                self.damage.append(str(error))
+            return []
+
+    def look(self) -> list[str]:
+        """Reads all files but those of rollouts. Returns the sentences of `damage`, each once."""
+        self.each_metric(lambda _: None)
+        self.each_refit(lambda _: None)
+        for read in (self.summary, self.config):
+            read()
+        return list(dict.fromkeys(self.damage))
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def read_points(path: Path) -> list[dict[str, Any]]:
+    """Reads a sweep's file, [{"run": name of its directory, "changes": {setting: value}}]. Raises ConfigError for a
+    damaged one, without which nobody knows the sweep's runs."""
+    try:
+        found = read_json(path)
+        if not all(isinstance(point["run"], str) and isinstance(point["changes"], dict) for point in found):
+            raise TypeError("a point is a run and its changes")
+    except (OSError, *json_lines.UNREADABLE) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({_short(error)}): name one of the runs below {path.parent} instead"
+        ) from error
+    return found

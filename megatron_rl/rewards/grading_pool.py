@@ -1,0 +1,436 @@
+"""Runs a reward function in worker processes, which are killed at a time-out and limited in memory.
+
+Every failure is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import Reward
+from megatron_rl.rewards import reaper
+from megatron_rl.rewards.grading_worker import APART, TOGETHER
+from megatron_rl.types import Outcome
+
+FIRST = 8  # gradings of a call, spread over it, that are waited for before the others begin
+CHUNK = 16  # most gradings that a worker holds at once
+START_TIMEOUT_S = 120.0  # seconds to import the reward's module
+START_TRIES = 4  # of workers in a row that cannot be started, though others were
+START_PAUSE_S = 1.0  # between two tries to start a process
+PIPE_BYTES = 1 << 16  # most bytes that one read or write moves
+EXHAUSTED = "out of memory"  # why a worker ended after it answered that; no waiting item is to blame
+END_S = 10.0  # for a reaper to end all that its worker started
+PACKAGE = Path(reaper.__file__).parents[1]
+START = (  # what a worker imports comes along the path that it is told; only this package comes from here
+    f"import sys; sys.path.append({str(PACKAGE.parent)!r}); from megatron_rl.rewards.reaper import main; "
+    "sys.path.pop(); main()"
+)
+
+
+class RewardFailure(RuntimeError):
+    """A reward that cannot be used: it cannot be imported, or fails too often to learn from."""
+
+
+@dataclass(frozen=True)
+class Graded:
+    """The result of one grading. `score` means nothing unless the outcome is SCORE; `detail` says what went wrong.
+
+    `cut_off`: the grading ended by time, by memory or with its worker, and not by the reward's own doing. `excused`: it
+    does not speak against the reward, which grades the problem's own answer well.
+    """
+
+    outcome: Outcome
+    score: float = 0.0
+    detail: str = ""
+    seconds: float = 0.0
+    cut_off: bool = False
+    excused: bool = False
+    threshold: float = 0.5  # the middle of reward.range
+    metrics: Mapping[str, float] = field(default_factory=dict)  # further numbers that the reward told, by name
+    trace: str = ""  # the traceback, where the reward raised
+
+    @property
+    def correct(self) -> bool:
+        """Returns whether there is a score, and it is above the middle of the range."""
+        return self.outcome is Outcome.SCORE and self.score > self.threshold
+
+
+@dataclass
+class _Worker:
+    """A worker process, with what has been sent to it and read from it."""
+
+    process: subprocess.Popen[bytes]  # its reaper, which ends all that it started and has its exit status
+    outbox: bytearray  # bytes still to be written to the worker, as a full pipe must not block the run
+    since: float  # time (time.monotonic) at which the worker began its present item
+    inbox: bytearray = field(default_factory=bytearray)  # bytes read that are no whole line yet
+    held: deque[int] = field(default_factory=deque)  # items sent and not answered, in order
+    ready: bool = False  # the worker has imported the function
+    together: bool = False  # it grades what it holds as one batch, so that its end says nothing of the first item
+    apart: bool = False  # the function raised on the batch that it holds
+    ended: str = ""  # why nothing more comes from the worker
+    refusal: str = ""  # why the worker cannot use the function
+    trace: str = ""  # of that refusal
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.held) or not self.ready
+
+
+class GradePool:
+    """A pool of worker processes that run one reward function; for one caller at a time.
+
+    Use: `with GradePool(config.reward) as pool: pool.grade(responses, payloads)`. Workers start at the first use, or by
+    `start`. They import the function along this process's sys.path and its working directory.
+    """
+
+    def __init__(self, reward: Reward) -> None:
+        self.reward = reward
+        self._workers: list[_Worker] = []
+        self._items_before = (
+            0  # number of items of earlier calls, so that no two items ever have the same serial number
+        )
+        self._starter: ThreadPoolExecutor | None = None  # the thread that starts workers, see _start
+        self._proven = False  # some worker has imported the function
+        self._failed_starts = 0  # in a row
+        self._alone: set[int] = set()  # items of this call that were in a batch which failed: each gets one of its own
+        self._again: set[int] = set()  # items of this call that are graded once more, as their worker was killed
+        self._least = reward.range[0]  # or less, where functions without a range gave less
+        self._known: dict[str, bool] = {}  # answers of problems -> whether the reward grades them well
+
+    def __enter__(self) -> GradePool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the workers, and all processes that they started. The next `grade` starts new ones."""
+        for worker in self._workers:
+            worker.process.send_signal(reaper.LEAVE)
+        for worker in self._workers:
+            _kill(worker)
+        self._workers = []
+        if self._starter is not None:
+            self._starter.shutdown()
+            self._starter = None
+
+    def start(self) -> None:
+        """Starts the workers, which import the function meanwhile, and does not wait for them."""
+        self._ensure_workers(self.reward.workers)
+        for worker in self._workers:
+            _send(worker)
+
+    def grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
+        """Grades [B] responses with their payloads and returns [B] results, in order.
+
+        A model may write what no reward can grade in time. Where a grading was cut off, the reward is tried with the
+        problem's own answer: when it grades that well, the text is to blame, and `reward.cut_off` says what becomes
+        of it. Raises RewardFailure when the function cannot be imported, and when each of the FIRST gradings is cut off
+        and speaks against it: thousands of time-outs, or of workers that end, would last for hours.
+        """
+        count = len(responses)
+        first = range(0, count, -(-count // FIRST)) if count > FIRST and self.reward.max_failure_share < 1 else range(0)
+        tried = self._settled([responses[i] for i in first], [payloads[i] for i in first])
+        if tried and all(one.cut_off and not one.excused for one in tried):
+            check_failures(tried, 0.0, what="gradings, which were tried before the others,")
+        found = dict(zip(first, tried, strict=True))
+        rest = [i for i in range(count) if i not in found]
+        others = self._settled([responses[i] for i in rest], [payloads[i] for i in rest])
+        found |= zip(rest, others, strict=True)
+        return [found[i] for i in range(count)]
+
+    def _settled(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
+        """Grades [B] responses, and settles what becomes of those whose grading was cut off."""
+        graded = self._grade(responses, payloads)
+        if not any(one.cut_off for one in graded):
+            return graded
+        doubtful = [payload for payload, one in zip(payloads, graded, strict=True) if one.cut_off]
+        fresh = {key: p for p in doubtful if (key := _known_answer(p)) is not None and key not in self._known}
+        texts = [self.reward.answer_format.replace("{answer}", str(p["answer"])) for p in fresh.values()]
+        for key, one in zip(fresh, self._grade(texts, list(fresh.values())), strict=True):
+            self._known[key] = one.outcome is Outcome.SCORE and one.score >= self.reward.threshold
+        return [self._judged(one, payload) for one, payload in zip(graded, payloads, strict=True)]
+
+    def _judged(self, one: Graded, payload: Mapping[str, Any]) -> Graded:
+        """Applies `reward.cut_off` to a grading that was cut off where the problem's own answer is graded well."""
+        if not one.cut_off or not self._known.get(_known_answer(payload) or "", False):
+            return one
+        if self.reward.cut_off == "drop":
+            return replace(one, excused=True)
+        return replace(one, outcome=Outcome.SCORE, score=self._least, threshold=self.reward.threshold, excused=True)
+
+    def _grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
+        """Runs the reward function on [B] responses. -> [B] results, in order"""
+        items = [(response, dict(payload)) for response, payload in zip(responses, payloads, strict=True)]
+        results: dict[int, Graded] = {}
+        waiting = deque(range(len(items)))
+        self._alone, self._again = set(), set()
+        try:
+            self._ensure_workers(min(self.reward.workers, len(items)))
+            while len(results) < len(items):
+                for worker in self._workers:
+                    self._feed(worker, waiting, items)
+                self._exchange(results)
+                self._replace(results, waiting)
+                for worker in (w for w in self._workers if w.apart):  # each item of such a batch is graded by itself
+                    self._alone.update(worker.held)
+                    waiting.extendleft(reversed(worker.held))
+                    worker.held.clear()
+                    worker.apart = False
+        except BaseException:  # the next call must not take late answers for its own
+            self.close()
+            raise
+        self._items_before += len(items)
+        return [results[i] for i in range(len(items))]
+
+    def _ensure_workers(self, wanted: int) -> None:
+        """Removes dead workers and starts new ones until there are at least `wanted`."""
+        for worker in [w for w in self._workers if w.process.poll() is not None]:
+            _kill(worker)
+            self._workers.remove(worker)
+        while len(self._workers) < wanted:
+            self._workers.append(self._start())
+
+    def _start(self) -> _Worker:
+        command = [sys.executable, "-P", "-c", START]  # -P keeps the working directory out of the search path
+        # A reaper asks Linux to tell it of its parent's end, and that means the thread which started it. A thread of
+        # the pool's own lives as long as the pool; the caller's may end after one call.
+        self._starter = self._starter or ThreadPoolExecutor(1, "reward-workers")
+        process = self._starter.submit(_open_process, command).result()
+        for pipe in (process.stdin, process.stdout):
+            os.set_blocking(_fd(pipe), False)
+        here = os.getcwd()
+        paths = [here, *(path or here for path in sys.path)]
+        task = pickle.dumps((self.reward.target, self.reward.args, self.reward.memory_mib, self.reward.range, paths))
+        return _Worker(process, outbox=bytearray(task), since=time.monotonic())
+
+    def _why_not(self, worker: _Worker, status: int) -> str:
+        """Returns why a worker could not be started, for a message."""
+        if worker.refusal:
+            return (
+                f"reward.target {self.reward.target!r} cannot be used: {worker.refusal}; it has the form "
+                "package.module:name"
+            )
+        return (
+            f"a reward worker did not start within {START_TIMEOUT_S:.0f} s (status {status}): importing "
+            f"{self.reward.target!r} ends the process or hangs, or reward.memory_mib = {self.reward.memory_mib} is too "
+            "little for it"
+        )
+
+    def _feed(self, worker: _Worker, waiting: deque[int], items: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        if worker.busy or worker.ended or not waiting:
+            return
+        for _ in range(min(CHUNK, -(-len(waiting) // len(self._workers)))):
+            if worker.held and not self._alone.isdisjoint((worker.held[0], waiting[0])):
+                break
+            worker.held.append(waiting.popleft())
+        worker.outbox += pickle.dumps([(self._items_before + item, *items[item]) for item in worker.held])
+        worker.since = time.monotonic()
+
+    def _exchange(self, results: dict[int, Graded]) -> None:
+        """Writes what the pipes take and reads what has been answered. Waits at most until the next deadline."""
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                selector.register(_fd(worker.process.stdout), selectors.EVENT_READ, worker)
+                if worker.outbox:
+                    selector.register(_fd(worker.process.stdin), selectors.EVENT_WRITE, worker)
+            deadlines = [w.since + self._limit(w) for w in self._workers if w.busy]
+            for key, events in selector.select(max(0.0, min(deadlines, default=0.0) - time.monotonic())):
+                if events & selectors.EVENT_WRITE:
+                    _send(key.data)
+                else:
+                    self._receive(key.data, results)
+
+    def _receive(self, worker: _Worker, results: dict[int, Graded]) -> bool:
+        """Reads answers from a worker. Returns whether there may be more."""
+        try:
+            data = os.read(_fd(worker.process.stdout), PIPE_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            worker.ended = "ended"
+        worker.inbox += data
+        *answers, worker.inbox = worker.inbox.split(b"\n")
+        for answer in answers:
+            if worker.ended:
+                break
+            worker.since = time.monotonic()
+            try:
+                self._answer(worker, json.loads(answer), results)
+            except ValueError:
+                worker.ended = "wrote something else than answers into the pool's pipe"
+        return not worker.ended
+
+    def _answer(self, worker: _Worker, answer: Any, results: dict[int, Graded]) -> None:
+        if not worker.ready:
+            worker.ready, worker.together = answer in (None, TOGETHER), answer == TOGETHER
+            if worker.ready:
+                self._proven, self._failed_starts = True, 0
+            else:
+                worker.refusal, worker.trace = answer
+                worker.ended = worker.refusal
+            return
+        if answer == APART:
+            worker.apart = True
+            return
+        serial, score, detail, seconds, exhausted, metrics, trace = answer
+        if not worker.held or serial != self._items_before + worker.held[0]:
+            raise ValueError(f"an answer to item {serial}, which the worker does not hold")
+        if score is not None:
+            self._least = min(self._least, score)
+        results[worker.held.popleft()] = Graded(
+            Outcome.ERROR if score is None else Outcome.SCORE, score or 0.0, detail, seconds, cut_off=exhausted,
+            threshold=self.reward.threshold, metrics=metrics, trace=trace,
+        )  # fmt: skip
+        if exhausted:
+            worker.ended = EXHAUSTED
+
+    def _limit(self, worker: _Worker) -> float:
+        """Returns the seconds for what the worker does now: to start, for the item that it grades, or for each item of
+        a batch."""
+        if not worker.ready:
+            return START_TIMEOUT_S
+        return self.reward.timeout_s * (len(worker.held) if worker.together else 1)
+
+    def _is_late(self, worker: _Worker) -> bool:
+        return worker.busy and time.monotonic() > worker.since + self._limit(worker)
+
+    def _replace(self, results: dict[int, Graded], waiting: deque[int]) -> None:
+        """Replaces workers that are dead or past their deadline.
+
+        A worker that could not be started is given up at once where the function was never imported, and after
+        START_TRIES in a row where it was, or where somebody else killed the worker.
+
+        The first item that such a worker holds fails; the others go back to the front of the queue. Where it graded
+        several as one batch all go back, and each is graded alone. Where somebody else killed the worker, which says
+        nothing about the item, or the kernel did for want of memory, the item is graded once more.
+        """
+        for i, worker in enumerate(self._workers):
+            dead = worker.process.poll() is not None
+            while (dead or self._is_late(worker)) and not worker.ended and self._receive(worker, results):
+                continue  # answers that the worker gave before still count
+            ended = worker.ended or ("ended" if dead else "")
+            if not ended and not self._is_late(worker):
+                continue
+            taken = time.monotonic() - worker.since
+            _kill(worker)
+            status = worker.process.returncode
+            killed = ended == "ended" and status == -signal.SIGKILL  # by somebody else, which says nothing about it
+            if not worker.ready:
+                self._failed_starts += 1
+                if not (self._proven or killed) or self._failed_starts >= START_TRIES:
+                    raise _failure(self._why_not(worker, status), worker.trace)
+            if worker.together and len(worker.held) > 1:
+                self._alone.update(worker.held)
+            elif worker.held and killed and worker.held[0] not in self._again:
+                self._again.add(worker.held[0])
+            elif worker.held and ended != EXHAUSTED:
+                results[worker.held.popleft()] = (
+                    Graded(Outcome.ERROR, detail=f"its worker {ended} (status {status})", seconds=taken, cut_off=True)
+                    if ended
+                    else Graded(
+                        Outcome.TIMEOUT,
+                        detail=f"no answer within reward.timeout_s = {self.reward.timeout_s}",
+                        seconds=taken,
+                        cut_off=True,
+                    )
+                )
+            waiting.extendleft(reversed(worker.held))
+            self._workers[i] = self._start()
+
+
+def _open_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Starts a worker's process, in a session of its own. A node that has no memory or processes left is asked again.
+
+    Raises RewardFailure when it still has none.
+    """
+    for left in reversed(range(START_TRIES)):
+        try:
+            return subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+            )
+        except OSError as error:
+            if not left:
+                raise RewardFailure(f"no reward worker can be started here: {error}; lower reward.workers") from error
+            time.sleep(START_PAUSE_S)
+    raise AssertionError("the last try returns or raises")
+
+
+def _known_answer(payload: Mapping[str, Any]) -> str | None:
+    """Returns a text that stands for a problem's own answer; None for a problem without one."""
+    return repr(sorted((key, repr(value)) for key, value in payload.items())) if "answer" in payload else None
+
+
+def check_failures(
+    graded: Sequence[Graded], max_share: float, *, what: str = "gradings",
+    cure: str = "Mend the reward, or raise reward.timeout_s or reward.max_failure_share",
+) -> None:  # fmt: skip
+    """Raises RewardFailure when more than `max_share` of the gradings failed; `what` names them. Excused ones do not
+    count.
+
+    A run would learn from zeros that no answer earned. A single failure among several gradings never stops a run,
+    unless `max_share` is 0, since one failure says little about the rest.
+    """
+    failed = [g for g in graded if g.outcome is not Outcome.SCORE and not g.excused]
+    forgiven = 1 if max_share > 0 and len(graded) > 1 else 0
+    if len(failed) <= max(forgiven, max_share * len(graded)):
+        return
+    late = sum(g.outcome is Outcome.TIMEOUT for g in failed)
+    raise _failure(
+        f"{len(failed)} of {len(graded)} {what} failed ({late} time-outs, {len(failed) - late} errors), more than "
+        f"reward.max_failure_share = {max_share}; the first: {failed[0].detail}. {cure}",
+        failed[0].trace,
+    )
+
+
+def _failure(message: str, trace: str) -> RewardFailure:
+    """Returns an error that shows the traceback of the user's code below its own."""
+    error = RewardFailure(message)
+    if trace:
+        error.add_note(trace)
+    return error
+
+
+def _send(worker: _Worker) -> None:
+    try:
+        written = os.write(_fd(worker.process.stdin), worker.outbox[:PIPE_BYTES])
+    except BlockingIOError:
+        return
+    except BrokenPipeError:  # the worker died; the end of its answers says so
+        worker.outbox.clear()
+        return
+    del worker.outbox[:written]
+
+
+def _fd(pipe: Any) -> int:
+    return pipe.fileno()
+
+
+def _kill(worker: _Worker) -> None:
+    """Ends the worker and all that it started, and waits for them.
+
+    A worker that has just ended keeps its own exit status.
+    """
+    worker.process.send_signal(reaper.LEAVE)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        worker.process.wait(END_S)
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # what a reaper leaves that was killed itself
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    worker.process.wait()
+    for pipe in (worker.process.stdin, worker.process.stdout):
+        if pipe is not None:
+            pipe.close()

@@ -1,0 +1,106 @@
+"""Remembers by digest what a run reads, in RUN/inputs.json, and says when other content stands behind the same name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import hub_cache
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.model import Model
+from megatron_rl.config.sources import is_code, sources
+from megatron_rl.run.checkpoint import read_json, write_json
+from megatron_rl.run.file_checksums import THREADS, quick_digest
+from megatron_rl.run.run_directory import RunError
+
+FILE = "inputs.json"
+FILES, LATER = "files", "later"  # sections of the record: files, and what is known once data have been read
+Input = Mapping[str, Any]  # of one name: path, and what is compared: bytes and sha256, rows, or revision
+SHOWN = 10  # inputs named in a message
+_log = logging.getLogger(__name__)
+
+
+def read_files(settings: Mapping[str, Any]) -> dict[str, Input]:
+    """Returns {name: path, bytes, sha256} of the files that a run reads (config.sources). `settings`: its resolved
+    config as plain values.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    found = sources(settings)
+    try:
+        with ThreadPoolExecutor(THREADS) as threads:
+            digests = threads.map(quick_digest, found.values())
+            return {
+                name: {"path": str(file), "bytes": file.stat().st_size, "sha256": digest}
+                for (name, file), digest in zip(found.items(), digests, strict=True)
+            }
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+
+def read_revisions(models: Mapping[str, Model]) -> dict[str, Input]:
+    """Returns {name: path, revision} of the models that came from the Hugging Face hub. The revision is the newest
+    commit that the hub's cache has. Call this function when the models' tokenizers have been read."""
+    named = {name: model.path for name, model in models.items() if not Path(model.path).exists()}
+    heads = {name: (path, hub_cache.head(path, "models")) for name, path in named.items()}
+    return {name: {"path": path, "revision": head} for name, (path, head) in heads.items() if head is not None}
+
+
+class InputRecord:
+    """The record of one run, in its `file`, for the driver.
+
+    Where a part of the run is `done`, such as "12 iterations", inputs are compared with those that the run began with.
+    Other data, models, templates or prompts are refused, unless `accept` is set. Other code, such as a reward that was
+    mended, is taken and told. What is taken is remembered from then on, with what was done before.
+    """
+
+    def __init__(self, file: Path, *, done: str | None, accept: bool) -> None:
+        self._file, self._done, self._accept = file, done, accept
+        self._told: dict[str, Any] = {}
+        self.inputs: dict[str, Input] = {}  # all that `compare` was given
+        if done is not None and file.exists():
+            self._told = read_json(file)
+        elif done is not None:
+            _log.warning("%s is not there: what was read before cannot be compared with what is read now", file)
+
+    def compare(self, section: str, found: Mapping[str, Input]) -> list[str]:
+        """Compares a section of inputs with the record and writes them to it. Returns a text for each input
+        whose content has changed. Raises RunError for those that are refused."""
+        before: Mapping[str, Input] = self._told.get(section, found)
+        both = {name: _difference(before.get(name), found.get(name)) for name in sorted({*before, *found})}
+        changed = {name: f"{name}{what}" for name, what in both.items() if what}
+        refused = [] if self._accept else [text for name, text in changed.items() if not is_code(name)]
+        if refused:
+            more = f"\n  and {len(refused) - SHOWN} more" if len(refused) > SHOWN else ""
+            listed = "\n  ".join(refused[:SHOWN])
+            raise RunError(
+                f"{self._file.parent} was trained on other inputs for {self._done}:\n  {listed}{more}\n"
+                "put them back, give another run.name, or go on with the new ones by run.resume=must"
+            )
+        new = [{"after": self._done, "changed": text} for text in changed.values()]
+        self.inputs |= found
+        self._told |= {section: found, "changes": self._told.get("changes", []) + new}
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._file, self._told)
+        return [*changed.values()]
+
+
+def _difference(old: Input | None, new: Input | None) -> str:
+    """Returns how two inputs differ, such as " (rows.jsonl): bytes 20 -> 31"; nothing where they are equal. Paths do
+    not count."""
+    if old is None or new is None:
+        own = (new or old or {})["path"]
+        return f" ({own}): {'was not there' if old is None else 'is not there any more'}"
+    told = [
+        f"{key} {_short(old.get(key))} -> {_short(new[key])}"
+        for key in new
+        if key != "path" and old.get(key) != new[key]
+    ]
+    return f" ({new['path']}): {', '.join(told)}" if told else ""
+
+
+def _short(value: Any) -> str:
+    return f"{value[:12]}..." if isinstance(value, str) else str(value)

@@ -1,0 +1,238 @@
+"""Sends a run's metrics, sample rollouts and models to TensorBoard, Weights & Biases and Prometheus."""
+
+from __future__ import annotations
+
+import re
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.run import Sinks
+from megatron_rl.run.metrics import MetricsRow, Sample, Sink, flat
+from megatron_rl.run.run_directory import WANDB_ID
+
+SAMPLE_COLUMNS = ("iteration", "group", "prompt", "response", "rewards", "length")
+HELPS = {  # the families of Prometheus's metrics, without the prefix
+    "iteration": "number of the newest iteration, from 1",
+    "cycle": "number of the newest cycle, from 1",
+    "metric": "metrics of the newest line of metrics.jsonl",
+    "seconds": "seconds of the phases of the newest iteration",
+    "speed": "rates of the newest update, and seconds of its parts",
+    "engine": "what each engine server does: lives, serves, version of its weights, sequences and requests under way",
+}
+_NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}  # as Prometheus reads them
+_LABEL = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+
+class TensorBoard(Sink):
+    """A sink that writes scalars `scope/metric` over iterations as TensorBoard files, and sample rollouts as texts.
+
+    `first_iteration` hides what an interrupted run wrote beyond its checkpoint.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, directory: Path, *, first_iteration: int = 0, num_samples: int = 0) -> None:
+        self._directory = directory
+        self._first_iteration = first_iteration
+        self.num_samples = num_samples
+
+    def open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._directory), purge_step=self._first_iteration)
+
+    def log(self, row: MetricsRow) -> None:
+        for name, value in flat(row).items():
+            self._writer.add_scalar(name, value, row.place[0])
+        self._writer.flush()
+
+    def show(self, iteration: int, scope: str, samples: Sequence[Sample]) -> None:
+        """Writes the samples as one text, in which what models wrote is code and no markup."""
+        for place, sample in enumerate(samples):
+            rewards = ", ".join(f"{name} {value:.4g}" for name, value in sample.rewards.items())
+            text = (
+                f"{rewards}; {sample.length} tokens\n\n{_as_code(sample.prompt)}\n\n---\n\n{_as_code(sample.response)}"
+            )
+            self._writer.add_text(f"{scope}/rollout_{place}", text, iteration)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB(Sink):
+    """A sink that sends the same scalars to Weights & Biases, with the config, tables of sample rollouts, and the final
+    models as references to their directories.
+
+    Scalars have an `iteration` axis of their own, so that a resumed run may go back in iterations.
+    """
+
+    name = "wandb"
+
+    def __init__(
+        self, project: str, run_name: str, directory: Path, *, entity: str | None = None, tags: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None, num_samples: int = 0,
+    ) -> None:  # fmt: skip
+        self._project, self._entity, self._tags = project, entity, tuple(tags)
+        self._run_name = run_name
+        self._directory = directory
+        self._config = dict(config or {})
+        self.num_samples = num_samples
+
+    def open(self) -> None:
+        import wandb
+
+        self._directory.mkdir(parents=True, exist_ok=True)
+        kept = self._directory / WANDB_ID
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex[:12])
+        self._run = wandb.init(
+            project=self._project, entity=self._entity, name=self._run_name, tags=self._tags, config=self._config,
+            dir=str(self._directory), id=kept.read_text().strip(), resume="allow",
+        )  # fmt: skip
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+
+    def log(self, row: MetricsRow) -> None:
+        iteration, cycle = row.place
+        self._run.log({**flat(row), "iteration": iteration, "cycle": cycle})
+
+    def show(self, iteration: int, scope: str, samples: Sequence[Sample]) -> None:
+        """Sends a table of the samples."""
+        import wandb
+
+        rows: list[Any] = [
+            [
+                iteration,
+                s.group,
+                s.prompt,
+                s.response,
+                ", ".join(f"{n} {v:.4g}" for n, v in s.rewards.items()),
+                s.length,
+            ]
+            for s in samples
+        ]
+        table = wandb.Table(columns=list(SAMPLE_COLUMNS), data=rows)
+        self._run.log({f"{scope}/rollouts": table, "iteration": iteration})
+
+    def keep_model(self, role: str, directory: Path) -> None:
+        """Logs a model as an artefact that refers to its directory: nothing is uploaded."""
+        import wandb
+
+        name = re.sub(r"[^\w.-]", "-", f"{self._run_name}-{role}")
+        artefact = wandb.Artifact(name, type="model", metadata={"role": role, "path": str(directory.absolute())})
+        artefact.add_reference(directory.absolute().as_uri(), checksum=False)
+        self._run.log_artifact(artefact)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Prometheus(Sink):
+    """A sink that answers GET /metrics with the newest metrics, in the text format of Prometheus.
+
+    Whoever reaches the port may read the metrics: no texts, no settings. Scopes and metrics are labels.
+    """
+
+    name = "prometheus"
+
+    def __init__(self, host: str, port: int, *, say: Callable[[str], None] = lambda text: None) -> None:
+        self._host, self._port, self._say = host, port, say
+        self._rows: dict[str, MetricsRow] = {}  # the newest by scope
+        self._loads: Callable[[], Mapping[str, Mapping[str, float]]] = dict  # by server
+        self._change = threading.Lock()
+
+    def open(self) -> None:
+        """Begins to listen. Raises OSError for an address that cannot be used."""
+        sink = self
+
+        class Answer(BaseHTTPRequestHandler):
+            timeout = 2.0  # seconds for a request: one is answered at a time, and a silent one must not keep others
+
+            def do_GET(self) -> None:
+                found = self.path.partition("?")[0] == "/metrics"
+                body = sink.text().encode() if found else b"GET /metrics\n"
+                self.send_response(200 if found else 404)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Writes nothing: requests come every few seconds."""
+
+        self._server = HTTPServer((self._host, self._port), Answer)
+        threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
+        self._say(f"metrics for Prometheus: http://{self._host}:{self.port}/metrics")
+
+    @property
+    def port(self) -> int:
+        """Returns the port at which it listens."""
+        return int(self._server.server_address[1])
+
+    def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
+        """Takes the function that tells what each engine server does."""
+        self._loads = loads
+
+    def log(self, row: MetricsRow) -> None:
+        with self._change:
+            self._rows[row.scope] = row
+
+    def text(self) -> str:
+        """Returns the newest metrics of every scope."""
+        with self._change:
+            rows = dict(self._rows)
+        parts: dict[str, list[tuple[dict[str, str], float]]] = {name: [] for name in HELPS}
+        for scope, row in rows.items():
+            iteration, cycle = row.place
+            parts["iteration"].append(({"scope": scope}, float(iteration + 1)))
+            parts["cycle"].append(({"scope": scope}, float(cycle + 1)))
+            parts["metric"] += [({"scope": scope, "name": name}, value) for name, value in row.metrics.items()]
+            parts["seconds"] += [({"scope": scope, "phase": name}, value) for name, value in row.time.items()]
+            parts["speed"] += [({"scope": scope, "name": name}, value) for name, value in row.speed.items()]
+        for server, found in self._loads().items():
+            parts["engine"] += [({"server": server, "name": name}, value) for name, value in found.items()]
+        lines: list[str] = []
+        for name, samples in parts.items():
+            lines += [f"# HELP megatron_rl_{name} {HELPS[name]}", f"# TYPE megatron_rl_{name} gauge"]
+            for labels, value in samples:
+                told = ",".join(f'{label}="{text.translate(_LABEL)}"' for label, text in labels.items())
+                lines.append(f"megatron_rl_{name}{{{told}}} {_NOT_FINITE.get(repr(value), repr(value))}")
+        return "\n".join(lines) + "\n"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def configured_sinks(
+    settings: Sinks, logs: Path, *, run_name: str, config: Mapping[str, Any], first_iteration: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Sink]:  # fmt: skip
+    """Returns the sinks that the settings ask for, with their files under `logs`.
+
+    `config`: the run's whole config as plain values, which Weights & Biases shows.
+    `first_iteration`: the iteration at which a resumed run goes on. `say` shows a person where one listens.
+    """
+    chosen = list[Sink]()
+    if settings.tensorboard:
+        chosen.append(TensorBoard(logs / "tensorboard", first_iteration=first_iteration, num_samples=settings.samples))
+    if settings.wandb_project is not None:
+        chosen.append(
+            WandB(
+                settings.wandb_project, run_name, logs, entity=settings.wandb_entity, tags=settings.wandb_tags,
+                config=config, num_samples=settings.samples,
+            )
+        )  # fmt: skip
+    if settings.prometheus_port is not None:
+        chosen.append(Prometheus(settings.prometheus_host, settings.prometheus_port, say=say))
+    return chosen
+
+
+def _as_code(text: str) -> str:
+    """Returns a text as a block of code of Markdown, whatever it holds."""
+    return "\n".join(f"    {line}" for line in text.splitlines() or [""])

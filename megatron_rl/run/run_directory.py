@@ -1,0 +1,310 @@
+"""The directory of a run: its places, who may start in it, its summary; and leaving a run on a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron_rl.config.files import parse
+from megatron_rl.config.schema import ConfigError, Run
+from megatron_rl.run import directory_lock
+from megatron_rl.run.atomic_files import write_text
+from megatron_rl.run.checkpoint import Checkpoints, read_json, write_json
+from megatron_rl.run.json_lines import UNREADABLE
+from megatron_rl.run.metrics import FILE_NAME
+
+# Settings that may change between two parts of one run: they touch neither a number nor the plan.
+FREE_KEYS = (
+    "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.async_save", "run.save_rollouts_every",
+    "run.hang_after_s", "run.peak_tflops", "sinks", "job",
+)  # fmt: skip
+WANDB_ID = "wandb_id"  # file of the logs that keeps all starts of a run in one run of Weights & Biases
+SWEEP = "sweep.json"  # in a sweep's directory: [{"run": name of its directory, "changes": {setting: value}}]
+ENDING_S = 3.0  # for the last process of a run that was killed
+FAILED = "failed"  # in the summary: why the run's last start failed, in a line; null where it did not
+_END = b"\0"  # ends the thread that reads signals' numbers: no signal has number 0
+_log = logging.getLogger(__name__)
+
+
+class RunError(ConfigError):
+    """A run that cannot start where it was told to; the message names what is in the way and the cure."""
+
+
+class RunBusy(RuntimeError):
+    """Raised where another process has the run directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The places of one run. Making the value touches no file, so that every rank may; writing is for the driver."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / FILE_NAME
+
+    @property
+    def refits(self) -> Path:
+        return self.path / "refits.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def has_begun(self) -> bool:
+        """Returns whether the run logged or saved anything."""
+        return (self.metrics.exists() and self.metrics.stat().st_size > 0) or Checkpoints(
+            self.checkpoints
+        ).newest() is not None
+
+    def load_summary(self) -> dict[str, Any]:
+        """Returns the metrics written so far; none before the first. Raises OSError, ValueError or RecursionError for a
+        damaged file."""
+        found = read_json(self.summary) if self.summary.exists() else {}
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}, not a mapping")
+        return found
+
+    def read_summary(self) -> dict[str, Any]:
+        """Returns the metrics written so far; none before the first, and none, with a warning, of a damaged file."""
+        try:
+            return self.load_summary()
+        except (OSError, *UNREADABLE) as error:
+            _log.warning("%s cannot be read (%s): its metrics are left out", self.summary, error)
+            return {}
+
+    def update_summary(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Merges `values` into summary.json, mappings key by key, and returns the whole."""
+        merged = _merged(self.read_summary(), values)
+        write_json(self.summary, merged)
+        return merged
+
+
+def check_start(run: Run, config_text: str) -> list[str]:
+    """Checks whether a run of this config may start in its directory, and touches nothing.
+
+    `run.resume`:
+      auto   starts in an empty directory; continues in one that holds the same config (from its newest complete
+             checkpoint, or from the beginning when it has none); starts anew where a run with another config has left
+             no complete checkpoint
+      never  starts in an empty directory only
+      must   continues, also under a changed config; there has to be a complete checkpoint
+    Returns `key: old -> new` for the settings that differ from those of the run there; some (FREE_KEYS) never count.
+    Raises RunError otherwise, which names them.
+    """
+    directory = RunDirectory(Path(run.dir) / run.name)
+    old_text = directory.config.read_text(encoding="utf-8", errors="replace") if directory.config.exists() else None
+    saved = Checkpoints(directory.checkpoints).newest() is not None
+    if run.resume == "must" and not saved:
+        raise RunError(
+            f"run.resume=must, but {directory.checkpoints} holds no complete checkpoint: start with run.resume=auto"
+        )
+    if run.resume == "never" and (old_text is not None or directory.metrics.exists()):
+        raise RunError(
+            f"run.resume=never, but {directory.path} holds a run: "
+            "give another run.name, or continue it with run.resume=auto"
+        )
+    if run.resume != "must" and old_text is None and directory.metrics.exists():
+        raise RunError(f"{directory.path} has metrics of a run but no config.yaml: give another run.name")
+    changes = config_changes(old_text, config_text) if old_text is not None else []
+    if changes and saved and run.resume != "must":
+        listed = "\n  ".join(changes)
+        raise RunError(
+            f"{directory.path} holds a run with another config:\n  {listed}\n"
+            "give another run.name, put the values back, or continue with the new ones by run.resume=must"
+        )
+    return changes
+
+
+def open_run(run: Run, config_text: str) -> RunDirectory:
+    """Makes or re-enters run.dir/run.name for the resolved config. The driver calls it before it touches the directory.
+
+    Under a changed config the old one is kept as config.1.yaml, config.2.yaml, ...; a former start that left no
+    checkpoint is moved to former.1, former.2, ... Raises RunError as `check_start` does.
+    """
+    changes, directory = check_start(run, config_text), RunDirectory(Path(run.dir) / run.name)
+    old_text = directory.config.read_text(encoding="utf-8", errors="replace") if changes else None
+    if changes and run.resume != "must" and (directory.has_begun() or [*directory.rollouts.glob("*")]):
+        _log.warning("a former start with another config is kept in %s", _set_aside(directory.path))
+    elif changes and run.resume == "must":
+        _log.warning("%s continues with a changed config: %s", directory.path, "; ".join(changes))
+        kept = len(list(directory.path.glob("config.*.yaml"))) + 1
+        write_text(directory.path / f"config.{kept}.yaml", old_text or "")
+    for place in (directory.path, directory.checkpoints, directory.rollouts, directory.logs):
+        place.mkdir(parents=True, exist_ok=True)
+    write_text(directory.config, config_text)
+    return directory
+
+
+def _set_aside(run: Path) -> Path:
+    """Moves what a start has written into a directory of its own, and returns that directory. Logs and the records of
+    jobs stay where they are: this start writes to them already."""
+    place = run / f"former.{len(list(run.glob('former.*'))) + 1}"
+    place.mkdir()
+    written = ("metrics.jsonl", "refits.jsonl", "summary.json", "inputs.json", "rollouts", "checkpoints")
+    for name in (*written, f"logs/{WANDB_ID}"):
+        if (run / name).exists():
+            os.rename(run / name, place / Path(name).name)
+    os.rename(run / "config.yaml", place / "config.yaml")  # the last one: where this was cut, it is done again
+    return place
+
+
+@contextlib.contextmanager
+def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[None]:
+    """Holds the run directory for this process, until it ends in whatever way; `job` and `restart` are its Slurm job's.
+
+    Raises RunBusy when another process has it, and still has it after ENDING_S, in which one that was killed ends: two
+    trainers would write the same files and bring the same engines to different weights.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    here = directory_lock.own_name(job, restart)
+    with (directory / "lock").open("a+", errors="replace") as file, contextlib.ExitStack() as stack:
+        try:
+            _take(lambda: stack.enter_context(directory_lock.held(file.fileno(), directory / "lock.held", here)))
+        except directory_lock.Taken as error:
+            file.seek(0)
+            who, cure = str(error) or file.read().strip() or "another process", f", or, {error.cure}" * bool(error.cure)
+            raise RunBusy(f"{directory} is being run by {who}: end that first{cure}") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def _take(take: Callable[[], None]) -> None:
+    """Takes a lock, which another process may have for ENDING_S. Raises what `take` raises then."""
+    until = time.monotonic() + ENDING_S
+    while time.monotonic() < until:
+        with contextlib.suppress(directory_lock.Taken):
+            return take()
+        time.sleep(0.1)
+    return take()
+
+
+def config_changes(old_text: str, new_text: str) -> list[str]:
+    """Returns `key: old -> new` for every setting that differs between two YAML configs, FREE_KEYS aside."""
+    try:
+        old, new = (_flatten(parse(text, "config.yaml") or {}) for text in (old_text, new_text))
+    except ConfigError as error:
+        return [f"config.yaml of the run is damaged, so that its settings are not known: {error}"]
+    absent = "(not set)"
+    return [
+        f"{key}: {old.get(key, absent)} -> {new.get(key, absent)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, absent) != new.get(key, absent)
+        and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+    ]
+
+
+class Interrupts:
+    """A block in which signals ask to leave: `with Interrupts() as stop: ... if stop.requested: save and leave`.
+
+    It is for the main thread; the handlers from before are back at the end. The first SIGINT, SIGTERM or SIGUSR1
+    (Slurm's early warning) sets `requested`. A second SIGINT ends the process at once with status 130, if it comes more
+    than SAME_PRESS_S after the first: a terminal and a launcher may both deliver one Ctrl-C. That works also while the
+    main thread waits inside a collective, where Python runs no handlers: a thread reads the signals from a pipe that
+    the interpreter writes to.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    SAME_PRESS_S = 0.4
+
+    def __init__(self, *, announce: bool = True) -> None:
+        self.requested = False
+        self.signal_name: str | None = None
+        self._announce = announce
+        self._active = False
+
+    def __enter__(self) -> Interrupts:
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._old_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._old_handlers = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        self._thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
+        self._thread.start()
+        self._active = True
+        os.register_at_fork(after_in_child=self._forget)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._restore()
+        os.write(self._write_end, _END)
+        self._thread.join()
+        os.close(self._write_end)
+        os.close(self._read_end)
+
+    def _restore(self) -> None:
+        self._active = False
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_wakeup)
+
+    def _forget(self) -> None:
+        """Restores the handlers in a forked child, whose signals are its own and must not count as the parent's."""
+        if self._active:
+            self._restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.requested and self._announce:
+            name = signal.Signals(number).name
+            os.write(
+                2, f"\n{name}: saving and leaving after this iteration; Ctrl-C once more leaves at once\n".encode()
+            )
+        self.requested = True
+        self.signal_name = self.signal_name or signal.Signals(number).name
+
+    def _watch(self) -> None:
+        first: float | None = None
+        while _END not in (received := os.read(self._read_end, 64)):
+            if signal.SIGINT in received:
+                now = time.monotonic()
+                first = now if first is None else first
+                if now - first > self.SAME_PRESS_S:
+                    os._exit(130)
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    both = {
+        key: _merged(old[key], new[key])
+        for key in new
+        if isinstance(new[key], Mapping) and isinstance(old.get(key), Mapping)
+    }
+    return {**old, **new, **both}
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """{"run": {"seed": 1}} -> {"run.seed": 1}; empty mappings stay as values."""
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value}
+    return {
+        name: leaf
+        for key, inner in value.items()
+        for name, leaf in _flatten(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+    }

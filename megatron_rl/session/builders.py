@@ -1,0 +1,134 @@
+"""Builds the parts of a training run from its specification: prompt readers, policies, the context, trainees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megatron_rl import hardware
+from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.algorithms.tandem_authors import Rule
+from megatron_rl.config.schema import HELD_OUT, RoleConfig, Run
+from megatron_rl.data.problems import PromptReader
+from megatron_rl.engines.protocol import Engine, TandemSampling
+from megatron_rl.megatron import parallel
+from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.models.lora_targets import owners
+from megatron_rl.session.run_setup import Driver, sampling_of
+from megatron_rl.spec.run_spec import RoleSpec, RunSpec
+from megatron_rl.training.iteration import Grade, RolloutContext
+from megatron_rl.training.prompts import asked_tokenizers, read_sets, readers_of
+from megatron_rl.training.update import Trainee
+from megatron_rl.types import Prompt
+from megatron_rl.vocabulary import vocabulary_of
+
+
+def prompts(
+    spec: RunSpec, tokenizers: Mapping[str, Any]
+) -> tuple[dict[str, PromptReader], list[Prompt], dict[str, dict[str, Any]]]:
+    """Returns a reader for every role (roles without data of their own share one), the held-out prompts, and path, rows
+    and sha256 of each data set by its setting.
+
+    Raises what training.prompts.read_sets and readers_of raise.
+    """
+    recipe, data = spec.recipe, spec.data
+    role = next(iter(recipe.roles()))
+    tokenizer = asked_tokenizers(spec.roles, tokenizers)[role]
+    sets = dict(data.training)
+    if data.held_out is not None and data.replay is None:  # a replay has no engine to evaluate with
+        sets[HELD_OUT] = data.held_out
+    vocabulary = vocabulary_of(spec.roles[role].model, tokenizers[role])
+    problems = read_sets(sets, recipe, tokenizer, held_out=HELD_OUT, vocabulary=vocabulary)
+    readers = readers_of(
+        recipe, tokenizer, sets, problems, max_prompt_tokens=spec.roles[role].max_prompt_tokens, seed=spec.run.seed
+    )
+    held_out = readers[HELD_OUT].once(spec.loop.evaluation.num_prompts) if HELD_OUT in readers else []
+    by_role = {name: readers.get(f"roles.{name}.data", readers["data"]) for name in spec.roles}
+    told = {name: {"path": source.path, **readers[name].told} for name, source in sets.items()}
+    return by_role, held_out, {f"rows of {name}": own for name, own in told.items()}
+
+
+def policies(spec: RunSpec) -> dict[str, MegatronPolicy]:
+    """Returns the model of every role that has a policy of its own. Roles with `sleep` are asleep. Collective.
+
+    Roles with adapters of the same model and layout share one model.
+    """
+    trained, owner = spec.trained_policies, owners(spec.roles)
+    out: dict[str, MegatronPolicy] = {}
+    for name, role in spec.roles.items():
+        if not role.has_policy:
+            continue
+        groups = parallel.create(role.layout, seed=spec.run.seed)
+        out[name] = MegatronPolicy(
+            role, groups, trainable=name in trained, seed=spec.run.seed, deterministic=spec.run.deterministic,
+            base=out.get(owner.get(name, "")),
+        )  # fmt: skip
+        if role.sleep:  # before the next role is built: both may not fit awake
+            out[name].memory.sleep()
+    return out
+
+
+def uncredited(spec: RunSpec) -> frozenset[str]:
+    """Returns the trained roles whose loss reads no advantages."""
+    found = spec.policy_of.items()
+    return frozenset(role for role, name in found if not PolicyLoss(spec.roles[name].loss).uses_advantages)
+
+
+def context(
+    spec: RunSpec, engines: Mapping[str, Engine], tokenizers: Mapping[str, Any], grade: Grade, driver: Driver
+) -> RolloutContext:  # fmt: skip
+    """Returns the context that the recipe collects with. Roles that share a policy share its engine.
+
+    Other ranks than the driver may lack engines.
+    """
+    return RolloutContext(
+        engines={name: engines[role.owner] for name, role in spec.roles.items() if role.owner in engines},
+        tokenizers=asked_tokenizers(spec.roles, tokenizers),
+        samplings={
+            name: dataclasses.replace(sampling_of(role.sampling), tandem=tandem_of(role))
+            for name, role in spec.roles.items()
+        },
+        max_prompt_tokens={name: role.max_prompt_tokens for name, role in spec.roles.items()},
+        partner_weights={n: r.tandem.junior_weight for n, r in spec.roles.items() if r.tandem is not None},
+        grade=grade,
+        watch=driver.watch,
+        seed=spec.run.seed,
+        threshold=spec.reward.threshold,
+        max_failure_share=spec.reward.max_failure_share,
+    )
+
+
+def tandem_of(role: RoleConfig) -> TandemSampling | None:
+    """The engine's terms for a role's tandem."""
+    if role.tandem is None:
+        return None
+    rule = {
+        name: value
+        for name, value in dataclasses.asdict(role.tandem).items()
+        if name not in ("junior", "junior_weight")
+    }
+    return TandemSampling(rule=Rule(**rule))
+
+
+def trainee(role: RoleSpec, run: Run, policy: MegatronPolicy, refit: Callable[[int], None] | None) -> Trainee:
+    """Returns a policy with what it is trained with."""
+    return Trainee(
+        policy=policy,
+        loss=PolicyLoss(role.loss),
+        refit=refit,
+        samples_per_optimizer_step=role.samples_per_optimizer_step,
+        sleeps=role.sleep,
+        peak_flops=peak_flops(run, role.model.dtype),
+    )
+
+
+def peak_flops(run: Run, dtype: str) -> float | None:
+    """Returns the operations a second of one device that the MFU of an update is a share of; None: not known."""
+    if run.peak_tflops is not None:
+        return run.peak_tflops * 1e12
+    if dtype != "bfloat16" or not torch.cuda.is_available():
+        return None
+    return hardware.peak_flops(torch.cuda.get_device_name())

@@ -1,0 +1,180 @@
+"""Starting ranks: found in the environment of torchrun or srun, or started here as child processes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+from megatron_rl.allocator import give_caches_back, started_without_thread_caches
+from megatron_rl.cluster.host_address import address_among_ranks, free_port, loopback_interface
+from megatron_rl.cluster.slurm_job import SlurmJob, job_from
+from megatron_rl.run.parent_death import end_with_parent
+
+LOCAL = "127.0.0.1"
+GRACE_S = 30.0  # between asking the other ranks to leave and killing them
+FIRST_RANK_S = 2.0  # that rank 0 may take to end after another rank
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks of a run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str  # of rank 0; of this host where `port` is None
+    port: int | None  # part of this start's name: rank 0 listens at a free one, which it writes to a file that all see
+    job: SlurmJob | None = None
+
+    @property
+    def session(self) -> str:
+        """Returns the name of this start of the ranks, the same on all of them."""
+        if self.job is not None and self.port is None:
+            return f"{self.job.name}.{self.job.step}"
+        host = f"{socket.gethostname()}." if self.address == LOCAL else ""  # another host may have such a start as well
+        return f"{host}port{self.port}"
+
+
+def place_from(environment: Mapping[str, str]) -> Place | None:
+    """Returns where torchrun or srun put this process; None when no launcher did.
+
+    Ranks meet by a file in the run directory. Rank 0 listens at MASTER_ADDR where it is given, at its own address where
+    it is not, as by srun; MASTER_PORT is part of the file's name. Raises ValueError when torchrun's environment lacks
+    them, or one of them stands alone.
+    """
+    job = job_from(environment)
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    elif job is not None and job.step is not None and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+    else:
+        return None
+    rank, world, local = (int(environment.get(n, "0")) for n in names)
+    given = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in environment]
+    if not given and names[0] != "RANK":
+        return Place(rank, world, local, address_among_ranks(environment), None, job)
+    if len(given) < 2:
+        raise ValueError(
+            "ranks were started without MASTER_ADDR and MASTER_PORT: export both (first host and a free port) before"
+        )
+    return Place(rank, world, local, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), job)
+
+
+def ranks_on_host(place: Place | None, nproc: int, environment: Mapping[str, str]) -> int:
+    """Returns how many ranks are known to run on this process's host. torchrun and srun say it.
+
+    `place`: this process's; None where no launcher started it, and the command starts `nproc` ranks here itself.
+    """
+    if place is None:
+        return nproc
+    said = environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    found = re.match(r"\d+", said)  # of 8(x4),2 the first number is that of the first node, where rank 0 is
+    own = int(found[0]) if found is not None and place.rank == place.local_rank else 0
+    return min(place.world_size, max(own, place.local_rank + 1))
+
+
+def has_gpu(environment: Mapping[str, str]) -> bool:
+    """Tells whether this host has GPUs that a process with this environment may use."""
+    return environment.get("CUDA_VISIBLE_DEVICES") != "" and shutil.which("nvidia-smi") is not None
+
+
+def start_ranks(rank: Callable[[], int], nproc: int, *, fork: bool) -> int:
+    """Runs `rank` in `nproc` processes of this machine, which are ranks of one run, and waits.
+
+    Returns the exit status: the first failure's. With `fork` the processes begin with the modules that this one has
+    imported; that is no way to go on where a GPU may have been touched. Otherwise each imports its own, and `rank` must
+    be picklable.
+
+    When one rank fails the others are told to leave, and killed after GRACE_S. When this process is killed all are told
+    to leave: they save, and the same command can go on. Signals are passed on; that a Ctrl-C in a terminal then reaches
+    a rank twice counts as once (`run.Interrupts`).
+    """
+    port = str(free_port(LOCAL))
+    context: Any = multiprocessing.get_context("fork" if fork else "spawn")
+    children: list[BaseProcess] = []
+    for number in range(nproc):
+        variables = {
+            "WORLD_SIZE": str(nproc),
+            "MASTER_ADDR": LOCAL,
+            "MASTER_PORT": port,
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+        }
+        if (loopback := loopback_interface()) is not None:
+            variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", loopback)
+        children.append(context.Process(target=_run_rank, args=(rank, variables, os.getpid()), name=f"rank {number}"))
+    gc.freeze()  # what is there is not looked at by the ranks' collectors, so its memory stays shared
+    with started_without_thread_caches():
+        for child in children:
+            child.start()
+    with _forwarded(children):
+        return _wait(children)
+
+
+def _run_rank(rank: Callable[[], int], variables: Mapping[str, str], launcher: int) -> None:
+    end_with_parent(signal.SIGTERM, launcher)
+    give_caches_back()
+    os.environ.update(variables)
+    sys.exit(rank())
+
+
+def _wait(children: Sequence[BaseProcess]) -> int:
+    """Waits for all, or for a failure. Returns the exit status: that of a rank that was killed, else of rank 0, else of
+    another one. An error of rank 0 ends the other ranks with a status of their own."""
+    while (running := [c for c in children if c.exitcode is None]) and not any(c.exitcode for c in children):
+        connection.wait([child.sentinel for child in running])
+    if any((child.exitcode or 0) > 0 for child in children):
+        children[0].join(FIRST_RANK_S)
+    statuses = [child.exitcode for child in children if child.exitcode]
+    failed = next((status for status in statuses if status < 0), statuses[0] if statuses else 0)
+    if failed < 0:
+        name = next(child.name for child in children if child.exitcode == failed)
+        text = (
+            f"{name} was killed by {signal.Signals(-failed).name}: the others are ended; start the run again to go on"
+        )
+        print(text, file=sys.stderr)
+    if failed:
+        _end(children)
+    return failed if failed >= 0 else 128 - failed
+
+
+def _end(children: Sequence[BaseProcess]) -> None:
+    deadline = time.monotonic() + GRACE_S
+    for child in children:
+        if child.exitcode is None:
+            child.terminate()
+    for child in children:
+        child.join(max(0.1, deadline - time.monotonic()))
+        if child.exitcode is None:
+            child.kill()
+            child.join()
+
+
+@contextlib.contextmanager
+def _forwarded(children: Sequence[BaseProcess]) -> Iterator[None]:
+    def forward(number: int, frame: FrameType | None) -> None:
+        for child in children:
+            if child.is_alive() and child.pid is not None:
+                os.kill(child.pid, number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {n: signal.signal(n, forward) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

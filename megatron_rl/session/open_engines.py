@@ -1,0 +1,233 @@
+"""Opens the engines of a run: inside its ranks, servers of their own that a pool speaks to, or endpoints of others; and
+the refits that bring the trainer's weights to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_rl.cluster.host_address import address_among_ranks, own_address
+from megatron_rl.config.schema import Embedded, Servers
+from megatron_rl.engines.data_parallel_engine import DataParallelEngine
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.openai import open_endpoint
+from megatron_rl.engines.pool.server_pool import Pool
+from megatron_rl.engines.pool.shared_gpus import SharedGpus
+from megatron_rl.engines.protocol import Engine
+from megatron_rl.engines.server import Adapters
+from megatron_rl.engines.server_process import make_token
+from megatron_rl.engines.server_registry import ServerRegistry
+from megatron_rl.engines.static_servers import Addresses
+from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.refit.topology import Topology
+from megatron_rl.refit.trainer_side import TrainerSide
+from megatron_rl.session.adapter_refit import AdapterRefit
+from megatron_rl.session.colocated_servers import ColocatedServers, start_servers
+from megatron_rl.session.eval_engines import embedded_engine, model_facts
+from megatron_rl.session.pool_refit import PoolRefit
+from megatron_rl.session.run_setup import Driver
+from megatron_rl.session.server_connection import ENGINES, check_gpus, connect, token_file
+from megatron_rl.session.server_supervisors import Supervisor, end_supervisors, hopeless
+from megatron_rl.spec.run_spec import EngineSpec
+from megatron_rl.text import load_tokenizer
+from megatron_rl.weights.rank_layouts import EngineLayout
+from megatron_rl.world import World, all_gather
+
+
+@dataclass(frozen=True)
+class RunEngines:
+    """The engines by role, and the refits by role of those that take a policy's weights. Servers are known on the
+    driver alone; refits are collective.
+    """
+
+    engines: dict[str, Engine] = field(default_factory=dict)
+    refits: dict[str, Callable[[int], None]] = field(default_factory=dict)
+    pools: dict[str, Pool] = field(default_factory=dict)  # of servers, by role, on the driver
+    colocated: list[ColocatedServers] = field(default_factory=list)  # those in the trainer's GPUs: one value, or none
+
+    def loads(self) -> dict[str, dict[str, float]]:
+        """Returns what each server of the pools does, by its name."""
+        return {name: found for pool in self.pools.values() for name, found in pool.members.loads().items()}
+
+    def tend(self) -> None:
+        """Looks after the servers while the driver has nothing else to do: those that came back take the weights."""
+        for engine in self.engines.values():
+            engine.tend()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Session:
+    """The parts of a run that engines are opened with."""
+
+    engines: EngineSpec
+    world: World
+    tokenizers: Mapping[str, Any]
+    policies: Mapping[str, MegatronPolicy]
+    driver: Driver
+    stack: contextlib.ExitStack  # ends what is opened
+    leave: Callable[[], bool]  # whether the run was asked to leave, and should not wait for servers
+
+
+def open_engines(
+    engines: EngineSpec, world: World, tokenizers: Mapping[str, Any], policies: Mapping[str, MegatronPolicy],
+    driver: Driver, stack: contextlib.ExitStack, leave: Callable[[], bool] = lambda: False,
+) -> RunEngines:  # fmt: skip
+    """Opens an engine for every role that has one of its own. Collective."""
+    run_engines = RunEngines()
+    session = _Session(
+        engines=engines, world=world, tokenizers=tokenizers, policies=policies, driver=driver, stack=stack, leave=leave
+    )
+    settings = engines.settings
+    if isinstance(settings, Embedded):
+        _open_embedded(session, settings, run_engines)
+    elif engines.opened:
+        _open_servers(session, replace(settings, host=own_address(settings.host)), run_engines)
+    if world.rank == 0:
+        _open_endpoints(session, run_engines)
+    return run_engines
+
+
+def _open_endpoints(session: _Session, run_engines: RunEngines) -> None:
+    for name, role in session.engines.roles.items():
+        if role.endpoint is None:
+            continue
+        tokenizer = session.tokenizers[name]
+        ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        engine = open_endpoint(name, role.endpoint, tokenizer, ends=ends, environment=os.environ)
+        session.stack.callback(engine.close)
+        run_engines.engines[name] = engine
+
+
+def _open_embedded(session: _Session, settings: Embedded, run_engines: RunEngines) -> None:
+    """Makes an engine in every rank for each role.
+
+    One without a policy takes its model directory's weights now, and keeps them.
+    """
+    for name, role in session.engines.opened.items():
+        own = embedded_engine(
+            role.model, settings, session.tokenizers[name],
+            junior=None if role.tandem is None else role.tandem.junior or role.model.path,
+            tells_experts=name in session.policies and role.router_replay,
+        )  # fmt: skip
+        run_engines.engines[name] = DataParallelEngine(session.world, name, own)
+        policy = session.policies.get(name)
+        if policy is None:
+            own.load_pretrained()
+            continue
+        layout = EngineLayout(replicas=policy.export.trainer_layout.world, whole=True)
+        hosts = all_gather(socket.gethostname(), policy.groups.control)
+        host = "127.0.0.1" if len({*hosts}) == 1 else address_among_ranks(os.environ)  # where ranks reach the first
+        side = _trainer_side(session, name, policy, layout, host, endpoint=own)
+
+        def refit(version: int, name: str = name, side: TrainerSide = side) -> None:
+            session.driver.refitted({"role": name, "version": version, **side(version)})
+
+        run_engines.refits[name] = refit
+
+
+def _trainer_side(
+    session: _Session, name: str, policy: MegatronPolicy, layout: EngineLayout, host: str, *,
+    endpoint: EmbeddedEngine | None = None,
+) -> TrainerSide:  # fmt: skip
+    """Makes the trainer's side of the refits of a role. `host`: where the refit store listens. Collective."""
+    topology = Topology(
+        sizes=policy.arch, trainer=policy.export.trainer_layout, engines=layout,
+        dtype=session.engines.roles[name].model.dtype,
+    )  # fmt: skip
+    side = TrainerSide(
+        topology, session.engines.refit, policy.export.shards(), group=policy.groups.control, endpoint=endpoint,
+        host=host, added=policy.export.added,
+    )  # fmt: skip
+    session.stack.callback(side.close)
+    return side
+
+
+def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines) -> None:
+    """Starts servers where the run starts its own, and makes a pool of each role's, on the driver."""
+    engines, driver = session.engines, session.driver
+    started: dict[str, list[Supervisor]] = {name: [] for name in engines.server_roles}
+    if settings.start:
+        session.world.from_driver(check_gpus, engines, os.environ)
+    if settings.colocate:
+        _start_colocated(session, settings, started)
+    elif session.world.rank == 0 and settings.start:
+        session.stack.callback(end_supervisors, started)
+        for name in started:
+            started[name] += [Supervisor(driver.directory.path, name, replica) for replica in range(settings.replicas)]
+    shared = SharedGpus() if settings.colocate else None
+    for name, role in engines.opened.items():
+        own = started[role.servers]
+        pool = _pool(session, settings, name, own, shared) if session.world.rank == 0 else None
+        if pool is not None:
+            run_engines.engines[name] = run_engines.pools[name] = pool
+        policy = session.policies.get(name)
+        if policy is None:
+            continue
+        if role.lora is not None and settings.serves_adapters:
+            place = driver.directory.path / ENGINES / "adapters" / name
+            run_engines.refits[name] = AdapterRefit(
+                session.world, name, policy, pool, driver, place, engines.refit.timeout_s
+            )
+            continue
+        layout = EngineLayout(replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel)
+        side = _trainer_side(session, name, policy, layout, settings.host)
+        run_engines.refits[name] = PoolRefit(
+            session.world, name, side, pool, driver, engines.refit.timeout_s, present=policy.memory.present
+        )
+    if settings.colocate:
+        # A refit of these roles brings all that their servers hold, so that the servers may drop their weights before.
+        discarding = [name for name, role in engines.opened.items() if role.has_policy and role.tandem is None]
+        own = [supervisor for each in started.values() for supervisor in each]
+        run_engines.colocated.append(
+            ColocatedServers(
+                session.world, run_engines.pools, own, discarding=discarding, start_timeout_s=settings.start_timeout_s
+            )
+        )
+
+
+def _start_colocated(session: _Session, settings: Servers, started: dict[str, list[Supervisor]]) -> None:
+    """Has all policies leave the GPUs, and starts the servers of this rank's, which go to `started`. Collective."""
+    for policy in session.policies.values():
+        policy.memory.sleep(weights=True)
+    session.world.barrier()  # a server counts the memory that is free when it starts
+    session.stack.callback(end_supervisors, started)
+    run = session.driver.directory.path
+
+    def make(role: str, replica: int, gpus: Sequence[int]) -> Supervisor:
+        started[role].append(Supervisor(run, role, replica, gpus=gpus))
+        return started[role][-1]
+
+    start_servers(session.engines, settings, session.world.rank, make)
+
+
+def _pool(
+    session: _Session, settings: Servers, name: str, started: list[Supervisor], shared: SharedGpus | None
+) -> Pool:
+    """The pool of the servers that answer for one role, its own or those that it shares. Those of a role without a
+    policy keep the weights that they are started with."""
+    engines, directory = session.engines, session.driver.directory.path / ENGINES
+    role = engines.roles[name]
+    token = make_token(token_file(engines, settings))
+    about = model_facts(role, load_tokenizer(role.model.tokenizer or role.model.path))
+    if role.lora is not None and settings.serves_adapters:
+        sharing = [other for other, own in engines.opened.items() if own.servers == role.servers]
+        place = (directory / "adapters" / name).resolve()
+        about = replace(about, adapters=Adapters(place, sharing.index(name), len(sharing)))
+    client = connect(settings, token, engines.refit.timeout_s, about)
+    pool = Pool(
+        name, settings, ServerRegistry(directory), client, fixed=name not in session.policies,
+        listed=role.servers, shared=shared,
+    )  # fmt: skip
+    if settings.urls:
+        session.stack.callback(Addresses(ServerRegistry(directory), name, settings.urls[name], client).close)
+    known = started if len(started) == settings.replicas else []  # else other ranks have started some
+    pool.hopeless = functools.partial(hopeless, known, session.leave)
+    pool.members.waits = session.driver.watch.beat
+    session.stack.callback(pool.close)
+    return pool

@@ -1,0 +1,165 @@
+"""`megatron-rl serve`: starts one server of a run's rollouts, announces it, and starts it again when it dies."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from megatron_rl.cluster.host_address import own_address
+from megatron_rl.cluster.job_slices import over
+from megatron_rl.cluster.slurm_job import job_from
+from megatron_rl.config.schema import ConfigError, Embedded, Servers
+from megatron_rl.engines.kind import kind_of
+from megatron_rl.engines.server_log import newest_error
+from megatron_rl.engines.server_process import StartError
+from megatron_rl.engines.server_registry import Announcement, Listing, ServerRegistry
+from megatron_rl.session.control_protocol import ControlChannel
+from megatron_rl.session.restart_policy import Restarts
+from megatron_rl.session.server_connection import ENGINES, gpus_of, log_of, start_server, visible_gpus
+from megatron_rl.session.verify_weights import refuse_damaged_models
+from megatron_rl.spec.run_spec import EngineSpec
+
+POLL_S = 0.5
+OVER_S = 2.0  # between two looks whether the run is over
+HUNG = 8  # times engine.lost_after_s without an answer: a server that will not mend by itself
+
+
+def run(
+    engines: EngineSpec, *, role: str, replica: int, with_parent: bool, environment: Mapping[str, str],
+    gpus: Sequence[int] = (),
+) -> int:  # fmt: skip
+    """Returns 0 when it was asked to leave, 1 when the server died too often. `gpus`: those of this host that the
+    server takes; none: those that engine.gpus has for it.
+
+    Raises ConfigError, also for damaged weights; StartError when the last start failed.
+    """
+    settings = engines.settings
+    if isinstance(settings, Embedded):
+        raise ConfigError(
+            "engine.kind = 'embedded' runs inside the trainer: there is nothing to serve; set engine.kind=vllm or "
+            "sglang"
+        )
+    if role not in engines.server_roles:
+        raise ConfigError(f"--role {role}: the roles with servers are {', '.join(engines.server_roles)}")
+    if not 0 <= replica < settings.replicas:
+        raise ConfigError(
+            f"--replica {replica}: engine.replicas = {settings.replicas}, so it is 0 to {settings.replicas - 1}"
+        )
+    if not with_parent:  # else the run that starts this has looked
+        refuse_damaged_models([engines.roles[role]])
+    settings = replace(settings, host=own_address(settings.host))
+    kind_of(settings).interpreter(settings)  # one that is not there is no reason to start again and again
+    own = visible_gpus(gpus or gpus_of(engines, settings, role, replica), environment)
+    server = _Serving(engines, settings, role, replica, {**environment, **own})
+    stop = _asked_to_leave(with_parent, functools.partial(over, engines.directory))
+    if with_parent:
+        server.orders = ControlChannel(stop)
+        server.orders.listen(sys.stdin.fileno())  # not by sys.stdin, whose lock that thread would hold at the end
+    return _keep_alive(server, Restarts(settings.restarts), stop, f"{role}-{replica}")
+
+
+def _keep_alive(server: _Serving, restarts: Restarts, stop: threading.Event, name: str) -> int:
+    """Runs a server again and again. Returns 0 when it was asked to leave, 1 when the server died too often in a row.
+
+    Raises StartError when the last one of these deaths was a failed start.
+    """
+    while True:
+        failure: StartError | None = None
+        healthy_s = 0.0
+        try:
+            healthy_s = server.serve(stop)
+        except StartError as error:
+            failure = error
+        except OSError as error:  # a disk that is full now may have room at the next start
+            failure = StartError(f"{name} could not be started: {error}")
+        if stop.is_set():
+            return 0
+        wait_s = restarts.died(healthy_s)
+        if wait_s is None:
+            break
+        if failure is not None:
+            print(failure, file=sys.stderr, flush=True)
+        when = f" in {wait_s:g} s" if wait_s else ""
+        said = f"{name} ended; starting it again{when} ({restarts.deaths} of {restarts.most})"
+        print(said, file=sys.stderr, flush=True)
+        if stop.wait(wait_s):
+            return 0
+    if failure is not None:
+        raise failure
+    print(
+        f"{name} died {restarts.deaths} times in a row (engine.restarts = {restarts.most}; the count begins anew when "
+        f"it has answered for {restarts.reset_s:g} s): see {server.log}{newest_error([server.log])}",
+        file=sys.stderr,
+    )
+    return 1
+
+
+class _Serving:
+    """One replica, over its restarts."""
+
+    def __init__(
+        self, engines: EngineSpec, settings: Servers, role: str, replica: int, environment: Mapping[str, str]
+    ) -> None:
+        self._engines, self._settings, self._role, self._replica = engines, settings, role, replica
+        self._environment = environment
+        self.log = log_of(engines, role, replica)
+        self.orders = ControlChannel(threading.Event())  # nobody gives any, unless `run` listens to them
+
+    def serve(self, stop: threading.Event) -> float:
+        """Runs the server from its start to its end, or until `stop`, or until it has not answered for long.
+
+        Returns the seconds from its first answer to its last one. Raises StartError.
+        """
+        with self.orders.start():
+            return 0.0 if stop.is_set() else self._serve(stop)
+
+    def _serve(self, stop: threading.Event) -> float:
+        process, client = start_server(self._engines, self._settings, self._role, self._replica, self._environment)
+        try:
+            if not process.wait_until(client.ready, self._settings.start_timeout_s, stop.is_set):
+                return 0.0
+            job = job_from(self._environment)
+            listing = Listing(
+                role=self._role, replica=self._replica, url=client.url, incarnation=uuid.uuid4().hex,
+                log=str(self.log), node="" if job is None else job.node, job="" if job is None else job.id,
+            )  # fmt: skip
+            print(f"{listing.name} serves at {client.url}", flush=True)
+            begin, registry = time.monotonic(), ServerRegistry(self._engines.directory.resolve() / ENGINES)
+            with Announcement(registry, listing, alive=lambda: process.ended() is None and client.ready()) as announced:
+                self.orders.serves(listing.incarnation)
+                while process.ended() is None and not stop.wait(POLL_S):
+                    if why := self._why_to_end(announced.silent_s()):
+                        print(f"{listing.name} {why}", file=sys.stderr, flush=True)
+                        break
+                return max(0.0, time.monotonic() - begin - announced.silent_s())
+        finally:
+            process.stop()
+            client.close()
+
+    def _why_to_end(self, silent_s: float) -> str | None:
+        """Returns why a server that lives must end; None when it may go on."""
+        if silent_s > HUNG * self._settings.lost_after_s:
+            return f"lives, but has not answered for {silent_s:.0f} s"
+        return "does not sleep, and the trainer takes its GPU: it ends" if self.orders.unwanted else None
+
+
+def _asked_to_leave(with_parent: bool, over: Callable[[], bool]) -> threading.Event:
+    """Set by SIGTERM, SIGINT or SIGHUP, and when the run is over; who has a parent hears that from its orders."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop.set())
+
+    def look() -> None:
+        while not stop.wait(OVER_S):
+            if over():
+                stop.set()
+
+    if not with_parent:  # else the end of its orders tells
+        threading.Thread(target=look, daemon=True).start()
+    return stop

@@ -1,0 +1,378 @@
+"""What every command shares: the world, the run directory on the driver, checkpoints over all ranks, and exported
+models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers.utils import logging as transformers_logging
+
+from megatron_rl.allocator import limit_arenas, return_free_pages
+from megatron_rl.cluster.host_address import address_of_first_rank
+from megatron_rl.cluster.rendezvous import meet
+from megatron_rl.cluster.slurm_job import Leave
+from megatron_rl.cluster.watchdog import Watchdog
+from megatron_rl.config import files as config_files
+from megatron_rl.config import schema as configs
+from megatron_rl.config.base import without_passwords
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.report.run_record import RunRecord
+from megatron_rl.run import file_checksums, input_digests, json_lines
+from megatron_rl.run.checkpoint import (
+    STATE,
+    Checkpoint,
+    CheckpointError,
+    Checkpoints,
+    known_digests,
+    sum_up,
+    write_json,
+)
+from megatron_rl.run.console import RunConsole
+from megatron_rl.run.input_digests import InputRecord
+from megatron_rl.run.metric_sinks import configured_sinks
+from megatron_rl.run.metrics import Sample, Stopwatch, Tracker
+from megatron_rl.run.run_directory import FAILED, RunDirectory, only_one, open_run
+from megatron_rl.session.launch_ranks import Place
+from megatron_rl.session.verify_weights import refuse_damaged_models
+from megatron_rl.spec.run_spec import Spec, TrainingSpec
+from megatron_rl.user_code import told, traceback_of
+from megatron_rl.world import DriverError, TorchWorld
+
+TIMEOUT = timedelta(hours=2)  # of one collective: a slow reward on the driver is not a dead rank
+CHANGED = "changed since the newest checkpoint, and used from here on:"
+MEET = timedelta(minutes=10)  # for all ranks to start
+
+
+class Saves(Protocol):
+    def save(self, directory: Path, *, background: bool = False) -> None: ...
+
+    def saved(self, *, wait: bool) -> bool: ...
+
+
+@dataclass
+class Driver:
+    """The run directory as this rank sees it.
+
+    `tracker` and `console` exist on rank 0 alone; the other ranks' calls do nothing.
+    """
+
+    directory: RunDirectory
+    checkpoints: Checkpoints
+    resumed: Path | None  # the checkpoint to go on from
+    resumed_number: int  # iterations done in it
+    record: InputRecord  # of what the run reads, on rank 0
+    finished: bool  # all iterations were done before, and the end was written
+    watch: Stopwatch
+    leave: Leave  # asked on rank 0
+    tracker: Tracker | None = None
+    console: RunConsole | None = None
+
+    def log(self, cycle: int, scope: str, metrics: Mapping[str, float], *, iteration: int) -> None:
+        times = self.watch.take()
+        if self.tracker is not None:
+            self.tracker.log(cycle, scope, {**metrics, **times}, iteration=iteration)
+
+    def compare(self, models: Mapping[str, configs.Model], rows: Mapping[str, Mapping[str, Any]]) -> None:
+        """Compares the models and the data with the record, once the data are read, and prints what has changed. The
+        driver calls it.
+
+        `rows`: path, rows and sha256 of each data set, by name. Raises RunError for data, and models of the hub, that
+        the run did not begin with.
+        """
+        for change in self.record.compare(input_digests.LATER, {**input_digests.read_revisions(models), **rows}):
+            self.say(f"{CHANGED} {change}")
+
+    def refitted(self, metrics: Mapping[str, Any]) -> None:
+        """A line in refits.jsonl: what moved, how long it took, and how long the link needs for as many bytes. Not part
+        of the metrics, which are the same in a run that was interrupted. Raises lines.DiskError.
+        """
+        if self.tracker is not None:
+            json_lines.append(self.directory.refits, json.dumps(metrics).encode())
+
+    def show(self, iteration: int, role: str, samples: Sequence[Sample]) -> None:
+        if self.tracker is not None:
+            self.tracker.show(iteration, role, samples)
+
+    def say(self, text: str) -> None:
+        if self.console is not None:
+            self.console.message(text)
+
+    def done(self, text: str) -> None:
+        """Says that the run is finished, after what of its record cannot be read."""
+        if self.console is not None:
+            for sentence in RunRecord(self.directory.path).look():
+                self.say(f"damage: {sentence}")
+        self.say(f"done: {text}")
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        if self.tracker is not None:
+            self.directory.update_summary(values)
+
+
+@contextlib.contextmanager
+def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> Iterator[TorchWorld]:
+    """Joins the ranks for the block: NCCL and gloo with GPUs, gloo without.
+
+    Quiet libraries, one thread per process on CPU.
+
+    `shared`: a directory that all ranks see, where they meet. `deterministic`: of
+    kernels that do the same torch takes those that give the same bits every time; it warns where it has none.
+    """
+    limit_arenas()
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports torch's compiler: seconds
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.basicConfig(
+        level=logging.WARNING if place.rank == 0 else logging.ERROR, format="%(levelname)s: %(message)s"
+    )
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    if torch.cuda.is_available():
+        # cuDNN makes a plan for every new shape, in tens of milliseconds, and packed batches have new shapes always.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.cuda.set_device(place.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        torch.set_num_threads(1)
+        # Else torch keeps the stack and shapes of the last 2,000 collectives, of which gloo never tells anybody: a
+        # megabyte or two that holds the pages of freed memory around it.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+        backend = "gloo"
+    # gloo then asks the store for the addresses of all ranks at once, and not for one after the other
+    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "True")
+    file = shared / f"ranks.{place.session}.json"
+    if place.world_size == 1:
+        store = dist.HashStore()
+    else:
+        own = address_of_first_rank(place.address, os.environ) if place.rank == 0 else place.address
+        store = meet(file, rank=place.rank, address=own, timeout=MEET)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
+    world = TorchWorld()
+    world.barrier()
+    if place.rank == 0:
+        file.unlink(missing_ok=True)
+    try:
+        yield world
+    except BaseException:
+        if world.size == 1:  # a rank that failed must not wait for others; alone, it leaves the process as it found it
+            dist.destroy_process_group()
+        raise
+    world.barrier()
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def open_world_for(spec: Spec, place: Place) -> Iterator[TorchWorld]:
+    """Joins the ranks of a command for the block, as `open_world` does, and checks the checksums of its models first.
+
+    Raises ConfigError for damaged weights, on the driver.
+    """
+    deterministic = isinstance(spec, TrainingSpec) and spec.run.deterministic
+    with open_world(place, spec.directory, deterministic=deterministic) as world:
+        world.from_driver(refuse_damaged_models, spec.roles.values())
+        yield world
+
+
+@contextlib.contextmanager
+def open_driver(
+    spec: TrainingSpec, world: TorchWorld, place: Place, *, total_iterations: int | None
+) -> Iterator[Driver]:  # fmt: skip
+    """Opens (or re-enters) the run directory and agrees on the checkpoint to go on from.
+
+    Collective. A watchdog is on in the block.
+    """
+    with contextlib.ExitStack() as stack:
+        own = spec.directory
+        job, restart = ("", 0) if place.job is None else (place.job.id, place.job.restart)
+        world.from_driver(lambda: stack.enter_context(only_one(own, job=job, restart=restart)))
+        path = Path(world.from_driver(lambda: str(open_run(spec.run, config_files.dump_tree(spec.settings)).path)))
+        watchdog = Watchdog(path, place.session, world.rank, spec.run.hang_after_s)
+        stack.enter_context(watchdog.watching())
+        with _opened(spec, world, RunDirectory(path), total_iterations, watchdog, place) as driver:
+            yield driver
+
+
+@contextlib.contextmanager
+def _opened(
+    spec: TrainingSpec, world: TorchWorld, directory: RunDirectory, total_iterations: int | None, watchdog: Watchdog,
+    place: Place,
+) -> Iterator[Driver]:  # fmt: skip
+    checkpoints = Checkpoints(directory.checkpoints, spec.run.keep)
+    newest = _newest(world, checkpoints) if spec.run.resume != "never" else None
+    done = newest.number if newest else 0
+    finished = world.from_driver(lambda: done == total_iterations and bool(directory.read_summary().get("finished")))
+    watch, leave = Stopwatch(watchdog.beat), Leave(directory.path, place.job, lambda text: driver.say(text))
+    record = InputRecord(
+        directory.path / input_digests.FILE,
+        done=f"{done} iterations" if done else None,
+        accept=spec.run.resume == "must",
+    )
+    changes = world.from_driver(lambda: record.compare(input_digests.FILES, input_digests.read_files(spec.settings)))
+    driver = Driver(directory, checkpoints, newest.path if newest else None, done, record, finished, watch, leave)
+    if world.rank != 0:
+        yield driver
+        return
+    with RunConsole(
+        directory.logs / "driver.log", total_iterations, first_iteration=done, stream=sys.stdout
+    ) as console:
+        chosen = configured_sinks(
+            spec.sinks, directory.logs, run_name=spec.run.name, config=spec.settings, first_iteration=done,
+            say=console.message,
+        )  # fmt: skip
+        with Tracker(directory.metrics, [console, *chosen]) as tracker:
+            driver.tracker, driver.console = tracker, console
+            for change in changes:
+                console.message(f"{CHANGED} {change}")
+            if finished:
+                console.message(f"{directory.path} is finished: all {done} iterations are done")
+                yield driver
+                return
+            tracker.truncate(done)
+            if newest is not None:
+                console.message(f"going on from {driver.resumed} ({done} iterations done)")
+            try:
+                with _noting_failure(directory, console):
+                    yield driver
+            finally:
+                leave.done()
+
+
+@contextlib.contextmanager
+def _noting_failure(directory: RunDirectory, console: RunConsole) -> Iterator[None]:
+    """Writes why the block ended with an error: the reason to summary.json, as `failed`, which `megatron-rl status`
+    shows, and the whole traceback to driver.log. Raises RuntimeError for a SystemExit, which only code of a user raises
+    there: it would end the run with a status of its own, or with that of success."""
+    directory.update_summary({FAILED: None})
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # a full disk may be why
+            directory.update_summary({FAILED: without_passwords(told(error))})
+            console.note(without_passwords(traceback_of(error)))
+        if isinstance(error, SystemExit):
+            raise RuntimeError(told(error)) from error
+        raise
+
+
+def _newest(world: TorchWorld, checkpoints: Checkpoints) -> Checkpoint | None:
+    """Returns the newest checkpoint whose files have their checksums. Collective: each rank reads some of the files."""
+
+    def wrong_here(path: str) -> list[str]:
+        return file_checksums.wrong(Path(path), known_digests(Path(path)), part=(world.rank, world.size))
+
+    def wrong_anywhere(path: Path) -> list[str]:
+        found = world.call_all("checksums", [str(path)] * world.size)
+        return [sentence for own in found for sentence in own]
+
+    world.serve("checksums", wrong_here)
+    return world.from_driver(lambda: checkpoints.newest(wrong_anywhere))
+
+
+class Saver:
+    """Atomic checkpoints of all roles and the run's state. Every method is collective.
+
+    In the background all but the first are written while training goes on, and their checksums computed: how long that
+    first one takes is what a job's time limit is compared with.
+    """
+
+    def __init__(self, world: TorchWorld, driver: Driver, policies: Mapping[str, Saves], *, background: bool) -> None:
+        self._world, self._driver, self._policies, self._background = world, driver, policies, background
+        self._due: int | None = None  # begun, not complete
+        self._measured = False
+        self._summing: Future[None] | None = None  # the checksums of what this rank wrote, when all of it is written
+        self._thread = ThreadPoolExecutor(1, "checksums")
+
+    def save(self, number: int, state: Any) -> int | None:
+        """Begins a checkpoint, after the one before is complete.
+
+        Returns `number` when it is complete on return, else None.
+        """
+        self.settle(wait=True)
+        start, checkpoints = time.monotonic(), self._driver.checkpoints
+
+        def begin() -> None:
+            pending = checkpoints.begin(number)
+            for name in self._policies:
+                (pending / name).mkdir()
+
+        self._world.from_driver(begin)
+        background = self._background and self._measured
+        return_free_pages()  # before processes that write are forked, too
+        with self._refusing(number):
+            for name, policy in self._policies.items():
+                policy.save(checkpoints.pending(number) / name, background=background)
+            self._world.from_driver(lambda: write_json(checkpoints.pending(number) / STATE, state))
+        self._due = number
+        if background:
+            return None
+        settled = self.settle(wait=True)
+        self._driver.leave.saved(time.monotonic() - start)
+        self._measured = True
+        return settled
+
+    def settle(self, *, wait: bool) -> int | None:
+        """Completes what `save` began, once it is written. -> its number when that happened now."""
+        if self._due is None:
+            return None
+        number = self._due
+        with self._refusing(number):
+            if self._summing is None:
+                if not all([policy.saved(wait=wait) for policy in self._policies.values()]):
+                    return None
+                self._summing = self._thread.submit(sum_up, self._driver.checkpoints.pending(number), self._world.rank)
+            if not wait and not self._world.everywhere(self._summing.done()):
+                return None
+            summing, self._due, self._summing = self._summing, None, None
+            summing.result()
+            self._world.barrier()
+            self._world.from_driver(lambda: self._driver.checkpoints.commit(number) and None)
+        return number
+
+    @contextlib.contextmanager
+    def _refusing(self, number: int) -> Iterator[None]:
+        """Turns what a full disk makes of writing a checkpoint into a CheckpointError, and gives its space back."""
+        try:
+            yield
+        except (OSError, RuntimeError, CheckpointException) as error:
+            if isinstance(error, (CheckpointError, DriverError)):
+                raise
+            if self._world.rank == 0:
+                shutil.rmtree(self._driver.checkpoints.pending(number), ignore_errors=True)
+            place = self._driver.checkpoints.directory
+            free = shutil.disk_usage(place).free
+            reason = " ".join(str(_root(error)).split())[:300]
+            raise CheckpointError(
+                f"checkpoint {number} cannot be written to {place}, where {free / 1e9:.1f} GB are free "
+                f"({reason}): "
+                f"{json_lines.RESUME}"
+            ) from error
+
+
+def _root(error: BaseException) -> BaseException:
+    """Returns the first cause of an error, also of one that megatron-core collected from ranks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return _root(next(iter(error.failures.values()))[0])
+    below = error.__cause__ or error.__context__
+    return error if below is None else _root(below)
+
+
+def sampling_of(settings: configs.SamplingConfig, *, n: int = 1, seed: int = 0) -> Sampling:
+    """The engine's terms for a config's sampling."""
+    return Sampling(**dataclasses.asdict(settings), n=n, seed=seed)

@@ -1,0 +1,124 @@
+"""How one server of a run is started and spoken to: the same for `train`, `serve`, `eval` and `generate`.
+
+Light: every supervisor imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_rl.cluster.host_address import free_port
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.engines import Servers
+from megatron_rl.engines import user_families
+from megatron_rl.engines.kind import ModelFacts, ServerStart, kind_of
+from megatron_rl.engines.server import Server
+from megatron_rl.engines.server_process import ServerProcess, make_token
+from megatron_rl.engines.server_registry import Listing
+from megatron_rl.session.launch_ranks import has_gpu
+from megatron_rl.spec import server_gpus
+from megatron_rl.spec.run_spec import EngineSpec
+
+ENGINES, TOKEN = "engines", "token"  # of a run directory: the server registry's folder, and the token in it
+
+
+def token_file(engines: EngineSpec, settings: Servers) -> Path:
+    """Returns the file with the token that servers ask for."""
+    return Path(settings.token_file) if settings.token_file else engines.directory.resolve() / ENGINES / TOKEN
+
+
+def log_of(engines: EngineSpec, role: str, replica: int) -> Path:
+    """Returns the log of a server's output."""
+    return engines.directory.resolve() / "logs" / f"engine_{role}_{replica}.log"
+
+
+def connect(
+    settings: Servers, token: str, refit_timeout_s: float, facts: ModelFacts | None = None
+) -> Callable[[Listing], Server]:
+    """Returns the function that makes a client of a listed server."""
+    client, known = kind_of(settings).client, facts or ModelFacts()
+    return lambda listing: client(listing.url, token, settings, refit_timeout_s, known)
+
+
+def start_server(
+    engines: EngineSpec, settings: Servers, role: str, replica: int, environment: Mapping[str, str],
+    facts: ModelFacts | None = None,
+) -> tuple[ServerProcess, Server]:  # fmt: skip
+    """Starts a server of a role -> its process, and a client of it. The server may not answer yet.
+
+    `settings`: those of `engines`, with the address to listen at. `environment`: of the server, with the GPUs that it
+    may see. Raises ConfigError and StartError.
+    """
+    kind, own = kind_of(settings), engines.roles[role]
+    model = local_model(f"roles.{role}.model.path", own.model.path)
+    loras = [other.lora for other in engines.opened.values() if other.servers == role]
+    start = ServerStart(
+        python=kind.interpreter(settings), model=model, dtype=own.model.dtype, port=free_port(settings.host),
+        token_file=token_file(engines, settings), on_gpu=has_gpu(environment), tells_experts=own.router_replay,
+        adapter_ranks=tuple(lora.rank for lora in loras if lora is not None and settings.serves_adapters),
+    )  # fmt: skip
+    if own.tandem is not None:
+        junior = local_model(f"roles.{role}.tandem.junior", own.tandem.junior or model)
+        tokenizer = local_model(f"roles.{role}.model.tokenizer", own.model.tokenizer or model)
+        start = replace(start, junior=junior, tokenizer=tokenizer)
+    url, token = f"http://{settings.host}:{start.port}", make_token(start.token_file)
+    client = kind.client(url, token, settings, engines.refit.timeout_s, facts or ModelFacts())
+    process = ServerProcess(
+        kind.command(settings, start), log_of(engines, role, replica),
+        {**environment, **user_families.variables(engines.families)},
+        imports=engines.directory.resolve() / ENGINES / "imports",
+    )  # fmt: skip
+    return process, client
+
+
+def local_model(setting: str, path: str | Path) -> Path:
+    """Returns the directory of a model, which a name on the hub stands for, too. Raises ConfigError, with the setting,
+    when the model is not here.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return path.resolve()
+    from megatron_rl.weights import hf_model  # takes seconds, and is for names on the hub
+
+    try:
+        return hf_model.local_directory(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{setting}: {error}") from error
+
+
+def visible_gpus(numbers: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable that lets a server see the GPUs with these numbers alone; nothing without numbers.
+
+    The numbers count the GPUs that this process sees: of CUDA_VISIBLE_DEVICES=4,5 GPU 1 is 5. Raises ConfigError for a
+    number beyond these.
+    """
+    if not numbers:
+        return {}
+    seen = environment.get("CUDA_VISIBLE_DEVICES")
+    names = None if seen is None else [name for name in seen.split(",") if name]
+    if names is not None and max(numbers) >= len(names):
+        raise ConfigError(f"engine.gpus names GPU {max(numbers)}: CUDA_VISIBLE_DEVICES = {seen} has {len(names)}")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(n) if names is None else names[n] for n in numbers)}
+
+
+def gpus_of(engines: EngineSpec, settings: Servers, role: str, replica: int) -> Sequence[int]:
+    """Returns the GPUs of engine.gpus for one server: `tp` for each, roles in order. Raises ConfigError for a GPU of
+    two servers, and for too few GPUs.
+    """
+    if problems := server_gpus.number_problems(engines):
+        raise ConfigError("\n  ".join(problems))
+    first = (engines.server_roles.index(role) * settings.replicas + replica) * settings.tp
+    return settings.gpus[first : first + settings.tp]
+
+
+def check_gpus(engines: EngineSpec, environment: Mapping[str, str]) -> None:
+    """Raises ConfigError for servers that cannot have the GPUs of this host, or are to sleep where there is none."""
+    if has_gpu(environment):
+        server_gpus.refuse(engines, 1)
+    elif isinstance(engines.settings, Servers) and engines.settings.colocate:
+        raise ConfigError(
+            f"engine.colocate without a GPU: the sleep mode of {engines.settings.kind}, which gives the trainer its "
+            "memory back, needs CUDA; set engine.colocate to false"
+        )

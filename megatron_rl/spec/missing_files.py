@@ -1,0 +1,156 @@
+"""Finds the files, directories and engine packages that a specification names and that are not on this machine.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import hub_cache
+from megatron_rl.config.data_settings import generated_name
+from megatron_rl.config.engines import Servers
+from megatron_rl.spec.run_spec import EngineSpec, RunSpec, SftSpec, Spec
+
+PACKAGE = "megatron_rl."
+# Graders and tools that run code of models in a sandbox.
+RUNS_CODE = (
+    "rewards.code_cases:grade",
+    "rewards.code_cases:grade_share",
+    "rewards.code_answer:grade_input",
+    "environments.python_tool:PythonTool",
+)
+_DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A file or directory that a setting names and that does not exist on this machine."""
+
+    name: str  # of the setting
+    path: str
+    on_hub: bool = False  # the path is a name at the Hugging Face hub, and is fetched from there
+    kind: hub_cache.Kind = "models"  # what the hub has under that name
+
+    def __str__(self) -> str:
+        if self.on_hub:
+            return f"{self.name} = {self.path} is no directory here, so it is taken for a hub name"
+        return f"{self.name} = {self.path} is not there yet"
+
+    @property
+    def fetch(self) -> str:
+        """Returns the command that brings it here from the hub."""
+        return f"hf download {self.path}" + (" --repo-type dataset" if self.kind == "datasets" else "")
+
+    @property
+    def problem(self) -> str | None:
+        """Returns why a run here would fail, with the cure; None for a name that the hub may have."""
+        if not self.on_hub:
+            folder = Path(self.path).parent
+            taken = self.path.count("/") == 1 and folder != Path() and folder.is_dir()
+            fetch = f", or fetch the hub's first ({self.fetch})" if taken else ""
+            return f"{self.name} = {self.path} is not there: put it there, or mend {self.name}{fetch}"
+        if hub_cache.offline() and not hub_cache.is_cached(self.path, self.kind):
+            return (
+                f"{self.name} = {self.path} is no directory here, HF_HUB_OFFLINE is set, and the cache "
+                f"{hub_cache.cache()} does not have it: fetch it where there is a network, with the same HF_HOME, or "
+                "unset HF_HUB_OFFLINE"
+            )
+        return None
+
+
+def absent_files(spec: Spec) -> list[Absent]:
+    """Returns each file or directory that a specification names and that does not exist yet.
+
+    An earlier stage may still write it.
+    """
+    models = {f"{name}.path": model.path for name, model in spec.models.items()}
+    models |= {f"{name}.tokenizer": model.tokenizer for name, model in spec.models.items() if model.tokenizer}
+    models |= {
+        f"roles.{name}.tandem.junior": role.tandem.junior
+        for name, role in spec.roles.items()
+        if role.tandem is not None and role.tandem.junior is not None
+    }
+    data = {name: source.path for name, source in spec.sets.items() if generated_name(source.path) is None}
+    if isinstance(spec, SftSpec):
+        data |= {"data.train": spec.data.train, "data.validation": spec.data.validation or ""}
+    found = [Absent(name, path, _is_model_name(path)) for name, path in models.items() if not Path(path).is_dir()]
+    found += [
+        Absent(name, path, _is_data_name(path), "datasets")
+        for name, path in data.items()
+        if path and not Path(path).exists()
+    ]
+    return found + [Absent(name, path) for name, path in _files(spec).items() if not Path(path).exists()]
+
+
+def _files(spec: Spec) -> Mapping[str, str]:
+    """Returns {setting: path} of the files that no hub has."""
+    files = {f"{name}.chat_template": m.chat_template for name, m in spec.models.items() if m.chat_template is not None}
+    if isinstance(spec, RunSpec):
+        files |= spec.recipe.files()
+        files |= {"debug.replay": str(spec.data.replay)} if spec.data.replay is not None else {}
+    settings = None if spec.engine is None else spec.engine.settings
+    if isinstance(settings, Servers) and settings.token_file is not None:
+        files["engine.token_file"] = settings.token_file
+    return files
+
+
+def server_problems(engine: EngineSpec | None) -> list[str]:
+    """Returns why servers that a run starts itself could not be started here."""
+    settings = None if engine is None else engine.settings
+    if not isinstance(settings, Servers) or settings.urls or not settings.start:
+        return []
+    if settings.python is not None:
+        missing = shutil.which(settings.python) is None
+        said = f"engine.python = {settings.python} is not there: run `make engines`, or mend the path"
+        return [said] if missing else []
+    if importlib.util.find_spec(settings.kind) is None:
+        return [
+            f"engine.kind = {settings.kind!r}: the package {settings.kind} is not installed here; run `make engines`, "
+            "and set engine.python to the interpreter that has it"
+        ]
+    return []
+
+
+def sandbox_problems(settings: Mapping[str, Any]) -> list[str]:
+    """Returns why the code of models that a run has graded, or run as a tool, could not be run here."""
+    if shutil.which("bwrap") is not None:
+        return []
+    used = [target for target in _targets(settings) if target.removeprefix(PACKAGE) in RUNS_CODE]
+    return [
+        f"{target} runs code of models, and the program bwrap is not installed here: install bubblewrap (package "
+        "`bubblewrap` of Debian, Ubuntu, RHEL)"
+        for target in dict.fromkeys(used)
+    ]
+
+
+def _targets(value: Any) -> Iterator[str]:
+    """Yields every `target` in a config's values."""
+    if isinstance(value, Mapping):
+        if isinstance(value.get("target"), str):
+            yield value["target"]
+        value = list(value.values())
+    for one in value if isinstance(value, list | tuple) else ():
+        yield from _targets(one)
+
+
+def _is_model_name(path: str) -> bool:
+    """Returns whether a path that is not here is fetched from the hub: `owner/name`, where `owner` is no folder here
+    and the hub's cache may have it."""
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        return False
+    return not Path(path).parent.is_dir() or hub_cache.is_cached(path, "models")
+
+
+def _is_data_name(path: str) -> bool:
+    """Returns whether data that are not here are fetched from the hub: `name` or `owner/name`, as for models."""
+    if Path(path).suffix in _DATA_FILES or not _HUB_NAME.fullmatch(path):
+        return False
+    return "/" not in path or not Path(path).parent.is_dir() or hub_cache.is_cached(path, "datasets")

@@ -1,0 +1,195 @@
+"""The preflight: the reward tells correct from wrong, and every engine agrees with its trainer, before anything is
+learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.chat_template import tokenize
+from megatron_rl.config.schema import Preflight
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.rewards.grading_pool import Graded
+from megatron_rl.text import fill
+from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.training.iteration import Grade, Recipe, RolloutContext
+from megatron_rl.training.rollouts import sample
+from megatron_rl.training.update import Policy, policy_logprobs
+from megatron_rl.types import Outcome, Prompt, Rollout
+from megatron_rl.world import World
+
+PROBE_TOKENS = 64  # sampled per prompt for the comparison of log-probs
+# Of the way from the least to the greatest score: known correct answers get this much at least, wrong ones at most.
+CORRECT_SHARE, WRONG_SHARE = 0.75, 0.25
+
+
+class PreflightFailure(RuntimeError):
+    """Training would learn from wrong numbers; the message gives both values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightPlan:
+    """The settings and prompts that the preflight is tried on; `prompts` of the driver count."""
+
+    settings: Preflight
+    prompts: Sequence[Prompt]
+    wrong_answer: str = "-123456.789"
+    answer_format: str = "<answer>\\boxed{{answer}}</answer>"
+    bounds: tuple[float, float] = (0.0, 1.0)  # reward.range
+
+
+def check_reward(
+    grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, answer_format: str,
+    *, bounds: tuple[float, float] = (0.0, 1.0),
+) -> dict[str, float]:  # fmt: skip
+    """Grades `answer_format` with each problem's own answer and with `wrong_answer` in it; `bounds` is reward.range.
+
+    Returns the mean scores; called on the driver.
+
+    Raises PreflightFailure when less than CORRECT_SHARE of the correct ones or more than WRONG_SHARE of the wrong ones
+    is accepted, when the reward raises or returns something that is no score, and for a problem without an answer. A
+    grading that times out counts neither way, unless all do.
+    """
+    payloads = [p.payload for p in prompts]
+    low, high = bounds
+    least, most = (low + share * (high - low) for share in (CORRECT_SHARE, WRONG_SHARE))
+    without = [p for p in payloads if "answer" not in p]
+    if without:
+        raise PreflightFailure(
+            f"a problem has no answer to try the reward with, only {', '.join(sorted(without[0]))}: name the column by "
+            "data.fields, or switch this check off by preflight.reward=false"
+        )
+    scores = {}
+    for name, answers in (
+        ("correct", [str(p["answer"]) for p in payloads]),
+        ("wrong", [wrong_answer] * len(payloads)),
+    ):
+        responses = [fill(answer_format, answer=a) for a in answers]
+        scores[name] = _mean_score(name, responses, payloads, grade(responses, payloads))
+        if name == "correct" and scores[name] < least or name == "wrong" and scores[name] > most:
+            raise PreflightFailure(
+                f"the reward gives {scores[name]:.2f} on average to {len(answers)} known {name} answers, e.g. to the "
+                f"response {responses[0]!r} for the gold answer {payloads[0]['answer']!r} (correct ones need at least "
+                f"{least:g}, wrong ones at most {most:g}): look at data.fields, data.answer_pattern and "
+                "reward.target, say in reward.answer_format how a response states its answer, or switch this check "
+                "off by preflight.reward=false"
+            )
+    return {"preflight/reward_correct": scores["correct"], "preflight/reward_wrong": scores["wrong"]}
+
+
+def _mean_score(
+    name: str, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]], graded: Sequence[Graded]
+) -> float:
+    """Returns the mean over the gradings that gave a score. Raises PreflightFailure for one that raised or gave
+    something else, and when all timed out."""
+    for place, one in enumerate(graded):
+        if one.outcome is Outcome.ERROR or all(g.outcome is Outcome.TIMEOUT for g in graded):
+            raise PreflightFailure(
+                f"the reward gives no score to the known {name} answer {responses[place]!r} for the gold answer "
+                f"{payloads[place]['answer']!r}: {one.detail}. Mend the function of reward.target, or switch this "
+                "check off by preflight.reward=false"
+            )
+    return fmean(g.score for g in graded if g.outcome is Outcome.SCORE)
+
+
+def check_logprobs(
+    world: World, context: RolloutContext, memory: DeviceMemory, *, texts: Sequence[str], limit: float
+) -> dict[str, float]:
+    """Mean |engine - trainer| log-prob over tokens sampled after `texts`, per policy.
+
+    Collective; engines hold the policies' weights.
+
+    Raises PreflightFailure for the first role whose gap is above `limit`, DriverError on the other ranks.
+    """
+    gaps = {}
+    for role, trainee in memory.trainees.items():
+        if trainee.refit is not None:  # else it has no engine: a replay
+            pair = engine_and_trainer(world, context, memory, role, texts)
+            gaps[f"preflight/logprob_gap_{role}"] = world.from_driver(_judge_gap, role, pair, limit)
+    return gaps
+
+
+def engine_and_trainer(
+    world: World, context: RolloutContext, memory: DeviceMemory, role: str, texts: Sequence[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs of short samples after `texts`, by the role's engine and by its policy.
+
+    Returns [N] float32 each, empty but on the driver.
+    """
+    drawn: list[Rollout] = []
+    memory.generate()
+    world.from_driver(lambda: drawn.extend(_short_probe(context, role, texts)))
+    with memory.weights(role):
+        return both_logprobs(world, memory.trainees[role].policy, drawn)
+
+
+def both_logprobs(world: World, policy: Policy, drawn: Sequence[Rollout]) -> tuple[np.ndarray, np.ndarray]:
+    """The engine's and the trainer's log-probs of the sampled tokens of `drawn`, which counts on the driver.
+    Collective. -> [number of sampled tokens] float32 each; empty on the other ranks.
+    """
+    found = policy_logprobs(world, policy, list(drawn) if world.rank == 0 else None)
+    if found is None:
+        return np.empty(0, np.float32), np.empty(0, np.float32)
+    engine = np.concatenate([r.logprobs[r.trainable] for r in drawn])
+    return engine, np.concatenate([values[r.trainable] for r, values in zip(drawn, found, strict=True)])
+
+
+def check(
+    world: World, context: RolloutContext, recipe: Recipe, memory: DeviceMemory, plan: PreflightPlan
+) -> dict[str, float]:
+    """Tries the reward where that is asked for, and the log-probs of every policy given. Collective; raises
+    PreflightFailure on rank 0 and DriverError on the others."""
+    if not plan.settings.enabled:
+        return {}
+    chosen = list(plan.prompts[: plan.settings.num_prompts])  # the driver has them
+    if not world.broadcast(len(chosen)):
+        raise PreflightFailure("no prompts for the preflight: give some, or set preflight.enabled=false")
+    scores: dict[str, float] = {}
+    if plan.settings.reward:
+        tried = partial(check_reward, bounds=plan.bounds)
+        scores = world.from_driver(tried, context.grade, chosen, plan.wrong_answer, plan.answer_format)
+    texts = [recipe.prompt(p.payload) for p in chosen]
+    return scores | check_logprobs(world, context, memory, texts=texts, limit=plan.settings.max_logprob_gap)
+
+
+def probe(context: RolloutContext, role: str, texts: Sequence[str], sampling: Sampling) -> list[Rollout]:
+    """Completions of `texts` by the role's engine, with advantages of 0. On the driver."""
+    limit = context.max_prompt_tokens[role]
+    tokenizer = context.tokenizers[role]
+    prompts = [Prompt(id=str(i), tokens=tokenize(tokenizer, text)[:limit]) for i, text in enumerate(texts)]
+    return [replace(r, advantages=0.0) for r in sample(context, role, prompts, sampling)]
+
+
+def _judge_gap(role: str, pair: tuple[np.ndarray, np.ndarray], limit: float) -> float:
+    """Returns the mean gap, on the driver. Raises PreflightFailure when it is above `limit`."""
+    engine, trainer = pair
+    gaps = np.abs(engine - trainer)
+    gap = float(gaps.mean()) if len(gaps) else 0.0
+    if gap <= limit:
+        return gap
+    worst = int(gaps.argmax())
+    raise PreflightFailure(
+        f"{role}: the engine's log-probs differ from the trainer's by {gap:.4f} on average "
+        f"(engine {float(engine.mean()):.4f}, trainer {float(trainer.mean()):.4f}; "
+        f"worst token: engine {float(engine[worst]):.4f}, trainer {float(trainer[worst]):.4f}), "
+        f"more than preflight.max_logprob_gap = {limit}: the weights, the temperature or the precision of the two "
+        "differ"
+    )
+
+
+def _short_probe(context: RolloutContext, role: str, texts: Sequence[str]) -> list[Rollout]:
+    """One short completion per text, drawn by `role` from its whole distribution (a truncated one has other
+    log-probs).
+    """
+    own = context.samplings[role]
+    sampling = replace(
+        own, max_tokens=min(own.max_tokens, PROBE_TOKENS), temperature=own.temperature or 1.0, top_p=1.0, top_k=0,
+        min_p=0.0, n=1, seed=context.seed_for("preflight", role),
+    )  # fmt: skip
+    return probe(context, role, texts, sampling)

@@ -1,0 +1,274 @@
+"""Turns rollouts into an Arrow table and back, exact to the last bit, beside columns that a person reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import safetensors.numpy
+
+from megatron_rl.types import STEP, Annotations, Author, Rollout, Stop
+
+MAX_PIECES = 1000  # of one rollout; where its credit changes more often, its text is cut by author alone
+
+
+def _values_of(kind: pa.DataType) -> pa.DataType:
+    """Returns the type of a list without nulls in it: what has a value per token needs no validity per token."""
+    return pa.list_(pa.field("element", kind, nullable=False))
+
+
+_PIECE = pa.struct(
+    [
+        pa.field("author", pa.int8(), nullable=False),
+        pa.field("tokens", pa.int32(), nullable=False),  # number of them
+        pa.field("advantage", pa.float64()),  # of each token; null: it is not trained on, or has none
+        pa.field("text", pa.string(), nullable=False),
+    ]
+)
+READABLE = pa.schema(
+    [
+        ("iteration", pa.int64()),
+        ("role", pa.string()),
+        ("group", pa.string()),
+        ("question", pa.string()),
+        ("answer", pa.string()),
+        ("prompt", pa.string()),
+        ("text", pa.string()),  # everything behind the prompt
+        ("stop", pa.string()),
+        ("version", pa.int64()),  # the oldest that wrote
+        ("num_tokens", pa.int64()),  # that models wrote
+        ("correct", pa.bool_()),
+        ("rewards", pa.map_(pa.string(), pa.float64())),
+        ("steps", pa.list_(pa.string())),
+        ("verdicts", pa.list_(pa.int8())),
+        ("step_rewards", _values_of(pa.float64())),
+        ("step_advantages", pa.list_(pa.float64())),
+        ("advantage", pa.float64()),
+        ("review", pa.string()),
+        ("agent", pa.string()),  # of an episode
+        ("episode", pa.string()),
+        ("pieces", pa.list_(pa.field("element", _PIECE, nullable=False))),  # see pieces_of
+    ]
+)
+EXACT = pa.schema(
+    [
+        ("tokens", _values_of(pa.int32())),
+        ("logprobs", _values_of(pa.float32())),
+        ("payload", pa.string()),  # JSON
+        ("names", pa.string()),  # JSON: the names of rewards, values and annotations, in order
+        ("arrays", pa.large_binary()),  # safetensors: all other arrays and numbers, see _arrays
+    ]
+)
+SCHEMA = pa.schema([*READABLE, *EXACT])
+# columns whose rows are often equal
+REPEATED = ["role", "group", "question", "answer", "prompt", "stop", "payload", "agent", "episode", "names"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPiece:
+    """A stretch of what stands behind a rollout's prompt that one author wrote, trained on with one advantage."""
+
+    first: int  # position in the rollout's tokens
+    end: int
+    author: int
+    advantage: float | None  # of each of its tokens; None: it is not trained on, or has none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutText:
+    """The texts of one rollout that people read."""
+
+    prompt: str
+    text: str  # everything behind the prompt
+    steps: Sequence[str] = ()  # of each reasoning step
+    pieces: Sequence[tuple[TextPiece, str]] = ()  # those of `pieces_of`, with their texts
+
+
+def pieces_of(rollout: Rollout) -> list[TextPiece]:
+    """Cuts what stands behind the prompt of a rollout where the author or the advantage changes.
+
+    Nothing is cut, and the list is empty, where the whole text and the reasoning steps say it all: in a rollout without
+    an agent, and without an environment's words behind the prompt, whose trained tokens have one advantage or whose
+    reasoning steps are annotated.
+    """
+    start, behind = rollout.start, rollout.spans[rollout.spans[:, 0] >= rollout.start]
+    talks = "agent" in rollout.payload or bool((behind[:, 2] == Author.ENVIRONMENT).any())
+    if not talks and (not isinstance(rollout.advantages, np.ndarray) or len(rollout.annotations_of(STEP))):
+        return []
+    authors = rollout.authors[start:]
+    trained = authors == Author.POLICY
+    credit = np.full(len(authors), np.nan)
+    if rollout.advantages is not None:
+        own = np.broadcast_to(np.asarray(rollout.advantages, np.float64), len(rollout.tokens))[start:]
+        credit[trained] = own[trained]
+    if not len(authors) or not (talks or len(np.unique(credit[trained])) > 1):
+        return []
+    turns = authors[1:] != authors[:-1]
+    changes = turns | ~((credit[1:] == credit[:-1]) | (np.isnan(credit[1:]) & np.isnan(credit[:-1])))
+    if changes.sum() >= MAX_PIECES:
+        changes, credit = turns, np.full(len(authors), np.nan)
+    places = [0, *(np.flatnonzero(changes) + 1).tolist(), len(authors)]
+    return [
+        TextPiece(
+            first=start + a, end=start + b, author=int(authors[a]),
+            advantage=None if np.isnan(credit[a]) else float(credit[a]),
+        )
+        for a, b in zip(places[:-1], places[1:], strict=True)
+    ]  # fmt: skip
+
+
+def to_table(iteration: int, rollouts: Sequence[Rollout], texts: Sequence[RolloutText] | None) -> pa.Table:
+    """Returns one row per rollout. `texts`: of each rollout; None leaves the readable texts out.
+
+    Raises TypeError for a payload that is not JSON.
+    """
+    rows = [_readable(iteration, r, None if texts is None else texts[i]) for i, r in enumerate(rollouts)]
+    columns = {
+        **dict(zip(READABLE.names, pa.Table.from_pylist(rows, READABLE).columns, strict=True)),
+        "tokens": _lists([r.tokens for r in rollouts]),
+        "logprobs": _lists([r.logprobs for r in rollouts]),
+        "payload": pa.array([_payload(r) for r in rollouts], pa.string()),
+        "names": pa.array([json.dumps([list(r.rewards), list(r.values), list(r.annotations)]) for r in rollouts]),
+        "arrays": pa.array([safetensors.numpy.save(_arrays(r)) for r in rollouts], pa.large_binary()),
+    }
+    return pa.table({name: columns[name] for name in SCHEMA.names}, schema=SCHEMA)
+
+
+def from_table(table: pa.Table) -> list[Rollout]:
+    """Returns the rollouts of rows that `to_table` made. Raises ValueError, KeyError or TypeError for damaged rows."""
+    column = {name: table.column(name) for name in table.column_names}
+    plain = {name: column[name].to_pylist() for name in ("role", "group", "stop", "payload", "names")}
+    payloads = {text: json.loads(text) for text in set(plain["payload"])}  # the rollouts of a group share theirs
+    tokens, logprobs = _split(column["tokens"]), _split(column["logprobs"])
+    out = []
+    for i in range(table.num_rows):
+        arrays = safetensors.numpy.load(column["arrays"][i].as_buffer().to_pybytes())
+        rewards, values, annotations = json.loads(plain["names"][i])
+        partner_weight, *scores = arrays["numbers"].tolist()
+        advantages = arrays.get("advantages")
+        out.append(Rollout(
+            role=plain["role"][i],
+            group=plain["group"][i],
+            tokens=tokens[i],
+            logprobs=logprobs[i],
+            spans=arrays["spans"],
+            stop=Stop(plain["stop"][i]),
+            payload=payloads[plain["payload"][i]],
+            rewards=dict(zip(rewards, scores, strict=True)),
+            annotations={
+                name: Annotations(arrays[f"ranges.{k}"], arrays.get(f"scores.{k}"))
+                for k, name in enumerate(annotations)
+            },
+            advantages=advantages.item() if advantages is not None and advantages.ndim == 0 else advantages,
+            partner_weight=partner_weight,
+            values={name: arrays[f"values.{k}"] for k, name in enumerate(values)},
+            experts=arrays.get("experts"),
+        ))  # fmt: skip
+    return out
+
+
+def num_bytes(rollout: Rollout) -> int:
+    """Returns the bytes of a rollout's arrays."""
+    arrays = [rollout.tokens, rollout.logprobs, rollout.spans, rollout.advantages, rollout.experts]
+    return sum(a.nbytes for a in (*arrays, *rollout.values.values()) if isinstance(a, np.ndarray))
+
+
+def _arrays(rollout: Rollout) -> dict[str, np.ndarray]:
+    """Returns all arrays and numbers but tokens and log-probs. An advantage that all tokens share has no axis."""
+    arrays = {"spans": rollout.spans, "numbers": np.array([rollout.partner_weight, *rollout.rewards.values()])}
+    if rollout.advantages is not None:
+        arrays["advantages"] = np.asarray(rollout.advantages)
+    if rollout.experts is not None:
+        arrays["experts"] = rollout.experts
+    arrays |= {f"values.{k}": value for k, value in enumerate(rollout.values.values())}
+    for k, annotation in enumerate(rollout.annotations.values()):
+        arrays[f"ranges.{k}"] = annotation.ranges
+        if annotation.scores is not None:
+            arrays[f"scores.{k}"] = annotation.scores
+    return {name: np.ascontiguousarray(array) if array.ndim else array for name, array in arrays.items()}
+
+
+def _payload(rollout: Rollout) -> str:
+    try:
+        return json.dumps(dict(rollout.payload))
+    except TypeError as error:
+        raise TypeError(
+            f"group {rollout.group!r}: its payload is not JSON ({error}); keep text, numbers, lists and mappings in it"
+        ) from None
+
+
+def _readable(iteration: int, rollout: Rollout, text: RolloutText | None) -> dict[str, Any]:
+    """Returns the columns of a rollout that people read."""
+    payload, steps = rollout.payload, rollout.annotations_of(STEP)
+    correct, verdicts = payload.get("correct"), payload.get("verdicts")  # verdicts: positive (or true) is correct
+    row: dict[str, Any] = {
+        "iteration": iteration,
+        "role": rollout.role,
+        "group": rollout.group,
+        "stop": rollout.stop.value,
+        "version": rollout.version,
+        "num_tokens": rollout.length,
+        "correct": None if correct is None else bool(correct),
+        "rewards": list(rollout.rewards.items()),
+        "verdicts": None if verdicts is None else [None if v is None else 1 if v > 0 else -1 for v in verdicts],
+        "step_rewards": [] if steps.scores is None else steps.scores.tolist(),
+        "step_advantages": _step_advantages(rollout, steps.ranges),
+        "advantage": _advantage(rollout),
+        "agent": _text(payload.get("agent")),
+        "episode": _text(payload.get("episode")),
+    }
+    if text is not None:
+        row |= {name: _text(payload.get(name)) for name in ("question", "answer", "review")}
+        row |= {"prompt": text.prompt, "text": text.text, "steps": list(text.steps)}
+        row["pieces"] = [
+            {"author": own.author, "tokens": own.end - own.first, "advantage": own.advantage, "text": said}
+            for own, said in text.pieces
+        ] or None
+    return row
+
+
+def _lists(arrays: Sequence[np.ndarray]) -> pa.ListArray:
+    """Returns one list per array, over one buffer."""
+    offsets = np.concatenate([[0], np.cumsum([array.size for array in arrays], dtype=np.int64)]).astype(np.int32)
+    flat = pa.array(np.concatenate(arrays))
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, type=_values_of(flat.type))
+
+
+def _split(column: pa.ChunkedArray) -> list[np.ndarray]:
+    """Returns one array per row. The arrays are views of one buffer that may be written to."""
+    lists = cast(pa.ListArray, column.combine_chunks())
+    offsets, values = lists.offsets.to_numpy(), np.array(lists.values.to_numpy())
+    return [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+
+
+def _advantage(rollout: Rollout) -> float | None:
+    """Returns the one of all tokens, or that of the first trained token; None before credit is assigned."""
+    if not isinstance(rollout.advantages, np.ndarray):
+        return None if rollout.advantages is None else float(rollout.advantages)
+    return float(rollout.advantages[int(rollout.trainable.argmax())]) if rollout.num_trainable else None
+
+
+def _step_advantages(rollout: Rollout, ranges: np.ndarray) -> list[float]:
+    """Returns the advantage of each step's last trained token, 0 where none is; empty before credit is assigned."""
+    if rollout.advantages is None or not len(ranges):
+        return []
+    if not isinstance(rollout.advantages, np.ndarray):
+        own = [(a, b) for a, b, author, _ in rollout.spans.tolist() if author == Author.POLICY]
+        inside = (any(a < end and start < b for a, b in own) for start, end in ranges.tolist())
+        return [float(rollout.advantages) if there else 0.0 for there in inside]
+    trained = np.flatnonzero(rollout.trainable)
+    places = np.searchsorted(trained, ranges[:, 1]) - 1  # of the last trained token before each end
+    inside = (places >= 0) & (trained[np.maximum(places, 0)] >= ranges[:, 0]) if len(trained) else places >= 0
+    return [float(rollout.advantages[trained[p]]) if there else 0.0 for p, there in zip(places, inside, strict=True)]
+
+
+def _text(value: Any) -> str | None:
+    """Returns text as it is, another value as JSON. What cannot be UTF-8 is replaced: the payload keeps it."""
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,255 @@
+"""Low-rank adapters on disk, in peft's format, and the parts of them that each rank of a trainer holds.
+
+An adapter of a matrix W [rows, columns] is A [r, columns] and B [rows, r]; W computes as W + alpha / r B A. Tensor
+ranks cut B where they cut the rows of W, and A where they cut its columns; the other of the two all of them hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_rl.config.base import read_object
+from megatron_rl.config.schema import ConfigError, Lora
+from megatron_rl.models.lora_targets import (
+    CONFIG,
+    WEIGHTS,
+    Projection,
+    adapted,
+    not_plain,
+    projections,
+    refusal,
+    target_names,
+)
+from megatron_rl.models.partitions import ByColumns, ByRows, Held, Partition, Source, Whole
+from megatron_rl.models.rows import HF_LAYER, MEGATRON_LAYER
+from megatron_rl.models.sizes import Sizes
+from megatron_rl.run.file_checksums import quick_digest
+from megatron_rl.weights import hf_model, safetensors_headers
+from megatron_rl.weights.parameter_mapping import Shard
+from megatron_rl.weights.tensor_copies import all_finite, blocks
+
+DIRECTORY = "adapter"  # of a role's checkpoint: where its adapter lies
+BASE = "base.json"  # which model an adapter was trained on
+_MODULE = "lora"  # of a layer of Megatron: the module that holds its adapters
+PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}  # this package's names of A and B -> peft's
+_PREFIX = "base_model.model."  # what peft puts before the names of the model's modules
+_NAME = re.compile(rf"decoder\.layers\.(\d+)\.{_MODULE}\.(\w+)\.(lora_[ab])")
+_MATRIX = re.compile(r".*?(\w+)\.lora_[AB]\.weight")  # peft's tensor -> the name of its matrix
+
+
+def parameter_name(layer: int, projection: str, part: str) -> str:
+    """Returns Megatron's name of one matrix of an adapter. `part`: lora_a or lora_b."""
+    return f"{MEGATRON_LAYER.format(layer)}{_MODULE}.{projection}.{part}"
+
+
+def is_adapter(name: str) -> bool:
+    """Says whether a Megatron parameter, named with its global layer number, belongs to an adapter."""
+    return f".{_MODULE}." in name
+
+
+def held(sizes: Sizes, name: str, shard: Shard, rank: int) -> Held:
+    """Returns (shape on this rank, rectangles) of an adapter's parameter, of rank `rank`, in peft's tensors."""
+    _, source, cut = _find(sizes, name, rank)
+    return cut.held([source], shard.tp, shard.rank)
+
+
+def shapes(sizes: Sizes, lora: Lora) -> dict[str, tuple[int, int]]:
+    """Returns {peft's tensor: (rows, columns)} of the whole adapter of a model."""
+    names = (
+        parameter_name(layer, found.name, part)
+        for layer in range(sizes.num_layers)
+        for found in adapted(sizes, layer, lora)
+        for part in PARTS
+    )
+    return {source.name: (source.rows, source.columns) for source in (_find(sizes, n, lora.rank)[1] for n in names)}
+
+
+def read(directory: str | Path, sizes: Sizes, lora: Lora) -> dict[str, Tensor]:
+    """Reads an adapter that peft, or `write`, wrote. Returns its tensors by peft's names.
+
+    Raises ConfigError for files that are missing or damaged, for tensors that are not those of `lora`, and for numbers
+    that cannot be computed with.
+    """
+    file = Path(directory) / WEIGHTS
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{file} cannot be read as safetensors ({error}): give the directory of an adapter"
+        ) from error
+    wanted = shapes(sizes, lora)
+    missing, more = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    if missing or more:
+        raise ConfigError(
+            f"{file}: lora.targets = {list(lora.targets)} of this model wants {len(wanted)} tensors; missing are "
+            f"{missing[:2]}, and {more[:2]} have no place: set lora.targets to the adapter's"
+        )
+    for name, shape in wanted.items():
+        if tuple(found[name].shape) != shape:
+            raise ConfigError(
+                f"{file}: {name} is {list(found[name].shape)}, lora.rank = {lora.rank} and the model's config.json "
+                f"say {list(shape)}: is it another model's?"
+            )
+        if not found[name].is_floating_point() or not all_finite(found[name]):
+            wrong = (
+                "holds numbers that are not finite" if found[name].is_floating_point() else f"is {found[name].dtype}"
+            )
+            raise ConfigError(f"{file}: {name} {wrong}: its training failed, or the file is damaged; give another one")
+    return found
+
+
+def write(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str, digest: str) -> None:
+    """Writes an adapter's files as peft does, and which base it belongs to. `base`: the model's path or hub name;
+    `digest`: its `base_digest`.
+
+    peft and vLLM load the directory as it stands.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = directory / f".{WEIGHTS}.partial"
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk comes as one
+        raise OSError(f"{partial} cannot be written: {error}") from error
+    partial.replace(directory / WEIGHTS)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(lora.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    (directory / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (directory / BASE).write_text(json.dumps({"path": base, "digest": digest}, indent=2) + "\n")
+
+
+def read_settings(directory: Path) -> Lora:
+    """Reads the settings of an adapter that peft, or `write`, wrote. Raises ConfigError when they cannot be read, and
+    for an adapter that is not W + alpha / r B A."""
+    file = directory / CONFIG
+    try:
+        told = read_object(file)
+        odd = not_plain(told)
+        targets = target_names(told) or {
+            _MATRIX.sub(r"\1", name) for name in safetensors_headers.read_file(directory / WEIGHTS)
+        }
+        if not odd:
+            return Lora(rank=told["r"], alpha=told["lora_alpha"], targets=cast(Any, tuple(sorted(targets))))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error!r}): is it a LoRA adapter?") from error
+    raise ConfigError(f"{file}: {refusal(told, odd[0])}")
+
+
+def base_of(directory: Path) -> Path:
+    """Returns the directory of the model that an adapter says it was trained on. Raises ConfigError when it is not
+    here."""
+    file = directory / CONFIG
+    try:
+        return hf_model.local_directory(read_object(file)["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{directory}: the model that it was trained on is not found ({error}); name it by --model"
+        ) from error
+
+
+def base_digest(path: str | Path) -> str:
+    """Returns a digest of a model's weights files: of their names and quick digests (run.file_checksums)."""
+    directory, found = hf_model.local_directory(path), hashlib.sha256()
+    # config.json itself is left out: tools rewrite it (dtype, version of transformers) beside the same weights
+    for file in sorted({stored.file for stored in safetensors_headers.read_directory(directory).values()}):
+        found.update(f"{file.name} {quick_digest(file)}\n".encode())
+    return found.hexdigest()
+
+
+def other_base(directory: Path, path: str | Path) -> str | None:
+    """Returns a sentence when the adapter in `directory` was trained on other weights than those at `path`."""
+    file = directory / BASE
+    try:
+        told = read_object(file)
+        digest, trained_on = told["digest"], told["path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{file} cannot be read ({error!r}): the checkpoint is not one of adapters, or it is damaged"
+    if digest == base_digest(path):
+        return None
+    return (
+        f"{directory} was trained on {trained_on} as it was then (digest {digest[:16]}...), and the weights at {path} "
+        "are others: an adapter means nothing without its base; set model.path to that model"
+    )
+
+
+def difference(directory: Path, own: Lora | None, path: str | Path) -> str | None:
+    """Returns why a checkpoint, whose adapter would lie in `directory`, is not one of a role, or None.
+
+    `own`: the role's settings of adapters; None: it trains the model itself. `path`: the role's model.
+    """
+    if not directory.is_dir():
+        return f"{directory.parent} holds a whole model, and the role trains adapters: leave lora out, or start anew"
+    if own is None:
+        return f"{directory.parent} holds adapters alone, and the role trains a whole model: set lora as it was"
+    there = read_settings(directory)
+    for key in ("rank", "alpha"):
+        was, now = vars(there)[key], vars(own)[key]
+        if was != now:
+            return f"lora.{key} = {now}, and {directory} has {was}: set it to that, or start anew"
+    if {*there.targets} != {*own.targets}:
+        return f"lora.targets = {list(own.targets)}, and {directory} has {list(there.targets)}: set them to these"
+    return other_base(directory, path)
+
+
+def merged(
+    tensors: Iterator[tuple[str, Tensor]], sizes: Sizes, lora: Lora, adapter: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields a base's (Hugging Face name, tensor) with the adapter added: W + alpha / r B A, in W's dtype."""
+    pairs = {}
+    for layer in range(sizes.num_layers):
+        for found in adapted(sizes, layer, lora):
+            names = (_peft_name(layer, found, part) for part in PARTS)
+            pairs[f"{HF_LAYER.format(layer)}{found.module}.weight"] = tuple(adapter[name].float() for name in names)
+    scale = lora.alpha / lora.rank
+    for name, tensor in tensors:
+        if name not in pairs:
+            yield name, tensor
+            continue
+        a, b = pairs[name]
+        whole, row = tensor.clone(), 0
+        for part in blocks(whole):  # float32 of a part at a time
+            part.copy_(part.float() + scale * (b[row : row + len(part)] @ a))
+            row += len(part)
+        yield name, whole
+
+
+def _peft_name(layer: int, projection: Projection, part: str) -> str:
+    """Returns peft's name of one matrix of an adapter."""
+    return f"{_PREFIX}{HF_LAYER.format(layer)}{projection.module}.{PARTS[part]}.weight"
+
+
+def _find(sizes: Sizes, name: str, rank: int = 1) -> tuple[Projection, Source, Partition]:
+    """Returns (projection, peft's tensor, cut) of an adapter's parameter. Raises KeyError for a name that is none."""
+    parts = _NAME.fullmatch(name)
+    if parts is None:
+        raise KeyError(f"{name!r} is no parameter of an adapter")
+    layer, part = int(parts[1]), parts[3]
+    projection = next((p for p in projections(sizes, layer) if p.name == parts[2]), None)
+    if projection is None:
+        raise KeyError(f"{name!r}: a {sizes.family} model has no matrix {parts[2]} in layer {layer}")
+    tensor = _peft_name(layer, projection, part)
+    if part == "lora_a":
+        return projection, Source(tensor, rank, projection.columns), ByColumns() if projection.inward else Whole()
+    return projection, Source(tensor, projection.rows, rank), Whole() if projection.inward else ByRows()

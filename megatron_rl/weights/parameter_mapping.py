@@ -1,0 +1,300 @@
+"""Maps Hugging Face tensors, Megatron parameters and engine parameters to each other, as lists of rectangles.
+
+A parameter as one rank holds it is a list of `Rect`s. Each says which rectangle of which Hugging Face tensor lies where
+in the parameter. An import copies along them in one direction and an export in the other; a refit intersects the
+rectangles of two layouts. Which parameters there are, and how ranks cut them, stands in the rows of the model's family
+(megatron_rl/models/); everything here is a loop over those rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.models.partitions import Held, Rect, Shape
+from megatron_rl.models.registry import ends, family_of, layer_rows
+from megatron_rl.models.rows import EXPERT, HF_LAYER, MEGATRON_LAYER, Row
+from megatron_rl.models.sizes import Sizes
+
+
+class Shard(NamedTuple):
+    """The part of every parameter that a rank holds: `rank` of `tp`, or of experts `expert_rank` of `expert_tp`."""
+
+    tp: int = 1
+    rank: int = 0
+    expert_tp: int = 1
+    expert_rank: int = 0
+
+    def of(self, row: Row) -> tuple[int, int]:
+        """Returns (ranks, rank) by which a row is cut."""
+        return (self.expert_tp, self.expert_rank) if row.experts else (self.tp, self.rank)
+
+
+class Parameter(NamedTuple):
+    """A parameter on a rank."""
+
+    name: str
+    shape: Shape
+    rects: list[Rect]
+
+
+WHOLE = Shard()
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT_NUMBER = re.compile(r"(mlp\.experts\.(?:linear_fc[12]\.(?:weight|bias)|local_experts\.))(\d+)")
+
+
+def hf_shapes(sizes: Sizes) -> dict[str, Shape]:
+    """Returns {tensor: (rows, columns)} of all tensors in the model's Hugging Face directory."""
+    first, last = ends(sizes)
+    shapes = {s.name: (s.rows, s.columns) for row in (*first, *last) for s in row.sources}
+    for layer in range(sizes.num_layers):
+        prefix = HF_LAYER.format(layer)
+        for row in layer_rows(sizes, layer):
+            for expert in range(row.experts or 1):
+                shapes |= {prefix + s.name.replace(EXPERT, str(expert)): (s.rows, s.columns) for s in row.sources}
+    return shapes
+
+
+@lru_cache(maxsize=64)
+def kept_float32(sizes: Sizes) -> frozenset[str]:
+    """Returns the names of the parameters that are float32 whatever the model's dtype, and are not trained.
+
+    They are those of Hugging Face tensors, of Megatron's parameters in both spellings, and of engines' parameters.
+    """
+    found: set[str] = set()
+    for layer in range(sizes.num_layers):
+        megatron_prefix, prefix = MEGATRON_LAYER.format(layer), HF_LAYER.format(layer)
+        for row in (row for row in layer_rows(sizes, layer) if row.float32):
+            found |= {megatron_prefix + row.spelled(fused) for fused in (False, True)}
+            found |= {prefix + name for name in (*(s.name for s in row.sources), row.engine) if name is not None}
+    return frozenset(found)
+
+
+def is_expert(name: str) -> bool:
+    """Says whether this Megatron parameter belongs to one expert of a router.
+
+    Expert-parallel ranks hold different parameters of this kind.
+    """
+    return ".mlp.experts." in name
+
+
+def renumber_expert(name: str, *, by: int) -> str:
+    """Returns the name of an expert's parameter with `by` added to its expert number.
+
+    This turns a rank's own number into the global one.
+    """
+    return _EXPERT_NUMBER.sub(lambda found: found[1] + str(int(found[2]) + by), name)
+
+
+def megatron(sizes: Sizes, name: str, shard: Shard = WHOLE, *, vocab_multiple: int = 1) -> tuple[Shape, list[Rect]]:
+    """Returns (shape on this rank, rectangles) of a Megatron parameter, named with global layer and expert numbers.
+
+    Elements that no rectangle covers are padding of the vocabulary. Raises KeyError for a name without a Hugging Face
+    tensor.
+    """
+    row, prefix, expert = _find(sizes, name)
+    shape, rects = row.partition.held(row.sources, *shard.of(row), vocab_multiple)
+    return shape, _named(rects, prefix, expert)
+
+
+def _find(sizes: Sizes, name: str) -> tuple[Row, str, str]:
+    """Returns (row, prefix of its tensors, number of the expert) of a Megatron parameter in either spelling.
+
+    Raises KeyError for a name that the model does not have.
+    """
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        row, prefix, expert = _rows_by_name(sizes, None).get(name), "", ""
+    else:
+        number = int(layer[1])
+        found = _EXPERT_NUMBER.search(layer[2])
+        expert = found[2] if found else ""
+        part = layer[2] if found is None else _EXPERT_NUMBER.sub(rf"\g<1>{EXPERT}", layer[2])
+        row = _rows_by_name(sizes, number).get(part) if number < sizes.num_layers else None
+        prefix = HF_LAYER.format(number)
+    if row is None:
+        raise KeyError(f"no Hugging Face tensor is known for the Megatron parameter {name!r} of a {sizes.family} model")
+    return row, prefix, expert
+
+
+@lru_cache(maxsize=1024)
+def _rows_by_name(sizes: Sizes, layer: int | None) -> dict[str, Row]:
+    """Returns the rows of a layer, or outside of the layers, by Megatron's names in both spellings."""
+    rows = [row for part in ends(sizes) for row in part] if layer is None else layer_rows(sizes, layer)
+    return {row.spelled(fused): row for row in rows for fused in (False, True)}
+
+
+def _named(rects: Iterable[Rect], prefix: str, expert: str) -> list[Rect]:
+    """Returns rectangles of a row with the whole names of their tensors."""
+    if expert:
+        return [Rect(prefix + tensor.replace(EXPERT, expert), *rest) for tensor, *rest in rects]
+    return [Rect(prefix + tensor, *rest) for tensor, *rest in rects]
+
+
+def megatron_names(
+    sizes: Sizes, layers: Iterable[int], experts: Iterable[int], *, first: bool, last: bool, fused: bool
+) -> list[str]:
+    """Returns the names of the parameters that a rank holds with these global `layers` and `experts`.
+
+    `first` and `last` say whether it is the first or last pipeline stage. A tied model has a copy of the embedding as
+    output layer on a last stage that is not the first. `fused`: names have Transformer Engine's spelling.
+    """
+    stage = _stage_rows(sizes, layers, first=first, last=last)
+    chosen = [*experts]
+    return [name for row, prefix, _ in stage for name, _ in _spelled(row, prefix, chosen, fused)]
+
+
+def _stage_rows(sizes: Sizes, layers: Iterable[int], *, first: bool, last: bool) -> Iterator[tuple[Row, str, str]]:
+    """Yields (row, prefix of Megatron's name, prefix of Hugging Face's names) of all rows of a pipeline stage."""
+    outside = ends(sizes)
+    if first:
+        yield from ((row, "", "") for row in outside.first)
+    for layer in layers:
+        prefixes = MEGATRON_LAYER.format(layer), HF_LAYER.format(layer)
+        yield from ((row, *prefixes) for row in layer_rows(sizes, layer))
+    if last:
+        yield from ((row, "", "") for row in outside.last if not (row.copy and first))
+
+
+def _spelled(row: Row, prefix: str, experts: Sequence[int], fused: bool) -> Iterator[tuple[str, str]]:
+    """Yields (name, number of the expert or nothing) of the parameters that a row stands for."""
+    name = prefix + row.spelled(fused)
+    if not row.experts:
+        yield name, ""
+        return
+    for expert in experts:
+        yield name.replace(EXPERT, str(expert)), str(expert)
+
+
+def trainer_parameters(
+    sizes: Sizes,
+    layers: Iterable[int],
+    experts: Sequence[int] | None,
+    shard: Shard,
+    *,
+    first_last: tuple[bool, bool],
+    fused: bool,
+    vocab_multiple: int = 1,
+) -> Iterator[Parameter]:
+    """Yields the parameters of a trainer's rank: its dense ones where `experts` is None, else those of these experts.
+
+    `first_last`: whether the rank is of the first, and of the last pipeline stage. Names are those of `megatron_names`.
+    """
+    held = _holder(lambda row: row.partition.held(row.sources, *shard.of(row), vocab_multiple))
+    for row, prefix, tensors in _stage_rows(sizes, layers, first=first_last[0], last=first_last[1]):
+        if bool(row.experts) != (experts is not None):
+            continue
+        shape, rects = held(row)
+        for name, expert in _spelled(row, prefix, experts or (), fused):
+            yield Parameter(name, shape, _named(rects, tensors, expert))
+
+
+def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -> dict[str, tuple[Shape, list[Rect]]]:
+    """Returns {name: (shape, rectangles)} of rank `rank` of a vLLM or SGLang engine.
+
+    q, k and v of the rank's heads are one parameter (key/value heads are repeated when there are fewer than ranks), and
+    so are gate and up. Experts are stacked in [E_local, ...] parameters, whose leading two dimensions are joined here.
+    With `expert_parallel` a rank holds a run of whole experts, otherwise a slice of every expert.
+    """
+
+    def cut(row: Row) -> Held:
+        whole = bool(row.experts) and expert_parallel
+        return row.of_engine.held(row.sources, *((1, 0) if whole else (tp, rank)))
+
+    held = _holder(cut)
+    out: dict[str, tuple[Shape, list[Rect]]] = {}
+    for row, _, prefix in _stage_rows(sizes, range(sizes.num_layers), first=True, last=True):
+        if row.engine is None:
+            continue
+        (rows, columns), rects = held(row)
+        if not row.experts:
+            (before, _), others = out.get(prefix + row.engine, ((0, columns), []))
+            behind = [rect._replace(at_row=before + rect.at_row) for rect in _named(rects, prefix, "")]
+            out[prefix + row.engine] = (before + rows, columns), others + behind
+            continue
+        here = (
+            range(rank * row.experts // tp, (rank + 1) * row.experts // tp) if expert_parallel else range(row.experts)
+        )
+        joined = [
+            rect._replace(tensor=prefix + rect.tensor.replace(EXPERT, str(expert)), at_row=place * rows + rect.at_row)
+            for place, expert in enumerate(here)
+            for rect in rects
+        ]
+        out[prefix + row.engine] = (len(here) * rows, columns), joined
+    return out
+
+
+def _holder(cut: Callable[[Row], Held]) -> Callable[[Row], Held]:
+    """Returns a function that cuts a row as `cut` does, and each row once: equal layers share their rows."""
+    known: dict[int, tuple[Row, Held]] = {}  # with its row, which keeps the id its own
+
+    def held(row: Row) -> Held:
+        if id(row) not in known:
+            known[id(row)] = row, cut(row)
+        return known[id(row)][1]
+
+    return held
+
+
+def check_complete(names: Iterable[str], sizes: Sizes) -> None:
+    """Raises ConfigError for tensors that have no place in the model: without them it would be another model."""
+    known = {*hf_shapes(sizes), "lm_head.weight"}  # a tied model's file may hold the head too
+    family = family_of(sizes)
+    left = sorted(n for n in names if n not in known and not family.leaves_out(sizes, n))
+    if left:
+        raise ConfigError(
+            f"{len(left)} tensors have no place in a {sizes.family} model, e.g. {', '.join(left[:5])}: "
+            "is it another model?"
+        )
+
+
+def check_coverage(sizes: Sizes, rects: Iterable[Rect]) -> None:
+    """Raises ValueError unless the rectangles of all ranks together hold every element of every tensor once.
+
+    Equal rectangles are replicas and count as one. Others may not overlap.
+    """
+    by_tensor: dict[str, set[tuple[int, int, int, int]]] = {}
+    for rect in rects:
+        by_tensor.setdefault(rect.tensor, set()).add((rect.row, rect.column, rect.rows, rect.columns))
+    shapes = hf_shapes(sizes)
+    unknown, missing = sorted(by_tensor.keys() - shapes.keys()), sorted(shapes.keys() - by_tensor.keys())
+    if unknown or missing:
+        raise ValueError(f"the model has no tensors {unknown[:5]}; nobody holds the tensors {missing[:5]}")
+    for tensor, boxes in by_tensor.items():
+        rows, columns = shapes[tensor]
+        if any(r < 0 or c < 0 or r + n > rows or c + m > columns for r, c, n, m in boxes):
+            raise ValueError(f"{tensor} [{rows}, {columns}]: a rectangle lies outside of it")
+        held = sum(n * m for _, _, n, m in boxes)
+        if held != rows * columns or _any_overlap(boxes):
+            raise ValueError(
+                f"{tensor} [{rows}, {columns}]: its ranks hold {held} of {rows * columns} elements, or overlap"
+            )
+
+
+def _any_overlap(boxes: Iterable[tuple[int, int, int, int]]) -> bool:
+    """Says whether two of the (row, column, rows, columns) boxes overlap."""
+    ordered = sorted(boxes)
+    for i, (row, column, rows, columns) in enumerate(ordered):
+        for other_row, other_column, _, other_columns in ordered[i + 1 :]:
+            if other_row >= row + rows:
+                break
+            if other_column < column + columns and column < other_column + other_columns:
+                return True
+    return False
+
+
+def padding(shape: Shape, rects: Sequence[Rect]) -> int:
+    """Returns the number of elements of a parameter that no rectangle covers."""
+    return shape[0] * shape[1] - sum(rect.elements for rect in rects)
+
+
+def by_tensor(parameters: Mapping[str, tuple[Shape, Sequence[Rect]]]) -> dict[str, list[tuple[str, Rect]]]:
+    """Returns {tensor: [(parameter, rectangle)]} from {parameter: (shape, rectangles)}."""
+    out: dict[str, list[tuple[str, Rect]]] = {}
+    for name, (_, rects) in parameters.items():
+        for rect in rects:
+            out.setdefault(rect.tensor, []).append((name, rect))
+    return out

@@ -1,0 +1,167 @@
+"""Says which rank holds which rectangles, for the ranks of a trainer and of an engine, from their layouts alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
+from megatron_rl.models.sizes import Sizes
+from megatron_rl.weights.parameter_mapping import Parameter, Rect, Shape, Shard, engine, hf_shapes, trainer_parameters
+
+
+class Holding(NamedTuple):
+    """Parameters, with their rectangles, that all of `ranks` hold alike."""
+
+    ranks: tuple[int, ...]
+    parameters: list[tuple[str, Rect]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerLayout:
+    """The layout of a trainer in Megatron's order of ranks: tensor fastest, then data, then pipeline.
+
+    Experts divide the ranks of a stage in an order of their own: expert-tensor fastest, then expert-parallel, then
+    copies.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+    vpp: int = 1  # chunks of each stage, interleaved: chunk c of stage s is the (c * pp + s)th run of layers
+    stages: tuple[int, ...] = ()  # layers of each run, in order; empty: as even as possible, the first runs one more
+    vocab_multiple: int = 1
+    fused: bool = True  # whether parameters have Transformer Engine's names, not those of the local layer spec
+
+    def __post_init__(self) -> None:
+        if self.tp * self.dp % (self.ep * self.etp):
+            raise ConfigError(
+                f"ep {self.ep} x etp {self.etp} does not divide the {self.tp * self.dp} ranks of a stage (tp x dp)"
+            )
+        if self.stages and len(self.stages) != self.pp * self.vpp:
+            raise ConfigError(f"stages {self.stages} for pp = {self.pp} x vpp = {self.vpp}: give the layers of each")
+
+    @property
+    def world(self) -> int:
+        """Returns the number of ranks."""
+        return self.tp * self.pp * self.dp
+
+    def layers(self, sizes: Sizes) -> list[list[int]]:
+        """Returns the global layer numbers of each stage.
+
+        Raises ConfigError when `stages` do not add up to the model's layers.
+        """
+        runs = self.pp * self.vpp
+        even, left = divmod(sizes.num_layers, runs)
+        counts = self.stages or tuple(even + (i < left) for i in range(runs))
+        if sum(counts) != sizes.num_layers:
+            raise ConfigError(f"stages {counts} hold {sum(counts)} layers, the model has {sizes.num_layers}")
+        ends = [sum(counts[: i + 1]) for i in range(runs)]
+        own = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        return [[layer for chunk in own[stage :: self.pp] for layer in chunk] for stage in range(self.pp)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLayout:
+    """The layout of `replicas` engines of `tp` ranks each, numbered engine by engine.
+
+    `whole`: every rank holds the whole model under Hugging Face's names (the embedded engine; tp is 1).
+    `expert_parallel`: a rank holds whole experts.
+    """
+
+    tp: int = 1
+    replicas: int = 1
+    expert_parallel: bool = False
+    whole: bool = False
+
+    @property
+    def world(self) -> int:
+        """Returns the number of ranks of all replicas."""
+        return self.tp * self.replicas
+
+
+def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
+    """Yields what the ranks of a trainer hold.
+
+    Dense parameters and experts come apart: their copies lie on different ranks.
+
+    Raises ConfigError for a layout that does not divide the model.
+    """
+    _refuse("trainer", trainer_problems(sizes, _axes(sizes, layout), f"the {sizes.family} model"))
+    stage_ranks = layout.tp * layout.dp
+    for stage, layers in enumerate(layout.layers(sizes)):
+        ends = stage == 0, stage == layout.pp - 1
+        base = stage * stage_ranks
+        for rank in range(layout.tp):
+            shard = Shard(layout.tp, rank)
+            copies = tuple(base + rank + layout.tp * replica for replica in range(layout.dp))
+            found = trainer_parameters(
+                sizes, layers, None, shard, first_last=ends, fused=layout.fused, vocab_multiple=layout.vocab_multiple
+            )
+            yield _holding(copies, found)
+        own = sizes.experts // layout.ep
+        for group in range(layout.ep * layout.etp if own else 0):
+            ep_rank, etp_rank = divmod(group, layout.etp)
+            here = range(ep_rank * own, (ep_rank + 1) * own)
+            copies = tuple(range(base + group, base + stage_ranks, layout.ep * layout.etp))
+            shard = Shard(expert_tp=layout.etp, expert_rank=etp_rank)
+            found = trainer_parameters(sizes, layers, here, shard, first_last=ends, fused=layout.fused)
+            yield _holding(copies, found)
+
+
+def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = None) -> Iterator[Holding]:
+    """Yields what the ranks of the engines hold; if `ranks` is given, only those.
+
+    Raises ConfigError for a layout that does not divide the model.
+    """
+    model = f"the {sizes.family} model"
+    _refuse("engine", engine_problems(sizes, layout.tp, model, expert_parallel=layout.expert_parallel))
+    for rank in range(layout.tp):
+        copies = tuple(r for r in range(rank, layout.world, layout.tp) if ranks is None or r in ranks)
+        if copies:
+            own = engine_parameters(sizes, layout, rank)
+            yield Holding(copies, [(name, rect) for name, (_, rects) in own.items() for rect in rects])
+
+
+def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str, tuple[Shape, list[Rect]]]:
+    """Returns {name: (shape, rectangles)} of an engine rank (of any replica)."""
+    if layout.whole:
+        return {name: (shape, [Rect(name, 0, 0, *shape, 0, 0)]) for name, shape in hf_shapes(sizes).items()}
+    return engine(sizes, layout.tp, rank % layout.tp, expert_parallel=layout.expert_parallel)
+
+
+def _axes(sizes: Sizes, layout: TrainerLayout) -> Axes:
+    """Returns the axes of a layout. The arithmetic here allows uneven stages, so that runs of layers are not asked
+    about."""
+    etp = layout.etp if sizes.experts or layout.etp > 1 else None
+    return Axes(tp=layout.tp, ep=layout.ep, etp=etp)
+
+
+def _refuse(side: str, problems: Sequence[str]) -> None:
+    """Raises ConfigError where there are problems."""
+    if problems:
+        raise ConfigError("\n  ".join(f"{side}: {line}" for line in problems))
+
+
+def _holding(ranks: tuple[int, ...], found: Iterable[Parameter]) -> Holding:
+    """Returns these parameters as what `ranks` hold."""
+    return Holding(ranks, [(name, rect) for name, _, rects in found for rect in rects])
+
+
+def differences(wanted: Mapping[str, tuple[int, int]], found: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """Yields a text for each parameter of an engine that differs from what a layout wants.
+
+    An equal number of elements is enough: shapes may differ.
+    """
+    for name in sorted(wanted.keys() | found.keys()):
+        if name not in found:
+            yield f"{name} is not in the engine"
+        elif name not in wanted:
+            yield f"{name} is not in the trainer's model"
+        elif math.prod(found[name]) != math.prod(wanted[name]):
+            yield f"{name} is {list(found[name])} in the engine and {list(wanted[name])} in the trainer's layout"

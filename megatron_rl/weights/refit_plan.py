@@ -1,0 +1,404 @@
+"""Plans a refit: which trainer rank sends which part of which parameter to each engine rank.
+
+The plan is computed from the rectangles of two layouts alone, so that every rank comes to the same plan by itself.
+Every element that an engine rank needs is sent to it once, by a rank that holds it. Nothing is gathered on the way.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_rl.weights.rank_layouts import Holding
+
+Column = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RankPlacement:
+    """The node and device of every rank.
+
+    Nothing is sent within a device, and what is sent within a node stays off the network.
+    """
+
+    nodes: Sequence[int]  # node number by rank
+    devices: Sequence[int]  # device number by rank; no two nodes have a number in common
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Rectangles to copy, one per entry of every column, sorted by source and then by destination.
+
+    The rectangle of `rows` x `columns` at (source_row, source_column) of source_parameter goes to (row, column) of
+    destination_parameter. Parameters are numbers, indices of `source_names` and `destination_names`.
+    """
+
+    source: Column  # trainer ranks
+    destination: Column  # engine ranks
+    source_parameter: Column
+    destination_parameter: Column
+    source_row: Column
+    source_column: Column
+    row: Column
+    column: Column
+    rows: Column
+    columns: Column
+    source_names: tuple[str, ...]
+    destination_names: tuple[str, ...]
+
+    @property
+    def elements(self) -> Column:
+        """Returns the number of elements of each slice."""
+        return self.rows * self.columns
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
+class RefitBucket:
+    """Slices [first, last) from one source to one destination, sent in one message in round `round_number`."""
+
+    round_number: int
+    source: int
+    destination: int
+    first: int
+    last: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class RefitPlan:
+    """The messages of a refit, in rounds. In a round a rank sends at most one and receives at most one."""
+
+    slices: Slices
+    buckets: tuple[RefitBucket, ...]  # messages between devices, by round
+    local: tuple[RefitBucket, ...]  # messages within a device, in rounds of their own
+    needed: Mapping[int, int]  # engine rank -> elements that it must have, without padding
+    held: Mapping[int, int]  # engine rank -> how many of these lie on its own device before the refit
+
+    @property
+    def lower_bound(self) -> int:
+        """Returns the number of elements that every plan must send."""
+        return sum(self.needed.values()) - sum(self.held.values())
+
+    @property
+    def sent(self) -> int:
+        """Returns the number of elements that this plan sends from device to device."""
+        return sum(bucket.elements for bucket in self.buckets)
+
+
+def plan(
+    sources: Iterable[Holding],
+    destinations: Iterable[Holding],
+    *,
+    trainer: RankPlacement,
+    engine: RankPlacement,
+    bucket_elements: int = 64 << 20,
+) -> RefitPlan:
+    """Returns the plan between two sets of holdings.
+
+    Of the ranks that hold a needed part, it takes one on the same device, else the least loaded of the same node, else
+    the least loaded of all. Raises ValueError when nobody holds something that an engine rank needs.
+    """
+    tensors: dict[str, int] = {}
+    send, sending = _table(sources, tensors)
+    receive, receiving = _table(destinations, tensors)
+    receive, owners = _one_row_per_rank(receive, receiving)
+    wanted = receive.elements
+    pairs = _drop_duplicates(_find_overlaps(send, receive), send, sending, owners, trainer, engine)
+    _check_all_found(receive, pairs, wanted, tensors)
+    chosen = _choose_senders(pairs, send, sending, owners, trainer, engine)
+    needed = _sum_by(owners, wanted)
+    local = np.asarray(trainer.devices)[chosen] == np.asarray(engine.devices)[owners[pairs.receive]]
+    held = _sum_by(owners[pairs.receive][local], pairs.elements[local])
+    slices = _cut_long(_join_adjacent(_slices(pairs, send, receive, chosen, owners)), bucket_elements)
+    on_device = np.asarray(trainer.devices)[slices.source] == np.asarray(engine.devices)[slices.destination]
+    buckets = [tuple(_buckets(slices, chosen, bucket_elements)) for chosen in (~on_device, on_device)]
+    return RefitPlan(slices, buckets[0], buckets[1], needed, held)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Rectangles as columns, one entry of every column per rectangle."""
+
+    tensor: Column
+    row: Column
+    column: Column
+    rows: Column
+    columns: Column
+    at_row: Column
+    at_column: Column
+    parameter: Column
+    holding: Column
+    names: tuple[str, ...]
+
+    @property
+    def elements(self) -> Column:
+        return self.rows * self.columns
+
+    def take(self, index: Column) -> _Table:
+        """Returns the rectangles at these indices."""
+        columns = {name: getattr(self, name)[index] for name in self.__dataclass_fields__ if name != "names"}
+        return _Table(**columns, names=self.names)
+
+
+def _table(holdings: Iterable[Holding], tensors: dict[str, int]) -> tuple[_Table, list[tuple[int, ...]]]:
+    """Returns (all rectangles, the ranks of each holding).
+
+    Gives every tensor a number, in `tensors`, when it first comes.
+    """
+    names: dict[str, int] = {}
+    rows: list[tuple[int, ...]] = []
+    holders = []
+    for number, holding in enumerate(holdings):
+        holders.append(holding.ranks)
+        for name, rect in holding.parameters:
+            parameter = names.setdefault(name, len(names))
+            rows.append((tensors.setdefault(rect.tensor, len(tensors)), *rect[1:], parameter, number))
+    if not rows:
+        raise ValueError("no parameters: nothing to plan")
+    return _Table(*np.array(rows, dtype=np.int64).T, names=tuple(names)), holders
+
+
+def _one_row_per_rank(table: _Table, holders: Sequence[tuple[int, ...]]) -> tuple[_Table, Column]:
+    """Repeats the rectangles of each holding for each of its ranks. Returns (table, the rank of each row)."""
+    copies = np.array([len(r) for r in holders], dtype=np.int64)[table.holding]
+    index = np.repeat(np.arange(len(copies)), copies)
+    which = np.arange(len(index)) - np.repeat(np.cumsum(copies) - copies, copies)
+    width = max(len(r) for r in holders)
+    grid = np.array([[*r, *[-1] * (width - len(r))] for r in holders], dtype=np.int64)
+    return table.take(index), grid[table.holding[index], which]
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Overlaps of a sent and a received rectangle, as columns."""
+
+    send: Column  # rows of the sending table
+    receive: Column  # rows of the receiving table
+    row: Column  # where the overlap begins in the Hugging Face tensor
+    column: Column
+    rows: Column
+    columns: Column
+
+    @property
+    def elements(self) -> Column:
+        return self.rows * self.columns
+
+
+def _find_overlaps(send: _Table, receive: _Table) -> _Pairs:
+    """Returns every overlap of a rectangle of `send` and a rectangle of `receive`."""
+    order = np.argsort(send.tensor, kind="stable")
+    keys = send.tensor[order]
+    low, high = np.searchsorted(keys, receive.tensor, "left"), np.searchsorted(keys, receive.tensor, "right")
+    counts = high - low
+    r = np.repeat(np.arange(len(counts)), counts)
+    s = order[np.arange(len(r)) - np.repeat(np.cumsum(counts) - counts, counts) + low[r]]
+    top, left = np.maximum(send.row[s], receive.row[r]), np.maximum(send.column[s], receive.column[r])
+    bottom = np.minimum(send.row[s] + send.rows[s], receive.row[r] + receive.rows[r])
+    right = np.minimum(send.column[s] + send.columns[s], receive.column[r] + receive.columns[r])
+    index = np.flatnonzero((bottom > top) & (right > left))
+    return _Pairs(s[index], r[index], top[index], left[index], (bottom - top)[index], (right - left)[index])
+
+
+def _drop_duplicates(
+    pairs: _Pairs,
+    send: _Table,
+    holders: Sequence[tuple[int, ...]],
+    owners: Column,
+    trainer: RankPlacement,
+    engine: RankPlacement,
+) -> _Pairs:
+    """Returns the nearest of those pairs that bring the same part.
+
+    There are such pairs where all tensor-parallel ranks hold a part alike, and for a tied embedding, which has a second
+    name.
+    """
+    holdings, destinations = send.holding[pairs.send], owners[pairs.receive]
+    width = len(engine.nodes)
+    keys, inverse = np.unique(holdings * width + destinations, return_inverse=True)
+    nearest = np.array(
+        [_distance(holders[key // width], key % width, trainer, engine) for key in keys.tolist()], dtype=np.int64
+    )[inverse]
+    order = np.lexsort([nearest, pairs.column, pairs.row, pairs.receive])
+    same = [np.concatenate([[False], c[order][1:] == c[order][:-1]]) for c in (pairs.column, pairs.row, pairs.receive)]
+    index = np.sort(order[~(same[0] & same[1] & same[2])])
+    return _Pairs(*(getattr(pairs, name)[index] for name in pairs.__dataclass_fields__))
+
+
+def _distance(holders: Sequence[int], destination: int, trainer: RankPlacement, engine: RankPlacement) -> int:
+    """Returns 0 if one of the holders is on the destination's device, 1 if one is on its node, else 2."""
+    if any(trainer.devices[r] == engine.devices[destination] for r in holders):
+        return 0
+    return 1 if any(trainer.nodes[r] == engine.nodes[destination] for r in holders) else 2
+
+
+def _check_all_found(receive: _Table, pairs: _Pairs, wanted: Column, tensors: Mapping[str, int]) -> None:
+    """Raises ValueError unless every element that engines need is held by the trainer."""
+    found = np.bincount(pairs.receive, weights=pairs.elements, minlength=len(wanted)).astype(np.int64)
+    bad = np.flatnonzero(found != wanted)
+    if len(bad):
+        names = list(tensors)
+        first = bad[0]
+        raise ValueError(
+            f"{len(bad)} rectangles of the engines are not held by the trainer, e.g. "
+            f"{names[receive.tensor[first]]} from row {receive.row[first]}: {found[first]} of {wanted[first]} elements"
+        )
+
+
+def _choose_senders(
+    pairs: _Pairs,
+    send: _Table,
+    holders: Sequence[tuple[int, ...]],
+    owners: Column,
+    trainer: RankPlacement,
+    engine: RankPlacement,
+) -> Column:
+    """Returns the sending rank of every pair. The largest pairs choose first."""
+    load = [0] * len(trainer.nodes)
+    out = np.empty(len(pairs.send), dtype=np.int64)
+    holdings, destinations = send.holding[pairs.send].tolist(), owners[pairs.receive].tolist()
+    sizes = pairs.elements.tolist()
+    nearest: dict[tuple[int, int], tuple[bool, tuple[int, ...]]] = {}
+    for i in np.argsort(-pairs.elements, kind="stable").tolist():
+        key = holdings[i], destinations[i]
+        if key not in nearest:
+            nearest[key] = _nearest(holders[key[0]], key[1], trainer, engine)
+        free, candidates = nearest[key]
+        best = candidates[0] if len(candidates) == 1 else min(candidates, key=load.__getitem__)
+        out[i] = best
+        if not free:
+            load[best] += sizes[i]
+    return out
+
+
+def _nearest(
+    holders: Sequence[int], destination: int, trainer: RankPlacement, engine: RankPlacement
+) -> tuple[bool, tuple[int, ...]]:
+    """Returns (whether nothing is sent, the equally near candidates). Their order differs between destinations."""
+    turned = [holders[(i + destination) % len(holders)] for i in range(len(holders))]
+    same_device = [r for r in turned if trainer.devices[r] == engine.devices[destination]]
+    if same_device:
+        return True, tuple(same_device[:1])
+    return False, tuple([r for r in turned if trainer.nodes[r] == engine.nodes[destination]] or turned)
+
+
+def _sum_by(keys: Column, values: Column) -> dict[int, int]:
+    """Returns {key: sum of its values}."""
+    totals: dict[int, int] = {}
+    for key in np.unique(keys).tolist():
+        totals[key] = int(values[keys == key].sum())
+    return totals
+
+
+def _slices(pairs: _Pairs, send: _Table, receive: _Table, chosen: Column, owners: Column) -> Slices:
+    """Returns the pairs as slices of parameters, sorted."""
+    s, r = pairs.send, pairs.receive
+    columns = dict(
+        source=chosen,
+        destination=owners[r],
+        source_parameter=send.parameter[s],
+        destination_parameter=receive.parameter[r],
+        source_row=send.at_row[s] + pairs.row - send.row[s],
+        source_column=send.at_column[s] + pairs.column - send.column[s],
+        row=receive.at_row[r] + pairs.row - receive.row[r],
+        column=receive.at_column[r] + pairs.column - receive.column[r],
+        rows=pairs.rows,
+        columns=pairs.columns,
+    )
+    order = np.lexsort(
+        [
+            columns[name]
+            for name in ("column", "row", "destination_parameter", "source_parameter", "destination", "source")
+        ]
+    )
+    return Slices(
+        **{name: c[order] for name, c in columns.items()}, source_names=send.names, destination_names=receive.names
+    )
+
+
+def _join_adjacent(slices: Slices) -> Slices:
+    """Joins slices that follow each other in both parameters (q, k and v of one group; gate and up)."""
+    n = slices
+    same = np.ones(len(n), dtype=bool)
+    for column in (
+        n.source,
+        n.destination,
+        n.source_parameter,
+        n.destination_parameter,
+        n.source_column,
+        n.column,
+        n.columns,
+    ):
+        same &= np.concatenate([[False], column[1:] == column[:-1]])
+    follows = [np.concatenate([[False], c[1:] == c[:-1] + n.rows[:-1]]) for c in (n.source_row, n.row)]
+    starts = np.flatnonzero(~(same & follows[0] & follows[1]))
+    columns = {name: getattr(n, name)[starts] for name in n.__dataclass_fields__ if not name.endswith("names")}
+    columns["rows"] = np.add.reduceat(n.rows, starts) if len(n) else n.rows
+    return Slices(**columns, source_names=n.source_names, destination_names=n.destination_names)
+
+
+def _cut_long(slices: Slices, limit: int) -> Slices:
+    """Cuts slices of more than `limit` elements by rows, into parts of as many rows as fit, at least one."""
+    fitting = np.maximum(1, limit // slices.columns)
+    parts = -(-slices.rows // fitting)
+    which = np.repeat(np.arange(len(slices)), parts)
+    first = (np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)) * fitting[which]
+    columns = {name: getattr(slices, name)[which] for name in slices.__dataclass_fields__ if not name.endswith("names")}
+    columns |= {"source_row": columns["source_row"] + first, "row": columns["row"] + first}
+    columns["rows"] = np.minimum(fitting[which], columns["rows"] - first)
+    return Slices(**columns, source_names=slices.source_names, destination_names=slices.destination_names)
+
+
+def _buckets(slices: Slices, sent: NDArray[np.bool_], limit: int) -> list[RefitBucket]:
+    """Fills messages with the `sent` slices, up to `limit` elements each, and gives each message a round.
+
+    A row that is longer goes alone.
+    """
+    messages: list[tuple[int, int, int, int, int]] = []  # source, destination, first, last, elements
+    elements, source, destination = slices.elements.tolist(), slices.source.tolist(), slices.destination.tolist()
+    for i in np.flatnonzero(sent).tolist():
+        if messages:
+            s, d, first, last, size = messages[-1]
+            if (s, d, last) == (source[i], destination[i], i) and size + elements[i] <= limit:
+                messages[-1] = (s, d, first, i + 1, size + elements[i])
+                continue
+        messages.append((source[i], destination[i], i, i + 1, elements[i]))
+    return _assign_rounds(messages)
+
+
+def _assign_rounds(messages: Sequence[tuple[int, int, int, int, int]]) -> list[RefitBucket]:
+    """Gives each message the first round in which both its ends are free. The busiest ends choose first."""
+    waiting: dict[tuple[int, int], list[tuple[int, int, int, int, int]]] = {}
+    for message in messages:
+        waiting.setdefault(message[:2], []).append(message)
+    left_out: dict[int, int] = {}
+    left_in: dict[int, int] = {}
+    for (s, d), queue in waiting.items():
+        left_out[s] = left_out.get(s, 0) + len(queue)
+        left_in[d] = left_in.get(d, 0) + len(queue)
+    out, round_number = [], 0
+    while waiting:
+        order = [(-max(left_out[s], left_in[d]), (d - s) % (len(left_out) + 1), s, d) for s, d in waiting]
+        heapq.heapify(order)
+        busy_out: set[int] = set()
+        busy_in: set[int] = set()
+        while order:
+            _, _, s, d = heapq.heappop(order)
+            if s in busy_out or d in busy_in:
+                continue
+            busy_out.add(s)
+            busy_in.add(d)
+            message = waiting[s, d].pop(0)
+            out.append(RefitBucket(round_number, *message))
+            left_out[s] -= 1
+            left_in[d] -= 1
+            if not waiting[s, d]:
+                del waiting[s, d]
+        round_number += 1
+    return out

@@ -1,0 +1,148 @@
+"""Reads what the safetensors files of a model directory hold, from their headers alone: no tensor data, no torch.
+
+transformers 5 holds the experts of a layer in one tensor. Its save_pretrained writes a tensor for each expert. Files
+that other tools write may hold the stacks: their parts get the names that save_pretrained gives.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_rl.config.base import read_object
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.models import registry
+from megatron_rl.models.lora_targets import CONFIG as ADAPTER
+from megatron_rl.models.registry import layer_rows
+from megatron_rl.models.rows import EXPERT, HF_LAYER
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+LFS = b"version https://git-lfs.github.com/"  # begins a pointer, which stands for a file that git-lfs has not fetched
+
+
+class Stored(NamedTuple):
+    """A tensor as a file's header describes it."""
+
+    file: Path
+    dtype: str  # in safetensors' spelling: F32, BF16, F16, ...
+    shape: tuple[int, ...]
+    # Where it is a part of a stack: (tensor in the file, number of the expert or None, first row).
+    part: tuple[str, int | None, int] | None = None
+
+
+def read_directory(directory: Path) -> dict[str, Stored]:
+    """Returns every tensor of a model directory, by name.
+
+    Raises FileNotFoundError when there are no weights at all. Raises ConfigError for a file that is missing, cut short
+    or damaged, for an index that names a tensor which its file does not hold, and for several models in one directory.
+    """
+    return _apart(directory, _read(directory))
+
+
+def _read(directory: Path) -> dict[str, Stored]:
+    """Returns every tensor of a directory as its files have it."""
+    index, single = directory / INDEX, directory / SINGLE
+    if (directory / ADAPTER).is_file() and (index.exists() or single.exists()):
+        raise ConfigError(
+            f"{directory} holds a model and an adapter ({ADAPTER}), which transformers would load with another base: "
+            "move one of them to a directory of its own"
+        )
+    if not index.exists():
+        if not single.exists():
+            raise FileNotFoundError(
+                f"{directory} holds no {SINGLE}: give a downloaded model directory, or set model.init to random"
+            )
+        return read_file(single)
+    try:
+        places = {str(name): str(file) for name, file in read_object(index)["weight_map"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} cannot be read ({error!r}): fetch the model again") from error
+    if single.exists() and SINGLE not in places.values():
+        raise ConfigError(
+            f"{directory} holds two sets of weights, {SINGLE} and the files that {INDEX} lists, of which transformers "
+            "would load the first: remove the one that is not meant"
+        )
+    files: dict[str, dict[str, Stored]] = {}
+    for name, file in places.items():
+        if file not in files:
+            if not (directory / file).is_file():
+                raise ConfigError(
+                    f"{directory / file} is missing, which {INDEX} lists for {name}: fetch the model again"
+                )
+            files[file] = read_file(directory / file)
+        if name not in files[file]:
+            raise ConfigError(
+                f"{directory / file} holds no tensor {name}, which {INDEX} lists there: they are of different models"
+            )
+    return {name: files[file][name] for name, file in places.items()}
+
+
+def _apart(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
+    """Names the parts of stacked experts as files with a tensor for each expert name them. A directory whose
+    config.json cannot be read here is left as it is. Raises ConfigError for a stack of another shape than config.json
+    says."""
+    try:
+        sizes = registry.read(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return found
+    out = dict(found)
+    for layer in range(sizes.num_layers if sizes.experts else 0):
+        prefix = HF_LAYER.format(layer)
+        for row in layer_rows(sizes, layer):
+            name = f"{prefix}{row.in_memory}"
+            if name not in found or row.in_memory == row.sources[0].name:
+                continue
+            rows, columns = sum(source.rows for source in row.sources), row.sources[0].columns
+            shape, stack = (*([row.experts] if row.experts else []), rows, columns), out.pop(name)
+            if stack.shape != shape:
+                raise ConfigError(f"{stack.file}: {name} is {list(stack.shape)}, config.json says {list(shape)}")
+            for number in range(row.experts or 1):
+                first = 0
+                for source in row.sources:
+                    part = (name, number if row.experts else None, first)
+                    own = Stored(stack.file, stack.dtype, (source.rows, source.columns), part)
+                    out[prefix + source.name.replace(EXPERT, str(number))] = own
+                    first += source.rows
+    return out
+
+
+def read_file(file: Path) -> dict[str, Stored]:
+    """Returns every tensor of one safetensors file, by name.
+
+    Raises ConfigError, with the tensor concerned, for a file that was cut short or is not a safetensors file.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as source:
+        first = source.read(len(LFS))
+        if first == LFS:
+            raise ConfigError(f"{file} is a git-lfs pointer, not the file itself: run `git lfs pull` in its repository")
+        source.seek(8)
+        length = int.from_bytes(first[:8], "little")
+        start = 8 + length
+        if size < 8 or start > size:
+            raise ConfigError(
+                f"{file} has {size} bytes, its header alone needs {start}: it was cut short or is no safetensors file; "
+                "fetch it again"
+            )
+        text = source.read(length)
+    try:
+        entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        found = {name: Stored(file, str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
+        ends = {name: start + int(entry["data_offsets"][1]) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise ConfigError(
+            f"{file} has a header that cannot be read ({error!r}): it is damaged; fetch it again"
+        ) from error
+    for name, end in sorted(ends.items(), key=lambda item: item[1]):
+        if end > size:
+            raise ConfigError(
+                f"{file} has {size} bytes, but its tensor {name} ends at {end}: it was cut short; fetch it again"
+            )
+    if ends and max(ends.values()) < size:
+        raise ConfigError(
+            f"{file} has {size} bytes, {size - max(ends.values())} more than its header says: it is damaged; "
+            "fetch it again"
+        )
+    return found

@@ -1,0 +1,107 @@
+"""Copies along rectangles: from Hugging Face tensors into a rank's parameters, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl.models.registry import layer_rows
+from megatron_rl.models.rows import EXPERT, HF_LAYER
+from megatron_rl.models.sizes import Sizes
+from megatron_rl.weights.parameter_mapping import Rect, padding
+
+# Returns a rectangle of a Hugging Face tensor: [rows, columns], or [rows] of a 1-D tensor.
+Read = Callable[[Rect], Tensor]
+
+
+def from_tensor(tensor: Tensor, rect: Rect) -> Tensor:
+    """Returns the view of a whole Hugging Face tensor that `rect` names."""
+    return _view(tensor, rect.row, rect.column, rect)
+
+
+def local(parameter: Tensor, rect: Rect) -> Tensor:
+    """Returns the view of a rank's parameter (1-D or 2-D) where `rect` lies."""
+    return _view(parameter, rect.at_row, rect.at_column, rect)
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, rects: Sequence[Rect], read: Read) -> None:
+    """Copies every rectangle into its place, cast to the parameter's dtype; padding becomes zero.
+
+    Raises ValueError when the rectangles do not fit into the parameter.
+    """
+    shape = (parameter.shape[0], parameter.shape[1] if parameter.dim() > 1 else 1)
+    if any(r.at_row + r.rows > shape[0] or r.at_column + r.columns > shape[1] for r in rects):
+        raise ValueError(f"rectangles reach beyond a parameter of {shape}: {list(rects)}")
+    if padding(shape, rects):
+        parameter.zero_()
+    for rect in rects:
+        local(parameter, rect).copy_(read(rect))
+
+
+def assemble(shards: Iterable[tuple[Tensor, Sequence[Rect]]]) -> dict[str, Tensor]:
+    """Joins the ranks' parts of one parameter. Returns the whole Hugging Face tensors that it is made of, by name.
+
+    The tensors are on the device of the parts.
+    """
+    parts = [(part, rect) for part, rects in shards for rect in rects]
+    sizes: dict[str, tuple[int, int]] = {}
+    for _, rect in parts:
+        rows, columns = sizes.get(rect.tensor, (0, 0))
+        sizes[rect.tensor] = max(rows, rect.row + rect.rows), max(columns, rect.column + rect.columns)
+    out: dict[str, Tensor] = {}
+    for part, rect in parts:
+        if rect.tensor not in out:
+            out[rect.tensor] = part.new_empty(sizes[rect.tensor] if part.dim() > 1 else sizes[rect.tensor][:1])
+        from_tensor(out[rect.tensor], rect).copy_(local(part, rect))
+    return out
+
+
+def by_expert(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+    """Returns views of a transformers model's tensors in memory, under the names that its files have.
+
+    transformers 5 stacks experts, gate_up_proj [E, 2 f, h] and down_proj [E, h, f], and gives their module and the
+    router one name in every family. Files hold one tensor per expert. Tensors that already have their file's name, as
+    in transformers 4, pass through.
+    """
+    out = dict(tensors)
+    for layer in range(sizes.num_layers):
+        prefix = HF_LAYER.format(layer)
+        for row in layer_rows(sizes, layer):
+            held = None if row.in_memory is None else tensors.get(prefix + row.in_memory)
+            if held is None:
+                continue
+            del out[f"{prefix}{row.in_memory}"]
+            for number, one in enumerate(held if row.experts else [held]):
+                parts = one.split([source.rows for source in row.sources])
+                names = (prefix + source.name.replace(EXPERT, str(number)) for source in row.sources)
+                out |= zip(names, parts, strict=True)
+    return out
+
+
+def _view(tensor: Tensor, row: int, column: int, rect: Rect) -> Tensor:
+    """Returns the rows and columns of the size of `rect` that begin at (row, column)."""
+    rows = tensor[row : row + rect.rows]
+    return rows if tensor.dim() == 1 else rows[:, column : column + rect.columns]
+
+
+def blocks(tensor: Tensor, elements: int = 1 << 24) -> Iterator[Tensor]:
+    """Yields the tensor as runs of rows of about `elements` elements.
+
+    A computation on them needs no memory of a second tensor.
+    """
+    step = max(1, elements // max(1, tensor[0].numel())) if len(tensor) else 1
+    for row in range(0, len(tensor), step):
+        yield tensor[row : row + step]
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Says whether every element is a finite number."""
+    return all(bool(torch.isfinite(block).all()) for block in blocks(tensor))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Says whether two tensors are equal in shape, dtype and every element."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
