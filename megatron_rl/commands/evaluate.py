@@ -196,9 +196,10 @@ class Evaluation:
         judging = config.verifier
         if judging is None:
             return None
+        tokenizer = models.tokenizers[judging.model]
         return Weigher(
             engine=models.engines[judging.model],
-            tokenizer=ChatTokenizer(models.tokenizers[judging.model]) if judging.chat else models.tokenizers[judging.model],
+            tokenizer=ChatTokenizer(tokenizer) if judging.chat else tokenizer,
             template=read_template(judging.template),
             sampling=sampling_of(judging.sampling, n=judging.votes, seed=config.seed), context=config.context,
         )  # fmt: skip

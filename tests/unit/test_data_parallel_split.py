@@ -133,7 +133,7 @@ class Cut(TablePolicy):
 def test_replicas_get_each_rollout_once_with_the_weights_of_its_step(aggregation, size):
     made = rollouts(5, count=17, advantages="token")
     config = LossConfig(kl_coef=0.0, aggregation=aggregation, max_tokens=9)
-    dealt = data_parallel_split.split_over_replicas(
+    shares = data_parallel_split.split_over_replicas(
         made, Cut(VOCAB, micro_batch_tokens=60), loss=PolicyLoss(config), samples_per_step=size
     )
     works = [Work.over(shares.buffer(r), shares.outline, r) for r in range(2)]

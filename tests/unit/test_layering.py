@@ -37,6 +37,7 @@ LAYERS = [
     ["training.rollouts", "training.rollout_parquet", "training.store", "training.update", "data"],
     ["training", "evaluation", "report", "run", "environments"],
     ["recipes", "megatron", "engines", "refit", "cluster"],
+    ["contrib"],
     ["session", "conversion", "jobs", "planning"],
     ["main", "commands", "errors", "api", "__main__"],
 ]
@@ -60,11 +61,17 @@ CONFINED: dict[str, tuple[str, ...]] = {  # library -> the modules that may impo
 FAMILY_ROOM = "megatron_rl.models"
 ROLE_NAMES = {"generator", "verifier"}
 ROLE_NAME_HOMES = (
-    *("megatron_rl.recipes", "megatron_rl.contrib.last_letter"),
+    *("megatron_rl.recipes", "megatron_rl.contrib"),
     *(
         "megatron_rl.evaluation.text_scores",
         "megatron_rl.session.eval_servers",
     ),  # settings of `eval` that are called so
+)
+# What a user's own recipe, reward or environment may import, and so what a module of contrib may.
+OPEN_TO_USERS = (
+    *("types", "text", "chat_template", "control_tokens", "config.base", "config.plugins", "config.schema", "spec"),
+    *("algorithms", "rewards", "recipes", "environments", "evaluation.judging", "engines.protocol", "contrib"),
+    *("training.iteration", "training.rollouts"),
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -128,6 +135,16 @@ def named_roles(source):
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_a_module_imports_only_what_its_layer_may(path):
     assert not faults(module_of(path), path.read_text())
+
+
+def test_contrib_imports_what_a_users_file_may_and_no_other_package_imports_it():
+    for path in FILES:
+        module, found = module_of(path), [name for name in imports(path.read_text()) if under(name, "megatron_rl")]
+        if under(module, "megatron_rl.contrib"):
+            closed = [name for name in found if not any(under(name, f"megatron_rl.{open_}") for open_ in OPEN_TO_USERS)]
+            assert not closed, f"{module} imports {closed}"
+        else:
+            assert not [name for name in found if under(name, "megatron_rl.contrib")], module
 
 
 def test_every_module_has_a_layer():

@@ -150,7 +150,7 @@ def test_a_replica_is_told_which_tokens_stand_in_the_rollout_before():
         rollout("w", [4, 4, 4], 3),
         rollout("w", [4, 4, 4], 3),
     ]
-    dealt = data_parallel_split.split_over_replicas(made, Sharing(10), loss=CompletionLoss())
+    shares = data_parallel_split.split_over_replicas(made, Sharing(10), loss=CompletionLoss())
     work = Work.over(shares.buffer(0), shares.outline, 0)
     (micro,) = work.micros()
     batch = work.batch(micro)

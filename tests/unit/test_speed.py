@@ -120,7 +120,7 @@ def test_rates_are_those_of_one_rank():
 
 def test_a_shared_prompt_counts_as_often_as_it_is_computed():
     made = rollouts(9)
-    dealt = data_parallel_split.split_over_replicas(made, Sharing(VOCAB, micro_batch_tokens=1000), loss=LOSS)
+    shares = data_parallel_split.split_over_replicas(made, Sharing(VOCAB, micro_batch_tokens=1000), loss=LOSS)
     work = Work.over(shares.buffer(0), shares.outline, 0)
     counted = sum(int(work.batch(micro).counted.sum()) for micro in work.micros())
     lengths, shared = work.flat.lengths.astype(int), work.flat.shared.astype(int)
