@@ -40,6 +40,7 @@ _SORTED = (
     (UPDATE, r"logprob|mask|reject|truncat|weight|^preflight"),
     (TIME, r"tokens|micro_batch|imbalance|samples|refit|memory"),
 )
+PALETTE = ("#2f7ed8", "#e07b39", "#2ca25f", "#9467bd", "#d64550", "#17a2b8", "#b8860b", "#7f7f7f")
 _FIRST = ("accuracy", "outcome", "reward", "f1", "loss", "kl_ref", "entropy", "grad_norm", "engine_gap", "seconds")
 # What the metrics mean whose names say too little.
 MEANINGS = {
@@ -97,6 +98,11 @@ class Chart:
     about: str = ""
     dots: bool = False  # every point is a measurement of its own (an evaluation), so that nothing is smoothed
     lines: list[tuple[int, str, Curve]] = field(default_factory=list)  # (place of the run, name, metrics)
+
+    @property
+    def trouble(self) -> str:
+        """Returns sentences about values that are not finite."""
+        return "; ".join(curve.trouble for _, _, curve in self.lines if curve.trouble)
 
 
 @dataclass(slots=True)
@@ -165,7 +171,6 @@ def plain_charts(found: Sorted) -> list[dict[str, Any]]:
         {
             "question": chart.question,
             "title": chart.title,
-            "about": chart.about,
             "dots": chart.dots,
             "lines": [
                 {"run": place, "name": name, "broken": curve.trouble, **thin(curve, width).plain()}

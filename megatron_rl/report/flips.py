@@ -27,14 +27,7 @@ class Flips:
     common: int  # problems that both have
     gained: int  # wrong, then correct
     lost: int  # correct, then wrong
-    rows: Sequence[Mapping[str, Any]]
-
-    def plain(self) -> dict[str, Any]:
-        """Returns what the page's scripts read."""
-        return {
-            "first": self.first, "second": self.second, "common": self.common, "gained": self.gained,
-            "lost": self.lost, "rows": list(self.rows[:MAX_FLIPS]),
-        }  # fmt: skip
+    rows: Sequence[Mapping[str, Any]]  # at most MAX_FLIPS
 
 
 def of_evaluations(files: Sequence[Path]) -> list[Flips]:
@@ -49,7 +42,7 @@ def of_evaluations(files: Sequence[Path]) -> list[Flips]:
         both = [key for key in before if key in after]
         rows = [
             {"question": _of(before[key], "question") or f"problem {key[2]}", "set": key[1],
-             "answer": _of(before[key], "answer"), **_change(a, b),
+             "answer": _of(before[key], "answer"), **_change(a, b), "iterations": None,
              "texts": [_of(before[key], "response"), _of(after[key], "response")]}
             for key in both
             if _solved(a := _share(before[key])) != _solved(b := _share(after[key]))
@@ -64,8 +57,8 @@ def of_rollouts(picked: Picked, runs: Sequence[str]) -> list[Flips]:
     for place, name in enumerate(runs):
         again = {key: found for key, found in picked.solved.items() if key[0] == place and len(found) > 1}
         rows = [
-            {"question": question, "set": role, "answer": None, "iterations": [found[0][0] + 1, found[-1][0] + 1],
-             **_change(found[0][1:], found[-1][1:])}
+            {"question": question, "set": role, "answer": None, "texts": [None, None],
+             "iterations": [found[0][0] + 1, found[-1][0] + 1], **_change(found[0][1:], found[-1][1:])}
             for (_, role, question), found in again.items()
             if _solved(found[0][1:]) != _solved(found[-1][1:])
         ]  # fmt: skip
@@ -77,7 +70,9 @@ def of_rollouts(picked: Picked, runs: Sequence[str]) -> list[Flips]:
 def _flips(first: str, second: str, common: int, rows: list[dict[str, Any]]) -> Flips:
     gained = sum(row["gained"] for row in rows)
     ordered = sorted(rows, key=lambda row: (row["gained"], row["question"] or ""))  # what was lost comes first
-    return Flips(first=first, second=second, common=common, gained=gained, lost=len(rows) - gained, rows=ordered)
+    return Flips(
+        first=first, second=second, common=common, gained=gained, lost=len(rows) - gained, rows=ordered[:MAX_FLIPS]
+    )
 
 
 def _change(before: Solved, after: Solved) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 FILES = Path(__file__).parent / "page"  # templates, styles and scripts
 STYLES = ("page.css",)
+# Characters that cannot be seen, or that turn the direction of writing; page/base.js has the same ones.
+_HIDDEN = re.compile(
+    "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u061c\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff"
+    "\\U000e0000-\\U000e007f]"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ def templates() -> Environment:
         loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, extensions=["jinja2.ext.do"],
     )  # fmt: skip
-    found.filters |= {"anchor": _anchor, "shown": show}
+    found.filters |= {"anchor": _anchor, "shown": show, "visible": _visible}
     return found
 
 
@@ -83,6 +89,16 @@ def shortened(text: str, most: int) -> str:
 def _anchor(heading: str) -> str:
     """Returns the id of the section with this heading."""
     return "".join(letter for letter in heading.lower().replace(" ", "-") if letter.isalnum() or letter == "-")
+
+
+def _visible(text: str) -> str:
+    """Returns a text in which hidden characters can be seen: control characters, and those that turn the direction."""
+
+    def told(match: re.Match[str]) -> str:
+        code = ord(match[0])
+        return chr(0x2400 + code) if code < 32 else f"‹U+{code:04X}›"
+
+    return _HIDDEN.sub(told, text)
 
 
 def _policy(codes: Sequence[str]) -> str:

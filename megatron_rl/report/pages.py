@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.report import flips, run_sections
-from megatron_rl.report.curves import QUESTIONS, Sorted, plain_charts, sort_curves, thin_clock
+from megatron_rl.report.curves import PALETTE, QUESTIONS, Sorted, plain_charts, sort_curves, thin_clock
 from megatron_rl.report.html_page import Block, as_json, write_page
 from megatron_rl.report.reading import RunMetrics, flatten, is_run, read_run
 from megatron_rl.report.run_comparison import Arm, arms, differences_table, means_table, read_runs, runs_table
@@ -17,7 +17,7 @@ from megatron_rl.report.shown_rollouts import MAX_ROLLOUTS, Picked, pick
 from megatron_rl.run.run_directory import SWEEP
 
 STYLES = ("page.css", "report.css", "uPlot.min.css")
-SCRIPTS = ("uPlot.iife.min.js", "base.js", "charts.js", "distributions.js", "rollouts.js", "flips.js")
+SCRIPTS = ("uPlot.iife.min.js", "base.js", "charts.js", "distributions.js", "rollouts.js")
 _log = logging.getLogger(__name__)
 
 
@@ -85,15 +85,24 @@ class _Content:
     picked: Picked
     flips: Sequence[flips.Flips]
 
+    def runs_and_colours(self) -> list[dict[str, Any]]:
+        """Returns name, arm and colour of each run. Runs that differ in the seed alone have one colour, where there are
+        several such groups."""
+        arm_of = {run: number for number, arm in enumerate(self.arms) for run in arm.runs}
+        shared = 1 < len(self.arms) < len(self.runs)
+        return [
+            {"name": run.name, "arm": arm_of[i], "colour": PALETTE[(arm_of[i] if shared else i) % len(PALETTE)]}
+            for i, run in enumerate(self.runs)
+        ]
+
     def data(self, found: Sorted) -> Iterator[Block]:
         """Yields what the page's scripts read. `found`: the charts."""
-        places = {run: number for number, arm in enumerate(self.arms) for run in arm.runs}
         report = {
-            "runs": [{"name": run.name, "arm": places[i]} for i, run in enumerate(self.runs)],
+            "runs": self.runs_and_colours(),
             "arms": [arm.label for arm in self.arms],
+            "colours": PALETTE,
             "charts": plain_charts(found),
             "clocks": [thin_clock(run.clock) for run in self.runs],
-            "flips": [one.plain() for one in self.flips],
         }
         yield Block("report-data", as_json(report))
         yield from self.picked.blocks([run.name for run in self.runs])
@@ -103,11 +112,9 @@ def _write(target: Path, template: str, content: _Content, values: Mapping[str, 
     """Writes a page, and warns of what is damaged. `values`: what the template shows beside the content."""
     found = sort_curves(content.runs)
     damage = list(dict.fromkeys(sentence for run in content.runs for sentence in run.record.damage))
-    shown = {"sorted": found, "questions": QUESTIONS, "left_out": damage, "rollouts": len(content.picked.index)}
-    write_page(
-        target, template, {**values, **shown, "flips": content.flips}, styles=STYLES, scripts=SCRIPTS,
-        data=content.data(found),
-    )  # fmt: skip
+    shown = {"sorted": found, "questions": QUESTIONS, "left_out": damage, "picked": content.picked}
+    shown |= {"flips": content.flips, "drawn": content.runs_and_colours(), "arms": content.arms}
+    write_page(target, template, {**values, **shown}, styles=STYLES, scripts=SCRIPTS, data=content.data(found))
     if damage:
         rest = f"; and {len(damage) - 1} more: see the page" if len(damage) > 1 else ""
         _log.warning("%s leaves out what is damaged: %s%s", target, damage[0], rest)

@@ -12,10 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron_rl.report.curves import Chart, bucket_width, sort_curves, thin
+from megatron_rl.report.curves import PALETTE, Chart, bucket_width, sort_curves, thin
 from megatron_rl.report.reading import RunMetrics
 
-PALETTE = ("#2f7ed8", "#e07b39", "#2ca25f", "#9467bd", "#d64550", "#17a2b8", "#b8860b", "#7f7f7f")
 INK = "#222222"
 MOST = 9  # charts
 COLUMNS = 3

@@ -66,10 +66,9 @@ class Index:
         for name, value in values.items():
             self.columns.setdefault(name, []).append(value)
 
-    def plain(self, note: str, runs: Sequence[str]) -> dict[str, Any]:
+    def plain(self, runs: Sequence[str]) -> dict[str, Any]:
         """Returns the index as the page's scripts read it."""
-        words = {"roles": list(self.roles), "agents": list(self.agents), "runs": runs}
-        return {**self.columns, **words, "note": note, "chunk": CHUNK}
+        return {**self.columns, "roles": list(self.roles), "agents": list(self.agents), "runs": runs, "chunk": CHUNK}
 
 
 @dataclass(slots=True)
@@ -97,7 +96,7 @@ class Picked:
     def blocks(self, runs: Sequence[str]) -> Iterator[Block]:
         """Yields the page's data; none without rollouts."""
         if len(self.index):
-            yield Block("rollouts-data", as_json(self.index.plain(self.note(), runs)))
+            yield Block("rollouts-data", as_json(self.index.plain(runs)))
         for number, chunk in enumerate(self.chunks):
             yield Block(f"texts-{number}", chunk)
 

@@ -43,7 +43,7 @@ roles:
 WORDS = ["Q", "<think>", "<step>", "a&b", "</step>", "</think>", "</script><script>alert(1)</script>", "<answer>"]
 SAYS_RIGHT = "<final_verification>\\boxed{CORRECT}</final_verification>"
 SAYS_WRONG = "<final_verification>\\boxed{INCORRECT}</final_verification>"
-VOID = {"meta", "br", "link", "img", "polyline"}
+VOID = {"meta", "br", "link", "img", "input", "polyline"}
 
 
 class Page(HTMLParser):
@@ -195,7 +195,7 @@ def test_only_the_pages_own_scripts_may_run(tmp_path):
     """The policy names each script by its hash, and a page without scripts allows none."""
     text = write_report(make_run(tmp_path, iterations=2)).read_text(encoding="utf-8")
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
-    assert policy.count("'sha256-") == 6 and "unsafe-inline'" in policy.split("style-src")[1].split(";")[0]
+    assert policy.count("'sha256-") == 5 and "unsafe-inline'" in policy.split("style-src")[1].split(";")[0]
     values = {"title": "a", "subtitle": "b", "heads": ["c"], "rows": [["d"]]}
     write_page(tmp_path / "plain.html", "evaluation_comparison.html", values)
     assert "script-src" not in (tmp_path / "plain.html").read_text()
@@ -362,7 +362,7 @@ def test_iterations_of_several_roles_and_iterations_that_are_not_kept(tmp_path):
     text = write_report(run.path).read_text()
     index = Page(text).data("rollouts")
     assert index["roles"] == ["proposer", "solver"] and index["iteration"] == [0, 0, 1, 1]
-    assert "iteration_000003.parquet cannot be read" in text and "2 of 4 iterations" in index["note"]
+    assert "iteration_000003.parquet cannot be read" in text and "from 2 of 4 iterations" in text
 
 
 def test_rollouts_are_picked_evenly_in_whole_groups_and_the_page_says_which_part(tmp_path):
@@ -379,7 +379,7 @@ def test_rollouts_are_picked_evenly_in_whole_groups_and_the_page_says_which_part
     )
     found = Page(write_report(run.path, rollouts=240).read_text())
     index = found.data("rollouts")
-    assert index["note"] == "240 of 480 rollouts, from all 30 iterations that were kept"
+    assert "240 of 480 rollouts, from all 30 iterations that were kept" in " ".join(found.text)
     assert [index["iteration"].count(iteration) for iteration in range(30)] == [8] * 30, (
         "two whole groups of each iteration"
     )
@@ -499,7 +499,7 @@ def test_problems_that_flipped_between_evaluations(tmp_path):
     assert [row["question"] for row in found.rows] == ["q1 <img>", "q0 <img>", "q3 <img>"], "what was lost comes first"
     assert found.rows[0]["texts"] == ["before says 1", "after says 0"]
     text = write_comparison([before, after], tmp_path / "c.html").read_text()
-    assert Page(text).data("report")["flips"][0]["lost"] == 1 and "<img" not in text
+    assert "1 no longer solved" in Page(text).text and "<img" not in text
     with pytest.raises(ConfigError, match="is no result"):
         of_evaluations([before, tmp_path / "before.jsonl"])
 
@@ -509,9 +509,8 @@ def test_problems_that_flipped_within_a_run(tmp_path):
     draw = random.Random(0)
     for iteration, (a, b) in enumerate([(False, True), (True, False), (True, True)]):
         keep(run, iteration, generator=[solution(draw, a, question="a"), solution(draw, b, question="b")])
-    [found] = Page(write_report(run.path).read_text()).data("report")["flips"]
-    assert (found["common"], found["gained"], found["lost"]) == (1 + 1, 1, 0)
-    assert found["rows"][0]["question"] == "a" and found["rows"][0]["iterations"] == [1, 3]
+    shown = " ".join(Page(write_report(run.path).read_text()).text)
+    assert all(text in shown for text in ("1 now solved", "0 no longer solved", "of 2 problems", "iteration 1 → 3"))
 
 
 def test_conversations_are_kept_piece_by_piece(tmp_path):

@@ -55,16 +55,4 @@ const Report = {
   signed(value) {
     return `${value < 0 ? "" : "+"}${Report.number(value, 3)}`;
   },
-
-  /** Returns a labelled control. */
-  labelled(text, control) {
-    return Report.make("label", {}, `${text} `, control);
-  },
-
-  /** Returns a drop-down list. `options`: [value, text] pairs. */
-  choice(options, changed, attributes = {}) {
-    const list = Report.make("select", { ...attributes, onchange: () => changed(list.value) });
-    list.append(...options.map(([value, text]) => Report.make("option", { value }, text)));
-    return list;
-  },
 };

@@ -3,7 +3,6 @@
 
 Report.charts = (() => {
   const { make, number } = Report;
-  const COLOURS = ["#2f7ed8", "#e07b39", "#2ca25f", "#9467bd", "#d64550", "#17a2b8", "#b8860b", "#7f7f7f"];
   const HEIGHT = 210;
   const SHARES = [0, 0.02, 0.05, 0.1, 0.2, 0.4]; // of a line that a running mean goes over
   const FEW = 8; // a line with fewer points is not smoothed
@@ -69,25 +68,23 @@ Report.charts = (() => {
     if (!many) {
       const bases = [...new Set(chart.lines.map((line) => base(line.name)))];
       return chart.lines.map((line) => ({
-        ...line, colour: COLOURS[bases.indexOf(base(line.name)) % COLOURS.length], dash: line.name.endsWith("_greedy"),
+        ...line, colour: colour(bases.indexOf(base(line.name))), dash: line.name.endsWith("_greedy"),
       }));
     }
     const shown = chart.lines.filter((line) => !state.hidden.has(line.run));
     if (state.seeds === "each") {
-      return shown.map((line) => ({ ...line, name: report.runs[line.run].name, colour: colourOf(line.run) }));
+      return shown.map((line) => ({ ...line, name: report.runs[line.run].name, colour: report.runs[line.run].colour }));
     }
     return report.arms.map((label, arm) => {
       const own = shown.filter((line) => report.runs[line.run].arm === arm);
       return own.length === 0 ? null
         : { ...overSeeds(own), run: own[0].run, name: `${label} (${own.length})`,
-          colour: COLOURS[arm % COLOURS.length] };
+          colour: colour(arm) };
     }).filter((line) => line !== null);
   }
 
+  const colour = (place) => report.colours[place % report.colours.length];
   const base = (name) => name.replace(/_(greedy|sampled)$/, "");
-  const hasSeeds = () => report.arms.length < report.runs.length;
-  const byArm = () => report.arms.length > 1 && hasSeeds();
-  const colourOf = (run) => COLOURS[(byArm() ? report.runs[run].arm : run) % COLOURS.length];
   const ink = () => getComputedStyle(document.body).color;
 
   /** Returns uPlot's data and series of a chart. Each line is drawn as measured, pale, and smoothed, on top. */
@@ -127,8 +124,8 @@ Report.charts = (() => {
   }
 
   function options(chart, found) {
-    const colour = ink();
-    const axis = { stroke: colour, grid: { stroke: colour.replace("rgb(", "rgba(").replace(")", ", 0.1)"), width: 1 },
+    const stroke = ink();
+    const axis = { stroke, grid: { stroke: stroke.replace("rgb(", "rgba(").replace(")", ", 0.1)"), width: 1 },
       ticks: { show: false }, font: "11px system-ui, sans-serif" };
     const values = (_, splits) => splits.map((split) => (split === null ? "" : number(split, 5)));
     return {
@@ -159,7 +156,7 @@ Report.charts = (() => {
   /** Shows the same part of the axis in all charts; null shows all of it. */
   function zoom(range) {
     state.zoom = range;
-    document.querySelectorAll(".unzoom").forEach((button) => { button.hidden = range === null; });
+    document.getElementById("unzoom").hidden = range === null;
     refresh();
   }
 
@@ -205,71 +202,32 @@ Report.charts = (() => {
     }
   }
 
-  function card(chart) {
-    chart.log = false;
-    chart.box = make("div", { class: "plot", style: { minHeight: `${HEIGHT}px` } });
-    chart.legend = make("p", { class: "lines" });
-    const button = make("button", { type: "button", class: "log", title: "logarithmic axis", "aria-pressed": "false",
-      onclick: () => setLog(chart, button, !chart.log) }, "log");
-    chart.button = button;
-    const broken = chart.lines.map((line) => line.broken).filter((text) => text);
-    chart.card = make("figure", { class: "card chart", "data-title": chart.title },
-      make("h3", {}, chart.title, button), chart.about ? make("p", { class: "about" }, chart.about) : null, chart.box,
-      chart.legend, broken.length ? make("p", { class: "warning" }, `⚠ ${broken.join("; ")}`) : null);
-    return chart.card;
-  }
-
-  function setLog(chart, button, log) {
+  function setLog(chart, log) {
     chart.log = log;
-    button.setAttribute("aria-pressed", String(log));
+    chart.button.setAttribute("aria-pressed", String(log));
     draw(chart);
   }
 
-  function controls() {
-    const cycles = report.clocks.some((clock) => clock.cycle.length && clock.cycle[clock.cycle.length - 1] > 0);
-    const axes = [["iteration", "iterations"], ...(cycles ? [["cycle", "cycles"]] : []), ["hours", "hours"]];
-    const slider = make("input", { type: "range", min: 0, max: SHARES.length - 1, value: state.smoothing,
-      id: "smoothing", oninput: () => { state.smoothing = Number(slider.value); refresh(); } });
-    const log = make("input", { type: "checkbox", id: "log-axes",
-      onchange: () => charts.forEach((chart) => setLog(chart, chart.button, log.checked)) });
-    const find = make("input", { type: "search", placeholder: "find a curve", id: "find-curve", oninput: () => {
-      const words = find.value.toLowerCase();
-      for (const chart of charts) chart.card.hidden = !chart.title.toLowerCase().includes(words);
-    } });
-    return make("div", { class: "controls", id: "curve-controls" },
-      Report.labelled("smoothing", slider), Report.labelled("log axes", log),
-      Report.labelled("over", Report.choice(axes, (value) => { state.axis = value; zoom(null); }, { id: "axis" })),
-      hasSeeds() ? Report.labelled("seeds", Report.choice([["each", "each run"], ["mean", "mean, 95 % interval"]],
-        (value) => { state.seeds = value; refresh(); }, { id: "seeds" })) : null,
-      find, make("button", { type: "button", class: "unzoom", hidden: true, onclick: () => zoom(null) }, "whole range"),
-      report.runs.length > 1 ? picker() : null);
-  }
-
-  /** Returns a check box for each run. */
-  function picker() {
-    const boxes = report.runs.map((run, place) => {
-      const box = make("input", { type: "checkbox", checked: true, "data-run": place, onchange: () => {
-        if (box.checked) state.hidden.delete(place); else state.hidden.add(place);
-        refresh();
-      } });
-      return make("label", {}, box, make("i", { style: { background: colourOf(place) } }), ` ${run.name}`);
-    });
-    const all = (shown) => () => boxes.forEach((label) => {
-      const box = label.querySelector("input");
-      if (box.checked !== shown) box.click();
-    });
-    return make("div", { class: "runs" }, boxes, make("button", { type: "button", onclick: all(true) }, "all"),
-      make("button", { type: "button", onclick: all(false) }, "none"));
-  }
-
-  /** Puts the controls before all curves, in one element with them, so that they stay in sight as long as these. */
-  function holdTogether(bar) {
-    const sections = [...document.querySelectorAll("main > section")];
-    const having = sections.map((section) => section.querySelector(".charts") !== null);
-    const own = sections.slice(having.indexOf(true), having.lastIndexOf(true) + 1);
-    const whole = make("div");
-    own[0].before(whole);
-    whole.append(bar, ...own);
+  /** Connects the controls of the page with what they do. */
+  function connect() {
+    const on = (id, type, act) => {
+      const control = document.getElementById(id);
+      control?.addEventListener(type, () => act(control));
+    };
+    on("smoothing", "input", (slider) => { state.smoothing = Number(slider.value); refresh(); });
+    on("log-axes", "change", (box) => charts.forEach((chart) => setLog(chart, box.checked)));
+    on("axis", "change", (list) => { state.axis = list.value; zoom(null); });
+    on("seeds", "change", (list) => { state.seeds = list.value; refresh(); });
+    on("find-curve", "input", (find) => charts.forEach((chart) => {
+      chart.card.hidden = !chart.title.toLowerCase().includes(find.value.toLowerCase());
+    }));
+    on("unzoom", "click", () => zoom(null));
+    const boxes = [...document.querySelectorAll("[data-run]")];
+    const pick = (box) => state.hidden[box.checked ? "delete" : "add"](Number(box.dataset.run));
+    boxes.forEach((box) => box.addEventListener("change", () => { pick(box); refresh(); }));
+    for (const [id, shown] of [["all-runs", true], ["no-runs", false]]) {
+      on(id, "click", () => { boxes.forEach((box) => { box.checked = shown; pick(box); }); refresh(); });
+    }
   }
 
   function start(found) {
@@ -281,13 +239,13 @@ Report.charts = (() => {
         if (entry.isIntersecting && chart.stale) draw(chart);
       }
     }, { rootMargin: "300px" });
-    for (const place of document.querySelectorAll(".charts")) {
-      for (const chart of report.charts.filter((one) => one.question === place.dataset.question)) {
-        charts.push(chart);
-        place.append(card(chart));
-      }
+    for (const card of document.querySelectorAll("[data-chart]")) {
+      const [box, legend, button] = [".plot", ".lines", ".log"].map((name) => card.querySelector(name));
+      const chart = Object.assign(report.charts[card.dataset.chart], { card, box, legend, button, log: false });
+      button.addEventListener("click", () => setLog(chart, !chart.log));
+      charts.push(chart);
     }
-    holdTogether(controls());
+    connect();
     refresh();
     let width = window.innerWidth;
     window.addEventListener("resize", () => {

@@ -12,7 +12,7 @@ Report.rollouts = (() => {
   const TAGS = "tool_call|function_call|function|tool|python|calculator|code|bash|search|query";
   const CALL = new RegExp(`<(${TAGS})\\b[^<>]*>[^]*?(?:</\\1>|$)|\`\`\`[^]*?(?:\`\`\`|$)`, "g");
 
-  let index = null; // the columns, see report_rollouts.Index
+  let index = null; // the columns, see shown_rollouts.Index
   let place = null; // the element that all of this is in
   let wanted = {}; // the filters: name -> value
   let found = []; // places in the index of rollouts that pass the filters
@@ -255,56 +255,31 @@ Report.rollouts = (() => {
     return make("p", { class: "legend" }, "advantage of each token: ", marks);
   }
 
-  function controls() {
-    const change = (name) => (value) => { wanted[name] = value; filter(); };
-    const list = (name, text, words, any) => (words.length < 2 ? null : Report.labelled(text, Report.choice(
-      [["", any], ...words.map((word, i) => [String(i), visible(word)])], change(name), { id: `rollout-${name}` })));
-    const input = (name, text) => make("input", { type: "number", step: "any", placeholder: text, id: `rollout-${name}`,
-      "aria-label": name.replace("-", " "), oninput: (event) => change(name)(event.target.value) });
-    const range = (name, text) => make("span", { class: "range" }, `${text} `, input(`${name}-least`, "from"),
-      input(`${name}-most`, "to"));
-    const outcomes = [["", "any outcome"], ["1", "right"], ["0", "wrong"], ["-1", "not graded"]];
-    const verdicts = [["", "any verdict"], ["disagrees", "disagrees with the truth"],
-      ["agrees", "agrees with the truth"],
-      ["right", "says correct"], ["wrong", "says wrong"], ["unreadable", "unreadable"]];
-    const orders = [["", "first iterations first"], ["late", "last iterations first"], ["reward", "largest reward"],
-      ["length", "longest"], ["advantage", "largest advantage"], ["steps", "most reasoning steps"]];
-    const has = (column, least) => column.some((value) => value !== null && value >= least);
-    return make("div", { class: "controls", id: "rollout-controls" },
-      list("run", "run", index.runs, "all"), list("role", "role", index.roles, "all"),
-      list("agent", "agent", index.agents, "all"),
-      Report.choice(outcomes, change("outcome"), { id: "rollout-outcome" }),
-      has(index.says, 0) ? Report.labelled("verifier", Report.choice(verdicts, change("verdict"),
-        { id: "rollout-verdict" })) : null,
-      range("reward", "reward"), range("length", "tokens"), range("iteration", "iteration"),
-      has(index.steps, 1) ? range("steps", "reasoning steps") : null,
-      Report.labelled("order", Report.choice(orders, change("order"), { id: "rollout-order" })),
-      make("input", { type: "search", placeholder: "find words", id: "rollout-words",
-        onchange: (event) => change("words")(event.target.value) }),
-      make("button", { type: "button", id: "rollout-reset", onclick: reset }, "reset"));
-  }
-
-  function reset() {
-    wanted = {};
-    place.querySelectorAll(".controls input, .controls select").forEach((one) => { one.value = ""; });
-    filter();
-  }
-
   function start() {
     place = document.getElementById("rollout-list");
     index = place === null ? null : Report.data("rollouts-data");
     if (index === null) return;
-    const turn = (by) => () => show(first + by * PAGE);
-    const button = (id, by, text) => make("button", { type: "button", id, onclick: turn(by) }, text);
-    place.append(make("p", { class: "meta" }, index.note), controls(),
-      make("details", { class: "spread", open: innerWidth > 600 },
-        make("summary", {}, "how rewards and lengths are spread"),
-        make("div", { id: "rollout-spread" })),
-      make("p", { class: "pager" }, button("rollouts-before", -1, "← before"), make("span", { id: "rollout-count" }),
-        button("rollouts-after", 1, "after →")),
-      make("div", { id: "rollout-page" }));
+    const controls = [...place.querySelectorAll("[data-filter]")];
+    for (const control of controls) {
+      control.addEventListener(control.type === "number" ? "input" : "change", () => {
+        wanted[control.dataset.filter] = control.value;
+        filter();
+      });
+    }
+    const on = (id, act) => document.getElementById(id).addEventListener("click", act);
+    on("rollout-reset", () => {
+      wanted = {};
+      controls.forEach((control) => { control.value = ""; });
+      filter();
+    });
+    on("rollouts-before", () => show(first - PAGE));
+    on("rollouts-after", () => show(first + PAGE));
+    place.querySelector(".spread").open = innerWidth > 600;
     filter();
   }
 
   return { start };
 })();
+
+Report.charts.start(Report.data("report-data"));
+Report.rollouts.start();
