@@ -222,7 +222,7 @@ def test_badges_say_whose_opinion_they_are(browser):
         [...first.querySelectorAll(".step")].map((one) => [one.className, one.querySelector(".badge").textContent])];
     """
     )
-    assert found[0] == ["truth: ✗ wrong", "verifier says: ✓ right", "disagrees"]
+    assert found[0] == ["truth: ✗ wrong", "verifier says: ✓ correct", "disagrees"]
     assert found[1] == [
         ["step right", "verifier: ✓ correct · advantage +0.5"],
         ["step wrong", "verifier: ✗ incorrect · advantage +0.5"],
