@@ -125,7 +125,7 @@ def _submit(args: argparse.Namespace) -> int:
         return 0
     submit.write(submission)
     if run is not None:
-        submit.reopen(run)
+        submit.reopen(run.run)
     for name, job in submit.send(submission).items():
         print(f"submitted {submission.directory}/{submit.JOBS}/{name}: job {job}")
         print("  " + " ".join(re.findall(r"^#SBATCH (.*)$", submission.files[name], re.MULTILINE)))
@@ -164,10 +164,14 @@ def _doctor(args: argparse.Namespace) -> int:
 
     from megatron_rl.cluster import profile
     from megatron_rl.jobs import doctor
+    from megatron_rl.spec.resolve import specify
 
     site = profile.read(args.profile) if args.profile else None
-    config = load(args.settings)[1] if args.settings else None
-    checks = doctor.examine(config, site, quick=args.quick, environment=os.environ)
+    spec = None
+    if args.settings:
+        config = load(args.settings)[1]
+        spec = specify(config, config.launch.nproc)[0]
+    checks = doctor.examine(spec, site, quick=args.quick, environment=os.environ)
     doctor.show(
         checks, Console(width=None if sys.stdout.isatty() else 180), only_wrong=args.quick, environment=os.environ
     )

@@ -23,7 +23,7 @@ from megatron_rl.cluster import slurm_commands
 from megatron_rl.cluster.host_address import own_address
 from megatron_rl.cluster.profile import Profile
 from megatron_rl.config import hub_cache
-from megatron_rl.config.schema import ConfigError, Model, Servers, SftConfig, TrainConfig
+from megatron_rl.config.schema import ConfigError, Model, Servers
 from megatron_rl.jobs import versions
 from megatron_rl.jobs.submit import engine_python
 from megatron_rl.models import registry
@@ -33,7 +33,7 @@ from megatron_rl.run import directory_lock
 from megatron_rl.run.checkpoint import read_json
 from megatron_rl.run.run_directory import RunDirectory
 from megatron_rl.spec import missing_files
-from megatron_rl.spec.resolve import specify
+from megatron_rl.spec.run_spec import EngineSpec, RunSpec, Spec, TrainingSpec
 from megatron_rl.weights.parameter_mapping import hf_shapes
 
 Verdict = Literal["ok", "note", "wrong"]
@@ -63,7 +63,7 @@ class Check:
     cure: str = ""
 
 
-def examine(config: Any | None, profile: Profile | None, *, quick: bool, environment: Mapping[str, str]) -> list[Check]:
+def examine(spec: Spec | None, profile: Profile | None, *, quick: bool, environment: Mapping[str, str]) -> list[Check]:
     """Returns the results of all checks that apply.
 
     `quick`: only those that every node of a job makes as it starts, in a second or two. `environment`: the process's.
@@ -71,18 +71,14 @@ def examine(config: Any | None, profile: Profile | None, *, quick: bool, environ
     parts: list[Callable[[], Iterator[Check]]] = [
         _packages,
         lambda: _gpus(profile, environment),
-        lambda: _network(config, profile, environment),
+        lambda: _network(engine, profile, environment),
     ]
-    if config is not None:
-        parts += [lambda: _files(config.directory, quick), lambda: _space(config, quick)]
-        parts += [lambda: _inputs(config, quick)]
-        parts += [] if quick else [lambda: _hub(config, environment)]
-        parts += (
-            [lambda: _engine(config, profile, environment)]
-            if isinstance(config, TrainConfig) and isinstance(config.engine, Servers)
-            else []
-        )
-        parts += [] if quick else [lambda: _memory(config, profile)]
+    engine = spec.engine if isinstance(spec, RunSpec) and isinstance(spec.engine.settings, Servers) else None
+    if spec is not None:
+        parts += [lambda: _files(spec.directory, quick), lambda: _space(spec, quick), lambda: _inputs(spec, quick)]
+        parts += [] if quick else [lambda: _hub(spec, environment)]
+        parts += [] if engine is None else [lambda: _engine(engine, profile, environment)]
+        parts += [] if quick else [lambda: _memory(spec, profile)]
     if not quick:
         parts.append(lambda: _slurm(profile))
     return [check for part in parts for check in part()]
@@ -169,10 +165,10 @@ def _gpus(profile: Profile | None, environment: Mapping[str, str]) -> Iterator[C
         yield Check("GPUs", found)
 
 
-def _network(config: Any | None, profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
+def _network(engine: EngineSpec | None, profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
     hosts = {"profile host": profile.host} if profile is not None else {}
-    if isinstance(config, TrainConfig) and isinstance(config.engine, Servers):
-        hosts["engine.host"] = config.engine.host
+    if engine is not None and isinstance(engine.settings, Servers):
+        hosts["engine.host"] = engine.settings.host
     hosts |= {name: environment[name].partition(",")[0] for name in ("GLOO_SOCKET_IFNAME",) if environment.get(name)}
     in_job = "SLURM_JOB_ID" in environment
     for name, host in hosts.items():
@@ -226,19 +222,19 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
     )  # fmt: skip
 
 
-def _space(config: Any, quick: bool) -> Iterator[Check]:
+def _space(spec: Spec, quick: bool) -> Iterator[Check]:
     """Compares the free space of the run directory's file system with the checkpoints that will stand there at once:
     run.keep and the one that is being written, less those that are there, and the models at the end."""
-    directory = place = config.directory
+    directory = place = spec.directory
     while not place.exists():
         place = place.absolute().parent
     free, need, said = shutil.disk_usage(place).free / GIB, 1.0, ""
-    if isinstance(config, TrainConfig | SftConfig) and not quick:
+    if isinstance(spec, TrainingSpec) and not quick:
         with contextlib.suppress(ConfigError, ValueError):  # _inputs tells of it
-            own = [_saved_bytes(role) for _, role in _roles(config) if role.has_policy]
+            own = [_saved_bytes(role) for role in spec.roles.values() if role.has_policy]
             one, models = sum(saved for saved, _ in own) / GIB, sum(model for _, model in own) / GIB
             there = len([*RunDirectory(directory).checkpoints.glob("iteration_*")])
-            count = max(1, config.run.keep + 1 - there)
+            count = max(1, spec.run.keep + 1 - there)
             need = max(need, count * one + models)
             said = f"; {count} more checkpoints of {one:.3g} GiB (run.keep + 1), and models at the end: {need:.3g} GiB"
     enough = free > need
@@ -257,8 +253,8 @@ def _saved_bytes(role: Any) -> tuple[float, float]:
     return trained * (weight + MASTER), _parameters(found) * weight
 
 
-def _inputs(config: Any, quick: bool) -> Iterator[Check]:
-    for one in missing_files.absent_files(specify(config, config.launch.nproc)[0]):
+def _inputs(spec: Spec, quick: bool) -> Iterator[Check]:
+    for one in missing_files.absent_files(spec):
         problem = one.problem
         if problem is not None:
             yield Check(one.name, problem if one.on_hub else str(one), "wrong", f"put it there, or mend {one.name}")
@@ -268,7 +264,7 @@ def _inputs(config: Any, quick: bool) -> Iterator[Check]:
             yield Check(one.name, f"{one.path}, from {hub_cache.cache()}")
     if quick:
         return
-    for name, role in _roles(config):
+    for name, role in spec.roles.items() if isinstance(spec, TrainingSpec) else ():
         try:
             found = _sizes(role.model)
         except (ConfigError, ValueError) as error:
@@ -289,9 +285,9 @@ def _fetching(one: missing_files.Absent) -> str:
     return f"the run fetches it; to do so before: `{one.fetch}`{token}"
 
 
-def _hub(config: Any, environment: Mapping[str, str]) -> Iterator[Check]:
+def _hub(spec: Spec, environment: Mapping[str, str]) -> Iterator[Check]:
     """Tells where the hub's files are kept, whether the hub is asked, and whether there is a token."""
-    if not any(one.on_hub for one in missing_files.absent_files(specify(config, config.launch.nproc)[0])):
+    if not any(one.on_hub for one in missing_files.absent_files(spec)):
         return
     where, told = hub_cache.cache(), environment.get("HF_HOME") or environment.get("HF_HUB_CACHE")
     shared = "" if told else "set HF_HOME to a folder that all nodes see, so that a model is fetched once"
@@ -311,17 +307,18 @@ def _hub(config: Any, environment: Mapping[str, str]) -> Iterator[Check]:
     )
 
 
-def _engine(config: TrainConfig, profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
-    assert isinstance(config.engine, Servers)
+def _engine(engine: EngineSpec, profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
+    settings = engine.settings
+    assert isinstance(settings, Servers)
     try:
-        python = engine_python(config.engine, profile) if profile else config.engine.python or sys.executable
+        python = engine_python(settings, profile) if profile else settings.python or sys.executable
     except ConfigError as error:
         yield Check("engine.python", "not known", "wrong", str(error))
         return
     if profile and profile.container and "SLURM_JOB_ID" not in environment:
         yield Check("engine.python", f"{python}, in the container", "note", "the run's job looks for it there")
         return
-    package = config.engine.kind
+    package = settings.kind
     try:
         there = versions.of_interpreter(python)
     except versions.NoEnvironmentError as error:
@@ -333,7 +330,7 @@ def _engine(config: TrainConfig, profile: Profile | None, environment: Mapping[s
         yield Check("engine.python", f"{python} has no {package}", "wrong", "`make engines`, or set engine.python")
         return
     yield Check("engine.python", f"{python}: {package} {found}")
-    yield _shared(config.refit.transport, versions.here(), there)
+    yield _shared(engine.refit.transport, versions.here(), there)
 
 
 def _shared(transport: str, here: Mapping[str, str], there: Mapping[str, str]) -> Check:
@@ -348,17 +345,17 @@ def _shared(transport: str, here: Mapping[str, str], there: Mapping[str, str]) -
     return Check(what, f"{here.get('torch', 'none')} in both" + (f", NCCL {nccl}" if nccl else ""))
 
 
-def _memory(config: Any, profile: Profile | None) -> Iterator[Check]:
+def _memory(spec: Spec, profile: Profile | None) -> Iterator[Check]:
     """Compares the weights, gradients and optimizer of every role on a rank with the memory there is for them.
 
     That is the GPU's memory, or without GPUs the host's, divided by its ranks.
     """
     ranks = 1 if profile is None else profile.ranks_per_node
-    world = ranks * config.job.nodes if hasattr(config, "job") else ranks
+    world = ranks * spec.cluster.job.nodes
     awake, asleep = 0.0, 0.0
-    engine = config.engine if isinstance(config, TrainConfig) else None
-    leaves = isinstance(engine, Servers) and engine.colocate  # a role's weights leave the GPU with all else
-    for _, role in _roles(config):
+    settings = spec.engine.settings if isinstance(spec, RunSpec) else None
+    leaves = isinstance(settings, Servers) and settings.colocate  # a role's weights leave the GPU with all else
+    for role in spec.roles.values() if isinstance(spec, TrainingSpec) else ():
         try:
             found = _sizes(role.model)
         except (ConfigError, ValueError):
@@ -420,13 +417,6 @@ def _slurm(profile: Profile | None) -> Iterator[Check]:
             "note",
             "to submit from here: is it a host of the cluster, and slurmctld up?",
         )
-
-
-def _roles(config: Any) -> list[tuple[str, Any]]:
-    """Returns the config's trained models as (name, role); a config of `sft` has one."""
-    if isinstance(config, TrainConfig):
-        return [*config.roles.items()]
-    return [("the model", config.trained)] if isinstance(config, SftConfig) else []
 
 
 def _sizes(model: Model) -> Sizes | None:

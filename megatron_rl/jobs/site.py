@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,27 +9,37 @@ from typing import Any
 
 from megatron_rl.cluster.profile import SHIPPED, Profile
 from megatron_rl.config.schema import ConfigError, Servers
+from megatron_rl.spec.run_spec import Spec, TrainingSpec
 
 MAX_PATH = 4096  # Linux's
 
 
-def refuse(config: Any, profile: Profile) -> None:
-    """Raises ConfigError for a server that needs more GPUs than a node of the profile has, and for paths that its
+def refuse(spec: Spec, profile: Profile) -> None:
+    """Raises ConfigError for servers that need GPUs which a node of the profile does not have, and for paths that its
     container does not show under the same name."""
-    engine = getattr(config, "engine", None)
-    if isinstance(engine, Servers) and not engine.urls and 0 < profile.gpus_per_node < engine.tp:
-        raise ConfigError(
-            f"engine.tp = {engine.tp}: a node of the profile has {profile.gpus_per_node} GPUs, and a server has one "
-            "node. Lower engine.tp, or set gpus_per_node of the profile"
-        )
+    settings, gpus = None if spec.engine is None else spec.engine.settings, profile.gpus_per_node
+    if isinstance(settings, Servers) and not settings.urls and gpus > 0:
+        if gpus < settings.tp:
+            raise ConfigError(
+                f"engine.tp = {settings.tp}: a node of the profile has {gpus} GPUs, and a server has one node. Lower "
+                "engine.tp, or set gpus_per_node of the profile"
+            )
+        if not isinstance(spec, TrainingSpec) and (beyond := [number for number in settings.gpus if number >= gpus]):
+            raise ConfigError(
+                f"engine.gpus = {list(settings.gpus)}: a node of the profile has {gpus} GPUs, counted from 0, and not "
+                f"{beyond}. Name GPUs that it has, with engine.replicas and engine.tp for them; or set gpus_per_node "
+                "of the profile"
+            )
     if profile.container is None:
         return
     mounts = [mount.split(":") for mount in profile.container.mounts]
     shown = [Path(one[0]) for one in mounts if len(one) == 1 or Path(one[0]) == Path(one[1])]
     shown += [Path.home(), Path.cwd(), Path("/tmp")] if profile.container.runtime == "apptainer" else []
     shown += [Path.home()] if "--container-mount-home" in profile.srun else []
-    needed = {"the checkout": SHIPPED.parent, "this directory": Path.cwd(), "the run directory": config.directory}
-    needed |= {name: Path(value) for name, value in _paths(config) if name != "engine.python" and Path(value).exists()}
+    needed = {"the checkout": SHIPPED.parent, "this directory": Path.cwd(), "the run directory": spec.directory}
+    needed |= {
+        name: Path(value) for name, value in _paths(spec.settings) if name != "engine.python" and Path(value).exists()
+    }
     absolute = {name: Path(os.path.abspath(path)) for name, path in needed.items()}
     if hidden := [f"{n} {p}" for n, p in absolute.items() if not any(p.is_relative_to(place) for place in shown)]:
         listed = "\n  ".join(hidden)
@@ -46,10 +55,9 @@ def _paths(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         if "/" in value and len(value) < MAX_PATH and value.isprintable():
             yield where, value
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list):
         for inner in value:
             yield from _paths(inner, where)
-    else:
-        inside = value if isinstance(value, Mapping) else vars(value) if dataclasses.is_dataclass(value) else {}
-        for name, inner in inside.items():
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
             yield from _paths(inner, f"{where}.{name}" if where else name)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_rl.cluster import job_slices, slurm_commands
 from megatron_rl.cluster.batch_script import ScriptShape, common_settings, script
@@ -17,7 +17,16 @@ from megatron_rl.cluster.profile import SHIPPED, Profile
 from megatron_rl.cluster.slurm_job import STOP
 from megatron_rl.config import files as config_files
 from megatron_rl.config.base import check_path
-from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Servers, SftConfig, TrainConfig
+from megatron_rl.config.schema import (
+    ConfigError,
+    EvalConfig,
+    GenerateConfig,
+    JobConfig,
+    Run,
+    Servers,
+    SftConfig,
+    TrainConfig,
+)
 from megatron_rl.jobs import site
 from megatron_rl.report.run_record import read_points
 from megatron_rl.run import json_lines
@@ -26,6 +35,7 @@ from megatron_rl.run.run_directory import SWEEP, RunDirectory, check_start
 from megatron_rl.session import generation_progress
 from megatron_rl.spec import server_gpus
 from megatron_rl.spec.resolve import resolve
+from megatron_rl.spec.run_spec import Spec, TrainingSpec
 
 JOBS = "jobs"  # the directory of scripts and configs in the run directory; it has the two files below
 SITE, SUBMITTED = "site.yaml", "submitted.jsonl"
@@ -33,7 +43,6 @@ SITE, SUBMITTED = "site.yaml", "submitted.jsonl"
 TRAINER, ENGINES = "trainer", "engines"
 ENGINE_WARNING_S = 120  # of jobs that end servers: one may take 30 s to end, and the warning comes up to 30 s late
 MAX_ELEMENTS = 1000  # of an array: Slurm's MaxArraySize is 1001 by default
-Served = TypeVar("Served", TrainConfig, EvalConfig, GenerateConfig)  # configs that may have servers
 
 
 @dataclass(frozen=True)
@@ -55,19 +64,14 @@ def plan_run(
 
     `as_roles`: trainer and engines in one array. `to_come`: an earlier job writes the models. Raises ConfigError.
     """
-    config = for_site(config, profile, to_come=to_come)
-    job, directory = config.job, config.directory.absolute()
-    own = ScriptShape(
-        template="train", name=config.run.name, nodes=job.nodes, ranks=profile.ranks_per_node,
-        gpus=profile.gpus_per_node, time=job.time or profile.time,
-        array=f"0-{job.slices - 1}%1" if job.slices > 1 else "0",
-        warning_s=job.warning_s or profile.warning_s, exclusive=profile.exclusive, logs=directory / "logs",
-    )  # fmt: skip
+    config, spec = for_site(config, profile, config.job.nodes * profile.ranks_per_node, to_come=to_come)
+    job, directory = config.job, spec.directory.absolute()
+    array = f"0-{job.slices - 1}%1" if job.slices > 1 else "0"
+    own = _trainer_shape(spec.cluster.job, profile, template="train", name=config.run.name, array=array, of=directory)
     shared = {**common_settings(profile, SHIPPED.parent, Path.cwd()), "CONFIG": str(directory / JOBS / "config.yaml")}
     settings = {**shared, "WARNING_S": str(own.warning_s), "COMMAND": command, "PROFILE": str(directory / JOBS / SITE)}
     files = {"config.yaml": config_files.dump(config), SITE: config_files.dump(profile)}
-    check_warning("job.warning_s", own)
-    servers = _engine_jobs(config)
+    servers = _engine_jobs(spec)
     if as_roles:
         if servers is None:
             raise ConfigError(
@@ -88,6 +92,20 @@ def plan_run(
     return Submission(directory, files, ["train.sbatch", "engines.sbatch"], {"engines.sbatch": ("train.sbatch", None)})
 
 
+def _trainer_shape(
+    job: JobConfig, profile: Profile, *, template: str, name: str, array: str, of: Path
+) -> ScriptShape:  # fmt: skip
+    """Returns the shape of a trainer's job, whose logs go to the directory `of`. Raises ConfigError for a warning that
+    comes as the job starts."""
+    shape = ScriptShape(
+        template=template, name=name, nodes=job.nodes, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,
+        time=job.time or profile.time, array=array, warning_s=job.warning_s or profile.warning_s,
+        exclusive=profile.exclusive, logs=of / "logs",
+    )  # fmt: skip
+    check_warning("job.warning_s", shape)
+    return shape
+
+
 @dataclass(frozen=True)
 class _EngineJobs:
     """The servers of a run that are jobs of their own."""
@@ -105,11 +123,12 @@ class _EngineJobs:
         return {"ROLES": self.roles, "REPLICAS": str(self.engine.replicas)}
 
 
-def _engine_jobs(config: TrainConfig | SftConfig) -> _EngineJobs | None:
+def _engine_jobs(spec: Spec) -> _EngineJobs | None:
     """Returns the servers that jobs of their own start; None where the run has no such servers."""
-    if not isinstance(config, TrainConfig) or not isinstance(config.engine, Servers):
+    settings = None if spec.engine is None else spec.engine.settings
+    if spec.engine is None or not isinstance(settings, Servers) or settings.colocate or settings.urls:
         return None
-    return None if config.engine.colocate or config.engine.urls else _EngineJobs(config.server_roles, config.engine)
+    return _EngineJobs(spec.engine.server_roles, settings)
 
 
 def _engines_script(
@@ -129,20 +148,27 @@ def _engines_script(
     return script(shape, profile, {**settings, **servers.settings, "TRAINER": ""}, Path.cwd())
 
 
-def for_site(config: TrainConfig | SftConfig, profile: Profile, *, to_come: bool = False) -> Any:
-    """Returns the config with what the profile decides, checked for the ranks that it will have. Raises ConfigError.
+def for_site(config: Any, profile: Profile, ranks: int, *, to_come: bool = False) -> tuple[Any, Any]:
+    """Returns (a config with what the profile decides, its specification for so many ranks). Raises ConfigError.
 
-    The profile decides where servers listen and which interpreter has them; jobs of their own start them, but for
-    those in the trainer's GPUs, which its ranks start.
+    The profile decides which interpreter has the servers, and where servers of a training run listen. Jobs of their own
+    start these servers, unless they are in the trainer's GPUs.
     """
-    if isinstance(config, TrainConfig) and isinstance(config.engine, Servers):
-        own = replace(config.engine, start=config.engine.colocate, host=profile.host)
-        config = _with_site_python(replace(config, engine=own), profile)
-    resolve(config, config.job.nodes * profile.ranks_per_node, to_come=to_come)
-    site.refuse(config, profile)
+    settings = getattr(config, "engine", None)
+    if isinstance(settings, Servers) and isinstance(config, TrainConfig):
+        settings = replace(settings, start=settings.colocate, host=profile.host)
+    if isinstance(settings, Servers):
+        python = settings.python if settings.urls else engine_python(settings, profile)
+        config = replace(config, engine=replace(settings, python=python))
+    spec = resolve(config, ranks, to_come=to_come)
+    site.refuse(spec, profile)
+    if not isinstance(spec, TrainingSpec):
+        server_gpus.refuse(spec.engine if profile.gpus_per_node else None, ranks)
+        return config, spec
     check_start(config.run, config_files.dump(config))
     # a job that is queued again finds its own run
-    return replace(config, run=replace(config.run, resume="auto")) if config.run.resume == "never" else config
+    again = replace(config.run, resume="auto") if config.run.resume == "never" else config.run
+    return replace(config, run=again), spec
 
 
 def check_warning(name: str, shape: ScriptShape) -> None:
@@ -186,13 +212,6 @@ def engine_python(engine: Servers, profile: Profile) -> str:
     return str(SHIPPED.parent / python) if "/" in python and not Path(python).is_absolute() else python
 
 
-def _with_site_python(config: Served, profile: Profile) -> Served:
-    """Returns a config whose servers, where it starts any, have the interpreter of this site."""
-    if not isinstance(config.engine, Servers) or config.engine.urls:
-        return config
-    return replace(config, engine=replace(config.engine, python=engine_python(config.engine, profile)))
-
-
 def sweep_configs(
     config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[str, Any], Any]]
 ) -> tuple[list[Any], str]:
@@ -225,15 +244,12 @@ def plan_sweep(
 
     `points`: (the settings that differ, the whole config of that run). `to_come`: an earlier job writes the models.
     """
-    directory, job = config.directory.absolute(), config.job
+    directory = config.directory.absolute()
     configs, listing = sweep_configs(config, points)
-    configs = [for_site(own, profile, to_come=to_come) for own in configs]
-    shape = ScriptShape(
-        template="sweep", name=config.run.name, nodes=job.nodes, ranks=profile.ranks_per_node,
-        gpus=profile.gpus_per_node, time=job.time or profile.time, array=f"0-{len(points) - 1}",
-        warning_s=job.warning_s or profile.warning_s, exclusive=profile.exclusive, logs=directory / "logs",
-    )  # fmt: skip
-    check_warning("job.warning_s", shape)
+    sited = [for_site(own, profile, own.job.nodes * profile.ranks_per_node, to_come=to_come) for own in configs]
+    shape = _trainer_shape(
+        config.job, profile, template="sweep", name=config.run.name, array=f"0-{len(points) - 1}", of=directory
+    )
     shared = common_settings(profile, SHIPPED.parent, Path.cwd())
     settings = {
         **shared, "CONFIGS": str(directory / JOBS), "WARNING_S": str(shape.warning_s), "COMMAND": command,
@@ -242,9 +258,9 @@ def plan_sweep(
     files = {f"../{SWEEP}": listing, SITE: config_files.dump(profile)}
     files["sweep.sbatch"] = script(shape, profile, settings, Path.cwd())
     trainers = dict[str, tuple[str, int | None]]()
-    for index, own in enumerate(configs):
+    for index, (own, spec) in enumerate(sited):
         files[f"{own.run.name}.yaml"] = config_files.dump(own)
-        if servers := _engine_jobs(own):
+        if servers := _engine_jobs(spec):
             name = f"{own.run.name}_engines.sbatch"
             trainers[name] = ("sweep.sbatch", index)
             files[name] = _engines_script(
@@ -258,9 +274,7 @@ def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) 
     """Plans an array with one element for each config; all have an output. Raises ConfigError."""
     check_path("--out", str(directory))
     directory = directory.absolute()
-    configs = [_with_site_python(config, profile) for config in configs]
-    for config in configs:
-        _refuse_gpus(config, profile, profile.ranks_per_node)
+    configs = [for_site(config, profile, profile.ranks_per_node)[0] for config in configs]
     files = {f"{index:03d}.yaml": config_files.dump(config) for index, config in enumerate(configs)}
     shape = ScriptShape(
         template="eval", name=directory.name, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,
@@ -276,9 +290,9 @@ def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
 
     One rank starts servers on the node's GPUs; the embedded engine has a rank on each of them.
     """
-    config, directory = _with_site_python(config, profile), Path(config.output).absolute()
     ranks = 1 if isinstance(config.engine, Servers) else profile.ranks_per_node
-    _refuse_gpus(config, profile, ranks)
+    config, spec = for_site(config, profile, ranks)
+    directory = Path(config.output).absolute()
     shape = ScriptShape(
         template="generate", name=directory.name, ranks=ranks, gpus=profile.gpus_per_node, time=profile.time,
         array=None, warning_s=ENGINE_WARNING_S, logs=directory / "logs",
@@ -295,26 +309,8 @@ def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
         f"{directory} is finished: it has the answers that this config asks for; give another output, or remove {mark} "
         "to ask the teacher again, as when the files that data.path names have changed"
     )
-    finished = done if generation_progress.finished(config_files.tree_of(config)) else None
+    finished = done if generation_progress.finished(spec.settings) else None
     return Submission(directory, files, ["generate.sbatch"], finished=finished)
-
-
-def _refuse_gpus(config: EvalConfig | GenerateConfig, profile: Profile, ranks: int) -> None:
-    """Raises ConfigError for settings that `check` refuses, for what a node of the profile, or its container, does not
-    have, and for numbers of GPUs that the servers of a job cannot have there."""
-    spec = resolve(config, ranks)
-    site.refuse(config, profile)
-    if not profile.gpus_per_node:
-        return
-    server_gpus.refuse(spec.engine, ranks)
-    if not isinstance(config.engine, Servers) or config.engine.urls:
-        return
-    if beyond := [number for number in config.engine.gpus if number >= profile.gpus_per_node]:
-        raise ConfigError(
-            f"engine.gpus = {list(config.engine.gpus)}: a node of the profile has {profile.gpus_per_node} GPUs, "
-            f"counted from 0, and not {beyond}. Name GPUs that it has, with engine.replicas and engine.tp for them; or "
-            "set gpus_per_node of the profile"
-        )
 
 
 def evaluations(settings: Sequence[str], checkpoints: Sequence[str], out: Path) -> list[EvalConfig]:
@@ -384,15 +380,15 @@ def write_files(submission: Submission) -> None:
         write_text((submission.directory / JOBS / name).resolve(), text)
 
 
-def reopen(config: TrainConfig | SftConfig) -> None:
+def reopen(run: Run) -> None:
     """Opens a finished run again where run.resume=must asks for more of it.
 
     Raises ConfigError for a finished run without it, whose jobs would have nothing to do.
     """
-    directory = config.directory
+    directory = Path(run.dir) / run.name
     if not job_slices.finished(directory):
         return
-    if config.run.resume != "must":
+    if run.resume != "must":
         raise ConfigError(f"{directory} is finished: give another run.name, or more cycles and run.resume=must")
     RunDirectory(directory).update_summary({"finished": False})
 

@@ -209,17 +209,17 @@ def test_a_profile_says_where_the_engines_interpreter_is_on_its_site(monkeypatch
     example = config_files.load(TrainConfig, [TANGO], ["run.dir=/shared/runs"])
     bare = profile.read("a100")
     assert example.engine.python == ".venv-vllm/bin/python"
-    assert submit.for_site(example, bare).engine.python == str(ROOT / ".venv-vllm/bin/python")
+    assert submit.for_site(example, bare, 64)[0].engine.python == str(ROOT / ".venv-vllm/bin/python")
     container = profile.Container(runtime="pyxis", image="/shared/megatron_rl.sqsh", mounts=MOUNTS)
     inside = replace(bare, container=container, python="/opt/trainer/bin/python", engine_python="/opt/vllm/bin/python")
-    assert submit.for_site(example, inside).engine.python == "/opt/vllm/bin/python"
+    assert submit.for_site(example, inside, 64)[0].engine.python == "/opt/vllm/bin/python"
     planned = submit.plan_run(example, inside, command="train")
     assert yaml.safe_load(planned.files["config.yaml"])["engine"]["python"] == "/opt/vllm/bin/python"
     assert "PYTHON=/opt/trainer/bin/python\n" in planned.files["train.sbatch"]
     teacher = submit.plan_generate(config_files.load(GenerateConfig, [TEACHER]), inside)
     assert yaml.safe_load(teacher.files["config.yaml"])["engine"]["python"] == "/opt/vllm/bin/python"
     with pytest.raises(ConfigError, match="the container /shared/megatron_rl.sqsh and no engine_python: name the"):
-        submit.for_site(example, replace(inside, engine_python=None))
+        submit.for_site(example, replace(inside, engine_python=None), 64)
     words = [f"{name}={json.dumps(value)}" for name, value in EVAL.items()]
     asked = config_files.load(EvalConfig, [], [*words, 'engine={kind: vllm, urls: {model: ["http://n1:8000"]}}'])
     submit.plan_eval([asked], replace(inside, engine_python=None), Path("/shared/eval"))  # its servers run already
@@ -247,7 +247,7 @@ def test_sft_data_that_are_finished_are_not_submitted_again(tmp_path, capsys, fa
     (tmp_path / "pairs").mkdir()
     (tmp_path / "pairs/train.parquet").touch()
     config = config_files.load(GenerateConfig, [TEACHER], [f"output={tmp_path}/pairs"])
-    mark_finished(config, "digest", ["train.parquet"])
+    mark_finished(config_files.tree_of(config), "digest", ["train.parquet"])
     assert main(words) == 2
     assert f"{tmp_path}/pairs is finished" in capsys.readouterr().err
     assert main([*words, "engine.memory_share=0.9"]) == 2, "no answer would be another one"
@@ -329,7 +329,7 @@ def test_a_finished_run_is_submitted_to_go_on_alone(tmp_path, capsys, fake_slurm
     write_json(tmp_path / "a/summary.json", {"finished": True})
     Checkpoints(tmp_path / "a/checkpoints").write(1, lambda path: (path / "x").touch())
     assert main(words) == 2 and "is finished" in capsys.readouterr().err
-    assert main([*words, "run.resume=must", "run.cycles=900"]) == 0
+    assert main([*words, "run.resume=must", "run.cycles=130"]) == 0
     assert not job_slices.finished(tmp_path / "a")
 
 

@@ -17,6 +17,7 @@ import pytest
 from conftest import ROOT, environment
 from limits import PROCESS_S
 from rich.console import Console
+from specs import spec_of
 
 from megatron_rl.cluster import job_slices, profile
 from megatron_rl.cluster.profile import Profile
@@ -50,7 +51,9 @@ def tango(directory: Path, *overrides: str) -> TrainConfig:
 def examine(
     config: TrainConfig | None, site: Profile | None = None, quick: bool = False, **words: str
 ) -> dict[str, Check]:
-    return {check.what: check for check in doctor.examine(config, site, quick=quick, environment=words)}
+    return {
+        check.what: check for check in doctor.examine(config and spec_of(config), site, quick=quick, environment=words)
+    }
 
 
 @pytest.fixture

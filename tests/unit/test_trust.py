@@ -219,7 +219,10 @@ def test_doctor_fails_for_missing_local_paths_and_tells_of_the_hub(words, tmp_pa
 
     def found(*more: str, **variables: str) -> dict[str, doctor.Check]:
         config = config_files.load(TrainConfig, [], [*words, *more])
-        return {one.what: one for one in doctor.examine(config, None, quick=False, environment=variables)}
+        return {
+            one.what: one
+            for one in doctor.examine(config and spec_of(config), None, quick=False, environment=variables)
+        }
 
     assert found("roles.generator.model.path=models/none")["roles.generator.model.path"].verdict == "wrong"
     named = found("roles.generator.model.path=org/model")
