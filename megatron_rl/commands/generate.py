@@ -31,7 +31,7 @@ from megatron_rl.run import input_digests
 from megatron_rl.run.checkpoint import read_json, write_json
 from megatron_rl.run.input_digests import InputRecord
 from megatron_rl.session import generation_progress
-from megatron_rl.session.eval_engines import open_engines
+from megatron_rl.session.eval_engines import open_fixed_engines
 from megatron_rl.session.launch_ranks import Place
 from megatron_rl.session.run_setup import open_world_for, sampling_of
 from megatron_rl.spec.run_spec import GenerateSpec
@@ -92,7 +92,7 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
         if world.from_driver(done):
             return 0
         [name], tokenizer = spec.engine.opened, tokenizer_of(config.model)
-        engines = open_engines(spec.engine, {name: tokenizer}, world, stack, environment or {})
+        engines = open_fixed_engines(spec.engine, {name: tokenizer}, world, stack, environment or {})
 
         def work() -> None:
             made[0].write(made[0].grade(made[0].answer(engines[name], tokenizer)))

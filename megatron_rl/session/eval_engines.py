@@ -49,7 +49,7 @@ def open_models(
     """
     models = {name: role.model for name, role in engines.opened.items()}
     tokenizers = {model: tokenizer_of(model) for model in dict.fromkeys([*models.values(), *read])}
-    opened = open_engines(
+    opened = open_fixed_engines(
         engines, {name: tokenizers[model] for name, model in models.items()}, world, stack, environment
     )
     readers = {
@@ -64,7 +64,7 @@ def open_models(
     return OpenModels({models[name]: engine for name, engine in opened.items()}, readers, tokenizers)
 
 
-def open_engines(
+def open_fixed_engines(
     engines: EngineSpec, tokenizers: Mapping[str, Any], world: World, stack: contextlib.ExitStack,
     environment: Mapping[str, str],
 ) -> dict[str, Engine]:  # fmt: skip

@@ -3,6 +3,7 @@ in recipes.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,11 @@ from pathlib import Path
 import pytest
 
 import megatron_rl
+from megatron_rl import engines
+from megatron_rl.config.engine_kinds import KINDS
+from megatron_rl.config.engines import Servers
+from megatron_rl.config.model import Model, RoleConfig, TandemConfig
+from megatron_rl.engines.kind import ModelFacts, ServerStart, kind_of
 from megatron_rl.models.registry import families
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
@@ -44,6 +50,7 @@ LAYERS = [
 ADAPTERS = 5  # the layer whose rooms stand side by side
 SIDE_BY_SIDE = ("recipes", "megatron", "engines", "refit", "cluster")  # of that layer: never each other
 WORKERS = (
+    "megatron_rl.engines.refit_worker",
     "megatron_rl.engines.vllm.worker",
     "megatron_rl.engines.sglang.worker",
 )  # inside an engine: where it and a refit meet
@@ -74,6 +81,8 @@ OPEN_TO_USERS = (
     *("training.iteration", "training.rollouts"),
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
+ENGINE_LINES = [line.split(".")[2] for line in KINDS]  # as config/engine_kinds.py names them
+ENGINES = {*ENGINE_LINES}
 
 
 def module_of(path):
@@ -221,6 +230,48 @@ def test_families_are_named_in_their_own_files_alone():
 )
 def test_a_familys_name_elsewhere_is_found(source):
     assert named_families(source)
+
+
+def named_engines(source):
+    """Returns the kinds of servers that a source names: as an identifier or a part of one, or as a whole string."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        told = [getattr(node, field, None) for field in ("id", "attr", "arg", "name", "module", "value")]
+        words = {word.lower() for text in told if isinstance(text, str) for word in re.split(r"[._:]", text)}
+        found += sorted(words & ENGINES)
+    return found
+
+
+def test_engines_are_named_in_their_own_folders_and_in_one_line_of_the_config():
+    """A new engine is its folder and that line."""
+    homes = [f"megatron_rl.engines.{engine}" for engine in ENGINES]
+    elsewhere = {module_of(p): names for p in FILES if (names := named_engines(p.read_text()))}
+    others = {m: names for m, names in elsewhere.items() if not any(under(m, home) for home in homes)}
+    assert others == {"megatron_rl.config.engine_kinds": [*ENGINE_LINES]}
+
+
+def test_an_engine_is_found_by_the_name_of_its_folder(tmp_path, monkeypatch):
+    """The rest of the package asks its settings and its object, and knows nothing else of it."""
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "kind.py").write_text(
+        "from megatron_rl.engines.kind import Command, EngineKind\n"
+        "from megatron_rl.engines.server import Server\n"
+        "ENGINE = EngineKind(\n"
+        "    name='toy', make_target='engines-toy',\n"
+        "    command=lambda settings, start: Command([start.python, '-m', 'toy', str(start.port)], {}),\n"
+        "    client=lambda url, token, settings, timeout_s, facts: Server(url, {}, ends=(), vocab=facts.vocab),\n"
+        ")\n"
+    )
+    monkeypatch.setattr(engines, "__path__", [*engines.__path__, str(tmp_path)])
+    settings = Servers(kind="toy")
+    kind = kind_of(settings)
+    start = ServerStart(python="python", model=tmp_path, dtype="float32", port=9, token_file=tmp_path, on_gpu=False)
+    assert kind.command(settings, start).words == ["python", "-m", "toy", "9"]
+    assert kind.client("http://127.0.0.1:9", "token", settings, 1.0, ModelFacts(vocab=7)).version() == 0
+    tandem = RoleConfig(model=Model(path="m"), tandem=TandemConfig(), router_replay=True)
+    assert [line.partition(" with ")[0] for line in settings.role_problems({"a": tandem})] == [
+        "roles.a.tandem", "roles.a.router_replay = true"
+    ]  # fmt: skip
 
 
 def test_reading_a_config_loads_neither_torch_nor_megatron():

@@ -37,7 +37,6 @@ RESERVED = 5  # tokens that SGLang keeps free behind the longest prompt it takes
 class _Facts:
     """Facts about a server, from /server_info."""
 
-    tp: int
     longest_prompt: int
     longest_mask: int  # tokens of which it says whether a truncated distribution held them
     heeds_seeds: bool
@@ -57,7 +56,7 @@ class SglangServer(Server):
     def __init__(self, url: str, token: str, settings: Sglang, refit_timeout_s: float, facts: ModelFacts) -> None:
         super().__init__(url, {HEADER: token}, ends=facts.ends, vocab=facts.vocab)
         self._pause, self._refit_timeout_s = settings.pause, refit_timeout_s
-        self._sleeps = settings.colocate
+        self._sleeps, self._tp = settings.colocate, settings.tp
         self._away: frozenset[str] = frozenset()  # tags of released memory: SGLang ends when one is released twice
         self._known: _Facts | None = None
         self._change, self._under_way = threading.Condition(), 0
@@ -70,7 +69,7 @@ class SglangServer(Server):
         """
         sampling_seeds.check(sampling)
         self._check_tokens(prompt)
-        facts = await self._facts_soon()
+        facts = await self._facts()
         if len(prompt) >= facts.longest_prompt:
             return [empty(sampling)] * sampling.n
         n = 1 if sampling.greedy else sampling.n
@@ -87,7 +86,7 @@ class SglangServer(Server):
         """
         if k > self._vocab:
             raise EngineError(f"the {k} likeliest tokens were asked for: {self.url} has {self._vocab} in all")
-        longest = (await self._facts_soon()).longest_prompt
+        longest = (await self._facts()).longest_prompt
         for tokens in sequences:
             self._check_tokens(tokens)
             if len(tokens) > longest:
@@ -254,7 +253,7 @@ class SglangServer(Server):
         loaded weights.
         """
         packed = base64.b64encode(pickle.dumps(order)).decode()  # SGLang unpickles numbers and text alone
-        body = {"serialized_named_tensors": [packed] * self._facts().tp, "flush_cache": False, "selector": "target"}
+        body = {"serialized_named_tensors": [packed] * self._tp, "flush_cache": False, "selector": "target"}
         body |= {"weight_version": str(version)} if version is not None else {}
         try:
             self._post("/begin_weight_update", {"selector": "target"})
@@ -294,21 +293,16 @@ class SglangServer(Server):
                 self._under_way -= 1
                 self._change.notify_all()
 
-    def _facts(self) -> _Facts:
-        """Returns what the server says of itself; it holds the thread."""
-        return self._known or self._read_facts(self._http.call("GET", FACTS))
-
-    async def _facts_soon(self) -> _Facts:
-        return self._known or self._read_facts(await self._http.ask("GET", FACTS))
-
-    def _read_facts(self, told: Any) -> _Facts:
-        with self._understood():
-            self._known = _Facts(
-                tp=response_parsing.read_whole(told["tp_size"], 1),
-                longest_prompt=response_parsing.read_whole(told["max_req_input_len"], 0),
-                longest_mask=response_parsing.read_whole(told["sampling_mask_max_tokens"] or 0, 0),
-                heeds_seeds=bool(told["enable_deterministic_inference"]),
-            )
+    async def _facts(self) -> _Facts:
+        """Returns what the server says of itself. It is asked once."""
+        if self._known is None:
+            told = await self._http.ask("GET", FACTS)
+            with self._understood():
+                self._known = _Facts(
+                    longest_prompt=response_parsing.read_whole(told["max_req_input_len"], 0),
+                    longest_mask=response_parsing.read_whole(told["sampling_mask_max_tokens"] or 0, 0),
+                    heeds_seeds=bool(told["enable_deterministic_inference"]),
+                )
         return self._known
 
 

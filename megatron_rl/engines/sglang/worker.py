@@ -22,13 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.engines import user_families
+from megatron_rl.engines import refit_worker
 from megatron_rl.engines.auth_middleware import HEADER, TOKEN_FILE, Guard
 from megatron_rl.engines.sglang.routes import Framed
 from megatron_rl.refit.engine_side import EngineSide
-from megatron_rl.refit.refit_store import Address, RefitStore
+from megatron_rl.refit.refit_store import Address
 from megatron_rl.refit.transport import Tensors
-from megatron_rl.weights.rank_layouts import differences, engine_parameters
 from megatron_rl.world import all_gather
 
 # The two places where SGLang's plugin hooks (sglang.srt.plugins) put us
@@ -138,43 +137,19 @@ class Refits:
             case {"verb": "join", "host": str(host), "port": int(port), "secret": str(secret), "replica": int(replica)}:
                 self._join(updater, Address(host, port, secret), replica)
             case {"verb": "take part", "version": int(version), "wait_s": float(wait_s)}:
-                self._take_part(version, wait_s)
+                refit_worker.take_part(self._side, version, wait_s)
             case _:
                 raise ValueError("this server takes its weights in refits of megatron_rl alone")
 
     def _join(self, updater: Any, address: Address, replica: int) -> None:
-        """Raises ValueError when the trainer's model or layout is another than this engine's, TransportError when
-        nobody answers.
-        """
         if self._side is not None:
             self._side.close()
             self._side = None
-        user_families.learn()
-        model, tp = updater.get_model(), _tp_size()
-        landing = SglangLanding(model)
-        rank = replica * tp + updater.tp_rank
-        side = EngineSide(RefitStore.join(address), rank, landing, next(model.parameters()).device)
-        wanted = {
-            name: shape
-            for name, (shape, _) in engine_parameters(side.topology.sizes, side.topology.engines, rank).items()
-        }
-        wrong = [*differences(wanted, {name: tuple(t.shape) for name, t in landing.parameters.items()})]
-        if side.topology.engines.tp != tp:
-            wrong.insert(0, f"it has {tp} ranks and the trainer counts on {side.topology.engines.tp}")
-        if wrong:
-            side.close()
-            raise ValueError("the trainer's weights do not fit this engine: " + "; ".join(wrong[:5]))
-        self._side = side
-
-    def _take_part(self, version: int, wait_s: float) -> None:
-        """Raises RuntimeError unless the trainer committed the version here."""
-        if self._side is None:
-            raise RuntimeError("this engine has not joined a trainer")
-        committed = self._side.take_part(wait_s)
-        if committed != version:
-            raise RuntimeError(
-                f"version {version} was not committed here ({committed} was): the engine needs a whole refit"
-            )
+        model = updater.get_model()
+        self._side = refit_worker.join(
+            address, SglangLanding(model), next(model.parameters()).device, replica=replica, tp=_tp_size(),
+            tp_rank=updater.tp_rank,
+        )  # fmt: skip
 
 
 def _hook(target: str, stand_in: Any) -> None:

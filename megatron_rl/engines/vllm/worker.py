@@ -20,12 +20,11 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from megatron_rl.algorithms.tandem_authors import fingerprint
 from megatron_rl.config.schema import Strategy
-from megatron_rl.engines import user_families
+from megatron_rl.engines import refit_worker
 from megatron_rl.engines.vllm.tandem import Authors, TandemForCausalLM
 from megatron_rl.refit.engine_side import EngineSide
-from megatron_rl.refit.refit_store import Address, RefitStore
+from megatron_rl.refit.refit_store import Address
 from megatron_rl.refit.transport import Tensors
-from megatron_rl.weights.rank_layouts import differences, engine_parameters
 
 BACKEND = "megatron_rl"
 ROUTED = ".routed_experts"  # vLLM has the experts of a layer one module deeper than their layout names them
@@ -124,22 +123,12 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
         nobody answers.
         """
         self.shutdown()
-        user_families.learn()
         trained = self.model.senior if isinstance(self.model, TandemForCausalLM) else self.model
-        landing = VllmLanding(trained, self.model_config, self.device)
-        rank = init_info.replica * self.parallel_config.world_size + self.parallel_config.rank
-        side = EngineSide(
-            RefitStore.join(Address(init_info.host, init_info.port, init_info.secret)), rank, landing, self.device
-        )
-        wanted = {
-            name: shape
-            for name, (shape, _) in engine_parameters(side.topology.sizes, side.topology.engines, rank).items()
-        }
-        wrong = [*differences(wanted, {name: tuple(t.shape) for name, t in landing.parameters.items()})]
-        if wrong:
-            side.close()
-            raise ValueError("the trainer's weights do not fit this engine: " + "; ".join(wrong[:5]))
-        self._side = side
+        self._side = refit_worker.join(
+            Address(init_info.host, init_info.port, init_info.secret),
+            VllmLanding(trained, self.model_config, self.device), self.device, replica=init_info.replica,
+            tp=self.parallel_config.world_size, tp_rank=self.parallel_config.rank,
+        )  # fmt: skip
 
     def start_weight_update(self) -> None: ...
 
@@ -148,13 +137,7 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Raises RuntimeError unless the trainer committed the version here."""
         info = self.parse_update_info(update_info)
-        if self._side is None:
-            raise RuntimeError("this engine has not joined a trainer: call /init_weight_transfer_engine first")
-        version = self._side.take_part(info.wait_s)
-        if version != info.version:
-            raise RuntimeError(
-                f"version {info.version} was not committed here ({version} was): the engine needs a whole refit"
-            )
+        refit_worker.take_part(self._side, info.version, info.wait_s)
 
     def receive_weights(self, update_info: TakePart) -> None:
         raise NotImplementedError("update_weights does it: there is nothing to synchronize afterwards")

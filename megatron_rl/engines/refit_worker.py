@@ -1,0 +1,55 @@
+"""The part of a refit that the worker processes of all engines share. It runs inside the engine's server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_rl.engines import user_families
+from megatron_rl.refit.engine_side import Endpoint, EngineSide
+from megatron_rl.refit.refit_store import Address, RefitStore
+from megatron_rl.weights.rank_layouts import differences, engine_parameters
+
+
+class Landing(Endpoint, Protocol):
+    """An engine's parameters as a refit writes them."""
+
+    parameters: Mapping[str, Tensor]  # by the engine's own names
+
+
+def join(
+    address: Address, landing: Landing, device: torch.device, *, replica: int, tp: int, tp_rank: int
+) -> EngineSide:
+    """Joins the trainer at an address, as one of the `tp` ranks of a replica.
+
+    Raises ValueError when the trainer's model or layout is another than this engine's, TransportError when nobody
+    answers.
+    """
+    user_families.learn()
+    rank = replica * tp + tp_rank
+    side = EngineSide(RefitStore.join(address), rank, landing, device)
+    wanted = engine_parameters(side.topology.sizes, side.topology.engines, rank)
+    shapes = {name: shape for name, (shape, _) in wanted.items()}
+    wrong = [*differences(shapes, {name: tuple(t.shape) for name, t in landing.parameters.items()})]
+    if side.topology.engines.tp != tp:
+        wrong.insert(0, f"it has {tp} ranks and the trainer counts on {side.topology.engines.tp}")
+    if wrong:
+        side.close()
+        raise ValueError("the trainer's weights do not fit this engine: " + "; ".join(wrong[:5]))
+    return side
+
+
+def take_part(side: EngineSide | None, version: int, wait_s: float) -> None:
+    """Takes part in the refit that comes within `wait_s`. Raises RuntimeError unless the trainer committed the version
+    here.
+    """
+    if side is None:
+        raise RuntimeError("this engine has not joined a trainer")
+    committed = side.take_part(wait_s)
+    if committed != version:
+        raise RuntimeError(
+            f"version {version} was not committed here ({committed} was): the engine needs a whole refit"
+        )
