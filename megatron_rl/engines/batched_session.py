@@ -1,4 +1,4 @@
-"""The session of engines that answer many questions at a time: all that was asked so far makes a round."""
+"""The session of engines that answer requests in batches: all requests that have come make the next round."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ import numpy as np
 from megatron_rl.engines.full_prompts import FullPrompts
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling, Tokens
 
-SETTLE_S = 0.01  # without a new ask, after which a round begins although more may be asked
+SETTLE_S = 0.01  # seconds without a new request after which a round begins, although more requests may come
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One completion to draw. Its random stream is a function of (sampling.seed, key, sample) alone."""
+    """One completion to sample. Its random stream is a function of (sampling.seed, key, sample) alone."""
 
-    tokens: np.ndarray  # [T] int32, the prompt; the samples of one ask share the array
-    key: int  # of the ask
-    sample: int  # place among the samples of the ask
+    tokens: np.ndarray  # [T] int32, the prompt; the samples of one request share the array
+    key: int  # of the request
+    sample: int  # index among the samples of the request
     sampling: Sampling
 
 
 Run = Callable[[Sequence[Row]], list[Completion]]  # [R] rows -> [R] completions, in order
-Check = Callable[[np.ndarray, Sampling, int], None]  # prompt, sampling and key of an ask
+Check = Callable[[np.ndarray, Sampling, int], None]  # prompt, sampling and key of a request
 
 
 class BatchedSession:
-    """Implements engines.protocol.Session over `run`, which draws all completions of a round in one call.
+    """Implements engines.protocol.Session over `run`, which samples all completions of a round in one call.
 
-    Rounds run in the thread that reads the answers. `check` raises for an ask that the engine cannot answer. `full` is
-    the engine's count of prompts that fill its context.
+    Rounds run in the thread that reads the answers. `check` raises for a request that the engine cannot answer. `full`
+    is the engine's count of prompts that fill its context.
     """
 
     def __init__(self, run: Run, check: Check, full: FullPrompts) -> None:
         self._run, self._check, self._full = run, check, full
         self._change = threading.Condition()
-        self._keys: set[int] = set()  # of all asks so far
+        self._keys: set[int] = set()  # of all requests so far
         self._pending: list[tuple[int, np.ndarray, Sampling]] = []
         self._askers = 0  # blocks of `asking` that are open
         self._closed = False
 
     def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
-        """Adds to the next round. `after` changes nothing here.
+        """Adds a request to the next round. `after` has no effect.
 
         Raises ValueError for a key that was used, EngineError when closed, and what the engine's check raises.
         """
@@ -73,10 +73,10 @@ class BatchedSession:
                 self._change.notify_all()
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields (key, its completions) round by round. What is asked while a round's answers are read is in the next
-        one.
+        """Yields (key, completions) round by round. A request that comes while a round's answers are read is in the
+        next round.
 
-        Where the reader leaves early, or a round fails, all that was asked is called off.
+        When the reader leaves early, or a round fails, all requests are cancelled.
         """
         ended = False
         try:
@@ -95,14 +95,15 @@ class BatchedSession:
                 self._call_off()
 
     def close(self) -> None:
-        """Calls off what is not done; a round that runs is finished, and its answers are dropped."""
+        """Cancels the requests that are not done. A round that runs is finished, and its answers are dropped."""
         with self._change:
             self._closed = True
         self._call_off()
 
     def _next_round(self) -> list[tuple[int, np.ndarray, Sampling]]:
-        """Waits until something is asked, and takes all of it. Empty: nothing is, and nobody is in `asking`. While
-        somebody is, it also waits until nothing more comes: a round of many costs little more than a round of one."""
+        """Waits for requests and returns all of them; an empty list when there is no request and no thread is in
+        `asking`. While a thread is, it waits until no more requests come: a round of many costs little more than a
+        round of one."""
         with self._change:
             self._change.wait_for(lambda: self._pending or not self._askers or self._closed)
             known = 0

@@ -1,4 +1,4 @@
-"""One engine on every rank, used as one: the rows of a round are split to all ranks, and each draws its share."""
+"""One engine on every rank, used as one engine: the rows of a round are divided among the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.world import World
 
 
 class RowEngine(Protocol):
-    """An engine of this rank alone whose draws depend on a row's key and sample and the seed, not on its neighbours."""
+    """An engine of one rank whose samples depend on a row's key, sample number and seed, and not on the other rows."""
 
     version: int
 
@@ -56,19 +56,19 @@ class DataParallelEngine(Generic[E]):
 
     @property
     def local(self) -> E:
-        """This rank's own engine."""
+        """Returns the engine of this rank."""
         return self._engine
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Takes the weights on this rank. Called on every rank: the stream is collective."""
+        """Loads the weights on this rank. Every rank calls it: the stream is collective."""
         self._engine.load(weights, version=version)
 
     def session(self) -> BatchedSession:
-        """Opens a session whose rounds all ranks draw together."""
+        """Returns a new session, whose rounds all ranks sample together."""
         return BatchedSession(self.generate_rows, self._engine.check_ask, self._full)
 
     def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:
-        """Draws one completion per row on all ranks, in order. [R] -> [R]. The samples of one ask stand next to
+        """Samples one completion per row on all ranks, in order. [R] -> [R]. The samples of one request are next to
         each other in `rows`."""
         samples = [len(list(group)) for _, group in groupby(rows, key=lambda row: row.key)]
         shares = split_over_replicas(samples, self._world.size)
@@ -77,21 +77,20 @@ class DataParallelEngine(Generic[E]):
         return _in_order(shares, answers)
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-        """Computes log-probabilities as engines.protocol.Engine.score says, on all ranks. [S][T] -> [S] arrays [T]
-        float32."""
+        """See engines.protocol.Engine. The sequences are divided among the ranks."""
         shares, texts = self._dealt(sequences)
         return _in_order(shares, self._world.call_all(self._score, texts))
 
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
-        """See engines.protocol.Engine; on all ranks."""
+        """See engines.protocol.Engine. The sequences are divided among the ranks."""
         shares, texts = self._dealt(sequences)
         return _in_order(shares, self._world.call_all(self._score_top, [(own, k) for own in texts]))
 
     def tend(self) -> None:
-        """Does nothing: there are no servers."""
+        """No-op: there are no servers."""
 
     def _dealt(self, sequences: Sequence[Tokens]) -> tuple[list[list[int]], list[list[np.ndarray]]]:
-        """Splits texts to the ranks by length -> (numbers of each rank's texts, the texts)."""
+        """Divides texts among the ranks by length. Returns (indices of each rank's texts, the texts)."""
         arrays = [np.asarray(sequence, np.int32) for sequence in sequences]
         by_length = sorted(range(len(arrays)), key=lambda i: -len(arrays[i]))
         shares = [by_length[rank :: self._world.size] for rank in range(self._world.size)]
@@ -102,7 +101,7 @@ T = TypeVar("T")
 
 
 def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[T]]) -> list[T]:
-    """Puts the ranks' answers to their shares in the order of the whole."""
+    """Returns the ranks' answers in the order of the requests."""
     found: dict[int, T] = {}
     for share, answer in zip(shares, answers, strict=True):
         found |= zip(share, answer, strict=True)

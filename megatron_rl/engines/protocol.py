@@ -1,6 +1,4 @@
-"""The protocol of rollout engines, the same for all: embedded, pools of servers, addresses of others, and those of
-tests.
-"""
+"""The interface of rollout engines: the embedded engine, pools of servers, endpoints, and the fakes of tests have it."""
 
 from __future__ import annotations
 
@@ -23,23 +21,23 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TandemSampling:
-    """The engine's junior writes along.
+    """Lets the engine's junior write a part of the tokens.
 
-    A stream of random numbers of each row's own, a function of (seed, key, j), draws the authors.
+    The author of each token is drawn from a random stream of the row, a function of (seed, key, j).
     """
 
     rule: Rule
-    seed: int | None = None  # of the authors of a text that is continued; None: the row's own
+    seed: int | None = None  # seed of the authors of a text that is continued; None: the row's own seed
     written: int = 0  # number of tokens at the end of the prompt that the two models have written already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The settings that completions are drawn by. `temperature=0` is greedy; `top_k=0`, `top_p=1`, `min_p=0` are off.
+    """How completions are sampled. `temperature=0` is greedy; `top_k=0`, `top_p=1` and `min_p=0` are off.
 
-    Sample j of the ask with key `key` draws from its own random stream, a function of (seed, key, j) alone, so that a
-    result does not depend on batching. `stop_tokens` and end-of-sequence tokens are kept as the last token of the
-    completion; a completion that meets a stop string ends with the token that completed it.
+    Sample j of the request with key `key` has its own random stream, a function of (seed, key, j) alone, so that a
+    completion does not depend on batching. A stop token or end-of-sequence token is kept as the last token of the
+    completion. A completion with a stop string ends with the token that completes the string.
     """
 
     max_tokens: int
@@ -51,7 +49,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     n: int = 1
     seed: int = 0
-    logprobs: bool = True  # False: nobody reads them; a server that spares itself the work leaves nan
+    logprobs: bool = True  # False: log-probs are not read; a server may then return nan
     tandem: TandemSampling | None = None  # None: the model alone
 
     @property
@@ -75,15 +73,17 @@ class Completion:
     """One sampled answer. The constructor turns lists into arrays."""
 
     tokens: np.ndarray  # [T] int32
-    logprobs: np.ndarray  # [T] float32, log p under the distribution sampled from (after temperature and truncation)
+    logprobs: (
+        np.ndarray
+    )  # [T] float32, log p under the distribution that was sampled from (after temperature and truncation)
     stop: Stop
-    model_logprobs: np.ndarray | None = None  # [T] float32, log p of the model at temperature 1, where the engine tells
+    model_logprobs: np.ndarray | None = None  # [T] float32, log p of the model at temperature 1, if the engine has it
     versions: Sequence[tuple[int, int]] = field(
         default_factory=list
-    )  # (first token, weight version from there on); empty: the engine's
-    experts: np.ndarray | None = None  # [prompt + T - 1, L, k] int16, where the engine tells
+    )  # (first token, weight version from this token on); empty: the engine's version
+    experts: np.ndarray | None = None  # [prompt + T - 1, L, k] int16, if the engine has them
     authors: np.ndarray | None = (
-        None  # [T] bool, of a tandem: True where the senior wrote; log-probs are those of the author
+        None  # [T] bool, of a tandem: True for tokens of the senior; log-probs are those of the author
     )
 
     def __post_init__(self) -> None:
@@ -106,51 +106,49 @@ def empty(sampling: Sampling) -> Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TopScores:
-    """The scores of one text, with the likeliest tokens at every place under the same model."""
+    """The log-probs of one text, and the k likeliest tokens at every position under the same model."""
 
-    logprobs: np.ndarray  # [T] float32, of the text's tokens, as `Engine.score` has them
-    ids: np.ndarray  # [T, k] int32: the k likeliest tokens given those before, likeliest first; 0 at the first place
-    top_logprobs: np.ndarray  # [T, k] float32, theirs
+    logprobs: np.ndarray  # [T] float32, of the text's tokens, as `Engine.score` returns them
+    ids: np.ndarray  # [T, k] int32: the k likeliest next tokens, likeliest first; 0 at the first position
+    top_logprobs: np.ndarray  # [T, k] float32, log-probs of `ids`
 
 
 class Session(Protocol):
-    """Questions to one engine and their answers. It lives on the driver, and one thread reads its answers.
+    """A set of requests to one engine, and their completions. It lives on the driver, and one thread reads `answers`.
 
-    A completion's draw depends on (sampling.seed, key, sample) alone. Leaving `answers` early, or `close`, calls off
-    what is not done.
+    A completion depends on (sampling.seed, key, sample) alone. Leaving `answers` early, or `close`, cancels the
+    requests that are not done.
     """
 
     def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
-        """Asks for `sampling.n` completions of `tokens`; may be called at any time, also while answers are read, from
-        any thread.
+        """Requests `sampling.n` completions of `tokens`. Any thread may call it at any time, also while answers are
+        read.
 
-        `key` is another one for every ask of the session. `after` is the key of an earlier turn of the same
-        conversation: a pool prefers the server that holds its prefix. Raises ValueError for a key that was used.
+        `key` is unique among the requests of the session. `after` is the key of an earlier turn of the same
+        conversation: a pool prefers the server that has its prefix in the cache. Raises ValueError for a key that was
+        used.
         """
         ...
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which more may be asked: `answers` waits for it to end.
-
-        A thread that asks while another one reads is in it.
-        """
+        """Returns a context in which a thread may send more requests: `answers` does not end before the context ends."""
         ...
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields (key, its n completions), each when it is done, until nothing is outstanding and nobody is in
-        `asking`. It may be called again after more was asked.
+        """Yields (key, n completions) of each request when it is done, until no request is outstanding and no thread is
+        in `asking`. It may be called again after further requests.
         """
         ...
 
     def close(self) -> None:
-        """Calls off what is not done."""
+        """Cancels the requests that are not done."""
         ...
 
 
 class Engine(Protocol):
     """A model that generates and scores, used on the driver.
 
-    `version` is that of the weights it holds, -1 before it has any.
+    `version` is the version of its weights, -1 before it has any.
     """
 
     @property
@@ -159,28 +157,24 @@ class Engine(Protocol):
     def session(self) -> Session: ...
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-        """Returns log-probabilities of `[S][T]` tokens: [S] arrays [T] float32. Each is the token's, given those before
-        it, at temperature 1; 0 for the first.
+        """Returns the log-prob of every token of `[S][T]` given the tokens before it, at temperature 1: [S] arrays [T]
+        float32. The first token of a sequence has 0.
         """
         ...
 
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
-        """Returns for each of `[S][T]` sequences log-probabilities as `score` gives them, and the k likeliest tokens at
-        every place.
-
-        Raises EngineError where the engine does not tell them, or not as many.
+        """Returns for each of `[S][T]` sequences the log-probs as `score` returns them, and the k likeliest tokens at
+        every position. Raises EngineError when the engine does not return them, or fewer than k.
         """
         ...
 
     def tend(self) -> None:
-        """Looks after the engine's servers while the driver has nothing else to do; engines without servers do
-        nothing.
-        """
+        """Updates the engine's servers while the driver has nothing else to do; a no-op for engines without servers."""
         ...
 
 
 def complete(engine: Engine, prompts: Sequence[Tokens], sampling: Sampling) -> list[list[Completion]]:
-    """Asks for completions of [P] prompts, with their places as keys, and waits for all. -> `[P][n]`, in order."""
+    """Requests completions of [P] prompts, with their indices as keys, and waits for all. -> `[P][n]`, in order."""
     session = engine.session()
     for place, tokens in enumerate(prompts):
         session.ask(place, tokens, sampling)

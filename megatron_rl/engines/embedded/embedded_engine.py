@@ -117,7 +117,7 @@ class EmbeddedEngine:
         return BatchedSession(self.generate_rows, self.check_ask, self._full)
 
     def tend(self) -> None:
-        """Does nothing: there are no servers."""
+        """No-op: there are no servers."""
 
     def check_ask(self, tokens: np.ndarray, sampling: Sampling, key: int) -> None:
         """Raises ValueError for an empty prompt, a token or stop token outside the vocabulary, an impossible sampling

@@ -1,5 +1,5 @@
-"""Where a request goes: to the least loaded server that serves, rather to one that holds its prefix; elsewhere when a
-server fails it.
+"""Sends requests to servers: to the least loaded one, or to the one with the request's prefix in its cache; and to
+another server when a server fails the request.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Request(Generic[T]):
     """A request that any server may answer. `ask` gets the server and the version of its weights; it raises ServerLost
-    when another one should answer. `what` it is about, for messages. `sequences`: how many the server works on at once
-    for it. `prefer`: the server that holds its prefix.
+    when another server should answer. `what`: its content, for messages. `sequences`: how many sequences of the request
+    a server works on at once. `prefer`: the server with its prefix in the cache.
     """
 
     ask: Callable[[Member, int], Awaitable[T]]
@@ -50,7 +50,7 @@ class Request(Generic[T]):
 
 
 class Outstanding:
-    """Tasks that one caller waits for, in the order in which they end."""
+    """The tasks that one caller waits for, in the order in which the tasks end."""
 
     def __init__(self) -> None:
         self._done: queue.SimpleQueue[concurrent.futures.Future[Any] | None] = queue.SimpleQueue()
@@ -60,11 +60,11 @@ class Outstanding:
         task.add_done_callback(self._done.put)
 
     def wake(self) -> None:
-        """Lets whoever waits look around."""
+        """Wakes the caller, which looks whether it still has to wait."""
         self._done.put(None)
 
     def next(self, timeout_s: float) -> concurrent.futures.Future[Any] | None:
-        """Returns a task that has ended, or None when none does in time."""
+        """Returns a task that has ended, or None when no task ends in time."""
         try:
             return self._done.get(timeout=timeout_s)
         except queue.Empty:
@@ -72,11 +72,11 @@ class Outstanding:
 
 
 class Dispatcher:
-    """Sends requests to the members. All of them wait on one event loop, in one thread, however many there are.
+    """Sends requests to the members. All requests wait on one event loop, in one thread.
 
-    `tend` is called whenever a caller waits. `refitting` tells whether servers are taking weights, so that some will
-    serve soon. `hopeless` tells why no server will come any more, or None. `shared`: GPUs that the members share with
-    other roles' servers.
+    `tend` is called whenever a caller waits. `refitting` returns whether servers are taking weights, and will serve
+    soon. `hopeless` returns why no server will come any more, or None. `shared`: the GPUs that the members share with
+    servers of other roles.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Dispatcher:
         shared.add(members.role, self.look)
 
     def close(self) -> None:
-        """Ends what is under way, whose requests have failed: the members were closed before."""
+        """Ends the requests under way, which have failed: the members were closed before."""
         if not self._thread.is_alive():
             return
         asyncio.run_coroutine_threadsafe(_end_all(), self._loop).result()
@@ -111,16 +111,16 @@ class Dispatcher:
         work.add(asyncio.run_coroutine_threadsafe(task(*arguments), self._loop))
 
     def look(self) -> None:
-        """Lets the requests that wait for a server look around. Any thread may call it."""
+        """Lets the waiting requests look for a server. Any thread may call it."""
         with contextlib.suppress(RuntimeError):  # the loop was closed: nothing waits
             self._loop.call_soon_threadsafe(self._queue.look)
 
     def waiting(self) -> Waiting:
-        """Returns the patience of one caller."""
+        """Returns a new wait of one caller."""
         return Waiting(self.members, self._hopeless)
 
     def wait(self, work: Outstanding, waiting: Waiting | None) -> Any:
-        """Looks after the servers and waits a moment -> what a task found, or None when none ended.
+        """Tends the servers and waits a moment. Returns the result of a task that ended, or None.
 
         Raises what the task raised; EngineError when there is no point in waiting. `waiting` is None when nothing is
         under way.
@@ -136,7 +136,7 @@ class Dispatcher:
         return None if task is None else task.result()
 
     async def send(self, work: Outstanding, request: Request[T]) -> tuple[T, Member]:
-        """Asks until some server answers -> its answer, and which it was. Part of a task.
+        """Sends a request until some server answers. Returns the answer and the server. Part of a task.
 
         Raises EngineError when too many living ones fail, when LOST_UNDER are lost, and when nobody waits for `work`
         any more; RequestRefused for a request that no server would take.
@@ -170,7 +170,7 @@ class Dispatcher:
                 await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))  # as long as servers ask for: all have failed
 
     async def _look_after(self, member: Member, why: str) -> None:
-        """Takes a server that failed for lost unless it answers: one look for all requests that it failed together."""
+        """Marks a server that failed as lost unless it answers now. Requests that it failed together share one look."""
         look = self._looks.get(member)
         if look is None:
             look = self._loop.run_in_executor(self._lookers, self.members.look_after, member, why)
@@ -188,13 +188,13 @@ class Dispatcher:
             self._loop.close()
 
     def _tick(self) -> None:
-        """Looks around now and then: what waits may be over without anybody saying so."""
+        """Looks at the queue now and then: a wait may be over without a notification."""
         self._queue.look()
         self._loop.call_later(self._look_s, self._tick)
 
 
 async def _end_all() -> None:
-    """Cancels all tasks of the running loop but this one, and waits until they and the loop's threads have ended."""
+    """Cancels all other tasks of the running loop, and waits until they and the loop's threads have ended."""
     tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in tasks:
         task.cancel()
@@ -208,5 +208,5 @@ def _too_often(failures: list[str], member: Member) -> str:
 
 
 def _with_log(said: str, member: Member) -> str:
-    """Returns what is said, and the end of the server's log where there is one."""
+    """Returns a message with the end of the server's log, if there is one."""
     return f"{said}; {end_of(Path(member.listing.log))}" if member.listing.log else said

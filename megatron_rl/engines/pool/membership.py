@@ -24,7 +24,7 @@ Address = tuple[str, int, str]  # of a refit store: host, port, and the secret t
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of what servers are asked at once, and of how long they are waited for."""
+    """How many requests servers get at once, and how long the run waits for servers."""
 
     servers: int  # at most
     at_once: int  # sequences asked of one server at once
@@ -35,7 +35,7 @@ class Limits:
 
     @staticmethod
     def of(settings: Servers) -> Limits:
-        """Returns the limits that a config's engine settings give."""
+        """Returns the limits in the engine settings of a config."""
         return Limits(
             servers=settings.replicas, at_once=settings.at_once, attempts=settings.attempts,
             request_timeout_s=settings.request_timeout_s, wait_s=settings.wait_s, partial=settings.partial,
@@ -44,8 +44,8 @@ class Limits:
 
 @dataclass(eq=False)
 class Member:
-    """A server. It serves while it is not lost and `version` is that of all members. The watch changes `listing` and
-    `seen`; the rest is changed under the members' lock.
+    """One server. It serves while it is not lost and its `version` is the version of the pool. The watch changes
+    `listing` and `seen`; the other fields are changed under the members' lock.
     """
 
     listing: Listing
@@ -62,12 +62,12 @@ class Member:
 
 
 class Members:
-    """The servers of one role, by replica. Those of this class are given once and for all and always taken for living:
-    a request that one fails goes to another. `change` guards every member. `changed` is called when one begins or ends
-    to serve, by any thread. `waits` is called again and again by whoever waits because none serves, until that ends or
-    `limits.wait_s` is over: the watchdog of a run learns by it that the run is not hung.
+    """The servers of one role, by replica. In this class the servers never change and always count as living: a request
+    that one server fails goes to another.
 
-    `fixed`: the servers keep the weights that they are started with, which are version 0.
+    `change` guards every member. `changed` is called, by any thread, when a server begins or ends to serve. `waits` is
+    called repeatedly while a caller waits because no server serves: the watchdog of a run learns from it that the run
+    is not hung. `fixed`: the servers keep the weights that they are started with, which are version 0.
     """
 
     def __init__(self, role: str, limits: Limits, *, fixed: bool = True, servers: Sequence[Server] = ()) -> None:
@@ -90,9 +90,9 @@ class Members:
         return [m for m in self.living() if m.version == self.version >= 0]
 
     def loads(self) -> dict[str, dict[str, float]]:
-        """Returns what each server does, by its name (ROLE@NAME where it is listed as another role's): whether it lives
-        and serves (1 or 0), the version of its weights (-1: none that counts), and its sequences and requests under
-        way."""
+        """Returns the state of each server by its name (ROLE@NAME for a server that is listed under another role):
+        whether it lives and serves (1 or 0), the version of its weights (-1: unknown), and its sequences and requests
+        under way."""
         with self.change:
             return {
                 (m.listing.name if m.listing.role == self.role else f"{self.role}@{m.listing.name}"): {
@@ -106,7 +106,7 @@ class Members:
             }
 
     def serves(self, member: Member, version: int) -> bool:
-        """Tells whether the member lives and its weights are of this version."""
+        """Returns whether the member lives and its weights have this version."""
         with self.change:
             return member.lost is None and member.version == version
 
@@ -176,8 +176,8 @@ class ListedMembers(Members):
         self._hang_up_for_good()  # a server that came meanwhile
 
     def look(self, listings: Sequence[Listing], now: float) -> None:
-        """Takes in what was read at `now`. To ask a server whether it is ready may take seconds, in which others beat
-        unseen.
+        """Updates the members from the listings that were read at `now`. It may take seconds to ask a server whether it
+        is ready, in which beats of other servers are not seen.
         """
         for listing in listings:
             if 0 <= listing.replica < self.limits.servers:
@@ -192,7 +192,7 @@ class ListedMembers(Members):
                 self._lose(member, "it left the server registry")
 
     def _watch(self) -> None:
-        """Runs on a thread until the members are closed."""
+        """Reads the registry again and again, on a thread, until the members are closed."""
         while not self.closing.is_set():
             try:
                 self.look(self._roster.read(self._listed), time.monotonic())
@@ -226,9 +226,9 @@ class ListedMembers(Members):
 
 
 class Waiting:
-    """Says now and then that the run waits for a server, and ends the wait at some point.
+    """The wait of one caller for a server: logs now and then that the run waits, and ends the wait after `wait_s`.
 
-    `hopeless` tells why no server will come any more, or None.
+    `hopeless` returns why no server will come any more, or None.
     """
 
     def __init__(self, members: Members, hopeless: Callable[[], str | None]) -> None:
@@ -237,8 +237,8 @@ class Waiting:
         self._next = 0.0  # when the next line is due
 
     def on(self) -> None:
-        """Takes note that no server serves. Raises EngineError when there is no point in waiting: after `limits.wait_s`
-        without `over`, when it is hopeless, and when the members are closed.
+        """Notes that no server serves. Raises EngineError when waiting is pointless: after `limits.wait_s` without a
+        call of `over`, when it is hopeless, and when the members are closed.
         """
         self._members.check_open()
         if why := self._hopeless():
@@ -254,5 +254,5 @@ class Waiting:
             _log.warning("waiting for a %s engine for %.0f s: %s", role, now - self._since, self._members.known())
 
     def over(self) -> None:
-        """Takes note that a server serves."""
+        """Notes that a server serves."""
         self._since = None

@@ -1,5 +1,5 @@
-"""A session with servers: prompts are asked at any time, each with a sampling of its own, and answered when they are
-done.
+"""A session with servers: requests come at any time, each with sampling settings of its own, and are answered when they
+are done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Finished = tuple[int, dict[int, Completion]]  # a key, and completions by sample
 
 @dataclass(eq=False)
 class _Asked:
-    """One ask that is not answered. `work` is what its tasks belong to."""
+    """One request without an answer. Its tasks belong to `work`."""
 
     key: int
     tokens: np.ndarray  # [T] int32
@@ -35,7 +35,7 @@ class _Asked:
 
     @property
     def seed(self) -> int:
-        """The seed of the first sample; sample j has j more."""
+        """Returns the seed of the first sample; sample j has this seed plus j."""
         return sampling_seeds.request_seed(self.sampling.seed, self.key)
 
 
@@ -84,9 +84,9 @@ class PoolSession:
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
         """See engines.protocol.Session.
 
-        While no server has the current weights it waits, and says so. Raises EngineError when none comes within
-        `engine.wait_s`, or `engine.attempts` living servers failed a request; RequestRefused for a request that no
-        server would take; ConfigError when servers are another run's. All that was asked is called off then.
+        While no server has the current weights it waits, and logs that it waits. Raises EngineError when no server
+        comes within `engine.wait_s`, or `engine.attempts` living servers failed a request; RequestRefused for a request
+        that no server would take; ConfigError when servers belong to another run. All requests are cancelled then.
         """
         waiting = self._dispatcher.waiting()
         ended = False
@@ -110,7 +110,7 @@ class PoolSession:
         self._call_off()
 
     def _take_in(self, key: int, completions: dict[int, Completion]) -> list[Completion] | None:
-        """Keeps completions of a key -> all of them, once they are there."""
+        """Keeps completions of a request. Returns all completions of the request once they are there, else None."""
         with self._lock:
             asked = self._asked.get(key)
             if asked is None:  # it was called off meanwhile
@@ -124,7 +124,7 @@ class PoolSession:
         return whole
 
     def _call_off(self) -> None:
-        """Sends nothing more of what was asked, and forgets what comes of it."""
+        """Cancels all requests, and drops the answers that still come."""
         with self._lock:
             over, self._work = self._work, Outstanding()
             self._asked.clear()
@@ -132,7 +132,7 @@ class PoolSession:
         self._dispatcher.look()
 
     async def _write(self, asked: _Asked) -> Finished:
-        """Gets one ask's completions. Each one that a refit cut short becomes a task of its own."""
+        """Gets the completions of one request. A completion that a refit cut short becomes a task of its own."""
         finished = {}
         for j, completion in enumerate(await self._send(asked, asked.tokens, asked.sampling, asked.seed)):
             if completion.stop is Stop.ABORTED:
@@ -142,7 +142,7 @@ class PoolSession:
         return asked.key, finished
 
     async def _complete(self, asked: _Asked, sample: int, begun: Completion) -> Finished:
-        """Gets a completion written to its end, however many refits cut it short."""
+        """Continues a completion to its end, however many refits cut it short."""
         seed, restart = asked.seed + sample, self._dispatcher.members.limits.partial == "restart"
         while begun.stop is Stop.ABORTED:
             kept = nothing_of(begun) if restart else begun

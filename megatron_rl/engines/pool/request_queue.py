@@ -21,9 +21,9 @@ Place = tuple[Member, int]  # the server that was taken, and the version of its 
 
 @dataclass(eq=False)
 class Waiter:
-    """A request that waits. `sequences`: how many a server works on at once for it. `failed`: servers that failed it,
-    which are taken only when there is no other. `prefer`: the server that holds its prefix. `over` tells that nobody
-    waits for it any more.
+    """A request that waits. `sequences`: how many sequences of the request a server works on at once. `failed`: servers
+    that failed the request, which are used only when there is no other. `prefer`: the server with its prefix in the
+    cache. `over` returns whether the caller has stopped waiting.
     """
 
     sequences: int
@@ -66,14 +66,16 @@ class RequestQueue:
             raise
 
     def leave(self, member: Member, sequences: int) -> None:
-        """Gives a place back, and gives those who wait what is free then."""
+        """Gives a place back, and gives free places to waiting requests."""
         with self._members.change:
             member.load, member.requests = member.load - sequences, member.requests - 1
         self._shared.leave()
         self.admit()
 
     def look(self) -> None:
-        """Ends what nobody waits for any more, and gives places to the others: after any change of the members."""
+        """Cancels requests that no caller waits for any more, and gives places to the others. Call it after any change
+        of the members.
+        """
         for waiter in (*self._again, *(each for line in self._first.values() for each in line)):
             if waiter.place.done():
                 continue
@@ -87,7 +89,7 @@ class RequestQueue:
         self.admit()
 
     def admit(self) -> None:
-        """Gives places to those who wait, as long as there is room."""
+        """Gives places to waiting requests, as long as there is room."""
         with self._members.change:
             serving = self._members.serving()
             for waiter in [*self._again]:
@@ -109,7 +111,7 @@ class RequestQueue:
             raise EngineError("nobody waits for this request any more")
 
     def _join_member(self, waiter: Waiter, serving: list[Member]) -> bool:
-        """Gives a waiter a place, if there is one. Says whether it is to leave the line."""
+        """Gives a request a place, if there is one. Returns whether the request leaves the queue."""
         if waiter.place.done():
             return True
         at_once = self._members.limits.at_once
@@ -124,7 +126,7 @@ class RequestQueue:
 
 
 def _best(free: list[Member], prefer: Member | None, at_once: int) -> Member:
-    """Returns the least loaded server that has not failed lately; rather the preferred one, unless it is much more
+    """Returns the least loaded server that has not failed lately; or the preferred server, unless it is much more
     loaded.
     """
     now = time.monotonic()

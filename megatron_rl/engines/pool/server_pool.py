@@ -1,5 +1,5 @@
-"""Servers as one engine. Requests go to the least loaded, failures elsewhere; none answers with weights that are not
-current.
+"""Several servers as one engine. A request goes to the least loaded server, and to another one when a server fails it.
+No server answers with weights that are not current.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_rl.engines.protocol import Tokens, TopScores
 from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_registry import Listing, ServerRegistry
 
-SCORED_SEQUENCES, SCORED_TOKENS = 32, 1 << 15  # of one request
+SCORED_SEQUENCES, SCORED_TOKENS = 32, 1 << 15  # most sequences and tokens of one request for scores
 LISTED_S = 10.0  # from a server's first answer until a pool has it among its living members
 
 
@@ -62,7 +62,7 @@ class ServerEngine:
         return [scores.logprobs for scores in self.score_top(sequences, 0)]
 
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
-        """See engines.protocol.Engine. Raises as `score` does, and EngineError where a server does not tell them."""
+        """See engines.protocol.Engine. Raises as `score` does, and EngineError when a server does not return them."""
         arrays = [np.array(tokens, np.int32) for tokens in sequences]
         work, waiting, found = Outstanding(), self._dispatcher.waiting(), dict[int, TopScores]()
         try:
@@ -79,7 +79,7 @@ class ServerEngine:
         """See engines.protocol.Engine."""
 
     def close(self) -> None:
-        """Ends what is under way: its callers get EngineError."""
+        """Ends the requests under way: their callers get EngineError."""
         self.members.close()
         self._dispatcher.close()
 
@@ -92,7 +92,7 @@ class ServerEngine:
     async def _score(
         self, work: Outstanding, places: Sequence[int], sequences: list[np.ndarray], k: int
     ) -> dict[int, TopScores]:
-        """Gets the scores of some sequences, by place."""
+        """Returns the scores of some sequences, by index."""
 
         async def ask(member: Member, version: int) -> list[TopScores]:
             scores = await member.server.score(sequences, k, timeout_s=self.members.limits.request_timeout_s)
@@ -108,11 +108,11 @@ class ServerEngine:
 class Pool(ServerEngine):
     """The servers of one role that a server registry lists, as one engine on the driver.
 
-    The thread that made it owns it: refits and `close` are called there. `connect` makes a client. `listed`: the role
-    under whose name the servers are listed, where roles share them. `fixed`: the servers keep the weights that they are
-    started with. `refresh`, when set, brings the given replicas to the current weights
-    while others serve. It is called when a server that has none is there, from within the owner's own calls alone,
-    because it is collective. `shared`: the GPUs in which servers of other roles stand too.
+    The thread that made the pool owns it: refits and `close` are called there. `connect` makes a client. `listed`: the
+    role under whose name the servers are listed, when roles share them. `fixed`: the servers keep the weights that they
+    are started with. `refresh`, when set, brings the given replicas to the current weights while the others serve. It
+    is called for a server without current weights, within the owner's own calls alone, because it is collective.
+    `shared`: the GPUs that servers of other roles use, too.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class Pool(ServerEngine):
         fixed: bool = False, look_s: float = LOOK_S, listed: str | None = None, shared: SharedGpus | None = None,
     ) -> None:  # fmt: skip
         self.refresh: Callable[[list[int]], None] | None = None
-        # Where the servers stand in the trainer's GPUs: sends all of them to sleep, brings those without current
-        # weights to these, and wakes them. None until somebody sets it.
+        # Set when the servers use the trainer's GPUs: puts all servers to sleep, brings those without current weights to
+        # the current ones, and wakes them.
         self.sleep_all: Callable[[], None] | None = None
         self._colocated = settings.colocate
         self._owner = threading.get_ident()
@@ -132,26 +132,24 @@ class Pool(ServerEngine):
     def begin_refit(
         self, version: int, address: Address, only: Sequence[int] | None = None, *, wait_s: float
     ) -> list[int]:
-        """Gets the servers that live (of the replicas `only`) to take part in a refit that the trainer, at `address`,
-        begins now.
+        """Prepares the living servers (of the replicas `only`) for a refit that the trainer, at `address`, begins now.
 
-        -> their replicas. Without `only` it waits for a first; with it there may be none. They are paused as
-        `engine.pause` says, and none of them serves until it has the weights. Raises EngineError when none comes within
-        `engine.wait_s`. Servers in the trainer's GPUs are not waited for, since none is started while these are not
-        free: there may be none of them either.
+        Returns the replicas that take part. They are paused as `engine.pause` says, and do not serve until they have
+        the weights. Without `only` it waits for a first server, and raises EngineError when none comes within
+        `engine.wait_s`. It does not wait for servers in the trainer's GPUs, which cannot be started now.
         """
         waiting = None if self._colocated else self._dispatcher.waiting()
         return self._refits.begin(version, address, only, wait_s=wait_s, waiting=waiting, look_s=self._look_s)
 
     def end_refit(self) -> int:
-        """Waits for the servers after the trainer is done: those that have the weights serve, the others are out until
-        they take them. -> how many serve.
+        """Waits for the servers after the trainer is done. Servers that have the weights serve, the others are out
+        until they take them. Returns the number of servers that serve.
         """
         return self._refits.end()
 
     def tend(self) -> None:
-        """Brings servers that are there without current weights to them, when the owner calls; not in the middle of a
-        refit, which other servers may be the object of.
+        """Brings servers without current weights to the current weights. A no-op in other threads than the owner's, and
+        during a refit.
         """
         if self.refresh is None or self.version < 0 or self._refits.under_way or threading.get_ident() != self._owner:
             return
@@ -164,9 +162,9 @@ class Pool(ServerEngine):
         self.refresh(stale)
 
     def sleep(self, expected: Collection[str], *, discard: bool) -> list[str]:
-        """Puts the servers to sleep that live -> the incarnations of those that sleep now. It waits a moment for the
-        incarnations `expected`, which may have been listed just now. `discard`: their weights are dropped; none serves
-        before a refit.
+        """Puts the living servers to sleep. Returns the incarnations of the servers that sleep now. It waits a moment
+        for the incarnations `expected`, which may have been listed just now. `discard`: the weights are dropped, and no
+        server serves before a refit.
         """
         end = time.monotonic() + LISTED_S
         while not {*expected} <= {m.listing.incarnation for m in self.members.living()} and time.monotonic() < end:
@@ -174,7 +172,7 @@ class Pool(ServerEngine):
         return self._refits.sleep(discard=discard)
 
     def wake(self) -> None:
-        """Wakes the servers that live; one that does not wake serves no more until it has taken the weights anew."""
+        """Wakes the living servers. A server that does not wake does not serve until it has taken the weights again."""
         self._refits.wake()
 
     def close(self) -> None:
@@ -186,14 +184,16 @@ class Pool(ServerEngine):
 
 
 def given(role: str, servers: Sequence[Server], limits: Limits) -> ServerEngine:
-    """Returns an engine over servers that keep the weights they have. Each takes part from now on, and is asked
-    whatever it failed.
+    """Returns an engine over servers that keep the weights they have. A server stays in use whatever requests it
+    failed.
     """
     return ServerEngine(Members(role, limits, servers=servers))
 
 
 def _shares(lengths: Sequence[int], servers: int) -> list[list[int]]:
-    """Splits sequences of these lengths into requests -> the places of each one's sequences. Every server gets some."""
+    """Splits sequences of these lengths into requests, so that every server gets some. Returns the indices of each
+    request.
+    """
     most = min(SCORED_SEQUENCES, -(-len(lengths) // servers))
     shares: list[list[int]] = []
     tokens = 0

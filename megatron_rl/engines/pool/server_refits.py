@@ -1,4 +1,6 @@
-"""Refits of servers, and their sleep while the trainer has their GPUs: who takes part, and who serves after it."""
+"""Refits of servers, and their sleep while the trainer uses their GPUs: which servers take part, and which serve after
+it.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ class PoolRefits:
         return sum(m in updated for m in self._members.serving())
 
     def stale(self) -> list[int]:
-        """Returns the replicas that live without current weights, but for those that failed a refit a moment ago."""
+        """Returns the living replicas without current weights, except for those that failed a refit a moment ago."""
         latest = time.monotonic() - min(AGAIN_S, self._members.limits.wait_s / 4)
         return [m.listing.replica for m in self._members.living() if m.version is None and m.troubled < latest]
 
@@ -130,7 +132,7 @@ class PoolRefits:
         return True
 
     def _step(self, member: Member, failing: str, verb: Callable[[], None]) -> bool:
-        """Runs a step of a refit, on a thread -> whether it went well; if not, the server is out."""
+        """Runs one step of a refit, on a thread. Returns whether it succeeded; a server that failed is out."""
         with self._members.change:
             member.requests += 1
         try:
