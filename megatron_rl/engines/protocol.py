@@ -1,4 +1,4 @@
-"""The interface of rollout engines: the embedded engine, pools of servers, endpoints, and the fakes of tests have it."""
+"""The interface of rollout engines: of the embedded engine, pools of servers, endpoints, and the fakes of tests."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Session(Protocol):
         ...
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which a thread may send more requests: `answers` does not end before the context ends."""
+        """Returns a context in which a thread may send more requests. `answers` does not end before the context."""
         ...
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:

@@ -120,8 +120,8 @@ class Pool(ServerEngine):
         fixed: bool = False, look_s: float = LOOK_S, listed: str | None = None, shared: SharedGpus | None = None,
     ) -> None:  # fmt: skip
         self.refresh: Callable[[list[int]], None] | None = None
-        # Set when the servers use the trainer's GPUs: puts all servers to sleep, brings those without current weights to
-        # the current ones, and wakes them.
+        # Set when the servers use the trainer's GPUs: puts all servers to sleep, brings the current weights to those
+        # without them, and wakes all.
         self.sleep_all: Callable[[], None] | None = None
         self._colocated = settings.colocate
         self._owner = threading.get_ident()
