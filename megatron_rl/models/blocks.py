@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_rl.models.partitions import (
     ByColumns,
@@ -24,7 +25,12 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 
 def norm(name: str, tensor: str, width: int, *, fused: str | None = None) -> Row:
     """Returns the row of a norm's weight [width], which every rank holds whole."""
-    return Row(name=name, fused=fused, sources=(Source(tensor, width),), partition=Whole(), engine=tensor)
+    return single(name, tensor, (width, 1), Whole(), fused=fused)
+
+
+def single(name: str, tensor: str, shape: tuple[int, int], partition: Partition, **more: Any) -> Row:
+    """Returns the row of a parameter that is one tensor [rows, columns], of the same name in engines."""
+    return Row(**{"name": name, "sources": (Source(tensor, *shape),), "cut": cut, "engine": tensor, **more})
 
 
 def joint_norm(part: str, width: int) -> Row:
@@ -33,13 +39,7 @@ def joint_norm(part: str, width: int) -> Row:
     A trainer's ranks share the weight out as they do the heads. An engine's ranks hold it whole: they gather the heads.
     """
     tensor = f"self_attn.{part}_norm.weight"
-    return Row(
-        name=f"self_attention.{part}_layernorm.weight",
-        sources=(Source(tensor, width),),
-        partition=ByRows(),
-        engine=tensor,
-        engine_partition=Whole(),
-    )
+    return single(f"self_attention.{part}_layernorm.weight", tensor, (width, 1), ByRows(), engine_partition=Whole())
 
 
 def attention(
@@ -72,15 +72,7 @@ def attention(
     if joint_norms:
         rows += [joint_norm("q", sizes.heads * d), joint_norm("k", sizes.kv_heads * d)]
     out = "self_attn.o_proj.weight"
-    rows.append(
-        Row(
-            name="self_attention.linear_proj.weight",
-            sources=(Source(out, h, sizes.heads * d),),
-            partition=ByColumns(),
-            engine=out,
-        )
-    )
-    return rows
+    return [*rows, single("self_attention.linear_proj.weight", out, (h, sizes.heads * d), ByColumns())]
 
 
 def latent_attention(sizes: Sizes) -> list[Row]:
@@ -94,9 +86,8 @@ def latent_attention(sizes: Sizes) -> list[Row]:
     def projection(
         part: str, tensor: str, shape: tuple[int, int], partition: Partition, engine: str | None = None
     ) -> Row:
-        source = Source(f"self_attn.{tensor}.weight", *shape)
-        name = f"self_attention.linear_{part}.weight"
-        return Row(name=name, sources=(source,), partition=partition, engine=f"self_attn.{engine or tensor}.weight")
+        name, engine = f"self_attention.linear_{part}.weight", f"self_attn.{engine or tensor}.weight"
+        return single(name, f"self_attn.{tensor}.weight", shape, cut, engine=engine)
 
     def latent_norm(part: str, width: int) -> Row:
         return norm(f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_a_layernorm.weight", width)
@@ -140,12 +131,7 @@ def gated(module: str, tensors: str, ffn: int, hidden: int) -> list[Row]:
             partition=ByRows(),
             engine=f"{tensors}.gate_up_proj.weight",
         ),
-        Row(
-            name=f"{module}.linear_fc2.weight",
-            sources=(Source(down, hidden, ffn),),
-            partition=ByColumns(),
-            engine=down,
-        ),
+        single(f"{module}.linear_fc2.weight", down, (hidden, ffn), ByColumns()),
     ]
 
 
@@ -160,13 +146,7 @@ def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) 
     router = f"{module}.gate.weight"
     return [
         norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", h),
-        Row(
-            name="mlp.router.weight",
-            sources=(Source(router, count, h),),
-            partition=Whole(),
-            engine=router,
-            in_memory="mlp.gate.weight",
-        ),
+        single("mlp.router.weight", router, (count, h), Whole(), in_memory="mlp.gate.weight"),
         Row(
             name=f"mlp.experts.local_experts.{EXPERT}.linear_fc1.weight",
             fused=f"mlp.experts.linear_fc1.weight{EXPERT}",
@@ -176,11 +156,12 @@ def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) 
             in_memory="mlp.experts.gate_up_proj",
             experts=count,
         ),
-        Row(
-            name=f"mlp.experts.local_experts.{EXPERT}.linear_fc2.weight",
+        single(
+            f"mlp.experts.local_experts.{EXPERT}.linear_fc2.weight",
+            down,
+            (h, width),
+            ByColumns(),
             fused=f"mlp.experts.linear_fc2.weight{EXPERT}",
-            sources=(Source(down, h, width),),
-            partition=ByColumns(),
             engine=f"{module}.experts.w2_weight",
             in_memory="mlp.experts.down_proj",
             experts=count,
@@ -191,13 +172,7 @@ def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) 
 def expert_bias(sizes: Sizes, *, module: str = "mlp.gate") -> Row:
     """Returns the row of the bias [experts] that takes part in a router's choice."""
     tensor = f"{module}.e_score_correction_bias"
-    return Row(
-        name="mlp.router.expert_bias",
-        sources=(Source(tensor, sizes.experts),),
-        partition=Whole(),
-        engine=tensor,
-        float32=True,
-    )
+    return single("mlp.router.expert_bias", tensor, (sizes.experts, 1), Whole(), float32=True)
 
 
 def shared_expert(sizes: Sizes, *, module: str = "mlp.shared_expert", gate: bool = True) -> list[Row]:
@@ -208,35 +183,14 @@ def shared_expert(sizes: Sizes, *, module: str = "mlp.shared_expert", gate: bool
     rows = gated("mlp.shared_experts", module, sizes.shared_ffn, sizes.hidden)
     if not gate:
         return rows
-    tensor = f"{module}_gate.weight"
-    return [
-        *rows,
-        Row(
-            name="mlp.shared_experts.gate_weight",
-            sources=(Source(tensor, 1, sizes.hidden),),
-            partition=Whole(),
-            engine=tensor,
-        ),
-    ]
+    return [*rows, single("mlp.shared_experts.gate_weight", f"{module}_gate.weight", (1, sizes.hidden), Whole())]
 
 
 def ends(sizes: Sizes) -> OuterRows:
     """Returns the rows of embedding, last norm and output layer."""
-
-    def table(name: str, tensor: str, *, engine: str | None = None, copy: bool = False) -> Row:
-        source = Source(tensor, sizes.vocab, sizes.hidden)
-        return Row(
-            name=name,
-            sources=(source,),
-            partition=Vocabulary(),
-            engine=engine,
-            engine_partition=EngineVocabulary(),
-            copy=copy,
-        )
-
-    embedding = table("embedding.word_embeddings.weight", EMBEDDING, engine=EMBEDDING)
-    if sizes.tied:
-        head = table("output_layer.weight", EMBEDDING, copy=True)
-    else:
-        head = table("output_layer.weight", HEAD, engine=HEAD)
+    shape, cuts = (sizes.vocab, sizes.hidden), (Vocabulary(), EngineVocabulary())
+    embedding = single("embedding.word_embeddings.weight", EMBEDDING, shape, cuts[0], engine_partition=cuts[1])
+    copied: dict[str, Any] = {"engine": None, "copy": True} if sizes.tied else {}
+    tensor = EMBEDDING if sizes.tied else HEAD
+    head = single("output_layer.weight", tensor, shape, cuts[0], engine_partition=cuts[1], **copied)
     return OuterRows(first=(embedding,), last=(norm("decoder.final_layernorm.weight", NORM, sizes.hidden), head))

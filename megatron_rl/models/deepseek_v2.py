@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import blocks
-from megatron_rl.models.family import KEYS, SETTLED, Family, dims
+from megatron_rl.models.family import KEYS, SETTLED, Family
 from megatron_rl.models.rows import Row
 from megatron_rl.models.sizes import Features, Routing, Sizes
 
@@ -25,22 +25,6 @@ LATENT = {  # keys of config.json, by the field of Sizes that they give
 }
 NOPE = "qk_nope_head_dim"  # elements of a head's query and key that are not rotated
 EVERYWHERE: Mapping[str, Any] = {**SETTLED, "moe_layer_freq": 1, "quantization_config": None}
-SCALED = {  # YaRN as all of these models have it, but for its two factors
-    "type": "yarn",
-    "factor": 40,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32,
-    "beta_slow": 1,
-}
-HEADS = {"kv_lora_rank": 512, NOPE: 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_theta": 10_000.0}
-_V2: dict[str, Any] = {
-    **HEADS,
-    "rope_scaling": {**SCALED, "mscale": 0.707, "mscale_all_dim": 0.707},
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 163_840,
-}
 
 
 class DeepseekV2(Family):
@@ -56,30 +40,6 @@ class DeepseekV2(Family):
     }
     settled = {**EVERYWHERE, "scoring_func": "softmax", "norm_topk_prob": False}
     has_experts = True
-    known = {
-        "deepseek-v2-lite": dims(
-            (27, 2048, 16, 16, 10944),
-            vocab=102_400,
-            **_V2,
-            q_lora_rank=None,
-            moe_intermediate_size=1408,
-            n_routed_experts=64,
-            routed_scaling_factor=1.0,
-            topk_method="greedy",
-        ),
-        "deepseek-v2": dims(
-            (60, 5120, 128, 128, 12288),
-            vocab=102_400,
-            **_V2,
-            q_lora_rank=1536,
-            moe_intermediate_size=1536,
-            n_routed_experts=160,
-            routed_scaling_factor=16.0,
-            topk_method="group_limited_greedy",
-            n_group=8,
-            topk_group=3,
-        ),
-    }
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
         """Returns the sizes. Raises ConfigError as the base does, and for a routing that is not known here."""

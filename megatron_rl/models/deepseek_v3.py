@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import blocks
-from megatron_rl.models.deepseek_v2 import EVERYWHERE, HEADS, SCALED, DeepseekV2, groups_of
-from megatron_rl.models.family import Family, dims
+from megatron_rl.models.deepseek_v2 import EVERYWHERE, DeepseekV2, groups_of
+from megatron_rl.models.family import Family
 from megatron_rl.models.rows import Row
 from megatron_rl.models.sizes import Routing, Sizes
 
@@ -29,25 +29,6 @@ class DeepseekV3(DeepseekV2):
         "rope_interleave": True,
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
-    }
-    known = {
-        "deepseek-v3": dims(
-            (61, 7168, 128, 128, 18432),
-            vocab=129_280,
-            **HEADS,
-            q_lora_rank=1536,
-            moe_intermediate_size=2048,
-            n_routed_experts=256,
-            n_shared_experts=1,
-            num_experts_per_tok=8,
-            first_k_dense_replace=3,
-            routed_scaling_factor=2.5,
-            n_group=8,
-            topk_group=4,
-            norm_topk_prob=True,
-            max_position_embeddings=163_840,
-            rope_scaling={**SCALED, "mscale": 1.0, "mscale_all_dim": 1.0},
-        ),
     }
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:

@@ -49,8 +49,8 @@ class Family:
     has_shared_expert: ClassVar[bool] = False
     # Features of all models of the family; `features` adds what a config.json says.
     common: ClassVar[Features] = Features()
-    # The contents of the config.json of public models, as far as sizes and features need them, by names in lower case
-    # without owner and variant: plans are made of them without their files.
+    # Public models of a family outside of the package, as known.yaml has those of the package: plans are made of them
+    # without their files.
     known: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
@@ -147,18 +147,3 @@ def windowless(config: Mapping[str, Any], where: str) -> None:
             f"{where}: sliding_window = {window} is not supported, attention here is full: "
             "set it to null if no sequence is longer"
         )
-
-
-def dims(numbers: tuple[int, int, int, int, int], *, vocab: int, tied: bool = False, **more: Any) -> dict[str, Any]:
-    """Returns config.json keys for (layers, hidden, heads, key/value heads, feed-forward width), and `more` of them."""
-    layers, hidden, heads, kv_heads, ffn = numbers
-    return {
-        KEYS["num_layers"]: layers,
-        KEYS["hidden"]: hidden,
-        KEYS["heads"]: heads,
-        KEYS["kv_heads"]: kv_heads,
-        KEYS["ffn"]: ffn,
-        KEYS["vocab"]: vocab,
-        "tie_word_embeddings": tied,
-        **more,
-    }

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.models import blocks
-from megatron_rl.models.family import Family, dims
+from megatron_rl.models.family import Family
 from megatron_rl.models.rows import Row
 from megatron_rl.models.sizes import AttentionKind, Features, Rotary, Sizes
 
@@ -37,10 +37,6 @@ class Gemma3(Family):
         "use_bidirectional_attention": False,
     }
     common = Features(norm_from_one=True, norms_after=True, activation="gelu_tanh", qk_norm=True)
-    known = {
-        "gemma-3-270m": dims((18, 640, 4, 1, 2048), vocab=262144, tied=True, head_dim=256, sliding_window=512),
-        "gemma-3-1b": dims((26, 1152, 4, 1, 6912), vocab=262144, tied=True, head_dim=256, sliding_window=512),
-    }
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
         """Returns the sizes, with transformers' defaults. Raises KeyError for a key that is missing."""

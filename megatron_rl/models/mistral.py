@@ -6,7 +6,7 @@ Its chat template refuses a system's message in older versions, and two messages
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.models.family import Family, dims, windowless
+from megatron_rl.models.family import Family, windowless
 from megatron_rl.models.sizes import Sizes
 
 
@@ -14,7 +14,6 @@ class Mistral(Family):
     """Llama with a `sliding_window` that takes effect without a switch."""
 
     model_type = "mistral"
-    known = {"mistral-7b": dims((32, 4096, 32, 8, 14336), vocab=32768)}
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
         """Returns the sizes. Raises ConfigError as the base does, and for a window shorter than the context."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl.models import blocks
-from megatron_rl.models.family import EVERY_LAYER, KEYS, SETTLED, Family, dims, windowless
+from megatron_rl.models.family import EVERY_LAYER, KEYS, SETTLED, Family, windowless
 from megatron_rl.models.rows import Row
 from megatron_rl.models.sizes import Routing, Sizes
 
@@ -16,10 +16,6 @@ class Mixtral(Family):
     keys = {**KEYS, "expert_ffn": "intermediate_size"}
     settled = {**SETTLED, **EVERY_LAYER}
     has_experts = True
-    known = {
-        "mixtral-8x7b": dims((32, 4096, 32, 8, 14336), vocab=32000, num_experts=8, num_experts_per_tok=2),
-        "mixtral-8x22b": dims((56, 6144, 48, 8, 16384), vocab=32768, num_experts=8, num_experts_per_tok=2),
-    }
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
         """Returns the sizes. Raises ConfigError as the base does, and for a window shorter than the context."""

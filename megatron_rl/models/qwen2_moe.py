@@ -14,7 +14,6 @@ class Qwen2Moe(Qwen2):
     settled = {**Qwen2.settled, **EVERY_LAYER}
     has_experts = True
     has_shared_expert = True
-    known = {}
 
 
 FAMILY: Family = Qwen2Moe()

@@ -9,10 +9,12 @@ import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 from megatron_rl import models
 from megatron_rl.config import plugins
+from megatron_rl.config.files import read_yaml
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models.family import Family
 from megatron_rl.models.rows import OuterRows, Row
@@ -68,13 +70,15 @@ def features(config: Mapping[str, Any], where: str = "config.json") -> Features:
         raise ConfigError(f"{where}: {error} is missing, which a {family.model_type} model must have") from None
 
 
+@cache
 def known() -> Mapping[str, Mapping[str, Any]]:
     """Returns {name: contents of config.json} of public models, to plan with them without their files."""
-    return {
+    own = {
         name: {"model_type": family.model_type, **config}
         for family in families().values()
         for name, config in family.known.items()
     }
+    return read_yaml(Path(__file__).with_name("known.yaml")) | own
 
 
 def known_sizes(name: str) -> Sizes:

@@ -7,7 +7,6 @@ whatever layout wrote it, and each piece is read straight to its place. Layers o
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models.sizes import Sizes
@@ -44,10 +44,7 @@ class DistCheckpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Returns {name:
-
-        (shape, dtype)} of every stored tensor, optimizer included, under Megatron's names with layers stacked.
-        """
+        """Returns (shape, dtype) of every stored tensor by Megatron's name, layers stacked, optimizer included."""
         found = self._metadata.state_dict_metadata.items()
         return {name: (tuple(m.size), m.properties.dtype) for name, m in found if isinstance(m, TensorStorageMetadata)}
 
@@ -140,8 +137,8 @@ class DistCheckpoint:
         """Reads one piece of a stored tensor."""
         place = self._metadata.storage_data[MetadataIndex(key, offsets)]
         with (self.directory / place.relative_path).open("rb") as file:
-            stretch: Any = _FileStretch(file, place.offset, place.length)
-            return torch.load(stretch, map_location="cpu", weights_only=True)
+            view: Any = _create_file_view(file, place.offset, place.length)  # as torch's own reader of checkpoints does
+            return torch.load(view, map_location="cpu", weights_only=True)
 
     def _check_files(self) -> None:
         """Raises ConfigError unless every listed file is there and long enough."""
@@ -161,28 +158,3 @@ class DistCheckpoint:
 def whole_names(sizes: Sizes) -> list[str]:
     """Returns the names of all parameters of the model, as a single rank would name them."""
     return megatron_names(sizes, range(sizes.num_layers), range(sizes.experts), first=True, last=True, fused=True)
-
-
-class _FileStretch(io.RawIOBase):
-    """A stretch of a file, as a file of its own. torch reads what lies in it straight to its place."""
-
-    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
-        self._file, self._start, self._length = file, start, length
-        file.seek(start)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._file.tell() - self._start
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self._length}[whence]
-        return self._file.seek(self._start + base + offset) - self._start
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        return self._file.readinto(view[: max(0, min(len(view), self._length - self.tell()))])

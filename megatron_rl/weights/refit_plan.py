@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +30,18 @@ class RankPlacement:
     devices: Sequence[int]  # device number by rank; no two nodes have a number in common
 
 
+class _Columns:
+    """A table that a dataclass holds as columns: arrays of one length, one entry for each row. Tuples are names."""
+
+    def take(self, index: NDArray[Any], **columns: Column) -> Self:
+        """Returns the rows at these indices, with `columns` in the place of their own."""
+        held: Any = self
+        own = {name: values[index] for name, values in vars(held).items() if not isinstance(values, tuple)}
+        return replace(held, **(own | columns))
+
+
 @dataclass(frozen=True)
-class Slices:
+class Slices(_Columns):
     """Rectangles to copy, one per entry of every column, sorted by source and then by destination.
 
     The rectangle of `rows` x `columns` at (source_row, source_column) of source_parameter goes to (row, column) of
@@ -123,7 +134,7 @@ def plan(
 
 
 @dataclass(frozen=True)
-class _Table:
+class _Table(_Columns):
     """Rectangles as columns, one entry of every column per rectangle."""
 
     tensor: Column
@@ -140,11 +151,6 @@ class _Table:
     @property
     def elements(self) -> Column:
         return self.rows * self.columns
-
-    def take(self, index: Column) -> _Table:
-        """Returns the rectangles at these indices."""
-        columns = {name: getattr(self, name)[index] for name in self.__dataclass_fields__ if name != "names"}
-        return _Table(**columns, names=self.names)
 
 
 def _table(holdings: Iterable[Holding], tensors: dict[str, int]) -> tuple[_Table, list[tuple[int, ...]]]:
@@ -176,7 +182,7 @@ def _one_row_per_rank(table: _Table, holders: Sequence[tuple[int, ...]]) -> tupl
 
 
 @dataclass(frozen=True)
-class _Pairs:
+class _Pairs(_Columns):
     """Overlaps of a sent and a received rectangle, as columns."""
 
     send: Column  # rows of the sending table
@@ -227,8 +233,7 @@ def _drop_duplicates(
     )[inverse]
     order = np.lexsort([nearest, pairs.column, pairs.row, pairs.receive])
     same = [np.concatenate([[False], c[order][1:] == c[order][:-1]]) for c in (pairs.column, pairs.row, pairs.receive)]
-    index = np.sort(order[~(same[0] & same[1] & same[2])])
-    return _Pairs(*(getattr(pairs, name)[index] for name in pairs.__dataclass_fields__))
+    return pairs.take(np.sort(order[~(same[0] & same[1] & same[2])]))
 
 
 def _distance(holders: Sequence[int], destination: int, trainer: RankPlacement, engine: RankPlacement) -> int:
@@ -290,16 +295,13 @@ def _nearest(
 
 def _sum_by(keys: Column, values: Column) -> dict[int, int]:
     """Returns {key: sum of its values}."""
-    totals: dict[int, int] = {}
-    for key in np.unique(keys).tolist():
-        totals[key] = int(values[keys == key].sum())
-    return totals
+    return {key: int(values[keys == key].sum()) for key in np.unique(keys).tolist()}
 
 
 def _slices(pairs: _Pairs, send: _Table, receive: _Table, chosen: Column, owners: Column) -> Slices:
     """Returns the pairs as slices of parameters, sorted."""
     s, r = pairs.send, pairs.receive
-    columns = dict(
+    slices = Slices(
         source=chosen,
         destination=owners[r],
         source_parameter=send.parameter[s],
@@ -310,37 +312,23 @@ def _slices(pairs: _Pairs, send: _Table, receive: _Table, chosen: Column, owners
         column=receive.at_column[r] + pairs.column - receive.column[r],
         rows=pairs.rows,
         columns=pairs.columns,
+        source_names=send.names,
+        destination_names=receive.names,
     )
-    order = np.lexsort(
-        [
-            columns[name]
-            for name in ("column", "row", "destination_parameter", "source_parameter", "destination", "source")
-        ]
-    )
-    return Slices(
-        **{name: c[order] for name, c in columns.items()}, source_names=send.names, destination_names=receive.names
-    )
+    keys = ("column", "row", "destination_parameter", "source_parameter", "destination", "source")
+    return slices.take(np.lexsort([getattr(slices, key) for key in keys]))
 
 
 def _join_adjacent(slices: Slices) -> Slices:
     """Joins slices that follow each other in both parameters (q, k and v of one group; gate and up)."""
     n = slices
+    alike = (n.source, n.destination, n.source_parameter, n.destination_parameter, n.source_column, n.column, n.columns)
     same = np.ones(len(n), dtype=bool)
-    for column in (
-        n.source,
-        n.destination,
-        n.source_parameter,
-        n.destination_parameter,
-        n.source_column,
-        n.column,
-        n.columns,
-    ):
+    for column in alike:
         same &= np.concatenate([[False], column[1:] == column[:-1]])
     follows = [np.concatenate([[False], c[1:] == c[:-1] + n.rows[:-1]]) for c in (n.source_row, n.row)]
     starts = np.flatnonzero(~(same & follows[0] & follows[1]))
-    columns = {name: getattr(n, name)[starts] for name in n.__dataclass_fields__ if not name.endswith("names")}
-    columns["rows"] = np.add.reduceat(n.rows, starts) if len(n) else n.rows
-    return Slices(**columns, source_names=n.source_names, destination_names=n.destination_names)
+    return n.take(starts, rows=np.add.reduceat(n.rows, starts) if len(n) else n.rows)
 
 
 def _cut_long(slices: Slices, limit: int) -> Slices:
@@ -349,10 +337,12 @@ def _cut_long(slices: Slices, limit: int) -> Slices:
     parts = -(-slices.rows // fitting)
     which = np.repeat(np.arange(len(slices)), parts)
     first = (np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)) * fitting[which]
-    columns = {name: getattr(slices, name)[which] for name in slices.__dataclass_fields__ if not name.endswith("names")}
-    columns |= {"source_row": columns["source_row"] + first, "row": columns["row"] + first}
-    columns["rows"] = np.minimum(fitting[which], columns["rows"] - first)
-    return Slices(**columns, source_names=slices.source_names, destination_names=slices.destination_names)
+    return slices.take(
+        which,
+        source_row=slices.source_row[which] + first,
+        row=slices.row[which] + first,
+        rows=np.minimum(fitting[which], slices.rows[which] - first),
+    )
 
 
 def _buckets(slices: Slices, sent: NDArray[np.bool_], limit: int) -> list[RefitBucket]:

@@ -1,9 +1,12 @@
 """A model family in a package of a user's own: Seed-OSS, Llama with a bias on query, key and value."""
 
-from megatron_rl.models.family import SETTLED, Family, dims
+from megatron_rl.models.family import SETTLED, Family
 from megatron_rl.models.sizes import Features
 
-_36B = dims((64, 5120, 80, 8, 27648), vocab=155136, head_dim=128)
+_36B = {
+    "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 80, "num_key_value_heads": 8,
+    "intermediate_size": 27648, "vocab_size": 155136, "head_dim": 128,
+}  # fmt: skip
 
 
 class SeedOss(Family):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from coverage_of_ranks import check_coverage
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numbered import numbered
@@ -197,12 +198,12 @@ def test_weights_make_a_round_trip_through_every_layout_and_every_element_is_hel
                 tensor_copies.from_tensor(back[rect.tensor], rect).copy_(tensor_copies.local(parameter, rect))
             held += rects
     assert all(torch.equal(back[name], tensor) for name, tensor in whole.items())
-    parameter_mapping.check_coverage(sizes, held)
+    check_coverage(sizes, held)
     with pytest.raises(ValueError):
-        parameter_mapping.check_coverage(sizes, held + [Rect("model.norm.weight", 1, 0, 2, 1, 0, 0)])
+        check_coverage(sizes, held + [Rect("model.norm.weight", 1, 0, 2, 1, 0, 0)])
     lost = held[-1]
     with pytest.raises(ValueError, match="nobody holds|its ranks hold"):
-        parameter_mapping.check_coverage(sizes, [r for r in held if r[:5] != lost[:5]])
+        check_coverage(sizes, [r for r in held if r[:5] != lost[:5]])
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -225,7 +226,7 @@ def test_weights_of_engine_ranks_cover_the_model_and_fit_their_parameters(case, 
             assert int((parameter == 1).sum()) == sum(r.elements for r in rects)
             assert int((parameter == 0).sum()) == 0 or name in ("model.embed_tokens.weight", "lm_head.weight")
             held += rects
-    parameter_mapping.check_coverage(sizes, held)
+    check_coverage(sizes, held)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from coverage_of_ranks import check_coverage
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numbered import numbered
@@ -194,9 +195,7 @@ def test_weights_of_interleaved_stages_are_all_held():
     sizes = known_sizes("llama3-8b")
     layout = TrainerLayout(pp=2, vpp=4)
     assert layout.layers(sizes)[0][:5] == [0, 1, 2, 3, 8]
-    parameter_mapping.check_coverage(
-        sizes, [rect for h in rank_layouts.trainer(sizes, layout) for _, rect in h.parameters]
-    )
+    check_coverage(sizes, [rect for h in rank_layouts.trainer(sizes, layout) for _, rect in h.parameters])
 
 
 def test_weights_plan_refuses_what_nobody_holds_and_layouts_that_do_not_divide():
@@ -240,4 +239,4 @@ def test_weights_of_uneven_stages_are_all_held():
     held = [
         rect for h in rank_layouts.trainer(sizes, TrainerLayout(pp=3, stages=(10, 12, 10))) for _, rect in h.parameters
     ]
-    parameter_mapping.check_coverage(sizes, held)
+    check_coverage(sizes, held)
