@@ -30,7 +30,7 @@ def norm(name: str, tensor: str, width: int, *, fused: str | None = None) -> Row
 
 def single(name: str, tensor: str, shape: tuple[int, int], partition: Partition, **more: Any) -> Row:
     """Returns the row of a parameter that is one tensor [rows, columns], of the same name in engines."""
-    return Row(**{"name": name, "sources": (Source(tensor, *shape),), "cut": cut, "engine": tensor, **more})
+    return Row(**{"name": name, "sources": (Source(tensor, *shape),), "partition": partition, "engine": tensor, **more})
 
 
 def joint_norm(part: str, width: int) -> Row:
@@ -87,7 +87,7 @@ def latent_attention(sizes: Sizes) -> list[Row]:
         part: str, tensor: str, shape: tuple[int, int], partition: Partition, engine: str | None = None
     ) -> Row:
         name, engine = f"self_attention.linear_{part}.weight", f"self_attn.{engine or tensor}.weight"
-        return single(name, f"self_attn.{tensor}.weight", shape, cut, engine=engine)
+        return single(name, f"self_attn.{tensor}.weight", shape, partition, engine=engine)
 
     def latent_norm(part: str, width: int) -> Row:
         return norm(f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_a_layernorm.weight", width)
@@ -188,9 +188,11 @@ def shared_expert(sizes: Sizes, *, module: str = "mlp.shared_expert", gate: bool
 
 def ends(sizes: Sizes) -> OuterRows:
     """Returns the rows of embedding, last norm and output layer."""
-    shape, cuts = (sizes.vocab, sizes.hidden), (Vocabulary(), EngineVocabulary())
-    embedding = single("embedding.word_embeddings.weight", EMBEDDING, shape, cuts[0], engine_partition=cuts[1])
+    shape, partitions = (sizes.vocab, sizes.hidden), (Vocabulary(), EngineVocabulary())
+    embedding = single(
+        "embedding.word_embeddings.weight", EMBEDDING, shape, partitions[0], engine_partition=partitions[1]
+    )
     copied: dict[str, Any] = {"engine": None, "copy": True} if sizes.tied else {}
     tensor = EMBEDDING if sizes.tied else HEAD
-    head = single("output_layer.weight", tensor, shape, cuts[0], engine_partition=cuts[1], **copied)
+    head = single("output_layer.weight", tensor, shape, partitions[0], engine_partition=partitions[1], **copied)
     return OuterRows(first=(embedding,), last=(norm("decoder.final_layernorm.weight", NORM, sizes.hidden), head))
