@@ -6,24 +6,23 @@ sampled is recorded here, with float32 log-probs and weight versions, so that no
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import functools
 import hashlib
 import hmac
 import itertools
 import json
 import math
 import secrets
-import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
+from aiohttp import web
 
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling
 from megatron_rl.training.iteration import RolloutContext
@@ -32,10 +31,9 @@ from megatron_rl.types import Prompt, Rollout, Stop
 
 MODELS, GENERATE, SESSION = "/v1/models", "/inference/v1/generate", "X-Session-ID"
 MOST_BYTES = 64 << 20  # of a request's body
-DRAIN_BYTES, DRAIN_S = 1 << 20, 1.0  # of a body that is not read
 MOST_STOPS = 64  # stop tokens that a request may name
 MOST_STRANGERS = 64  # open connections that have not shown the route's token yet
-POLL_S = 0.05  # between two looks whether the route is to be closed
+CLOSE_S = 10.0  # for the server to close its connections
 REASONS = {Stop.EOS: "stop", Stop.STOP: "stop", Stop.LENGTH: "length", Stop.ABORTED: "abort"}
 
 
@@ -58,13 +56,11 @@ class TokenRoute:
         self.token = secrets.token_hex(32)
         self._plays: dict[str, RoutedPlay] = {}
         self._names = map(str, itertools.count())
-        self._server = _Listener(("127.0.0.1", 0), functools.partial(_RouteHandler, self))
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="token route", daemon=True).start()
+        self._server = _Listener(self)
+        self.url = f"http://127.0.0.1:{self._server.port}"
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
     @contextlib.contextmanager
     def serving(
@@ -84,7 +80,7 @@ class TokenRoute:
         longest = {role: most for play in list(self._plays.values()) for role, most in play.longest.items()}
         return {"object": "list", "data": [{"id": role, "max_model_len": most} for role, most in longest.items()]}
 
-    def generate(self, session: str, body: Any) -> dict[str, Any]:
+    async def generate(self, session: str, body: Any) -> dict[str, Any]:
         """Asks the engine that a request names, and waits for its answer. Raises RouteRefusal."""
         name, _, rest = session.partition(".")
         place, _, agent = rest.partition(".")
@@ -95,7 +91,7 @@ class TokenRoute:
             raise RouteRefusal(400, f"{SESSION} = {session!r}: it has the form play.episode.agent")
         if not isinstance(body, Mapping):
             raise RouteRefusal(400, "the body is no JSON object")
-        return play.generate(int(place), agent, body)
+        return await play.generate(int(place), agent, body)
 
 
 class RoutedPlay:
@@ -127,7 +123,7 @@ class RoutedPlay:
             answers = list(self._answers.get((place, agent), ()))
         return next((a for a in answers if a.start == start and np.array_equal(a.tokens, tokens)), None)
 
-    def generate(self, place: int, agent: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def generate(self, place: int, agent: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """See TokenRoute.generate. The draw is a function of the role's seed, the episode's seed and place, the agent,
         the prompt, and how often the agent asked it before: several programs of one agent may ask at the same time."""
         role = body.get("model")
@@ -135,7 +131,7 @@ class RoutedPlay:
             raise RouteRefusal(404, f"model = {role!r}: the roles are {', '.join(self._sessions)}")
         tokens = _prompt(body, role, self.longest[role])
         sampling = _forced(self._samplings[role], body.get("sampling_params"))
-        completion = self._ask(place, agent, role, tokens, sampling)
+        completion = await self._ask(place, agent, role, tokens, sampling)
         version = self._context.engines[role].version
         weight = self._context.partner_weights.get(role, 0.0)
         prompt = Prompt(id=agent, tokens=tokens)
@@ -163,7 +159,7 @@ class RoutedPlay:
         for reader in readers:
             reader.join()
 
-    def _ask(self, place: int, agent: str, role: str, tokens: np.ndarray, sampling: Sampling) -> Completion:
+    async def _ask(self, place: int, agent: str, role: str, tokens: np.ndarray, sampling: Sampling) -> Completion:
         future: Future[Completion] = Future()
         prompt = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
         with self._lock:
@@ -176,8 +172,8 @@ class RoutedPlay:
             self._waiting[role, key] = future
         try:
             self._sessions[role].ask(key, tokens, sampling, after=before)
-            return future.result()
-        except CancelledError:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
             raise RouteRefusal(503, "the engine failed, or the play is over") from None
         except EngineError as error:
             raise RouteRefusal(503, str(error)) from error
@@ -189,7 +185,7 @@ class RoutedPlay:
             for key, [completion] in self._sessions[role].answers():
                 with self._lock:
                     future = self._waiting.pop((role, key), None)
-                if future is not None:
+                if future is not None and future.set_running_or_notify_cancel():
                     future.set_result(completion)
         except BaseException as error:  # raised by the maker of the episodes, who looks at `failure`
             self.failure = self.failure or error
@@ -250,104 +246,74 @@ def _choice(completion: Completion) -> dict[str, Any]:
     }
 
 
-class _Listener(ThreadingHTTPServer):
-    """Gives each connection a thread. Of the connections that have not shown the token, it closes the oldest one when
-    there are too many: a client sends its token at once, and any user of this machine can open connections."""
+class _Listener:
+    """The HTTP server of a token route, in a thread of its own.
 
-    daemon_threads = True
-    request_queue_size = 1024  # connections that wait to be taken
+    Of the connections that have not shown the token, it closes the oldest one when there are too many: a client sends
+    its token at once, and any user of this machine can open connections.
+    """
 
-    def __init__(self, *args: Any) -> None:
-        self._strangers: dict[socket.socket, None] = {}  # in the order of their connections
-        self._lock = threading.Lock()  # guards the strangers
-        super().__init__(*args)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            oldest = next(iter(self._strangers)) if len(self._strangers) >= MOST_STRANGERS else None
-            self._strangers[request] = None
-            if oldest is not None:
-                del self._strangers[oldest]
-                with contextlib.suppress(OSError):  # the client is gone
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads an end, and closes it
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self.trust(request)
-        super().shutdown_request(request)
-
-    def trust(self, request: socket.socket) -> None:
-        """Keeps a connection however many others there are."""
-        with self._lock:
-            self._strangers.pop(request, None)
-
-
-class _RouteHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def __init__(self, route: TokenRoute, *args: Any) -> None:
+    def __init__(self, route: TokenRoute) -> None:
         self._route = route
-        self._unread = False  # the request has a body that was not read: the connection cannot be used again
-        super().__init__(*args)
+        self._strangers: dict[web.RequestHandler, None] = {}  # in the order of their connections
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="token route", daemon=True)
+        self._thread.start()
+        self.port: int = self._run(self._open())
 
-    def do_GET(self) -> None:
-        self._answer(self._models)
+    def close(self) -> None:
+        if not self._thread.is_alive():
+            return
+        self._run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
-    def do_POST(self) -> None:
-        self._unread = True
-        self._answer(self._generate)
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _models(self) -> dict[str, Any]:
-        if self.path != MODELS:
-            raise RouteRefusal(404, f"GET {self.path}: there is {MODELS} alone")
-        return self._route.models()
+    async def _open(self) -> int:
+        self._server = web.Server(self._answer, access_log=None)
+        self._listening = await self._loop.create_server(self._admitted, "127.0.0.1", 0, backlog=1024)
+        return self._listening.sockets[0].getsockname()[1]
 
-    def _generate(self) -> dict[str, Any]:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
-            raise RouteRefusal(411, "give a Content-Length")
-        if int(length) > MOST_BYTES:
-            raise RouteRefusal(413, f"a body of {length} bytes: at most {MOST_BYTES} are read")
-        data, self._unread = self.rfile.read(int(length)), False
-        if self.path != GENERATE:
-            raise RouteRefusal(404, f"POST {self.path}: there is {GENERATE} alone")
+    async def _close(self) -> None:
+        self._listening.close()
+        await self._server.shutdown(CLOSE_S)
+
+    def _admitted(self) -> web.RequestHandler:
+        """Returns the protocol of a new connection, which is a stranger's."""
+        if len(self._strangers) >= MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            self._loop.call_soon(oldest.force_close)  # later, as its connection may not be open yet
+        connection = self._server()
+        self._strangers[connection] = None
+        return connection
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answers a request, a refused one in the client's form for errors."""
         try:
-            body = json.loads(data)
+            given, own = request.headers.get("Authorization", ""), f"Bearer {self._route.token}"
+            if not hmac.compare_digest(given.encode(errors="surrogateescape"), own.encode()):
+                raise RouteRefusal(401, "the token is not this run's")
+            self._strangers.pop(request.protocol, None)
+            return web.json_response(await self._said(request))
+        except RouteRefusal as refusal:
+            error = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}
+            return web.json_response({"error": error}, status=refusal.status)
+
+    async def _said(self, request: web.BaseRequest) -> dict[str, Any]:
+        asked, length = f"{request.method} {request.path}", request.content_length
+        if asked == f"GET {MODELS}":
+            return self._route.models()
+        if asked != f"POST {GENERATE}":
+            raise RouteRefusal(404, f"{asked}: there is GET {MODELS} and POST {GENERATE}")
+        if length is None:
+            raise RouteRefusal(411, "give a Content-Length")
+        if length > MOST_BYTES:
+            raise RouteRefusal(413, f"a body of {length} bytes: at most {MOST_BYTES} are read")
+        try:
+            body = json.loads(await request.content.read())
         except (ValueError, RecursionError) as error:
             raise RouteRefusal(400, f"the body is not JSON: {error}") from error
-        return self._route.generate(self.headers.get(SESSION, ""), body)
-
-    def _answer(self, verb: Callable[[], dict[str, Any]]) -> None:
-        status = 200
-        try:
-            given, own = self.headers.get("Authorization", ""), f"Bearer {self._route.token}"
-            if not hmac.compare_digest(given.encode(), own.encode()):
-                raise RouteRefusal(401, "the token is not this run's")
-            cast(_Listener, self.server).trust(self.connection)
-            said = verb()
-        except RouteRefusal as refusal:
-            status = refusal.status
-            said = {"error": {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}}
-        with contextlib.suppress(ConnectionError):  # who asked is gone
-            self._send(status, json.dumps(said).encode())
-
-    def _send(self, status: int, data: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        if self._unread:
-            self.send_header("Connection", "close")  # which also sets close_connection
-        self.end_headers()
-        self.wfile.write(data)
-        if not self._unread:
-            return
-        # A client whose connection is closed while it sends may never see the answer.
-        self.connection.settimeout(DRAIN_S)
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
-            left = DRAIN_BYTES
-            while left > 0 and (data := self.rfile.read1(left)):
-                left -= len(data)
-
-    def log_message(self, format: str, *args: Any) -> None: ...
+        return await self._route.generate(request.headers.get(SESSION, ""), body)
