@@ -86,7 +86,7 @@ def make_run(directory: Path, iterations: int, rollouts: int) -> None:
     """Writes the run: a line of metrics for each iteration, an evaluation and a refit for each hundredth and tenth."""
     draw = random.Random(0)
     run = open_run(Run(dir=str(directory.parent), name=directory.name), "run: {name: long, seed: 1}\n")
-    with run.metrics.open("w") as metrics, run.refits.open("w") as refits:
+    with run.metrics.open("w") as lines, run.refits.open("w") as refits:
         for iteration in range(iterations):
             role = "verifier" if iteration % 4 == 3 else "generator"
             metrics = {name: draw.random() for name in FIGURES}
@@ -96,10 +96,10 @@ def make_run(directory: Path, iterations: int, rollouts: int) -> None:
                 "scope": role,
                 "time": {name: draw.random() for name in PHASES},
             }
-            metrics.write(json.dumps(line | {"metrics": metrics}) + "\n")
+            lines.write(json.dumps(line | {"metrics": metrics}) + "\n")
             if iteration % 100 == 0:
                 held_out = {f"{role}/accuracy_sampled": iteration / iterations, f"{role}/num_problems": 512.0}
-                metrics.write(json.dumps(line | {"scope": "eval", "metrics": held_out}) + "\n")
+                lines.write(json.dumps(line | {"scope": "eval", "metrics": held_out}) + "\n")
             if iteration % 10 == 0:
                 refits.write(json.dumps({"role": role, "version": iteration, "refit/seconds": draw.random()}) + "\n")
     keep_rollouts(run, iterations, rollouts, draw)

@@ -133,8 +133,8 @@ def test_responses_are_rewarded_by_their_rubrics(texts):
     centred = np.array(rewards) - np.mean(rewards)
     np.testing.assert_allclose([r.advantages for r in rollouts], [*centred / (np.std(rewards, ddof=1) + 1e-6)] * 2)
     assert rollouts[3].payload["scores"] == [1.0, 1.0, 1.0]
-    metrics = measure(rollouts)
-    assert metrics["reward/vetoed"] == 0.2 and metrics["reward/fulfilled"] == pytest.approx((1 + 2 + 3 + 3 + 2) / 15)
+    measured = measure(rollouts)
+    assert measured["reward/vetoed"] == 0.2 and measured["reward/fulfilled"] == pytest.approx((1 + 2 + 3 + 3 + 2) / 15)
     assert metrics["generator"] == {"ungraded": 0, "unasked": 0, "unreadable": 0}
     questions = asked(context, "judge")
     assert len(questions) == 2 * 5 * 3 and questions[3 * 3 + 1] == "Q0|long|0: short\n1: middling\n2: long|aexxxx"

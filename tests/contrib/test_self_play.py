@@ -21,7 +21,7 @@ from megatron_rl.types import Outcome, Prompt
 
 TOKENIZER = characters()
 ROLES = (PROPOSER, SOLVER)
-RULE = "test_methods_self_play:sum_is_right"
+RULE = "test_self_play:sum_is_right"
 by_answer = graded(lambda response, payload: response == payload["answer"])
 
 
@@ -184,7 +184,7 @@ def test_the_rule_refuses_wrong_answers_before_the_solver_sees_them(texts):
 
 
 def test_the_rule_keeps_its_processes_from_iteration_to_iteration(texts, tmp_path):
-    recipe = recipe_of(texts, rule="test_methods_self_play:leaves_its_process", rule_workers=1)
+    recipe = recipe_of(texts, rule="test_self_play:leaves_its_process", rule_workers=1)
     for number in range(3):
         roll_out(recipe, context_of(), number, log=str(tmp_path / "log"))
     processes = (tmp_path / "log").read_text().split()
@@ -197,7 +197,7 @@ def test_the_rule_keeps_its_processes_from_iteration_to_iteration(texts, tmp_pat
 
 
 def test_a_rule_sees_the_tasks_payload_with_the_proposed_question(texts):
-    recipe = recipe_of(texts, rule="test_methods_self_play:is_about_sums")
+    recipe = recipe_of(texts, rule="test_self_play:is_about_sums")
     roll_out(recipe, context := context_of(), topic="sums")
     assert context.metrics[PROPOSER]["correct"] == 7
     roll_out(recipe, context := context_of(), topic="odes")

@@ -9,9 +9,9 @@ import re
 import pytest
 from specs import spec_of
 from test_methods_sampling import by_row, context_of, reader_of
-from test_methods_self_play import Tasks, recipe_of
-from test_methods_self_play import context_of as self_play_table
-from test_methods_self_play import texts as self_play_texts  # noqa: F401
+from test_self_play import Tasks, recipe_of
+from test_self_play import context_of as self_play_table
+from test_self_play import texts as self_play_texts  # noqa: F401
 from tiny_models import make_model
 from toys import characters
 
