@@ -253,7 +253,7 @@ def test_prompts_that_sglang_would_die_of_are_not_sent(stub):
 
 def test_a_refit_stands_in_a_session_and_empties_the_cache(stub):
     one = stub(model_info=[{"weight_version": "4"}], flush_cache=[(400, "requests are running"), "Cache flushed."])
-    server = one.client(pause="keep")
+    server = one.client(pause="keep", tp=2)
     server.join("10.0.0.1", 77, "s3", 1)
     server.pause()
     server.update(4, 2.0)
