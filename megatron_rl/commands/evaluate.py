@@ -79,8 +79,8 @@ def run(spec: EvalSpec, place: Place, environment: Mapping[str, str] | None = No
     with open_world_for(spec, place) as world, contextlib.ExitStack() as stack:
         config = spec.config
         read = [config.model, config.junior, config.base] if DRIFT in config.measures else []
-        models = [model for model in read if model is not None]
-        models = open_models(spec.engine, models, world, stack, environment or {})
+        compared = [model for model in read if model is not None]
+        models = open_models(spec.engine, compared, world, stack, environment or {})
         world.from_driver(Evaluation(config, models).run, spec)
     return 0
 
@@ -148,7 +148,7 @@ class Evaluation:
 
     def measures(self, task: Task, graders: Graders, samples: Samples) -> Iterator[tuple[str, Measure]]:
         """Yields (name, measure) for a set, in an order in which each finds what it needs of those before."""
-        config, models = self.config, self.cast
+        config, models = self.config, self.models
         tokenizer, sampling = (
             models.tokenizers[config.model],
             sampling_of(config.sampling, n=config.n, seed=config.seed),
@@ -192,7 +192,7 @@ class Evaluation:
 
     def weigher(self) -> Weigher | None:
         """Returns the verifier that weighs samples; None where the config names none."""
-        config, models = self.config, self.cast
+        config, models = self.config, self.models
         judging = config.verifier
         if judging is None:
             return None
