@@ -110,6 +110,7 @@ def main() -> None:
         driver = Directory(config_path.parent)
         run_engines = open_engines(engine_of(config), world, {}, {ROLE: policy}, driver, stack)
         scenario = Scenario(world, policy, run_engines, answer.parent, policy.arch.vocab)
+        scenario.driver = driver
         pool = scenario.pool
         assert pool is not None
         wait_for("the server", lambda: len(pool.members.living()) == 1)
