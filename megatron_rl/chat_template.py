@@ -40,7 +40,7 @@ class ChatError(ValueError):
 
 
 class UserText(str):
-    """The text of a user's message, with the messages before and behind it: a prompt for a chat template."""
+    """The text of a user's message, with the messages before and after it. It is a prompt for a chat template."""
 
     before: tuple[Message, ...]
     after: tuple[Message, ...]
@@ -63,8 +63,8 @@ class UserText(str):
 
 
 class ChatTokenizer:
-    """A tokenizer whose prompts `tokenize` puts into the chat template, each as a user's message. In
-    everything else it is the tokenizer that it was made of."""
+    """A tokenizer for which `tokenize` renders every prompt as a user message of the chat template. In all other
+    respects it behaves like the tokenizer that it wraps."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.plain = tokenizer

@@ -1,4 +1,5 @@
-"""Keeps texts that others wrote from becoming the control tokens of a chat template, by which turns are told apart."""
+"""Keeps texts of models, tools and data from becoming control tokens of a chat template, which mark where a turn begins
+and ends."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def fill_quoting(tokenizer: Any, template: str, **values: str) -> str:
 
 
 def spelled(tokenizer: Any, text: str) -> str:
-    """Returns a text without control tokens of a tokenizer."""
+    """Returns a text in which nothing is tokenised as a control token."""
     return _control_tokens(tokenizer).spell(text)
 
 
@@ -59,9 +60,9 @@ def _control_tokens(tokenizer: Any) -> ControlTokens:
 
 
 class _Speller:
-    """Finds some texts in others, and puts a space behind the first character of each.
+    """Finds given texts in other texts, and inserts a space after the first character of each.
 
-    `normalise` is what the tokenizer does to a text before it looks for the texts; None: nothing.
+    `normalise` is what the tokenizer does to a text before it looks for control tokens; None: nothing.
     """
 
     def __init__(self, texts: Iterable[str], normalise: Callable[[str], str] | None = None) -> None:

@@ -1,4 +1,5 @@
-"""Decodes tokens with the place of each one in the text, so that text leads back to the model's own tokens."""
+"""Decodes tokens together with the position of each token in the text, so that a part of the text leads back to the
+model's own tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoded:
-    """The text of some tokens, and the place of every token in it."""
+    """The text of a token sequence, and the position of every token in the text."""
 
     text: str  # as `tokenizer.decode(tokens, skip_special_tokens=True)` gives it without clean-up
     raw: bytes  # the text in UTF-8; of a byte-level vocabulary the tokens' own bytes, also where the text has U+FFFD
@@ -71,8 +72,7 @@ class Decoded:
 
 
 def decode(tokenizer: Any, tokens: Sequence[int] | np.ndarray) -> Decoded:
-    """Decodes [T] tokens. Any token ids are allowed; special ones and those beyond the vocabulary add nothing. The text
-    is never tokenised again."""
+    """Decodes [T] tokens. Special tokens and ids beyond the vocabulary add no text. It never tokenises text again."""
     backend = tokenizer.backend_tokenizer
     pieces = _pieces(backend, backend.get_vocab_size())
     if pieces is not None:
@@ -108,7 +108,7 @@ def _read_file(path: Path) -> str:
 
 
 def fill(template: str, **values: str) -> str:
-    """Replaces `{name}` by each value; other braces (LaTeX) stay. Values are not searched for names."""
+    """Replaces `{name}` in a template by each value. Other braces (LaTeX) stay. Values are not searched for names."""
     pieces = [template]
     for name, value in values.items():
         mark = "{" + name + "}"
@@ -125,8 +125,8 @@ def fill(template: str, **values: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pieces:
-    """The bytes that each token id adds to a text. Rows are filled up, so that the text of many tokens is one gather,
-    less the filling."""
+    """The bytes that each token id adds to a text. Rows have a fixed width and are padded, so that the text of many
+    tokens is one gather without the padding."""
 
     rows: np.ndarray  # [V + 1, WIDTH] uint8; the last row stands for every id beyond the vocabulary
     lengths: np.ndarray  # [V + 1] int32

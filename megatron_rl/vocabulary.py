@@ -1,4 +1,4 @@
-"""Compares a tokenizer with the model beside it: tokens without a row of the embedding, and tokens that end a text."""
+"""Compares a tokenizer with its model: tokens that have no row in the embedding, and tokens that end a text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.config.model import Model
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a model, as its config.json, generation_config.json and tokenizer say together."""
+    """The tokens of a model, according to its config.json, generation_config.json and tokenizer."""
 
     path: str  # the model's
     rows: int | None  # of the embedding; None where there is no config.json that tells

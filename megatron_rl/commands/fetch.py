@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     settings = [word for word in args.what if "=" in word or Path(word).suffix in (".yaml", ".yml")]
     wanted = [hub_fetch.parse(word) for word in args.what if word not in settings]
     config = load(settings)[1] if settings else None
-    named, sets = hub_fetch.wanted_by(config), _benchmark_sets(config)
+    named, sets = ([], []) if config is None else (hub_fetch.wanted_by(config), _benchmark_sets(config))
     if settings and not (named or sets):
         print("the config names nothing of the hub: its models and data are files here")
     overrides = [f"data_dir={args.to.absolute() / hub_fetch.DATASETS}"] if sets else []

@@ -1,4 +1,4 @@
-"""Reads conversations out of rows, in the forms of TRL, verl and ShareGPT, and tells where a row has its prompt."""
+"""Reads conversations from rows in the forms of TRL, verl and ShareGPT, and finds the prompt of a row."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def passed_on(source: PromptSet, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_conversation(value: Any) -> bool:
-    """Tells whether a value looks like a list of messages: its first item has role and content, or from and value."""
+    """Returns whether a value looks like a list of messages: its first item has role and content, or from and value."""
     first = value[0] if isinstance(value, (list, tuple)) and value else None
     return isinstance(first, Mapping) and ({"role", "content"} <= set(first) or {"from", "value"} <= set(first))
 
@@ -70,7 +70,7 @@ def read_messages(value: Any, key: str) -> list[Message]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns a value of a row without the entries that are null: Parquet fills them in."""
+    """Returns a value of a row without its null entries, which Parquet fills in."""
     if isinstance(value, Mapping):
         return {key: without_nulls(one) for key, one in value.items() if one is not None}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
@@ -119,7 +119,7 @@ def prompt_messages(
 
 
 def as_conversation(question: str, system: str | None) -> list[Message]:
-    """Returns a question as a user's message, behind a system message where one is given."""
+    """Returns a question as a conversation: a user message, after a system message where `system` is given."""
     return with_system([{"role": USER, "content": question}], system)
 
 
@@ -160,7 +160,7 @@ def _weighed(message: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _calls(calls: Any, key: str) -> list[dict[str, Any]]:
-    """Returns the calls of tools in a message, with arguments that are JSON text, as in OpenAI's form, parsed."""
+    """Returns the tool calls of a message. Arguments that are JSON text, as in OpenAI's form, are parsed."""
     if not isinstance(calls, list) or any(not isinstance(call, Mapping) for call in calls):
         raise DataError(f"{key} is {_shown(calls)}, not a list of calls of tools")
     out = []
@@ -181,7 +181,7 @@ def _calls(calls: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _text_of(content: Any, key: str) -> str:
-    """Returns a content as a text. A list of text parts, as in OpenAI's form, is put together."""
+    """Returns a message's content as a text. The text parts of a list, as in OpenAI's form, are joined."""
     if isinstance(content, (list, tuple)):
         texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         if any(not isinstance(text, str) for text in texts):

@@ -1,4 +1,4 @@
-"""Fetches models and data sets of the Hugging Face hub into folders that write down what they hold."""
+"""Downloads models and data sets of the Hugging Face hub into folders that record their commit and checksums."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import filter_repo_objects
 
-from megatron_rl.config.schema import ConfigError, Model, PromptSet, RoleConfig, SftData, TandemConfig
+from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, SftConfig, TrainConfig
 from megatron_rl.run.atomic_files import write_text
 from megatron_rl.run.file_checksums import digests, keep
 
 Kind = Literal["model", "dataset"]
+Config = TrainConfig | SftConfig | EvalConfig | GenerateConfig
 KINDS: dict[str, Kind] = {"model": "model", "dataset": "dataset"}
 # Beside the files: the repository, the commit, and each file's size and SHA-256, which are left out while a download is
 # under way. The record is hidden from the library `datasets`, which takes every other JSON file of a folder for rows.
@@ -59,7 +60,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """A repository in a folder."""
+    """A repository of the hub that is complete in a folder."""
 
     wanted: Wanted
     folder: Path
@@ -83,13 +84,13 @@ def parse(word: str) -> Wanted:
     return Wanted(name=name, kind=own, revision=revision or None)
 
 
-def wanted_by(config: Any) -> list[Wanted]:
+def wanted_by(config: Config) -> list[Wanted]:
     """Returns the repositories of the hub that a config names, each once. What is a file or directory here is none.
 
     A model behind a URL, or one that is drawn at random, is wanted for its tokenizer alone.
     """
     found: dict[tuple[str, Kind], Wanted] = {}
-    for key, name, kind, weights in _named(config, "", weights=True):
+    for key, name, kind, weights in _named(config):
         if not _is_hub_name(name):
             continue
         old = found.get((name, kind), Wanted(name=name, kind=kind, weights=False))
@@ -172,7 +173,7 @@ def _check_content(wanted: Wanted, names: Sequence[str]) -> None:
 
 
 def _there(wanted: Wanted, folder: Path) -> Fetched | None:
-    """Returns what an earlier command has fetched, where all of it is there. No network is needed for it."""
+    """Returns the repository in a folder when it is complete there; None otherwise. Needs no network."""
     known = _record(folder)
     files, commit = known.get("files", {}), known.get("commit", "")
     if not files or wanted.revision not in (None, commit):
@@ -185,7 +186,8 @@ def _there(wanted: Wanted, folder: Path) -> Fetched | None:
 
 
 def _as_listed(file: Path, sha256: str, listed: Any) -> bool:
-    """Returns whether a file is what the hub lists: large files have a SHA-256 there, small ones git's SHA-1."""
+    """Returns whether a file has the checksum that the hub lists: the SHA-256 of a large file, git's SHA-1 of a
+    small one."""
     if listed.lfs is not None:
         return listed.lfs.sha256 == sha256
     content = file.read_bytes()
@@ -193,26 +195,21 @@ def _as_listed(file: Path, sha256: str, listed: Any) -> bool:
     return listed.blob_id in (None, hashlib.sha1(header + content, usedforsecurity=False).hexdigest())
 
 
-def _named(value: Any, place: str, *, weights: bool) -> Iterator[tuple[str, str, Kind, bool]]:
+def _named(config: Config) -> Iterator[tuple[str, str, Kind, bool]]:
     """Yields (key, name, kind, whether weights are wanted) for every model and data set in a config."""
-    match value:
-        case Model():
-            yield f"{place}.path", value.path, "model", weights and value.init == "pretrained"
-            yield f"{place}.tokenizer", value.tokenizer or "", "model", False
-        case PromptSet():
-            yield f"{place}.path", value.path, "dataset", True
-        case SftData():
-            yield f"{place}.train", value.train, "dataset", True
-            yield f"{place}.validation", value.validation or "", "dataset", True
-        case TandemConfig():
-            yield f"{place}.junior", value.junior or "", "model", True
-        case Mapping():
-            for name, part in value.items():
-                yield from _named(part, f"{place}.{name}", weights=weights)
-        case _ if dataclasses.is_dataclass(value):
-            served = isinstance(value, RoleConfig) and value.endpoint is not None
-            for name, part in vars(value).items():
-                yield from _named(part, f"{place}.{name}" if place else name, weights=weights and not served)
+    roles = config.roles if isinstance(config, TrainConfig) else {}
+    served = {f"roles.{name}.model" for name, role in roles.items() if role.endpoint is not None}
+    for key, model in config.models.items():
+        yield f"{key}.path", model.path, "model", model.init == "pretrained" and key not in served
+        yield f"{key}.tokenizer", model.tokenizer or "", "model", False
+    for name, role in roles.items():
+        if role.tandem is not None:
+            yield f"roles.{name}.tandem.junior", role.tandem.junior or "", "model", True
+    if isinstance(config, SftConfig):
+        yield "data.train", config.data.train, "dataset", True
+        yield "data.validation", config.data.validation or "", "dataset", True
+    else:
+        yield from ((f"{key}.path", source.path, "dataset", True) for key, source in config.sets.items())
 
 
 def _is_hub_name(name: str) -> bool:
@@ -226,7 +223,7 @@ def _folder(wanted: Wanted, to: Path) -> Path:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """Returns what RECORD says; nothing where it is missing or damaged."""
+    """Returns the contents of RECORD; an empty dict when the file is missing or damaged."""
     try:
         found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -236,7 +233,7 @@ def _record(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _explained(wanted: Wanted) -> Iterator[None]:
-    """Turns what the hub's library raises into a ConfigError with the cure."""
+    """Turns errors of the hub's library into ConfigErrors that say what to do."""
     name, what = wanted.name, {"model": "model", "dataset": "data set", None: "model and no data set"}[wanted.kind]
     cures: dict[type[BaseException], str] = {  # the first that matches
         GatedRepoError: f"{name} asks for consent: accept its terms on its page at the hub, then log in by "

@@ -109,7 +109,7 @@ def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str
 
 
 def place_of(prompt: Prompt) -> tuple[int, int]:
-    """Returns the epoch and the row of a prompt from a PromptReader, by its id. Raises DataError for another's."""
+    """Returns the epoch and the row in a prompt id of a PromptReader. Raises DataError for any other id."""
     epoch, slash, row = prompt.id.partition("/")
     if not (slash and epoch.isdecimal() and row.isdecimal()):
         raise DataError(f"prompt {prompt.id!r} is not from a data set: its id is no epoch/row")
@@ -155,7 +155,7 @@ class PromptReader:
         refuse(long, len(chosen), max_bad_share, where)
 
     def restarted(self) -> PromptReader:
-        """Returns a new reader over the same data, at its beginning."""
+        """Returns a new reader over the same problems, at the beginning of the stream."""
         return PromptReader(
             self._problems, self._encode, seed=self._seed, shuffle=self._shuffle, max_prompt_tokens=self._max
         )
@@ -233,7 +233,7 @@ class PromptReader:
 
 
 def _rows(source: PromptSet) -> Iterator[tuple[str, Any]]:
-    """Yields (place, row) as rows_of does, also of generated problems."""
+    """Yields (place, row) as `rows_of` does. Generates the rows of a path such as `reasoning_gym:NAME`."""
     if generated_name(source.path) is None:
         return rows_of(source.path, source.split, source.subset, source.file)
     from megatron_rl.data.generated import generated_rows  # its library is optional
@@ -246,7 +246,7 @@ def _passes(row: Mapping[str, Any], source: PromptSet) -> bool:
 
 
 def _refuse_system(source: PromptSet, fields: Mapping[str, str]) -> None:
-    """Raises ConfigError for a system message that no prompt would have."""
+    """Raises ConfigError when data.system is set and the problems are put as texts, which have no system message."""
     put_as_text = source.chat is False if MESSAGES in fields else not source.chat
     if source.system is not None and fields and put_as_text:
         raise ConfigError(

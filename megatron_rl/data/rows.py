@@ -1,4 +1,5 @@
-"""Reads rows of files, directories and Hugging Face data sets, and what stands in them; refuses sets with bad rows."""
+"""Reads rows of files, directories and Hugging Face data sets, looks up values in rows, and refuses sets with too many
+bad rows."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True)
 class NotThere:
-    """The result of looking up a dotted key that is not in the row. (None would be the value null.)"""
+    """The result of looking up a dotted key that is not in a row. (None would be the value null.)"""
 
 
 def rows_of(path: str, split: str, subset: str | None, file: str | None = None) -> Iterator[tuple[str, Any]]:
@@ -81,7 +82,8 @@ def refuse(bad: Sequence[BadRow], total: int, max_share: float, path: str) -> No
 
 
 def reach(row: Any, key: str) -> Any:
-    """Returns the value at a dotted key, in which numbers index lists; NotThere when it is not there."""
+    """Returns the value at a dotted key, such as `choices.0.text`; numbers index lists. Returns NotThere when the key
+    is not in the row."""
     for part in key.split("."):
         if isinstance(row, Mapping) and part in row:
             row = row[part]
@@ -93,8 +95,8 @@ def reach(row: Any, key: str) -> Any:
 
 
 def refuse_no_json(value: Any, key: str = "") -> None:
-    """Raises DataError, with the dotted key, for a value that JSON does not know, such as a timestamp or NaN: rewards,
-    environments and the store of iterations get a problem's values as JSON."""
+    """Raises DataError, with the dotted key, for a value that JSON cannot represent, such as a timestamp or NaN.
+    Rewards, environments and the store of rollouts receive a problem's values as JSON."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             refuse_no_json(one, f"{key}.{name}" if key else str(name))
@@ -138,10 +140,8 @@ def text_at(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = Fals
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows as Parquet, whole or not at all.
-
-    The columns are all rows' keys; a row without a key has null there.
-    """
+    """Writes rows as a Parquet file, atomically. The columns are the keys of all rows; a row without a key has null in
+    its column."""
     columns = dict.fromkeys(name for row in rows for name in row)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")

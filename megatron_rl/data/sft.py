@@ -44,7 +44,7 @@ class TextPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages of which the assistant's are trained on, from message `first` on."""
+    """A conversation of which the assistant messages from index `first` on are trained on."""
 
     messages: Sequence[Message]
     first: int = 0
@@ -82,8 +82,8 @@ def read_samples(data: SftData, *, split: str = "train") -> list[SftSample]:
 
 
 def sample_fields(data: SftData, row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns where a row has its sample: the keys of prompt and response, or the key of a conversation; () for a row
-    without either."""
+    """Returns the keys under which a row has its sample: (prompt, response), or (conversation,). Returns () for a row
+    without a sample."""
     if data.messages_field is not None:
         return (data.messages_field,)
     responses = _RESPONSES if data.response_field is None else (data.response_field,)

@@ -91,10 +91,11 @@ def benchmark(name: str) -> Benchmark:
 
 
 def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = None) -> PromptSet:
-    """Returns where a benchmark's rows are: NAME (a folder), NAME.jsonl or NAME.parquet in data_dir, or the folder of
-    the hub's name there, as `megatron-rl fetch` makes it.
+    """Returns where the rows of a benchmark are.
 
-    Without a data_dir they are on the hub. Raises ConfigError when data_dir has none of these.
+    In `data_dir` that is a folder NAME, a file NAME.jsonl or NAME.parquet, or the folder of the hub's name, as
+    `megatron-rl fetch` makes it. Without a `data_dir` the rows are on the hub. Raises ConfigError when data_dir has
+    none of these.
     """
     if data_dir is None:
         return PromptSet(path=found.hub, split=found.split, subset=found.subset, file=found.file, limit=limit)
@@ -213,7 +214,8 @@ def _strategy_true_false(row: DataRow) -> Values:
 
 
 def _with_facts(row: DataRow, words: Mapping[str, str]) -> Values:
-    """Reads a row with a question, its facts and its answer. `words`: for either answer in other words ours."""
+    """Reads a row with a question, its facts and a yes-or-no answer. `words` maps either answer of the row to the
+    word that the question asks for."""
     facts, choices = row.get("facts") or [], list(words.values())
     shown = facts if isinstance(facts, str) else "\n".join(map(str, facts))
     question = f'{_first(row, "question")} Answer with "{choices[0]}" or "{choices[1]}".'

@@ -95,7 +95,7 @@ def _graded(rows: Sequence[CompletionRow], grade: Grade) -> list[dict[str, Any]]
 
 
 def _row(where: str, row: dict[str, Any] | BadRow) -> CompletionRow:
-    """Reads a line. `where`: its file and number."""
+    """Returns the CompletionRow of a line. `where` names the line's file and number."""
     if isinstance(row, BadRow):
         return CompletionRow(None, {}, "", f"{where}: {row.why}")
     answer, completion, why = row.get("answer"), row.get("completion"), ""

@@ -1,4 +1,4 @@
-"""A set's problems as prompts, and draws from any engine under keys of the caller's own choice."""
+"""Turns the problems of a set into prompts, and draws completions from an engine under keys that the caller chooses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOM = 8  # tokens of the context that stay free
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemSet:
-    """One set, ready to be asked: prompts[i] puts problems[i]."""
+    """A set of problems with their prompts: prompts[i] are the tokens of problems[i]."""
 
     name: str
     title: str
@@ -36,9 +36,10 @@ def prompt_tokens(tokenizer: Any, template: str, values: Mapping[str, Any], *, c
 
 
 def draw(engine: Engine, asks: Mapping[int, tuple[Tokens, Sampling]]) -> dict[int, list[Completion]]:
-    """Asks {key: (prompt, sampling)} and waits. -> {key: its n completions}, in the order of `asks`.
+    """Asks an engine for {key: (prompt, sampling)} and waits for the answers. Returns {key: its n completions}, in
+    the order of `asks`.
 
-    A draw depends on the seed, its key and its sample alone, whatever else is asked.
+    A draw depends only on the seed, its key and its sample index.
     """
     session = engine.session()
     for key, (prompt, sampling) in asks.items():
@@ -50,8 +51,8 @@ def draw(engine: Engine, asks: Mapping[int, tuple[Tokens, Sampling]]) -> dict[in
 def draw_within(
     engine: Engine, prompts: Mapping[int, Tokens], sampling: Sampling, context: int | None
 ) -> dict[int, list[Completion]]:
-    """Draws for {key: prompt} as `draw` does, with at most context - prompt - ROOM tokens each. A prompt without
-    room gets empty completions, cut."""
+    """Draws for {key: prompt} as `draw` does, with at most context - prompt - ROOM tokens each. A prompt that leaves
+    no room gets empty completions that count as cut."""
     limits = {key: limit(len(prompt), sampling.max_tokens, context) for key, prompt in prompts.items()}
     asks = {key: (prompts[key], replace(sampling, max_tokens=most)) for key, most in limits.items() if most}
     found = draw(engine, asks) if asks else {}
@@ -60,5 +61,6 @@ def draw_within(
 
 
 def limit(prompt: int, max_tokens: int, context: int | None) -> int:
-    """Returns the number of tokens that an answer to a prompt of so many tokens may have; 0 without room."""
+    """Returns the largest number of tokens that an answer to a prompt of `prompt` tokens may have; 0 when the
+    context leaves no room."""
     return max_tokens if context is None else max(0, min(max_tokens, context - prompt - ROOM))

@@ -29,7 +29,7 @@ HANDOFF = "handoff"
 
 @dataclass(slots=True)
 class Chain:
-    """One answer under way."""
+    """One answer that two models are writing in turns."""
 
     prompt: np.ndarray  # int32
     first_index: int  # of its first draw
@@ -41,7 +41,7 @@ class Chain:
 
     @property
     def index(self) -> int:
-        """The number that the next turn's draw depends on."""
+        """Returns the number that the next turn's draw depends on."""
         return self.first_index + len(self.tokens)
 
     @property
@@ -116,8 +116,8 @@ def write(
 
 
 def _draw_turn(engine: Engine, chains: Sequence[Chain], sampling: Sampling) -> list[Completion]:
-    """Draws one turn of each chain. Chains whose draws have the same index are asked one after the other: a session
-    has each key once."""
+    """Draws one turn of each chain. Chains whose draws have the same index are asked in separate sessions, because a
+    session accepts each key once."""
     one_turn = replace(sampling, n=1, stop_strings=(*sampling.stop_strings, SWITCH))
     found: dict[int, Completion] = {}
     waiting = list(range(len(chains)))

@@ -1,5 +1,5 @@
-"""A verifier on solutions with known errors: ProcessBench, outcome and step judgements, confidence of votes, and
-correct labels for wrong reasons."""
+"""Measures a verifier on solutions with known errors: ProcessBench, outcome and step judgements, confidence of
+votes, and correct labels for wrong reasons."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class Judge:
 
 
 def verifier_values(values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns what a verifier's template is filled with; the steps in the tags that its training showed it."""
+    """Returns the values that fill a verifier's template. The steps stand in the tags that the verifier was trained
+    with."""
     steps = "\n".join(f"<step>{step}</step>" for step in values["steps"])
     return {
         "question": str(values["question"]),
@@ -90,9 +91,9 @@ def vote(predictions: Sequence[int | None]) -> int | None:
 
 
 def judged(groups: Sequence[Sequence[Sample]], *, seed: int = 0) -> tuple[dict[str, Interval], Calibration | None]:
-    """Computes the metrics of a set of [P][n] samples with their intervals, and how sure the votes are.
+    """Returns the metrics of a set of [P][n] samples with their intervals, and the calibration of the votes.
 
-    A solution is one problem of the bootstrap. Metrics of one verification are means over n.
+    The bootstrap resamples solutions. Metrics of single verifications are means over n.
     """
     wrong = np.array([group[0]["label"] != NO_ERROR for group in groups])
     hits = np.array([fmean(float(row["predicted"] == row["label"]) for row in group) for group in groups])
@@ -144,8 +145,8 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def _located(rows: Sequence[Sample]) -> float | None:
-    """Finds correct labels with wrong reasons: among verifications that rightly reject a solution with an error,
-    returns the share that find its first one."""
+    """Returns the share of rightly rejected solutions whose first wrong step the verifier found. A low share means
+    correct labels for wrong reasons."""
     rejected = [r for r in rows if r["label"] != NO_ERROR and not r["correct"] and r["final"] is False]
     return fmean(float(r["predicted"] == r["label"]) for r in rejected) if rejected else None
 

@@ -1,4 +1,4 @@
-"""The one way to ask a model for judgements: a verifier in training, a frozen or served judge, evaluation, votes."""
+"""Asks a model for judgements. Used for a verifier in training, a frozen or served judge, evaluation and votes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Judgement(Generic[Item, Opinion]):
     version: int  # of the engine's weights, where the completion does not tell
 
     def rollout(self, role: str, *, partner_weight: float = 0.0) -> Rollout:
-        """Makes the judgement a rollout of `role`, to be trained on. The judgements of one item are a group."""
+        """Returns the judgement as a rollout of `role`, to be trained on. The judgements of one item form a group."""
         return from_completion(
             self.prompt,
             self.completion,
@@ -49,7 +49,7 @@ class Judgement(Generic[Item, Opinion]):
 
 
 class Judging(Generic[Item, Opinion]):
-    """A model that is asked about items, each as soon as it is known. It works with any engine."""
+    """A session in which a model is asked about items, each as soon as it is known. It works with any engine."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class Judging(Generic[Item, Opinion]):
 
 
 def judge_all(judging: Judging[Item, Opinion], items: Mapping[int, Item]) -> dict[int, list[Judgement[Item, Opinion]]]:
-    """Asks about {key: item} and waits. -> {key: judgements}, in the order of `items`; none for an item that could not
-    be asked about."""
+    """Asks about {key: item} and waits for the answers. Returns {key: judgements}, in the order of `items`; an empty
+    list for an item that could not be asked about."""
     for key, item in items.items():
         judging.ask(key, item)
     found = dict(judging.answers())

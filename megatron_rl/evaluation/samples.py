@@ -1,4 +1,5 @@
-"""Stores an evaluation's samples as JSON lines, as soon as they are graded, so that a killed one can be continued."""
+"""Stores the samples of an evaluation as JSON lines as soon as they are graded, so that an evaluation that was
+killed can be continued."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ def _line(row: Sample, count: int) -> str:
 
 
 def _sample(raw: Any) -> Sample:
-    """Returns a line's sample. Raises KeyError or TypeError for what is none."""
+    """Returns the sample of a parsed line. Raises KeyError or TypeError for a value that is no sample."""
     texts, numbers = (raw["set"], raw["measure"]), (raw["id"], raw["sample"])
     if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
         raise TypeError("a sample has the names of its set and measure, and the numbers of its problem and its own")

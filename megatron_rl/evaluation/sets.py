@@ -1,4 +1,4 @@
-"""Reads the sets of problems that an evaluation asks for: benchmarks by name, and a data set of one's own."""
+"""Reads the problem sets that an evaluation asks for: benchmarks by name, and a data set of the user's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GENERATOR_TEMPLATE, JUDGED_TEMPLATE = "tango_generator", "tango_verifier"  # of 
 
 @dataclass(frozen=True, kw_only=True)
 class GradedSet:
-    """A set of problems as it was read, and how it is asked and graded."""
+    """A set of problems with its prompt template and its grader."""
 
     name: str
     title: str

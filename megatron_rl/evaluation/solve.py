@@ -1,4 +1,4 @@
-"""A generator's samples of one set: drawn, graded, and weighed by a verifier where there is one."""
+"""Draws the answers of a generator to one set, grades them, and weighs them by a verifier where there is one."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Solver:
 
 
 def sample_of(problems: ProblemSet, place: int, sample: int, measure: str) -> Sample:
-    """Returns what every sample has."""
+    """Returns the fields that every sample has: its set, measure, problem and number."""
     problem = problems.problems[place]
     shown = {name: str(problem.values[name]) for name in ("question", "answer") if name in problem.values}
     return {"set": problems.name, "measure": measure, "id": place, "row": problem.row, "sample": sample} | shown
 
 
 def answer_of(text: str, completion: Completion, graded: Graded) -> Sample:
-    """Returns what a graded answer adds to its sample."""
+    """Returns the fields that a graded answer adds to its sample."""
     found = {"response": text, "score": graded.score, "outcome": graded.outcome.value, "key": answer_key(text)}
     found |= {"finished": completion.stop.finished, "tokens": len(completion.tokens)}
     return found | ({"detail": graded.detail} if graded.detail else {})

@@ -1,4 +1,5 @@
-"""Other models on a model's own texts: legibility (their cross-entropy) and drift (per-token KL and log-prob gaps)."""
+"""Scores a model's texts by other models: legibility (the cross-entropy of a reader) and drift (per-token KL and
+log-prob gaps)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ JUNIOR, BASE = "junior", "base"  # what the writer is compared with
 
 
 class NextTokenModel(Protocol):
-    """A model that tells its distributions."""
+    """A model that returns its next-token distributions."""
 
     def distributions(self, tokens: Tokens) -> Iterator[Tensor]:
         """Yields [T - 1, V] log-probabilities of what comes after each token but the last, in parts of some rows."""
@@ -81,7 +82,7 @@ def pair_names(names: Sequence[str]) -> list[str]:
 
 
 def _compared(models: Mapping[str, NextTokenModel], sequence: Sequence[int], start: int) -> dict[str, float]:
-    """Computes means over the tokens from `start` on, for every two models."""
+    """Returns the means of KL and gap over the tokens from `start` on, for every pair of models."""
     names = list(models)
     sums = dict.fromkeys((f"{kind}_{pair}" for pair in pair_names(names) for kind in ("kl", "gap")), 0.0)
     place = 1  # of the token whose distribution comes next

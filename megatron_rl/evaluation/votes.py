@@ -1,4 +1,4 @@
-"""How sure a verifier is of solutions: the share of its votes that call them correct."""
+"""Estimates how sure a verifier is of a solution, by the share of its votes that call the solution correct."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Weigher:
     context: int | None = None
 
     def weigh(self, asked: Mapping[int, Asked]) -> dict[int, float]:
-        """{index: (question, solution)} -> {index: share of the votes that say CORRECT}. An unreadable vote does not
-        say so, nor does one for which there is no room."""
+        """Returns {index: share of the votes that say CORRECT} for {index: (question, solution)}. An unreadable
+        vote, and a vote for which the context has no room, count as not saying so."""
         voting = Judging(
             self.engine,
             self.tokenizer,

@@ -255,9 +255,8 @@ def _drawn(run: RunMetrics) -> Mapping[Key, Curve]:
 def class_accuracies(run: RunMetrics, scope: str) -> dict[str, Curve]:
     """Returns by iteration the verifier's accuracies on correct and on wrong solutions, from its counts; none
     without."""
-    cells = [run.curves.get((scope, f"confusion/{cell}")) for cell in ("tp", "fn", "tn", "fp")]
-    known = [cell for cell in cells if cell is not None]
-    if len(known) < 4 or len({len(cell.values) for cell in known}) > 1:
+    known = run.confusion(scope)
+    if not known:
         return {}
     out = {}
     for name, (good, bad) in (("says_correct_of_correct", known[:2]), ("says_wrong_of_wrong", known[2:])):

@@ -14,6 +14,7 @@ from megatron_rl.report.run_record import RunRecord
 from megatron_rl.run.metrics import EVAL, SPEED, MetricsRow, unlearned
 
 PREFLIGHT, SFT = "preflight", "sft"  # with EVAL, the scopes of metrics lines that are no roles
+CELLS = ("tp", "fn", "tn", "fp")  # of a verifier's verdicts: what it said of correct, and of wrong solutions
 MOST_ITERATIONS = 2**31 - 1  # a larger number of an iteration is damage
 Key = tuple[str, str]  # (scope, name of the metric)
 Columns = dict[str, dict[str, "Curve"]]
@@ -98,6 +99,12 @@ class RunMetrics:
         """Returns a sentence for each role that had iterations and no update."""
         found = {role: curve.values[-1] for (role, name), curve in self.curves.items() if name == "update"}
         return unlearned(self.updates, found)
+
+    def confusion(self, scope: str) -> list[Curve]:
+        """Returns a verifier's counts CELLS of a scope, equally long; an empty list where the scope has none."""
+        found = [self.curves.get((scope, f"confusion/{cell}"), Curve()) for cell in CELLS]
+        lengths = {len(curve.values) for curve in found}
+        return found if len(lengths) == 1 and lengths != {0} else []
 
     def evaluated(self) -> dict[str, Curve]:
         """Returns the held-out metrics by name, such as `generator/accuracy_sampled`, counts aside."""

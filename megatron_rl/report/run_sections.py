@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeGuard
 
-from megatron_rl.report.reading import SFT, Curve, RunMetrics, flatten
+from megatron_rl.report.reading import CELLS, SFT, Curve, RunMetrics, flatten
 from megatron_rl.run.console import COLUMNS
 from megatron_rl.run.metrics import EVAL
 
@@ -43,7 +43,6 @@ LOWER_IS_BETTER = re.compile(r"loss|exploitab|error|cross_entropy|(^|_)kl|gap|nu
 HAS_DIRECTION = re.compile(r"accuracy|outcome|f1|score|reward|success|aligned|pass@|maj@|loss|exploitab|cross_entropy")
 MAX_CARDS = 4  # evaluated metrics with a card of their own
 SPARK = 60  # points of a small curve
-CELLS = ("tp", "fp", "tn", "fn")
 REFIT_FIGURES = (
     *("seconds", "floor_seconds", "ratio_to_floor", "gigabytes", "local_gigabytes"),
     *("checked_slices", "failed_engines"),
@@ -190,15 +189,13 @@ def confusions(run: RunMetrics) -> list[VerdictCounts]:
     """Returns what the verifier said against what is true, in the first and in the last iterations."""
     out = []
     for scope in run.updates:
-        curves = [run.curves.get((scope, f"confusion/{cell}")) for cell in CELLS]
-        known = [curve.values for curve in curves if curve is not None and curve.values]
-        if len(known) < len(CELLS) or len({len(values) for values in known}) > 1:
+        if not (known := run.confusion(scope)):
             continue
-        iterations = len(known[0])
+        iterations = len(known[0].values)
         count = max(1, int(WINDOW * iterations))
         parts = {"first iterations": slice(0, count), "last iterations": slice(iterations - count, iterations)}
         for when, part in parts.items() if iterations > 1 else [("", slice(0, 1))]:
-            cells = {cell: sum(values[part]) for cell, values in zip(CELLS, known, strict=True)}
+            cells = {cell: sum(curve.values[part]) for cell, curve in zip(CELLS, known, strict=True)}
             out.append(_verdict_counts(f"{scope} iterations: {when}".strip(": "), cells))
     return out
 

@@ -1,5 +1,4 @@
-"""Writes files so that they are whole or not there, and on the disk before anything says that they are; reads files
-that only a trusted user may have written."""
+"""Writes files atomically and durably, and reads files that only a trusted user may have written."""
 
 from __future__ import annotations
 
@@ -9,7 +8,8 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file through a temporary neighbour and a rename, so that it is whole or not there."""
+    """Writes a text file atomically: through a temporary file in the same directory and a rename. The file is on the
+    disk when the function returns."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -33,7 +33,7 @@ def read_own(path: Path, *owners: int) -> str:
 
 
 def push(paths: Iterable[Path]) -> None:
-    """Pushes files or directories to the disk, so that a later rename is never on disk before their contents."""
+    """Flushes files or directories to the disk, so that a later rename never reaches the disk before their contents."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -43,9 +43,8 @@ def push(paths: Iterable[Path]) -> None:
 
 
 def push_tree(directory: Path) -> None:
-    """Pushes a directory to the disk, with all that lies below it, and the two directories above it, which may be as
-    new as it is.
-    """
+    """Flushes a directory, everything below it and the two directories above it to the disk. The two directories above
+    may be as new as the directory itself."""
     inside = sorted(directory.rglob("*"))
     push(path for path in inside if path.is_file())
     push([*(path for path in inside if path.is_dir()), directory, directory.parent, directory.parent.parent])

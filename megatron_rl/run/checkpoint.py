@@ -121,10 +121,8 @@ class Checkpoints:
         return sorted(numbered, key=lambda item: (-item[0], item[1].name.startswith(".")))
 
     def _publish(self, number: int) -> None:
-        """Gives the pending directory its name.
-
-        An older checkpoint of this number is renamed first, and then removed.
-        """
+        """Renames the pending directory to its final name. An older checkpoint of the same number is renamed first and
+        removed afterwards."""
         final, aside = self.path(number), self.directory / f".iteration_{number:06d}.old"
         if final.exists():
             if aside.exists():
@@ -149,15 +147,15 @@ class Checkpoints:
 
 
 def sum_up(directory: Path, rank: int) -> None:
-    """Computes the checksums of what a rank wrote into a checkpoint directory, `__RANK_N.distcp`, and leaves them there
-    for `seal`: one rank alone would read the whole checkpoint again."""
+    """Writes the checksums of the files that one rank wrote into a checkpoint directory (`__RANK_N.distcp`) to a file
+    that `seal` reads. One rank alone would have to read the whole checkpoint again."""
     own = [str(file.relative_to(directory)) for file in directory.rglob(f"__{rank}_*.distcp")]
     write_json(directory / f".sums.{rank}.json", digests(directory, own))
 
 
 def seal(directory: Path, number: int) -> None:
-    """Lists every file of a checkpoint directory with its size and checksum in its manifest, and pushes all of it to
-    the disk. Checksums that ranks have left are taken."""
+    """Writes the manifest of a checkpoint directory, with the size and the checksum of every file, and flushes
+    everything to the disk. Checksums that ranks have computed (`sum_up`) are taken from their files."""
     known: dict[str, str] = {}
     for left in directory.glob(".sums.*.json"):
         known |= read_json(left)
@@ -187,7 +185,8 @@ def damage(path: Path) -> str | None:
 
 
 def known_digests(path: Path) -> dict[str, str]:
-    """Returns the checksums in a checkpoint directory's manifest, by file; none where there is no readable manifest."""
+    """Returns the checksums in a checkpoint directory's manifest as {file: SHA-256}. Returns an empty dict when the
+    manifest is missing or cannot be read."""
     try:
         found = read_json(path / MANIFEST)["digests"]
         return {name: value for name, value in found.items() if isinstance(value, str)}
@@ -196,7 +195,7 @@ def known_digests(path: Path) -> dict[str, str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON so that a reader sees the old file or the new one, never a part."""
+    """Writes a JSON file atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 

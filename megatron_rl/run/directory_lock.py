@@ -28,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 class Taken(RuntimeError):
-    """Another process has the lock. The message names it as far as it is known; `cure` what may be in the way."""
+    """Raised when another process holds the lock. The message names that process as far as it is known; `cure` says
+    which file may have to be removed."""
 
     def __init__(self, who: str, cure: str = "") -> None:
         super().__init__(who)
@@ -37,7 +38,7 @@ class Taken(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The maker of a file that stands for a lock."""
+    """The process that made a file which stands for a lock."""
 
     host: str
     boot: str  # name of this start of the machine
@@ -61,7 +62,7 @@ class Holder:
 
 
 def own_name(job: str = "", restart: int = 0) -> Holder:
-    """Returns this process's name, with its Slurm job where it has one."""
+    """Returns the Holder that describes this process, with its Slurm job where it has one."""
     entry = processes.look(os.getpid())
     boot = space = ""
     with contextlib.suppress(OSError):
@@ -108,7 +109,7 @@ def held(file: int, beside: Path, here: Holder) -> Iterator[None]:
 
 
 def _make(path: Path, here: Holder) -> None:
-    """Makes the file, over that of a process which is gone. Raises Taken."""
+    """Creates the file, and replaces the file of a process that has ended. Raises Taken."""
     cure = f"when that process is gone, remove {path}"
     end = time.monotonic() + UNREAD_S
     while True:
@@ -135,7 +136,8 @@ def _make(path: Path, here: Holder) -> None:
 
 
 def _remove(path: Path, here: Holder) -> None:
-    """Removes the file of a process that is gone. Of several that want to, one does; the others wait for it."""
+    """Removes the file of a process that has ended. Of several processes that try it, one removes the file and the
+    others wait."""
     breaking = path.with_name(f"{path.name}.breaking")
     try:
         os.close(os.open(breaking, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
@@ -155,7 +157,7 @@ def _remove(path: Path, here: Holder) -> None:
 
 
 def _read(path: Path) -> Holder | None:
-    """Returns who made the file; None for one that is gone, not written yet, or damaged."""
+    """Returns the Holder in a file; None for a file that is missing, not written yet, or damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         found = Holder(**json.loads(path.read_text()))
         if isinstance(found.pid, int) and isinstance(found.start, int) and isinstance(found.restart, int):

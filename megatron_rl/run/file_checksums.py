@@ -1,4 +1,5 @@
-"""Checksums of files, so that a bit that flipped on a disk or on its way is noticed before it is trained on."""
+"""Computes and compares checksums of files, so that a bit that flipped on a disk or on the way is noticed before it is
+trained on."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ def digests(directory: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def wrong(directory: Path, known: Mapping[str, str], *, part: tuple[int, int] = (0, 1)) -> list[str]:
-    """Returns a sentence for each file whose digest is not the known one. `part`: (i, n), every n-th file from the
-    i-th."""
+    """Returns a sentence for each file whose digest differs from the known digest. `part` = (i, n) checks every n-th
+    file, starting with the i-th."""
     own = dict(list(sorted(known.items()))[part[0] :: part[1]])
     there = [name for name in own if (directory / name).is_file()]
     found = digests(directory, there)
@@ -70,7 +71,7 @@ def write_sums(directory: Path, pattern: str = "*.safetensors") -> None:
 
 
 def keep(directory: Path, found: Mapping[str, str]) -> None:
-    """Writes SHA256SUMS with the digests of files, by name, that are known already, and pushes it to the disk."""
+    """Writes SHA256SUMS from digests that are known already, {file name: SHA-256}, and flushes it to the disk."""
     write_text(directory / SUMS, "".join(f"{value}  {name}\n" for name, value in found.items()))
 
 

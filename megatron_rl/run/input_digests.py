@@ -1,4 +1,5 @@
-"""Remembers by digest what a run reads, in RUN/inputs.json, and says when other content stands behind the same name."""
+"""Records digests of everything that a run reads in RUN/inputs.json, and reports inputs whose content has changed under
+the same name."""
 
 from __future__ import annotations
 
@@ -89,8 +90,8 @@ class InputRecord:
 
 
 def _difference(old: Input | None, new: Input | None) -> str:
-    """Returns how two inputs differ, such as " (rows.jsonl): bytes 20 -> 31"; nothing where they are equal. Paths do
-    not count."""
+    """Returns how two inputs differ, such as " (rows.jsonl): bytes 20 -> 31"; an empty text for equal inputs. Paths are
+    not compared."""
     if old is None or new is None:
         own = (new or old or {})["path"]
         return f" ({own}): {'was not there' if old is None else 'is not there any more'}"

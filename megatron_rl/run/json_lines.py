@@ -1,4 +1,5 @@
-"""Appends to files of JSON lines and reads them, so that a full disk or a killed process costs no line but its own."""
+"""Appends to files of JSON lines and reads them. A full disk or a killed process costs at most the line that was being
+written."""
 
 from __future__ import annotations
 
@@ -19,21 +20,21 @@ RESUME = (
 
 
 class DiskError(RuntimeError):
-    """A file of a run that the disk did not take; the message names the file, the reason and the cure."""
+    """Raised when a file of a run cannot be written. The message names the file, the reason and what to do."""
 
 
 @dataclass(frozen=True)
 class Lines(Generic[T]):
-    """The lines of a file that could be read, in order, and a sentence about those that could not."""
+    """The values of the readable lines of a file, in order, and a sentence about the unreadable lines."""
 
     values: list[T]
     damage: str | None = None
 
 
 def append(path: Path, line: bytes) -> None:
-    """Appends one line, given without its end, and pushes it to the disk. It is there as a whole, or not at all.
+    """Appends one line, given without its line end, atomically, and flushes the file to the disk.
 
-    Half a line that a killed process left is ended first. Raises DiskError when the disk does not take the line.
+    A partial line that a killed process left is ended first. Raises DiskError when the line cannot be written.
     """
     try:
         with path.open("a+b", buffering=0) as file:
@@ -77,14 +78,15 @@ def each(path: Path, take: Callable[[Any], object]) -> str | None:
 
 
 def read(path: Path, decode: Callable[[Any], T]) -> Lines[T]:
-    """Reads a file of JSON lines as `each` does; none where there is no file. `decode` refuses lines as `take` does."""
+    """Reads a file of JSON lines as `each` does, and returns the values that `decode` made of the lines. A missing file
+    has no lines."""
     values: list[T] = []
     damage = each(path, lambda raw: values.append(decode(raw)))
     return Lines(values, damage)
 
 
 def _taken(line: bytes, take: Callable[[Any], object]) -> bool:
-    """Returns whether a line could be read and was taken."""
+    """Returns whether a line could be parsed and `take` accepted its value."""
     try:
         if not line.endswith(b"\n"):
             raise ValueError("a line without its end")

@@ -1,4 +1,4 @@
-"""Records what a run measures: in metrics.jsonl and in optional further sinks.
+"""Records what a run measures in metrics.jsonl and in optional further sinks.
 
 Everything in metrics.jsonl but times and speeds is reproducible bit for bit.
 """
@@ -68,7 +68,8 @@ class Sample:
 
 
 class Sink:
-    """A further place that receives every line. A kind of sink overrides what it has a use for. Each method may raise.
+    """A further destination of every metrics line. A subclass overrides the methods that it needs. Each method may
+    raise.
 
     `open` is called before the first `log`.
     """
@@ -271,13 +272,16 @@ def read_metrics(run_dir: Path) -> list[MetricsRow]:
 
 
 def each_metric(run_dir: Path, take: Callable[[MetricsRow], object]) -> str | None:
-    """Hands each line of RUN/metrics.jsonl to `take`, in order, with one in memory at a time. Returns a sentence about
-    lines that are damaged, or that `take` refused by a ValueError; None where there are none."""
+    """Passes each line of RUN/metrics.jsonl to `take`, in order, with one line in memory at a time.
+
+    Returns a sentence about the lines that are damaged or that `take` refused by a ValueError; None when there are
+    none.
+    """
     return each(Path(run_dir) / FILE_NAME, lambda raw: take(_decode(raw)))
 
 
 def _below(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
-    """Returns the values whose names begin with a prefix, without it."""
+    """Returns the values whose names begin with a prefix, under their names without the prefix."""
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
@@ -294,7 +298,8 @@ def _encode(row: MetricsRow) -> bytes:
 
 
 def _decode(raw: Any) -> MetricsRow:
-    """Returns the row of a line's JSON. Raises KeyError, TypeError, ValueError or AttributeError for another one."""
+    """Returns the row of a parsed line. Raises KeyError, TypeError, ValueError or AttributeError for a value that is no
+    metrics line."""
     iteration, cycle, scope = raw["iteration"], raw["cycle"], raw["scope"]
     if type(iteration) is not int or type(cycle) is not int or not isinstance(scope, str):
         raise TypeError("iteration and cycle are whole numbers, scope is a text")

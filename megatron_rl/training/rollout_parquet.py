@@ -1,4 +1,4 @@
-"""Turns rollouts into an Arrow table and back, exact to the last bit, beside columns that a person reads."""
+"""Converts rollouts to an Arrow table and back, exact to the last bit. The table also has columns for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ MAX_PIECES = 1000  # of one rollout; where its credit changes more often, its te
 
 
 def _values_of(kind: pa.DataType) -> pa.DataType:
-    """Returns the type of a list without nulls in it: what has a value per token needs no validity per token."""
+    """Returns the type of a list without nulls. A column with a value per token would otherwise store a validity bit
+    per token."""
     return pa.list_(pa.field("element", kind, nullable=False))
 
 
@@ -70,7 +71,7 @@ REPEATED = ["role", "group", "question", "answer", "prompt", "stop", "payload", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPiece:
-    """A stretch of what stands behind a rollout's prompt that one author wrote, trained on with one advantage."""
+    """A run of response tokens that have the same author and the same advantage."""
 
     first: int  # position in the rollout's tokens
     end: int
@@ -202,7 +203,7 @@ def _payload(rollout: Rollout) -> str:
 
 
 def _readable(iteration: int, rollout: Rollout, text: RolloutText | None) -> dict[str, Any]:
-    """Returns the columns of a rollout that people read."""
+    """Returns the columns of a rollout that are for people."""
     payload, steps = rollout.payload, rollout.annotations_of(STEP)
     correct, verdicts = payload.get("correct"), payload.get("verdicts")  # verdicts: positive (or true) is correct
     row: dict[str, Any] = {
@@ -246,7 +247,8 @@ def _split(column: pa.ChunkedArray) -> list[np.ndarray]:
 
 
 def _advantage(rollout: Rollout) -> float | None:
-    """Returns the one of all tokens, or that of the first trained token; None before credit is assigned."""
+    """Returns the advantage that all tokens share, or the advantage of the first trained token; None before credit
+    is assigned."""
     if not isinstance(rollout.advantages, np.ndarray):
         return None if rollout.advantages is None else float(rollout.advantages)
     return float(rollout.advantages[int(rollout.trainable.argmax())]) if rollout.num_trainable else None
@@ -267,7 +269,8 @@ def _step_advantages(rollout: Rollout, ranges: np.ndarray) -> list[float]:
 
 
 def _text(value: Any) -> str | None:
-    """Returns text as it is, another value as JSON. What cannot be UTF-8 is replaced: the payload keeps it."""
+    """Returns a text as it is, and any other value as JSON. Characters that UTF-8 cannot represent are replaced; the
+    payload keeps them."""
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value, default=str)

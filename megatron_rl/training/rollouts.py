@@ -1,4 +1,4 @@
-"""Prompts and an engine's completions become rollouts; and what is measured on rollouts."""
+"""Turns prompts and completions of an engine into rollouts, and computes the metrics that are logged of rollouts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ROUNDING = 1e-6  # advantages below it are what rounding leaves of equal rewards
 
 
 def sample(context: RolloutContext, role: str, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
-    """Draws [P] prompts -> [P * n] rollouts. The n of one prompt are adjacent and share a group of their own, whatever
-    its id."""
+    """Draws n rollouts for each of P prompts. Returns [P * n] rollouts; the n rollouts of one prompt are adjacent
+    and form a group of their own, even if two prompts have the same id."""
     draws = Draws(context, role, sampling)
     for i, prompt in enumerate(prompts):
         draws.ask(i, prompt)
@@ -39,7 +39,7 @@ class Draws:
         self.session = context.session(role)
 
     def ask(self, index: int, prompt: Prompt) -> None:
-        """Asks for the n rollouts of a prompt. `index` names its group: another one for every ask."""
+        """Asks for the n rollouts of a prompt. `index` names their group and must differ between calls."""
         self._prompts[index] = prompt
         self.session.ask(index, prompt.tokens, self._sampling)
 
@@ -131,12 +131,13 @@ def _spans(before: int, completion: Completion, version: int) -> np.ndarray:
 
 
 def greedy(sampling: Sampling, *, seed: int) -> Sampling:
-    """Returns a sampling of one completion, always the likeliest token; of the model alone."""
+    """Returns the sampling for one completion of the most likely tokens, by the model alone."""
     return replace(sampling, temperature=0.0, n=1, seed=seed, tandem=None)
 
 
 def plain(sampling: Sampling, *, seed: int) -> Sampling:
-    """Returns a sampling of one completion from the model's own distribution: alone, at temperature 1, untruncated."""
+    """Returns the sampling for one completion from the model's own distribution: the model alone, at temperature 1,
+    untruncated."""
     return replace(sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, n=1, seed=seed, tandem=None)
 
 

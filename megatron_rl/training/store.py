@@ -299,7 +299,7 @@ def _texts(role: str, rollouts: Sequence[Rollout], decode: Decode) -> list[Rollo
 
 
 def _write(path: Path, head: str, tables: Iterator[pa.Table]) -> None:
-    """Writes a file through a temporary neighbour and a rename, pushed to the disk before it has its name."""
+    """Writes a file atomically, through a temporary file and a rename, and flushes it to the disk before the rename."""
     temporary = path.with_name(f".{path.name}.tmp")
     schema = SCHEMA.with_metadata({_HEAD: head.encode()})
     try:
@@ -325,10 +325,8 @@ def _write(path: Path, head: str, tables: Iterator[pa.Table]) -> None:
 
 
 def _seal(path: Path) -> None:
-    """Puts a digest of a Parquet file's footer before it, where readers pass over it.
-
-    Pages have checksums; footers, which say what the pages are, have none.
-    """
+    """Inserts a digest of a Parquet file's footer before the footer, where Parquet readers do not look. Pages have
+    checksums of their own; footers have none."""
     with path.open("r+b") as file:
         footer = _footer(file)
         file.seek(-len(footer), os.SEEK_END)
@@ -344,7 +342,7 @@ def _footer(file: BinaryIO) -> bytes:
 
 
 def _opened(path: Path) -> pq.ParquetFile:
-    """Raises ValueError for a file without our digest of its footer, which tells where and what its pages are."""
+    """Opens a file and checks the digest of its footer. Raises ValueError when the digest is missing or wrong."""
     with path.open("rb") as file:
         footer = _footer(file)
         file.seek(-len(footer) - _DIGEST_BYTES, os.SEEK_END)
@@ -354,7 +352,7 @@ def _opened(path: Path) -> pq.ParquetFile:
 
 
 def _head(file: pq.ParquetFile) -> _FileHead:
-    """Raises ValueError for a file of another format, and for one with rows missing."""
+    """Returns the metadata of a file. Raises ValueError for another format, and for a file with missing rows."""
     values = json.loads(file.metadata.metadata[_HEAD])
     if values["format"] != FORMAT:
         raise ValueError(f"its format is {values['format']}, and this version reads {FORMAT}")
@@ -365,7 +363,7 @@ def _head(file: pq.ParquetFile) -> _FileHead:
 
 
 def _head_of(path: Path, consequence: str) -> _FileHead | None:
-    """Returns None, with a warning, for a file that cannot be read."""
+    """Returns the metadata of a file; None, with a warning, for a file that cannot be read."""
     try:
         with _opened(path) as file:
             return _head(file)
