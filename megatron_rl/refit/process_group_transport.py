@@ -49,8 +49,8 @@ class PointToPoint:
         come = settings.message_timeout_s
         try:
             self._store = store.rank_store(timedelta(seconds=come))  # torch holds the C++ half of it alone
-            store = dist.PrefixStore(store.prefix, self._store)
-            self._group = _make(backend, store, store.way()[0], (rank, size), timedelta(seconds=come))
+            prefixed = dist.PrefixStore(store.prefix, self._store)
+            self._group = _make(backend, prefixed, store.way()[0], (rank, size), timedelta(seconds=come))
         except RuntimeError as error:
             raise TransportError(
                 f"{backend} group of {size} ranks: not all of them came within {come:.0f} s ({error})"
