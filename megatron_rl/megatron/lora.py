@@ -102,7 +102,13 @@ class LayerAdapters(torch.nn.ModuleDict):
         own: list[Any] = [self[name] for name in joined.names]
         low = F.linear(x, torch.cat([adapter.lora_a for adapter in own]) if len(own) > 1 else own[0].lora_a)
         if joined.inward:
-            return F.linear(self._sum_over_columns(low) * self.scale, own[0].lora_b)
+            # the ranks divide the columns; with sequence parallelism each keeps the sum for its own tokens
+            summed = (
+                reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+                if self.sequence_parallel
+                else reduce_from_tensor_model_parallel_region(low, group=self.group)
+            )
+            return F.linear(summed * self.scale, own[0].lora_b)
         low = self._spread(low) * self.scale
         parts = low.split(low.shape[-1] // len(own), dim=-1)
         made = [F.linear(part, adapter.lora_b) for part, adapter in zip(parts, own, strict=True)]
@@ -119,12 +125,6 @@ class LayerAdapters(torch.nn.ModuleDict):
             own: Any = adapter
             state |= own.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         return state
-
-    def _sum_over_columns(self, low: Tensor) -> Tensor:
-        """Adds up A x over the ranks that cut the columns. With sequence parallelism a rank keeps its own tokens."""
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(low, group=self.group)
-        return reduce_from_tensor_model_parallel_region(low, group=self.group)
 
     def _spread(self, low: Tensor) -> Tensor:
         """Hands A x to the ranks that cut the rows: of all tokens, with gradients that are the sum of the ranks'."""
@@ -204,16 +204,12 @@ class RoleAdapters:
             if low >= high:
                 continue
             out = first[1].lora_a.new_zeros(rows, columns, dtype=torch.float32) if out is None else out
-            start = low - rect.at_row + rect.row - self._first_row(adapter, rect)
+            own = adapter.lora_b.shape[0]  # this rank's part of B begins at a multiple of it
+            start = low - rect.at_row + rect.row % own
             b = adapter.lora_b.detach()[start : start + high - low].float()
             a = adapter.lora_a.detach()[:, column : column + columns].float()
             out[low - row : high - row] = self._settings.alpha / self._settings.rank * (b @ a)
         return out
-
-    def _first_row(self, adapter: Any, rect: Rect) -> int:
-        """Returns the row of the Hugging Face matrix where this rank's part of B begins."""
-        own = adapter.lora_b.shape[0]
-        return rect.row // own * own
 
     def _of_layer(self, layer: Any, own: LayerAdapters) -> list[tuple[str, list[tuple[Rect, Any]]]]:
         """Returns (the base's parameter, [(rectangle, adapter)]) of the linear modules of a layer."""

@@ -58,6 +58,9 @@ ACTIVATIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
+FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
 class PolicyModel(Chosen, GPTModel):
     """A GPT whose last stage answers labels with statistics of their distributions instead of a loss."""
 
@@ -213,6 +216,7 @@ def transformer_config(
     settings["activation_func"] = ACTIVATIONS[arch.features.activation][0]
     if model.fp8:
         check_fp8()
+    selective = dict(recompute_granularity="selective", recompute_modules=[*model.recompute_modules])
     kind = MLATransformerConfig if "multi_latent_attention" in settings else TransformerConfig
     return kind(
         params_dtype=dtype,
@@ -234,7 +238,7 @@ def transformer_config(
         moe_grouped_gemm=bool(arch.experts) and fused,
         **settings,
         **_parallelism(groups.layout),
-        **_recompute(model),
+        **{"full": FULL_RECOMPUTE, "selective": selective}.get(model.recompute, {}),
     )
 
 
@@ -253,15 +257,6 @@ def _parallelism(layout: Layout) -> dict[str, Any]:
         overlap_p2p_comm=layout.overlap_p2p,
         batch_p2p_comm=not layout.overlap_p2p,
     )
-
-
-def _recompute(model: Model) -> dict[str, Any]:
-    """Returns the settings of activation recomputation."""
-    if model.recompute == "full":
-        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    if model.recompute == "selective":
-        return dict(recompute_granularity="selective", recompute_modules=[*model.recompute_modules])
-    return {}
 
 
 def build(
@@ -289,7 +284,8 @@ def build(
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **virtual),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **virtual),
             share_embeddings_and_output_weights=arch.tied,
-            **_position_embedding(arch, attends=attends),
+            # SDPAttention applies a rotary embedding of its own
+            **({"position_embedding_type": "none"} if attends else core_settings.rotary(arch.features)),
             **virtual,
         )
         chunk.temperature, chunk.true_vocab = temperature, arch.vocab
@@ -371,11 +367,6 @@ def _scale_embedding(chunk: PolicyModel, scale: float) -> None:
         return embedded * rounded
 
     chunk.embedding.register_forward_hook(scaled)
-
-
-def _position_embedding(arch: Architecture, *, attends: bool) -> dict[str, Any]:
-    """Returns the settings of core's rotary embedding, or of none where SDPAttention attends, which applies its own."""
-    return {"position_embedding_type": "none"} if attends else core_settings.rotary(arch.features)
 
 
 def _layer_spec(

@@ -49,10 +49,6 @@ class Groups:
         return self.cp.rank()
 
     @property
-    def dp_rank(self) -> int:
-        return self.dp.rank()
-
-    @property
     def dp_size(self) -> int:
         return self.dp.size()
 

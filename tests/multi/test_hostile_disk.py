@@ -107,7 +107,7 @@ def test_faults_a_full_disk_under_the_final_model_is_told_and_the_same_command_w
         "sft", f"model.path={base}", f"data.train={tmp_path}/rows.jsonl", "steps=2", "run.name=run",
         f"run.dir={tmp_path}", "launch.nproc=1",
     ]  # fmt: skip
-    small = tmp_path / "run/model"
+    small = tmp_path / "run/.model.partial"  # where the export writes before it takes its name
     small.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], check=True)
     try:
@@ -115,6 +115,7 @@ def test_faults_a_full_disk_under_the_final_model_is_told_and_the_same_command_w
     finally:
         subprocess.run(["umount", str(small)], check=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]
-    assert f"the trained model cannot be written to {small}" in done.stderr and "last checkpoint" in done.stderr
+    model = tmp_path / "run/model"
+    assert f"the trained model cannot be written to {model}" in done.stderr and "last checkpoint" in done.stderr
     program(*words)
-    AutoModelForCausalLM.from_pretrained(small)
+    AutoModelForCausalLM.from_pretrained(model)
