@@ -11,14 +11,14 @@ from rich.console import Console
 
 from megatron_rl.commands.settings import METAVAR, load
 from megatron_rl.config.schema import ConfigError, TrainConfig
-from megatron_rl.planning import plan as plans
 from megatron_rl.planning import search as searching
 from megatron_rl.planning import tables
 from megatron_rl.planning.alternatives import alternatives
+from megatron_rl.planning.case import Case, own_cluster, trainer_gpus
 from megatron_rl.planning.hardware import DEVICES, parse_cluster
+from megatron_rl.planning.plan import make
 from megatron_rl.planning.workload import (
     FILL,
-    build_recipe,
     cycle_work,
     draws_of,
     episodes_of,
@@ -26,7 +26,8 @@ from megatron_rl.planning.workload import (
     guess_notes,
     models_of,
 )
-from megatron_rl.spec.resolve import resolve
+from megatron_rl.spec.resolve import engine_of, resolve
+from megatron_rl.spec.run_spec import ClusterSpec
 
 DESCRIPTION = f"""Estimates the memory of each GPU by part and the seconds of each phase, and says what to change.
 Nothing is started; no GPU is needed.
@@ -89,21 +90,22 @@ def run(args: argparse.Namespace) -> int:
     command, config = load(args.settings)
     if not isinstance(config, TrainConfig):
         raise ConfigError(f"this is a config of `{command}`: only runs of `train` are planned")
-    cluster = parse_cluster(args.cluster or plans.own_cluster(config))
-    models = models_of(config, args.shape)
-    recipe, notes = build_recipe(config)
+    engine = engine_of(config)
+    asked = ClusterSpec(ranks=1, launch=config.launch, job=config.job)
+    cluster = parse_cluster(args.cluster or own_cluster(engine, asked))
+    models = models_of(config.roles, args.shape)
+    spec = resolve(config, trainer_gpus(engine, cluster), to_come=True)
     work = cycle_work(
-        config,
-        recipe,
-        fills=fills_of(config, args.fill),
-        episodes=episodes_of(config, recipe, args.episode),
-        draws=draws_of(config, args.draws),
+        spec,
+        fills=fills_of(spec.roles, args.fill),
+        episodes=episodes_of(spec, args.episode),
+        draws=draws_of(spec.roles, args.draws),
     )
-    resolve(config, plans.trainer_gpus(config, cluster), to_come=True)
-    made = plans.make(config, cluster, models, work)
-    found = searching.search(config, cluster, models, work) if args.search else []
-    said = searching.advice(config, made, models, work)
-    others = alternatives(config, cluster, models, work)
+    case = Case(spec=spec, cluster=cluster, models=models, work=work)
+    made = make(case)
+    found = searching.search(case) if args.search else []
+    said = searching.advice(case, made)
+    others = alternatives(case)
     if args.json:
         told = made.to_json() | {
             "advice": said,
@@ -113,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(told, indent=1))
     else:
         console = Console(soft_wrap=False, width=None if Console().is_terminal else 130)
-        tables.show(made, said, console, notes=notes + guess_notes(models))
+        tables.show(made, said, console, notes=guess_notes(models))
         tables.show_alternatives(others, console)
         if args.search:
             tables.show_search(found, made, console)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from megatron_rl.config.schema import Lora
 from megatron_rl.models.shape import Shape
-from megatron_rl.planning.hardware import EXPERT_HBM_SHARE, HBM_SHARE, HOST, NETWORK_SHARE, NVLINK_SHARE, Cluster
+from megatron_rl.planning.hardware import EXPERT_HBM_SHARE, HBM_SHARE, NETWORK_SHARE, NVLINK_SHARE, Cluster
 from megatron_rl.planning.memory import GRADIENT, MASTER, MOMENTS, WHOLE, Precision
 from megatron_rl.planning.workload import Draw
 from megatron_rl.weights import counting, flops
@@ -247,11 +247,6 @@ def optimizer_seconds(
     return (
         seconds + (dense + expert) * GRADIENT / (cluster.device.hbm * HBM_SHARE) * 2
     )  # gradients are zeroed, and their norm is taken
-
-
-def host_seconds(size: float) -> float:
-    """Returns the seconds that `size` bytes of one GPU take over its link to the host."""
-    return size / HOST
 
 
 def decode_step_seconds(

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.episodes import EpisodeEstimate
-from megatron_rl.config.schema import Lora, RoleConfig, Servers, TrainConfig
+from megatron_rl.config.schema import RoleConfig
 from megatron_rl.models.shape import Shape
 from megatron_rl.planning import compute, memory
+from megatron_rl.planning.case import Case
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch
-from megatron_rl.planning.hardware import Cluster
+from megatron_rl.planning.hardware import HOST, Cluster
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
 from megatron_rl.planning.workload import Draw, IterationWork, longest_context
 from megatron_rl.weights import counting
@@ -77,119 +78,84 @@ class IterationPlan:
         return sum(self.phases.values()) - self.hidden
 
 
-def colocated(config: TrainConfig) -> bool:
-    """Tells whether servers stand in the trainer's GPUs."""
-    return isinstance(config.engine, Servers) and config.engine.colocate
-
-
-def policy_of(config: TrainConfig, role: str) -> str:
-    """Returns the role whose policy and engines a role has: itself, or the one that it is the same as."""
-    return config.roles[role].same_as or role
-
-
-def engine_of(config: TrainConfig, role: str) -> str:
-    """Returns the role whose engines write a role's answers: that of its policy, or the one that serves its adapter."""
-    policy = policy_of(config, role)
-    return config.server_owners.get(policy, policy)
-
-
 def plan_iteration(
-    config: TrainConfig, cluster: Cluster, work: IterationWork, models: Mapping[str, Shape],
-    parallels: Mapping[str, Parallel], engines: Mapping[str, EngineSetup],
-) -> IterationPlan:  # fmt: skip
+    case: Case, work: IterationWork, parallels: Mapping[str, Parallel], engines: Mapping[str, EngineSetup]
+) -> IterationPlan:
     """Plans an iteration: its roles' answers, and then an update of every policy that it trains, one after the
     other."""
-    servers, together = isinstance(config.engine, Servers), colocated(config)
-    written = _generation(config, cluster, work, models, engines)
-    phases = dict(written.phases)
-    phases["reward"] = (
-        sum(draw.samples for draw in work.draws[:1]) * GRADING_S / config.reward.workers / (8 if servers else 1)
-    )
+    costs = {draw.role: _rollout(case, draw, engines[draw.role]) for draw in work.draws if _answers_here(case, draw)}
+    phases = _generation(case, work, costs)
+    reward_s = sum(draw.samples for draw in work.draws[:1]) * GRADING_S / case.spec.reward.workers
+    phases["reward"] = reward_s / (1 if case.servers is None else 8)
     trained: dict[str, list[Draw]] = {}
     for draw in work.trained:
-        trained.setdefault(policy_of(config, draw.role), []).append(draw)
+        trained.setdefault(case.roles[draw.role].owner, []).append(draw)
     for name, draws in trained.items():
-        update = _training(config.roles[name], cluster, draws, models[name], parallels[name])
+        update = _training(case.roles[name], case.cluster, draws, case.models[name], parallels[name])
         phases |= {phase: phases.get(phase, 0.0) + seconds for phase, seconds in update.items()}
-    if together:
-        phases["sleep and wake"] = _changes_of_place(config, list(trained), models, parallels, engines)
+    if case.colocated:
+        phases["sleep and wake"] = _changes_of_place(case, list(trained), parallels, engines)
+    served = case.servers is not None and case.servers.serves_adapters  # a refit sends the adapter alone
     refits = [
         compute.refit_cost(
-            models[name], parallels[name], engines[name], cluster,
-            width=Precision.gpu(config.roles[name].model.dtype).width,
-            place="ranks" if not servers else "gpus" if together else "elsewhere",
-            adapter=_served_adapter(config, name),
+            case.models[name], parallels[name], engines[name], case.cluster,
+            width=Precision.gpu(case.roles[name].model.dtype).width,
+            place="ranks" if case.servers is None else "gpus" if case.colocated else "elsewhere",
+            adapter=case.roles[name].lora if served else None,
         )
         for name in trained
     ]  # fmt: skip
     phases["refit"] = sum(refit.seconds for refit in refits)
     drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
-    beside = min(drawn, sum(phases.values()) - drawn) if config.rollouts.max_staleness else 0.0
-    trained_flops = sum(
-        compute.train_flops(models[d.role], batch_of(config.roles[d.role], d, d.samples), config.roles[d.role].lora)
+    ahead = case.spec.loop.rollouts.max_staleness > 0
+    flops = [
+        compute.train_flops(case.models[d.role], batch_of(case.roles[d.role], d, d.samples), case.roles[d.role].lora)
         for d in work.trained
-    )
+    ]
     return IterationPlan(
-        role=work.role, times=work.times, phases=phases, hidden=beside,
+        role=work.role, times=work.times, phases=phases,
+        hidden=min(drawn, sum(phases.values()) - drawn) if ahead else 0.0,
         generated=sum(d.samples * d.written for d in work.draws),
         trained=sum(d.samples * d.length for d in work.trained),
-        flops=trained_flops,
-        sent=sum(refit.sent for refit in refits), rows=written.rows, longest=written.longest,
-        episodes=written.episodes,
+        flops=sum(flops), sent=sum(refit.sent for refit in refits),
+        rows={name: cost.rows for name, cost in costs.items()},
+        longest={name: cost.longest for name, cost in costs.items()},
+        episodes=[
+            _episode(case.roles[draw.role], draw, costs[draw.role])
+            for draw in work.draws if draw.role in costs and draw.episode.answers > 1
+        ],
     )  # fmt: skip
 
 
-def _served_adapter(config: TrainConfig, name: str) -> Lora | None:
-    """Returns the role's adapter where servers compute with it beside the model, so that a refit sends it alone."""
-    served = isinstance(config.engine, Servers) and config.engine.serves_adapters
-    return config.roles[name].lora if served else None
+def _answers_here(case: Case, draw: Draw) -> bool:
+    """Returns whether the run's own engines write the answers. The machines of an endpoint are not known."""
+    return case.roles[draw.role].endpoint is None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Generation:
-    """The answers of all roles in the plan of an iteration, in seconds."""
-
-    phases: Mapping[str, float]
-    rows: Mapping[str, float]
-    longest: Mapping[str, float]
-    episodes: Sequence[EpisodePlan]
-
-
-def _generation(
-    config: TrainConfig, cluster: Cluster, work: IterationWork, models: Mapping[str, Shape],
-    engines: Mapping[str, EngineSetup],
-) -> _Generation:  # fmt: skip
-    """Plans the answers of an iteration, role after role. What an endpoint answers is left out: its machines are not
-    known.
+def _generation(case: Case, work: IterationWork, costs: Mapping[str, compute.RolloutCost]) -> dict[str, float]:
+    """Returns the seconds of an iteration's answers by phase, role after role.
 
     Answers go on to the next role as they come: only the part behind the first counts, unless one server, or servers
     that share their GPUs, write both.
     """
-    phases, rows, longest, episodes, before, asked = {}, {}, {}, [], 0.0, set[str]()
-    apart = isinstance(config.engine, Servers) and not colocated(config)
-    for draw in work.draws:
-        if config.roles[draw.role].endpoint is not None:
-            continue
-        found = _rollout(config, cluster, draw, models[draw.role], engines[draw.role])
-        engine, seconds = engine_of(config, draw.role), found.seconds
-        rows[draw.role], longest[draw.role] = found.rows, found.longest
+    phases, before, asked = {}, 0.0, set[str]()
+    apart = case.servers is not None and not case.colocated
+    for role, cost in costs.items():
+        engine, seconds = case.roles[role].servers, cost.seconds
         if apart and before and engine not in asked:
-            seconds = max(seconds - before, seconds / max(1.0, found.waves) / 4)
+            seconds = max(seconds - before, seconds / max(1.0, cost.waves) / 4)
         asked.add(engine)
         before += seconds
-        waiting = min(found.waiting, seconds)
-        phases[f"rollout {draw.role}"] = seconds - waiting
+        waiting = min(cost.waiting, seconds)
+        phases[f"rollout {role}"] = seconds - waiting
         if waiting:
-            phases[f"rollout {draw.role}, waiting for tools"] = waiting
-        if draw.episode.answers > 1:
-            episodes.append(_episode(config, draw, found))
-    return _Generation(phases=phases, rows=rows, longest=longest, episodes=episodes)
+            phases[f"rollout {role}, waiting for tools"] = waiting
+    return phases
 
 
 def _changes_of_place(
-    config: TrainConfig, trained: Sequence[str], models: Mapping[str, Shape], parallels: Mapping[str, Parallel],
-    engines: Mapping[str, EngineSetup],
-) -> float:  # fmt: skip
+    case: Case, trained: Sequence[str], parallels: Mapping[str, Parallel], engines: Mapping[str, EngineSetup]
+) -> float:
     """Returns the seconds in which one GPU's memory changes between servers and trainer, for an iteration that trains
     these policies.
 
@@ -197,38 +163,36 @@ def _changes_of_place(
     """
     moved = 0.0
     for name in trained:
-        role, shape, parallel = config.roles[name], models[name], parallels[name]
+        role, shape, parallel = case.roles[name], case.models[name], parallels[name]
         numbers, stage = Precision.gpu(role.model.dtype), counting.heaviest(shape, parallel)
         moved += numbers.width * counting.counts(shape, parallel, stage).all
         moved += memory.optimizer_bytes(shape, parallel, numbers, stage=stage, lora=role.lora)
-    for name in config.server_roles:
+    for name in case.spec.engine.server_roles:
         if name not in trained:
-            width = Precision.gpu(config.roles[name].model.dtype).width
-            moved += writers_of(config.roles[name]) * width * counting.total(models[name]) / engines[name].tp
-    return 2 * compute.host_seconds(moved) + 2 * CHANGE_S
+            width = Precision.gpu(case.roles[name].model.dtype).width
+            moved += writers_of(case.roles[name]) * width * counting.total(case.models[name]) / engines[name].tp
+    return 2 * moved / HOST + 2 * CHANGE_S
 
 
-def _rollout(
-    config: TrainConfig, cluster: Cluster, draw: Draw, shape: Shape, engine: EngineSetup
-) -> compute.RolloutCost:
+def _rollout(case: Case, draw: Draw, engine: EngineSetup) -> compute.RolloutCost:
     """Returns the cost of generating `draw`. Tools run beside the generation of other samples.
 
     The two models of a tandem both read every token, one after the other, and share the cache.
     """
-    role = config.roles[draw.role]
+    role = case.roles[draw.role]
     width, writers = Precision.gpu(role.model.dtype).width, writers_of(role)
-    alone = compute.rollout_cost(shape, replace(engine, kv_bytes=engine.kv_bytes / writers), cluster, draw, width=width)
+    engine = replace(engine, kv_bytes=engine.kv_bytes / writers)
+    alone = compute.rollout_cost(case.models[draw.role], engine, case.cluster, draw, width=width)
     generating, tools = writers * alone.seconds, compute.tool_seconds(draw, writers * alone.alone)
     return replace(
         alone, seconds=max(generating, tools), waiting=max(0.0, tools - generating), longest=writers * alone.longest
     )
 
 
-def _episode(config: TrainConfig, draw: Draw, found: compute.RolloutCost) -> EpisodePlan:
-    role = config.roles[draw.role]
+def _episode(role: RoleConfig, draw: Draw, cost: compute.RolloutCost) -> EpisodePlan:
     return EpisodePlan(
         role=draw.role, estimate=draw.episode, answer=draw.response, longest=longest_context(role, draw.episode),
-        micro_batch=micro_batch(role, draw).tokens if role.has_policy else None, kept=found.kept, waiting=found.waiting,
+        micro_batch=micro_batch(role, draw).tokens if role.has_policy else None, kept=cost.kept, waiting=cost.waiting,
     )  # fmt: skip
 
 
@@ -260,7 +224,7 @@ def _training(
         weights = numbers.width * counting.adapter_elements(shape, parallel, role.lora, stage)
     phases = {}
     if role.loss.kl_coef > 0:
-        phases["reference log-probs"] = forward + 4 * compute.host_seconds(weights)
+        phases["reference log-probs"] = forward + 4 * weights / HOST
     if steps > 1:
         phases["old log-probs"] = forward
     again = memory.recomputed(role.model)
@@ -279,8 +243,8 @@ def _training(
     phases["forward and backward"] = steps * passed
     phases["optimizer"] = steps * compute.optimizer_seconds(shape, parallel, cluster, numbers, role.lora)
     if role.sleep:
-        phases["sleep and wake"] = 2 * compute.host_seconds(
-            memory.optimizer_bytes(shape, parallel, numbers, stage=stage, lora=role.lora)
+        phases["sleep and wake"] = (
+            2 * memory.optimizer_bytes(shape, parallel, numbers, stage=stage, lora=role.lora) / HOST
         )
     return phases
 

@@ -7,28 +7,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_rl.config.episodes import EpisodeEstimate
-from megatron_rl.config.schema import ConfigError, Embedded, Layout, Servers, TrainConfig
+from megatron_rl.config.schema import ConfigError, Embedded, Servers
 from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
 from megatron_rl.models.lora_targets import owners
 from megatron_rl.models.shape import Shape
 from megatron_rl.planning import compute, memory
+from megatron_rl.planning.case import Case
 from megatron_rl.planning.compute import EngineSetup
 from megatron_rl.planning.hardware import Cluster
 from megatron_rl.planning.memory import Precision, TrainingBytes
-from megatron_rl.planning.phases import (
-    IterationPlan,
-    colocated,
-    engine_of,
-    micro_batch,
-    plan_iteration,
-    policy_of,
-    writers_of,
-)
-from megatron_rl.planning.workload import Draw, IterationWork, longest_context
+from megatron_rl.planning.phases import IterationPlan, micro_batch, plan_iteration, writers_of
+from megatron_rl.planning.workload import Draw, longest_context
 from megatron_rl.weights import counting
 from megatron_rl.weights.counting import Parallel
 
-PER_NODE = 8  # GPUs of a node where no cluster is named
 ENGINE_WORKSPACE = 3 * memory.GIB  # a server's activations of a prefill and its CUDA graphs, on each GPU
 ASLEEP = 2 * memory.GIB  # of a GPU that a sleeping server keeps: its CUDA context, NCCL's buffers, CUDA graphs. Assumed
 # Bytes of host memory for a byte of a sleeping server's weights: vLLM copies each block of its own into pinned memory,
@@ -198,96 +190,55 @@ class RunPlan:
         }
 
 
-def own_cluster(config: TrainConfig) -> str:
-    """Returns the cluster that a config asks for by itself: job.nodes and its engines' nodes, each with 8 A100-80.
-
-    Servers that the run starts on engine.gpus share its node where launch.nproc leaves them all that it does not take.
-    """
-    engine, wanted = config.engine, server_gpus(config)
-    shared = isinstance(engine, Servers) and engine.start and engine.gpus and not engine.urls
-    if shared and config.job.nodes == 1 and config.launch.nproc + wanted == PER_NODE:
-        return f"1x{PER_NODE}xA100-80"
-    return f"{config.job.nodes + -(-server_gpus(config) // PER_NODE)}x{PER_NODE}xA100-80"
-
-
-def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[IterationWork]) -> RunPlan:
-    """Plans the run. `models`: the shape of every role's model.
-
-    Raises ConfigError when a layout of the config does not divide the models or the cluster.
-    """
-    ranks = trainer_gpus(config, cluster)
-    for name, role in config.roles.items():
-        check_cut(f"roles.{name}", models[name], role.layout)
+def make(case: Case) -> RunPlan:
+    """Plans the run. Raises ConfigError when a layout does not divide a model or the cluster."""
+    for name, role in case.roles.items():
+        if problems := trainer_problems(case.models[name].sizes, Axes.of(role.layout), case.models[name].name):
+            raise ConfigError("\n  ".join(f"roles.{name}: {line}" for line in problems))
     parallels = {
-        name: Parallel.of(role.layout, ranks, experts=bool(models[name].sizes.experts))
-        for name, role in config.roles.items()
+        name: Parallel.of(role.layout, case.ranks, experts=bool(case.models[name].sizes.experts))
+        for name, role in case.roles.items()
     }
-    draws = {draw.role: draw for iteration in work for draw in iteration.draws}
-    draws |= {draw.role: draw for iteration in work for draw in iteration.draws if draw.role in iteration.roles}
-    trained = {policy_of(config, name) for iteration in work for name in iteration.roles}
-    held = [name for name, role in config.roles.items() if role.has_policy]
-    roles = [_role(config, name, models[name], parallels[name], draws) for name in held]
+    draws = {draw.role: draw for iteration in case.work for draw in iteration.draws}
+    draws |= {draw.role: draw for iteration in case.work for draw in iteration.draws if draw.role in iteration.roles}
+    trained = {case.roles[name].owner for iteration in case.work for name in iteration.roles}
+    roles = [_role(case, name, parallels[name], draws) for name in case.held]
     roles = [role if role.name in trained else _frozen(role) for role in roles]
-    servers = (
-        [_server(config, config.engine, name, models[name], cluster, draws) for name in config.server_roles]
-        if isinstance(config.engine, Servers)
-        else []
+    names = [] if case.servers is None else case.spec.engine.server_roles
+    servers = {name: _server(case, case.servers, name, draws) for name in names if case.servers is not None}
+    engines = {name: _engine(case, servers.get(role.servers)) for name, role in case.roles.items()}
+    iterations = [plan_iteration(case, iteration, parallels, engines) for iteration in case.work]
+    return RunPlan(
+        cluster=case.cluster, ranks=case.ranks, roles=roles, servers=list(servers.values()), iterations=iterations
     )
-    caches = {server.role: max(server.cache, 1.0) for server in servers}
-    engines = {name: _engine(config, ranks, caches.get(engine_of(config, name), 0.0)) for name in config.roles}
-    iterations = [plan_iteration(config, cluster, iteration, models, parallels, engines) for iteration in work]
-    return RunPlan(cluster=cluster, ranks=ranks, roles=roles, servers=servers, iterations=iterations)
 
 
-def trainer_gpus(config: TrainConfig, cluster: Cluster) -> int:
-    """Returns the GPUs that the engines leave to the trainer, in whole nodes where there are several.
-
-    Raises ConfigError when they leave nothing.
-    """
-    wanted = server_gpus(config)
-    left = cluster.gpus - wanted
-    left = left // cluster.per_node * cluster.per_node if left >= cluster.per_node else left
-    if left < 1:
-        raise ConfigError(
-            f"{len(config.server_roles)} roles x engine.replicas {getattr(config.engine, 'replicas', 0)} x engine.tp "
-            f"{getattr(config.engine, 'tp', 0)} = {wanted} GPUs of engines leave none of {cluster}'s {cluster.gpus} "
-            "for the trainer: lower engine.replicas, or take more nodes"
-        )
-    return left
+def make_or_none(case: Case) -> RunPlan | None:
+    """Returns the plan of a run, or None when its layouts do not divide the models or the cluster."""
+    try:
+        return make(case)
+    except ConfigError:
+        return None
 
 
-def server_gpus(config: TrainConfig) -> int:
-    """Returns the GPUs that servers have of their own."""
-    engine = config.engine
-    if not isinstance(engine, Servers) or engine.colocate:
-        return 0
-    return len(config.server_roles) * engine.replicas * engine.tp
-
-
-def check_cut(name: str, shape: Shape, layout: Layout) -> None:
-    """Raises ConfigError for a layout that does not divide the model; megatron/ would refuse it when the run starts."""
-    if problems := trainer_problems(shape.sizes, Axes.of(layout), shape.name):
-        raise ConfigError("\n  ".join(f"{name}: {line}" for line in problems))
-
-
-def _longest(config: TrainConfig, name: str, draws: Mapping[str, Draw]) -> int:
+def _longest(case: Case, name: str, draws: Mapping[str, Draw]) -> int:
     """Returns the most tokens of one sample of a role; of a role that nothing is drawn of, of one answer."""
-    return longest_context(config.roles[name], draws[name].episode if name in draws else EpisodeEstimate())
+    return longest_context(case.roles[name], draws[name].episode if name in draws else EpisodeEstimate())
 
 
-def _players(config: TrainConfig, name: str) -> list[str]:
+def _players(case: Case, name: str) -> list[str]:
     """Returns the roles that the engines of role `name` answer for, itself among them."""
-    return [other for other in config.roles if engine_of(config, other) == name]
+    return [other for other, role in case.roles.items() if role.servers == name]
 
 
-def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draws: Mapping[str, Draw]) -> RolePlan:
+def _role(case: Case, name: str, parallel: Parallel, draws: Mapping[str, Draw]) -> RolePlan:
     """Plans a role on the trainer's ranks. `draws`: the samples of each role in an iteration."""
-    role, engine = config.roles[name], config.engine
+    role, shape, engine = case.roles[name], case.models[name], case.spec.engine.settings
     numbers, reference = Precision.gpu(role.model.dtype), role.loss.kl_coef > 0
-    own_draws = [draws.get(other) for other in config.roles if policy_of(config, other) == name]
+    own_draws = [draws.get(other) for other, one in case.roles.items() if one.owner == name]
     micro = max((micro_batch(role, draw) for draw in own_draws), key=lambda batch: batch.behind)
     held = memory.worst(shape, parallel, micro, numbers, reference=reference, lora=role.lora)
-    shared = role.lora is not None and owners(config.roles).get(name, name) != name
+    shared = role.lora is not None and owners(case.roles).get(name, name) != name
     own = float(numbers.width * counting.adapter_elements(shape, parallel, role.lora)) if role.lora is not None else 0.0
     if shared:  # another role's model is this one's too
         held = replace(held, weights=own)
@@ -296,11 +247,11 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draw
         embedded = float(numbers.width * counting.total(shape)) * writers_of(role)
         tokens = max(
             min(engine.max_batch, -(-(draws[other].samples if other in draws else 1) // parallel.world))
-            * _longest(config, other, draws)
-            for other in _players(config, name)
+            * _longest(case, other, draws)
+            for other in _players(case, name)
         )
         cache = writers_of(role) * float(tokens * compute.kv_bytes(shape, numbers.width))
-    leaves = colocated(config)
+    leaves = case.colocated
     asleep = (held.optimizer if role.sleep or leaves else 0.0) + (held.weights if leaves else 0.0)
     return RolePlan(
         name=name, shape=shape, parallel=parallel, training=held, embedded=embedded, cache=cache,
@@ -316,33 +267,31 @@ def _frozen(role: RolePlan) -> RolePlan:
     return replace(role, training=held, host=weights if role.leaves else 0.0)
 
 
-def _server(
-    config: TrainConfig, settings: Servers, name: str, shape: Shape, cluster: Cluster, draws: Mapping[str, Draw]
-) -> ServerPlan:
-    role = config.roles[name]
+def _server(case: Case, settings: Servers, name: str, draws: Mapping[str, Draw]) -> ServerPlan:
+    role, shape = case.roles[name], case.models[name]
     width = Precision.gpu(role.model.dtype).width
     problems = engine_problems(shape.sizes, settings.tp, shape.name, expert_parallel=settings.expert_parallel)
     if problems:
         raise ConfigError("\n  ".join(f"engine of {name}: {line}" for line in problems))
     weights = writers_of(role) * width * counting.total(shape) / settings.tp
-    share = settings.memory_share * cluster.device.memory
+    share = settings.memory_share * case.cluster.device.memory
     cache = share - weights - ENGINE_WORKSPACE
-    longest = max(_longest(config, other, draws) for other in _players(config, name))
+    longest = max(_longest(case, other, draws) for other in _players(case, name))
     copies = shape.sizes.cache_copies(settings.tp)
     sequences = max(0.0, cache) * settings.tp / copies / compute.kv_bytes(shape, width) / longest / writers_of(role)
     asleep = ASLEEP if settings.colocate else 0.0
     return ServerPlan(role=name, weights=weights, cache=cache, sequences=sequences, share=share, asleep=asleep)
 
 
-def _engine(config: TrainConfig, ranks: int, cache: float) -> EngineSetup:
-    settings = config.engine
+def _engine(case: Case, server: ServerPlan | None) -> EngineSetup:
+    settings = case.spec.engine.settings
     if isinstance(settings, Servers):
         rows = min(settings.max_batch, settings.at_once)
         return EngineSetup(
             replicas=settings.replicas,
             tp=settings.tp,
             max_batch=rows,
-            kv_bytes=cache,
+            kv_bytes=0.0 if server is None else max(server.cache, 1.0),
             expert_parallel=settings.expert_parallel,
             keeps_prefix=not NO_CACHE & set(settings.args),
             shares_prompt=not NO_CACHE & set(settings.args),
@@ -350,6 +299,6 @@ def _engine(config: TrainConfig, ranks: int, cache: float) -> EngineSetup:
         )
     # the embedded engine's cache grows as it must
     return EngineSetup(
-        replicas=ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False, keeps_prefix=False,
+        replicas=case.ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False, keeps_prefix=False,
         overlapped=False,
     )  # fmt: skip

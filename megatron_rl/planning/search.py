@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config.engine_kinds import default_servers
-from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig, Servers, TrainConfig
+from megatron_rl.config.schema import Embedded, Layout, RoleConfig, Servers
 from megatron_rl.models.divisibility import Axes, allowed, engine_violations, trainer_problems
 from megatron_rl.models.shape import Shape
-from megatron_rl.planning import plan as plans
-from megatron_rl.planning.hardware import GIB, Cluster
-from megatron_rl.planning.phases import policy_of
-from megatron_rl.planning.plan import RunPlan
-from megatron_rl.planning.workload import IterationWork
-from megatron_rl.spec.resolve import resolve
+from megatron_rl.planning.case import Case
+from megatron_rl.planning.hardware import GIB
+from megatron_rl.planning.plan import RunPlan, make_or_none
+from megatron_rl.spec.run_spec import RoleSpec
 from megatron_rl.weights import counting
 
 ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # shares of the cluster's nodes that engines may take
@@ -34,61 +32,53 @@ PATIENCE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A config that fits, its plan, and how it differs from the config that was asked about."""
+    """A run that fits, its plan, and how it differs from the run that was asked about."""
 
-    config: TrainConfig
+    case: Case
     plan: RunPlan
-    overrides: Sequence[str]  # a.b=c arguments that make this config of the one asked about
+    overrides: Sequence[str]  # a.b=c arguments that make this run of the one asked about
 
 
-def search(
-    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[IterationWork], *, keep: int = 5
-) -> list[Proposal]:
+def search(asked: Case, *, keep: int = 5) -> list[Proposal]:
     """Returns the fastest layouts of all roles and choices of engines that fit, best first; none when nothing fits.
 
     Every one passes `check`. Layouts have neither context nor virtual pipeline parallelism, and have sequence
     parallelism wherever tp is above 1. With each layout nothing, the feed-forward or everything is computed again, in
     the largest micro-batches that fit, or in those of the config where these are smaller.
     """
-    best: list[Proposal] = []
-    for with_engine in engine_choices(config, cluster, models):
-        best += _with_engines(with_engine, config, cluster, models, work, keep)
-    best = sorted(best, key=lambda found: found.plan.cycle_s)[:keep]
-    grown = [_grown(config, one, models, work) for one in best]
+    found = [one for case in engine_choices(asked) for one in _with_engines(case, asked, keep)]
+    best = sorted(found, key=lambda one: one.plan.cycle_s)[:keep]
+    grown = [_grown(asked, one) for one in best]
     different = {tuple(one.overrides): one for one in grown}  # two may have grown to the same
-    return sorted(different.values(), key=lambda found: found.plan.cycle_s)
+    return sorted(different.values(), key=lambda one: one.plan.cycle_s)
 
 
-def advice(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work: Sequence[IterationWork]) -> list[str]:
+def advice(case: Case, made: RunPlan) -> list[str]:
     """Returns lines on what would make the run fit, or faster where it fits; the most useful come first."""
     if made.problems:
-        return _cures(config, made, models, work) or [
-            "no single change makes it fit: --search looks at all of them together"
-        ]
-    lines, phases = [], made.phases
+        return _cures(case, made) or ["no single change makes it fit: --search looks at all of them together"]
+    phases = made.phases
     name, seconds = max(phases.items(), key=lambda item: item[1])
     drawn = sum(s for phase, s in phases.items() if phase.startswith("rollout"))
     total = sum(phases.values())
-    lines.append(f"{name} is {seconds / total:.0%} of the work of a cycle, all generation {drawn / total:.0%}")
+    lines = [f"{name} is {seconds / total:.0%} of the work of a cycle, all generation {drawn / total:.0%}"]
     paying = []
-    for text, other in _changes(config, made, models):
-        tried = _plan_or_none(other, made.cluster, models, work)
+    for text, other in _changes(case, made):
+        tried = make_or_none(other)
         if tried is not None and not tried.problems and tried.cycle_s < (1 - WORTH) * made.cycle_s:
             saved = 1 - tried.cycle_s / made.cycle_s
-            words = nodes_words(config, other, tried) if tried.ranks != made.ranks else []
-            if isinstance(other.engine, Servers):
-                words += _place_words(other.engine, config.engine)
+            words = nodes_words(case, other) if tried.ranks != made.ranks else []
+            words += [] if other.servers is None else _place_words(other.servers, case.spec.engine.settings)
             also = f" ({' '.join(words)})" if words else ""
             line = f"{text}{also}: {tried.cycle_s:.0f} s a cycle instead of {made.cycle_s:.0f} ({saved:.0%} less)"
             paying.append((tried.cycle_s, line))
-    lines += [text for _, text in sorted(paying)[:MOST]] + _waits(config, made)
+    lines += [text for _, text in sorted(paying)[:MOST]] + _waits(case, made)
     node = made.cluster.per_node
-    for role in made.roles:
-        if role.parallel.tp > node:
-            lines.append(
-                f"{role.name}: tp {role.parallel.tp} is more than a node's {node} GPUs: "
-                "its all-reduces go over the network"
-            )
+    lines += [
+        f"{role.name}: tp {role.parallel.tp} is more than a node's {node} GPUs: its all-reduces go over the network"
+        for role in made.roles
+        if role.parallel.tp > node
+    ]
     if made.host_per_node > HOST_MEMORY:
         lines.append(
             f"roles that sleep and references hold {made.host_per_node / GIB:.0f} GiB of each node's own memory: "
@@ -97,14 +87,14 @@ def advice(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work
     return lines
 
 
-def _waits(config: TrainConfig, made: RunPlan) -> list[str]:
+def _waits(case: Case, made: RunPlan) -> list[str]:
     """Returns a line for each role whose longest answer may take longer than a request may, and for each endpoint."""
     lines = []
-    for name in config.roles:
+    for name in case.roles:
         own = [iteration for iteration in made.iterations if name in iteration.longest]
-        if not own or not isinstance(config.engine, Servers):
+        if not own or case.servers is None:
             continue
-        worst, limit = max(own, key=lambda iteration: iteration.longest[name]), config.engine.request_timeout_s
+        worst, limit = max(own, key=lambda iteration: iteration.longest[name]), case.servers.request_timeout_s
         seconds = worst.longest[name]
         if PATIENCE * seconds > limit:
             lines.append(
@@ -112,7 +102,7 @@ def _waits(config: TrainConfig, made: RunPlan) -> list[str]:
                 f"decodes at once, and a request ends after engine.request_timeout_s = {limit:g}: set it to "
                 f"{PATIENCE:g} times as much, engine.request_timeout_s={math.ceil(PATIENCE * seconds / 100) * 100}"
             )
-    away = [name for name, role in config.roles.items() if role.endpoint is not None]
+    away = [name for name, role in case.roles.items() if role.endpoint is not None]
     return lines + [f"{name} is played by an endpoint: what its answers take is not in this plan" for name in away]
 
 
@@ -134,69 +124,41 @@ def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterat
                 yield layout
 
 
-def engine_choices(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape]) -> Iterator[TrainConfig]:
-    """Yields the config with each choice of engines worth trying."""
-    if isinstance(config.engine, Embedded):
-        yield config
-    settings = config.engine if isinstance(config.engine, Servers) else default_servers()
-    models = {name: models[name] for name in config.server_roles}
-    width = max({"bfloat16": 2, "float32": 4}[config.roles[name].model.dtype] for name in models)
-    largest = max(width * counting.total(shape) for shape in models.values())
-    room = settings.memory_share * cluster.device.memory * 0.75
+def engine_choices(case: Case) -> Iterator[Case]:
+    """Yields the run with each choice of engines worth trying."""
+    if isinstance(case.spec.engine.settings, Embedded):
+        yield case
+    settings, cluster, names = case.servers or default_servers(), case.cluster, case.spec.engine.server_roles
+    width = {name: {"bfloat16": 2, "float32": 4}[case.roles[name].model.dtype] for name in names}
+    largest = max(width.values()) * max(counting.total(case.models[name]) for name in names)
+
+    def holds(tp: int, share: float) -> bool:
+        """Returns whether a server of this size has room for each model, and can divide each."""
+        return largest / tp <= share * cluster.device.memory * 0.75 and not any(
+            engine_violations(case.models[name].sizes, tp, expert_parallel=settings.expert_parallel) for name in names
+        )
+
     seen = set()
     for share, tp in itertools.product(ENGINE_SHARES, (1, 2, 4, 8, 16, 32, 64)):
-        if largest / tp > room or any(
-            engine_violations(shape.sizes, tp, expert_parallel=settings.expert_parallel) for shape in models.values()
-        ):
-            continue
         gpus = round(share * cluster.nodes) * cluster.per_node if cluster.nodes > 1 else int(share * cluster.per_node)
-        replicas = gpus // (tp * len(models))
-        if replicas < 1 or (replicas, tp) in seen or gpus >= cluster.gpus:
+        replicas = gpus // (tp * len(names))
+        if not holds(tp, settings.memory_share) or replicas < 1 or (replicas, tp) in seen or gpus >= cluster.gpus:
             continue
         seen.add((replicas, tp))
         own = {"colocate": False, "memory_share": OWN_SHARE} if settings.colocate else {}
-        engine = replace(settings, replicas=replicas, tp=tp, urls={}, gpus=(), **own)
-        yield _beside_trainer(replace(config, engine=engine), cluster)
-    yield from _colocated_choices(config, settings, cluster, models, largest)
-
-
-def _colocated_choices(
-    config: TrainConfig, settings: Servers, cluster: Cluster, models: Mapping[str, Shape], largest: float
-) -> Iterator[TrainConfig]:
-    """Yields the config with servers of each role in all of the trainer's GPUs, of each size within a node."""
-    if config.rollouts.max_staleness or any(role.lora is not None for role in config.roles.values()):
+        yield case.with_engine(replace(settings, replicas=replicas, tp=tp, urls={}, gpus=(), **own)).beside_trainer()
+    if case.spec.loop.rollouts.max_staleness or any(role.lora is not None for role in case.roles.values()):
         return
-    share = settings.memory_share if settings.colocate else round(COLOCATED_SHARE / len(config.server_roles), 2)
+    # servers of each role in all of the trainer's GPUs, of each size within a node
+    share = settings.memory_share if settings.colocate else round(COLOCATED_SHARE / len(names), 2)
     for tp in (1, 2, 4, 8, 16):
-        if tp > cluster.per_node or cluster.per_node % tp or largest / tp > share * cluster.device.memory * 0.75:
-            continue
-        if any(engine_violations(s.sizes, tp, expert_parallel=settings.expert_parallel) for s in models.values()):
-            continue
-        engine = replace(
-            settings,
-            replicas=cluster.gpus // tp,
-            tp=tp,
-            urls={},
-            gpus=(),
-            colocate=True,
-            memory_share=share,
-            start=True,
-        )
-        yield replace(config, engine=engine)
-
-
-def _beside_trainer(config: TrainConfig, cluster: Cluster) -> TrainConfig:
-    """Returns the config with its servers on the last GPUs of the trainer's node where the cluster has no other one:
-    only a run that starts its servers itself has them there."""
-    engine, wanted = config.engine, plans.server_gpus(config)
-    if not isinstance(engine, Servers) or cluster.nodes > 1 or not 0 < wanted < cluster.per_node:
-        return config
-    gpus = tuple(range(cluster.per_node - wanted, cluster.per_node))
-    return replace(config, engine=replace(engine, gpus=gpus, start=True))
+        if tp <= cluster.per_node and not cluster.per_node % tp and holds(tp, share):
+            own = {"replicas": cluster.gpus // tp, "tp": tp, "memory_share": share, "colocate": True, "start": True}
+            yield case.with_engine(replace(settings, urls={}, gpus=(), **own))
 
 
 def engine_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
-    """Returns the arguments that make `asked`, a config's engine, this one."""
+    """Returns the arguments that make `asked`, a run's engine, this one."""
     words = [f"engine.kind={engine.kind}", f"engine.replicas={engine.replicas}", f"engine.tp={engine.tp}"]
     words += [f"engine.colocate={str(engine.colocate).lower()}", f"engine.memory_share={engine.memory_share:g}"]
     return words + _place_words(engine, asked)
@@ -213,70 +175,69 @@ def _place_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
     return words
 
 
-def nodes_words(asked: TrainConfig, config: TrainConfig, made: RunPlan) -> list[str]:
-    """Returns the arguments that give the trainer the nodes that it has in the plan of `config`, and as many ranks
-    where it shares its node with servers; none where the config asked about has as many."""
-    nodes = -(-made.ranks // made.cluster.per_node)
-    words = [] if nodes == asked.job.nodes else [f"job.nodes={nodes}"]
-    shared = isinstance(config.engine, Servers) and bool(config.engine.gpus)
-    if nodes == 1 and made.ranks != asked.launch.nproc and (shared or asked.launch.nproc > 1):
-        words.append(f"launch.nproc={made.ranks}")
+def nodes_words(asked: Case, case: Case) -> list[str]:
+    """Returns the arguments that give the trainer the nodes that it has in `case`, and as many ranks where it shares
+    its node with servers; none where the run asked about has as many."""
+    ranks, before = case.ranks, asked.spec.cluster
+    nodes = -(-ranks // case.cluster.per_node)
+    words = [] if nodes == before.job.nodes else [f"job.nodes={nodes}"]
+    shared = case.servers is not None and bool(case.servers.gpus)
+    if nodes == 1 and ranks != before.launch.nproc and (shared or before.launch.nproc > 1):
+        words.append(f"launch.nproc={ranks}")
     return words
 
 
-def _with_engines(
-    config: TrainConfig, asked: TrainConfig, cluster: Cluster, models: Mapping[str, Shape],
-    work: Sequence[IterationWork],
-    keep: int,
-) -> list[Proposal]:  # fmt: skip
-    """Returns the best layouts of the roles for the engines of `config`, fastest first.
+def _with_engines(case: Case, asked: Case, keep: int) -> list[Proposal]:
+    """Returns the best layouts of the roles for the engines of `case`, fastest first.
 
     First each role is tried alone; then the best layouts of the roles are combined, and those that fit together stay.
     """
-    names = _with_policy(config)
-    limit = max(4, int(PAIRS ** (1 / len(names))))
-    choices: dict[str, list[RoleConfig]] = {}
-    for name in names:
-        iterations = [iteration for iteration in work if name in {policy_of(config, role) for role in iteration.roles}]
-        fitting = list(_fitting_alone(config, name, cluster, models, iterations))
+    limit = max(4, int(PAIRS ** (1 / len(case.held))))
+    choices: dict[str, list[RoleSpec]] = {}
+    for name in case.held:
+        iterations = [
+            iteration for iteration in case.work if name in {case.roles[role].owner for role in iteration.roles}
+        ]
+        fitting = list(_fitting_alone(replace(case, work=iterations), name))
         small = sorted(fitting, key=lambda choice: choice[1])[: limit // 3]
         fast = [choice for choice in sorted(fitting, key=lambda choice: choice[0]) if choice not in small]
         choices[name] = [choice[2] for choice in [*fast[: limit - len(small)], *small]]
     out: list[Proposal] = []
     for chosen in itertools.product(*choices.values()):
-        made_config = replace(config, roles={**config.roles, **dict(zip(choices, chosen, strict=True))})
-        made = _plan_or_none(made_config, cluster, models, work)
-        if made is None or made.problems or not passes(made_config, made.ranks):
-            continue
-        out.append(Proposal(config=made_config, plan=made, overrides=_overrides(asked, made_config, made)))
-    return sorted(out, key=lambda found: found.plan.cycle_s)[:keep]
+        found = _proposal(asked, case.with_roles(**dict(zip(choices, chosen, strict=True))))
+        out += [] if found is None else [found]
+    return sorted(out, key=lambda one: one.plan.cycle_s)[:keep]
 
 
-def _grown(
-    asked: TrainConfig, found: Proposal, models: Mapping[str, Shape], work: Sequence[IterationWork]
-) -> Proposal:  # fmt: skip
+def _proposal(asked: Case, case: Case) -> Proposal | None:
+    """Returns a run as a proposal; None where it does not fit or `check` refuses it."""
+    made = make_or_none(case)
+    if made is None or made.problems or not case.passes():
+        return None
+    return Proposal(case=case, plan=made, overrides=_overrides(asked, case))
+
+
+def _grown(asked: Case, found: Proposal) -> Proposal:
     """Returns the proposal with the largest micro-batches that fit beside the other roles and save time."""
-    for name in _with_policy(found.config):
-        role = found.config.roles[name]
-        for tokens in _micro_batches(role):
-            if tokens <= role.micro_batch_tokens:
+    for name in found.case.held:
+        role = found.case.roles[name]
+        for tokens in (tokens for tokens in _micro_batches(role) if tokens > role.micro_batch_tokens):
+            grown = _proposal(asked, found.case.with_role(name, micro_batch_tokens=tokens))
+            if grown is not None and grown.plan.cycle_s < found.plan.cycle_s:
+                found = grown
                 break
-            config = _with_role(found.config, name, micro_batch_tokens=tokens)
-            made = _plan_or_none(config, found.plan.cluster, models, work)
-            if made is None or made.problems or made.cycle_s >= found.plan.cycle_s or not passes(config, made.ranks):
-                continue
-            found = Proposal(config=config, plan=made, overrides=_overrides(asked, config, made))
-            break
     return found
 
 
-def _fitting_alone(
-    config: TrainConfig, name: str, cluster: Cluster, models: Mapping[str, Shape], iterations: Sequence[IterationWork]
-) -> Iterator[tuple[float, float, RoleConfig]]:
-    """Yields (seconds of a cycle, bytes, role) for every way to train a role that fits when nothing else is there."""
-    role, ranks = config.roles[name], plans.trainer_gpus(config, cluster)
+def _fitting_alone(case: Case, name: str) -> Iterator[tuple[float, float, RoleSpec]]:
+    """Yields (seconds of a cycle, bytes, role) for every layout of a role that fits in GPU memory on its own.
+
+    The other roles get a plain layout, because theirs may not divide these ranks.
+    """
+    role, shape = case.roles[name], case.models[name]
+    plain = {other: replace(one, layout=Layout(), sleep=True) for other, one in case.roles.items() if other != name}
     for layout, recompute in itertools.product(
-        layouts(role, models[name], ranks, cluster.per_node), _recomputes(models[name])
+        layouts(role, shape, case.ranks, case.cluster.per_node), _recomputes(shape)
     ):
         fits = False
         for tokens in _micro_batches(role):
@@ -284,10 +245,11 @@ def _fitting_alone(
                 continue  # a larger one fits
             model = replace(role.model, **recompute)
             other = replace(role, layout=layout, model=model, micro_batch_tokens=tokens, sleep=True)
-            alone = replace(config, roles={**config.roles, name: other})
-            made = _plan_or_none(alone, cluster, models, iterations, only=name)
-            if made is not None and _alone_fits(made, name):
-                own = next(one for one in made.roles if one.name == name)
+            made = make_or_none(case.with_roles(**plain, **{name: other}))
+            if made is None or not all(server.sequences >= 1 for server in made.servers):
+                continue
+            own = next(one for one in made.roles if one.name == name)
+            if made.reserve + own.embedded + own.training.peak <= made.cluster.device.memory:
                 yield made.cycle_s, own.training.peak + own.asleep, other
                 fits = True
 
@@ -306,104 +268,58 @@ def _micro_batches(role: RoleConfig) -> list[int]:
     return sorted({own, *(tokens for tokens in MICRO_BATCHES if tokens >= min(own, longest))}, reverse=True)
 
 
-def _plan_or_none(
-    config: TrainConfig,
-    cluster: Cluster,
-    models: Mapping[str, Shape],
-    work: Sequence[IterationWork],
-    only: str | None = None,
-) -> RunPlan | None:
-    """Returns the plan of a config, or None when it cannot be cut so.
-
-    `only`: a role that is tried alone. The others get a plain layout, because theirs may not divide these ranks.
-    """
-    if only is not None:
-        plain = {
-            name: role if name == only else replace(role, layout=Layout(), sleep=True)
-            for name, role in config.roles.items()
-        }
-        config = replace(config, roles=plain)
-    try:
-        return plans.make(config, cluster, models, work)
-    except ConfigError:
-        return None
-
-
-def _alone_fits(made: RunPlan, name: str) -> bool:
-    """Returns whether the role fits when nothing else is on the GPU."""
-    role = next(role for role in made.roles if role.name == name)
-    return made.reserve + role.embedded + role.training.peak <= made.cluster.device.memory and all(
-        s.sequences >= 1 for s in made.servers
-    )
-
-
-def passes(config: TrainConfig, ranks: int) -> bool:
-    """Tells whether `check` takes the config on so many ranks of the trainer."""
-    try:
-        resolve(config, ranks, to_come=True)
-    except ConfigError:
-        return False
-    return True
-
-
-def _changes(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape]) -> Iterator[tuple[str, TrainConfig]]:
-    """Yields single changes that may save time, as (words, changed config)."""
-    for name in _with_policy(config):
-        role = config.roles[name]
-        if role.model.recompute == "full":
-            yield (
-                f"{name} fits without recomputation (model.recompute=none)",
-                _with_role(config, name, model=replace(role.model, recompute="none")),
-            )
-        for tokens in _micro_batches(role):
-            if tokens > role.micro_batch_tokens:
-                yield (
-                    f"{name} fits with micro_batch_tokens={tokens}",
-                    _with_role(config, name, micro_batch_tokens=tokens),
-                )
-        for layout in layouts(role, models[name], made.ranks, made.cluster.per_node):
+def _changes(case: Case, made: RunPlan) -> Iterator[tuple[str, Case]]:
+    """Yields single changes that may save time, as (words, changed run)."""
+    node = made.cluster.per_node
+    for name in case.held:
+        role = case.roles[name]
+        full = role.model.recompute == "full"
+        if full:
+            model = replace(role.model, recompute="none")
+            yield f"{name} fits without recomputation (model.recompute=none)", case.with_role(name, model=model)
+        for tokens in (tokens for tokens in _micro_batches(role) if tokens > role.micro_batch_tokens):
+            yield f"{name} fits with micro_batch_tokens={tokens}", case.with_role(name, micro_batch_tokens=tokens)
+        for layout in layouts(role, case.models[name], made.ranks, node):
             if layout != role.layout and layout.model_ranks <= role.layout.model_ranks:
-                yield f"{name} fits at {_words(layout)}", _with_role(config, name, layout=layout)
-        if role.model.recompute == "full" and role.layout.tp > 1 and not role.layout.sequence_parallel:
+                yield f"{name} fits at {_words(layout)}", case.with_role(name, layout=layout)
+        if full and role.layout.tp > 1 and not role.layout.sequence_parallel:
             layout = replace(role.layout, sequence_parallel=True)
-            yield f"{name} with layout.sequence_parallel=true", _with_role(config, name, layout=layout)
-    if isinstance(config.engine, Servers) and not config.engine.colocate:
-        engine, node = config.engine, made.cluster.per_node
-        more = max(1, node // (engine.tp * len(config.server_roles)))
-        other = replace(config, engine=replace(engine, replicas=engine.replicas + more))
+            yield f"{name} with layout.sequence_parallel=true", case.with_role(name, layout=layout)
+    engine = case.servers
+    if engine is not None and not engine.colocate:
+        more = max(1, node // (engine.tp * len(case.spec.engine.server_roles)))
+        other = case.with_engine(replace(engine, replicas=engine.replicas + more))
         yield (
             f"{more} engine replicas more for each role, by engine.replicas={engine.replicas + more}",
-            _beside_trainer(other, made.cluster) if engine.gpus else other,
+            other.beside_trainer() if engine.gpus else other,
         )
 
 
-def _cures(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work: Sequence[IterationWork]) -> list[str]:
+def _cures(case: Case, made: RunPlan) -> list[str]:
     """Returns lines on single changes, of one role or of all alike, that make the run fit."""
-    lines, held = [], _with_policy(config)
-    for names in [[name] for name in held] + ([held] if len(held) > 1 else []):
+    lines = []
+    for names in [[name] for name in case.held] + ([case.held] if len(case.held) > 1 else []):
         if lines and len(names) > 1:
             break  # one role's change is enough
-        for words, changes in _smaller_roles(config.roles[names[0]], models[names[0]], made):
-            other = config
+        for words, changes in _smaller_roles(case.roles[names[0]], case.models[names[0]], made):
+            other = case
             for name in names:
-                own = changes | (
-                    {"model": replace(config.roles[name].model, recompute="full")} if "model" in changes else {}
-                )
-                other = _with_role(other, name, **own)
-            tried = _plan_or_none(other, made.cluster, models, work)
+                full = {"model": replace(case.roles[name].model, recompute="full")} if "model" in changes else {}
+                other = other.with_role(name, **{**changes, **full})
+            tried = make_or_none(other)
             if tried is not None and not tried.problems:
-                lines.append(
-                    f"{' and '.join(names)} fit{'s' * (len(names) == 1)} with {words}: {tried.cycle_s:.0f} s a cycle"
-                )
+                fit = f"fit{'s' * (len(names) == 1)}"
+                lines.append(f"{' and '.join(names)} {fit} with {words}: {tried.cycle_s:.0f} s a cycle")
                 break
-    if isinstance(config.engine, Servers):
+    if case.servers is not None:
         return lines
-    replicas = max(1, made.cluster.gpus // 2 // len(config.server_roles))
-    other = _beside_trainer(replace(config, engine=replace(default_servers(), replicas=replicas)), made.cluster)
-    tried = _plan_or_none(other, made.cluster, models, work)
-    if tried is not None and not tried.problems and isinstance(other.engine, Servers):
-        places = _place_words(other.engine, config.engine) + nodes_words(config, other, tried)
-        words = " ".join(["engine.kind=vllm", f"engine.replicas={replicas}", *places])
+    replicas = max(1, made.cluster.gpus // 2 // len(case.spec.engine.server_roles))
+    servers = replace(default_servers(), replicas=replicas)
+    other = case.with_engine(servers).beside_trainer()
+    tried = make_or_none(other)
+    if tried is not None and not tried.problems and other.servers is not None:
+        places = _place_words(other.servers, case.spec.engine.settings) + nodes_words(case, other)
+        words = " ".join([f"engine.kind={servers.kind}", f"engine.replicas={replicas}", *places])
         lines.append(
             "vLLM servers on half of the GPUs in place of the embedded engine fit "
             f"({words}): {tried.cycle_s:.0f} s a cycle"
@@ -424,41 +340,29 @@ def _smaller_roles(role: RoleConfig, shape: Shape, made: RunPlan) -> Iterator[tu
         yield f"layout {_words(layout)}", {"layout": layout}
 
 
-def _with_policy(config: TrainConfig) -> list[str]:
-    """Returns the roles that the trainer holds a model for: no other role's, and no endpoint's."""
-    return [name for name, role in config.roles.items() if role.has_policy]
-
-
-def _with_role(config: TrainConfig, name: str, **changes: Any) -> TrainConfig:
-    return replace(config, roles={**config.roles, name: replace(config.roles[name], **changes)})
-
-
 def _words(layout: Layout) -> str:
     numbers = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
     words = [f"{axis}={size}" for axis, size in numbers.items() if size > 1 or axis == "tp"]
     return " ".join(words + ([f"etp={layout.etp}"] if layout.etp is not None else []))
 
 
-def _overrides(asked: TrainConfig, config: TrainConfig, made: RunPlan) -> list[str]:
-    """Returns the arguments that turn the config that was asked about into this one, on the nodes of its plan."""
+def _overrides(asked: Case, case: Case) -> list[str]:
+    """Returns the arguments that iteration the run that was asked about into this one, on the nodes of its plan."""
     out = []
-    for name in _with_policy(config):
-        role = config.roles[name]
-        layout, recompute, before = role.layout, role.model.recompute, asked.roles[name]
-        etp = "null" if layout.etp is None else layout.etp
-        together = str(layout.sequence_parallel).lower()
-        wanted = (
-            f"{{tp: {layout.tp}, pp: {layout.pp}, vpp: null, ep: {layout.ep}, etp: {etp}, "
-            f"sequence_parallel: {together}}}"
-        )
-        modules = f"[{', '.join(role.model.recompute_modules)}]"
-        micro = role.micro_batch_tokens
-        out += [f"roles.{name}.layout={wanted}"] if layout != before.layout else []
-        out += [f"roles.{name}.model.recompute={recompute}"] if recompute != before.model.recompute else []
-        if recompute == "selective" and role.model.recompute_modules != before.model.recompute_modules:
-            out += [f"roles.{name}.model.recompute_modules={modules}"]
-        out += [f"roles.{name}.micro_batch_tokens={micro}"] if micro != before.micro_batch_tokens else []
+    for name in case.held:
+        role, before = case.roles[name], asked.roles[name]
+        layout, model = role.layout, role.model
+        if layout != before.layout:
+            etp, together = "null" if layout.etp is None else layout.etp, str(layout.sequence_parallel).lower()
+            sizes = f"tp: {layout.tp}, pp: {layout.pp}, vpp: null, ep: {layout.ep}, etp: {etp}"
+            out.append(f"roles.{name}.layout={{{sizes}, sequence_parallel: {together}}}")
+        if model.recompute != before.model.recompute:
+            out.append(f"roles.{name}.model.recompute={model.recompute}")
+        if model.recompute == "selective" and model.recompute_modules != before.model.recompute_modules:
+            out.append(f"roles.{name}.model.recompute_modules=[{', '.join(model.recompute_modules)}]")
+        if role.micro_batch_tokens != before.micro_batch_tokens:
+            out.append(f"roles.{name}.micro_batch_tokens={role.micro_batch_tokens}")
         out += [f"roles.{name}.sleep=true"] if role.sleep != before.sleep else []
-    if config.engine != asked.engine and isinstance(config.engine, Servers):
-        out += engine_words(config.engine, asked.engine)
-    return out + nodes_words(asked, config, made)
+    if case.servers is not None and case.servers != asked.spec.engine.settings:
+        out += engine_words(case.servers, asked.spec.engine.settings)
+    return out + nodes_words(asked, case)

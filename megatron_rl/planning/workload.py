@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from typing import Any
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config.episodes import EpisodeEstimate
-from megatron_rl.config.schema import ConfigError, RoleConfig, TrainConfig, Use
+from megatron_rl.config.schema import ConfigError, RoleConfig
 from megatron_rl.models.shape import Shape, read_shape
+from megatron_rl.spec.run_spec import RunSpec
 
 FILL = 0.5  # mean lengths as a share of the longest allowed, where nothing is said
 
@@ -63,8 +63,7 @@ class IterationWork:
 
 
 def cycle_work(
-    config: TrainConfig,
-    recipe: Any | None,
+    spec: RunSpec,
     *,
     fills: Mapping[str, float] | None = None,
     episodes: Mapping[str, EpisodeEstimate] | None = None,
@@ -74,38 +73,28 @@ def cycle_work(
 
     `fills`: by role, the mean length as a share of max_prompt_tokens and sampling.max_tokens, what `fills_of` gives.
     Other roles have the lengths of their mean_tokens.
-    Roles that one iteration trains draw together, once.
-    Without a recipe (there is no torch here to build it) each role has an iteration that draws its `group_size`, or one
-    sample for each prompt. `episodes`: by role, what `episodes_of` gives; without it, what the recipe says. `draws`:
+    Roles that one iteration trains draw together, once. `episodes`: by role, what `episodes_of` gives; without it, what
+    the recipe says. `draws`:
     what `draws_of` gives, over what the recipe says.
     """
-    fills = fills_of(config, ()) if fills is None else fills
-    episodes = episodes_of(config, recipe, ()) if episodes is None else episodes
-    iterations: list[tuple[str, ...]]
-    alike: Mapping[str, Mapping[str, int]]
-    if recipe is None:
-        iterations = [(name,) for name in config.roles]
-        samples = dict.fromkeys(config.roles, int(config.recipe.args.get("group_size", 1)))
-        alike = drawn = {name: {name: number} for name, number in samples.items()}
-    else:
-        iterations, parts = [tuple(roles) for roles in _middle(recipe.schedule())], recipe.roles()
-        samples = {name: part.samples for name, part in parts.items()}
-        drawn = {name: part.drawn or {name: part.samples} for name, part in parts.items()}
-        alike = {name: part.per_prompt for name, part in parts.items()}
+    episodes = episodes_of(spec, ()) if episodes is None else episodes
+    iterations, parts = [tuple(roles) for roles in _middle(spec.recipe.schedule())], spec.recipe.roles()
+    drawn = {name: part.drawn or {name: part.samples} for name, part in parts.items()}
+    alike = {name: part.per_prompt for name, part in parts.items()}
     out = []
     for roles in dict.fromkeys(iterations):
         said, same = (_greatest([counts[name] for name in roles]) for counts in (drawn, alike))
         own = said | {to: number for (iteration, to), number in (draws or {}).items() if iteration in roles}
-        found = _draws(config, own, same, fills, episodes)
+        found = _draws(spec, own, same, fills or {}, episodes)
         trained = [
-            replace(one, samples=max(1, round(one.samples * samples[one.role] / said[one.role])))
+            replace(one, samples=max(1, round(one.samples * parts[one.role].samples / said[one.role])))
             for one in found if one.role in roles
         ]  # fmt: skip
         out.append(IterationWork(draws=found, trained=trained, times=iterations.count(roles)))
     return out
 
 
-def fills_of(config: TrainConfig, settings: Sequence[str]) -> dict[str, float]:
+def fills_of(roles: Collection[str], settings: Sequence[str]) -> dict[str, float]:
     """Returns the mean length of prompts and answers, as a share of the longest allowed, of each role that `settings`
     name: SHARE, for all roles, or ROLE=SHARE. Raises ConfigError for other roles, and for one outside (0, 1]."""
     fills: dict[str, float] = {}
@@ -114,13 +103,13 @@ def fills_of(config: TrainConfig, settings: Sequence[str]) -> dict[str, float]:
         share = _number(value, f"--fill {text}")
         if not 0 < share <= 1:
             raise ConfigError(f"--fill {text}: mean lengths as a share of the longest, above 0 and at most 1")
-        if role and role not in config.roles:
-            raise ConfigError(f"--fill {text}: it has the form ROLE=SHARE; the roles are {', '.join(config.roles)}")
-        fills |= {role: share} if role else dict.fromkeys(config.roles, share)
+        if role and role not in roles:
+            raise ConfigError(f"--fill {text}: it has the form ROLE=SHARE; the roles are {', '.join(roles)}")
+        fills |= {role: share} if role else dict.fromkeys(roles, share)
     return fills
 
 
-def draws_of(config: TrainConfig, settings: Sequence[str]) -> dict[tuple[str, str], float]:
+def draws_of(roles: Collection[str], settings: Sequence[str]) -> dict[tuple[str, str], float]:
     """Returns by iteration and role how many samples of a role are drawn for each prompt, in the mean: `settings` have
     the form ITERATION.ROLE=NUMBER. Raises ConfigError for roles that are not there, and for a number that is not above
     0."""
@@ -129,8 +118,8 @@ def draws_of(config: TrainConfig, settings: Sequence[str]) -> dict[tuple[str, st
         names, _, value = text.partition("=")
         iteration, _, role = names.partition(".")
         number = _number(value, f"--draws {text}")
-        if iteration not in config.roles or role not in config.roles:
-            known = ", ".join(config.roles)
+        if iteration not in roles or role not in roles:
+            known = ", ".join(roles)
             raise ConfigError(
                 f"--draws {text}: it has the form ITERATION.ROLE=NUMBER; iterations and roles are {known}"
             )
@@ -161,16 +150,16 @@ def _number(text: str, given: str) -> float:
         raise ConfigError(f"{given}: {text!r} is not a number") from None
 
 
-def episodes_of(config: TrainConfig, recipe: Any | None, settings: Sequence[str]) -> dict[str, EpisodeEstimate]:
+def episodes_of(spec: RunSpec, settings: Sequence[str]) -> dict[str, EpisodeEstimate]:
     """Returns what the episodes of each role are taken to be: what the recipe says, and over it `settings`, each of the
     form ROLE.name=value. Raises ConfigError for a role or a name that is not there, and for a wrong value."""
-    own: dict[str, list[str]] = {name: [] for name in config.roles}
+    own: dict[str, list[str]] = {name: [] for name in spec.roles}
     for text in settings:
         role, _, rest = text.partition(".")
         if role not in own:
             raise ConfigError(f"--episode {text}: it has the form ROLE.name=value; the roles are {', '.join(own)}")
         own[role].append(rest)
-    parts = {} if recipe is None else recipe.roles()
+    parts = spec.recipe.roles()
     out = {}
     for name, given in own.items():
         said = asdict(parts[name].episode) if name in parts else {}
@@ -189,23 +178,8 @@ def longest_context(role: RoleConfig, episode: EpisodeEstimate) -> int:
     return role.max_prompt_tokens + episode.answers * role.sampling.max_tokens + (episode.answers - 1) * episode.told
 
 
-def build_recipe(config: TrainConfig) -> tuple[Any | None, list[str]]:
-    """Builds the config's recipe. Without torch, which its module may import, returns None and a note that says so."""
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        return None, [
-            "torch is not installed here: the recipe was not built, "
-            "each role's iteration is taken to draw group_size samples of its own"
-        ]
-    from megatron_rl.config import plugins
-
-    recipe = plugins.build(Use(target=config.recipe.target, args=config.recipe.args))
-    return recipe, []
-
-
 def _draws(
-    config: TrainConfig,
+    spec: RunSpec,
     drawn: Mapping[str, float],
     alike: Mapping[str, float],
     fills: Mapping[str, float],
@@ -213,11 +187,11 @@ def _draws(
 ) -> list[Draw]:
     out = []
     for name, each in drawn.items():
-        prompt, response, longest = _lengths(config.roles[name], episodes[name], fills.get(name))
+        prompt, response, longest = _lengths(spec.roles[name], episodes[name], fills.get(name))
         out.append(
             Draw(
                 role=name,
-                samples=max(1, round(config.run.prompts_per_iteration * each)),
+                samples=max(1, round(spec.run.prompts_per_iteration * each)),
                 prompt=prompt,
                 response=response,
                 longest=longest,
@@ -250,12 +224,12 @@ def _lengths(role: RoleConfig, episode: EpisodeEstimate, fill: float | None) -> 
     return prompt, response, min(longest, max(1, int(room / episode.answers)))
 
 
-def models_of(config: TrainConfig, given: Sequence[str]) -> dict[str, Shape]:
+def models_of(roles: Mapping[str, RoleConfig], given: Sequence[str]) -> dict[str, Shape]:
     """Returns the shape of every role's model. `given`: ROLE=SOURCE where sizes do not come from the model's path.
 
     Raises ConfigError for another form, and for a model of which nothing is known.
     """
-    sources = {name: role.model.path for name, role in config.roles.items()}
+    sources = {name: role.model.path for name, role in roles.items()}
     for word in given:
         name, _, source = word.partition("=")
         if name not in sources or not source:

@@ -12,21 +12,21 @@ from math import prod
 from pathlib import Path
 
 import pytest
-import specs as config_checks
 from conftest import ROOT, environment
+from plan_cases import case_of, spec_of
 from ranks import run_ranks
 from tiny_models import make_model
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, Layout, TandemConfig, TrainConfig
 from megatron_rl.main import main
-from megatron_rl.models.shape import Shape, read_shape
+from megatron_rl.models.shape import read_shape
 from megatron_rl.planning import compute, memory, phases, search
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import DEVICES, GIB, parse_cluster
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
-from megatron_rl.planning.workload import Draw, build_recipe, cycle_work, draws_of, fills_of
+from megatron_rl.planning.workload import Draw, cycle_work, draws_of, fills_of
 from megatron_rl.training.iteration import RecipeRole
 from megatron_rl.weights import parameter_mapping, rank_layouts, refit_plan
 from megatron_rl.weights.counting import Parallel, counts, total
@@ -57,10 +57,6 @@ class Duet:
 
 def load(*overrides: str) -> TrainConfig:
     return config_files.load(TrainConfig, [ROOT / TANGO], list(overrides))
-
-
-def models_of(config: TrainConfig) -> dict[str, Shape]:
-    return {name: read_shape(role.model.path) for name, role in config.roles.items()}
 
 
 def both(setting: str, value: str) -> list[str]:
@@ -289,11 +285,13 @@ def test_servers_and_trainer_have_the_whole_memory_by_iterations(capsys):
 
 def test_mean_lengths_of_a_config_are_what_is_planned_with():
     config = load("roles.verifier.mean_tokens={prompt: 900, answer: 600}")
-    verifier = next(iteration for iteration in cycle_work(config, Duet()) if iteration.role == "verifier").trained[0]
-    assert (verifier.prompt, verifier.response) == (900, 600)
-    said = fills_of(config, ["0.25"])
     verifier = next(
-        iteration for iteration in cycle_work(config, Duet(), fills=said) if iteration.role == "verifier"
+        iteration for iteration in cycle_work(spec_of(config, Duet())) if iteration.role == "verifier"
+    ).trained[0]
+    assert (verifier.prompt, verifier.response) == (900, 600)
+    said = fills_of(config.roles, ["0.25"])
+    verifier = next(
+        iteration for iteration in cycle_work(spec_of(config, Duet()), fills=said) if iteration.role == "verifier"
     ).trained[0]
     assert (verifier.prompt, verifier.response) == (1024, 1024)
 
@@ -339,7 +337,7 @@ def test_a_prompt_is_shared_by_the_samples_that_fit_into_a_micro_batch():
 )  # fmt: skip
 def test_recipes_say_which_samples_have_one_prompt(example, settings, alike):
     config = config_files.load(TrainConfig, [ROOT / f"examples/{example}.yaml"], settings)
-    iterations = cycle_work(config, build_recipe(config)[0])
+    iterations = cycle_work(spec_of(config))
     assert {
         iteration.role: {draw.role: draw.per_prompt for draw in iteration.draws} for iteration in iterations
     } == alike
@@ -398,23 +396,21 @@ def test_large_models_are_planned(capsys, name):
     ],
 )
 def test_what_the_search_proposes_fits_and_passes_the_checks(cluster, settings):
-    config, where = load(*settings), parse_cluster(cluster)
-    models, work = models_of(config), cycle_work(config, Duet())
-    found = search.search(config, where, models, work)
+    case = case_of(load(*settings), cluster, Duet())
+    found = search.search(case)
     assert found and all(a.plan.cycle_s <= b.plan.cycle_s for a, b in pairwise(found))
     for one in found:
         assert not one.plan.problems
-        config_checks.check(one.config, one.plan.ranks)
-        again = load(*settings, *one.overrides)
-        assert again == one.config or plans.make(again, where, models, work).cycle_s == pytest.approx(one.plan.cycle_s)
-    asked = plans.make(config, where, models, work) if not settings else None
+        assert one.case.passes()
+        again = plans.make(case_of(load(*settings, *one.overrides), cluster, Duet()))
+        assert again.cycle_s == pytest.approx(one.plan.cycle_s)
+    asked = plans.make(case) if not settings else None
     assert asked is None or found[0].plan.cycle_s <= asked.cycle_s
-    for name, role in found[0].config.roles.items():  # no larger micro-batch fits the best one
+    for name, role in found[0].case.roles.items():  # no larger micro-batch fits the best one
         assert role.micro_batch_tokens >= role.max_prompt_tokens + role.sampling.max_tokens
         larger = [tokens for tokens in search.MICRO_BATCHES if tokens > role.micro_batch_tokens]
         for tokens in larger:
-            roles = {**found[0].config.roles, name: replace(role, micro_batch_tokens=tokens)}
-            other = plans.make(replace(found[0].config, roles=roles), where, models, work)
+            other = plans.make(found[0].case.with_role(name, micro_batch_tokens=tokens))
             assert other.problems or other.cycle_s >= found[0].plan.cycle_s
 
 
@@ -508,18 +504,17 @@ def test_the_embedded_engine_holds_all_experts_of_a_model(capsys):
 def test_a_long_warm_up_is_not_taken_for_the_middle_of_the_run():
     """40 warm-up cycles of one iteration stand before 33 cycles of ten."""
     config = load("recipe.args.generator_iterations=9")
-    iterations = {iteration.role: iteration.times for iteration in cycle_work(config, build_recipe(config)[0])}
+    iterations = {iteration.role: iteration.times for iteration in cycle_work(spec_of(config))}
     assert iterations == {"generator": 9, "verifier": 1}
 
 
 def test_lengths_and_counts_of_one_role_can_be_said():
     """Half of the solutions are verified, and verifications are a quarter of the longest; the verifier's iteration
     stays."""
-    config = load()
-    recipe, _ = build_recipe(config)
-    usual = {iteration.role: iteration for iteration in cycle_work(config, recipe)}
-    fills, draws = fills_of(config, ["verifier=0.25", "0.4"]), draws_of(config, ["generator.verifier=2.5"])
-    said = {iteration.role: iteration for iteration in cycle_work(config, recipe, fills=fills, draws=draws)}
+    spec = spec_of(load())
+    usual = {iteration.role: iteration for iteration in cycle_work(spec)}
+    fills, draws = fills_of(spec.roles, ["verifier=0.25", "0.4"]), draws_of(spec.roles, ["generator.verifier=2.5"])
+    said = {iteration.role: iteration for iteration in cycle_work(spec, fills=fills, draws=draws)}
     own, review = said["generator"].draws
     assert (own.samples, own.response) == (1280, pytest.approx(0.4 * 2048))
     assert (review.samples, review.response) == (640, pytest.approx(0.25 * 4096))
@@ -535,19 +530,17 @@ def test_a_recipe_that_does_not_say_what_it_draws_is_taken_to_draw_its_groups():
         def schedule(self):
             return [[("generator",)]]
 
-    [work] = cycle_work(load(), Plain())
+    [work] = cycle_work(spec_of(load(), Plain()))
     assert work.trained[0].samples == 7 * 256
-    assert [iteration.trained[0].samples for iteration in cycle_work(load(), None)] == [1280, 1280]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "embedded"])
 def test_a_tandems_engine_holds_two_models_and_takes_twice_as_long(engine):
     alone = load("engine={kind: vllm, replicas: 2}" if engine == "vllm" else "engine={kind: embedded}")
     pair = replace(alone, roles=alone.roles | {"generator": replace(alone.roles["generator"], tandem=TandemConfig())})
-    cluster, (one, two) = parse_cluster("4x8xA100-80"), ([], [])
+    one, two = [], []
     for config, out in ((alone, one), (pair, two)):
-        models = models_of(config)
-        plan = plans.make(config, cluster, models, cycle_work(config, Duet()))
+        plan = plans.make(case_of(config, "4x8xA100-80", Duet()))
         generator, verifier = plan.roles
         out += [generator.embedded, generator.cache, verifier.embedded, verifier.cache]
         out += [server.weights for server in plan.servers]
@@ -567,8 +560,7 @@ def test_a_frozen_role_has_weights_alone():
         def schedule(self):
             return [[("generator",)]]
 
-    config = load()
-    made = plans.make(config, parse_cluster("4x8xA100-80"), models_of(config), cycle_work(config, Solo()))
+    made = plans.make(case_of(load(), "4x8xA100-80", Solo()))
     generator, verifier = made.roles
     assert (
         generator.training.gradients > 0 == verifier.training.gradients
@@ -582,7 +574,7 @@ def test_planning_needs_no_torch():
         f"sys.exit(main(['plan', '{TANGO}', '--cluster', '4x8xA100-80']))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and "torch is not installed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_published_runs_of_like_means_are_met_within_30_percent():

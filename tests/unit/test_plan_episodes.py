@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plan_cases import case_of, spec_of
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
@@ -18,7 +19,7 @@ from megatron_rl.planning import compute
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning.compute import EngineSetup
 from megatron_rl.planning.hardware import parse_cluster
-from megatron_rl.planning.workload import Draw, _lengths, cycle_work, episodes_of, longest_context
+from megatron_rl.planning.workload import Draw, _lengths, episodes_of, longest_context
 from megatron_rl.training.iteration import RecipeRole
 
 ROOT = Path(__file__).parents[2]
@@ -45,9 +46,7 @@ def planned(*, episode: EpisodeEstimate, settings=("engine={kind: vllm, replicas
             return [[("generator",)]]
 
     config = config_files.load(TrainConfig, [Path(TANGO)], list(settings))
-    models = {name: read_shape(role.model.path) for name, role in config.roles.items()}
-    made = plans.make(config, parse_cluster("4x8xA100-80"), models, cycle_work(config, Solo()))
-    return config.roles["generator"], made
+    return config.roles["generator"], plans.make(case_of(config, "4x8xA100-80", Solo()))
 
 
 def test_lengths_of_a_sample_that_has_several_answers():
@@ -214,7 +213,7 @@ def test_settings_stand_over_what_the_recipe_says():
             }
 
     config = config_files.load(TrainConfig, [Path(TANGO)], [])
-    found = episodes_of(config, Talk(), ["generator.told=20", "generator.tool_s=1", "verifier.answers=2"])
+    found = episodes_of(spec_of(config, Talk()), ["generator.told=20", "generator.tool_s=1", "verifier.answers=2"])
     assert found == {
         "generator": EpisodeEstimate(answers=4, told=20, tool_s=1.0), "verifier": EpisodeEstimate(answers=2)
     }  # fmt: skip
@@ -237,7 +236,7 @@ def test_settings_stand_over_what_the_recipe_says():
 def test_episodes_that_cannot_be_are_refused(setting, says):
     config = config_files.load(TrainConfig, [Path(TANGO)], [])
     with pytest.raises(ConfigError) as error:
-        episodes_of(config, None, [setting])
+        episodes_of(spec_of(config), [setting])
     assert f"--episode {setting}: " in str(error.value) or "--episode of generator: " in str(error.value)
     assert says in str(error.value)
 

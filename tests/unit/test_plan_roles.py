@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plan_cases import case_of, spec_of
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
@@ -14,9 +15,9 @@ from megatron_rl.config.schema import TrainConfig
 from megatron_rl.main import main
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning import search
-from megatron_rl.planning.hardware import parse_cluster
+from megatron_rl.planning.case import own_cluster, server_gpus
 from megatron_rl.planning.plan import RunPlan
-from megatron_rl.planning.workload import build_recipe, cycle_work, draws_of, models_of
+from megatron_rl.planning.workload import cycle_work, draws_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHARED, THREE = "published/self_play_ssp_qwen2.5_7b", "published/evolve_three_qwen2.5_3b"
@@ -40,8 +41,8 @@ class Apart:
 
 
 def made(config: TrainConfig, recipe: Apart | None = None) -> RunPlan:
-    work = cycle_work(config, recipe or build_recipe(config)[0])
-    return plans.make(config, parse_cluster(plans.own_cluster(config)), models_of(config, []), work)
+    spec = spec_of(config)
+    return plans.make(case_of(config, own_cluster(spec.engine, spec.cluster), recipe))
 
 
 def test_a_role_that_shares_a_policy_has_the_cache_of_its_servers():
@@ -86,14 +87,12 @@ def test_an_iteration_updates_and_refits_every_policy_that_it_trains():
     ],
 )
 def test_what_is_drawn_beyond_an_update_is_not_trained_on(example, role, drawn, trained):
-    config = load(example)
-    recipe, _ = build_recipe(config)
-    [work] = [iteration for iteration in cycle_work(config, recipe) if role in iteration.roles]
+    spec = spec_of(load(example))
+    [work] = [iteration for iteration in cycle_work(spec) if role in iteration.roles]
     assert {d.role: d.samples for d in work.draws}[role] == drawn
     assert {d.role: d.samples for d in work.trained}[role] == trained
-    [less] = cycle_work(
-        config, recipe, draws=draws_of(config, [f"{role}.{role}={drawn / config.run.prompts_per_iteration / 2}"])
-    )
+    half = f"{role}.{role}={drawn / spec.run.prompts_per_iteration / 2}"
+    [less] = cycle_work(spec, draws=draws_of(spec.roles, [half]))
     assert {d.role: d.samples for d in less.trained}[role] == trained / 2, "as large a share of what is drawn"
 
 
@@ -129,11 +128,10 @@ def test_what_an_endpoint_answers_is_left_out_and_said(capsys):
 
 def test_only_roles_that_the_trainer_holds_are_cut(capsys):
     """A search of two roles with one policy found every layout twice, and engines for half of the GPUs."""
-    config, cluster = load(SHARED, "engine.colocate=false"), parse_cluster("4x8xA100-80")
-    models, work = models_of(config, []), cycle_work(config, build_recipe(config)[0])
-    gpus = [plans.server_gpus(one) for one in search.engine_choices(config, cluster, models)]
+    case = case_of(load(SHARED, "engine.colocate=false"), "4x8xA100-80")
+    gpus = [server_gpus(one.spec.engine) for one in search.engine_choices(case)]
     assert max(gpus) == 24, "of one role"
-    found = search.search(config, cluster, models, work)
+    found = search.search(case)
     words = [tuple(one.overrides) for one in found]
     assert len(set(words)) == len(words) > 1 and not any("solver" in word for one in words for word in one)
     main(["plan", str(EXAMPLES / f"{SHARED}.yaml"), "--cluster", "2x8xA100-40", "--search"])
@@ -142,16 +140,14 @@ def test_only_roles_that_the_trainer_holds_are_cut(capsys):
 
 def test_a_longest_answer_that_a_request_may_not_wait_for_is_said():
     """ScaleRL's answers of 14,336 tokens took longer than a request may."""
-    config = load("published/scalerl_qwen3_8b", "engine.request_timeout_s=600")
-    cluster, models = parse_cluster("2x8xA100-80"), models_of(config, [])
-    work = cycle_work(config, build_recipe(config)[0])
-    found = plans.make(config, cluster, models, work)
+    case = case_of(load("published/scalerl_qwen3_8b", "engine.request_timeout_s=600"), "2x8xA100-80")
+    found = plans.make(case)
     seconds = found.iterations[0].longest["generator"]
     assert 400 < seconds < 600, "of 256 rows"
 
     def said(timeout_s: float) -> list[str]:
-        other = replace(config, engine=replace(config.engine, request_timeout_s=timeout_s))
-        return [line for line in search.advice(other, found, models, work) if "request_timeout_s" in line]
+        other = case.with_engine(replace(case.servers, request_timeout_s=timeout_s))
+        return [line for line in search.advice(other, found) if "request_timeout_s" in line]
 
     [line] = said(600)
     value = int(line.rpartition("engine.request_timeout_s=")[2])

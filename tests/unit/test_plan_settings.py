@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import specs as checks
+from plan_cases import spec_of
 
 from megatron_rl.commands.settings import load
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.main import main
-from megatron_rl.planning import plan as plans
+from megatron_rl.planning.case import own_cluster, server_gpus, trainer_gpus
 from megatron_rl.planning.hardware import parse_cluster
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -51,11 +52,12 @@ def test_settings_ask_for_the_cluster_that_was_planned_and_pass_the_check(name, 
     for row in rows:
         _, config = load([*given, *row["overrides"]])
         assert isinstance(config, TrainConfig)
-        own = plans.own_cluster(config)
+        spec = spec_of(config)
+        own = own_cluster(spec.engine, spec.cluster)
         assert own == found["cluster"], row["overrides"]
-        ranks = plans.trainer_gpus(config, parse_cluster(own))
+        ranks = trainer_gpus(spec.engine, parse_cluster(own))
         assert ranks == row["trainer_gpus"]
-        assert plans.server_gpus(config) == row.get("engine_gpus", plans.server_gpus(config))
+        assert server_gpus(spec.engine) == row.get("engine_gpus", server_gpus(spec.engine))
         alone = config.launch.nproc > 1  # else whole nodes are the trainer's
         assert ranks == (config.launch.nproc if alone else 8 * config.job.nodes)
         checks.check(config, ranks, to_come=True)

@@ -1,0 +1,124 @@
+"""The run that a plan is asked about, and the same run with one change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.engines import Embedded, Servers
+from megatron_rl.models.shape import Shape
+from megatron_rl.planning.hardware import Cluster
+from megatron_rl.planning.workload import IterationWork
+from megatron_rl.spec import checks
+from megatron_rl.spec.run_spec import ClusterSpec, EngineSpec, RoleSpec, RunSpec
+
+PER_NODE = 8  # GPUs of a node where no cluster is named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run on a cluster: the specification of the run, the shape of every role's model, and the work of a cycle."""
+
+    spec: RunSpec
+    cluster: Cluster
+    models: Mapping[str, Shape]
+    work: Sequence[IterationWork]
+
+    @property
+    def roles(self) -> Mapping[str, RoleSpec]:
+        return self.spec.roles
+
+    @property
+    def held(self) -> list[str]:
+        """Returns the roles that the trainer holds a model for."""
+        return [name for name, role in self.roles.items() if role.has_policy]
+
+    @property
+    def servers(self) -> Servers | None:
+        """Returns the settings of the servers; None with the embedded engine."""
+        settings = self.spec.engine.settings
+        return settings if isinstance(settings, Servers) else None
+
+    @property
+    def colocated(self) -> bool:
+        """Returns whether servers stand in the trainer's GPUs."""
+        return self.servers is not None and self.servers.colocate
+
+    @property
+    def ranks(self) -> int:
+        """Returns the number of the trainer's GPUs. Raises ConfigError when the engines leave none."""
+        return trainer_gpus(self.spec.engine, self.cluster)
+
+    def with_roles(self, **changed: RoleSpec) -> Case:
+        """Returns the run with other settings of some roles."""
+        roles = {**self.roles, **changed}
+        engine = replace(self.spec.engine, roles={name: roles[name] for name in self.spec.engine.roles})
+        return replace(self, spec=replace(self.spec, roles=roles, engine=engine))
+
+    def with_role(self, name: str, **changes: Any) -> Case:
+        """Returns the run with changed settings of one role."""
+        return self.with_roles(**{name: replace(self.roles[name], **changes)})
+
+    def with_engine(self, settings: Embedded | Servers) -> Case:
+        """Returns the run with another engine."""
+        alone = {name: replace(role, servers=role.owner) for name, role in self.roles.items()}
+        found = self if isinstance(settings, Servers) else self.with_roles(**alone)
+        return replace(found, spec=replace(found.spec, engine=replace(found.spec.engine, settings=settings)))
+
+    def with_staleness(self, staleness: int) -> Case:
+        """Returns the run with rollouts so many iterations ahead of training."""
+        loop = self.spec.loop
+        loop = replace(loop, rollouts=replace(loop.rollouts, max_staleness=staleness))
+        return replace(self, spec=replace(self.spec, loop=loop))
+
+    def beside_trainer(self) -> Case:
+        """Returns the run with its servers on the last GPUs of the trainer's node where the cluster has no other node:
+        only a run that starts its servers itself has them there."""
+        wanted, node = server_gpus(self.spec.engine), self.cluster.per_node
+        if self.servers is None or self.cluster.nodes > 1 or not 0 < wanted < node:
+            return self
+        return self.with_engine(replace(self.servers, gpus=tuple(range(node - wanted, node)), start=True))
+
+    def passes(self) -> bool:
+        """Returns whether `check` takes the run on the ranks that it has on this cluster."""
+        spec = replace(self.spec, cluster=replace(self.spec.cluster, ranks=self.ranks))
+        return not checks.problems(spec, to_come=True)
+
+
+def own_cluster(engine: EngineSpec, asked: ClusterSpec) -> str:
+    """Returns the cluster that a run asks for by itself: job.nodes and its engines' nodes, each with 8 A100-80.
+
+    Servers that the run starts on engine.gpus share its node where launch.nproc leaves them all that it does not take.
+    """
+    settings, wanted = engine.settings, server_gpus(engine)
+    shared = isinstance(settings, Servers) and settings.start and settings.gpus and not settings.urls
+    if shared and asked.job.nodes == 1 and asked.launch.nproc + wanted == PER_NODE:
+        return f"1x{PER_NODE}xA100-80"
+    return f"{asked.job.nodes + -(-wanted // PER_NODE)}x{PER_NODE}xA100-80"
+
+
+def trainer_gpus(engine: EngineSpec, cluster: Cluster) -> int:
+    """Returns the GPUs that the engines leave to the trainer, in whole nodes where there are several.
+
+    Raises ConfigError when they leave nothing.
+    """
+    wanted = server_gpus(engine)
+    left = cluster.gpus - wanted
+    left = left // cluster.per_node * cluster.per_node if left >= cluster.per_node else left
+    if left < 1 and isinstance(engine.settings, Servers):
+        raise ConfigError(
+            f"{len(engine.server_roles)} roles x engine.replicas {engine.settings.replicas} x engine.tp "
+            f"{engine.settings.tp} = {wanted} GPUs of engines leave none of {cluster}'s {cluster.gpus} "
+            "for the trainer: lower engine.replicas, or take more nodes"
+        )
+    return left
+
+
+def server_gpus(engine: EngineSpec) -> int:
+    """Returns the GPUs that servers have of their own."""
+    settings = engine.settings
+    if not isinstance(settings, Servers) or settings.colocate:
+        return 0
+    return len(engine.server_roles) * settings.replicas * settings.tp

@@ -1,0 +1,28 @@
+"""Makes the cases that plans are made of, from configs and recipes of tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_rl.config.schema import TrainConfig
+from megatron_rl.models.shape import Shape
+from megatron_rl.planning.case import Case
+from megatron_rl.planning.hardware import parse_cluster
+from megatron_rl.planning.workload import cycle_work, models_of
+from megatron_rl.spec.resolve import specify
+from megatron_rl.spec.run_spec import RunSpec
+
+
+def spec_of(config: TrainConfig, recipe: Any = None) -> RunSpec:
+    """Returns the specification of a config, unchecked; with `recipe` in place of the recipe that the config names."""
+    spec, problems = specify(config, 1)
+    assert isinstance(spec, RunSpec) and not problems, problems
+    return spec if recipe is None else replace(spec, recipe=recipe)
+
+
+def case_of(config: TrainConfig, cluster: str, recipe: Any = None, models: Mapping[str, Shape] | None = None) -> Case:
+    spec = spec_of(config, recipe)
+    shapes = models_of(spec.roles, []) if models is None else models
+    return Case(spec=spec, cluster=parse_cluster(cluster), models=shapes, work=cycle_work(spec))
