@@ -208,7 +208,8 @@ def _on_this_machine(task: Task, after: Sequence[str]) -> Planned:
     if not task.points:
         resolve(config, config.launch.nproc, to_come=bool(task.after))
         return _single(task, config, after)
-    configs, listing = submit.sweep_configs(config, [(point, _read(task, point)) for point in task.points])
+    points = [(point, _read(task, point)) for point in task.points]
+    configs, listing = submit.sweep_configs(config.directory.absolute(), points)
     for own in configs:
         resolve(own, own.launch.nproc, to_come=bool(task.after))
     # with these files `megatron-rl status` and `report` know the sweep

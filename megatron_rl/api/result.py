@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import TrainConfig
 from megatron_rl.run.metrics import read_metrics
 from megatron_rl.run.run_directory import FAILED, RunDirectory
 
@@ -43,9 +42,9 @@ class TrainResult:
         return [row[metric] for row in self.history if metric in row and scope in (None, row["scope"])]
 
 
-def read_result(config: TrainConfig) -> TrainResult:
-    """Reads the files of a run, as far as there are any."""
-    directory = RunDirectory(Path(config.run.dir) / config.run.name)
+def read_result(run: Path) -> TrainResult:
+    """Reads the files in a run's directory, as far as there are any."""
+    directory = RunDirectory(run)
     summary = directory.read_summary()
     history = [
         {"iteration": row.place[0], "cycle": row.place[1], "scope": row.scope, **row.metrics}

@@ -95,8 +95,8 @@ class Trainer:
         once an interrupted run has saved and left, and what a callback raises.
         """
         self._write()
-        config = self.config.resolve()
-        state = RunState(run=Path(config.run.dir) / config.run.name, iterations=0)
+        run = self.config.resolve().directory
+        state = RunState(run=run, iterations=0)
 
         def told(event: process.Event) -> bool:
             take_event(state, event, self.callbacks)
@@ -105,7 +105,7 @@ class Trainer:
         process.run(["train", str(self._file), *["--fresh"] * fresh], told)
         for one in self.callbacks:
             one.on_train_end(state)
-        return read_result(config)
+        return read_result(run)
 
     def evaluate(
         self, dataset: data_files.Rows | str | Path | None = None, *, n: int = 1, temperature: float = 0.0
@@ -117,12 +117,11 @@ class Trainer:
         Raises ConfigError where there is no data, or the recipe plays episodes of an environment; RunFailed.
         """
         config = self.config.resolve()
-        data = self._asked(config, dataset)
-        run = Path(config.run.dir) / config.run.name
+        data, run = self._asked(dataset), config.directory
         number = len([*(run / "evaluations").glob("*.json")]) + 1
         output = run / "evaluations" / f"{number:03d}.json"
-        tree = self._model_settings(config) | {
-            "data": data, "template": self._template(config, data), "output": str(output), "n": n,
+        tree = self._model_settings() | {
+            "data": data, "template": self._template(), "output": str(output), "n": n,
             "reward": self.config.get("reward", {}), "seed": config.run.seed,
         }  # fmt: skip
         tree["sampling"] = tree["sampling"] | {"temperature": temperature}
@@ -143,10 +142,10 @@ class Trainer:
             raise ConfigError(f"prompts = {prompts!r}: give a list with at least one prompt")
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
         with tempfile.TemporaryDirectory(prefix="megatron_rl_") as place:
-            rows = [{"prompt": prompt} for prompt in self._put(config, prompts)]
+            rows = [{"prompt": prompt} for prompt in self._put(prompts)]
             data = data_files.data_settings(rows, "prompts", Path(place)) | {"max_bad_share": 0.0}
-            tree = self._model_settings(config) | {
-                "data": data, "template": self._template(config, data), "output": f"{place}/answers", "n": n,
+            tree = self._model_settings() | {
+                "data": data, "template": self._template(), "output": f"{place}/answers", "n": n,
                 "seed": config.run.seed, "validation_share": 0.0, "keep_truncated": True,
             }  # fmt: skip
             tree["sampling"] = tree["sampling"] | {k: v for k, v in sampling.items() if v is not None}
@@ -161,7 +160,7 @@ class Trainer:
 
         Raises ConfigError where nothing is trained, the name is none, or this machine has no token or is offline.
         """
-        models = read_result(self.config.resolve()).models
+        models = read_result(self.config.resolve().directory).models
         if not models:
             raise ConfigError(f"no trained model in {self.config.get('run.name')}: call train() before push_to_hub")
         if role is not None and role not in models:
@@ -177,32 +176,31 @@ class Trainer:
         process.write_config(file, config_files.dump(config))
         process.run([command, str(file)], show=False)
 
-    def _model_settings(self, config: TrainConfig) -> dict[str, Any]:
+    def _model_settings(self) -> dict[str, Any]:
         """Returns the settings of eval and generate for the first role's model: the trained one where there is one."""
-        role = next(iter(self._recipe(config).roles()))
+        config = self.config.resolve()
+        role = next(iter(plugins.build(config.recipe).roles()))
         own, policy = self.config.get(f"roles.{role}", {}), config.roles[role].same_as or role
-        trained = read_result(config).models.get(policy)
+        trained = read_result(config.directory).models.get(policy)
         model = dict(self.config.get(f"roles.{policy}.model"))
         if trained is not None:
             model = {"path": str(trained)} | ({"dtype": model["dtype"]} if "dtype" in model else {})
         found = {"model": model, "sampling": own.get("sampling", {}), "chat": own.get("chat", False)}
         return found | {name: self.config.get(name, {}) for name in ("engine", "launch")}
 
-    def _recipe(self, config: TrainConfig) -> Any:
-        return plugins.build(config.recipe)
-
-    def _template(self, config: TrainConfig, data: Settings) -> str | None:
+    def _template(self) -> str | None:
         """Returns the prompt's text of the recipe; None where it has none. Raises ConfigError for an environment."""
-        arguments = fields_of(config.recipe.target)
+        recipe = self.config.resolve().recipe
+        arguments = fields_of(recipe.target)
         if "environment" in arguments:
             raise ConfigError(
-                f"recipe {config.recipe.target} plays episodes of an environment, and this asks single questions: the "
+                f"recipe {recipe.target} plays episodes of an environment, and this asks single questions: the "
                 "metrics of its evaluations are in train()'s result"
             )
         named = [name for name in _TEMPLATES if name in arguments]
-        return vars(self._recipe(config))[named[0]] if named else None
+        return vars(plugins.build(recipe))[named[0]] if named else None
 
-    def _asked(self, config: TrainConfig, dataset: Any) -> dict[str, Any]:
+    def _asked(self, dataset: Any) -> dict[str, Any]:
         """Returns the settings of the problems to measure on."""
         held = self.config.get("evaluation.prompts") or {}
         if dataset is None:
@@ -210,15 +208,16 @@ class Trainer:
                 raise ConfigError("evaluate() has no data: give it a dataset, or the Trainer an eval_dataset")
             return held
         shared = {name: value for name, value in self.config.get("data").items() if name not in _OF_THE_SET}
-        return shared | data_files.data_settings(dataset, "eval", Path(config.run.dir) / INPUTS)
+        return shared | data_files.data_settings(dataset, "eval", Path(self.config.resolve().run.dir) / INPUTS)
 
-    def _put(self, config: TrainConfig, prompts: Sequence[Any]) -> list[Any]:
+    def _put(self, prompts: Sequence[Any]) -> list[Any]:
         """Returns prompts in one form: conversations where one of them is one, or the training problems are."""
         first = data_files.first_row(self.config.get("data")) or {}
-        trained = bool(config.data.chat) or data_files.is_chat(self.config.get("data"), first)
+        data = self.config.resolve().data
+        trained = bool(data.chat) or data_files.is_chat(self.config.get("data"), first)
         if not trained and all(isinstance(prompt, str) for prompt in prompts):
             return list(prompts)
-        system = [] if config.data.system is None else [{"role": "system", "content": config.data.system}]
+        system = [] if data.system is None else [{"role": "system", "content": data.system}]
         return [[*system, {"role": "user", "content": p}] if isinstance(p, str) else list(p) for p in prompts]
 
 

@@ -92,7 +92,7 @@ def _asked_lines(spec: EvalSpec | GenerateSpec, source: PromptSet, deep: bool, r
         if isinstance(spec, GenerateSpec):
             from megatron_rl.commands.generate import asked_of  # it imports torch
 
-            asked_of(spec.config, tokenizer, problems)
+            asked_of(spec, tokenizer, problems)
     return [f"data: {_prompts(source, problems, config.model, chat=config.chat, tried=tried)}"]
 
 

@@ -95,7 +95,7 @@ class Evaluation:
     def run(self, spec: Spec) -> None:
         """Measures every set, prints the metrics and writes the output. The driver runs it."""
         config, start = self.config, time.monotonic()
-        tasks = [self.task(source) for source in read_sets(config)]
+        tasks = [self.task(source) for source in read_sets(spec)]
         output = None if config.output is None else Path(config.output)
         place = None if output is None else output.with_suffix(".jsonl")
         samples = Samples(place, _digest(spec.settings, tasks, {} if output is None else _read(spec, output)))

@@ -80,7 +80,7 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
     config, made = spec.config, list[_Generation]()  # on the driver
 
     def done() -> bool:
-        asked = asked_of(config, tokenizer_of(config.model), read_problems(config.data))
+        asked = asked_of(spec, tokenizer_of(config.model), read_problems(config.data))
         made.append(_Generation(config, spec.settings, asked, _read(spec)))
         if not generation_progress.finished(spec.settings, made[0].problems):
             return False
@@ -113,10 +113,11 @@ def _read(spec: GenerateSpec) -> Mapping[str, Any]:
     return found
 
 
-def asked_of(config: GenerateConfig, tokenizer: Any, problems: Sequence[Problem]) -> list[Asked]:
+def asked_of(spec: GenerateSpec, tokenizer: Any, problems: Sequence[Problem]) -> list[Asked]:
     """Returns the problems that are asked: all but those whose prompt is longer than max_prompt_tokens, which a warning
     names. Raises ConfigError for `chat` without a chat template, DataError when they are more than data.max_bad_share
     or no problem is left."""
+    config = spec.config
     if config.template is None and any("messages" not in problem.values for problem in problems):
         raise ConfigError("template is null, and the problems are no conversations: name a text file with {question}")
     template = "" if config.template is None else read_template(config.template)

@@ -186,14 +186,14 @@ def _adapter(schema: type[Any]) -> pydantic.TypeAdapter[Any]:
     return pydantic.TypeAdapter(schema)
 
 
-def tree_of(config: Any) -> dict[str, Any]:
-    """Returns the whole resolved config as nested mappings and lists of plain values."""
-    return _adapter(type(config)).dump_python(config, mode="json")
+def tree_of(settings: Any) -> dict[str, Any]:
+    """Returns a dataclass of settings, such as a whole config, as nested mappings and lists of plain values."""
+    return _adapter(type(settings)).dump_python(settings, mode="json")
 
 
-def dump(config: Any) -> str:
-    """Returns the whole resolved config as YAML. `load` reads it back as an equal value."""
-    return dump_tree(tree_of(config))
+def dump(settings: Any) -> str:
+    """Returns a dataclass of settings, such as a whole config, as YAML. `load` reads it back as an equal value."""
+    return dump_tree(tree_of(settings))
 
 
 def dump_tree(tree: Mapping[str, Any]) -> str:

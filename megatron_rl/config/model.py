@@ -274,18 +274,10 @@ class Lora:
     # Directory of an adapter, as peft writes it, that training starts from; its rank, alpha and targets must be these.
     # null: A is drawn.
     path: str | None = None
-    # Share of an adapter's inputs that are dropped. Only 0 is supported: log-probs of an update must be those of the
-    # engine.
-    dropout: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         if not self.targets or len({*self.targets}) < len(self.targets):
             raise ConfigError(f"lora.targets = {list(self.targets)}: name at least one matrix, and each of them once")
-        if self.dropout:
-            raise ConfigError(
-                f"lora.dropout = {self.dropout}: adapters are trained without dropout; set it to 0, so that an update "
-                "sees the log-probs that the engine sampled from"
-            )
 
 
 @config

@@ -14,11 +14,11 @@ from megatron_rl.megatron.export import WeightExport
 from megatron_rl.run import file_checksums, json_lines
 from megatron_rl.weights import hf_model
 from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned
-from megatron_rl.world import TorchWorld
+from megatron_rl.world import World
 
 
 def export_model(
-    world: TorchWorld, export: WeightExport, model: Model, target: Path, *, shard_bytes: int = SHARD_BYTES
+    world: World, export: WeightExport, model: Model, target: Path, *, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Writes a Hugging Face directory: weights in shards, config, tokenizer, and the chat template of the training.
 

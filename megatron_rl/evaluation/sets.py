@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.config.data_settings import resolve
-from megatron_rl.config.schema import ConfigError, EvalConfig, Reward
+from megatron_rl.config.schema import ConfigError, Reward
 from megatron_rl.data.problems import Problem, read_problems
 from megatron_rl.evaluation.benchmarks import benchmark, read_benchmark, solution, source_of
+from megatron_rl.spec.run_spec import EvalSpec
 
 GENERATOR_TEMPLATE, JUDGED_TEMPLATE = "tango_generator", "tango_verifier"  # of sets of one's own
 
@@ -25,9 +26,9 @@ class GradedSet:
     template: str  # name or file of the prompt template
 
 
-def read_sets(config: EvalConfig) -> list[GradedSet]:
+def read_sets(spec: EvalSpec) -> list[GradedSet]:
     """Reads every set. Raises ConfigError for an unknown benchmark, one without data, and two sets of one name."""
-    out = []
+    config, out = spec.config, []
     for name in config.benchmarks:
         found = benchmark(name)
         problems = read_benchmark(found, source_of(found, config.data_dir, limit=config.limit))

@@ -212,17 +212,15 @@ def engine_python(engine: Servers, profile: Profile) -> str:
     return str(SHIPPED.parent / python) if "/" in python and not Path(python).is_absolute() else python
 
 
-def sweep_configs(
-    config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[str, Any], Any]]
-) -> tuple[list[Any], str]:
+def sweep_configs(directory: Path, points: Sequence[tuple[Mapping[str, Any], Any]]) -> tuple[list[Any], str]:
     """Returns the config of each run of a sweep, in a directory of its own, and the text of the sweep's file SWEEP.
 
     `points`: (the settings that differ, the whole config of that run). Raises ConfigError for runs that would send
     their weights to the same servers.
     """
-    directory = str(config.directory.absolute())
     configs = [
-        replace(own, run=replace(own.run, dir=directory, name=f"{index:03d}")) for index, (_, own) in enumerate(points)
+        replace(own, run=replace(own.run, dir=str(directory), name=f"{index:03d}"))
+        for index, (_, own) in enumerate(points)
     ]
     engines = [own.engine for own in configs if isinstance(own, TrainConfig) and isinstance(own.engine, Servers)]
     urls = [url for engine in engines for listed in engine.urls.values() for url in listed]
@@ -245,7 +243,7 @@ def plan_sweep(
     `points`: (the settings that differ, the whole config of that run). `to_come`: an earlier job writes the models.
     """
     directory = config.directory.absolute()
-    configs, listing = sweep_configs(config, points)
+    configs, listing = sweep_configs(directory, points)
     sited = [for_site(own, profile, own.job.nodes * profile.ranks_per_node, to_come=to_come) for own in configs]
     shape = _trainer_shape(
         config.job, profile, template="sweep", name=config.run.name, array=f"0-{len(points) - 1}", of=directory

@@ -43,7 +43,7 @@ from megatron_rl.training.prompts import check_juniors
 from megatron_rl.training.store import ROLLOUTS, IterationStore, fingerprint, open_replay
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.plain_data import refuse_code
-from megatron_rl.world import TorchWorld
+from megatron_rl.world import TorchWorld, World
 
 # Settings of `run` that rollouts do not depend on.
 FREE_RUN_SETTINGS = (
@@ -110,13 +110,24 @@ def _run(spec: RunSpec, place: Place, world: TorchWorld, *, fresh: bool, listene
             context=context,
             iterations=collector,
             held_out=models.held_out,
-            hooks=hooks if listener is None else listening(hooks, listener, progress, iterations),
+            hooks=hooks,
         )
-        started, before = time.monotonic(), _seconds_before(driver)
-        driver.leave.begin()
         if listener is not None:
-            listener.begin(iterations=iterations, iteration=progress.number)
-        stack.enter_context(freeze_garbage_collector())
+            setup = dataclasses.replace(setup, hooks=listening(hooks, listener, progress, iterations))
+        return _train(spec, driver, models, setup, progress, listener)
+
+
+def _train(
+    spec: RunSpec, driver: Driver, models: _Models, setup: loop.Setup, progress: loop.Progress,
+    listener: Listener | None,
+) -> int:  # fmt: skip
+    """Runs the loop, and exports the trained models at its end. Returns the exit status of `run`. Collective."""
+    world, iterations = setup.world, spec.loop.num_iterations
+    started, before = time.monotonic(), _seconds_before(driver)
+    driver.leave.begin()
+    if listener is not None:
+        listener.begin(iterations=iterations, iteration=progress.number)
+    with freeze_garbage_collector():
         finished = loop.train(setup, _plan(spec, models), progress)
         driver.summary(_summary(progress, before + time.monotonic() - started))
         whole = finished or world.broadcast(listener is not None and listener.stopped and not listener.gone)
@@ -125,7 +136,7 @@ def _run(spec: RunSpec, place: Place, world: TorchWorld, *, fresh: bool, listene
         if not finished:
             driver.say(f"saved after iteration {progress.number} of {iterations}; the same command goes on from there")
         if whole:
-            memory.clear()
+            setup.memory.clear()
             _finish(spec, world, driver, models, progress, finished=finished)
     return 0 if whole else 130
 
@@ -141,7 +152,7 @@ def _open_models(spec: RunSpec, driver: Driver, world: TorchWorld) -> _Models:
 
 
 def _finish(
-    spec: RunSpec, world: TorchWorld, driver: Driver, models: _Models, progress: loop.Progress, *, finished: bool,
+    spec: RunSpec, world: World, driver: Driver, models: _Models, progress: loop.Progress, *, finished: bool,
 ) -> None:  # fmt: skip
     """Exports the trained models of a run that is finished, or was asked to stop as if it were, and says where things
     are. Collective."""

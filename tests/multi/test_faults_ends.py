@@ -76,7 +76,7 @@ def test_faults_a_run_that_failed_is_called_so_by_status_report_and_result(make,
     trainer, run = make(sometimes), tmp_path / "run"
     with pytest.raises(RunFailed):
         trainer.train()
-    found = read_result(trainer.config.resolve())
+    found = read_result(trainer.config.resolve().directory)
     assert found.failed is not None and found.failed.startswith("RewardFailure: ") and not found.finished
     assert "no such thing" in found.failed
     assert f"{run}: failed; 0 of 2 iterations" in (said := " ".join(shown(run).split()))

@@ -138,7 +138,7 @@ def test_what_was_killed_goes_on_and_ends_the_same(models, data, capsys, monkeyp
     # A kill leaves some problems behind, and a last line that was cut in half.
     tasks = [
         evaluate.Evaluation(config, EvaluationEngines({}, {}, {config.model: TOKENIZER})).task(source)
-        for source in read_sets(config)
+        for source in read_sets(spec_of(config))
     ]
     digest = evaluate._digest(spec_of(config).settings, tasks, read_files(spec_of(config).settings))
     partial = Samples(out / "eval.jsonl", digest)
@@ -491,6 +491,6 @@ def test_settings_that_cannot_work_are_refused(change, says, capsys):
     words = ["eval", "model.path=m", "benchmarks=[gsm8k]", "n=2", *change.split()]
     if says is None:
         with pytest.raises(ConfigError, match="'gsm9k' is not known; there are math500"):
-            read_sets(config_files.load(EvalConfig, [], words[1:]))
+            read_sets(spec_of(config_files.load(EvalConfig, [], words[1:])))
         return
     assert main(words) == 2 and says in capsys.readouterr().err

@@ -127,7 +127,7 @@ def test_faults_evaluations_stand_at_the_iteration_that_they_measure(run):
         "recipe.target=megatron_rl.recipes.grpo:Grpo", "recipe.args={updates: 1}", "data.path=x",
         "roles={generator: {model: {path: x}}}", f"run.dir={run.path.parent}", "run.name=run",
     ])  # fmt: skip
-    history = read_result(config).history
+    history = read_result(config.directory).history
     assert [(row["iteration"], row["cycle"]) for row in history if row["scope"] == "eval"] == [(-1, -1), (1, 0), (2, 1)]
     assert [(row["iteration"], row["cycle"]) for row in history if row["scope"] == "g"] == [(0, 0), (1, 0), (2, 1)]
     state = RunState(run=run.path, iterations=3)

@@ -137,9 +137,9 @@ def test_cases_a_token_of_the_data_without_a_row_is_refused_by_check_and_others_
     tokenizer = tokenizer_of(Model(path=str(there)))
     with pytest.raises(DataError, match="a prompt has token|its prompt has token|cannot be used"):
         if schema is EvalConfig:
-            evaluate.Evaluation(bad, EvaluationEngines({}, {}, {bad.model: tokenizer})).task(read_sets(bad)[0])
+            evaluate.Evaluation(bad, EvaluationEngines({}, {}, {bad.model: tokenizer})).task(read_sets(spec_of(bad))[0])
         elif schema is GenerateConfig:
-            generate.asked_of(bad, tokenizer, read_problems(bad.data))
+            generate.asked_of(spec_of(bad), tokenizer, read_problems(bad.data))
         else:
             raise DataError("cannot be used: the others read their data as check does")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from fake_hub import COMMIT, NEWER, Repository, hub
 from limits import PROCESS_S
+from specs import spec_of
 
 from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, EvalConfig, PromptSet, SftConfig, TrainConfig
@@ -124,7 +125,7 @@ def test_the_benchmarks_of_an_evaluation_are_fetched_and_read_where_they_lie(ser
     overrides = shlex.split(capsys.readouterr().out.split("reads from there:\n")[1].replace("\\\n", " "))
     config = load(EvalConfig, [tmp_path / "eval.yaml"], overrides)
     assert config.data_dir == str(tmp_path / "hub/datasets") and config.model.path == str(tmp_path / "hub/org/tiny")
-    found = {one.name: [problem.values["answer"] for problem in one.problems] for one in read_sets(config)}
+    found = {one.name: [problem.values["answer"] for problem in one.problems] for one in read_sets(spec_of(config))}
     assert found == {"math500": ["1"], "gsm8k": ["2"], "strategyqa_train": ["true"]}
     number = len(served.asked)
     assert main([*words, *overrides, *to]) == 0 and len(served.asked) == number

@@ -44,7 +44,6 @@ def role(**settings):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"dropout": 0.1}, "lora.dropout = 0.1: adapters are trained without dropout; set it to 0"),
         ({"targets": ()}, "name at least one matrix"),
         ({"targets": ("q_proj", "q_proj")}, "each of them once"),
     ],
