@@ -92,7 +92,7 @@ class Evaluation:
     config: EvalConfig
     models: OpenModels
 
-    def run(self, spec: Spec) -> None:
+    def run(self, spec: EvalSpec) -> None:
         """Measures every set, prints the metrics and writes the output. The driver runs it."""
         config, start = self.config, time.monotonic()
         tasks = [self.task(source) for source in read_sets(spec)]
