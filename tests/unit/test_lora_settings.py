@@ -81,7 +81,7 @@ def test_lora_problems_name_the_cure(sizes, settings, says):
         ({"tandem": TandemConfig()}, {}, "vLLM holds no adapters beside two models; set it to merged"),
         ({"lora": Lora(rank=513)}, {}, "roles.a.lora.rank = 513 with engine.adapters = 'served': vLLM takes up to 512"),
         ({}, {"pause": "keep"}, "answers under way would need adapters that are gone; set engine.pause to abort or"),
-        ({"policy": "none"}, {}, "roles.a.lora with roles.a.policy = 'none': nothing is trained"),
+        ({"policy": "none"}, {}, "roles.a.lora with policy = 'none': nothing is trained"),
     ],
 )
 def test_lora_that_servers_cannot_serve_is_refused(own, engine, says):
@@ -152,7 +152,7 @@ def test_lora_of_another_training_of_the_model_is_told_apart(tmp_path):
     """One number in the middle of the weights differs."""
     first, second = make_model(tmp_path / "a"), make_model(tmp_path / "b")
     assert lora_adapters.base_digest(first) == lora_adapters.base_digest(second)
-    tensors = dict(lora_adapters.hf.read_tensors(second))
+    tensors = dict(lora_adapters.hf_model.read_tensors(second))
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     tensors["model.layers.2.mlp.up_proj.weight"][3, 3] += 1.0
     save_file(tensors, second / "model.safetensors", metadata={"format": "pt"})
