@@ -11,8 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_rl.chat_template import system_of
 from megatron_rl.config.base import ConfigError
@@ -54,7 +55,6 @@ class _Underway:
     unasked: int = 0  # requests of agents that had no room
     stamp: int = 0  # number of its calls of the environment; a result with an older one is late
     busy: bool = False  # a call is under way
-    ends_at: float = float("inf")  # on the monotonic clock
 
 
 class EpisodesPlay:
@@ -69,7 +69,7 @@ class EpisodesPlay:
         settings: EpisodeSettings,
     ) -> None:
         self._environment, self._context, self._samplings, self._settings = environment, context, samplings, settings
-        self._events: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()  # for the driver's thread to call
         self._workers = Workers(settings.workers)
         self._sessions: dict[str, Session] = {}
         self._dialogues: dict[str, Dialogue] = {}
@@ -108,26 +108,24 @@ class EpisodesPlay:
             return
         wait_s = min(LOOK_S, self._deadlines[0][0] - time.monotonic()) if self._deadlines else LOOK_S
         try:
-            kind, *what = self._events.get(timeout=max(0.0, wait_s))
+            act = self._events.get(timeout=max(0.0, wait_s))
         except Empty:
             return
-        if kind == "failed":
-            raise what[0]
-        if kind == "answer":
-            key, completion = what
-            running = self._running.get(key // MOST_ANSWERS)
-            if running is not None:
-                running.arrived[key] = completion
-                self._advance(running)
-        elif kind == "begun":
-            self._watch_call(*what)
-        elif kind == "closing":
-            self._closing.add(what[0])
-            heapq.heappush(self._deadlines, (time.monotonic() + self._settings.step_timeout_s, what[0], CLOSING))
-        elif kind == "closed":
-            self._closing.discard(what[0])
-        else:
-            self._take_result(*what)
+        act()
+
+    def _take_answer(self, key: int, completion: Completion) -> None:
+        running = self._running.get(key // MOST_ANSWERS)
+        if running is not None:
+            running.arrived[key] = completion
+            self._advance(running)
+
+    def _watch_closing(self, number: int) -> None:
+        """Notes the deadline of a call of `close` that a worker has begun."""
+        self._closing.add(number)
+        heapq.heappush(self._deadlines, (time.monotonic() + self._settings.step_timeout_s, number, CLOSING))
+
+    def _fail(self, error: BaseException) -> None:
+        raise error
 
     def _call(self, running: _Underway, job: Job) -> None:
         """Has a worker call the environment of an episode."""
@@ -136,14 +134,14 @@ class EpisodesPlay:
         number, stamp = running.number, running.stamp
 
         def work() -> None:
-            self._events.put(("begun", number, stamp))
+            self._events.put(partial(self._watch_call, number, stamp))
             try:
                 result = job() if number in self._running else None  # it may have been given up meanwhile
             except Exception as error:  # whatever an environment raises is its episode's failure
                 result = error
             except SystemExit as error:  # a library's way to give up; it would end the worker, and nobody would hear
                 result = EnvironmentFailure(told(error))
-            self._events.put(("result", number, stamp, result))
+            self._events.put(partial(self._take_result, number, stamp, result))
 
         self._workers.do((number, stamp), work)
 
@@ -153,8 +151,7 @@ class EpisodesPlay:
         if running is None or running.stamp != stamp:
             return
         if stamp == 1:
-            running.ends_at = now + self._settings.episode_timeout_s
-            heapq.heappush(self._deadlines, (running.ends_at, number, WHOLE))
+            heapq.heappush(self._deadlines, (now + self._settings.episode_timeout_s, number, WHOLE))
         if running.busy:
             heapq.heappush(self._deadlines, (now + self._settings.step_timeout_s, number, stamp))
 
@@ -318,11 +315,11 @@ class EpisodesPlay:
 
     def _close(self, running: _Underway) -> None:
         """Closes the environment of an episode, in a worker."""
-        self._events.put(("closing", running.number))
+        self._events.put(partial(self._watch_closing, running.number))
         try:
             running.world.close()
         finally:
-            self._events.put(("closed", running.number))
+            self._events.put(partial(self._closing.discard, running.number))
 
     def _session(self, role: str) -> tuple[Session, Dialogue]:
         """Opens the role's session at its first request, and starts to read its answers."""
@@ -338,9 +335,9 @@ class EpisodesPlay:
     def _read(self, session: Session) -> None:
         try:
             for key, [completion] in session.answers():
-                self._events.put(("answer", key, completion))
+                self._events.put(partial(self._take_answer, key, completion))
         except BaseException as error:  # the driver's thread raises it
-            self._events.put(("failed", error))
+            self._events.put(partial(self._fail, error))
 
     def _leave(self, finished: bool) -> None:
         """Closes sessions, environments and threads. Engines may work for all ranks together: their readers are waited

@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:  # else `_find` imports it, once `main` knows where to look
@@ -26,18 +25,6 @@ from megatron_rl.user_code import told, traceback_of
 TOGETHER = "together"  # instead of null: a function grades batches, which can fail as a whole only
 APART = "apart"  # instead of a batch's answers: a function raised on the batch, and each item is to be graded alone
 PR_SET_PDEATHSIG = 1  # number of a prctl option of Linux
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer to one item. Without a score, `detail` says what went wrong."""
-
-    score: float | None
-    detail: str
-    seconds: float
-    exhausted: bool = False  # the process ran out of memory and must not be used again
-    metrics: dict[str, float] = field(default_factory=dict)  # further numbers that the reward told, by name
-    trace: str = ""  # the traceback, where the reward raised
 
 
 def main(reaper: int | None) -> None:
@@ -72,13 +59,12 @@ def main(reaper: int | None) -> None:
         for serial, answer in _grade(found, batch, memory_mib):
             if os.getpid() != own:
                 os._exit(1)  # the function forked and came back twice
-            if reaper is not None and not (answer and answer.exhausted):  # the pool ends one without memory, and all
+            exhausted = (
+                answer is not None and answer[3]
+            )  # the pool ends a worker without memory, and all of its children
+            if reaper is not None and not exhausted:
                 processes.end_strays(reaper, own)
-            if answer is None:
-                _write(answers, APART)
-                break
-            told = [answer.score, answer.detail, answer.seconds, answer.exhausted, answer.metrics, answer.trace]
-            _write(answers, [serial, *told])
+            _write(answers, APART if answer is None else [serial, *answer])
 
 
 def _read(stream: BinaryIO) -> list[Any]:
@@ -118,9 +104,13 @@ def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Gra
 
 def _grade(
     grader: Grader, items: Sequence[tuple[int, str, Any]], memory_mib: int
-) -> Iterator[tuple[int, Answer | None]]:  # fmt: skip
-    """Grades items, (serial, response, payload), and yields (serial, answer) for each; once (serial, None) where each
-    is to be graded by itself."""
+) -> Iterator[tuple[int, list[Any] | None]]:  # fmt: skip
+    """Grades items (serial, response, payload). Yields (serial, answer) for each item.
+
+    An answer is [score or None, detail, seconds, exhausted, metrics, traceback]; after `exhausted`, which means that
+    the process ran out of memory, there is no further answer. Yields (serial, None) once where each item of the batch
+    is to be graded by itself.
+    """
     from megatron_rl.rewards.reward_functions import BatchFailed
 
     found = grader.grade([(response, payload) for _, response, payload in items])
@@ -133,9 +123,9 @@ def _grade(
             return
         except MemoryError as error:
             if grader.together and len(items) > 1:
-                sys.exit(1)  # which of them it was is found out one by one
+                sys.exit(1)  # the pool finds out which item it was by grading each alone
             detail = f"MemoryError: more than reward.memory_mib = {memory_mib} {str(error)[:200]}".rstrip()
-            yield serial, Answer(None, detail, time.perf_counter() - start, exhausted=True)
+            yield serial, [None, detail, time.perf_counter() - start, True, {}, ""]
             return
         seconds = time.perf_counter() - start
-        yield serial, Answer(result.score, result.why, seconds, metrics=dict(result.metrics), trace=result.trace)
+        yield serial, [result.score, result.why, seconds, False, dict(result.metrics), result.trace]

@@ -62,9 +62,9 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
     found = _answer(response[-TAIL:])
     if found is None:
         return 0.0
-    if too_costly_anywhere(known) is not None:  # then only texts are compared
+    if too_costly_anywhere(known):  # then only texts are compared
         return float(plain(known) == plain(found))
-    return float(too_costly(found, known) is None and _same(canonical(known), canonical(found)))
+    return float(not too_costly(found, known) and _same(canonical(known), canonical(found)))
 
 
 def grade_released(response: str, payload: Mapping[str, Any]) -> float:
@@ -76,15 +76,15 @@ def grade_released(response: str, payload: Mapping[str, Any]) -> float:
     """
     known = str(payload["answer"])
     gold: list[Any] = [known]  # compared as text where it would cost too much
-    if too_costly_anywhere(known) is None:
+    if not too_costly_anywhere(known):
         gold = parse(f"\\boxed{{{known}}}", [LatexExtractionConfig()], parsing_timeout=NO_LIMIT)
     if not gold:
         raise ValueError(f"the known answer {payload['answer']!r} cannot be read: mend or drop this problem")
     end = response[-TAIL:]
     box = stated(end)
-    if too_costly_anywhere(end) is not None:
+    if too_costly_anywhere(end):
         end = "" if box is None else f"\\boxed{{{box}}}"
-    if (box is not None and too_costly(box, known) is not None) or too_costly_anywhere(end) is not None:
+    if (box is not None and too_costly(box, known)) or too_costly_anywhere(end):
         return 0.0
     return float(verify(gold, parse(end, parsing_timeout=NO_LIMIT), timeout_seconds=None))
 
@@ -94,7 +94,7 @@ def _answer(end: str) -> str | None:
     box = stated(end)
     if box is not None:
         return box
-    if too_costly_anywhere(end) is not None:
+    if too_costly_anywhere(end):
         return None
     found = parse(end, parsing_timeout=NO_LIMIT)
     if not found or not isinstance(found[-1], str):

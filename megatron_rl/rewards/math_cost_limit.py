@@ -1,4 +1,4 @@
-r"""Tells which mathematical answers would cost a computer algebra system too much to read, from their text alone.
+r"""Tells from the text of a mathematical answer whether it would cost a computer algebra system too much to read.
 
 A model may write `10^{10000000}`, `100!!` or ten thousand letters in a box: sympy computes what it reads, for minutes
 or until the memory is full. Such an answer is refused before anything reads it.
@@ -36,48 +36,38 @@ _POWER_IN_POWER = re.compile(
     r"(?<![\d.])(?=(\d+(?:\.\d+)?)\s*[})\]]*\s*(?:\^|\*\*)\s*[{(\[]*\s*[-+]?\s*(\d+))"
 )  # overlapping
 _SUM_POWER = re.compile(r"\(([^()]*)\)\s*(?:\^|\*\*)\s*[{(\[]*\s*(\d+)")
+_SUM = re.compile(r"(?=.*[a-zA-Z]).*[+-]", re.DOTALL)  # a sum that has letters or roots
 _COMMAND = re.compile(r"\\[a-zA-Z]+(?:\{[a-zA-Z ]*\})?")
 _LETTERS = re.compile(rf"(?:[a-zA-Z]\s*){{{LETTERS},}}")
 
 
-def too_costly(answer: str, known: str = "") -> str | None:
-    """Returns why the text of an answer is not to be given to sympy; None where it may be.
+def too_costly(answer: str, known: str = "") -> bool:
+    """Returns whether the text of an answer would cost sympy too much.
 
     `known`: the right answer. An answer may be twice as long, and has many letters where the known one has.
     """
-    if len(answer) > max(LONGEST, 2 * len(known)):
-        return f"it has {len(answer)} characters"
-    if _many_letters(answer) and not _many_letters(known):
-        return "it is a product of too many letters"
-    return too_costly_anywhere(answer)
+    many_letters = _many_letters(answer) and not _many_letters(known)
+    return len(answer) > max(LONGEST, 2 * len(known)) or many_letters or too_costly_anywhere(answer)
 
 
 def _many_letters(text: str) -> bool:
     return text.count("_") > LETTERS or _LETTERS.search(_COMMAND.sub(" . ", text)) is not None
 
 
-def too_costly_anywhere(text: str) -> str | None:
-    """Returns why some part of a text would cost sympy too much; None where none would."""
-    if any(sum(map(str.isdigit, run)) > DIGITS for run in _RUN.findall(text)):
-        return "it has a number of too many digits"
+def too_costly_anywhere(text: str) -> bool:
+    """Returns whether some part of a text would cost sympy too much."""
     depth, powers = _depths(text)
-    if depth > DEPTH:
-        return f"its brackets are {depth} deep"
-    if powers > POWERS:
-        return f"its powers are {powers} deep"
-    if _FACTORIALS.search(text):
-        return "it has a factorial of a factorial"
-    if any(map(_costly_formula, re.split(r"[\n$]", text))):
-        return "it has a sum, product, binomial or determinant that is too large, or too many bars or braces"
-    for pattern, limit in ((_EXPONENT, EXPONENT), (_FACTORIAL, FACTORIAL), (_BINOMIAL, FACTORIAL), (_FLOAT, EXPONENT)):
-        if any(int(number) > limit for number in pattern.findall(text)):
-            return f"a number in it is above {limit} where that explodes"
-    if powers > 1 and _tower(text):
-        return "it has a tower of powers"
-    sums = [int(n) for base, n in _SUM_POWER.findall(text) if re.search(r"[a-zA-Z]", base) and re.search(r"[+-]", base)]
-    if any(n > SUM_POWER for n in sums):
-        return f"it has a power above {SUM_POWER} of a sum"
-    return None
+    limits = ((_EXPONENT, EXPONENT), (_FACTORIAL, FACTORIAL), (_BINOMIAL, FACTORIAL), (_FLOAT, EXPONENT))
+    return (
+        any(sum(map(str.isdigit, run)) > DIGITS for run in _RUN.findall(text))
+        or depth > DEPTH
+        or powers > POWERS
+        or _FACTORIALS.search(text) is not None
+        or any(map(_costly_formula, re.split(r"[\n$]", text)))
+        or any(int(number) > limit for pattern, limit in limits for number in pattern.findall(text))
+        or (powers > 1 and _tower(text))
+        or any(int(power) > SUM_POWER and _SUM.search(base) for base, power in _SUM_POWER.findall(text))
+    )
 
 
 def _costly_formula(text: str) -> bool:

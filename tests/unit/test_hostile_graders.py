@@ -34,7 +34,7 @@ FAIR = [
 @pytest.mark.parametrize("answer", COSTLY)
 def test_hostile_answer_is_refused_from_its_text(answer):
     """Each of these took sympy minutes or all memory."""
-    assert too_costly(answer) is not None
+    assert too_costly(answer)
     start = time.process_time()
     assert grade(f"So the answer is \\boxed{{{answer}}}.", {"answer": "5"}) == 0.0
     assert time.process_time() - start < 2.0
@@ -42,7 +42,7 @@ def test_hostile_answer_is_refused_from_its_text(answer):
 
 @pytest.mark.parametrize("answer", FAIR)
 def test_hostile_limits_leave_fair_answers_alone(answer):
-    assert too_costly(answer) is None
+    assert not too_costly(answer)
 
 
 def test_hostile_thought_does_not_cost_the_answer():
