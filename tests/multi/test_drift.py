@@ -65,7 +65,7 @@ def test_refits_that_spoil_the_weights_a_little_more_each_time_are_found(noise):
 
     def refit(version: int) -> None:
         spoiled = policy.context.detach() + noise * version * torch.randn(policy.context.shape, generator=generator)
-        engine.load([("context", spoiled)], version=version)
+        engine.load([("table", spoiled)], version=version)
 
     context = RolloutContext(
         engines={"a": engine}, tokenizers={"a": lambda text: {"input_ids": [2, 3, 4]}},

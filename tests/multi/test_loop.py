@@ -452,7 +452,7 @@ class Drifted(TablePolicy):
     """Gives its engine other weights than it scores with."""
 
     def weights(self):
-        yield "context", self.context.detach() * 8
+        yield "table", self.table.detach() * 8
 
 
 def test_the_preflight_refuses_an_engine_that_disagrees_with_its_trainer(template, tmp_path):

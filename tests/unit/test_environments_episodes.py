@@ -96,7 +96,7 @@ def test_what_a_model_wrote_and_what_it_was_told_stand_in_one_sample_token_for_t
 def table_engine():
     engine = TableEngine(vocab=96, eos=EOS)
     torch.manual_seed(3)
-    engine.load([("context", torch.randn(96 * 96, 96))], version=4)
+    engine.load([("table", torch.randn(96 * 96, 96))], version=4)
     return engine
 
 

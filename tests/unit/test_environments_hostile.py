@@ -445,7 +445,7 @@ TANGO = "megatron_rl.recipes.tango_agents:TangoAgents"
 
 
 @pytest.mark.parametrize(
-    ("target", "env", "agents", "says"),
+    ("target", "env", "named", "says"),
     [
         (KUHN, {}, {"alice": 1, "bob": 1}, "recipe.args.agents names alice, bob, and KuhnPoker (recipe.args.environ"),
         (KUHN, {"first": "alice", "second": "bob"}, {"alice": 1}, "asks alice, bob: name the same roles in both"),
@@ -455,9 +455,9 @@ TANGO = "megatron_rl.recipes.tango_agents:TangoAgents"
         (f"{__name__}:Once", {}, {"agent": 0}, "recipe.args.agents.agent = 0: give at least 1"),
     ],
 )
-def test_agents_that_are_not_the_environments_are_refused_before_the_run(target, env, agents, says):
+def test_agents_that_are_not_the_environments_are_refused_before_the_run(target, env, named, says):
     with pytest.raises(ConfigError) as error:
-        agents(target, env=env, agents=agents)
+        agents(target, env=env, agents=named)
     assert says in str(error.value)
 
 

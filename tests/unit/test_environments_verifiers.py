@@ -42,7 +42,7 @@ SETTINGS = EpisodeSettings(episode_timeout_s=60.0, workers=4)
 def engine(seed: int) -> TableEngine:
     made = TableEngine(VOCAB, eos=0)
     context = torch.randn(VOCAB * VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
-    made.load([("context", context)], version=VERSION)
+    made.load([("table", context)], version=VERSION)
     return made
 
 
