@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,3 +63,26 @@ def unpack(frame: bytes | bytearray | memoryview) -> tuple[Any, Arrays]:
     if start != len(data):
         raise CodecError(f"a frame has {len(data)} bytes, its header tells of {start}")
     return about, arrays
+
+
+def pack_parts(parts: Sequence[tuple[Any, Arrays]]) -> bytearray:
+    """Returns the frame of several parts, such as the completions of an answer: the JSON and the arrays of each."""
+    named = {f"{number}/{name}": array for number, (_, own) in enumerate(parts) for name, array in own.items()}
+    return pack([about for about, _ in parts], named)
+
+
+def unpack_parts(frame: bytes) -> list[tuple[Any, Arrays]]:
+    """Returns the JSON and the arrays of each part of a frame. The arrays are writable, with memory of their own.
+
+    Raises CodecError for bytes that are no frame of parts.
+    """
+    about, arrays = unpack(frame)
+    if type(about) is not list:
+        raise CodecError(f"a frame of parts has {str(about)[:80]!r} where a list must be")
+    parts: list[tuple[Any, Arrays]] = [(each, {}) for each in about]
+    for name, array in arrays.items():
+        number, _, own = name.partition("/")
+        if not number.isdecimal() or int(number) >= len(parts):
+            raise CodecError(f"a frame of {len(parts)} parts has the array {name[:40]!r}")
+        parts[int(number)][1][own] = array.copy()
+    return parts

@@ -27,7 +27,7 @@ from fake_vllm import GENERATE, JOIN, PAUSE, UPDATE, Handler  # noqa: E402
 from refitted_servers import RefittedVllm  # noqa: E402
 
 from megatron_rl.engines.auth_middleware import TOKEN_FILE  # noqa: E402
-from megatron_rl.frames import pack, unpack  # noqa: E402
+from megatron_rl.frames import pack_parts, unpack_parts  # noqa: E402
 
 FAULTS, SHARE = "SOAK_FAULTS", "SOAK_SHARE"  # the directory; the share of answers that something happens to
 LIES = ("nan", "positive", "vocabulary", "few", "long")
@@ -104,18 +104,17 @@ class Hostile(Handler):
 
 def lie(kind: str, frame: bytes, vocab: int) -> bytes:
     """Returns a well-formed answer to a request for completions that cannot be true."""
-    about, arrays = unpack(frame)
-    arrays = {name: array.copy() for name, array in arrays.items()}
+    parts = unpack_parts(frame)
+    arrays = parts[0][1]
     if kind == "few":
-        first = about[0]["length"]
-        return pack(about[1:], {name: array[first:] for name, array in arrays.items()})
-    if kind == "long":
-        about[0]["length"] += 1
+        parts = parts[1:]
+    elif kind == "long":
+        arrays["tokens"] = np.append(arrays["tokens"], np.int32(1))
     elif kind == "vocabulary" or "logprobs" not in arrays:
-        arrays["tokens"][-1] = vocab + 7
+        arrays["tokens"][-1:] = vocab + 7
     else:
-        arrays["logprobs"][0] = np.nan if kind == "nan" else 0.5
-    return pack(about, arrays)
+        arrays["logprobs"][:1] = np.nan if kind == "nan" else 0.5
+    return bytes(pack_parts(parts))
 
 
 def main() -> None:

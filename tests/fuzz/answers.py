@@ -163,29 +163,30 @@ def right(kind: str, path: str, sampling: Sampling) -> Any:
             "sampling_mask_max_tokens": 50,
             "enable_deterministic_inference": True,
         }
-    tokens, logprobs = np.arange(4, dtype=np.int32).repeat(n), np.full(4 * n, -0.5, np.float32)
+    tokens, logprobs = np.arange(4, dtype=np.int32), np.full(4, -0.5, np.float32)
     if kind == "vllm" and "score" in path:
         k = 2
         return None, {"logprobs": np.zeros((3, 1 + k), np.float32), "ids": np.ones((3, k), np.int32)}
     if kind == "vllm":
         about = {
-            "length": 4,
-            "expert_rows": 0,
             "finish_reason": "length",
             "stop_reason": None,
             "weight_versions": [[0, "3"]],
         }
-        return [about] * n, {"tokens": tokens, "logprobs": logprobs}
+        return [about] * n, named(n, {"tokens": tokens, "logprobs": logprobs})
     if kind == "sglang":
-        lengths = {"tokens": 4, "scaled": 4, "drawn": 4, "prompt": 3, "top": 2, "top_ids": 2}
         about = {
-            "lengths": lengths,
             "finish_reason": {"type": "length"},
             "weight_versions": [{"start": 0, "version": "3"}],
         }
-        top = {"top": np.full((2 * n, 2), -0.5, np.float32), "top_ids": np.ones((2 * n, 2), np.int32)}
-        told = {"tokens": tokens, "scaled": logprobs, "drawn": logprobs, "prompt": np.full(3 * n, -0.5, np.float32)}
-        return [about] * n, told | top
+        top = {"top": np.full((2, 2), -0.5, np.float32), "top_ids": np.ones((2, 2), np.int32)}
+        told = {"tokens": tokens, "scaled": logprobs, "drawn": logprobs, "prompt": np.full(3, -0.5, np.float32)}
+        return [about] * n, named(n, told | top)
     choice = {"index": 0, "text": "ab", "finish_reason": "stop", "stop_reason": None, "token_ids": [1, 2]}
     choice |= {"logprobs": {"token_logprobs": [-0.5, -1.5], "top_logprobs": [{"token_id:4": -1.0}] * 3}}
     return {"choices": [choice | {"index": i} for i in range(n)]}
+
+
+def named(n: int, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the arrays of n equal completions, as the parts of a frame name them."""
+    return {f"{number}/{name}": array for number in range(n) for name, array in arrays.items()}

@@ -25,7 +25,7 @@ import numpy as np
 from megatron_rl.engines.auth_middleware import HEADER, TOKEN_FILE
 from megatron_rl.engines.vllm.routes import PATH as GENERATE
 from megatron_rl.engines.vllm.routes import SCORE_PATH as SCORE
-from megatron_rl.frames import CONTENT_TYPE, pack, unpack
+from megatron_rl.frames import CONTENT_TYPE, Arrays, pack, pack_parts, unpack
 
 ERROR = "(EngineCore pid=22706) ERROR 11-26 09:54:38 [core.py:1510] "  # how vLLM's logger begins a line
 CAUSE = f"""{ERROR}EngineCore failed to start.
@@ -205,21 +205,15 @@ class FakeVllm:
             self.running -= 1
             self._change.notify_all()
         texts = texts[1:] if fault == "few" else texts
-        experts = [experts_of(prompt + tokens) for tokens in texts] if self.experts else []
-        about = [
-            {
-                "length": len(tokens), "finish_reason": end, "stop_reason": None, "weight_versions": spans,
-                "expert_rows": len(prompt) + len(tokens) - 1 if self.experts else 0,
-            }
-            for tokens in texts
-        ]  # fmt: skip
-        tokens = [token for text in texts for token in text]
-        told: dict[str, np.ndarray] = {"tokens": np.array(tokens, np.int32)}
-        if params["logprobs"] is not None:
-            told["logprobs"] = np.array([logprob_of(token) for token in tokens], np.float32)
-            if fault == "nan":
-                told["logprobs"][0] = np.nan
-        return pack(about, told | ({"experts": np.concatenate(experts)} if experts else {}))
+        about = {"finish_reason": end, "stop_reason": None, "weight_versions": spans}
+        parts: list[tuple[Any, Arrays]] = []
+        for tokens in texts:
+            own = {"tokens": np.array(tokens, np.int32)}
+            if params["logprobs"] is not None:
+                own["logprobs"] = np.array([logprob_of(token) for token in tokens], np.float32)
+                own["logprobs"][:1] = np.nan if fault == "nan" and not parts else own["logprobs"][:1]
+            parts.append((about, own | ({"experts": experts_of(prompt + tokens)} if self.experts else {})))
+        return pack_parts(parts)
 
     def score(self, frame: bytes, fault: str | None) -> bytes:
         asked, arrays = unpack(frame)

@@ -25,7 +25,7 @@ from megatron_rl.engines.sglang.client import SglangServer
 from megatron_rl.engines.sglang.kind import command
 from megatron_rl.engines.sglang.routes import OWN, PATH, Framed, framed
 from megatron_rl.engines.sglang.settings import Sglang
-from megatron_rl.frames import unpack
+from megatron_rl.frames import unpack_parts
 from megatron_rl.types import Stop
 
 INFO = {"tp_size": 2, "max_req_input_len": 506, "sampling_mask_max_tokens": 50, "enable_deterministic_inference": False}
@@ -215,9 +215,9 @@ def test_the_servers_middleware_turns_good_answers_into_bytes_and_leaves_the_res
 
     seen: list[str] = []
     start, content = post(PATH, b"{}")
-    about, arrays = unpack(content)
+    [(about, arrays)] = unpack_parts(content)
     assert arrays["tokens"].tolist() == [5, 6] and arrays["scaled"].tolist() == [-5.0, -6.0]
-    assert about[0]["finish_reason"]["type"] == "length" and about[0]["weight_versions"][0]["version"] == "3"
+    assert about["finish_reason"]["type"] == "length" and about["weight_versions"][0]["version"] == "3"
     assert dict(start["headers"])[b"content-length"] == str(len(content)).encode()
     start, content = post(PATH, b"")
     assert start["status"] == 400 and start["headers"] == [(b"x", b"y")] and json.loads(content) == answer()

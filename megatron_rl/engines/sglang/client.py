@@ -21,9 +21,8 @@ from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling, TopScores, empty
 from megatron_rl.engines.server import MARGIN_S, Server
 from megatron_rl.engines.sglang.routes import PATH as GENERATE
-from megatron_rl.engines.sglang.routes import parts
 from megatron_rl.engines.sglang.settings import Sglang
-from megatron_rl.frames import Arrays, unpack
+from megatron_rl.frames import Arrays, unpack_parts
 from megatron_rl.types import Stop
 
 FACTS = "/server_info"
@@ -195,8 +194,7 @@ class SglangServer(Server):
             asked = json.dumps(body).encode()
             answer = await self._http.exchange(GENERATE, asked, JSON, timeout_s=timeout_s, max_bytes=max_bytes)
         with self._understood():
-            about, arrays = unpack(answer)
-            found = list(zip(about, parts(about, arrays), strict=True))
+            found = unpack_parts(answer)
         self._check_count(found, count)
         return found
 

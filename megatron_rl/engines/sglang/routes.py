@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from megatron_rl.engines.auth_middleware import Application, Message, Receive, Send
-from megatron_rl.frames import CONTENT_TYPE, pack
+from megatron_rl.frames import CONTENT_TYPE, Arrays, pack_parts
 
 PATH, OWN = "/megatron_rl/generate", "/generate"  # ours, and SGLang's own
 # Names in a frame -> names in SGLang's `meta_info`, and whether each token has a list of its own there.
@@ -30,10 +30,9 @@ ABOUT = ("finish_reason", "weight_versions")  # what else is handed on of `meta_
 class Framed:
     """An ASGI application around SGLang's: what is posted to PATH goes to `/generate`, its answer is sent as a frame.
 
-    The frame tells of each completion its `lengths` by array, its `finish_reason` and its `weight_versions`. The
-    arrays have those of all completions one after the other: `tokens` int32 and, as far as asked for, the float32 of
-    `LOGPROBS`, and of the likeliest tokens at each place of the prompt but the first `top` float32 [T - 1, k], their
-    log-probs, and `top_ids` int32.
+    Each completion is a part of the frame: its `finish_reason` and `weight_versions`, and the arrays `tokens` int32
+    and, as far as asked for, the float32 of `LOGPROBS`, and of the likeliest tokens at each position of the prompt but
+    the first `top` float32 [T - 1, k], their log-probs, and `top_ids` int32.
     """
 
     def __init__(self, app: Application) -> None:
@@ -61,35 +60,19 @@ class Framed:
 
 
 def framed(answer: bytes) -> bytes:
-    """Turns SGLang's answer into a frame. Raises KeyError or TypeError for one that is not SGLang's."""
-    said = json.loads(answer)
-    found, about = dict[str, list[np.ndarray]](), []
+    """Turns SGLang's answer into a frame. Raises KeyError or TypeError for an answer of another shape."""
+    said, parts = json.loads(answer), []
     for each in said if isinstance(said, list) else [said]:
-        own: dict[str, np.ndarray] = {"tokens": np.array(each["output_ids"], np.int32)}
+        about = each["meta_info"]
+        own: Arrays = {"tokens": np.array(each["output_ids"], np.int32)}
         for name, (theirs, listed) in LOGPROBS.items():
-            if theirs in each["meta_info"]:
-                own[name] = _numbers(each["meta_info"][theirs] or [], listed)
-        if places := (each["meta_info"].get(TOP) or [])[1:]:
+            if theirs in about:
+                own[name] = _numbers(about[theirs] or [], listed)
+        if places := (about.get(TOP) or [])[1:]:
             own["top"] = np.array([[entry[0] for entry in place] for place in places], np.float32)
             own["top_ids"] = np.array([[entry[1] for entry in place] for place in places], np.int32)
-        for name, array in own.items():
-            found.setdefault(name, []).append(array)
-        lengths = {name: len(array) for name, array in own.items()}
-        about.append({"lengths": lengths} | {name: each["meta_info"].get(name) for name in ABOUT})
-    return bytes(pack(about, {name: np.concatenate(arrays) for name, arrays in found.items()}))
-
-
-def parts(about: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """Returns the arrays of each completion of a frame. Raises KeyError or ValueError for lengths that do not fit."""
-    out: list[dict[str, np.ndarray]] = [{} for _ in about]
-    for name, array in arrays.items():
-        begin = 0
-        for own, each in zip(out, about, strict=True):
-            end = begin + each["lengths"].get(name, 0)
-            own[name], begin = array[begin:end].copy(), end  # without the rest of the answer, and writable
-        if begin != len(array):
-            raise ValueError(f"{len(array)} {name} for completions of {begin}")
-    return out
+        parts.append(({name: about.get(name) for name in ABOUT}, own))
+    return bytes(pack_parts(parts))
 
 
 def _numbers(told: Sequence[Any], listed: bool) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -62,9 +62,10 @@ class VllmServer(Server):
         lengths = [len(tokens) for tokens in sequences]
         asked = {"lengths": lengths, "top_k": k} | self._adapter()
         longest = response_parsing.FREE_BYTES + sum(lengths) * (1 + k) * response_parsing.ENTRY_BYTES
-        _, found = await self._exchange(SCORE, asked, np.concatenate(sequences), timeout_s, longest)
+        answer = await self._exchange(SCORE, asked, np.concatenate(sequences), timeout_s, longest)
         ends = np.cumsum(lengths)[:-1]
         with self._understood():
+            _, found = frames.unpack(answer)
             if found["ids"].shape != (sum(lengths), k):
                 raise response_parsing.AnswerError(
                     f"ids {found['ids'].shape} of the {k} likeliest of {sum(lengths)} tokens"
@@ -130,10 +131,11 @@ class VllmServer(Server):
         parameters = self._parameters(sampling, n, seed, room) | self._adapter()
         room = parameters["max_tokens"]
         longest = response_parsing.FREE_BYTES + n * (len(prompt) + room) * response_parsing.FRAME_TOKEN_BYTES
-        choices, arrays = await self._exchange(GENERATE, parameters, prompt, timeout_s, longest)
+        answer = await self._exchange(GENERATE, parameters, prompt, timeout_s, longest)
         with self._understood():
             completions = [
-                self._completion(choice, part, sampling, len(prompt), room) for choice, part in _parts(choices, arrays)
+                self._completion(choice, part, sampling, len(prompt), room)
+                for choice, part in frames.unpack_parts(answer)
             ]
         self._check_count(completions, n)
         if sampling.tandem is not None:
@@ -162,14 +164,10 @@ class VllmServer(Server):
             parameters["extra_args"] = {TANDEM: {name: value for name, value in settings.items() if value is not None}}
         return parameters
 
-    async def _exchange(
-        self, path: str, about: Any, tokens: np.ndarray, timeout_s: float, max_bytes: int
-    ) -> tuple[Any, frames.Arrays]:
-        """Sends tokens and what is said about them; returns what the answer says, and its arrays."""
-        body = frames.pack(about, {"tokens": tokens})
-        answer = await self._http.exchange(path, body, frames.CONTENT_TYPE, timeout_s=timeout_s, max_bytes=max_bytes)
-        with self._understood():
-            return frames.unpack(answer)
+    async def _exchange(self, path: str, about: Any, tokens: np.ndarray, timeout_s: float, max_bytes: int) -> bytes:
+        """Sends tokens and what is said about them; returns the frame of the answer."""
+        body = bytes(frames.pack(about, {"tokens": tokens}))
+        return await self._http.exchange(path, body, frames.CONTENT_TYPE, timeout_s=timeout_s, max_bytes=max_bytes)
 
     def _with_authors(
         self, completion: Completion, tandem: TandemSampling, prompt: np.ndarray, seed: int
@@ -283,22 +281,6 @@ def open_client(url: str, token: str, settings: Vllm, refit_timeout_s: float, fa
     """Returns a client of a server with merged weights, or of one that computes with adapters."""
     kind = VllmServer if facts.adapters is None else AdapterServer
     return kind(url, token, settings, refit_timeout_s, facts)
-
-
-def _parts(choices: Sequence[Mapping[str, Any]], arrays: frames.Arrays) -> Iterator[tuple[Any, frames.Arrays]]:
-    """Yields each choice with its own part of the arrays. Raises ValueError for parts that do not fill them."""
-    kept = {name: arrays[name] for name in ("tokens", "logprobs", "experts") if name in arrays}
-    rows = {name: "expert_rows" if name == "experts" else "length" for name in kept}
-    begins = dict.fromkeys(kept, 0)
-    for choice in choices:
-        part = {}
-        for name, array in kept.items():
-            end = begins[name] + response_parsing.read_whole(choice[rows[name]], 0)
-            part[name] = array[begins[name] : end].copy()  # without the rest of the answer, and writable
-            begins[name] = end
-        yield choice, part
-    if any(begins[name] != len(array) for name, array in kept.items()):
-        raise ValueError(f"its choices have {begins} rows, its arrays { ({n: len(a) for n, a in kept.items()}) }")
 
 
 def _stop(choice: Mapping[str, Any], ends: Collection[int]) -> Stop:

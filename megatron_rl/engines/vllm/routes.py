@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.engines.auth_middleware import Application, Message, Receive, Send
-from megatron_rl.frames import CONTENT_TYPE, Arrays, pack, unpack
+from megatron_rl.frames import CONTENT_TYPE, Arrays, pack, pack_parts, unpack
 
 PATH, SCORE_PATH = "/megatron_rl/generate", "/megatron_rl/score"
 _log = logging.getLogger("vllm.megatron_rl.route")  # below vLLM's, which writes
@@ -30,10 +30,11 @@ class Routes:
     (frames.py).
 
     PATH takes `tokens` int32 [T], the prompt, with vLLM's sampling parameters, and with `lora`, the name, number,
-    directory and version of the adapter to compute with, where there is one. It answers with the n samples one after
-    the other: `tokens` int32 and, when asked for, `logprobs` float32 of the sampled tokens; `experts` int16 [rows,
-    layers, k] where the server tells them; and a list of choices: `length`, `expert_rows`, `finish_reason`,
-    `stop_reason`, `weight_versions` as [first token, version]. SCORE_PATH takes `tokens` of sequences one after the
+    directory and version of the adapter to compute with, if there is one. Each sample is a part of the answer, with
+    `finish_reason`, `stop_reason` and `weight_versions` as [first token, version], and with the arrays `tokens` int32,
+    `logprobs` float32 when asked for, and `experts` int16 [rows, layers, k] when the server returns them.
+
+    SCORE_PATH takes `tokens` of sequences one after the
     other, their `lengths` and `top_k`, a number k, and `lora`; it answers with `logprobs` float32 [tokens, 1 + k] in
     the same order, those of the model at temperature 1, of the token and of the k likeliest at its place, and with
     `ids` int32 [tokens, k], which these are; 0 for the first of each. Status 400 for what the engine refuses.
@@ -69,11 +70,11 @@ class Routes:
         parameters, tokens = _unpacked(body)
         adapter = parameters.pop("lora", None)
         result = await self._ask(engine, tokens.tolist(), parameters, adapter)
-        about, arrays = _told(sorted(result.outputs, key=lambda output: output.index))
+        parts = [_told(output) for output in sorted(result.outputs, key=lambda output: output.index)]
         if adapter is not None:  # vLLM tells the version of the model, which stays
-            for choice in about:
-                choice["weight_versions"] = [[0, adapter[3]]]
-        return bytes(pack(about, arrays))
+            for about, _ in parts:
+                about["weight_versions"] = [[0, adapter[3]]]
+        return bytes(pack_parts(parts))
 
     async def _score(self, engine: Any, body: bytes) -> bytes:
         asked, tokens = _unpacked(body)
@@ -165,24 +166,18 @@ def _unpacked(body: bytes) -> tuple[Any, np.ndarray]:
         raise _Refused(f"{type(error).__name__}: {error}") from error
 
 
-def _told(outputs: list[Any]) -> tuple[list[dict[str, Any]], Arrays]:
-    """Returns what an answer tells of the samples, and their arrays."""
-    arrays: Arrays = {"tokens": np.concatenate([np.array(output.token_ids, np.int32) for output in outputs])}
-    if all(output.logprobs is not None for output in outputs):  # one a token: `logprobs` is 0
-        arrays["logprobs"] = np.concatenate([np.array(output.logprobs.logprobs, np.float32) for output in outputs])
-    experts = [output.routed_experts for output in outputs if output.routed_experts is not None]
-    if experts:
-        arrays["experts"] = np.concatenate(experts).astype(np.int16)
-    about = [
-        {
-            "length": len(output.token_ids),
-            "expert_rows": 0 if output.routed_experts is None else len(output.routed_experts),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-            "weight_versions": [[span.start, span.version] for span in output.weight_versions or []],
-        }
-        for output in outputs
-    ]
+def _told(output: Any) -> tuple[dict[str, Any], Arrays]:
+    """Returns what an answer says of one sample, and the sample's arrays."""
+    arrays: Arrays = {"tokens": np.array(output.token_ids, np.int32)}
+    if output.logprobs is not None:  # one a token: `logprobs` is 0
+        arrays["logprobs"] = np.array(output.logprobs.logprobs, np.float32)
+    if output.routed_experts is not None:
+        arrays["experts"] = np.asarray(output.routed_experts).astype(np.int16)
+    about = {
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "weight_versions": [[span.start, span.version] for span in output.weight_versions or []],
+    }
     return about, arrays
 
 
