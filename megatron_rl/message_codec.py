@@ -20,9 +20,9 @@ from megatron_rl import frames
 from megatron_rl.algorithms.tandem_authors import Rule
 from megatron_rl.batches.replica_batch import Outline, StepTotals
 from megatron_rl.batches.rollout_buffer import Counts, Form, Value
-from megatron_rl.engines.protocol import Completion, Sampling, TandemSampling, TopScores
 from megatron_rl.frames import KINDS, CodecError
 from megatron_rl.run.checkpoint import Checkpoint
+from megatron_rl.sampling import Completion, Sampling, TandemSampling, TopScores
 from megatron_rl.types import Author, Stop
 
 # Dataclasses, named tuples and enums that travel between ranks. Others are refused by name; add them here.

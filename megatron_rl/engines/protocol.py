@@ -4,113 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from megatron_rl.algorithms.tandem_authors import Rule
-from megatron_rl.types import Stop
+from megatron_rl.sampling import Completion, Sampling, TandemSampling, TopScores, empty
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineError",
+    "Sampling",
+    "Session",
+    "TandemSampling",
+    "TopScores",
+    "complete",
+    "empty",
+]
 
 Tokens = Sequence[int] | np.ndarray  # [T] token ids
 
 
 class EngineError(RuntimeError):
     """Engines cannot go on; the message says which, why, and what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TandemSampling:
-    """Lets the engine's junior write a part of the tokens.
-
-    The author of each token is drawn from a random stream of the row, a function of (seed, key, j).
-    """
-
-    rule: Rule
-    seed: int | None = None  # seed of the authors of a text that is continued; None: the row's own seed
-    written: int = 0  # number of tokens at the end of the prompt that the two models have written already
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How completions are sampled. `temperature=0` is greedy; `top_k=0`, `top_p=1` and `min_p=0` are off.
-
-    Sample j of the request with key `key` has its own random stream, a function of (seed, key, j) alone, so that a
-    completion does not depend on batching. A stop token or end-of-sequence token is kept as the last token of the
-    completion. A completion with a stop string ends with the token that completes the string.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop_tokens: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    n: int = 1
-    seed: int = 0
-    logprobs: bool = True  # False: log-probs are not read; a server may then return nan
-    tandem: TandemSampling | None = None  # None: the model alone
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is taken each time. Its log-prob under that choice is 0."""
-        return self.temperature == 0
-
-    @property
-    def truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary."""
-        return not self.greedy and (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0)
-
-    @property
-    def plain(self) -> bool:
-        """Whether tokens are drawn from the model's own distribution at temperature 1."""
-        return self.temperature == 1.0 and not self.truncated
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Completion:
-    """One sampled answer. The constructor turns lists into arrays."""
-
-    tokens: np.ndarray  # [T] int32
-    logprobs: (
-        np.ndarray
-    )  # [T] float32, log p under the distribution that was sampled from (after temperature and truncation)
-    stop: Stop
-    model_logprobs: np.ndarray | None = None  # [T] float32, log p of the model at temperature 1, if the engine has it
-    versions: Sequence[tuple[int, int]] = field(
-        default_factory=list
-    )  # (first token, weight version from this token on); empty: the engine's version
-    experts: np.ndarray | None = None  # [prompt + T - 1, L, k] int16, if the engine has them
-    authors: np.ndarray | None = (
-        None  # [T] bool, of a tandem: True for tokens of the senior; log-probs are those of the author
-    )
-
-    def __post_init__(self) -> None:
-        for name, kind in (
-            ("tokens", np.int32),
-            ("logprobs", np.float32),
-            ("model_logprobs", np.float32),
-            ("authors", np.bool_),
-        ):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, np.asarray(value, kind))
-
-
-def empty(sampling: Sampling) -> Completion:
-    """Returns the completion of a prompt that fills the model's context."""
-    none = np.empty(0)
-    return Completion(tokens=none, logprobs=none, stop=Stop.LENGTH, authors=None if sampling.tandem is None else none)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TopScores:
-    """The log-probs of one text, and the k likeliest tokens at every position under the same model."""
-
-    logprobs: np.ndarray  # [T] float32, of the text's tokens, as `Engine.score` returns them
-    ids: np.ndarray  # [T, k] int32: the k likeliest next tokens, likeliest first; 0 at the first position
-    top_logprobs: np.ndarray  # [T, k] float32, log-probs of `ids`
 
 
 class Session(Protocol):

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,41 +20,30 @@ from megatron_rl.engines.kind import ModelFacts, ServerStart, kind_of
 from megatron_rl.models.registry import families
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
+# Packages, and modules that stand in no package, from the lowest layer to the highest.
 LAYERS = [
-    ["types", "config", "models", "hardware", "lazy_import", "user_code", "frames"],
     [
-        *(
-            "spec",
-            "algorithms",
-            "batches",
-            "rewards",
-            "weights",
-            "text",
-            "chat_template",
-            "control_tokens",
-            "vocabulary",
-        ),
-        "processes",
-        "safe_pickle",
-        *("allocator", "host_to_device", "timing", "sdpa", "engines.protocol", "refit.transport"),
-        *("evaluation.statistics", "evaluation.confusion", "run.json_lines", "run.file_checksums", "run.metrics"),
-        *("run.checkpoint", "run.atomic_files"),
+        *("types", "config", "user_code", "lazy_import", "allocator", "frames", "hardware", "host_to_device", "sdpa"),
+        *("key_value_store", "processes", "safe_pickle"),
     ],
-    ["training.iteration", "world", "message_codec", "key_value_store"],
-    ["training.rollouts", "training.rollout_parquet", "training.store", "training.update", "data"],
-    ["training", "evaluation", "report", "run", "environments"],
-    ["recipes", "megatron", "engines", "refit", "cluster"],
+    ["models", "rewards", "run", "timing", "cluster", "weights", "text", "vocabulary"],
+    ["batches", "algorithms", "chat_template", "control_tokens", "data", "sampling", "message_codec", "spec", "world"],
+    ["refit"],
+    ["engines", "megatron"],
+    ["training", "conversion"],
+    ["evaluation", "environments", "errors"],
+    ["recipes", "report"],
     ["contrib"],
-    ["session", "conversion", "jobs", "planning"],
-    ["main", "commands", "errors", "api", "__main__"],
+    ["session", "jobs", "planning"],
+    ["main", "commands", "api", "__main__"],
 ]
-ADAPTERS = 5  # the layer whose rooms stand side by side
-SIDE_BY_SIDE = ("recipes", "megatron", "engines", "refit", "cluster")  # of that layer: never each other
-WORKERS = (
-    "megatron_rl.engines.refit_worker",
-    "megatron_rl.engines.vllm.worker",
-    "megatron_rl.engines.sglang.worker",
-)  # inside an engine: where it and a refit meet
+SIDE_BY_SIDE = (("engines", "megatron"), ("cluster", "engines"), ("cluster", "megatron"))  # neither imports the other
+# The package that only some packages may import whole, those packages, and what of it the other packages may import.
+INTERFACES = {
+    "engines": (("engines", "session", "jobs", "commands", "conversion", "api", "errors"), ("engines.protocol",))
+}
+WHOLE_CONFIGS = ("TrainConfig", "SftConfig", "EvalConfig", "GenerateConfig")
+TAKES_WHOLE_CONFIGS = ("config", "spec", "jobs", "commands", "api", "data")  # `data`: what a config names at the hub
 CONFINED: dict[str, tuple[str, ...]] = {  # library -> the modules that may import it
     "megatron.core": ("megatron_rl.megatron",),
     "transformer_engine": ("megatron_rl.megatron",),
@@ -105,28 +95,31 @@ def under(module, package):
     return module == package or module.startswith(package + ".")
 
 
-def layer(module):
-    """Number of the layer; the longest matching name decides (engines.protocol is lower than engines).
+def package_of(module):
+    """Returns the package, or the module that stands in no package, as LAYERS names it; None for another library."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "megatron_rl" and len(parts) > 1 else None
 
-    None outside the package.
-    """
-    names = [(name, i) for i, layer in enumerate(LAYERS) for name in layer if under(module, f"megatron_rl.{name}")]
-    return max(names, key=lambda found: len(found[0]))[1] if names else None
+
+def layer(module):
+    """Returns the number of the layer; None outside the package."""
+    return next((i for i, packages in enumerate(LAYERS) if package_of(module) in packages), None)
 
 
 def faults(module, source):
     """Returns what a source does that its layer may not, one line each."""
-    own, out = layer(module), []
+    own, here, out = layer(module), package_of(module), []
     for name in imports(source):
-        target = layer(name)
+        target, there = layer(name), package_of(name)
         if target is not None and own is not None and target > own:
             out.append(f"{module} (layer {own}) imports {name} (layer {target})")
-        if own == target == ADAPTERS:
-            here, there = (
-                next((p for p in SIDE_BY_SIDE if under(m, f"megatron_rl.{p}")), None) for m in (module, name)
-            )
-            if here != there and not (module in WORKERS and there == "refit"):
-                out.append(f"{module} imports {name}: adapters and recipes never import each other")
+        if (here, there) in SIDE_BY_SIDE or (there, here) in SIDE_BY_SIDE:
+            out.append(f"{module} imports {name}: {here} and {there} never import each other")
+        inside, open_to_all = INTERFACES.get(there, ((here,), ()))
+        if here not in inside and not any(under(name, f"megatron_rl.{part}") for part in open_to_all):
+            out.append(f"{module} imports {name}: {here} may import {', '.join(open_to_all)} alone")
+        if name.rpartition(".")[2] in WHOLE_CONFIGS and here not in TAKES_WHOLE_CONFIGS:
+            out.append(f"{module} imports {name}: it takes a part of the run's specification")
         for library, homes in CONFINED.items():
             if under(name, library) and not any(under(module, home) for home in homes):
                 out.append(f"{module} imports {name}, which belongs to {', '.join(homes) or 'tools'}")
@@ -161,6 +154,16 @@ def test_every_module_has_a_layer():
     assert not without, f"give a layer in tests/unit/test_layering.py to {without}"
 
 
+def test_packages_import_each_other_in_one_direction():
+    """Two packages never import each other, nor do more of them in a circle."""
+    below = {package: set() for packages in LAYERS for package in packages}
+    for path in FILES:
+        own = package_of(module_of(path))
+        below[own or "__main__"] |= {package_of(name) for name in imports(path.read_text())} & below.keys() - {own}
+    order = TopologicalSorter(below)
+    order.prepare()  # it raises CycleError
+
+
 @pytest.mark.parametrize(
     "module, source",
     [
@@ -172,6 +175,7 @@ def test_every_module_has_a_layer():
         ("megatron_rl.engines.embedded", "import vllm"),
         ("megatron_rl.engines.vllm.client", "import sglang.srt"),
         ("megatron_rl.session.launch_ranks", "import nemo_run"),
+        ("megatron_rl.session.train", "from megatron_rl.config.schema import TrainConfig"),
     ],
 )
 def test_the_rules_catch_what_they_forbid(module, source):
