@@ -58,8 +58,11 @@ class _Underway:
 
 
 class EpisodesPlay:
-    """One call of `Environment.play`. The driver's thread keeps the books; one thread a role reads its engine's
-    answers, and worker threads call environments."""
+    """One call of `Environment.play`.
+
+    The caller's thread keeps the state of all episodes. One thread per role reads the answers of its engine, and worker
+    threads call the environments.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Types of what passes between an environment and the models that act in it: requests, answers, tools, episodes."""
+"""The types that pass between an environment and the models that act in it: requests, answers, tools, episodes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ AGENT = "agent"  # the name in a rollout's payload of the agent that it is the s
 
 
 def quoting(role: str, template: str, **values: str) -> Message:
-    """Returns a message whose content is a template with each `{name}` replaced by that value: a text that another one
-    wrote, such as a tool's output. With the dialogue `text` such a text can write no control token, and the template
-    can; with the other dialogues no content can."""
+    """Returns a message whose content is a template with each `{name}` replaced by a quoted text.
+
+    A quoted text was written by somebody else, such as the output of a tool. With the dialogue `text`, control tokens
+    take effect in the template and not in quoted texts. With the other dialogues, they take effect in neither.
+    """
     content, quoted = "", []
     for part in re.split("(" + "|".join(rf"\{{{name}\}}" for name in values) + ")", template):
         value = values.get(part[1:-1]) if part.startswith("{") else None
@@ -28,13 +30,17 @@ def quoting(role: str, template: str, **values: str) -> Message:
 
 
 class EnvironmentFailure(RuntimeError):
-    """An environment or a tool broke, through no fault of a model's: a lost sandbox, a server that does not answer. The
-    episode's samples are dropped and counted; they never get a reward of 0."""
+    """An environment or a tool failed for a reason that is not the model's fault, such as a server that is down.
+
+    The samples of the episode are dropped and counted. They never get a reward of 0.
+    """
 
 
 class Tool(ABC):
-    """A function that models may call. A subclass is a dataclass whose fields are its settings; one object serves all
-    episodes, from several threads at a time."""
+    """A function that models may call. A subclass is a dataclass whose fields are its settings.
+
+    One object serves all episodes, and several threads call it at the same time.
+    """
 
     name: str  # by which a model calls it
     description: str  # what a model is told of it
@@ -42,18 +48,23 @@ class Tool(ABC):
 
     @abstractmethod
     def run(self, arguments: Mapping[str, Any]) -> str:
-        """Returns what the model is told. A model's own mistake (wrong arguments, code that raises or does not end) is
-        such a text too. Raises EnvironmentFailure where the tool itself broke, at once: trying again is the
-        environment's part."""
+        """Returns the text that the model is told.
+
+        A mistake of the model (wrong arguments, code that raises an error or does not end) is reported as a text, too.
+        Raises EnvironmentFailure at once if the tool itself failed. The environment retries; the tool does not.
+        """
         ...
 
     def files(self) -> Mapping[str, str]:
-        """Returns {argument: path} of the files that it reads and that must be there before a run."""
+        """Returns {argument: path} of the files that the tool reads. They must exist before a run."""
         return {}
 
     def load(self) -> None:
-        """Loads what takes long. It is called on the process that plays, before each batch of episodes: what is loaded
-        is not loaded again. Raises ConfigError for files that do not do."""
+        """Loads data that takes long to load. Calls after the first one are no-ops.
+
+        It is called before each batch of episodes, in the process that plays them. Raises ConfigError for files that
+        cannot be used.
+        """
         return None
 
 

@@ -47,10 +47,10 @@ class RewardFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class Graded:
-    """The result of one grading. `score` means nothing unless the outcome is SCORE; `detail` says what went wrong.
+    """The result of one grading. `score` is only valid if the outcome is SCORE; `detail` says what went wrong.
 
-    `cut_off`: the grading ended by time, by memory or with its worker, and not by the reward's own doing. `excused`: it
-    does not speak against the reward, which grades the problem's own answer well.
+    `cut_off`: the grading was ended by the time limit, the memory limit or the death of its worker. `excused`: the
+    failure does not count against the reward function, which grades the problem's own answer well.
     """
 
     outcome: Outcome
@@ -65,13 +65,13 @@ class Graded:
 
     @property
     def correct(self) -> bool:
-        """Returns whether there is a score, and it is above the middle of the range."""
+        """Returns whether the response has a score above the middle of reward.range."""
         return self.outcome is Outcome.SCORE and self.score > self.threshold
 
 
 @dataclass
 class _Worker:
-    """A worker process, with what has been sent to it and read from it."""
+    """A worker process, with the items that it holds and the bytes that are on their way to it and from it."""
 
     process: subprocess.Popen[bytes]  # its reaper, which ends all that it started and has its exit status
     outbox: bytearray  # bytes still to be written to the worker, as a full pipe must not block the run
@@ -91,7 +91,7 @@ class _Worker:
 
 
 class GradePool:
-    """A pool of worker processes that run one reward function; for one caller at a time.
+    """A pool of worker processes that run one reward function. Only one thread may call it at a time.
 
     Use: `with GradePool(config.reward) as pool: pool.grade(responses, payloads)`. Workers start at the first use, or by
     `start`. They import the function along this process's sys.path and its working directory.
@@ -118,7 +118,7 @@ class GradePool:
         self.close()
 
     def close(self) -> None:
-        """Ends the workers, and all processes that they started. The next `grade` starts new ones."""
+        """Ends the workers and all processes that the workers started. The next `grade` starts new workers."""
         for worker in self._workers:
             worker.process.send_signal(reaper.LEAVE)
         for worker in self._workers:
@@ -129,7 +129,7 @@ class GradePool:
             self._starter = None
 
     def start(self) -> None:
-        """Starts the workers, which import the function meanwhile, and does not wait for them."""
+        """Starts the workers without waiting until they have imported the function."""
         self._ensure_workers(self.reward.workers)
         for worker in self._workers:
             _send(worker)
@@ -154,7 +154,7 @@ class GradePool:
         return [found[i] for i in range(count)]
 
     def _settled(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
-        """Grades [B] responses, and settles what becomes of those whose grading was cut off."""
+        """Grades [B] responses, and applies `reward.cut_off` to gradings that were cut off."""
         graded = self._grade(responses, payloads)
         if not any(one.cut_off for one in graded):
             return graded
@@ -371,7 +371,7 @@ def _open_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def _known_answer(payload: Mapping[str, Any]) -> str | None:
-    """Returns a text that stands for a problem's own answer; None for a problem without one."""
+    """Returns a key for a problem and its known answer; None for a problem without a known answer."""
     return repr(sorted((key, repr(value)) for key, value in payload.items())) if "answer" in payload else None
 
 

@@ -81,9 +81,9 @@ def _write(stream: BinaryIO, value: Any) -> None:
 
 
 def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Grader | list[str]:
-    """Returns what grades with the target, or why it cannot be used and the traceback.
+    """Returns the grader for a target, or [why the target cannot be used, traceback].
 
-    This is a border to user code: whatever its import raises is reported.
+    This is a border to user code: any error that the import raises is reported.
     """
     from megatron_rl.rewards.reward_functions import GIVEN_UP, CalledFunction, Grader, RewardFunctions
 

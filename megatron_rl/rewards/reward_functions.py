@@ -28,13 +28,13 @@ _OWN = ("messages", "prompt")  # of a payload: no columns of their own
 
 
 class BatchFailed(Exception):
-    """A function of batches raised on a batch of several items. Which of them made it raise is found out by grading
-    each by itself."""
+    """A batch function raised an error on a batch of several items. The caller grades each item alone to find the
+    item that caused the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of one grading. Without a score, `why` says what went wrong; `metrics` are further numbers by name."""
+    """The result of one grading. If `score` is None, `why` says what went wrong. `metrics` are further numbers."""
 
     score: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
-    """One of several reward functions: where it is found, and its weight in the sum."""
+    """Where one of several reward functions is found, and its weight in the sum."""
 
     target: str | None = None  # its name as package.module:name
     pickled: str | None = None  # instead: a file that cloudpickle wrote, for a function that no module holds
@@ -89,13 +89,13 @@ class RewardFunctions:
 
     @property
     def grader(self) -> Grader:
-        """Returns what grades with these functions."""
+        """Returns the grader that calls these functions."""
         return vars(self)["_grader"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalledFunction:
-    """A reward function with what its signature says about calling it."""
+    """A reward function and how to call it, as read from its signature."""
 
     function: Callable[..., Any]
     name: str
@@ -107,8 +107,11 @@ class CalledFunction:
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str = "", *, weight: float = 1.0) -> CalledFunction:
-        """Reads a signature. A parameter named `completions` or `prompts` makes it a function of batches; any other is
-        called with a response and its payload. Raises ValueError for one that cannot be called either way."""
+        """Reads the signature of a function.
+
+        A function with a parameter named `completions` or `prompts` grades batches. Any other function is called with a
+        response and its payload. Raises ValueError for a function that cannot be called in either way.
+        """
         name = name or name_of(function)
         if not math.isfinite(weight):
             raise ValueError(f"the reward {name} has the weight {weight}: give a finite number")
@@ -139,8 +142,10 @@ class CalledFunction:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Returns the parameters that are columns of the data set and have no default; none of a function that takes
-        one response."""
+        """Returns the names of the required parameters that are columns of the data set.
+
+        The tuple is empty for a function that takes one response.
+        """
         if not self.batched:
             return ()
         given = inspect.signature(self.function).parameters
@@ -177,13 +182,16 @@ class Grader:
 
     @property
     def together(self) -> bool:
-        """Returns whether a batch is graded as one, so that nobody can tell which item made it fail."""
+        """Returns whether a batch is graded in one call, so that an error cannot be assigned to one item."""
         return any(one.batched or one.waits for one in self._functions)
 
     def grade(self, items: Sequence[Item]) -> Iterator[Result]:
-        """Yields the result of each of [B] items, in order. Where no function takes batches or waits, each is yielded
-        before the next is begun. Raises MemoryError, and BatchFailed where a function of batches raised on several
-        items; on one item its error is that item's result."""
+        """Yields the result of each of [B] items, in order.
+
+        If no function takes batches or is a coroutine function, each result is yielded before the next item is graded.
+        Raises MemoryError, and BatchFailed when a batch function raises an error on several items. An error on a single
+        item becomes the result of that item.
+        """
         batches = [list(items)] if self.together else [[item] for item in items]
         for batch in batches:
             columns = [self._values(one, batch) for one in self._functions if not one.waits]
@@ -196,13 +204,13 @@ class Grader:
         return [next(second if one.waits else first) for one in self._functions]
 
     def _values(self, one: CalledFunction, batch: Sequence[Item]) -> list[Any]:
-        """Calls one function -> [B] what it returned, or the error that it raised."""
+        """Calls one function. Returns [B] values that it returned or errors that it raised."""
         if not one.batched:
             return [_attempt(one.function, *item) for item in batch]
         return _listed(one, _attempt(lambda: one.function(**one.batch(batch))), len(batch))
 
     def _waited(self, batch: Sequence[Item]) -> list[list[Any]]:
-        """Calls the functions that wait, all at once -> what `_values` returns, for each."""
+        """Calls all coroutine functions concurrently. Returns for each function what `_values` returns."""
         waiting = [one for one in self._functions if one.waits]
         if not waiting:
             return []
@@ -231,7 +239,7 @@ class Grader:
         return [_listed(one, value, len(batch)) if one.batched else value for one, value in found]
 
     def _sum(self, row: Sequence[Any]) -> Result:
-        """Adds up what the functions returned for one item; a function that returned None has no part in it."""
+        """Returns the weighted sum of the rewards of one item. Functions that returned None are left out."""
         total, parts, metrics = 0.0, 0, {}
         for one, value in zip(self._functions, row, strict=True):
             if isinstance(value, BaseException):
@@ -290,7 +298,7 @@ def name_of(function: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Returns a finite number; None of any other value. An array or tensor of one number is that number."""
+    """Returns the value as a finite float, or None for any other value. Accepts arrays and tensors of one element."""
     if hasattr(value, "item") and not isinstance(value, numbers.Real):
         try:
             value = value.item()
@@ -319,7 +327,7 @@ def _completion(response: str, payload: Mapping[str, Any]) -> Any:
 
 
 def _attempt(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns what a user's function returns, or the error that it raises. Raises MemoryError alone."""
+    """Returns the value that a user's function returns, or the error that it raises. Only raises MemoryError."""
     try:
         return call(*arguments)
     except MemoryError:
@@ -329,8 +337,10 @@ def _attempt(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _listed(one: CalledFunction, value: Any, count: int) -> list[Any]:
-    """Returns the [B] results of a batch; the error for each item where it is no list of B. Raises BatchFailed where
-    the function raised on several items."""
+    """Returns the [B] results of a batch function; an error for each item if the function did not return a list of B.
+
+    Raises BatchFailed if the function raised an error on several items.
+    """
     if isinstance(value, BaseException):
         if count > 1:
             raise BatchFailed(one.name) from value

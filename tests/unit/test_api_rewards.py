@@ -292,7 +292,8 @@ def test_functions_that_ranks_can_import_are_named_and_names_stay_apart(tmp_path
 
     section, called = reward_settings([first, (second, 2), "megatron_rl.contrib.last_letter:grade"], tmp_path)
     targets = [one["target"] for one in section["args"]["functions"]]
-    assert targets == [f"megatron_rl.rewards.{m}:grade" for m in ("exact_match", "tiny_task", "last_letter")]
+    named = ("rewards.exact_match", "rewards.tiny_task", "contrib.last_letter")
+    assert targets == [f"megatron_rl.{module}:grade" for module in named]
     assert [one.name for one in called] == ["grade", "grade_2", "grade_3"] and not list(tmp_path.iterdir())
     assert reward_settings("a.b:c", tmp_path)[0] == {"target": "a.b:c", "args": {}}
 
@@ -406,4 +407,4 @@ def test_an_answer_that_hangs_the_reward_is_never_worth_more_than_a_wrong_one(tm
     with GradePool(Reward(**section, workers=1, timeout_s=1.0, answer_format="{answer}")) as pool:
         right, wrong, hung = pool.grade(["2", "3", "stall"], [{"answer": "2"}] * 3)
     assert (right.score, wrong.score, hung.score) == (1.0, -1.0, -1.0)
-    assert hung.outcome is Outcome.SCORE and hung.excused and not hung.right
+    assert hung.outcome is Outcome.SCORE and hung.excused and not hung.correct

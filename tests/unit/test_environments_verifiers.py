@@ -180,7 +180,7 @@ def test_the_sampling_is_the_roles(route):
         (400, GENERATE, {"model": "student", "token_ids": [1, 2]}, "sampling_params"),
         (400, GENERATE, asked([1, 2], max_tokens=0), "max_tokens = 0"),
         (400, GENERATE, asked([1, 2], stop_token_ids=list(range(100))), "stop_token_ids"),
-        (400, GENERATE, asked([1]), "the context needs two"),  # what an engine refuses
+        (400, GENERATE, asked([1]), "the table needs two"),  # what an engine refuses
         (400, GENERATE, asked([1, 2]) | {"features": {}}, "text alone"),
         (404, "/v1/chat/completions", {}, "there is"),
     ],

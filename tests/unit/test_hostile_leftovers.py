@@ -313,6 +313,7 @@ def test_security_worker_that_forks_answers_once(mark):
 
 def test_security_keeper_ends_as_its_worker_did(mark):
     for code, status in (("os._exit(3)", 3), ("os.kill(os.getpid(), 11)", -11), ("os.kill(os.getpid(), 9)", -9)):
-        start = f"import os; from megatron_rl.rewards import reaper, worker; worker.main = lambda k: {code}; "
+        imported = "import os; from megatron_rl.rewards import grading_worker, reaper"
+        start = f"{imported}; grading_worker.main = lambda k: {code}; "
         process = subprocess.Popen([sys.executable, "-c", f"{start}reaper.main()"], cwd=ROOT, start_new_session=True)
         assert process.wait(PROCESS_S) == status
