@@ -106,9 +106,10 @@ def to_megatron(
                 writer.add(
                     place.key, (*counts(sizes, place), *parameter.shape), offsets, parameter[(None,) * len(place.at)]
                 )
-        empty = _pickled_empty_state()
+        empty = io.BytesIO()  # as megatron-core writes an empty extra state
+        torch.save(EMPTY, empty)
         for key in extra_states(sizes):
-            writer.add_bytes(key, empty)
+            writer.add_bytes(key, empty.getvalue())
         writer.finish({})
         if verify:
             _verify(WeightSource(folder, folder, DistCheckpoint(folder)), tensors, None, cast=dtype)
@@ -151,13 +152,6 @@ def _check_finite(source: WeightSource, name: str, tensor: Tensor) -> None:
         raise ConfigError(
             f"{source.file_of(name)}: {name} holds numbers that are not finite: its run failed, or the file is damaged"
         )
-
-
-def _pickled_empty_state() -> bytes:
-    """Returns an empty extra state as megatron-core writes it."""
-    data = io.BytesIO()
-    torch.save(EMPTY, data)
-    return data.getvalue()
 
 
 def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:

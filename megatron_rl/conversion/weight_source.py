@@ -166,7 +166,11 @@ def _model_of(path: Path) -> Path:
         config = parent / "config.yaml"
         if not config.is_file():
             continue
-        started = _started_from(config, path.name)
+        tree = read_yaml(config)
+        try:
+            started = str((tree.get("roles", {}).get(path.name) or tree)["model"]["path"])
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ConfigError(f"{config} names no model of {path.name} ({error!r}): name it by --model") from error
         for place in (Path(started), parent / "models" / path.name, parent / "model"):
             if (place / "config.json").is_file():
                 return place
@@ -179,12 +183,3 @@ def _model_of(path: Path) -> Path:
     raise ConfigError(
         f"{path}: no run's config.yaml stands above it; give the model directory it started from by --model"
     )
-
-
-def _started_from(config: Path, role: str) -> str:
-    """Returns the model that a role of a run started from. Raises ConfigError for a damaged config."""
-    tree = read_yaml(config)
-    try:
-        return str((tree.get("roles", {}).get(role) or tree)["model"]["path"])
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{config} names no model of {role} ({error!r}): name it by --model") from error

@@ -239,11 +239,9 @@ def freeze(cores: Sequence[Any]) -> None:
     for core in cores:
         core.requires_grad_(False)
         if core.pre_process and core.config.recompute_granularity is not None:
-            core.embedding.register_forward_hook(_with_gradient)
-
-
-def _with_gradient(_module: Any, _inputs: Any, embedded: Tensor) -> Tensor:
-    return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
+            core.embedding.register_forward_hook(
+                lambda _module, _inputs, embedded: embedded.requires_grad_() if torch.is_grad_enabled() else embedded
+            )
 
 
 def _add(layer: Any, linear: str, _module: Any, inputs: tuple[Tensor, ...], out: tuple[Tensor, Any]) -> Any:

@@ -111,8 +111,14 @@ def sharded_rows(optimizer: Any, model_state: dict[str, Any]) -> dict[int, dict[
                 state = optimizer._get_main_param_and_optimizer_states(parameter)
                 span = held[parameter]["param"].start, held[parameter]["param"].end
                 own_rows = {
-                    name: _own_rows(stored[parameter], name, state[name].detach(), span, torn_rows)
-                    for name, torn_rows in zip(STATE, _by_name(rows.get(parameter, {})), strict=True)
+                    name: _own_rows(
+                        stored[parameter],
+                        name,
+                        state[name].detach(),
+                        span,
+                        {place: values[i] for place, values in rows.get(parameter, {}).items()},
+                    )
+                    for i, name in enumerate(STATE)
                 }
                 if any(own_rows.values()):  # else this rank has the end of a row alone, which another one writes
                     found[number] = own_rows
@@ -192,10 +198,6 @@ def _join(optimizer: Any, torn: Torn, part: int, own: Any, group: Any) -> Tensor
         dist.recv(came, dist.get_global_rank(group, other), group)
         row[:, start - torn.start : end - torn.start] = came
     return row
-
-
-def _by_name(rows: Mapping[tuple[int, int], Tensor]) -> list[dict[tuple[int, int], Tensor]]:
-    return [{place: values[i] for place, values in rows.items()} for i in range(len(STATE))]
 
 
 def _own_rows(

@@ -61,42 +61,38 @@ class _Rule(NamedTuple):
     either: bool = False  # it is enough that the size divides the ranks: engines repeat key/value heads
 
 
-def _trainer_rules(sizes: Sizes) -> list[_Rule]:
-    """Returns what the axes of a trainer cut.
+def _rules(sizes: Sizes, *, engine: bool = False, expert_parallel: bool = False) -> list[_Rule]:
+    """Returns what the axes of a trainer divide, or the ranks of an `engine`, which with `expert_parallel` hold whole
+    experts.
 
     Where every layer has experts, the dense width in config.json belongs to no layer. Attention through a latent has no
     key/value heads.
     """
-    rules = [_Rule("heads", "tp"), *([] if sizes.kv_rank else [_Rule("kv_heads", "tp")])]
-    rules += [_Rule("num_layers", "pp x vpp"), *_dense_rules(sizes)]
+    rules = [_Rule("heads", "tp")]
+    if not sizes.kv_rank:
+        rules.append(_Rule("kv_heads", "tp", either=engine))
+    if not engine:
+        rules.append(_Rule("num_layers", "pp x vpp"))
+    if sizes.dense_layers or not sizes.experts:
+        rules.append(_Rule("ffn", "tp"))
     if not sizes.experts:
         return rules
-    return [*rules, _Rule("experts", "ep"), _Rule("expert_ffn", "etp"), _Rule("shared_ffn", "tp")]
-
-
-def _engine_rules(sizes: Sizes, expert_parallel: bool) -> list[_Rule]:
-    """Returns what the ranks of an engine cut; with `expert_parallel` they share out whole experts."""
-    rules = [_Rule("heads", "tp"), *([] if sizes.kv_rank else [_Rule("kv_heads", "tp", either=True)])]
-    rules += _dense_rules(sizes)
-    if not sizes.experts:
-        return rules
-    return [*rules, _Rule("experts" if expert_parallel else "expert_ffn", "tp"), _Rule("shared_ffn", "tp")]
-
-
-def _dense_rules(sizes: Sizes) -> list[_Rule]:
-    """Returns what tensor ranks cut in layers without experts; nothing where there are none."""
-    return [_Rule("ffn", "tp")] if sizes.dense_layers or not sizes.experts else []
+    if not engine:
+        rules += [_Rule("experts", "ep"), _Rule("expert_ffn", "etp")]
+    else:
+        rules.append(_Rule("experts" if expert_parallel else "expert_ffn", "tp"))
+    return [*rules, _Rule("shared_ffn", "tp")]
 
 
 def trainer_violations(sizes: Sizes, axes: Axes) -> list[Violation]:
     """Returns every size that a trainer's layout does not divide."""
     ranks = {"tp": axes.tp, "pp x vpp": axes.runs, "ep": axes.ep, "etp": axes.tp if axes.etp is None else axes.etp}
-    return [*_violations(sizes, _trainer_rules(sizes), ranks)]
+    return [*_violations(sizes, _rules(sizes), ranks)]
 
 
 def engine_violations(sizes: Sizes, tp: int, *, expert_parallel: bool = False) -> list[Violation]:
     """Returns every size that an engine of `tp` ranks does not divide."""
-    return [*_violations(sizes, _engine_rules(sizes, expert_parallel), {"tp": tp})]
+    return [*_violations(sizes, _rules(sizes, engine=True, expert_parallel=expert_parallel), {"tp": tp})]
 
 
 def trainer_problems(sizes: Sizes, axes: Axes, model: str) -> list[str]:
@@ -125,7 +121,7 @@ def engine_problems(sizes: Sizes, tp: int, model: str, *, expert_parallel: bool 
 
 def allowed(sizes: Sizes, axis: str) -> Callable[[int], bool]:
     """Returns a function that says whether a trainer of this model may have so many ranks along `axis`."""
-    return _allowed(sizes, [rule for rule in _trainer_rules(sizes) if rule.axis == axis])
+    return _allowed(sizes, [rule for rule in _rules(sizes) if rule.axis == axis])
 
 
 def _violations(sizes: Sizes, rules: list[_Rule], ranks: dict[str, int]) -> Iterator[Violation]:

@@ -59,7 +59,11 @@ class Family:
         Raises ConfigError, with the key, for what is missing, and for what is not supported: it would be ignored, and
         the model would be another one.
         """
-        self._refuse_odd_numbers(config, where)
+        for field, key in self.keys.items():
+            value, least = config.get(key), int(field in ALWAYS)
+            most = MOST_LAYERS if field == "num_layers" else MOST
+            if value is not None and (type(value) is not int or not least <= value <= most):
+                raise ConfigError(f"{where}: {key} = {str(value)[:40]}: give a whole number from {least} to {most}")
         for key, value in self.settled.items():
             if config.get(key, value) not in (value, None):
                 raise ConfigError(f"{where}: {key} = {config[key]!r} is not supported, only {value!r} is")
@@ -71,14 +75,6 @@ class Family:
         except (AttributeError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(f"{where} is not the config.json of a {self.model_type} model: {error}") from None
         return sizes
-
-    def _refuse_odd_numbers(self, config: Mapping[str, Any], where: str) -> None:
-        """Raises ConfigError for a size in config.json that is no whole number, or beyond the limits of any model."""
-        for field, key in self.keys.items():
-            value, least = config.get(key), int(field in ALWAYS)
-            most = MOST_LAYERS if field == "num_layers" else MOST
-            if value is not None and (type(value) is not int or not least <= value <= most):
-                raise ConfigError(f"{where}: {key} = {str(value)[:40]}: give a whole number from {least} to {most}")
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
         """Returns the sizes in a config.json that is supported. Raises KeyError for a key that is missing."""

@@ -35,7 +35,8 @@ def read_shape(source: str) -> Shape:
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
-        return _from_file(file)
+        facts, name = read_object(file), file.parent.name if file.name == "config.json" else file.stem
+        return Shape(name=name, sizes=registry.read(facts, str(file)), features=registry.features(facts, str(file)))
     public = registry.known()
     fits = [name for name in public if _words(name) <= _words(source)]
     if not fits:
@@ -47,13 +48,6 @@ def read_shape(source: str) -> Shape:
     guessed = source.count("/") > 1
     sizes, features = registry.read(public[name], name), registry.features(public[name], name)
     return Shape(name=name, sizes=sizes, features=features, guessed=guessed)
-
-
-def _from_file(file: Path) -> Shape:
-    facts = read_object(file)
-    name = file.parent.name if file.name == "config.json" else file.stem
-    where = str(file)
-    return Shape(name=name, sizes=registry.read(facts, where), features=registry.features(facts, where))
 
 
 def _words(name: str) -> set[str]:

@@ -14,7 +14,6 @@ import numpy as np
 
 from megatron_rl.config.schema import Lora
 from megatron_rl.models.shape import Shape
-from megatron_rl.models.sizes import Features
 from megatron_rl.weights import counting
 from megatron_rl.weights.counting import Parallel
 
@@ -60,8 +59,9 @@ def attention(shape: Shape, lengths: np.ndarray | Sequence[float]) -> np.ndarray
     """
     sizes = np.asarray(lengths, np.float64)
     met = np.zeros_like(sizes)
-    for window, number in _windows(shape.sizes.num_layers, shape.features):
-        met += number * seen(sizes, window)
+    kinds = [shape.features.kinds[shape.features.kind_of(layer)].window for layer in range(shape.sizes.num_layers)]
+    for window in dict.fromkeys(kinds):
+        met += kinds.count(window) * seen(sizes, window)
     return 2.0 * shape.sizes.heads * (shape.sizes.head_dim + shape.sizes.value_width) * met
 
 
@@ -95,9 +95,3 @@ def count(
         return PassFlops(forward=products + scores, training=3 * (products + scores))
     added = tokens * 2.0 * counting.adapter_elements(shape, Parallel(world=1), lora)
     return PassFlops(forward=products + added + scores, training=2 * products + 3 * (added + scores))
-
-
-def _windows(layers: int, features: Features) -> list[tuple[int | None, int]]:
-    """Returns (window, number of layers that have it)."""
-    kinds = [features.kinds[features.kind_of(layer)].window for layer in range(layers)]
-    return [(window, kinds.count(window)) for window in dict.fromkeys(kinds)]

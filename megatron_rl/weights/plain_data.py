@@ -102,21 +102,15 @@ def refuse_code(directory: Path) -> None:
     try:
         metadata = read_metadata(directory)
         stored = metadata.state_dict_metadata
-        objects = {
-            index.fqn: (directory / place.relative_path, int(place.offset), int(place.length))
-            for index, place in (metadata.storage_data or {}).items()
-            if isinstance(stored.get(index.fqn), BytesStorageMetadata)
-        }
-        found = {name: _stretch(*place) for name, place in objects.items()}
+        found = dict[str, bytes]()
+        for index, place in (metadata.storage_data or {}).items():
+            if isinstance(stored.get(index.fqn), BytesStorageMetadata):
+                with (directory / place.relative_path).open("rb") as file:
+                    file.seek(int(place.offset))
+                    found[index.fqn] = file.read(int(place.length))
     except DAMAGED as error:
         raise ConfigError(f"{directory / METADATA} cannot be read: {error}") from error
     for name, data in found.items():
         read_object(data, f"{directory}: {name}")
     if (directory / COMMON).is_file():
         read_object(directory / COMMON, str(directory / COMMON))
-
-
-def _stretch(file: Path, offset: int, length: int) -> bytes:
-    with file.open("rb") as opened:
-        opened.seek(offset)
-        return opened.read(length)

@@ -92,7 +92,9 @@ def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
 
     Raises ConfigError for a layout that does not divide the model.
     """
-    _refuse("trainer", trainer_problems(sizes, _axes(sizes, layout), f"the {sizes.family} model"))
+    etp = layout.etp if sizes.experts or layout.etp > 1 else None
+    axes = Axes(tp=layout.tp, ep=layout.ep, etp=etp)  # stages may be uneven here: runs of layers are not asked about
+    _refuse("trainer", trainer_problems(sizes, axes, f"the {sizes.family} model"))
     stage_ranks = layout.tp * layout.dp
     for stage, layers in enumerate(layout.layers(sizes)):
         ends = stage == 0, stage == layout.pp - 1
@@ -133,13 +135,6 @@ def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str
     if layout.whole:
         return {name: (shape, [Rect(name, 0, 0, *shape, 0, 0)]) for name, shape in hf_shapes(sizes).items()}
     return engine(sizes, layout.tp, rank % layout.tp, expert_parallel=layout.expert_parallel)
-
-
-def _axes(sizes: Sizes, layout: TrainerLayout) -> Axes:
-    """Returns the axes of a layout. The arithmetic here allows uneven stages, so that runs of layers are not asked
-    about."""
-    etp = layout.etp if sizes.experts or layout.etp > 1 else None
-    return Axes(tp=layout.tp, ep=layout.ep, etp=etp)
 
 
 def _refuse(side: str, problems: Sequence[str]) -> None:
