@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion.convert import OF_CHECKPOINTS
 from megatron_rl.conversion.output_directory import copy_side_files, fresh
-from megatron_rl.conversion.weight_source import WeightSource, find, roles, step_directory
+from megatron_rl.conversion.weight_source import WeightSource, find, roles, iteration_directory
 from megatron_rl.models.divisibility import Axes, trainer_problems
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.run.checkpoint import STATE, seal
@@ -50,22 +50,22 @@ def reshard(
         with fresh(target, wanted_bytes=_bytes(source)) as folder:
             _recut(source, layout, experts, folder)
         return [source.path]
-    step = step_directory(path)
-    names = roles(step)
-    if not (step / STATE).is_file() or not names:
+    checkpoint = iteration_directory(path)
+    names = roles(checkpoint)
+    if not (checkpoint / STATE).is_file() or not names:
         raise ConfigError(f"{path} is no run and no checkpoint of one: give iteration_N, or a role's directory in it")
-    if target.name != step.name:
+    if target.name != checkpoint.name:
         raise ConfigError(
-            f"{target}: call it {step.name}, like the checkpoint it is made of, so that a run finds it; "
+            f"{target}: call it {checkpoint.name}, like the checkpoint it is made of, so that a run finds it; "
             "or name a --role"
         )
-    sources = [find(step, role=name, model=model, trust=trust) for name in names]
+    sources = [find(checkpoint, role=name, model=model, trust=trust) for name in names]
     with fresh(target, wanted_bytes=sum(map(_bytes, sources))) as folder:
         for source in sources:
             (folder / source.path.name).mkdir()
             _recut(source, layout, experts, folder / source.path.name)
-        shutil.copy2(step / STATE, folder / STATE)
-        seal(folder, int(step.name.removeprefix("step_")))
+        shutil.copy2(checkpoint / STATE, folder / STATE)
+        seal(folder, int(checkpoint.name.removeprefix("iteration_")))
     return [source.path for source in sources]
 
 

@@ -107,7 +107,7 @@ def find(path: Path, *, role: str | None = None, model: Path | None = None, trus
             raise ConfigError(f"{path} has a config.json and no *.safetensors: the weights are missing{other}")
         refuse(wrong_of(path))
         return WeightSource(path, path, None)
-    path = step_directory(path)
+    path = iteration_directory(path)
     names = roles(path)
     if role is None and len(names) == 1:
         role = names[0]
@@ -138,14 +138,14 @@ def _adapted(path: Path, base: Path) -> WeightSource:
     return WeightSource(base, base, None, path)
 
 
-def step_directory(path: Path) -> Path:
+def iteration_directory(path: Path) -> Path:
     """Returns the checkpoint directory itself, or a run's newest one. Raises ConfigError when it is not complete."""
     if (path / "checkpoints").is_dir():
         newest = Checkpoints(path / "checkpoints").newest()
         if newest is None:
             raise ConfigError(f"{path / 'checkpoints'} holds no complete checkpoint")
         return newest.path
-    if path.name.startswith("step_") and (wrong := damage(path)):
+    if path.name.startswith("iteration_") and (wrong := damage(path)):
         raise ConfigError(f"{path} is not a complete checkpoint: {wrong}")
     return path
 
