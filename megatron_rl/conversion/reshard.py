@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion.convert import OF_CHECKPOINTS
 from megatron_rl.conversion.output_directory import copy_side_files, fresh
-from megatron_rl.conversion.weight_source import WeightSource, find, roles, iteration_directory
+from megatron_rl.conversion.weight_source import WeightSource, find, iteration_directory, roles
 from megatron_rl.models.divisibility import Axes, trainer_problems
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.run.checkpoint import STATE, seal

@@ -52,7 +52,6 @@ class RoleModel:
         adapted = role.lora is not None
         self.fused = models.uses_transformer_engine(self.arch, role.model.dtype, adapted=adapted)
         self.attends = not self.fused or role.shared_prefixes  # Transformer Engine has no attention for these
-        self._late = role.optimizer.overlap and not adapted  # adapters are small, and read without their module's call
         self._temperature = role.sampling.temperature or 1.0
         self.optimizer: Any = None
         self.scheduler: Any = None
@@ -71,12 +70,18 @@ class RoleModel:
             if trainable:
                 sums = models.uses_fused_sums(role.model)
                 self.chunks = optimizer.wrap(
-                    self.config, self.chunks, overlap=role.optimizer.overlap, late=self._late, fused_sums=sums
+                    self.config, self.chunks, overlap=role.optimizer.overlap, late=self._gathers_late, fused_sums=sums
                 )
                 self.optimizer, self.scheduler = optimizer.build(role, self.config, self.chunks, timer=self.timer)
         self._calls = {name: vars(self.config).get(name) for name in _OF_ROLE}
         self._steps_left = 0
         self.memory = offload.PolicyMemory(self.chunks, self.optimizer)
+
+    @property
+    def _gathers_late(self) -> bool:
+        """Whether the new weights of an optimizer step are gathered beside the next step's forward pass. Adapters are
+        small, and are read by no module of their own that could wait for them."""
+        return self.role.optimizer.overlap and self.adapters is None
 
     def named(self) -> dict[str, torch.nn.Parameter]:
         """Returns this rank's parameters of the model by name, with global layer numbers, adapters left out."""
@@ -93,8 +98,8 @@ class RoleModel:
         """Gathers the weights that an optimizer step has left in parts on the data-parallel ranks, where
         `optimizer.overlap` has it leave them so. Before the last step of an update each module gathers its own
         beside the next forward pass."""
-        self._steps_left = steps_left if self._late else 0
-        if self._late:
+        self._steps_left = steps_left if self._gathers_late else 0
+        if self._gathers_late:
             (optimizer.gather_late if steps_left else optimizer.gather)(self.chunks)
 
     def check_readable(self) -> None:

@@ -13,11 +13,13 @@ def check(work: Work, arch: Architecture, path: str) -> None:
     Tensor ranks that divide an embedding would take a token without a row for one of another rank, and read zeros.
     """
     flat, candidates, experts = work.flat, work.flat.values.get(CANDIDATES), work.flat.experts
-    rows = f"and the embedding of {path} has {arch.vocab} rows: a tokenizer, or an engine, of another model wrote them"
-    names = f"and {path} has {arch.vocab} tokens: the teacher, or whoever names them, must have this model's vocabulary"
+    rows = (
+        f", and the embedding of {path} has {arch.vocab} rows: a tokenizer, or an engine, of another model wrote them"
+    )
+    names = f"; {path} has {arch.vocab} tokens: the teacher, or whoever names them, must have this model's vocabulary"
     for what, tokens, wrong in (("the rollouts", flat.tokens, rows), (f"values {CANDIDATES!r}", candidates, names)):
         if tokens is not None and tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < arch.vocab:
-            raise ValueError(f"{what} hold tokens {tokens.min()} to {tokens.max()}, {wrong}")
+            raise ValueError(f"{what} hold tokens {tokens.min()} to {tokens.max()}{wrong}")
     if experts is None:
         return
     wanted = arch.num_layers, arch.features.experts_per_token
