@@ -30,25 +30,23 @@ def check(sampling: Sampling) -> None:
 
 
 def stream_key(seed: int, key: int, sample: int) -> int:
-    """Returns the number that names one row's random stream: splitmix64 over (seed, key of the ask, sample),
-    signed, of 64 bits."""
+    """Returns the number that names the random stream of one row, signed, of 64 bits: splitmix64 over (seed, key of the
+    request, sample).
+    """
     mixed = 0
     for part in (seed, key, sample):
-        mixed = _mix((mixed + GOLDEN + part) & _WORD)
+        mixed = (mixed + GOLDEN + part) & _WORD
+        mixed = ((mixed ^ (mixed >> 30)) * MULTIPLIERS[0]) & _WORD
+        mixed = ((mixed ^ (mixed >> 27)) * MULTIPLIERS[1]) & _WORD
+        mixed ^= mixed >> 31
     return signed(mixed)
 
 
 def request_seed(seed: int, key: int) -> int:
-    """Returns the seed of an ask's first sample, in [0, 2^62). Sample j uses it plus j."""
+    """Returns the seed of a request's first sample, in [0, 2^62). Sample j has this seed plus j."""
     return stream_key(seed, key, 0) & (1 << 62) - 1
 
 
 def signed(value: int) -> int:
     """Reads the 64 bits of an unsigned number as a signed one."""
     return value - (1 << 64) if value >> 63 else value
-
-
-def _mix(x: int) -> int:
-    x = ((x ^ (x >> 30)) * MULTIPLIERS[0]) & _WORD
-    x = ((x ^ (x >> 27)) * MULTIPLIERS[1]) & _WORD
-    return x ^ (x >> 31)

@@ -48,15 +48,12 @@ class Addresses:
             )
             server = self._connect(listing)
             try:
-                self._until_it_answers(server)
+                while not self._closed.is_set() and not server.ready():
+                    self._closed.wait(self._look_s)
                 if not self._closed.is_set():
                     self._while_it_answers(listing, server)
             finally:
                 server.close()
-
-    def _until_it_answers(self, server: Server) -> None:
-        while not self._closed.is_set() and not server.ready():
-            self._closed.wait(self._look_s)
 
     def _while_it_answers(self, listing: Listing, server: Server) -> None:
         failures = 0

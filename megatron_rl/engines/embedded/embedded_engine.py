@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.tandem_authors import boundaries
-from megatron_rl.config.schema import Strategy
 from megatron_rl.engines import sampling_seeds
 from megatron_rl.engines.batched_session import BatchedSession, Row
 from megatron_rl.engines.embedded import cuda_graphs as graphs
@@ -71,7 +71,7 @@ class EmbeddedEngine:
             self._eos |= {tokenizer.eos_token_id}
         self._decoder: Decoder | None = None
         self._landing: tuple[Decoder, WeightSlots] | None = None
-        self._boundaries: dict[Strategy, frozenset[int]] = {}
+        self._boundaries = functools.cache(functools.partial(boundaries, tokenizer))  # by strategy of a tandem
         self._junior: Decoder | None = None
         if junior is not None:
             directory = hf_model.local_directory(junior)
@@ -189,7 +189,7 @@ class EmbeddedEngine:
                 recorder=self._recorder,
             )  # fmt: skip
         assert self._junior is not None, "checked when asked"
-        pens = pens_of(rows, kind.tandem, self._author_changes(kind.tandem.rule.strategy))
+        pens = pens_of(rows, kind.tandem, self._boundaries(kind.tandem.rule.strategy))
         pair = (decoder, self._junior)
         return ContinuousBatch(
             pair, rows, ends=ends, max_batch=self._max_batch, writers=Writers(pair, pens),
@@ -244,12 +244,6 @@ class EmbeddedEngine:
             raise ValueError(
                 f"sampling.tandem with strategy {tandem.rule.strategy!r} needs a tokenizer: give one to EmbeddedEngine"
             )
-
-    def _author_changes(self, strategy: Strategy) -> frozenset[int]:
-        """Returns the tokens after which the author may change."""
-        if strategy not in self._boundaries:
-            self._boundaries[strategy] = boundaries(self._tokenizer, strategy)
-        return self._boundaries[strategy]
 
     def _loaded(self) -> Decoder:
         if self._decoder is None:

@@ -40,13 +40,12 @@ def draw(logits: Tensor, sampling: Sampling, keys: Tensor, positions: Tensor) ->
     if sampling.temperature == 0:
         tokens = model.argmax(dim=-1)
         return tokens, torch.zeros(len(tokens), device=logits.device), _pick(model, tokens)
-    plain = sampling.temperature == 1.0 and not _truncates(sampling)
-    chosen = model if plain else processed(logits, sampling)
+    chosen = model if sampling.plain else processed(logits, sampling)
     cumulative = chosen.exp().cumsum(dim=-1, dtype=torch.float64)
     point = uniforms(keys, positions).to(logits.device) * cumulative[:, -1]
     tokens = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
     model_logprobs = _pick(model, tokens)
-    return tokens, model_logprobs if plain else _pick(chosen, tokens), model_logprobs
+    return tokens, model_logprobs if sampling.plain else _pick(chosen, tokens), model_logprobs
 
 
 def processed(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -68,10 +67,6 @@ def processed(logits: Tensor, sampling: Sampling) -> Tensor:
         floor = scaled.amax(dim=-1, keepdim=True) + math.log(sampling.min_p)
         scaled = scaled.masked_fill(scaled < floor, -torch.inf).log_softmax(dim=-1)
     return scaled
-
-
-def _truncates(sampling: Sampling) -> bool:
-    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0
 
 
 def _pick(logprobs: Tensor, tokens: Tensor) -> Tensor:

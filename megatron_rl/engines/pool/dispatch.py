@@ -160,7 +160,8 @@ class Dispatcher:
                     failed.add(member)
                 lost += member.lost is not None
                 if len(failures) >= self.members.limits.attempts:
-                    raise EngineError(_too_often(failures, member)) from error
+                    said = f"a request failed {len(failures)} times: {'; '.join(failures)}"
+                    raise EngineError(_with_log(said, member)) from error
                 if lost >= LOST_UNDER:
                     raise EngineError(_with_log(DEADLY.format(lost, request.what, error), member)) from error
                 pause_s = error.retry_after_s * 2.0 ** (len(failures) - 1)
@@ -201,10 +202,6 @@ async def _end_all() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.get_running_loop().shutdown_asyncgens()  # which hold connections
     await asyncio.get_running_loop().shutdown_default_executor()  # which looks names of hosts up
-
-
-def _too_often(failures: list[str], member: Member) -> str:
-    return _with_log(f"a request failed {len(failures)} times: {'; '.join(failures)}", member)
 
 
 def _with_log(said: str, member: Member) -> str:

@@ -116,16 +116,19 @@ class Refits:
         self._side: EngineSide | None = None
 
     def update(self, updater: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
-        """Carries out an order, on every rank of a server -> whether it was done, and where why not; the same on all.
-        Raises nothing: SGLang would die.
+        """Carries out an order, on every rank of a server. Returns whether the order was done, and why not, the same on
+        all ranks. Raises nothing: SGLang would die.
         """
+        from sglang.srt.runtime_context import get_parallel
+
         try:
             with torch.inference_mode(False), torch.no_grad():
                 self._carry_out(updater, named_tensors)
             failure = None
         except (RuntimeError, ValueError, OSError) as error:
             failure = f"rank {updater.tp_rank}: {error}"
-        failures = [f for f in _told_all(failure) if f is not None]
+        told = [failure] if _tp_size() == 1 else all_gather(failure, get_parallel().tp_group.cpu_group)
+        failures = [each for each in told if each is not None]
         if not failures:
             return True, "done"
         if updater.tp_rank == 0:
@@ -203,15 +206,6 @@ def _freeze_gc(arguments: Any) -> None:
                 _log.warning("the garbage collector was not told that what is there now stays: %s", error)
                 return
         time.sleep(0.1)
-
-
-def _told_all(value: Any) -> list[Any]:
-    """Returns what every rank of this server has."""
-    from sglang.srt.runtime_context import get_parallel
-
-    if _tp_size() == 1:
-        return [value]
-    return all_gather(value, get_parallel().tp_group.cpu_group)
 
 
 def _tp_size() -> int:

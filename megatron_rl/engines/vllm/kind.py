@@ -42,7 +42,8 @@ def command(settings: Vllm, start: ServerStart) -> Command:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
-    for more_words, variables in (_on_gpu(settings) if start.on_gpu else _on_cpu(settings), _for_role(start)):
+    on_gpu = ["--gpu-memory-utilization", str(settings.memory_share)], dict[str, str]()
+    for more_words, variables in (on_gpu if start.on_gpu else _on_cpu(settings), _for_role(start)):
         words += more_words
         environment |= variables
     return Command([*words, *settings.args], environment, PLUGIN)
@@ -67,10 +68,6 @@ def _refuse_without_gpu(settings: Vllm, start: ServerStart) -> None:
             "router_replay without a GPU: of vLLM's two model runners one tells the experts, "
             "and that one needs Triton; set it to false"
         )
-
-
-def _on_gpu(settings: Vllm) -> tuple[list[str], dict[str, str]]:
-    return ["--gpu-memory-utilization", str(settings.memory_share)], {}
 
 
 def _on_cpu(settings: Vllm) -> tuple[list[str], dict[str, str]]:
