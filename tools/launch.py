@@ -4,7 +4,7 @@
     make nemo-run      # once: NeMo-Run in an environment of its own
     .venv-nemo/bin/python tools/launch.py examples/nemo_run/sft_tango_eval.py --small
     .venv-nemo/bin/python tools/launch.py examples/nemo_run/sft_tango_eval.py --executor slurm --profile a100 --dryrun
-    .venv-nemo/bin/python tools/launch.py examples/nemo_run/sweep.py rates.run.cycles=20 --executor slurm --wait
+    .venv-nemo/bin/python tools/launch.py examples/nemo_run/sweep.py rates.run.iterations=20 --executor slurm --wait
 
 Every task's config is resolved first and written to RUN/jobs, as `megatron-rl submit` does; the tasks run with the
 profile's python. On Slurm an array, and what comes after one, goes through the scripts of slurm/: NeMo-Run would wait

@@ -50,7 +50,8 @@ def settings(base: Path, runs: Path, name: str, iterations: int, *, python: Path
         "verifier": cut_runs.role(base, model=cut_runs.VERIFIER, lr=1e-3, sampling={"max_tokens": 2}),
     }
     own = {
-        "dir": str(runs), "prompts_per_iteration": PROMPTS, "save_every": 1 if iterations < SHORT else SAVE_CYCLES,
+        "dir": str(runs), "prompts_per_iteration": PROMPTS,
+        "save_every": 1 if iterations < SHORT else CYCLE * SAVE_CYCLES,
         "deterministic": True, "async_save": True, "train_without_signal": True, "hang_after_s": 120.0,
     }  # fmt: skip
     target = "megatron_rl.recipes.tango:Tango"

@@ -17,7 +17,7 @@ class RunState:
     run: Path  # the run's directory
     iterations: int  # iterations of the whole run
     iteration: int = 0  # iterations that are done
-    cycle: int = 0  # cycle of the recipe that the last line belongs to; after an evaluation, cycles that are done
+    cycle: int = 0  # cycle of the recipe that the last line belongs to; after an evaluation, cycles that have begun
     # Lines since this start as `TrainResult.history` has them: iteration, cycle, scope, and each metric by its name.
     history: list[dict[str, Any]] = field(default_factory=list)
     last: dict[str, dict[str, float]] = field(default_factory=dict)  # the newest metrics by scope

@@ -24,9 +24,9 @@ class Config:
 
     The three are the same:
 
-        Config(run={"seed": 1, "cycles": 4})
-        Config({"run.seed": 1, "run.cycles": 4})
-        Config.from_yaml("my.yaml")  # with the lines `run: {seed: 1, cycles: 4}`
+        Config(run={"seed": 1, "iterations": 4})
+        Config({"run.seed": 1, "run.iterations": 4})
+        Config.from_yaml("my.yaml")  # with the lines `run: {seed: 1, iterations: 4}`
 
     Values are plain (numbers, text, lists, mappings), or sections of `megatron_rl.config.schema`. A value is never
     changed; `|` makes a new one, in which the right side wins key by key.

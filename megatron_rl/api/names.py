@@ -22,7 +22,7 @@ SHORT: Mapping[str, str] = {
     "seed": "run.seed",
     "name": "run.name",
     "dir": "run.dir",
-    "cycles": "run.cycles",
+    "iterations": "run.iterations",
     "prompts_per_iteration": "run.prompts_per_iteration",
     "save_every": "run.save_every",
     "evaluate_every": "evaluation.every",

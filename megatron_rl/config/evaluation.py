@@ -21,8 +21,8 @@ class Evaluation:
     """The evaluations on held-out problems during a training run."""
 
     prompts: PromptSet | None = None  # the held-out problems; null: no evaluation
-    every: NonNegativeInt = 0  # cycles of the schedule between evaluations; 0: only at the end
-    at_start: bool = True  # evaluate before the first cycle, too
+    every: NonNegativeInt = 0  # iterations between evaluations; 0: only at the end
+    at_start: bool = True  # evaluate before the first iteration, too
     num_prompts: PositiveInt = 256  # problems of one evaluation
 
 

@@ -13,18 +13,18 @@ from megatron_rl.config.base import ConfigError, check_path, config
 class Run:
     """The length of a run, its directory and its checkpoints.
 
-    A cycle is an item of the recipe's schedule; of SFT, an optimizer step.
+    An iteration of `sft` is an optimizer step.
     """
 
     name: str = "run"  # name of the run
     dir: str = "runs"  # the run directory is dir/name
     seed: int = 0  # seed of all random numbers of the run
-    cycles: PositiveInt | None = None  # cycles of the run; null: as many as the recipe plans; fewer end it early
+    iterations: PositiveInt | None = None  # of the run; null: as many as the recipe plans; fewer end it early
     prompts_per_iteration: PositiveInt = 256  # P, prompts of every iteration
     # What happens to an update whose advantages are all 0. false: it is skipped. true: the optimizer takes its steps
     # all the same, by the KL term, the entropy bonus, weight decay and momentum, as the release of RL Tango does.
     train_without_signal: bool = False
-    save_every: NonNegativeInt = 50  # cycles between checkpoints; 0: only at the end
+    save_every: NonNegativeInt = 50  # iterations between checkpoints; 0: only at the end
     keep: PositiveInt = 2  # number of newest checkpoints that are kept
     # Write checkpoints while training goes on, by processes that hold a copy; training waits for the first one.
     async_save: bool = False

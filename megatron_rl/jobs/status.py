@@ -137,7 +137,7 @@ def show(status: Status, console: Console) -> None:
         chosen |= {name: value for name, value in row.metrics.items() if "accuracy" in name or "reward_" in name}
         if chosen:
             place = (
-                f"after cycle {row.cycle}"
+                f"after iteration {row.iteration}"
                 if scope == "eval"
                 else f"at iteration {row.iteration + 1} (cycle {row.cycle + 1})"
             )

@@ -387,7 +387,7 @@ def reopen(run: Run) -> None:
     if not job_slices.finished(directory):
         return
     if run.resume != "must":
-        raise ConfigError(f"{directory} is finished: give another run.name, or more cycles and run.resume=must")
+        raise ConfigError(f"{directory} is finished: give another run.name, or more iterations and run.resume=must")
     RunDirectory(directory).update_summary({"finished": False})
 
 

@@ -109,8 +109,8 @@ class _Chosen:
                     since = epoch
                 elif epoch - since > 1 + self._longest_rest():  # at least one whole epoch, after every rest
                     raise DataError(
-                        f"no problem is left: {len(self.record.retired)} are retired; end the run (run.cycles), add "
-                        "data, or raise recipe.args.curriculum.retire_at"
+                        f"no problem is left: {len(self.record.retired)} are retired; end the run (run.iterations), "
+                        "add data, or raise recipe.args.curriculum.retire_at"
                     )
             if len(kept) == wanted:
                 return kept

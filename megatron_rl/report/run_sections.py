@@ -21,7 +21,7 @@ FACTS = (
     r"(roles\.\w+\.)?optimizer\.lr",
     r"roles\.\w+\.sampling\.(temperature|max_tokens)",
     r"data\.(path|train)",
-    r"run\.(seed|cycles|prompts_per_iteration)",
+    r"run\.(seed|iterations|prompts_per_iteration)",
     r"(samples_per_step|epochs)",
     r"launch\.nproc",
     r"recipe\.args\.\w+",

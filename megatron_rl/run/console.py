@@ -205,7 +205,7 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
 def line(row: MetricsRow, total_iterations: int | None) -> str:
     """Returns one metrics line as plain text, such as
     `iteration 12/440 (cycle 3)  generator  update 9  reward 0.512  12.3 s` or
-    `after cycle 3  eval  generator/accuracy_sampled 0.512`.
+    `after iteration 12  eval  generator/accuracy_sampled 0.512`.
 
     Iterations, cycles and updates count from 1.
     """
@@ -213,7 +213,7 @@ def line(row: MetricsRow, total_iterations: int | None) -> str:
     values = "  ".join(f"{name} {_cell(value, name)}" for name, value in headline({**row.metrics, **row.speed}).items())
     seconds = f"  {sum(row.time.values()):.1f} s" if row.time else ""
     if row.scope in NOTES:
-        place = f"after cycle {row.cycle}"
+        place = f"after iteration {row.iteration}"
     else:
         place = (
             f"step {row.iteration + 1}{of}"
@@ -253,9 +253,11 @@ def _comparison(evaluations: Sequence[MetricsRow]) -> Table:
     first, last = evaluations[0], evaluations[-1]
     names = [name for name in last.metrics if not _is_count(name)]
     if last is first:
-        return _table(("evaluation", f"cycle {last.cycle}"), [[name, _cell(last.metrics[name])] for name in names])
+        return _table(
+            ("evaluation", f"iteration {last.iteration}"), [[name, _cell(last.metrics[name])] for name in names]
+        )
     rows = [[name, _cell(first.metrics.get(name)), _cell(last.metrics[name])] for name in names]
-    return _table(("evaluation", f"cycle {first.cycle}", f"cycle {last.cycle}"), rows)
+    return _table(("evaluation", f"iteration {first.iteration}", f"iteration {last.iteration}"), rows)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -32,7 +32,7 @@ class MetricsRow:
 
     # number of the iteration, over all roles, from 0 (SFT: optimizer steps); of an evaluation, iterations done
     iteration: int
-    cycle: int  # number of the recipe's cycle, from 0 (SFT: optimizer steps); of an evaluation, cycles done
+    cycle: int  # number of the recipe's cycle, from 0 (SFT: optimizer steps); of an evaluation, cycles begun
     scope: str  # origin of the metrics: a role, "eval", "sft", ...
     time: Mapping[str, float]  # seconds by phase
     metrics: Mapping[str, float]
@@ -41,7 +41,8 @@ class MetricsRow:
     @property
     def place(self) -> tuple[int, int]:
         """The last iteration and the last cycle, from 0, that the metrics know of. An evaluation's line counts the
-        iterations and cycles that were done before it, so that these are one less: -1 for the model as it was given."""
+        iterations that were done and the cycles that were begun before it, so that these are one less: -1 for the model
+        as it was given."""
         before = self.scope == EVAL
         return self.iteration - before, self.cycle - before
 

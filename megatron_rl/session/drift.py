@@ -91,7 +91,7 @@ def still(spec: RunSpec) -> RunSpec:
     return replace(
         spec,
         roles=roles,
-        run=replace(spec.run, resume="auto", cycles=None),
+        run=replace(spec.run, resume="auto", iterations=None),
         data=replace(spec.data, held_out=None),
         engine=replace(spec.engine, roles={name: roles[name] for name in spec.engine.roles}),
     )

@@ -47,14 +47,14 @@ from megatron_rl.world import TorchWorld, World
 
 # Settings of `run` that rollouts do not depend on.
 FREE_RUN_SETTINGS = (
-    "cycles", "keep", "save_every", "async_save", "save_rollouts_every", "resume", "hang_after_s",
+    "iterations", "keep", "save_every", "async_save", "save_rollouts_every", "resume", "hang_after_s",
 )  # fmt: skip
 
 
 def run(spec: RunSpec, place: Place, *, fresh: bool = False, events: str | None = None) -> int:
     """Runs on every rank. `fresh`: iterations that were collected before the run stopped are collected again. `events`:
-    the socket of a program that is told of the run (session.parent_events). Returns 0 when all cycles are done or that
-    program asked to stop, 130 when a signal asked to leave (everything is saved)."""
+    the socket of a program that is told of the run (session.parent_events). Returns 0 when all iterations are done or
+    that program asked to stop, 130 when a signal asked to leave (everything is saved)."""
     with open_world_for(spec, place) as world:
         listener = Listener.at(events) if events is not None and world.rank == 0 else None
         return _run(spec, place, world, fresh=fresh, listener=listener)
@@ -77,7 +77,9 @@ def _run(spec: RunSpec, place: Place, world: TorchWorld, *, fresh: bool, listene
         driver = stack.enter_context(open_driver(spec, world, place, total_iterations=iterations))
         if driver.finished:
             return 0
-        driver.summary({"planned": iterations, "finished": False})  # one that was finished goes on, with more cycles
+        driver.summary(
+            {"planned": iterations, "finished": False}
+        )  # one that was finished goes on, with more iterations
         pool = stack.enter_context(GradePool(spec.reward))
         if world.rank == 0:
             pool.start()  # its workers import the reward while models are read
@@ -311,7 +313,7 @@ def _plan(spec: RunSpec, models: _Models) -> loop.Plan:
             bounds=spec.reward.range,
         )
     return loop.Plan(
-        cycles=len(settings.schedule),
+        iterations=settings.num_iterations,
         evaluate_every=settings.evaluation.every,
         evaluate_at_start=settings.evaluation.at_start,
         save_every=spec.run.save_every,

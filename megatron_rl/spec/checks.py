@@ -198,8 +198,8 @@ def _sft_problems(spec: SftSpec) -> Iterator[str]:
             f"micro_batch_tokens = {role.micro_batch_tokens} is less than data.max_tokens = {spec.data.max_tokens}: "
             "one pair would not fit; raise micro_batch_tokens or lower data.max_tokens"
         )
-    if spec.run.cycles is not None:
-        yield f"run.cycles = {spec.run.cycles}: SFT has its own `steps`; set that, and run.cycles to null"
+    if spec.run.iterations is not None:
+        yield f"run.iterations = {spec.run.iterations}: SFT has its own `steps`; set that, and run.iterations to null"
 
 
 def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -> list[str]:
@@ -340,10 +340,10 @@ def recipe_problems(spec: RunSpec) -> list[str]:
         for name, part in parts.items()
         if part.trained and spec.roles[name].policy == "none"
     ]
-    if spec.run.cycles is not None and spec.run.cycles > (cycles := len(recipe.schedule())):
+    if spec.run.iterations is not None and spec.run.iterations > (planned := sum(map(len, recipe.schedule()))):
         found.append(
-            f"run.cycles = {spec.run.cycles}, but the recipe plans {cycles} cycles: raise its updates (recipe.args), "
-            "or set run.cycles to null"
+            f"run.iterations = {spec.run.iterations}, but the recipe plans {planned} iterations: raise its updates "
+            "(recipe.args), or set run.iterations to null"
         )
     found += _said(recipe.check, spec)
     for name, role in spec.roles.items():

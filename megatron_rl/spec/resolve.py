@@ -25,6 +25,7 @@ from megatron_rl.spec.run_spec import (
     RunSpec,
     SftSpec,
     Spec,
+    first_iterations,
 )
 
 Config = TrainConfig | SftConfig | EvalConfig | GenerateConfig
@@ -89,7 +90,7 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
         recipe=recipe,
         data=DataSpec(training=training, held_out=config.evaluation.prompts, replay=replay),
         loop=LoopSpec(
-            schedule=() if recipe is None else tuple(map(tuple, recipe.schedule()[: config.run.cycles])),
+            schedule=() if recipe is None else first_iterations(recipe.schedule(), config.run.iterations),
             evaluation=config.evaluation,
             rollouts=config.rollouts,
             preflight=dataclasses.replace(config.preflight, enabled=config.preflight.enabled and replay is None),

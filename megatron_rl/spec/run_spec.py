@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,20 @@ class DataSpec:
     training: Mapping[str, PromptSet]  # by the name of the setting: `data` and `roles.NAME.data`
     held_out: PromptSet | None  # the problems of evaluations; None: there are no evaluations
     replay: Path | None  # a run whose rollouts are trained on; None: the engines write them
+
+
+def first_iterations(
+    schedule: Sequence[Sequence[tuple[str, ...]]], count: int | None
+) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """Returns the cycles of a schedule that hold its first `count` iterations; the last of them may be cut short.
+    None: the whole schedule."""
+    found, left = [], sum(map(len, schedule)) if count is None else count
+    for cycle in schedule:
+        if left <= 0:
+            break
+        found.append(tuple(cycle[:left]))
+        left -= len(cycle)
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)

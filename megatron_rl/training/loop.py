@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from megatron_rl.spec.run_spec import first_iterations
 from megatron_rl.training import preflight
 from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext, Schedule
@@ -49,10 +50,10 @@ class IterationSource(Protocol):
 class Plan:
     """The length of a run, and how often it evaluates and saves.
 
-    `evaluate_every` and `save_every` count cycles; 0: only at the end.
+    `evaluate_every` and `save_every` count iterations; 0: only at the end.
     """
 
-    cycles: int
+    iterations: int  # of the whole run
     evaluate_every: int = 0
     evaluate_at_start: bool = True
     save_every: int = 0
@@ -92,7 +93,7 @@ class Progress:
     number: int = 0  # iterations done in all
     iterations: dict[str, int] = field(default_factory=dict)  # iterations done by role
     updates: dict[str, int] = field(default_factory=dict)  # updates executed by policy: the version of its weights
-    evaluated: int = -1  # cycle of the last evaluation
+    evaluated: int = -1  # iterations done at the last evaluation
     saved: int = -1  # iterations done at the last checkpoint
     first_evaluation: dict[str, float] = field(default_factory=dict)
     last_evaluation: dict[str, float] = field(default_factory=dict)
@@ -103,7 +104,16 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "last_metrics"}
 
-    def next_iteration(self, roles: tuple[str, ...]) -> Iteration:
+    @property
+    def cycles_begun(self) -> int:
+        """Number of cycles of which at least one iteration is done."""
+        return self.cycle + (self.index > 0)
+
+    def next_iteration(self, schedule: Schedule) -> Iteration:
+        """Returns the iteration that is due, and moves to its cycle."""
+        while self.index >= len(schedule[self.cycle]):
+            self.cycle, self.index = self.cycle + 1, 0
+        roles = schedule[self.cycle][self.index]
         return Iteration(
             cycle=self.cycle, index=self.index, roles=roles, number=self.number, updates=dict(self.iterations)
         )
@@ -139,41 +149,39 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
     """Collects rollouts, updates and refits iteration by iteration as the recipe's schedule says. Every rank runs this
     same code.
 
-    Goes on from `progress` and moves it. Returns True when all cycles are done, False when asked to leave (after
+    Goes on from `progress` and moves it. Returns True when all iterations are done, False when asked to leave (after
     saving). Raises NothingTrained when no update was executed, PreflightFailure before the first one, and whatever a
     part raises, on every rank.
     """
-    schedule = setup.recipe.schedule()[: plan.cycles]
-    if not any(schedule):
-        raise NothingTrained(f"{plan.cycles} cycles hold no iteration: set run.cycles or the recipe's updates above 0")
+    schedule = first_iterations(setup.recipe.schedule(), plan.iterations)
+    total = sum(map(len, schedule))
+    if not total:
+        raise NothingTrained("the run has 0 iterations: set run.iterations or the recipe's updates above 0")
     _start(setup, plan, progress)
     told = False
-    while progress.cycle < len(schedule):
+    while progress.number < total:
         before = progress.evaluated
-        if _evaluate_if_due(setup, plan, progress, len(schedule)) and _asked_to_stop(setup):
-            progress.evaluated = before  # a checkpoint comes before its cycle's evaluation
+        if _evaluate_if_due(setup, plan, progress, total) and _asked_to_stop(setup):
+            progress.evaluated = before  # a checkpoint comes before the evaluation at the same iteration
             _leave(setup, progress)
             return False
         if not told:
             setup.hooks.say("writing the first rollouts")
             told = True
-        for roles in schedule[progress.cycle][progress.index :]:
-            _iteration(setup, plan, progress, roles)
-            _settle(setup, wait=False)
-            if setup.world.rank == 0:
-                setup.hooks.iteration_done(progress.number)
-            if _asked_to_stop(setup):
-                _end_cycle(schedule, progress)
-                _leave(setup, progress)
-                return False
-        _end_cycle(schedule, progress)
-        if plan.save_every and progress.cycle % plan.save_every == 0:
+        _iteration(setup, plan, progress, schedule)
+        _settle(setup, wait=False)
+        if setup.world.rank == 0:
+            setup.hooks.iteration_done(progress.number)
+        if _asked_to_stop(setup):
+            _leave(setup, progress)
+            return False
+        if plan.save_every and progress.number % plan.save_every == 0:
             _save(setup, progress)
     if not sum(progress.updates.values()):
         raise NothingTrained(_why_nothing(progress))
     _save(setup, progress)
     _settle(setup, wait=True)
-    _evaluate_if_due(setup, plan, progress, len(schedule))
+    _evaluate_if_due(setup, plan, progress, total)
     return True
 
 
@@ -242,9 +250,9 @@ def _start(setup: Setup, plan: Plan, progress: Progress) -> None:
             setup.hooks.log(progress.cycle, "preflight", found, iteration=0)
 
 
-def _iteration(setup: Setup, plan: Plan, progress: Progress, roles: tuple[str, ...]) -> None:
+def _iteration(setup: Setup, plan: Plan, progress: Progress, schedule: Schedule) -> None:
     """Takes an iteration's rollouts and updates every policy that has some, in the order of the roles."""
-    iteration = progress.next_iteration(roles)
+    iteration = progress.next_iteration(schedule)
     due = _Due(setup, plan, iteration)
     setup.memory.generate()
     found = setup.world.from_driver(due.take)
@@ -260,7 +268,7 @@ def _iteration(setup: Setup, plan: Plan, progress: Progress, roles: tuple[str, .
             with setup.context.watch("refit"):
                 _refit(setup, progress, name)
         metrics["update"] = float(progress.updates.get(name, 0))  # of the policy, with this one
-        for role in (r for r in roles if setup.policy_of[r] == name):
+        for role in (r for r in iteration.roles if setup.policy_of[r] == name):
             shown = due.metrics(role, version)
             progress.last_metrics[role] = shown
             setup.hooks.log(iteration.cycle, role, shown | metrics, iteration=iteration.number)
@@ -327,31 +335,26 @@ def _refit(setup: Setup, progress: Progress, name: str) -> None:
             refit(progress.updates.get(name, 0))
 
 
-def _end_cycle(schedule: Schedule, progress: Progress) -> None:
-    """Moves to the next cycle when this one's iterations are done."""
-    if progress.index >= len(schedule[progress.cycle]):
-        progress.cycle, progress.index = progress.cycle + 1, 0
+def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, total: int) -> bool:
+    """Evaluates at the start, after every `plan.evaluate_every` iterations, and at the end. Returns whether it did.
 
-
-def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, cycles: int) -> bool:
-    """Evaluates at the start, every so many cycles, and at the end, and returns whether it did. The cycle's checkpoint
-    comes first: a run that goes on from it evaluates again, with the same metrics, so that the two write the same
-    lines.
+    A checkpoint at the same iteration comes first: a run that goes on from the checkpoint evaluates again, with the
+    same metrics, so that both runs write the same lines.
     """
-    cycle = progress.cycle
-    at_start, at_end = cycle == 0 and plan.evaluate_at_start, cycle >= cycles
-    regular = plan.evaluate_every > 0 and cycle > 0 and cycle % plan.evaluate_every == 0
-    wanted = progress.index == 0 and progress.evaluated != cycle and (at_start or at_end or regular)
+    done = progress.number
+    at_start, at_end = done == 0 and plan.evaluate_at_start, done >= total
+    regular = plan.evaluate_every > 0 and done > 0 and done % plan.evaluate_every == 0
+    wanted = progress.evaluated != done and (at_start or at_end or regular)
     if not setup.world.broadcast(wanted and bool(setup.held_out)):
         return False
     context = replace(setup.context, kept=progress.kept)
     setup.memory.generate()
-    setup.hooks.say(f"evaluating {len(setup.held_out)} held-out problems after cycle {cycle}")
+    setup.hooks.say(f"evaluating {len(setup.held_out)} held-out problems after iteration {done}")
     metrics = setup.world.from_driver(setup.recipe.evaluate, setup.held_out, context)
-    progress.evaluated, progress.last_evaluation = cycle, metrics
+    progress.evaluated, progress.last_evaluation = done, metrics
     if not progress.first_evaluation:
         progress.first_evaluation = metrics
-    setup.hooks.log(cycle, "eval", metrics, iteration=progress.number)
+    setup.hooks.log(progress.cycles_begun, "eval", metrics, iteration=done)
     return True
 
 

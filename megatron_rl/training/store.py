@@ -168,8 +168,8 @@ class IterationStore:
         if not path.is_file():
             raise FileNotFoundError(
                 f"no {path}: iteration {iteration.number} ({', '.join(iteration.roles)}) was not kept there. "
-                "A run keeps every iteration with run.save_rollouts_every=1; replay such a run, or fewer cycles "
-                "(run.cycles)"
+                "A run keeps every iteration with run.save_rollouts_every=1; replay such a run, or fewer "
+                "iterations (run.iterations)"
             )
         try:
             with _opened(path) as file:

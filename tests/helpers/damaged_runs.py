@@ -24,7 +24,7 @@ from megatron_rl.run.run_directory import RunError, open_run
 from megatron_rl.training.iteration import Iteration
 from megatron_rl.training.store import IterationStore
 
-CONFIG = "run: {seed: 1, cycles: 4}\nrecipe: {target: 'a:b', args: {x: 1.0}}\n"
+CONFIG = "run: {seed: 1, iterations: 4}\nrecipe: {target: 'a:b', args: {x: 1.0}}\n"
 ITERATION = Iteration(cycle=0, index=0, roles=("solver",), number=0)
 JOB = SlurmJob(id="17", restart=0, node="n0", step=None, end=None, warning_s=None)
 Change = Callable[[bytes], bytes]

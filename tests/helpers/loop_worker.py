@@ -15,10 +15,8 @@ def main(out, template):
     dist.init_process_group("gloo")
     log, world = Log(), TorchWorld()
     setup, progress = make(template, log, Path(out).parent / "iterations", world=world)
-    loop.train(setup, loop.Plan(cycles=4, evaluate_every=2), progress)
-    Path(out).write_text(
-        json.dumps({"lines": log.lines, "context": setup.trainees["generator"].policy.context.tolist()})
-    )
+    loop.train(setup, loop.Plan(iterations=4, evaluate_every=2), progress)
+    Path(out).write_text(json.dumps({"lines": log.lines, "table": setup.trainees["generator"].policy.table.tolist()}))
     world.barrier()
     dist.destroy_process_group()
 

@@ -115,7 +115,7 @@ def make(template, log, directory, **own):
 
     def save(number):
         assert policy.asleep == settings.get("sleeps", False)
-        log.saved[number] = {"context": policy.context.detach().clone()}
+        log.saved[number] = {"table": policy.table.detach().clone()}
         if collector is not None:
             log.saved[number]["state"] = json.loads(
                 json.dumps({"progress": progress.state_dict(), **collector.state()})

@@ -270,5 +270,5 @@ def test_the_tiny_config_of_init_trains(kind, tmp_path, monkeypatch):
         .replace('"tiny/data"', str(place["data"]))
     )
     Path("my.yaml").write_text(text)
-    result = Trainer(config="my.yaml", dir=tmp_path / "runs", cycles=2).train()
+    result = Trainer(config="my.yaml", dir=tmp_path / "runs", iterations=2).train()
     assert result.finished and len(result.column("reward/trained")) >= 2

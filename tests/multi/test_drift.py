@@ -64,7 +64,7 @@ def test_refits_that_spoil_the_weights_a_little_more_each_time_are_found(noise):
     policy, engine, generator = TablePolicy(vocab, lr=0.0), TableEngine(vocab, eos=1), torch.Generator().manual_seed(0)
 
     def refit(version: int) -> None:
-        spoiled = policy.context.detach() + noise * version * torch.randn(policy.context.shape, generator=generator)
+        spoiled = policy.table.detach() + noise * version * torch.randn(policy.table.shape, generator=generator)
         engine.load([("table", spoiled)], version=version)
 
     context = RolloutContext(

@@ -42,7 +42,7 @@ def test_hostile_full_disk_in_a_checkpoint(last_letter, whole, tmp_path):
     """No file of the second start may grow beyond 200 kB: its metrics fit, and its checkpoints do not. The third start
     does what a run does whose disk was never full. A bit is flipped in between, too: that checkpoint is passed over."""
     settings = tango_settings(last_letter, tmp_path, "run")
-    first = [*settings, "run.cycles=1", "run.keep=3"]
+    first = [*settings, "run.iterations=1", "run.keep=3"]
     program("train", *first)
     before = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
     done = subprocess.run(

@@ -52,7 +52,7 @@ def template(tmp_path):
 def test_grpo_learns_the_table(template, tmp_path):
     log = Log()
     setup, progress = make(template, log, tmp_path / "iterations")
-    assert loop.train(setup, loop.Plan(cycles=25, evaluate_every=10), progress)
+    assert loop.train(setup, loop.Plan(iterations=25, evaluate_every=10), progress)
     rewards = log.series("reward/outcome")
     assert sum(rewards[:3]) / 3 < 0.2 and sum(rewards[-3:]) / 3 > 0.9, rewards
     assert [(t, s) for t, s, scope, _ in log.lines if scope == "eval"] == [(0, 0), (10, 10), (20, 20), (25, 25)]
@@ -66,19 +66,19 @@ def test_a_run_says_what_takes_time(template, tmp_path):
     said = []
     setup, progress = make(template, Log(), tmp_path / "iterations")
     setup = replace(setup, hooks=replace(setup.hooks, say=said.append))
-    loop.train(setup, loop.Plan(cycles=2, preflight=None), progress)
+    loop.train(setup, loop.Plan(iterations=2, preflight=None), progress)
     assert said == [
         "giving the engines the policies' weights",
-        "evaluating 5 held-out problems after cycle 0",
+        "evaluating 5 held-out problems after iteration 0",
         "writing the first rollouts",
-        "evaluating 5 held-out problems after cycle 2",
+        "evaluating 5 held-out problems after iteration 2",
     ]
 
 
 def test_several_optimizer_steps_keep_the_first_ones_log_probs(template, tmp_path):
     log = Log()
     setup, progress = make(template, log, tmp_path / "iterations", samples_per_optimizer_step=32)
-    loop.train(setup, loop.Plan(cycles=2), progress)
+    loop.train(setup, loop.Plan(iterations=2), progress)
     assert log.series("optimizer_steps") == [3.0, 3.0]
     assert all(abs(r - 1.0) > 1e-4 for r in log.series("ratio"))  # the later steps left the start
     assert max(log.series("engine_gap")) < 1e-5  # but the gap is measured at it
@@ -91,7 +91,7 @@ def lines_without_times(log):
 @pytest.mark.parametrize("stop_after", [3, 4])  # an evaluation is due after 4
 def test_a_run_stopped_and_resumed_writes_the_lines_of_the_whole_one(template, tmp_path, stop_after):
     whole, first, second = Log(), Log(), Log()
-    plan = loop.Plan(cycles=8, evaluate_every=4, save_every=3)
+    plan = loop.Plan(iterations=8, evaluate_every=4, save_every=3)
     setup, progress = make(template, whole, tmp_path / "whole")
     loop.train(setup, plan, progress)
 
@@ -107,7 +107,7 @@ def test_a_run_stopped_and_resumed_writes_the_lines_of_the_whole_one(template, t
     assert loop.train(resumed, plan, progress)
     second.lines = first.lines + second.lines
     assert lines_without_times(second) == lines_without_times(whole)
-    assert torch.equal(again.context, whole.saved[8]["context"])
+    assert torch.equal(again.table, whole.saved[8]["table"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class Keeper(Grpo):
 
 def test_what_an_evaluation_keeps_is_there_after_a_resume_also_with_iterations_collected_ahead(template, tmp_path):
     log, later = Log(), Log()
-    plan = loop.Plan(cycles=6, evaluate_every=2, evaluate_at_start=False, save_every=1)
+    plan = loop.Plan(iterations=6, evaluate_every=2, evaluate_at_start=False, save_every=1)
     recipe, policy = Keeper(updates=6, group_size=8, template=template), TablePolicy(VOCAB, lr=0.3, seed=1)
     parts = {"recipe": recipe, "policy": policy, "max_staleness": 2}
     setup, progress = make(template, log, tmp_path / "iterations", stop_after=3, **parts)
@@ -139,7 +139,7 @@ def test_a_run_that_was_killed_collects_no_iteration_twice(template, tmp_path):
     asked.
     """
     whole, killed, second = Log(), Log(), Log()
-    plan = loop.Plan(cycles=6, save_every=2, evaluate_at_start=False)
+    plan = loop.Plan(iterations=6, save_every=2, evaluate_at_start=False)
     setup, progress = make(template, whole, tmp_path / "whole")
     loop.train(setup, plan, progress)
 
@@ -156,7 +156,7 @@ def test_a_run_that_was_killed_collects_no_iteration_twice(template, tmp_path):
     engine = setup.context.engines["generator"]
     ask, engine.session = engine.session, lambda: (asked.append(progress.number), ask())[1]
     loop.train(setup, plan, progress)
-    assert torch.equal(again.context, whole.saved[6]["context"])
+    assert torch.equal(again.table, whole.saved[6]["table"])
     assert min(asked) >= 3, "iterations 0 to 2 were in the store"
 
 
@@ -173,13 +173,13 @@ def _killed_at(progress, number):
 def test_three_ranks_generate_exactly_what_one_does_and_learn_the_same(template, tmp_path):
     log = Log()
     setup, progress = make(template, log, tmp_path / "iterations")
-    loop.train(setup, loop.Plan(cycles=4, evaluate_every=2), progress)
+    loop.train(setup, loop.Plan(iterations=4, evaluate_every=2), progress)
     worker = Path(__file__).parents[1] / "helpers" / "loop_worker.py"
     ranks = run_ranks(worker, 3, tmp_path / "ranks", template)
-    context = setup.trainees["generator"].policy.context.detach().numpy()
+    context = setup.trainees["generator"].policy.table.detach().numpy()
     for rank in ranks:
-        np.testing.assert_allclose(np.array(rank["context"]), context, atol=1e-5)
-    assert len({json.dumps(rank["context"]) for rank in ranks}) == 1
+        np.testing.assert_allclose(np.array(rank["table"]), context, atol=1e-5)
+    assert len({json.dumps(rank["table"]) for rank in ranks}) == 1
     alone = [[iteration, cycle, scope] for iteration, cycle, scope, _ in log.lines]
     assert [line[:3] for line in ranks[0]["lines"]] == alone
     rewards = [line[3]["reward/outcome"] for line in ranks[0]["lines"] if line[2] == "generator"]
@@ -189,7 +189,7 @@ def test_three_ranks_generate_exactly_what_one_does_and_learn_the_same(template,
 def test_a_role_that_sleeps_is_awake_only_for_its_updates(template, tmp_path):
     log = Log()
     setup, progress = make(template, log, tmp_path / "iterations", sleeps=True)
-    loop.train(setup, loop.Plan(cycles=2, save_every=1), progress)
+    loop.train(setup, loop.Plan(iterations=2, save_every=1), progress)
     assert setup.trainees["generator"].policy.asleep and sorted(log.saved) == [1, 2]
 
 
@@ -200,12 +200,12 @@ def test_an_iteration_without_signal_is_skipped_and_a_run_of_such_iterations_is_
     with pytest.raises(
         loop.NothingTrained, match="2 iterations and no update.*groups_without_signal = 1, reward/trained = 0"
     ):
-        loop.train(setup, loop.Plan(cycles=2), progress)
+        loop.train(setup, loop.Plan(iterations=2), progress)
     assert log.series("skipped") == [1.0, 1.0] and log.series("loss") == []
     assert log.series("groups_without_signal") == [1.0, 1.0]
     setup, progress = make(template, log, tmp_path / "more", grade=nothing)
-    with pytest.raises(loop.NothingTrained, match="0 cycles"):
-        loop.train(setup, loop.Plan(cycles=0), progress)
+    with pytest.raises(loop.NothingTrained, match="0 iterations"):
+        loop.train(setup, loop.Plan(iterations=0), progress)
 
 
 @pytest.mark.parametrize(("entropy_coef", "moves"), [(0.0, False), (0.1, True)])
@@ -217,10 +217,10 @@ def test_an_iteration_without_signal_can_be_trained_on_as_the_release_does(templ
     trainee = setup.trainees["generator"]
     loss = PolicyLoss(LossConfig(kl_coef=0.0, entropy_coef=entropy_coef))
     setup = replace(setup, memory=DeviceMemory({"generator": replace(trainee, loss=loss)}))
-    before = trainee.policy.context.detach().clone()
-    assert loop.train(setup, loop.Plan(cycles=2, train_without_signal=True), progress)
+    before = trainee.policy.table.detach().clone()
+    assert loop.train(setup, loop.Plan(iterations=2, train_without_signal=True), progress)
     assert log.series("skipped") == [0.0, 0.0] and progress.updates == {"generator": 2}
-    assert torch.equal(trainee.policy.context, before) is not moves
+    assert torch.equal(trainee.policy.table, before) is not moves
 
 
 def test_equal_rewards_that_are_no_round_numbers_are_no_signal(template, tmp_path):
@@ -231,22 +231,22 @@ def test_equal_rewards_that_are_no_round_numbers_are_no_signal(template, tmp_pat
     grade = graded(lambda response, payload: 0.1 + 0.2)
     setup, progress = make(template, log, tmp_path / "iterations", grade=grade, recipe=recipe)
     with pytest.raises(loop.NothingTrained):
-        loop.train(setup, loop.Plan(cycles=1), progress)
+        loop.train(setup, loop.Plan(iterations=1), progress)
     assert log.series("skipped") == [1.0]
 
 
 def test_recorded_iterations_train_the_same_model_without_an_engine(template, tmp_path):
     collected, replayed = Log(), Log()
     setup, progress = make(template, collected, tmp_path / "iterations")
-    loop.train(setup, loop.Plan(cycles=3), progress)
+    loop.train(setup, loop.Plan(iterations=3), progress)
     setup, progress = make(template, replayed, tmp_path / "again", replay=tmp_path / "iterations")
     setup = without_engine(setup)
-    loop.train(setup, loop.Plan(cycles=3), progress)
-    assert torch.equal(collected.saved[3]["context"], replayed.saved[3]["context"])
+    loop.train(setup, loop.Plan(iterations=3), progress)
+    assert torch.equal(collected.saved[3]["table"], replayed.saved[3]["table"])
     assert replayed.series("reward/outcome") == collected.series("reward/outcome")
     setup, progress = make(template, Log(), tmp_path / "more", replay=tmp_path / "iterations")
     with pytest.raises(FileNotFoundError, match="iteration 3"):
-        loop.train(without_engine(setup), loop.Plan(cycles=4), progress)
+        loop.train(without_engine(setup), loop.Plan(iterations=4), progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +268,7 @@ def test_ages_are_in_updates_of_the_policy(template, tmp_path):
     setup, progress = make(
         template, log, tmp_path / "iterations", recipe=Late(updates=2, group_size=8, template=template)
     )
-    loop.train(setup, loop.Plan(cycles=2), progress)
+    loop.train(setup, loop.Plan(iterations=2), progress)
     assert log.series("version_lag") == [1.0, 1.0] and log.series("staleness") == [1.0, 1.0]
 
 
@@ -296,7 +296,7 @@ def test_rollouts_of_several_versions_are_kept_or_scored_anew_or_dropped_as_the_
         log = Log()
         recipe = Mixed(updates=1, group_size=8, template=template)
         setup, progress = make(template, log, tmp_path / mixed, recipe=recipe)
-        loop.train(setup, loop.Plan(cycles=1, mixed=mixed, evaluate_at_start=False), progress)
+        loop.train(setup, loop.Plan(iterations=1, mixed=mixed, evaluate_at_start=False), progress)
         found[mixed] = {name: log.series(name)[0] for name in ("trained_tokens", "engine_gap", "mixed_versions")}
     share = found["keep"]["mixed_versions"]
     assert 0.2 < share < 0.5 and {own["mixed_versions"] for own in found.values()} == {share}
@@ -325,7 +325,7 @@ def test_the_loop_has_the_settings_of_its_config():
         settings=config.preflight, prompts=first, wrong_answer="w", answer_format="f{answer}", bounds=(-1.0, 2.0)
     )
     plan = loop.Plan(
-        cycles=7, evaluate_every=3, evaluate_at_start=False, save_every=5, preflight=checks, mixed="drop",
+        iterations=7, evaluate_every=3, evaluate_at_start=False, save_every=5, preflight=checks, mixed="drop",
         train_without_signal=True,
     )  # fmt: skip
     assert [p.id for p in session._plan(config, models, recipe, 7).preflight.prompts] == [p.id for p in first]
@@ -385,7 +385,7 @@ def gated(template, log, directory, *, reward=True, prompts=None, **settings):
     setup, progress = make(template, log, directory, **settings)
     tried = Questions().take(4) if prompts is None else prompts
     chosen = preflight.PreflightPlan(settings=Preflight(num_prompts=4, reward=reward), prompts=tried, wrong_answer="z")
-    return setup, loop.Plan(cycles=1, preflight=chosen), progress
+    return setup, loop.Plan(iterations=1, preflight=chosen), progress
 
 
 def test_the_preflight_passes_a_sound_run_and_reports_its_values(template, tmp_path):
@@ -413,7 +413,7 @@ def test_the_preflight_without_its_reward_check_still_compares_log_probs(templat
 
 
 @pytest.mark.parametrize(
-    "score, said", [(0.0, "0.00 on average to 4 known right"), (1.0, "1.00 on average to 4 known wrong")]
+    "score, said", [(0.0, "0.00 on average to 4 known correct"), (1.0, "1.00 on average to 4 known wrong")]
 )
 def test_the_preflight_refuses_a_reward_that_cannot_tell_right_from_wrong(template, tmp_path, score, said):
     run = gated(template, Log(), tmp_path / "iterations", grade=graded(lambda response, payload: score))

@@ -129,24 +129,24 @@ def runs(tmp_path_factory, judge, servers):
     gated = {"preflight": {"reward": False, "max_logprob_gap": 1e-5}}
     configs = [
         grpo(base, "dynamic", **dynamic),
-        grpo(base, "loss", loss={"objective": "open_centre:sequence_ratio"}, batch=8, cycles=2),
-        grpo(base, "word", loss={"objective": "gspo"}, batch=8, cycles=2),
+        grpo(base, "loss", loss={"objective": "open_centre:sequence_ratio"}, batch=8, iterations=2),
+        grpo(base, "word", loss={"objective": "gspo"}, batch=8, iterations=2),
         grpo(base, "estimator", args={"estimator": "open_centre:median_baseline"}),
         evolve(base, "three", three),
         evolve(base, "one", one),
         config(base, "rubric", *rubric[:2], args=rubric[2]),
-        config(base, "rubric_cut", *rubric[:2], args=rubric[2], cycles=1),
-        config(base, "rubric_cut", *rubric[:2], args=rubric[2], cycles=3, resume="must"),
+        config(base, "rubric_cut", *rubric[:2], args=rubric[2], iterations=1),
+        config(base, "rubric_cut", *rubric[:2], args=rubric[2], iterations=3, resume="must"),
         cut_runs.judged_iterations(base, "iterations", caller, {"environment": tags}),
         tool("tool"),
-        tool("tool_cut", cycles=1),
-        tool("tool_cut", cycles=3, resume="must"),
+        tool("tool_cut", iterations=1),
+        tool("tool_cut", iterations=3, resume="must"),
         distil("distil", roles={"student": pupil(loss=toward), "teacher": teacher}, args=lessons),
         distil(
             "distil_top_k", roles={"student": pupil(loss=over, layout={"cp": 2}), "teacher": teacher},
             args=lessons | {"top_k": 8},
         ),
-        grpo(base, "experts", roles=routed, cycles=2, train_without_signal=True, save_every=0) | gated,
+        grpo(base, "experts", roles=routed, iterations=2, train_without_signal=True, save_every=0) | gated,
     ]  # fmt: skip
     every = [(one_config, None) for one_config in configs] + cut_runs.cases(base, cut_runs.FEW, servers)
     cut_runs.run_all(base, every)

@@ -52,7 +52,7 @@ def test_check_says_what_is_wrong_without_torch():
         ("roles.generator.layout.tp=3", "does not divide 32 ranks"),
         ("roles.generator.layout={pp: 2, vpp: 2}", "overlap_p2p=true"),
         ("roles.generator.layout={tp: 1, sequence_parallel: true}", "tp above 1"),
-        ("run.cycles=0", "zero cycles"),
+        ("run.iterations=0", "run.iterations"),
         ("roles.generator.micro_batch_tokens=100", "would not fit"),
         ("nothing", "no such config file"),
         ("roles.generator.sampling.top_p=0.0", "top_p"),
@@ -66,7 +66,7 @@ def test_check_says_what_is_wrong_without_torch():
         ("recipe.args.step_labels=nowhere:labels", "cannot import nowhere"),
         ("recipe.target=megatron_rl.recipes.grpo:Grpo", "unknown argument"),
         ("reward.target=megatron_rl.rewards.math_answer:grad", "did you mean 'grade'"),
-        ("run.cycles=100000", "but the recipe plans"),
+        ("run.iterations=100000", "but the recipe plans"),
     ],
 )
 def test_check_refuses_with_the_value_and_the_cure(change, says):

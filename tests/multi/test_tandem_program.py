@@ -33,7 +33,7 @@ def test_a_tandem_run_learns_from_its_seniors_tokens(last_letter, tmp_path):
 
 
 def test_tango_with_a_tandem_generator_trains_both(last_letter, tmp_path):
-    settings = ["roles.generator.tandem={}", "evaluation.prompts=null", "run.cycles=2", "run.save_every=0"]
+    settings = ["roles.generator.tandem={}", "evaluation.prompts=null", "run.iterations=2", "run.save_every=0"]
     program("train", *tango_settings(last_letter, tmp_path, "run"), *settings)
     assert all(0.3 < row["senior_share"] < 0.7 for row in rows_of(tmp_path / "run", "generator"))
     assert all("senior_share" not in row for row in rows_of(tmp_path / "run", "verifier"))

@@ -329,7 +329,7 @@ def test_a_finished_run_is_submitted_to_go_on_alone(tmp_path, capsys, fake_slurm
     write_json(tmp_path / "a/summary.json", {"finished": True})
     Checkpoints(tmp_path / "a/checkpoints").write(1, lambda path: (path / "x").touch())
     assert main(words) == 2 and "is finished" in capsys.readouterr().err
-    assert main([*words, "run.resume=must", "run.cycles=130"]) == 0
+    assert main([*words, "run.resume=must", "run.iterations=430"]) == 0
     assert not job_slices.finished(tmp_path / "a")
 
 

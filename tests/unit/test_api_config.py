@@ -43,15 +43,15 @@ def test_a_yaml_file_and_the_python_config_are_the_same_both_ways(path, tmp_path
 
 def test_settings_may_be_nested_dotted_or_of_the_schema(tmp_path):
     file = tmp_path / "part.yaml"
-    file.write_text("run: {seed: 1, cycles: 4}\nroles: {solver: {optimizer: {lr: 1e-4}}}\n")
-    nested = Config(run={"seed": 1, "cycles": 4}, roles={"solver": {"optimizer": {"lr": 1e-4}}})
-    dotted = Config({"run.seed": 1, "run.cycles": 4, "roles.solver.optimizer.lr": 1e-4})
+    file.write_text("run: {seed: 1, iterations: 4}\nroles: {solver: {optimizer: {lr: 1e-4}}}\n")
+    nested = Config(run={"seed": 1, "iterations": 4}, roles={"solver": {"optimizer": {"lr": 1e-4}}})
+    dotted = Config({"run.seed": 1, "run.iterations": 4, "roles.solver.optimizer.lr": 1e-4})
     assert nested == dotted == Config.from_yaml(file) and hash(nested) == hash(dotted)
     assert nested.get("run.seed") == 1 and nested.get("run.name") is None and nested.get("run.name", "x") == "x"
     of_schema = Config(roles={"solver": {"optimizer": Optimizer(lr=1e-4)}})
     assert of_schema.get("roles.solver.optimizer.lr") == 1e-4
     both = nested | {"run.seed": 2}
-    assert (both.get("run.seed"), both.get("run.cycles"), nested.get("run.seed")) == (2, 4, 1)
+    assert (both.get("run.seed"), both.get("run.iterations"), nested.get("run.seed")) == (2, 4, 1)
     nested.settings["run"]["seed"] = 3
     assert nested.get("run.seed") == 1, "what is handed out is a copy"
     assert Config.from_yaml(nested.to_yaml(tmp_path / "again.yaml")) == nested, "a part of a config is written as it is"

@@ -152,7 +152,7 @@ def test_the_preflight_tries_functions_where_the_form_of_an_answer_is_known(make
         ({"dataset": ["a"]}, "row 0 is a str"),
         ({"dataset": [{"prompt": "a", "image": object()}]}, "row 0, column 'image' (object) has no form in JSON"),
         ({"dataset": [{"prompt": "a", "x": float("nan")}]}, "column 'x'"),
-        ({"cycles": 5}, "run.cycles = 5, but the recipe plans 2 cycles"),
+        ({"iterations": 5}, "run.iterations = 5, but the recipe plans 2 iterations"),
         ({"recipe": "no_recipe"}, "recipe 'no_recipe' is not known"),
         ({"callback": []}, "did you mean"),
     ],

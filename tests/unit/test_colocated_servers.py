@@ -149,7 +149,7 @@ def test_over_whole_iterations_of_tango_the_trainer_and_awake_servers_never_hold
             iterations=Collector(maker, iterations, IterationStore(tmp_path / "rollouts"), max_staleness=0),
             hooks=loop.Hooks(log=lambda cycle, scope, m, *, iteration: None, save=saved.append),
         )  # fmt: skip
-        assert loop.train(setup, loop.Plan(cycles=len(recipe.schedule())), progress)
+        assert loop.train(setup, loop.Plan(iterations=sum(map(len, recipe.schedule()))), progress)
         assert [fake.crashed for fake in gpus.fakes.values()] == ["", ""]
         assert [fake.version for fake in gpus.fakes.values()] == [str(progress.updates[name]) for name in (G, V)]
         routes = [path for path in gpus.fakes[G].seen if path in MEMORY_ROUTES]

@@ -81,8 +81,8 @@ def refusal(schema, files, overrides=()):
 def test_files_left_to_right_then_overrides(tmp_path, base):
     second = write(tmp_path / "second.yaml", "run: {seed: 1, name: second}\nroles: {b: {layout: {pp: 2}}}\n")
     third = write(tmp_path / "third.yaml", "run: {seed: 2}\n")
-    read = load(TrainConfig, [base, second, third], ["run.cycles=7", "roles.a.optimizer.betas=[0.9, 0.95]"])
-    assert (read.run.seed, read.run.name, read.run.cycles, read.run.keep) == (2, "second", 7, 2)
+    read = load(TrainConfig, [base, second, third], ["run.iterations=7", "roles.a.optimizer.betas=[0.9, 0.95]"])
+    assert (read.run.seed, read.run.name, read.run.iterations, read.run.keep) == (2, "second", 7, 2)
     assert (read.roles["b"].layout.tp, read.roles["b"].layout.pp) == (2, 2), "roles merge per key"
     assert read.roles["a"].optimizer.betas == (0.9, 0.95), "lists become tuples"
 
@@ -444,7 +444,7 @@ def test_values_out_of_range_are_refused(base, override, cure):
 
 
 @pytest.mark.parametrize(
-    "override", ["run.cycles=0", "run.prompts_per_iteration=0", "roles.a.samples_per_optimizer_step=0"]
+    "override", ["run.iterations=0", "run.prompts_per_iteration=0", "roles.a.samples_per_optimizer_step=0"]
 )
 def test_a_run_that_trains_nothing_is_refused(base, override):
     with pytest.raises(ConfigError, match=override.split("=")[0] + " = 0"):

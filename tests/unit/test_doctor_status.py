@@ -295,7 +295,7 @@ def run(tmp_path) -> Path:
         for iteration in range(2):
             metrics = {"loss": 0.5, "reward/trained": 0.5, "staleness": 1.0, "seconds/play": 2.0, "seconds/train": 1.0}
             tracker.log(iteration, "generator", metrics, iteration=iteration)
-        tracker.log(2, "eval", {"accuracy": 0.25}, iteration=1)
+        tracker.log(2, "eval", {"accuracy": 0.25}, iteration=2)
     checkpoints = Checkpoints(RunDirectory(directory).checkpoints)
     (checkpoints.begin(1) / "weights").write_text("w")
     checkpoints.commit(1)
@@ -319,7 +319,7 @@ def test_a_running_run_is_shown_with_its_job_rate_and_last_figures(run, fake_slu
     assert "running; 2 of 4 iterations, 1 saved; 3.0 s an iteration, 0 min to go" in said
     assert "0:50:00" in said and "it runs, or has just ended" in said
     assert "generator at iteration 2 (cycle 2): loss 0.5, reward/trained 0.5, staleness 1" in said
-    assert "eval after cycle 2: accuracy 0.25" in said
+    assert "eval after iteration 2: accuracy 0.25" in said
     assert any("--jobs=17 " in line for line in asked())
 
 

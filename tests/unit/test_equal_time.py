@@ -60,10 +60,7 @@ def test_every_arm_is_a_run_that_check_takes(race, regime, monkeypatch, tmp_path
         config_checks.check(config, 1)
         recipe = plugins.build(config.recipe)
         assert type(recipe) is KINDS.get(name, LeanTango) and config.run.seed == 3
-        iterations = recipe.schedule()[-2]
-        assert arm.iterations == len(iterations), (
-            f"{name}: an arm counts iterations between evaluations, and the config cycles"
-        )
+        assert config.evaluation.every == arm.evaluate
         assert recipe.train_verifier == (name not in ("frozen", "free_verdicts")) if "tango" in arm.config else True
 
 

@@ -189,7 +189,7 @@ def test_faults_of_plug_ins_are_said_before_torch_is_imported(settings, tmp_path
         f"evaluation.prompts.path={data}", f"run.dir={tmp_path}",
     ]  # fmt: skip
     code = "import sys; sys.modules['torch'] = None; from megatron_rl.main import main; sys.exit(main(sys.argv[1:]))"
-    for wrong, said in (("reward.target=nowhere:grade", "nowhere"), ("run.cycles=99999", "the recipe plans")):
+    for wrong, said in (("reward.target=nowhere:grade", "nowhere"), ("run.iterations=99999", "the recipe plans")):
         done = subprocess.run(
             [sys.executable, "-c", code, "train", *words, wrong], cwd=ROOT, env=environment(), capture_output=True,
             text=True, timeout=60,

@@ -294,7 +294,7 @@ def test_rounds_that_run_out_leave_an_iteration_without_rollouts_and_a_run_of_su
     log, nothing = Log(), graded(lambda response, payload: 0.0)
     setup, progress = make_loop(recipe.template, log, tmp_path / "iterations", recipe=recipe, grade=nothing)
     with pytest.raises(loop.NothingTrained, match="2 iterations and no update.*alike = 1, outcome_of_all = 0"):
-        loop.train(setup, loop.Plan(cycles=2, evaluate_at_start=False), progress)
+        loop.train(setup, loop.Plan(iterations=2, evaluate_at_start=False), progress)
     assert log.series("rounds") == [3.0, 3.0] and log.series("samples") == [0.0, 0.0]
     assert log.series("skipped") == [1.0, 1.0] and log.series("alike") == [1.0, 1.0]
 
@@ -572,10 +572,10 @@ def test_a_whole_run_learns_from_groups_with_signal_and_goes_on_exactly(tmp_path
             setup, progress = make_loop(
                 recipe.template, log, directory, recipe=recipe, stop_after=stop, state=state, policy=policy
             )
-            loop.train(setup, loop.Plan(cycles=8, evaluate_at_start=False), progress)
+            loop.train(setup, loop.Plan(iterations=8, evaluate_at_start=False), progress)
             state, policy = log.saved[max(log.saved)]["state"], setup.trainees["generator"].policy
         logs.append(log)
-        context.append(policy.context.detach())
+        context.append(policy.table.detach())
     assert (context[0] == context[1]).all()
     for name in ("prompts_taken", "rounds", "reward/outcome", "loss"):
         assert logs[0].series(name) == logs[1].series(name)

@@ -322,7 +322,7 @@ def test_plain_lines_when_no_terminal(tmp_path):
         logging.getLogger("megatron_rl.rewards").warning("3 of 9 gradings timed out")
     expected = [
         "iteration 12/40 (cycle 5)  generator  reward 0.500  loss -0.012  3.5 s",
-        "after cycle 4  eval  generator/accuracy_sampled 0.250",
+        "after iteration 11  eval  generator/accuracy_sampled 0.250",
     ]
     expected.append("warning: 3 of 9 gradings timed out")
     assert stream.getvalue().splitlines() == expected
@@ -382,7 +382,7 @@ def test_the_live_table_fits_80_columns_with_evaluations_and_the_time_to_go(tmp_
     lines = screens(stream.getvalue())
     assert max(map(len, lines)) <= 80, max(lines, key=len)
     last = "\n".join(lines[-20:])
-    assert re.search(r"evaluation +cycle 0 +cycle 2", last) and re.search(r"g/accuracy +0\.250 +0\.750", last)
+    assert re.search(r"evaluation +iteration 0 +iteration 3", last) and re.search(r"g/accuracy +0\.250 +0\.750", last)
     assert re.search(r"3/40 cycle 5 .* \d+ min to go", last), last
     assert "reward" in last and "update" in last
 

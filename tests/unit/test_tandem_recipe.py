@@ -212,12 +212,12 @@ def test_gradients_are_zero_on_junior_tokens(recipe):
     assert float(senior.sum()) == sum(t.num_trainable for t in rollouts)
 
     policy = TablePolicy(len(TOKENIZER))
-    before = policy.context.detach().clone()
+    before = policy.table.detach().clone()
     update(OneProcess(), Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.0))), rollouts)
     previous = torch.cat([batch.tokens[:1], batch.tokens[:-1]])
     contexts = previous * policy.vocab + batch.tokens
     trained = set(contexts[senior].tolist())
-    moved = set((policy.context.detach() != before).any(dim=1).nonzero()[:, 0].tolist())
+    moved = set((policy.table.detach() != before).any(dim=1).nonzero()[:, 0].tolist())
     assert moved and moved <= trained, "contexts of junior tokens alone do not move"
 
 

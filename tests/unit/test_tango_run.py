@@ -68,7 +68,7 @@ def test_the_loop_trains_both_roles_of_tango_and_refits_the_role_that_learned(tm
             log=lambda cycle, scope, m, *, iteration: lines.append((iteration, cycle, scope, m)), save=saved.append
         ),
     )
-    assert loop.train(setup, loop.Plan(cycles=len(recipe.schedule()), save_every=2), progress)
+    assert loop.train(setup, loop.Plan(iterations=sum(map(len, recipe.schedule())), save_every=4), progress)
     g, v = "generator", "verifier"
     assert [line[:3] for line in lines] == [
         (0, 0, "eval"), (0, 0, v), (1, 1, g), (2, 1, g), (3, 1, v), (4, 2, g), (5, 2, g), (6, 2, v), (7, 3, "eval"),

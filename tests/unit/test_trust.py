@@ -68,7 +68,7 @@ def test_a_line_shows_iteration_cycle_and_update_all_counted_from_one():
     row = MetricsRow(iteration=11, cycle=4, scope="generator", time={}, metrics={"update": 9.0, "reward/trained": 0.5})
     assert line(row, 40) == "iteration 12/40 (cycle 5)  generator  update 9  reward 0.500"
     done = MetricsRow(iteration=12, cycle=5, scope="eval", time={}, metrics={"generator/accuracy": 0.25})
-    assert line(done, 40) == "after cycle 5  eval  generator/accuracy 0.250"
+    assert line(done, 40) == "after iteration 12  eval  generator/accuracy 0.250"
 
 
 def test_a_reward_within_its_range_is_a_score_and_one_beyond_is_named():
@@ -90,7 +90,7 @@ def test_the_preflight_refuses_a_reward_beyond_its_range_with_the_value():
     with (
         GradePool(Reward(target="bad_rewards:scaled", args=args, workers=1)) as pool,
         pytest.raises(
-            PreflightFailure, match=r"no score to the known right answer .*returned 2\.0: .* reward\.range = \[0, 1\]"
+            PreflightFailure, match=r"no score to the known correct answer .*returned 2\.0: .* reward\.range = \[0, 1\]"
         ),
     ):
         check_reward(pool.grade, prompts, "3", "{answer}")

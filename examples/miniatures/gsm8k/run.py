@@ -67,7 +67,7 @@ def main() -> None:
                 "run.save_every=100",
                 "launch.nproc=2",
             )
-    program("train", str(HERE / "tango.yaml"), "run.cycles=2", "run.resume=auto")
+    program("train", str(HERE / "tango.yaml"), "run.iterations=2", "run.resume=auto")
     # The same run, longer: it goes on from its checkpoint.
     program("train", str(HERE / "tango.yaml"), "run.resume=must")
     program("report", str(BASE / "tango"))

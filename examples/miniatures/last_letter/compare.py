@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/arms"))
-    parser.add_argument("--evaluate-every", type=int, default=3, help="steps between evaluations (the curves' points)")
+    parser.add_argument(
+        "--evaluate-every", type=int, default=4, help="iterations between evaluations (the curves' points)"
+    )
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     summaries = {arm: [run(options, arm, seed) for seed in options.seeds] for arm in options.arms}

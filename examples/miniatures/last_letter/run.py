@@ -208,7 +208,7 @@ def main() -> None:
         help="vllm: two real servers (make engines); sglang: two on stubbed kernels",
     )
     parser.add_argument(
-        "--evaluate-every", type=int, default=0, help="steps between evaluations (default: start and end alone)"
+        "--evaluate-every", type=int, default=0, help="iterations between evaluations (default: start and end alone)"
     )
     parser.add_argument(
         "--python",

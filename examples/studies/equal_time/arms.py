@@ -21,7 +21,6 @@ class Arm:
 
     config: str  # grpo or tango: the file of examples/miniatures/last_letter
     settings: Sequence[str] = ()
-    iterations: int = 1  # of a cycle
     evaluate: int = 10  # iterations between two evaluations
     # 0, or: it has the regime's warm-up and alpha, which falls over this many times the regime's number of updates.
     paper: int = 0
@@ -31,7 +30,7 @@ class Arm:
 def arm_of(target: str, *settings: str, verifier: str = "") -> Arm:
     """Returns Tango's arm with another recipe."""
     own = [SMALL, f"recipe.target={HERE}.{target}", "recipe.args.warmup_updates=0", *settings]
-    return Arm("tango", own, iterations=10, verifier=verifier)
+    return Arm("tango", own, verifier=verifier)
 
 
 ARMS: Mapping[str, Arm] = {
@@ -39,25 +38,24 @@ ARMS: Mapping[str, Arm] = {
     "grpo_dynamic": Arm("grpo", [SMALL, f"recipe.target={DAPO}", "recipe.args.dynamic_sampling={rounds: 10}"]),
     "grpo_majority": Arm("grpo", [SMALL, f"recipe.target={MAJORITY}"], evaluate=20),
     "grpo_32": Arm("grpo", evaluate=4),
-    "tango": Arm("tango", OWN, iterations=10),
-    "frozen": Arm("tango", [SMALL, f"recipe.target={TANGO}", FROZEN], iterations=9),
-    "tango_paper": Arm("tango", [SMALL], iterations=4, evaluate=12, paper=4),
-    "tango_paper_32": Arm("tango", iterations=4, evaluate=4, paper=1),
+    "tango": Arm("tango", OWN),
+    "frozen": Arm("tango", [SMALL, f"recipe.target={TANGO}", FROZEN]),
+    "tango_paper": Arm("tango", [SMALL], evaluate=12, paper=4),
+    "tango_paper_32": Arm("tango", evaluate=4, paper=1),
 }
 
 # Means measured one by one (docs/last_letter.md), and the most that a better or cheaper verifier could win.
 TRIED: Mapping[str, Arm] = {
-    "by_chance": Arm("tango", [*OWN, CHANCE], iterations=10),
+    "by_chance": Arm("tango", [*OWN, CHANCE]),
     "scored": arm_of("own_verdicts:ScoredTango"),
     "together": arm_of("together:TogetherTango", verifier="pairs"),
     "reusing": arm_of("means:ReusingTango"),
     "trusted": arm_of("means:TrustedTango"),
     "dynamic": arm_of("means:DynamicTango"),
-    "one_layer": Arm("tango", OWN, iterations=10, verifier="one_layer"),
-    "two_layers": Arm("tango", OWN, iterations=10, verifier="two_layers"),
+    "one_layer": Arm("tango", OWN, verifier="one_layer"),
+    "two_layers": Arm("tango", OWN, verifier="two_layers"),
     "free_verdicts": Arm(
         "tango",
         [SMALL, f"recipe.target={HERE}.own_verdicts:FreeVerdicts", FROZEN, "recipe.args.verifier_rests=false"],
-        iterations=9,
     ),
 }

@@ -119,7 +119,7 @@ def settings(arm: Arm, base: Path, options: argparse.Namespace, seed: int, out: 
         "run.save_every=0", "launch.nproc=1", f"data.path={base}/task/train.jsonl",
         f"evaluation.prompts.path={base}/task/test.jsonl",
         f"roles.generator.model.path={options.generator}", f"roles.generator.optimizer.lr={RATES[options.regime]}",
-        f"evaluation.every={max(1, arm.evaluate // arm.iterations)}",
+        f"evaluation.every={arm.evaluate}",
     ]  # fmt: skip
     if arm.config == "grpo":
         return [*own, f"recipe.args.updates={MANY}", *arm.settings]
