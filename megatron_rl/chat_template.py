@@ -184,7 +184,9 @@ def conversation_tokens(
     _refuse_left_out(tokenizer, messages, tools, text)
     marked = _MARKS.search(_template(tokenizer, tools)) is not None
     if marked:
-        tokens, written = _by_marks(tokenizer, messages, tools)
+        settings = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        found = _applied(tokenizer, messages, tools, settings)
+        tokens, written = np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
         written[: _beginning(tokenizer, messages, tokens, first, tools)] = False
     else:
         tokens = np.array(_ids(tokenizer, text), np.int32)
@@ -238,14 +240,6 @@ def _refuse_left_out(
 
 def _mentions(template: str, key: str) -> bool:
     return re.search(rf"\b{re.escape(key)}\b", template) is not None
-
-
-def _by_marks(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
-) -> tuple[np.ndarray, np.ndarray]:
-    settings = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    found = _applied(tokenizer, messages, tools, settings)
-    return np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
 
 
 def _beginning(

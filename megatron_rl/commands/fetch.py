@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     settings = [word for word in args.what if "=" in word or Path(word).suffix in (".yaml", ".yml")]
     wanted = [hub_fetch.parse(word) for word in args.what if word not in settings]
     config = load(settings)[1] if settings else None
-    named, sets = ([], []) if config is None else (hub_fetch.wanted_by(config), _benchmark_sets(config))
+    named = [] if config is None else hub_fetch.wanted_by(config)
+    sets = _benchmark_sets(config.benchmarks, config.data_dir) if isinstance(config, EvalConfig) else []
     if settings and not (named or sets):
         print("the config names nothing of the hub: its models and data are files here")
     overrides = [f"data_dir={args.to.absolute() / hub_fetch.DATASETS}"] if sets else []
@@ -59,19 +61,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _benchmark_sets(config: Any) -> list[str]:
-    """Returns the hub's names of the data sets that an evaluation's benchmarks are read from, each once.
+def _benchmark_sets(names: Sequence[str], data_dir: str | None) -> list[str]:
+    """Returns the hub's names of the data sets that some benchmarks are read from, each once.
 
-    There are none where its data_dir has all of them. Raises ConfigError for an unknown benchmark.
+    Returns none where `data_dir` has all of them. Raises ConfigError for an unknown benchmark.
     """
-    if not isinstance(config, EvalConfig):
-        return []
     from megatron_rl.evaluation.benchmarks import benchmark, source_of
 
-    found = [benchmark(name) for name in config.benchmarks]
-    if config.data_dir is not None:
+    found = [benchmark(name) for name in names]
+    if data_dir is not None:
         with contextlib.suppress(ConfigError):
             for one in found:
-                source_of(one, config.data_dir)
+                source_of(one, data_dir)
             return []
     return [*dict.fromkeys(one.hub for one in found)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.chat_template import ASSISTANT, SYSTEMS, TOOL, USER, WEIGHT, Message, last_user, system_of, with_system
 from megatron_rl.config.schema import PromptSet
-from megatron_rl.data.rows import DataError, NotThere, reach
+from megatron_rl.data.rows import DataError, NotThere, encodable, reach
 
 MESSAGES, QUESTION, ANSWER = "messages", "question", "answer"  # our fields
 ROLES = (*SYSTEMS, USER, ASSISTANT, TOOL)
@@ -189,11 +189,7 @@ def _text_of(content: Any, key: str) -> str:
         content = "".join(map(str, texts))
     if not isinstance(content, str):
         raise DataError(f"{key} is {_shown(content)}, not text")
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{key} has a lone surrogate: {error}") from error
-    return content
+    return encodable(content, key)
 
 
 def _shown(value: Any) -> str:

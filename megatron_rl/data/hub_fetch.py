@@ -91,7 +91,9 @@ def wanted_by(config: Config) -> list[Wanted]:
     """
     found: dict[tuple[str, Kind], Wanted] = {}
     for key, name, kind, weights in _named(config):
-        if not _is_hub_name(name):
+        file = Path(name)
+        is_file = file.suffix in (".jsonl", ".json", ".parquet", ".csv") or file.exists()
+        if name.count("/") != 1 or name.startswith((".", "/", "~")) or ":" in name or is_file:
             continue
         old = found.get((name, kind), Wanted(name=name, kind=kind, weights=False))
         found[name, kind] = dataclasses.replace(old, weights=old.weights or weights, keys=(*old.keys, key))
@@ -210,12 +212,6 @@ def _named(config: Config) -> Iterator[tuple[str, str, Kind, bool]]:
         yield "data.validation", config.data.validation or "", "dataset", True
     else:
         yield from ((f"{key}.path", source.path, "dataset", True) for key, source in config.sets.items())
-
-
-def _is_hub_name(name: str) -> bool:
-    file = Path(name)
-    is_file = file.suffix in (".jsonl", ".json", ".parquet", ".csv") or file.exists()
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and ":" not in name and not is_file
 
 
 def _folder(wanted: Wanted, to: Path) -> Path:

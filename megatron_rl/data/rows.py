@@ -132,11 +132,16 @@ def text_at(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = Fals
         raise DataError(f"the {name} (from {key!r}) is {'a huge number' if large else repr(value)[:80]}, not text")
     if not value.strip():
         raise DataError(f"the {name} is empty")
+    return encodable(value, f"the {name}")
+
+
+def encodable(text: str, what: str) -> str:
+    """Returns a text that can be written as UTF-8. Raises DataError for any other; `what` names the text."""
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"the {name} has a lone surrogate: {error}") from error
-    return value
+        raise DataError(f"{what} has a lone surrogate: {error}") from error
+    return text
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

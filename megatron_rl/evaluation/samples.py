@@ -77,8 +77,10 @@ class Samples:
         groups: dict[tuple[str, str, int], list[Sample]] = defaultdict(list)
         for raw in found[1:]:
             with contextlib.suppress(*UNREADABLE):
-                groups[raw["set"], raw["measure"], raw["id"]].append(_sample(raw))
-        whole = [group for group in groups.values() if len(group) == group[0].get("of")]
+                row = _sample(raw)
+                if isinstance(row["of"], int):
+                    groups[row["set"], row["measure"], row["id"]].append(row)
+        whole = [group for group in groups.values() if len(group) == group[0]["of"]]
         text = [head]
         for group in whole:
             kept = [{name: value for name, value in row.items() if name != "of"} for row in group]

@@ -5,6 +5,7 @@ docs/concepts.md says what each column is.
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import sys
 import time
@@ -190,15 +191,9 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
     """
     shown: dict[str, float] = {}
     for column, names in COLUMNS.items():
-        for name in names:
-            found = (
-                sorted(key for key in metrics if key.startswith(name[:-1]))
-                if name.endswith("/*")
-                else [name] * (name in metrics)
-            )
-            if found:
-                shown[column] = metrics[found[0]]
-                break
+        found = [key for name in names for key in fnmatch.filter(sorted(metrics), name)]
+        if found:
+            shown[column] = metrics[found[0]]
     return shown or {name: value for name, value in metrics.items() if not _is_count(name)}
 
 

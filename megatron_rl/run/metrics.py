@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -165,7 +165,10 @@ class Tracker:
         if not self.path.exists():
             return 0
         found = self.path.read_bytes().splitlines(keepends=True)
-        rows = [_decode_line(line) for line in found]
+        rows: list[MetricsRow | None] = [None] * len(found)  # None: the line is damaged or not whole
+        for place, line in enumerate(found):
+            with suppress(*UNREADABLE):
+                rows[place] = _decode(json.loads(line)) if line.endswith(b"\n") else None
         kept = [line for line, row in zip(found, rows, strict=True) if row is not None and row.iteration < iteration]
         if None in rows[:-1]:  # a half-written last line is what every killed process may leave
             _log.warning(
@@ -312,14 +315,6 @@ def _decode(raw: Any) -> MetricsRow:
         metrics={name: float(value) for name, value in raw["metrics"].items()},
         speed={name: float(value) for name, value in raw.get("speed", {}).items()},
     )
-
-
-def _decode_line(line: bytes) -> MetricsRow | None:
-    """Returns the row of a line; None for a line that is damaged or not whole."""
-    try:
-        return _decode(json.loads(line)) if line.endswith(b"\n") else None
-    except UNREADABLE:
-        return None
 
 
 def flat(row: MetricsRow) -> dict[str, float]:
