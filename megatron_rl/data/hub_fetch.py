@@ -211,7 +211,8 @@ def _named(config: Config) -> Iterator[tuple[str, str, Kind, bool]]:
         yield "data.train", config.data.train, "dataset", True
         yield "data.validation", config.data.validation or "", "dataset", True
     else:
-        yield from ((f"{key}.path", source.path, "dataset", True) for key, source in config.sets.items())
+        for key, source in config.sets.items():
+            yield f"{key}.path", source.path, "dataset", True
 
 
 def _folder(wanted: Wanted, to: Path) -> Path:
