@@ -16,12 +16,15 @@ from megatron_rl.types import Prompt, Rollout
 
 
 class AgentConversation:
-    """The tokens of an agent are kept as engine and dialogue gave them; nothing is tokenised again. Where the dialogue
-    cannot go on from them, the transcript is truncated: it is a sample of its own, and the next one opens with the
-    whole conversation."""
+    """The conversation of one agent in one episode, and the samples that are made of it.
+
+    Tokens are kept as the engine and the dialogue gave them; nothing is tokenised again. If the dialogue cannot
+    continue the tokens of an earlier answer, the transcript is truncated: the tokens so far become a sample of their
+    own, and the next sample opens with the whole conversation.
+    """
 
     def __init__(self, role: str, dialogue: Dialogue, tools: Sequence[Tool], *, system: str | None = None) -> None:
-        """`system`: a system message, which opens a conversation that has none of its own."""
+        """`system`: the system message for conversations that do not open with a system message."""
         self.role, self._dialogue, self._tools, self._system = role, dialogue, tools, system
         self.answers = 0
         self.cuts = 0
@@ -35,8 +38,10 @@ class AgentConversation:
         self._current: Rollout | None = None
 
     def listen(self, messages: Sequence[Message]) -> np.ndarray:
-        """Takes what is new to the agent -> the tokens [T] that it is asked with. Raises ChatError for messages that
-        cannot be rendered."""
+        """Adds messages to the conversation. Returns the tokens [T] of the agent's next prompt.
+
+        Raises ChatError for messages that cannot be rendered.
+        """
         self._heard += [str(message.get("content") or "") for message in messages]
         if self._current is None:
             self._history += messages if self._history else with_system(messages, self._system)
@@ -55,8 +60,10 @@ class AgentConversation:
         return self._context
 
     def say(self, completion: Completion, *, task: Prompt, context: RolloutContext, sampling: Sampling) -> Reply:
-        """Takes the answer to the last ask, and reads it. Raises EngineError for a tandem's completion that does not
-        say who wrote what."""
+        """Adds the answer to the last prompt to the conversation, and reads it.
+
+        Raises EngineError for a completion of a tandem that does not name the author of each token.
+        """
         if sampling.tandem is not None and completion.authors is None:
             raise EngineError("an engine sent a tandem's completion without an author for each token")
         turn = from_completion(
@@ -78,5 +85,5 @@ class AgentConversation:
         return reply
 
     def rollouts(self) -> list[Rollout]:
-        """Returns its samples, in order."""
+        """Returns the samples of the conversation, in order."""
         return self._ended if self._current is None else [*self._ended, self._current]

@@ -1,4 +1,4 @@
-"""Ways to put messages to a model, token for token: how a conversation opens, goes on, and is read."""
+"""Converts messages into tokens and answers into messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticErro
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reply:
-    """An answer of a model, read."""
+    """A parsed answer of a model."""
 
     text: str  # without special tokens, and without calls of tools where the template has a form for them
     calls: Sequence[Call]
@@ -31,7 +31,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Exchange:
-    """A conversation up to a model's last answer."""
+    """A conversation up to the last answer of a model."""
 
     prompt: np.ndarray  # [T] int32, all that stood before the answer
     answer: np.ndarray  # [T] int32
@@ -45,24 +45,26 @@ class Dialogue(Protocol):
     stop_tokens: tuple[int, ...]  # that end an answer, beside the model's own
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> np.ndarray:
-        """Returns the tokens [T] int32 of a conversation, up to where the model speaks. Raises ChatError for one that
-        cannot be rendered."""
+        """Returns the tokens [T] int32 of a conversation, up to where the model's answer begins.
+
+        Raises ChatError for a conversation that cannot be rendered.
+        """
         ...
 
     def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
-        """Returns the tokens [T] that stand between an answer and the next one: the end of the turn, and the new
-        messages. None where the whole conversation would be rendered in another way than it stands: then it is opened
-        anew."""
+        """Returns the tokens [T] between an answer and the next one: the end of the turn, and the new messages.
+
+        Returns None if the conversation would be rendered differently from the existing tokens. It is then opened anew.
+        """
         ...
 
     def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
-        """Reads an answer [T]."""
+        """Parses an answer [T]."""
         ...
 
 
 def dialogue_of(kind: str, tokenizer: Any) -> Dialogue:
-    """Returns the dialogue of a kind, see EpisodeSettings. Raises ConfigError for one that is not known or cannot be
-    had."""
+    """Returns the dialogue of a kind (see EpisodeSettings). Raises ConfigError for an unknown or unavailable kind."""
     if kind == TEXT:
         return TextDialogue(tokenizer)
     if kind == CHAT:
@@ -71,14 +73,16 @@ def dialogue_of(kind: str, tokenizer: Any) -> Dialogue:
 
 
 def check_dialogue(kind: str) -> None:
-    """Raises ConfigError for a kind of dialogue that is not known or cannot be had."""
+    """Raises ConfigError for an unknown or unavailable kind of dialogue."""
     if kind not in (TEXT, CHAT):
         _renderer_name(kind)
 
 
 def _renderer_name(kind: str) -> str:
-    """Returns NAME of the dialogue `renderers:NAME`. Raises ConfigError for another kind, an unknown name, and where
-    the library is not installed."""
+    """Returns NAME of the dialogue `renderers:NAME`.
+
+    Raises ConfigError for another kind, for an unknown name, and if the library renderers is not installed.
+    """
     name = kind.removeprefix(RENDERERS)
     if not kind.startswith(RENDERERS) or not name:
         raise ConfigError(f"dialogue = {kind!r}: give text, chat, or renderers:NAME with the name of a renderer")
@@ -97,8 +101,11 @@ def _renderer_name(kind: str) -> str:
 
 
 class TextDialogue:
-    """Messages one behind the other as they are, for base models: what makes turns of them stands in the messages, also
-    where that is a control token. Only what a message quotes has none."""
+    """Concatenates messages as they are, for base models.
+
+    The messages themselves mark the turns, also by control tokens. Only quoted parts of a message cannot contain
+    control tokens.
+    """
 
     stop_tokens: tuple[int, ...] = ()
 
@@ -124,7 +131,7 @@ class TextDialogue:
         return "".join(map(self._text, messages))
 
     def _text(self, message: Message) -> str:
-        """Returns what a message says. Raises ChatError for contents that are no text."""
+        """Returns the text of a message. Raises ChatError for content that is not a text."""
         text = message.get("content")
         if not isinstance(text, str):
             raise ChatError(f"the dialogue {TEXT!r} puts texts alone, and a message has the content {str(text)[:80]}")
@@ -178,8 +185,10 @@ class ChatDialogue:
 
 
 class RendererDialogue:
-    """Messages as a renderer of the library `renderers` writes them, which also reads calls of tools. No message can
-    write a control token."""
+    """Renders messages with a renderer of the library `renderers`, which also parses calls of tools.
+
+    No message can contain a control token.
+    """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         from renderers import config_from_name, create_renderer
@@ -229,13 +238,13 @@ _STAND_IN = "0"
 
 
 def _plain_reply(tokenizer: Any, answer: np.ndarray) -> Reply:
-    """Reads an answer as a text without calls."""
+    """Parses an answer as a text without calls of tools."""
     text = decode(tokenizer, answer).text
     return Reply(text=text, calls=(), message={"role": ASSISTANT, "content": text})
 
 
 def _frame(render_text: Callable[[Sequence[Message]], str]) -> str:
-    """Returns a short conversation as text; an empty one where it cannot be rendered, as then no other can."""
+    """Returns a short conversation as text, or "" if it cannot be rendered, as then no other conversation can."""
     try:
         return render_text([{"role": role, "content": _STAND_IN} for role in (USER, ASSISTANT, USER)])
     except UNREADABLE:
@@ -252,7 +261,7 @@ def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
 
 
 def _specifications(tools: Sequence[Tool]) -> list[Mapping[str, Any]]:
-    """Describes tools as chat templates take them (OpenAI's form)."""
+    """Returns the descriptions of tools in the form that chat templates take (OpenAI's)."""
     return [{"type": "function", "function": tool} for tool in _tools(tools) or ()]
 
 
@@ -263,8 +272,7 @@ def _call(parsed: Any) -> Call:
 
 
 def _written_out(value: Any) -> Any:
-    """Returns a JSON value without halves of characters, such as JSON's "\\ud800", which no tokenizer and no file
-    takes."""
+    r"""Returns a JSON value without lone surrogates such as "\ud800", which tokenizers and files reject."""
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, dict):

@@ -49,58 +49,73 @@ class EpisodeMaker(ABC):
         samplings: Mapping[str, Sampling],
         settings: EpisodeSettings,
     ) -> list[Episode]:
-        """Plays one episode of every task, with its seed. [E] tasks and seeds -> [E] episodes, in order.
+        """Plays one episode of each of [E] tasks with its seed. Returns [E] episodes, in order.
 
-        `samplings` is by role, with n = 1; the seed of each answer is a function of the role's seed, the episode's
-        place, the agent and the number of its answer. Raises EngineError where an engine fails; whatever happens to an
-        environment is an episode's outcome.
+        `samplings` is by role, with n = 1. The seed of each answer is a function of the role's seed, the index of the
+        episode, the agent, and the number of the answer. Raises EngineError if an engine fails. A failure of an
+        environment is the outcome of its episode and raises nothing.
         """
         ...
 
     def speaking_roles(self) -> Collection[str] | None:
-        """Returns the roles whose models are asked, which the recipe's agents are compared with before the run; None
-        where they are not known."""
+        """Returns the roles whose models are asked, or None if they are not known.
+
+        Before a run, these roles are compared with the agents of the recipe.
+        """
         return None
 
     def check(self, settings: EpisodeSettings) -> None:
-        """Raises ConfigError for settings that these episodes cannot be played with; by default for none."""
+        """Raises ConfigError for settings with which these episodes cannot be played.
+
+        The default accepts all settings.
+        """
         return None
 
     def most_answers(self, role: str) -> int | None:
-        """Returns how often an agent of a role answers in an episode at most; None where that is not known. For
-        plans."""
+        """Returns the largest number of answers of an agent per episode, or None if it is not known.
+
+        Only plans of memory and time read the number.
+        """
         return None
 
     def files(self) -> Mapping[str, str]:
-        """Returns {argument: path} of the files that it reads and that must be there before a run. Plans are made
-        without them."""
+        """Returns {argument: path} of the files that the episodes read and that must exist before a run.
+
+        Plans do not need the files.
+        """
         return {}
 
     def load(self) -> None:
-        """Loads what takes long. It is called on the process that plays, before each batch of episodes: what is loaded
-        is not loaded again. Raises ConfigError for files that do not do."""
+        """Loads data that takes long to load. Calls after the first one are no-ops.
+
+        It is called before each batch of episodes, in the process that plays them. Raises ConfigError for files that
+        cannot be used.
+        """
         return None
 
 
 class Environment(EpisodeMaker):
     """A world that models act in. A subclass is a dataclass whose fields are its arguments in the config.
 
-    It is built once on every rank, also for checks and plans, and loaded on the rank that plays. Every episode has a
-    shallow copy of it, whose three methods are called one after the other, from changing threads: what belongs to the
-    episode is set in `begin`. What happens is a function of the task, the seed and what the models say.
+    It is built once on every rank, also for checks and plans, and loaded on the rank that plays. Each episode has a
+    shallow copy of the environment. The three methods of a copy are called one after the other, from different threads,
+    so state of the episode is set in `begin`. What happens must be a function of the task, the seed and the models'
+    answers.
     """
 
     @abstractmethod
     def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[NextRequest] | EpisodeEnd:
-        """Starts an episode of a task, which is a problem's payload. -> the agents that speak first."""
+        """Starts an episode of a task, which is the payload of a problem. Returns the agents that speak first."""
         ...
 
     @abstractmethod
     def step(self, said: Said) -> Sequence[NextRequest] | EpisodeEnd:
-        """Takes one answer. -> the agents that speak next; none while answers to earlier requests are still to come.
+        """Takes one answer.
 
-        Answers come in the order in which their requests were returned. Raises EnvironmentFailure where something
-        broke; any other exception is taken for such a failure too.
+        Returns the agents that speak next, which may be none while other answers are still to come.
+
+        Answers come in the order in which their requests were returned. Raises EnvironmentFailure if something broke.
+        Any other exception counts as such a failure, too.
         """
         ...
 

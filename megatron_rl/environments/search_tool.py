@@ -1,4 +1,4 @@
-"""A search in a corpus on this machine that models may call, ranked by BM25 (the library bm25s, arXiv 2407.03618)."""
+"""A search tool over a local corpus, ranked by BM25 (the library bm25s, arXiv 2407.03618)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SearchTool(Tool):
         return {"corpus": self.corpus}
 
     def load(self) -> None:
-        """Makes the index, or reads a kept one. Raises ConfigError for a corpus that is not there or has other rows."""
+        """Builds the index, or reads a stored one. Raises ConfigError for a missing or malformed corpus."""
         with _LOADING:
             if self._loaded is None:
                 self._loaded = self._made()
@@ -95,7 +95,7 @@ class SearchTool(Tool):
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """All that an index depends on. A kept one with another stamp is made anew."""
+    """All settings and properties of the corpus that an index depends on. Another stamp means a new index."""
 
     bytes: int  # of the corpus
     changed_ns: int  # when the corpus was written
@@ -107,8 +107,10 @@ class Stamp:
 
 
 class CorpusIndex:
-    """The BM25 scores of every word in every document, and the place of each document in its file, from which its text
-    is read when it is found. Several threads may use it at a time."""
+    """The BM25 scores of every word in every document, and the offset of each document in its file.
+
+    The text of a document is read when it is found. Several threads may use an index at the same time.
+    """
 
     def __init__(self, path: Path, stamp: Stamp, scores: Any, starts: np.ndarray) -> None:
         self._path, self._stamp, self._scores = path, stamp, scores
@@ -116,7 +118,7 @@ class CorpusIndex:
         self._file = path.open("rb")
 
     def scores(self, query: str) -> np.ndarray:
-        """Returns the score of every document for a query. [documents] float32"""
+        """Returns the score of every document for a query, [documents] float32."""
         [words] = _words([query], self._stamp.stopwords, ids=False)
         known = [word for word in words if word in self._scores.vocab_dict]
         if not known:
@@ -124,8 +126,10 @@ class CorpusIndex:
         return self._scores.get_scores(known)
 
     def best(self, query: str, count: int) -> list[int]:
-        """Returns the numbers of the `count` documents with the highest scores, best first, equal ones in the file's
-        order; none that scores 0."""
+        """Returns the indices of the `count` documents with the highest scores, best first.
+
+        Documents with equal scores are in the order of the file. Documents that score 0 are left out.
+        """
         scores = self.scores(query)
         count = min(count, int((scores > 0).sum()))
         if not count:
@@ -136,7 +140,7 @@ class CorpusIndex:
         return chosen[np.argsort(-scores[chosen], kind="stable")].tolist()
 
     def document(self, number: int) -> tuple[str, str]:
-        """Returns the title and the text of a document. Raises EnvironmentFailure where the file has changed."""
+        """Returns the title and the text of a document. Raises EnvironmentFailure if the file has changed."""
         start, end = int(self._starts[number]), int(self._starts[number + 1])
         try:
             return _document(os.pread(self._file.fileno(), end - start, start), self._stamp)
@@ -146,7 +150,7 @@ class CorpusIndex:
 
 @functools.lru_cache(maxsize=KEPT)
 def _index(path: Path, stamp: Stamp, keep: bool) -> CorpusIndex:
-    """Returns the index of a corpus: the kept one with this stamp, else one made now."""
+    """Returns the index of a corpus: the stored index with this stamp, or a new one."""
     library = _library()
     place = path.with_name(path.name + INDEX)
     wanted = {**vars(stamp), "library": library.__version__}
@@ -161,7 +165,7 @@ def _index(path: Path, stamp: Stamp, keep: bool) -> CorpusIndex:
 
 
 def _read(path: Path, stamp: Stamp) -> tuple[list[str], np.ndarray]:
-    """Returns what is searched of each document, title and text, and the bytes at which the lines begin and end."""
+    """Returns the searched text of each document (title and text), and the byte offsets of the lines."""
     texts, starts, place = [], [0], 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -177,7 +181,7 @@ def _read(path: Path, stamp: Stamp) -> tuple[list[str], np.ndarray]:
 
 
 def _document(line: bytes, stamp: Stamp) -> tuple[str, str]:
-    """Returns the title and the text of a document. Raises ValueError for a line that has none."""
+    """Returns the title and the text of a document. Raises ValueError for a malformed line."""
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()  # an escape such as \\ud800 is no character
@@ -195,7 +199,7 @@ def _document(line: bytes, stamp: Stamp) -> tuple[str, str]:
 
 
 def _words(texts: Sequence[str], stopwords: str | None, *, ids: bool) -> Any:
-    """Returns the words of texts as bm25s reads them: as numbers with a vocabulary, or as texts."""
+    """Returns texts as bm25s tokenizes them: as ids with a vocabulary, or as words."""
     try:
         return _library().tokenize(list(texts), stopwords=stopwords or [], return_ids=ids, show_progress=False)
     except ValueError as error:
@@ -210,7 +214,7 @@ def _stamp_of(place: Path) -> Mapping[str, Any] | None:
 
 
 def _write(place: Path, scores: Any, starts: np.ndarray, stamp: Mapping[str, Any]) -> None:
-    """Writes an index, whole or not at all, in the place of an older one."""
+    """Stores an index atomically, in place of an older one."""
     partial = place.with_name(f".{place.name}.{os.getpid()}")
     scores.save(str(partial))
     np.save(partial / _STARTS, starts)

@@ -38,7 +38,7 @@ REASONS = {Stop.EOS: "stop", Stop.STOP: "stop", Stop.LENGTH: "length", Stop.ABOR
 
 
 class RouteRefusal(ValueError):
-    """A request that gets no tokens. `status` is HTTP's; `code` names the cause where clients know one."""
+    """A request that is refused. `status` is the HTTP status; `code` is an error code that clients know, or None."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -66,7 +66,7 @@ class TokenRoute:
     def serving(
         self, context: RolloutContext, samplings: Mapping[str, Sampling], seeds: Sequence[int]
     ) -> Iterator[RoutedPlay]:
-        """Answers for the roles of `samplings` in the block, in which the episodes with these seeds are played."""
+        """Answers requests for the roles of `samplings` while the block plays the episodes with these seeds."""
         play = RoutedPlay(next(self._names), context, samplings, seeds)
         self._plays[play.name] = play
         try:
@@ -117,15 +117,22 @@ class RoutedPlay:
         return f"{self.name}.{place}.{agent}"
 
     def answer(self, place: int, agent: str, tokens: np.ndarray, start: int) -> Rollout | None:
-        """Returns the answer of an agent that ended with the last of `tokens` [T] int32 and began at `start`, as the
-        rollout of its prompt and itself; None where no engine sampled these tokens there."""
+        """Returns a recorded answer of an agent as a rollout of its prompt and itself, or None.
+
+        `tokens` [T] int32 end with the last token of the answer, and `start` is the index of its first token. None
+        means that no engine sampled these tokens there.
+        """
         with self._lock:
             answers = list(self._answers.get((place, agent), ()))
         return next((a for a in answers if a.start == start and np.array_equal(a.tokens, tokens)), None)
 
     async def generate(self, place: int, agent: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """See TokenRoute.generate. The draw is a function of the role's seed, the episode's seed and place, the agent,
-        the prompt, and how often the agent asked it before: several programs of one agent may ask at the same time."""
+        """Asks the engine that a request names, and returns the answer in the client's form.
+
+        The draw is a function of the role's seed, the seed and the index of the episode, the agent, the prompt, and how
+        many times the agent has asked this prompt before. Several programs of one agent may ask at the same time.
+        Raises RouteRefusal.
+        """
         role = body.get("model")
         if role not in self._sessions:
             raise RouteRefusal(404, f"model = {role!r}: the roles are {', '.join(self._sessions)}")
@@ -142,8 +149,7 @@ class RoutedPlay:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Reads the engines' answers in the block, one thread for each role; what is not answered at its end is called
-        off."""
+        """Reads the answers of the engines in the block, in one thread per role. Cancels open requests at its end."""
         readers = [threading.Thread(target=self._read, args=(role,), daemon=True) for role in self._sessions]
         with contextlib.ExitStack() as asking:
             for session in self._sessions.values():
@@ -193,7 +199,7 @@ class RoutedPlay:
             self._end()
 
     def _end(self) -> None:
-        """Refuses what comes from now on, and lets nobody wait any longer."""
+        """Refuses new requests, and cancels those that wait for an answer."""
         with self._lock:
             self._over = True
             left, self._waiting = list(self._waiting.values()), {}
@@ -202,7 +208,10 @@ class RoutedPlay:
 
 
 def _prompt(body: Mapping[str, Any], role: str, longest: int) -> np.ndarray:
-    """Returns the prompt of a request, [T] int32. Raises RouteRefusal for one that is none, or that is too long."""
+    """Returns the prompt of a request, [T] int32.
+
+    Raises RouteRefusal for a malformed prompt or one that is too long.
+    """
     tokens = body.get("token_ids")
     if not isinstance(tokens, list) or not tokens:
         raise RouteRefusal(400, "token_ids: give the prompt as a list of token ids")
@@ -220,8 +229,11 @@ def _prompt(body: Mapping[str, Any], role: str, longest: int) -> np.ndarray:
 
 
 def _forced(own: Sampling, asked: Any) -> Sampling:
-    """Returns the role's own sampling, shortened to the request's max_tokens and with its stop tokens besides: the
-    client's chat template may end a turn with another token than the model."""
+    """Returns the sampling settings of the role, limited by the request.
+
+    The request may lower max_tokens, and its stop tokens are added: the client's chat template may end a turn with
+    another token than the model. All other settings of the request are ignored.
+    """
     if not isinstance(asked, Mapping):
         raise RouteRefusal(400, "sampling_params is no JSON object")
     most, stops = asked.get("max_tokens"), asked.get("stop_token_ids") or []
@@ -234,8 +246,11 @@ def _forced(own: Sampling, asked: Any) -> Sampling:
 
 
 def _choice(completion: Completion) -> dict[str, Any]:
-    """Returns a completion in the client's form. The client takes no answer with a log-prob that is not finite, such as
-    those that nobody asked for: it gets 0 there, and the record keeps what the engine said."""
+    """Returns a completion in the client's form.
+
+    The client rejects log-probs that are not finite, such as those that were not asked for. They are sent as 0; the
+    recorded answer keeps the engine's values.
+    """
     pairs = zip(completion.tokens.tolist(), completion.logprobs.tolist(), strict=True)
     content = [{"token": f"token_id:{t}", "logprob": p if math.isfinite(p) else 0.0} for t, p in pairs]
     return {
@@ -281,7 +296,7 @@ class _Listener:
         await self._server.shutdown(CLOSE_S)
 
     def _admitted(self) -> web.RequestHandler:
-        """Returns the protocol of a new connection, which is a stranger's."""
+        """Returns the protocol object of a new connection, which counts as a stranger's connection."""
         if len(self._strangers) >= MOST_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
@@ -291,7 +306,7 @@ class _Listener:
         return connection
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answers a request, a refused one in the client's form for errors."""
+        """Answers a request. A refusal has the form of errors that the client knows."""
         try:
             given, own = request.headers.get("Authorization", ""), f"Bearer {self._route.token}"
             if not hmac.compare_digest(given.encode(errors="surrogateescape"), own.encode()):

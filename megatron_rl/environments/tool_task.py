@@ -1,4 +1,4 @@
-"""The loop of a model that asks tools until it answers, as Search-R1, ReTool, VerlTool and Tool-Star have it."""
+"""The loop of a model that calls tools until it answers, as in Search-R1, ReTool, VerlTool and Tool-Star."""
 
 from __future__ import annotations
 
@@ -109,7 +109,10 @@ class ToolTask(Environment):
         return self.max_calls + 1 if role == self.role else None
 
     def _after_tags(self, text: str) -> Sequence[NextRequest] | EpisodeEnd:
-        """Runs the first call in a text. -> the next request, or the end where the text has an answer or neither."""
+        """Runs the first call in a text. Returns the next request, or the end of the episode.
+
+        The episode ends if the text has an answer, or neither an answer nor a call.
+        """
         found = first_call(text, [*self._tools, self.answer])
         if found is None and self.reminder is not None:
             self._made += 1
@@ -121,7 +124,7 @@ class ToolTask(Environment):
         return self._ask([quoting(USER, self.result, result=result)])
 
     def _after_calls(self, calls: Sequence[Call]) -> Sequence[NextRequest] | EpisodeEnd:
-        """Runs the calls of a message, as many as are left. -> the next request, or the end where there is no call."""
+        """Runs the calls of a message, up to the limit. Returns the next request, or the end if there is no call."""
         messages = []
         for call in calls:
             left = self._made < self.max_calls
@@ -131,7 +134,7 @@ class ToolTask(Environment):
         return self._ask(messages) if messages else self._over()
 
     def _result(self, call: Call) -> str:
-        """Runs a call. -> what the model is told. Raises EnvironmentFailure where the tool broke twice."""
+        """Runs a call. Returns the text that the model is told. Raises EnvironmentFailure if the tool failed twice."""
         self._made += 1
         self._run_calls += 1
         tool = self._tools.get(call.name)
@@ -167,9 +170,9 @@ class ToolTask(Environment):
 
 
 def first_call(text: str, names: Sequence[str]) -> tuple[str, str] | None:
-    """Returns the name and the content of the first block <name>...</name> of one of the names; None without one.
+    """Returns the name and the content of the first block <name>...</name> of one of the names, or None.
 
-    An opening tag that no closing tag follows is passed over. The time grows with the length of the text alone.
+    An opening tag without a closing tag is skipped. The time is linear in the length of the text.
     """
     last = {name: text.rfind(f"</{name}>") for name in names}
     for found in re.finditer(f"<({'|'.join(map(re.escape, names))})>", text):
@@ -191,7 +194,7 @@ def _built(use: Use) -> Tool:
 
 
 def _argument(tool: Tool) -> str:
-    """Returns the name of the one argument that a tag can give. Raises ConfigError for a tool with others."""
+    """Returns the name of a tool's one required text argument. Raises ConfigError for a tool with other arguments."""
     required = list(tool.parameters.get("required", ()))
     kinds = [tool.parameters["properties"][name].get("type") for name in required]
     if kinds != ["string"]:

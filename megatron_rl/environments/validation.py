@@ -1,5 +1,7 @@
-"""Refuses what an environment cannot mean: requests and ends of episodes that are not well formed. Each refusal names
-the value and says what to return instead."""
+"""Checks requests and ends of episodes that an environment returns.
+
+Each error names the value and says what to return.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ RESERVED = (AGENT, "episode", "verdicts", "review")  # names in a payload that a
 
 
 def checked_requests(result: object, *, of: str) -> Sequence[NextRequest]:
-    """Returns the requests that an environment returned. `of`: begin or step. Raises EnvironmentFailure for anything
-    else."""
+    """Returns the requests that a method of an environment returned. Raises EnvironmentFailure for any other value.
+
+    `of`: the name of the method, begin or step.
+    """
     if isinstance(result, (list, tuple)) and all(isinstance(one, NextRequest) for one in result):
         return result
     raise EnvironmentFailure(
@@ -34,9 +38,12 @@ def checked_requests(result: object, *, of: str) -> Sequence[NextRequest]:
 def check_request(
     request: NextRequest, roles: Collection[str], spoke_as: Mapping[str, str], waiting: Collection[str]
 ) -> None:
-    """Raises EnvironmentFailure for a request that nobody can make, and ConfigError for one of a role that the recipe
-    has no agent for. `roles`: those that may speak; `spoke_as`: the roles of the episode's agents so far; `waiting`:
-    agents that are asked and have not answered."""
+    """Checks one request of an environment.
+
+    Raises EnvironmentFailure for a malformed request, and ConfigError for a role that the recipe has no agent for.
+    `roles`: the roles that may speak. `spoke_as`: the roles of the episode's agents so far. `waiting`: the agents that
+    have been asked and have not answered.
+    """
     for name in ("agent", "role"):
         if not isinstance(given := getattr(request, name), str) or not given or _broken_text(given):
             raise EnvironmentFailure(f"NextRequest.{name} is {_shown(given)}: give a text")
@@ -64,9 +71,11 @@ def check_request(
 
 
 def checked_end(over: EpisodeEnd, agents: Mapping[str, int]) -> EpisodeEnd:
-    """Returns the end of an episode with all rewards as numbers, and with the payload as JSON reads it back. `agents`:
-    those that were asked, with how often each answered. Raises EnvironmentFailure for an outcome, rewards, answers or a
-    payload that cannot be kept."""
+    """Returns the end of an episode with rewards as floats, and with the payload as JSON reads it back.
+
+    `agents`: how many answers each agent gave. Raises EnvironmentFailure for an outcome, rewards, answers or a payload
+    that cannot be stored.
+    """
     if not isinstance(over.outcome, Outcome):
         raise EnvironmentFailure(f"EpisodeEnd.outcome is {_shown(over.outcome)}: give one of megatron_rl.types.Outcome")
     if over.outcome is not Outcome.SCORE:
@@ -104,8 +113,10 @@ def checked_end(over: EpisodeEnd, agents: Mapping[str, int]) -> EpisodeEnd:
 
 
 def failed(error: Exception, before: str = "") -> EpisodeEnd:
-    """Returns the end of an episode in which something raised. The reason is cut where it is long, and has `before` in
-    front and the place in the environment's code behind."""
+    """Returns the end of an episode in which an exception was raised.
+
+    The reason starts with `before` and ends with the place in the environment's code. A long reason is truncated.
+    """
     place = place_of(error)
     try:
         why, trace = f"{before}{type(error).__name__}: {error}", traceback_of(error)
@@ -115,13 +126,15 @@ def failed(error: Exception, before: str = "") -> EpisodeEnd:
 
 
 def refused(error: EnvironmentFailure) -> EpisodeEnd:
-    """Returns the end of an episode whose environment returned what cannot be meant."""
+    """Returns the end of an episode whose environment returned a malformed value."""
     return EpisodeEnd(outcome=Outcome.ERROR, why=str(error))
 
 
 def with_rewards(episode: Episode, names: Collection[str], roles: Collection[str], graded: str) -> Episode:
-    """Returns the episode; as an error, without samples, where a sample of `roles` lacks one of the rewards `names`.
-    `graded`: the reward that the run's reward function gives to the texts in EpisodeEnd.answers."""
+    """Returns the episode, or an error without samples if a sample of `roles` lacks one of the rewards `names`.
+
+    `graded`: the name of the reward that the run's reward function gives to the texts in EpisodeEnd.answers.
+    """
     for rollout in episode.rollouts:
         agent = rollout.payload[AGENT]
         given = {*rollout.rewards, *([graded] if agent in episode.answers else [])}
@@ -139,8 +152,10 @@ def with_rewards(episode: Episode, names: Collection[str], roles: Collection[str
 
 
 def check_agents(episodes: Sequence[Episode], agents: Mapping[str, int]) -> None:
-    """Raises ConfigError for the first episode in which a role had more agents than `agents`, the recipe's, says: plans
-    and means over agents would be wrong."""
+    """Raises ConfigError for an episode in which a role had more agents than the recipe's `agents` says.
+
+    Means over agents and plans would be wrong.
+    """
     for episode in episodes:
         found: dict[str, list[str]] = {}
         for rollout in episode.rollouts:
@@ -156,7 +171,7 @@ def check_agents(episodes: Sequence[Episode], agents: Mapping[str, int]) -> None
 
 
 def _wrong_message(message: object) -> str:
-    """Returns what is wrong with a message; an empty text where nothing is."""
+    """Returns what is wrong with a message, or "" if the message is valid."""
     if not isinstance(message, Mapping):
         return f"is {_shown(message)}: give a list of messages, such as [{MESSAGE}]"
     if not isinstance(message.get("role"), str):
@@ -174,8 +189,7 @@ def _wrong_message(message: object) -> str:
 
 
 def _wrong_limit(request: NextRequest) -> str:
-    """Returns what is wrong with the texts that end an answer, its length, or the tools; an empty text where nothing
-    is."""
+    """Returns what is wrong with the stop texts, the maximum length or the tools of a request, or ""."""
     if not isinstance(request.stop, (list, tuple)) or not all(isinstance(text, str) and text for text in request.stop):
         return f"stop = {_shown(request.stop)}: give a list of texts that are not empty"
     if request.max_tokens is not None and (type(request.max_tokens) is not int or request.max_tokens < 1):
@@ -188,7 +202,7 @@ def _wrong_limit(request: NextRequest) -> str:
 
 
 def _broken_text(text: str) -> str:
-    """Returns what is wrong with a text that cannot be written as UTF-8; an empty text where nothing is."""
+    """Returns what is wrong with a text that cannot be encoded as UTF-8, or ""."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -197,7 +211,7 @@ def _broken_text(text: str) -> str:
 
 
 def _numbers(agent: str, given: Any) -> dict[str, float]:
-    """Returns an agent's rewards by name. Raises EnvironmentFailure for one that is no finite number."""
+    """Returns the rewards of an agent by name. Raises EnvironmentFailure for a reward that is not a finite number."""
     if not isinstance(given, Mapping):
         raise EnvironmentFailure(
             f"the rewards of agent {agent!r} are {_shown(given)}: give them by name, such as "

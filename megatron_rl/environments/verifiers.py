@@ -39,7 +39,10 @@ LOOK_S = 0.2  # between two looks at the engines
 
 @dataclass(kw_only=True)
 class Verifiers(EpisodeMaker):
-    """An environment of verifiers 0.4. Its process is started by the first `play` and ends with this object."""
+    """An environment of the library verifiers 0.4.
+
+    The process of the library is started by the first `play` and ends with this object.
+    """
 
     python: str  # of the library's own Python environment: .venv-verifiers/bin/python (`make verifiers`)
     environment: Mapping[str, Any]  # the library's settings of it: {taskset: {id: ...}}, and those of its class
@@ -92,8 +95,10 @@ class Verifiers(EpisodeMaker):
 
     @contextlib.contextmanager
     def _alone(self, context: RolloutContext, roles: Iterable[str]) -> Iterator[None]:
-        """Waits until nobody else plays. The engines are looked after meanwhile: who plays may wait for a server that
-        the thread waiting here must bring to the current weights."""
+        """Waits until no other thread plays, and keeps tending the engines meanwhile.
+
+        The thread that plays may wait for a server that only the waiting thread can bring to the current weights.
+        """
         while not self._lock.acquire(timeout=LOOK_S):
             _look_after(context, roles)
         try:
@@ -130,13 +135,13 @@ class Verifiers(EpisodeMaker):
 
 
 class _Running:
-    """The things that stay from one call to the next: the route, the process, and their directory.
+    """The parts that are kept from one call to the next: the route, the process, and their directory.
 
-    It does not hold the Verifiers that it belongs to, with whose end it is closed.
+    This object does not refer to the Verifiers that it belongs to, so that it is closed when the Verifiers are garbage.
     """
 
     def __init__(self, python: str, told: Mapping[str, Any], renderers: Mapping[str, Mapping[str, Any]]) -> None:
-        """`told`: what the process is told of the Verifiers' own settings."""
+        """`told`: the settings of the Verifiers that the process is told."""
         self._python, self._own, self._renderers = python, told, renderers
         self._directory = Path(tempfile.mkdtemp(prefix="megatron_rl_verifiers_"))
         self._process: LineProcess | None = None
@@ -145,13 +150,15 @@ class _Running:
         self._closed = False  # an iteration that is collected ahead may go on in another thread while the program ends
 
     def look(self) -> None:
-        """Forgets a process that ended between two calls."""
+        """Forgets a process that has ended between two calls."""
         if self._process is not None and self._process.ended:
             self.end()
 
     def ready(self, context: RolloutContext) -> LineProcess:
-        """Returns the process, started where there is none. Raises ConfigError with the end of its log, and
-        EnvironmentFailure after `close`."""
+        """Returns the process. Starts it if it does not run.
+
+        Raises ConfigError with the end of the process's log if it does not start, and EnvironmentFailure after `close`.
+        """
         if self._closed:
             raise EnvironmentFailure("verifiers was closed while episodes were to be played")
         if self._process is None:
@@ -181,8 +188,11 @@ class _Running:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _told(self, context: RolloutContext, process: LineProcess) -> dict[str, Any]:
-        """Returns the first line for the process. The roles' tokenizers are written out for it: those here may have
-        another chat template than the model's directory."""
+        """Returns the first line that is sent to the process.
+
+        The tokenizers of the roles are saved for the process, because they may have another chat template than the
+        model's directory.
+        """
         clients = {}
         for role in self._own["agents"].values():
             directory = self._directory / "tokenizers" / role
@@ -196,7 +206,7 @@ class _Running:
 
 
 class _Results:
-    """The results of one call's episodes, as the process tells them."""
+    """The results of the episodes of one call, as the process reports them."""
 
     def __init__(self, running: _Running, context: RolloutContext, play: RoutedPlay, settings: EpisodeSettings) -> None:
         self._running, self._context, self._play, self._settings = running, context, play, settings
@@ -204,7 +214,7 @@ class _Results:
         self._found: dict[int, Mapping[str, Any]] = {}
 
     def of(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
-        """Plays the tasks at these places of the task set. [E] -> [E]. Raises what an engine raised."""
+        """Plays the tasks at these [E] indices of the task set. Returns [E] results. Raises the error of an engine."""
         waiting = deque(range(len(indices)))
         while len(self._found) < len(indices):
             _look_after(self._context, self._play.longest)
@@ -224,7 +234,7 @@ class _Results:
         return [self._found[number] for number in range(len(indices))]
 
     def _take(self, said: Mapping[str, Any]) -> None:
-        """Takes the result of an episode under way. Raises EOFError for a line that is none."""
+        """Stores the result of a running episode. Raises EOFError for a line that is not such a result."""
         number = said.get("number")
         if type(number) is not int or number not in self._deadlines:
             raise EOFError(f"it wrote a line of the episode {number!r}, which is not under way")
@@ -238,7 +248,7 @@ class _Results:
         process.say({"number": number, "task": indices[number], "session": session, "timeout_s": timeout_s})
 
     def _give_up(self, why: str) -> None:
-        """Ends the process and the episodes under way; the next that waits starts another."""
+        """Ends the process and the running episodes. The next episode starts another process."""
         self._running.end()
         for number, deadline in self._deadlines.items():
             late = deadline < time.monotonic()
@@ -248,16 +258,20 @@ class _Results:
 
 
 def _look_after(context: RolloutContext, roles: Iterable[str]) -> None:
-    """Shows that the run lives, and has the servers of the roles looked after: the threads that read their answers do
-    not own them."""
+    """Reports that the run is alive, and tends the servers of the roles.
+
+    The threads that read the answers of the servers do not own the servers.
+    """
     context.watch.beat()
     for role in roles:
         context.engines[role].tend()
 
 
 def _scored(play: RoutedPlay, task: Prompt, agents: Mapping[str, str], result: Mapping[str, Any]) -> Episode:
-    """Makes an episode of the line of one that came to its end. Raises EnvironmentFailure for a token that a trace
-    shows as sampled and that no engine sampled."""
+    """Returns the episode of a result.
+
+    Raises EnvironmentFailure for a token that the trace marks as sampled and that no engine sampled.
+    """
     number, traces, rollouts = result["number"], result["traces"], []
     for trace in traces:
         agent = trace["session"].removeprefix(play.session_id(number, ""))
@@ -278,7 +292,7 @@ def _scored(play: RoutedPlay, task: Prompt, agents: Mapping[str, str], result: M
 
 
 def _answers(play: RoutedPlay, number: int, agent: str, branch: Mapping[str, Any]) -> Iterator[Rollout]:
-    """Yields the recorded answer of each stretch that a trace shows as sampled."""
+    """Yields the recorded answer for each range of tokens that a trace marks as sampled."""
     tokens = np.array(branch["tokens"], np.int32)
     for start, end, _ in branch["sampled"]:
         answer = play.answer(number, agent, tokens[:end], start)
@@ -293,7 +307,10 @@ def _rollout(
     branch: Mapping[str, Any], answers: Sequence[Rollout], role: str, group: str, payload: Mapping[str, Any],
     rewards: Mapping[str, float],
 ) -> Rollout:  # fmt: skip
-    """Joins the answers of one branch. A stretch that an earlier branch has trained on is the environment's here."""
+    """Joins the answers of one branch.
+
+    Ranges that an earlier branch trains on belong to the environment in this branch.
+    """
     tokens = np.array(branch["tokens"], np.int32)
     logprobs, parts, done = np.zeros(len(tokens), np.float32), [], 0
     experts = answers[-1].experts
