@@ -177,7 +177,7 @@ def test_a_servers_environment(tmp_path):
         assert (tmp_path / "log").read_text().splitlines()[-1] == plain, (tmp_path / "log").read_text()
     (tmp_path / "imports/megatron_rl").unlink()
     (tmp_path / "imports/megatron_rl").symlink_to("/moved/away")
-    assert server_process._only_this_package(tmp_path / "imports") == tmp_path / "imports"
+    assert server_process._only_this_package(tmp_path / "imports", "") == tmp_path / "imports"
     assert (tmp_path / "imports/megatron_rl").resolve() == ROOT / "megatron_rl"
 
 

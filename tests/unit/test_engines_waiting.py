@@ -64,6 +64,6 @@ def test_closed_members_are_asked_nothing():
 
 def test_the_pool_looks_around_although_nothing_happens(tmp_path):
     with engines_in(tmp_path) as run_engines:
-        line, looks = run_engines.open()._dispatcher._line, []
+        line, looks = run_engines.open()._dispatcher._queue, []
         line.look = lambda: looks.append(1)
         until("it looks", lambda: len(looks) >= 3, timeout_s=30)

@@ -379,10 +379,9 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 def test_hostile_servers_that_drip_are_late_at_the_deadline(head):
     """The time-out was one for each read: a byte now and then held an iteration for ever."""
     server = Raw(dripping(head))
-    http = Http(server.url, {})
     start = time.monotonic()
     with pytest.raises(ServerLost):
-        http.call("GET", "/server_info", timeout_s=0.3)
+        Http(server.url, {}).call("GET", "/server_info", timeout_s=0.3)
     assert time.monotonic() - start < 3.0
     server.close()
 
@@ -409,9 +408,8 @@ def test_connections_are_used_again_and_each_request_has_its_own_time():
         kept = set()
         for timeout_s in (0.3, 5.0, 5.0):
             await server.generate(np.array([1, 2], np.int32), Sampling(max_tokens=4), seed=1, timeout_s=timeout_s)
-            [session] = [session for session, _ in server._http._sessions.values()]
-            [[(connection, _)]] = session.connector._conns.values()
-            kept.add(id(connection))
+            [(session, _)] = server._http._sessions.values()
+            kept.update(id(connection) for [(connection, _)] in session.connector._conns.values())
             await asyncio.sleep(0.15)
         return kept
 
@@ -462,8 +460,7 @@ def test_hostile_answers_of_one_replica_are_asked_of_another():
     """Prompts that a lying replica answered got their answers from the other one, each exactly once."""
     fakes = [FakeVllm("token", vocab=97), FakeVllm("token", vocab=40_000)]  # the second writes tokens that are none
     servers = [VllmServer(fake.url, "token", Vllm(), 5, ModelFacts(vocab=97)) for fake in fakes]
-    limits = Limits(servers=2, at_once=4, attempts=5, request_timeout_s=5.0)
-    engine = given("judge", servers, limits)
+    engine = given("judge", servers, Limits(servers=2, at_once=4, attempts=5, request_timeout_s=5.0))
     found = complete(engine, [[1, 2, i] for i in range(6)], Sampling(max_tokens=20, n=2))
     assert [len(group) for group in found] == [2] * 6
     assert all((completion.tokens < 97).all() for group in found for completion in group)

@@ -292,9 +292,9 @@ def test_requests_hold_no_thread_of_a_session_that_is_left(tmp_path: Path):
     while fake.running < 1 and time.monotonic() < end:
         time.sleep(0.01)
     session.close()
-    while engine._dispatcher._line._first and time.monotonic() < end:
+    while engine._dispatcher._queue._first and time.monotonic() < end:
         time.sleep(0.01)
-    assert not engine._dispatcher._line._first and fake.count(GENERATE) == 1
+    assert not engine._dispatcher._queue._first and fake.count(GENERATE) == 1
     fake.release()
     assert np.array_equal(complete(engine, [[9]], SAMPLING)[0][0].tokens, expected([9], SAMPLING, 0)[0])
     engine.close()
