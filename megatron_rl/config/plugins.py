@@ -79,9 +79,9 @@ def look_at(use: Use) -> None:
         return
     defined = _definitions(file)
     if name not in defined:
-        if None in defined:  # names that come from elsewhere, by a star
+        if "*" in defined:
             return
-        close = difflib.get_close_matches(name, [known for known in defined if known], n=1)
+        close = difflib.get_close_matches(name, defined, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"look at the names in {file}"
         raise ConfigError(f"plug-in {use.target!r}: {module_name} has no {name!r}; {hint}")
     found = defined[name]
@@ -91,39 +91,25 @@ def look_at(use: Use) -> None:
             raise _refusal(use, problems)
 
 
-def _definitions(file: Path) -> dict[str | None, ast.AST]:
-    """Returns {name: the statement} of what a module defines at its top; None stands for the names of a star import.
-    Nothing of a file that cannot be parsed: whoever imports it says why."""
+def _definitions(file: Path) -> dict[str, ast.AST]:
+    """Returns {name: the statement} of what a module defines outside of functions and classes; `*` stands for the names
+    of a star import, and of a file that cannot be parsed: whoever imports the file says why."""
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        waiting: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
     except (OSError, ValueError, SyntaxError):
-        return {None: ast.Pass()}
-    out: dict[str | None, ast.AST] = {}
-    for node in _top(tree.body):
+        return {"*": ast.Pass()}
+    out: dict[str, ast.AST] = {}
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            out.setdefault(node.name, node)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                own = alias.asname or alias.name.partition(".")[0]
-                out.setdefault(None if own == "*" else own, node)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for part in [name for target in targets for name in ast.walk(target)]:
-                if isinstance(part, ast.Name):
-                    out.setdefault(part.id, node)
+            out[node.name] = node
+            continue
+        if isinstance(node, ast.alias):
+            out[node.asname or node.name.partition(".")[0]] = node
+        elif isinstance(node, ast.Name):
+            out.setdefault(node.id, node)
+        waiting += ast.iter_child_nodes(node)
     return out
-
-
-def _top(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields the statements of a module that are in no function or class, those within `if`, `try` and `with` too."""
-    for node in body:
-        yield node
-        if isinstance(node, ast.If | ast.Try | ast.With):
-            for part in ast.iter_child_nodes(node):
-                if isinstance(part, ast.stmt):
-                    yield from _top([part])
-                elif isinstance(part, ast.ExceptHandler):
-                    yield from _top(part.body)
 
 
 def is_target(text: str) -> bool:
@@ -158,7 +144,7 @@ def build(use: Use) -> Any:
     if problems := [*_not_finite(use.args, "args")]:
         raise _refusal(use, problems)
     found = find(use.target)
-    if _is_dataclass(found):
+    if isinstance(found, type) and dataclasses.is_dataclass(found):
         return _validated(use, found)
     _check_function(use, found)
     return functools.partial(found, **use.args) if use.args else found
@@ -173,16 +159,8 @@ def _not_finite(value: Any, place: str) -> Iterator[str]:
         yield from _not_finite(part, f"{place}.{name}")
 
 
-def _is_dataclass(found: Any) -> bool:
-    return isinstance(found, type) and dataclasses.is_dataclass(found)
-
-
-def _settable(found: Any) -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(found) if f.init]
-
-
 def _validated(use: Use, found: Any) -> Any:
-    known = [f.name for f in _settable(found)]
+    known = [field.name for field in dataclasses.fields(found) if field.init]
     problems = _unknown(use, known)
     try:
         # JSON mode is strict about types and still takes lists for tuples.

@@ -76,6 +76,9 @@ __all__ = [
 
 HELD_OUT = "evaluation.prompts"  # the setting of the held-out problems
 
+# Settings that a role has of its own where it shares another role's policy (`same_as`).
+OF_A_SHARED_ROLE = ("same_as", "chat", "sampling", "max_prompt_tokens", "tandem", "data", "mean_tokens")
+
 
 @config
 class TrainConfig:
@@ -118,14 +121,7 @@ class TrainConfig:
                     f"roles.{name}.tandem with same_as = {role.same_as!r}: that role's engines hold no junior; set "
                     f"roles.{role.same_as}.tandem too, or leave this one out"
                 )
-            roles[name] = replace(
-                role, model=owner.model, policy=owner.policy, endpoint=owner.endpoint, layout=owner.layout,
-                lora=owner.lora,
-                optimizer=owner.optimizer, loss=owner.loss, packed=owner.packed, sleep=owner.sleep,
-                router_replay=owner.router_replay, shared_prefixes=owner.shared_prefixes,
-                micro_batch_tokens=owner.micro_batch_tokens,
-                samples_per_optimizer_step=owner.samples_per_optimizer_step,
-            )  # fmt: skip
+            roles[name] = replace(owner, **{setting: getattr(role, setting) for setting in OF_A_SHARED_ROLE})
         object.__setattr__(self, "roles", roles)
 
     @property
@@ -148,31 +144,6 @@ class TrainConfig:
         own = {f"roles.{name}.data": role.data for name, role in self.roles.items() if role.data is not None}
         held_out = self.evaluation.prompts
         return {"data": self.data, **own, **({} if held_out is None else {HELD_OUT: held_out})}
-
-    @property
-    def engine_roles(self) -> list[str]:
-        """The roles that have engines of their own, in order: neither another role's nor an endpoint's."""
-        return [name for name, role in self.roles.items() if role.same_as is None and role.endpoint is None]
-
-    @property
-    def server_owners(self) -> dict[str, str]:
-        """Returns {role of `engine_roles`: the role whose servers answer for it}, itself or one before it.
-
-        Where servers compute with adapters beside a model, roles with adapters of the same model share them.
-        """
-        found: dict[str, str] = {}
-        first: dict[tuple[str, ...], str] = {}
-        served = isinstance(self.engine, Servers) and self.engine.serves_adapters
-        for name in self.engine_roles:
-            model = self.roles[name].model
-            shared = served and self.roles[name].lora is not None
-            found[name] = first.setdefault((model.path, model.dtype) if shared else (name,), name)
-        return found
-
-    @property
-    def server_roles(self) -> list[str]:
-        """The roles that have servers of their own, in order."""
-        return [name for name, owner in self.server_owners.items() if name == owner]
 
 
 @config

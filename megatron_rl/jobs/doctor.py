@@ -259,7 +259,8 @@ def _inputs(spec: Spec, quick: bool) -> Iterator[Check]:
         if problem is not None:
             yield Check(one.name, problem if one.on_hub else str(one), "wrong", f"put it there, or mend {one.name}")
         elif not hub_cache.is_cached(one.path, one.kind):
-            yield Check(one.name, str(one), "note", _fetching(one))
+            token = "" if hub_cache.has_token() else "; gated ones need a token: `hf auth login`, or HF_TOKEN"
+            yield Check(one.name, str(one), "note", f"the run fetches it; to do so before: `{one.fetch}`{token}")
         else:
             yield Check(one.name, f"{one.path}, from {hub_cache.cache()}")
     if quick:
@@ -277,12 +278,6 @@ def _inputs(spec: Spec, quick: bool) -> Iterator[Check]:
             continue
         if found is not None:
             yield Check(f"model of {name}", f"{_parameters(found) / 1e9:.3g} B parameters ({found.family})")
-
-
-def _fetching(one: missing_files.Absent) -> str:
-    """Returns how a name of the hub comes here."""
-    token = "" if hub_cache.has_token() else "; gated ones need a token: `hf auth login`, or HF_TOKEN"
-    return f"the run fetches it; to do so before: `{one.fetch}`{token}"
 
 
 def _hub(spec: Spec, environment: Mapping[str, str]) -> Iterator[Check]:

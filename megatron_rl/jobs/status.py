@@ -84,6 +84,8 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm_comman
     state = _state(directory, jobs, trouble)
     alive = state not in (NO_JOBS, "stopped", "failed")
     recent = [sum(row.time.values()) for row in iterations[-RECENT:]]
+    updates = {row.scope: row.metrics["update"] for row in iterations if "update" in row.metrics}
+    counts = {role: len({row.iteration for row in iterations if row.scope == role}) for role in updates}
     return Status(
         directory=directory,
         iterations=max((row.iteration + 1 for row in iterations), default=0),
@@ -97,7 +99,7 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm_comman
         state=state,
         failed=failed if isinstance(failed, str) else None,
         damage=record.damage,
-        unlearned=_unlearned(iterations),
+        unlearned=unlearned(counts, updates),
         answered=_answered(directory),
     )
 
@@ -318,16 +320,12 @@ def _state(directory: Path, jobs: Sequence[slurm_commands.Queued], trouble: str)
     return NO_JOBS if slurm_commands.present() else "no Slurm here to ask for its jobs"
 
 
-def _unlearned(rows: Sequence[MetricsRow]) -> list[str]:
-    done = {row.scope: row.metrics["update"] for row in rows if "update" in row.metrics}
-    return unlearned({role: len({row.iteration for row in rows if row.scope == role}) for role in done}, done)
-
-
 def _rates(status: Status) -> str:
     if status.seconds_per_iteration is None or status.state == "finished":
         return ""
     left = status.remaining_s
-    return f"; {status.seconds_per_iteration:.1f} s an iteration" + ("" if left is None else f", {_hours(left)} to go")
+    told = "" if left is None else f", {left / 3600:.1f} h to go" if left >= 3600 else f", {left / 60:.0f} min to go"
+    return f"; {status.seconds_per_iteration:.1f} s an iteration{told}"
 
 
 def _slice_cells(one: Slice) -> tuple[str, ...]:
@@ -344,7 +342,3 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Ta
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return table
-
-
-def _hours(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"

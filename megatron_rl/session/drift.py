@@ -157,7 +157,9 @@ class Probes:
         trainee = self._memory.trainees[name]
         if version and name in self._trained:
             with self._memory.train(name, [name]):
-                update(self._world, trainee, _with_advantages(self._drawn[name]) if self._world.rank == 0 else None)
+                # advantages 1 and -1 in turn: gradients that would move the weights if the rate were not 0
+                drawn = [replace(r, advantages=float(1 - 2 * (i % 2))) for i, r in enumerate(self._drawn.get(name, []))]
+                update(self._world, trainee, drawn if self._world.rank == 0 else None)
         assert trainee.refit is not None
         with self._memory.refit(name):
             trainee.refit(version)
@@ -209,7 +211,10 @@ def _run(spec: RunSpec, world: TorchWorld, place: Place, updates: int) -> int:
             for name in trainees:
                 probes.round(name, version)
                 if world.rank == 0:
-                    driver.say(_gap_row(name, probes.gaps[name][-1]))
+                    gap = probes.gaps[name][-1]
+                    values = (gap.mean, gap.p99, gap.max, *gap.quarters)
+                    cells = ["-" if value is None else f"{value:.2e}" for value in values]
+                    driver.say(_row(name, str(gap.version), str(gap.tokens), *cells))
         failed = False
         if world.rank == 0:
             limit = spec.loop.preflight.max_logprob_gap
@@ -220,11 +225,6 @@ def _run(spec: RunSpec, world: TorchWorld, place: Place, updates: int) -> int:
             driver.say(f"written: {driver.directory.path / FILE_NAME}")
             failed = any(verdict.grows or verdict.above for verdict in verdicts.values())
         return int(world.broadcast(failed))
-
-
-def _with_advantages(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """1 and -1 by turns: gradients that would move the weights, were the rate not 0."""
-    return [replace(r, advantages=float(1 - 2 * (i % 2))) for i, r in enumerate(rollouts)]
 
 
 def _refuse_a_begun_run(directory: RunDirectory) -> None:
@@ -255,11 +255,6 @@ def _write(path: Path, spec: RunSpec, gaps: Mapping[str, Sequence[Gap]], verdict
 
 def _row(*cells: str) -> str:
     return cells[0].ljust(12) + "".join(cell.rjust(11) for cell in cells[1:])
-
-
-def _gap_row(name: str, gap: Gap) -> str:
-    values = ["-" if value is None else f"{value:.2e}" for value in (gap.mean, gap.p99, gap.max, *gap.quarters)]
-    return _row(name, str(gap.version), str(gap.tokens), *values)
 
 
 def _sentence(name: str, verdict: Verdict, limit: float) -> str:
