@@ -345,7 +345,7 @@ def test_expert_layouts_are_checked_without_loading_the_model(tmp_path, base, la
         ("embedded", True, None),
         ("vllm", False, None),
         ("vllm", True, "vLLM has no model runner that does both"),
-        ("sglang", False, "only vLLM servers and the embedded engine tell the experts"),
+        ("sglang", False, "its servers do not tell the experts"),
     ],
 )
 def test_router_replay_wants_an_engine_that_tells_its_experts(base, engine, tandem, says):
