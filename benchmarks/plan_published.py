@@ -23,11 +23,12 @@ from megatron_rl.models.sizes import Sizes  # noqa: E402
 from megatron_rl.planning import compute  # noqa: E402
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch  # noqa: E402
 from megatron_rl.planning.hardware import parse_cluster  # noqa: E402
-from megatron_rl.planning.memory import WHOLE, Precision  # noqa: E402
+from megatron_rl.planning.memory import WHOLE, Actor, Precision  # noqa: E402
 from megatron_rl.planning.workload import Draw  # noqa: E402
 from megatron_rl.weights import counting  # noqa: E402
 from megatron_rl.weights.counting import Parallel  # noqa: E402
 
+BF16 = Precision.gpu("bfloat16")
 FOUNDRY = "github.com/mosaicml/llm-foundry scripts/train/benchmarking/README.md @ 061f2c7"
 AUTOMODEL = "github.com/NVIDIA-NeMo/Automodel docs/performance-summary.md @ 01926a5"
 BRIDGE = "github.com/NVIDIA-NeMo/Megatron-Bridge docs/performance-summary-archive.md @ 0a25f91, 25.11"
@@ -77,8 +78,10 @@ def trained(
     """Returns (seconds of a step, tokens a second and GPU) of pre-training."""
     cluster = parse_cluster(where)
     batch = SequenceBatch(sequences=samples, length=length, micro_tokens=micro * length, full=True)
-    seconds = compute.pass_seconds(shape, layout, cluster, batch, backward=True, recompute=[WHOLE] if recompute else ())
-    seconds += compute.optimizer_seconds(shape, layout, cluster, Precision.gpu("bfloat16"))
+    seconds = compute.pass_seconds(
+        Actor(shape, layout, BF16), cluster, batch, backward=True, recompute=[WHOLE] if recompute else ()
+    )
+    seconds += compute.optimizer_seconds(Actor(shape, layout, BF16), cluster)
     return seconds, batch.tokens / seconds / cluster.gpus
 
 
@@ -111,17 +114,19 @@ def grpo(
     parallel = Parallel(world=cluster.gpus, **layout, sequence_parallel=layout.get("tp", 1) > 1)
     batch = SequenceBatch(sequences=samples, length=mean, micro_tokens=longest, prompt=PROMPT)
     # two forward passes: the policy's before the update, and the reference's
-    passed = 2 * compute.pass_seconds(shape, parallel, cluster, batch, backward=False)
+    passed = 2 * compute.pass_seconds(Actor(shape, parallel, BF16), cluster, batch, backward=False)
     part = SequenceBatch(sequences=samples // steps, length=mean, micro_tokens=longest, prompt=PROMPT)
     recompute = () if shape.name == "llama-3.1-8b" else [WHOLE]
-    passed += steps * compute.pass_seconds(shape, parallel, cluster, part, backward=True, recompute=recompute)
-    passed += steps * compute.optimizer_seconds(shape, parallel, cluster, Precision.gpu("bfloat16"))
+    passed += steps * compute.pass_seconds(
+        Actor(shape, parallel, BF16), cluster, part, backward=True, recompute=recompute
+    )
+    passed += steps * compute.optimizer_seconds(Actor(shape, parallel, BF16), cluster)
     room = max(8e9, 0.6 * cluster.device.memory - 2 * counting.total(shape) / tp)
     # NeMo RL v0.4 has vLLM 0.11, which schedules beside the GPU only if it is told to
     engine = EngineSetup(replicas=cluster.gpus // tp, tp=tp, max_batch=256, kv_bytes=room, overlapped=False)
     draw = Draw(role="", samples=samples, prompt=PROMPT, response=mean - PROMPT, longest=longest - PROMPT)
     drawn = compute.rollout_cost(shape, engine, cluster, draw, width=2)
-    sent = compute.refit_cost(shape, parallel, engine, cluster, width=2, place="elsewhere").seconds
+    sent = compute.refit_cost(Actor(shape, parallel, BF16), engine, cluster, place="elsewhere").seconds
     if "-v" in sys.argv:
         print(f"{model}: rollout {drawn.seconds:.0f} ({drawn.rows:.0f} rows), passes {passed:.0f}, refit {sent:.1f}")
     return Row(

@@ -18,7 +18,7 @@ from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.models.shape import read_shape
 from megatron_rl.planning import memory
-from megatron_rl.planning.memory import MicroBatchLoad, Precision
+from megatron_rl.planning.memory import Actor, MicroBatchLoad, Precision
 from megatron_rl.weights.counting import Parallel
 
 NAME = "1.5B"
@@ -83,7 +83,7 @@ def _sleep(policy: RandomPolicy, tokens: int) -> dict[str, float]:
     """Puts a policy to sleep and wakes it, against what `megatron-rl plan` says that sleep frees."""
     shape = read_shape(str(policy.role.model.path))
     load = MicroBatchLoad(tokens=tokens)
-    held = memory.training(shape, Parallel(world=1), load, Precision.gpu("bfloat16"), stage=0)
+    held = memory.training(Actor(shape, Parallel(world=1), Precision.gpu("bfloat16")), load, stage=0)
     clock.wall_seconds(policy.memory.sleep)  # host memory is pinned the first time
     clock.wall_seconds(policy.memory.wake)
     before = torch.cuda.memory_allocated()

@@ -30,7 +30,7 @@ from megatron_rl.megatron import vocab_statistics
 from megatron_rl.megatron.kernels import choice
 from megatron_rl.models.shape import Shape, read_shape
 from megatron_rl.planning import memory
-from megatron_rl.planning.memory import MicroBatchLoad, Precision
+from megatron_rl.planning.memory import Actor, MicroBatchLoad, Precision
 from megatron_rl.training.update import scatter
 from megatron_rl.weights import flops
 from megatron_rl.weights.counting import Parallel
@@ -150,7 +150,7 @@ def _fitting(shape: Shape, tokens: int, *, optimizer: bool) -> list[Recompute]:
     for one in subjects.RECOMPUTES:
         modules = one.settings.get("recompute_modules", (memory.WHOLE,) if one.settings else ())
         load = MicroBatchLoad(tokens=tokens, recompute=frozenset(modules))
-        held = memory.training(shape, Parallel(world=1), load, Precision.gpu("bfloat16"), stage=0)
+        held = memory.training(Actor(shape, Parallel(world=1), Precision.gpu("bfloat16")), load, stage=0)
         if held.peak - (0 if optimizer else held.optimizer) < FITS * free or one is subjects.RECOMPUTES[-1]:
             out.append(one)
     return out

@@ -13,7 +13,7 @@ from typing import Literal
 from megatron_rl.config.schema import Lora
 from megatron_rl.models.shape import Shape
 from megatron_rl.planning.hardware import EXPERT_HBM_SHARE, HBM_SHARE, NETWORK_SHARE, NVLINK_SHARE, Cluster
-from megatron_rl.planning.memory import GRADIENT, MASTER, MOMENTS, WHOLE, Precision
+from megatron_rl.planning.memory import GRADIENT, MASTER, MOMENTS, WHOLE, Actor
 from megatron_rl.planning.workload import Draw
 from megatron_rl.weights import counting, flops
 from megatron_rl.weights.counting import Parallel
@@ -120,8 +120,9 @@ def _adapter_flops(shape: Shape, lora: Lora) -> float:
     return 2.0 * counting.adapter_elements(shape, Parallel(world=1), lora)
 
 
-def _layers_share(shape: Shape, batch: SequenceBatch, lora: Lora | None) -> float:
+def _layers_share(actor: Actor, batch: SequenceBatch) -> float:
     """Returns how many times the layers' forward pass a forward and backward pass takes, recomputation left out."""
+    shape, lora = actor.shape, actor.lora
     if lora is None:
         return 3.0
     dense, experts, _ = batch_flops(shape, batch)
@@ -131,56 +132,46 @@ def _layers_share(shape: Shape, batch: SequenceBatch, lora: Lora | None) -> floa
 
 
 def pass_seconds(
-    shape: Shape,
-    parallel: Parallel,
-    cluster: Cluster,
-    batch: SequenceBatch,
-    *,
-    backward: bool,
-    recompute: Collection[str] = (),
-    lora: Lora | None = None,
+    actor: Actor, cluster: Cluster, batch: SequenceBatch, *, backward: bool, recompute: Collection[str] = ()
 ) -> float:
     """Returns the seconds of one pass over the batch, without the optimizer.
 
-    They are matrix products, communication within and between layers, and the pipeline's bubble. With `lora` the
+    They are matrix products, communication within and between layers, and the pipeline's bubble. With adapters the
     backward pass computes no gradients of the model's weights.
     """
+    shape, parallel, _, lora = actor
     count = batch.micro_batches(parallel)
     tokens = batch.tokens / parallel.dp / count
-    layers = layer_seconds(shape, parallel, cluster, batch, tokens)
-    layers *= _layers_share(shape, batch, lora) if backward else 1
-    layers += recomputed_seconds(shape, parallel, cluster, batch, tokens, recompute) if backward else 0.0
+    layers = layer_seconds(actor, cluster, batch, tokens)
+    layers *= _layers_share(actor, batch) if backward else 1
+    layers += recomputed_seconds(actor, cluster, batch, tokens, recompute) if backward else 0.0
     # the backward pass computes the logits again
     again = 1 if not backward else 4 if lora is None else 3
-    head = _head_seconds(shape, parallel, cluster, tokens * batch.labels / batch.tokens) * again
-    stage = (
-        layers * shape.sizes.num_layers / parallel.pp
-        + head
-        + MICRO_S * (0 if batch.full else 1)
-        + _hop(shape, parallel, cluster, tokens)
-    )
+    head = again * _head_seconds(actor, cluster, tokens * batch.labels / batch.tokens)
+    host = 0.0 if batch.full else MICRO_S
+    stage = layers * shape.sizes.num_layers / parallel.pp + head + host + _hop(actor, cluster, tokens)
     return (count + (parallel.pp - 1) / parallel.vpp) * stage
 
 
-def layer_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, batch: SequenceBatch, tokens: float) -> float:
+def layer_seconds(actor: Actor, cluster: Cluster, batch: SequenceBatch, tokens: float) -> float:
     """Returns the seconds of one layer's forward pass over a micro-batch of `tokens` tokens, in the mean of layers."""
+    shape, parallel = actor.shape, actor.parallel
     dense, _, _ = batch_flops(shape, batch)
     own = tokens / parallel.cp
     seconds = own * dense / shape.sizes.num_layers / parallel.tp / _dense_rate(cluster, batch, own)
-    return (
-        seconds + _tensor_seconds(shape, parallel, cluster, own) + _routed_seconds(shape, parallel, cluster, batch, own)
-    )
+    return seconds + _tensor_seconds(actor, cluster, own) + _routed_seconds(actor, cluster, batch, own)
 
 
 def recomputed_seconds(
-    shape: Shape, parallel: Parallel, cluster: Cluster, batch: SequenceBatch, tokens: float, modules: Collection[str]
-) -> float:  # fmt: skip
+    actor: Actor, cluster: Cluster, batch: SequenceBatch, tokens: float, modules: Collection[str]
+) -> float:
     """Returns the seconds that a layer's backward pass spends on computing `modules` again.
 
     `modules` is memory.MicroBatchLoad.recompute. Sums over tensor-parallel ranks are counted with WHOLE alone.
     """
     if WHOLE in modules:
-        return layer_seconds(shape, parallel, cluster, batch, tokens)
+        return layer_seconds(actor, cluster, batch, tokens)
+    shape, parallel = actor.shape, actor.parallel
     sizes, own = shape.sizes, tokens / parallel.cp
     sparse = sizes.expert_layers / sizes.num_layers
     flops = {
@@ -189,25 +180,22 @@ def recomputed_seconds(
         "shared_experts": sparse * 2.0 * 3 * sizes.hidden * sizes.shared_ffn,
     }
     dense = sum(flops.get(name, 0.0) for name in modules)
-    routed = _routed_seconds(shape, parallel, cluster, batch, own) if "moe" in modules else 0.0
+    routed = _routed_seconds(actor, cluster, batch, own) if "moe" in modules else 0.0
     return own * dense / parallel.tp / _dense_rate(cluster, batch, own) + routed
 
 
-def _routed_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, batch: SequenceBatch, own: float) -> float:
+def _routed_seconds(actor: Actor, cluster: Cluster, batch: SequenceBatch, own: float) -> float:
     """Returns the seconds of one layer's experts and of the tokens' way to them and back; 0 without experts.
 
     Layers without experts are in the mean.
     """
-    _, experts, _ = batch_flops(shape, batch)
+    sizes, travel = actor.shape.sizes, _expert_seconds(actor, cluster, own)
+    _, experts, _ = batch_flops(actor.shape, batch)
     if not experts:
-        return _expert_seconds(shape, parallel, cluster, own)
+        return travel
     rate = cluster.device.flops * cluster.device.expert_share * _share(batch, own)
-    return (
-        own * experts / shape.sizes.num_layers / parallel.tp / rate
-        + (EXPERTS_S + _expert_seconds(shape, parallel, cluster, own))
-        * shape.sizes.expert_layers
-        / shape.sizes.num_layers
-    )
+    computed = own * experts / sizes.num_layers / actor.parallel.tp / rate
+    return computed + (EXPERTS_S + travel) * sizes.expert_layers / sizes.num_layers
 
 
 def _dense_rate(cluster: Cluster, batch: SequenceBatch, own: float) -> float:
@@ -221,32 +209,23 @@ def _share(batch: SequenceBatch, own: float) -> float:
     return 1.0 if batch.full else PARTIAL * fill
 
 
-def optimizer_seconds(
-    shape: Shape, parallel: Parallel, cluster: Cluster, numbers: Precision, lora: Lora | None = None
-) -> float:
+def optimizer_seconds(actor: Actor, cluster: Cluster) -> float:
     """Returns the seconds of one optimizer step, which does not overlap the backward pass.
 
     Gradients are summed over the replicas, Adam runs on this rank's share, and the weights are gathered: of the
-    model, or with `lora` of the adapters.
+    model, or of the adapters that alone are trained.
     """
-    stage = counting.heaviest(shape, parallel)
+    shape, parallel, numbers, lora = actor
+    stage, hbm = counting.heaviest(shape, parallel), cluster.device.hbm * HBM_SHARE
     held, replicas = counting.counts(shape, parallel, stage), parallel.dp * parallel.cp
-    dense, expert = held.dense, held.expert
-    if lora is not None:
-        dense, expert = counting.adapter_elements(shape, parallel, lora, stage), 0
-    seconds = 0.0
-    for number, ranks, stride in (
-        (dense, replicas, parallel.tp),
-        (expert, parallel.expert_dp, parallel.ep * parallel.etp),
-    ):
+    dense, expert = (held.dense, held.expert) if lora is None else (actor.adapters(stage), 0)
+    seconds, state = 0.0, 2 * (MOMENTS + MASTER) + GRADIENT + numbers.width
+    groups = (dense, replicas, parallel.tp), (expert, parallel.expert_dp, parallel.ep * parallel.etp)
+    for number, ranks, stride in groups:
         wire = number * (GRADIENT + numbers.width) * (ranks - 1) / ranks
         seconds += wire / cluster.link(ranks, stride)
-        seconds += (
-            number / ranks * (2 * (MOMENTS + MASTER) + GRADIENT + numbers.width) / (cluster.device.hbm * HBM_SHARE)
-        )
-    return (
-        seconds + (dense + expert) * GRADIENT / (cluster.device.hbm * HBM_SHARE) * 2
-    )  # gradients are zeroed, and their norm is taken
+        seconds += number / ranks * state / hbm
+    return seconds + (dense + expert) * GRADIENT / hbm * 2  # gradients are zeroed, and their norm is taken
 
 
 def decode_step_seconds(
@@ -359,29 +338,27 @@ class RefitCost:
 
 
 def refit_cost(
-    shape: Shape, parallel: Parallel, engine: EngineSetup, cluster: Cluster, *, width: int,
-    place: Literal["ranks", "gpus", "elsewhere"], adapter: Lora | None = None,
+    actor: Actor, engine: EngineSetup, cluster: Cluster, *, place: Literal["ranks", "gpus", "elsewhere"],
+    adapter: bool = False,
 ) -> RefitCost:  # fmt: skip
-    """Returns the cost of a refit in which every engine GPU receives its slices once. `width`: bytes of a weight.
-    `adapter`: sent in place of the model's weights.
+    """Returns the cost of a refit in which every engine GPU receives its slices once. `adapter`: the adapters are sent
+    in place of the model's weights.
 
     `place` of the engines: in the trainer's ranks, where each holds the whole model; in other processes on the
     trainer's GPUs; or on GPUs of their own.
     """
-    device = cluster.device
+    shape, parallel, numbers, _ = actor
+    device, width = cluster.device, numbers.width
     whole = float(width * counting.total(shape))
-    if adapter is not None:
-        whole = float(width * counting.adapter_elements(shape, Parallel(world=1), adapter))
+    if adapter:
+        whole = float(width * actor._replace(parallel=Parallel(world=1)).adapters(0))
     network, nvlink = device.network * NETWORK_SHARE, device.nvlink * NVLINK_SHARE
     if place == "ranks":
         own = width * counting.counts(shape, parallel, counting.heaviest(shape, parallel)).all
-        held = min(
-            whole, own * min(cluster.per_node, parallel.tp * parallel.pp)
-        )  # bytes that the GPUs of one node hold together
-        sent = parallel.world * (whole - own)
-        return RefitCost(
-            sent=sent, seconds=(whole - held) / network + (held - own) / nvlink + own / (device.hbm * HBM_SHARE)
-        )
+        # bytes that the GPUs of one node hold together
+        held = min(whole, own * min(cluster.per_node, parallel.tp * parallel.pp))
+        seconds = (whole - held) / network + (held - own) / nvlink + own / (device.hbm * HBM_SHARE)
+        return RefitCost(sent=parallel.world * (whole - own), seconds=seconds)
     each = whole / engine.tp
     sent = whole * engine.replicas
     if place == "gpus":  # what the same GPU's trainer rank has is copied, the rest comes from its neighbours
@@ -393,40 +370,35 @@ def refit_cost(
     return RefitCost(sent=sent, seconds=max(each, senders) / network)
 
 
-def _head_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, tokens: float) -> float:
+def _head_seconds(actor: Actor, cluster: Cluster, tokens: float) -> float:
     """Returns the seconds of the output layer and of log-probabilities.
 
     Log-probabilities pass float32 logits through memory about six times.
     """
-    rows = tokens / parallel.cp * shape.sizes.vocab / parallel.tp
-    device = cluster.device
-    return rows * 2 * shape.sizes.hidden / (device.flops * device.dense_share) + rows * 4 * 6 / (device.hbm * HBM_SHARE)
+    sizes, parallel, device = actor.shape.sizes, actor.parallel, cluster.device
+    rows = tokens / parallel.cp * sizes.vocab / parallel.tp
+    return rows * 2 * sizes.hidden / (device.flops * device.dense_share) + rows * 4 * 6 / (device.hbm * HBM_SHARE)
 
 
-def _tensor_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, own: float) -> float:
+def _tensor_seconds(actor: Actor, cluster: Cluster, own: float) -> float:
     """Returns the seconds of tensor and context parallel communication in a layer's forward pass.
 
     There are two all-reduces of the residual stream, or as much gathered and scattered, and rings of keys and values.
     """
-    sizes, seconds = shape.sizes, 0.0
+    sizes, parallel, seconds = actor.shape.sizes, actor.parallel, 0.0
     if parallel.tp > 1:
         wire = 2 * own * sizes.hidden * 2 * (parallel.tp - 1) / parallel.tp
         seconds += 2 * (wire / cluster.link(parallel.tp) + REDUCE_S)
     if parallel.cp > 1:
-        ring = (
-            own
-            * sizes.kv_heads
-            * (sizes.head_dim + sizes.value_width)
-            / min(parallel.tp, sizes.kv_heads)
-            * 2
-            * (parallel.cp - 1)
-        )
+        widths = sizes.kv_heads * (sizes.head_dim + sizes.value_width)
+        ring = own * widths / min(parallel.tp, sizes.kv_heads) * 2 * (parallel.cp - 1)
         seconds += ring / cluster.link(parallel.cp, parallel.tp) * 0.3  # most of it hides behind attention
     return seconds
 
 
-def _expert_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, own: float) -> float:
+def _expert_seconds(actor: Actor, cluster: Cluster, own: float) -> float:
     """Returns the seconds of a layer's forward pass in which tokens travel to the ranks of their experts and back."""
+    shape, parallel, device = actor.shape, actor.parallel, cluster.device
     ranks = parallel.ep * parallel.etp
     if not shape.active or ranks == 1:
         return 0.0
@@ -434,14 +406,13 @@ def _expert_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, own: flo
     wire = 2 * stream * shape.active * shape.sizes.hidden * 2 * parallel.etp
     outside = max(0.0, 1 - cluster.per_node / ranks)  # the part of the tokens that goes to other nodes
     inside = (ranks - 1) / ranks - outside
-    return (
-        wire * (outside / (cluster.device.network * NETWORK_SHARE) + inside / (cluster.device.nvlink * NVLINK_SHARE))
-        + 4 * REDUCE_S
-    )
+    each = outside / (device.network * NETWORK_SHARE) + inside / (device.nvlink * NVLINK_SHARE)
+    return wire * each + 4 * REDUCE_S
 
 
-def _hop(shape: Shape, parallel: Parallel, cluster: Cluster, tokens: float) -> float:
+def _hop(actor: Actor, cluster: Cluster, tokens: float) -> float:
     """Returns the seconds of sending a micro-batch's residual stream to the next stage and back."""
+    shape, parallel = actor.shape, actor.parallel
     if parallel.pp == 1:
         return 0.0
     size = 2 * tokens / parallel.cp * shape.sizes.hidden / (parallel.tp if parallel.sequence_parallel else 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_rl.config.schema import Lora, Model
 from megatron_rl.models.lora_targets import adapted
@@ -89,110 +90,101 @@ def recomputed(model: Model) -> frozenset[str]:
     )  # shared experts are a part of the layer's experts
 
 
-def training(
-    shape: Shape,
-    parallel: Parallel,
-    load: MicroBatchLoad,
-    numbers: Precision,
-    *,
-    stage: int,
-    reference: bool = False,
-    lora: Lora | None = None,
-) -> TrainingBytes:
-    """Returns the bytes of a rank of pipeline stage `stage`. With `lora` adapters alone are trained."""
-    held = counts(shape, parallel, stage).all
-    trained = held if lora is None else adapter_elements(shape, parallel, lora, stage)
-    weights = float(numbers.width * (held if lora is None else held + trained))
+class Actor(NamedTuple):
+    """A model in the trainer: its layout, the bytes of its numbers, and the adapters that alone are trained."""
+
+    shape: Shape
+    parallel: Parallel
+    numbers: Precision
+    lora: Lora | None = None
+
+    def held(self, stage: int) -> int:
+        """Returns the number of parameters of a rank of a pipeline stage, without adapters."""
+        return counts(self.shape, self.parallel, stage).all
+
+    def adapters(self, stage: int) -> int:
+        """Returns the number of adapter parameters of a rank of a pipeline stage."""
+        return 0 if self.lora is None else adapter_elements(self.shape, self.parallel, self.lora, stage)
+
+
+def training(actor: Actor, load: MicroBatchLoad, *, stage: int, reference: bool = False) -> TrainingBytes:
+    """Returns the bytes of a rank of pipeline stage `stage`."""
+    held, added = actor.held(stage), actor.adapters(stage)
     return TrainingBytes(
-        weights=weights,
-        gradients=float(GRADIENT * trained),
-        optimizer=optimizer_bytes(shape, parallel, numbers, stage=stage, lora=lora),
-        activations=activations(shape, parallel, load, numbers, stage=stage, lora=lora),
-        workspace=workspace(shape, parallel, load, numbers, lora=lora) if stage == parallel.pp - 1 else 0.0,
-        swapped=_reference(shape, parallel, load.tokens, numbers) if reference else 0.0,
+        weights=float(actor.numbers.width * (held + added)),
+        gradients=float(GRADIENT * (held if actor.lora is None else added)),
+        optimizer=optimizer_bytes(actor, stage),
+        activations=activations(actor, load, stage),
+        workspace=workspace(actor, load) if stage == actor.parallel.pp - 1 else 0.0,
+        swapped=_reference(actor, load.tokens) if reference else 0.0,
     )
 
 
-def worst(
-    shape: Shape,
-    parallel: Parallel,
-    load: MicroBatchLoad,
-    numbers: Precision,
-    *,
-    reference: bool = False,
-    lora: Lora | None = None,
-) -> TrainingBytes:
+def worst(actor: Actor, load: MicroBatchLoad, *, reference: bool = False) -> TrainingBytes:
     """Returns the bytes of a rank of the pipeline stage that needs the most."""
-    stages = {0, parallel.pp // 2, parallel.pp - 1}  # the stages between differ in micro-batches under way alone
-    return max(
-        (training(shape, parallel, load, numbers, stage=s, reference=reference, lora=lora) for s in stages),
-        key=lambda found: found.peak,
-    )
+    stages = {0, actor.parallel.pp // 2, actor.parallel.pp - 1}  # the stages between differ in micro-batches under way
+    found = (training(actor, load, stage=stage, reference=reference) for stage in stages)
+    return max(found, key=lambda one: one.peak)
 
 
-def optimizer_bytes(
-    shape: Shape, parallel: Parallel, numbers: Precision, *, stage: int, lora: Lora | None = None
-) -> float:
+def optimizer_bytes(actor: Actor, stage: int) -> float:
     """Returns a rank's share (ZeRO-1) of the moments, and of the masters of weights that are not float32, in bytes."""
-    held = counts(shape, parallel, stage)
-    each = MOMENTS + (0 if numbers.width == 4 else MASTER)
-    if lora is not None:
-        return each * adapter_elements(shape, parallel, lora, stage) / (parallel.dp * parallel.cp)
-    return each * (held.dense / (parallel.dp * parallel.cp) + held.expert / parallel.expert_dp)
+    parallel, each = actor.parallel, MOMENTS + (0 if actor.numbers.width == 4 else MASTER)
+    replicas = parallel.dp * parallel.cp
+    if actor.lora is not None:
+        return each * actor.adapters(stage) / replicas
+    held = counts(actor.shape, parallel, stage)
+    return each * (held.dense / replicas + held.expert / parallel.expert_dp)
 
 
-def activations(
-    shape: Shape,
-    parallel: Parallel,
-    load: MicroBatchLoad,
-    numbers: Precision,
-    *,
-    stage: int,
-    lora: Lora | None = None,
-) -> float:
+def activations(actor: Actor, load: MicroBatchLoad, stage: int) -> float:
     """Returns the peak of the bytes that forward passes under way keep for their backward passes."""
+    shape, parallel, numbers, lora = actor
     layers, again, held = stage_layers(shape.sizes, parallel)[stage], 0.0, 0.0
     if lora is not None:  # a frozen norm does not keep what it has normalised
         numbers = replace(numbers, norm=min(numbers.norm, 4))
+    actor = actor._replace(numbers=numbers)
     for like, number in Counter(map(shape.sizes.is_sparse, layers)).items():
-        whole = layer_bytes(shape, parallel, load.tokens, numbers, sparse=like)
+        whole = layer_bytes(actor, load.tokens, sparse=like)
         # A x of every token, scaled; an adapter keeps the input of its matrix in place of the frozen matrix
         adapters = 0 if lora is None else len(adapted(shape.sizes, layers[0], lora)) * lora.rank
         whole += numbers.width * adapters * load.tokens / parallel.cp
-        seen = numbers.attended * load.behind * _kept_widths(shape, parallel, numbers)
+        seen = numbers.attended * load.behind * _kept_widths(actor)
         whole += seen
         if WHOLE in load.recompute:
             kept, own = numbers.width * shape.sizes.hidden * _stream(parallel, load.tokens), whole
         else:
-            parts = module_bytes(shape, parallel, load.tokens, numbers, sparse=like) | {"core_attn": seen}
+            parts = module_bytes(actor, load.tokens, sparse=like) | {"core_attn": seen}
             own = sum(parts.get(name, 0.0) for name in load.recompute)
             kept = whole - own
         held, again = held + number * kept, max(again, own)
     under_way = _under_way(parallel, load.count, stage) * held
-    outside = _ends(shape, parallel, load.tokens, numbers) if stage == parallel.pp - 1 else 0.0
+    outside = _ends(actor, load.tokens) if stage == parallel.pp - 1 else 0.0
     return under_way + max(outside, again)  # the two never coincide: the model's end is freed before recomputation
 
 
-def _reference(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:
+def _reference(actor: Actor, tokens: int) -> float:
     """Returns the bytes of the reference's passes: one layer, and what its weights and the live ones are exchanged
     through, piece by piece."""
+    shape, parallel, numbers, _ = actor
     largest = numbers.width * shape.sizes.vocab * shape.sizes.hidden / parallel.tp
-    return min(largest, EXCHANGE) + _widest_layer(shape, parallel, tokens, numbers)
+    return min(largest, EXCHANGE) + _widest_layer(actor, tokens)
 
 
-def _widest_layer(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:
+def _widest_layer(actor: Actor, tokens: int) -> float:
     """Returns the bytes of the layer that keeps the most."""
-    kinds = {shape.sizes.is_sparse(number) for number in (0, shape.sizes.num_layers - 1)}
-    return max(layer_bytes(shape, parallel, tokens, numbers, sparse=kind) for kind in kinds)
+    sizes = actor.shape.sizes
+    kinds = {sizes.is_sparse(number) for number in (0, sizes.num_layers - 1)}
+    return max(layer_bytes(actor, tokens, sparse=kind) for kind in kinds)
 
 
-def layer_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision, *, sparse: bool) -> float:
+def layer_bytes(actor: Actor, tokens: int, *, sparse: bool) -> float:
     """Returns the bytes that one layer keeps of `tokens` tokens. docs/plan.md has the terms in a table.
 
     `sparse`: whether it is a layer with experts.
     """
-    sizes, w = shape.sizes, numbers.width
-    stream = _stream(parallel, tokens)
+    shape, parallel, numbers, _ = actor
+    sizes, w, stream = shape.sizes, numbers.width, _stream(parallel, tokens)
     # the products keep what they read, and the norms before them, and after, what they normalise
     kept = max(numbers.norm, 4) if shape.features.norm_from_one else numbers.norm  # such norms take float32
     norms = 2 * stream * sizes.hidden * w
@@ -201,12 +193,13 @@ def layer_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Precisio
     if shape.features.norms_after:  # what they give is added to the stream, and kept by nobody
         norms += 2 * stream * (sizes.hidden * kept + 4)
     attention = _latent if sizes.kv_rank else _attention
-    modules = module_bytes(shape, parallel, tokens, numbers, sparse=sparse)
-    return norms + attention(shape, parallel, tokens, numbers) + sum(modules.values())
+    modules = module_bytes(actor, tokens, sparse=sparse)
+    return norms + attention(actor, tokens) + sum(modules.values())
 
 
-def _latent(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:
+def _latent(actor: Actor, tokens: int) -> float:
     """Returns the bytes that attention through a latent keeps: as others do, and what norms of latents keep."""
+    shape, parallel, numbers, _ = actor
     sizes, w, own, stream = shape.sizes, numbers.width, tokens / parallel.cp, _stream(parallel, tokens)
     heads, value = sizes.heads / parallel.tp, max(sizes.value_dim, sizes.head_dim if numbers.pads_values else 0)
     ranks = sizes.kv_rank + sizes.q_rank
@@ -215,15 +208,16 @@ def _latent(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -
     return low + own * heads * (attended + w * sizes.value_dim + 4)
 
 
-def _kept_widths(shape: Shape, parallel: Parallel, numbers: Precision) -> float:
+def _kept_widths(actor: Actor) -> float:
     """Returns the elements of a token's keys and values that a rank's attention keeps."""
-    sizes = shape.sizes
-    heads = (sizes.heads if sizes.kv_rank else sizes.kv_heads) / parallel.tp
-    return heads * (sizes.head_dim + (sizes.head_dim if numbers.pads_values else sizes.value_width))
+    sizes = actor.shape.sizes
+    heads = (sizes.heads if sizes.kv_rank else sizes.kv_heads) / actor.parallel.tp
+    return heads * (sizes.head_dim + (sizes.head_dim if actor.numbers.pads_values else sizes.value_width))
 
 
-def _attention(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:
+def _attention(actor: Actor, tokens: int) -> float:
     """Returns the bytes that attention keeps: q, k, v and its output, which the next product keeps again."""
+    shape, parallel, numbers, _ = actor
     sizes, w, own = shape.sizes, numbers.width, tokens / parallel.cp
     q, kv = sizes.heads * sizes.head_dim / parallel.tp, sizes.kv_heads * sizes.head_dim / parallel.tp
     attention = own * (numbers.attended * (2 * q + 2 * kv) + w * q + 4 * sizes.heads / parallel.tp)
@@ -238,42 +232,40 @@ def _attention(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision
     return attention
 
 
-def module_bytes(
-    shape: Shape, parallel: Parallel, tokens: int, numbers: Precision, *, sparse: bool
-) -> dict[str, float]:
+def module_bytes(actor: Actor, tokens: int, *, sparse: bool) -> dict[str, float]:
     """Returns, by module, the part of `layer_bytes` that is not kept when the module is computed again.
 
     There is none for core_attn: its kernels keep no scores, and its inputs are kept in place of what it keeps. Keys and
     values of shared prompts, which it gathers, are counted in `activations`.
     """
+    shape, parallel, numbers, _ = actor
     sizes, own, w = shape.sizes, tokens / parallel.cp, numbers.width
     if not sparse:
         widths = GATE_KEEPS[shape.features.activation]
         return {"mlp": own * w * widths * sizes.ffn / parallel.tp}
-    shared = own * w * 3 * sizes.shared_ffn / parallel.tp + (
-        _stream(parallel, tokens) * w * sizes.hidden if sizes.shared_ffn else 0.0
-    )
-    return {"moe": _experts(shape, parallel, tokens, numbers), "shared_experts": shared}
+    shared = own * w * 3 * sizes.shared_ffn / parallel.tp
+    shared += _stream(parallel, tokens) * w * sizes.hidden if sizes.shared_ffn else 0.0
+    return {"moe": _experts(actor, tokens), "shared_experts": shared}
 
 
-def workspace(
-    shape: Shape, parallel: Parallel, load: MicroBatchLoad, numbers: Precision, *, lora: Lora | None = None
-) -> float:
+def workspace(actor: Actor, load: MicroBatchLoad) -> float:
     """Returns the bytes of the output layer's backward pass, which takes more than its forward pass.
 
     They are chunks of log-probs, their gradient, and the weight's gradient, which a frozen one has not.
     """
+    shape, parallel, numbers, lora = actor
     rows, tokens = shape.sizes.vocab / parallel.tp, load.tokens / parallel.cp
     chunk = min(rows * tokens, CHUNK)
     gradient = rows * shape.sizes.hidden * (4 + 2 * numbers.width) if lora is None else 0.0
     return chunk * (4 + 4 + numbers.width) + gradient + numbers.width * tokens * shape.sizes.hidden
 
 
-def _experts(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:
+def _experts(actor: Actor, tokens: int) -> float:
     """Returns the bytes that the router and this rank's experts keep.
 
     With balanced experts a rank receives as many tokens as it has itself, times the experts that each token sees.
     """
+    shape, parallel, numbers, _ = actor
     sizes, w, stream = shape.sizes, numbers.width, _stream(parallel, tokens)
     sent = stream * shape.active * parallel.etp
     wide = sizes.expert_ffn / parallel.etp
@@ -282,10 +274,10 @@ def _experts(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) 
     return router + sent * (w * (sizes.hidden + 4 * wide) + 4)
 
 
-def _ends(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:
+def _ends(actor: Actor, tokens: int) -> float:
     """Returns the bytes that the last norm keeps, and those of the rows whose log-probabilities are asked for."""
-    stream, own, h = _stream(parallel, tokens), tokens / parallel.cp, shape.sizes.hidden
-    return stream * h * numbers.norm + own * numbers.width * h
+    stream, own, h = _stream(actor.parallel, tokens), tokens / actor.parallel.cp, actor.shape.sizes.hidden
+    return stream * h * actor.numbers.norm + own * actor.numbers.width * h
 
 
 def _stream(parallel: Parallel, tokens: int) -> float:

@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import RoleConfig
-from megatron_rl.models.shape import Shape
 from megatron_rl.planning import compute, memory
 from megatron_rl.planning.case import Case
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import HOST, Cluster
-from megatron_rl.planning.memory import MicroBatchLoad, Precision
+from megatron_rl.planning.memory import Actor, MicroBatchLoad, Precision
 from megatron_rl.planning.workload import Draw, IterationWork, longest_context
 from megatron_rl.weights import counting
-from megatron_rl.weights.counting import Parallel
 
 GRADING_S = 0.02  # one of reward.workers grades one response
 CHANGE_S = 1.0  # the orders to servers and supervisors, and freeing memory, when the GPUs change hands. Assumed
@@ -79,7 +77,7 @@ class IterationPlan:
 
 
 def plan_iteration(
-    case: Case, work: IterationWork, parallels: Mapping[str, Parallel], engines: Mapping[str, EngineSetup]
+    case: Case, work: IterationWork, actors: Mapping[str, Actor], engines: Mapping[str, EngineSetup]
 ) -> IterationPlan:
     """Plans an iteration: its roles' answers, and then an update of every policy that it trains, one after the
     other."""
@@ -91,20 +89,18 @@ def plan_iteration(
     for draw in work.trained:
         trained.setdefault(case.roles[draw.role].owner, []).append(draw)
     for name, draws in trained.items():
-        update = _training(case.roles[name], case.cluster, draws, case.models[name], parallels[name])
+        update = _training(case.roles[name], case.cluster, draws, actors[name])
         phases |= {phase: phases.get(phase, 0.0) + seconds for phase, seconds in update.items()}
     if case.colocated:
-        phases["sleep and wake"] = _changes_of_place(case, list(trained), parallels, engines)
+        phases["sleep and wake"] = _changes_of_place(case, list(trained), actors, engines)
     served = case.servers is not None and case.servers.serves_adapters  # a refit sends the adapter alone
+    place = "ranks" if case.servers is None else "gpus" if case.colocated else "elsewhere"
     refits = [
         compute.refit_cost(
-            case.models[name], parallels[name], engines[name], case.cluster,
-            width=Precision.gpu(case.roles[name].model.dtype).width,
-            place="ranks" if case.servers is None else "gpus" if case.colocated else "elsewhere",
-            adapter=case.roles[name].lora if served else None,
+            actors[name], engines[name], case.cluster, place=place, adapter=served and actors[name].lora is not None
         )
         for name in trained
-    ]  # fmt: skip
+    ]
     phases["refit"] = sum(refit.seconds for refit in refits)
     drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
     ahead = case.spec.loop.rollouts.max_staleness > 0
@@ -154,7 +150,7 @@ def _generation(case: Case, work: IterationWork, costs: Mapping[str, compute.Rol
 
 
 def _changes_of_place(
-    case: Case, trained: Sequence[str], parallels: Mapping[str, Parallel], engines: Mapping[str, EngineSetup]
+    case: Case, trained: Sequence[str], actors: Mapping[str, Actor], engines: Mapping[str, EngineSetup]
 ) -> float:
     """Returns the seconds in which one GPU's memory changes between servers and trainer, for an iteration that trains
     these policies.
@@ -163,14 +159,13 @@ def _changes_of_place(
     """
     moved = 0.0
     for name in trained:
-        role, shape, parallel = case.roles[name], case.models[name], parallels[name]
-        numbers, stage = Precision.gpu(role.model.dtype), counting.heaviest(shape, parallel)
-        moved += numbers.width * counting.counts(shape, parallel, stage).all
-        moved += memory.optimizer_bytes(shape, parallel, numbers, stage=stage, lora=role.lora)
+        actor = actors[name]
+        stage = counting.heaviest(actor.shape, actor.parallel)
+        moved += actor.numbers.width * actor.held(stage) + memory.optimizer_bytes(actor, stage)
     for name in case.spec.engine.server_roles:
         if name not in trained:
-            width = Precision.gpu(case.roles[name].model.dtype).width
-            moved += writers_of(case.roles[name]) * width * counting.total(case.models[name]) / engines[name].tp
+            whole = actors[name].numbers.width * counting.total(case.models[name])
+            moved += writers_of(case.roles[name]) * whole / engines[name].tp
     return 2 * moved / HOST + 2 * CHANGE_S
 
 
@@ -210,42 +205,25 @@ def batch_of(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
     )  # fmt: skip
 
 
-def _training(
-    role: RoleConfig, cluster: Cluster, draws: Sequence[Draw], shape: Shape, parallel: Parallel
-) -> dict[str, float]:
+def _training(role: RoleConfig, cluster: Cluster, draws: Sequence[Draw], actor: Actor) -> dict[str, float]:
     """Returns the seconds of the phases of an update on all of `draws`, rollouts and refit left out."""
-    numbers, stage = Precision.gpu(role.model.dtype), counting.heaviest(shape, parallel)
+    stage = counting.heaviest(actor.shape, actor.parallel)
     samples = sum(draw.samples for draw in draws)
     steps = -(-samples // (role.samples_per_optimizer_step or samples))
     batches = [batch_of(role, draw, draw.samples) for draw in draws]
-    forward = sum(compute.pass_seconds(shape, parallel, cluster, batch, backward=False) for batch in batches)
-    weights = numbers.width * counting.counts(shape, parallel, stage).all
-    if role.lora is not None:
-        weights = numbers.width * counting.adapter_elements(shape, parallel, role.lora, stage)
+    forward = sum(compute.pass_seconds(actor, cluster, batch, backward=False) for batch in batches)
+    weights = actor.numbers.width * (actor.held(stage) if actor.lora is None else actor.adapters(stage))
     phases = {}
     if role.loss.kl_coef > 0:
         phases["reference log-probs"] = forward + 4 * weights / HOST
     if steps > 1:
         phases["old log-probs"] = forward
-    again = memory.recomputed(role.model)
-    passed = sum(
-        compute.pass_seconds(
-            shape,
-            parallel,
-            cluster,
-            batch_of(role, draw, -(-draw.samples // steps)),
-            backward=True,
-            recompute=again,
-            lora=role.lora,
-        )
-        for draw in draws
-    )
-    phases["forward and backward"] = steps * passed
-    phases["optimizer"] = steps * compute.optimizer_seconds(shape, parallel, cluster, numbers, role.lora)
+    again, each = memory.recomputed(role.model), [batch_of(role, draw, -(-draw.samples // steps)) for draw in draws]
+    passed = [compute.pass_seconds(actor, cluster, batch, backward=True, recompute=again) for batch in each]
+    phases["forward and backward"] = steps * sum(passed)
+    phases["optimizer"] = steps * compute.optimizer_seconds(actor, cluster)
     if role.sleep:
-        phases["sleep and wake"] = (
-            2 * memory.optimizer_bytes(shape, parallel, numbers, stage=stage, lora=role.lora) / HOST
-        )
+        phases["sleep and wake"] = 2 * memory.optimizer_bytes(actor, stage) / HOST
     return phases
 
 

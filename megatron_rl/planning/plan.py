@@ -15,7 +15,7 @@ from megatron_rl.planning import compute, memory
 from megatron_rl.planning.case import Case
 from megatron_rl.planning.compute import EngineSetup
 from megatron_rl.planning.hardware import Cluster
-from megatron_rl.planning.memory import Precision, TrainingBytes
+from megatron_rl.planning.memory import Actor, Precision, TrainingBytes
 from megatron_rl.planning.phases import IterationPlan, micro_batch, plan_iteration, writers_of
 from megatron_rl.planning.workload import Draw, longest_context
 from megatron_rl.weights import counting
@@ -195,19 +195,16 @@ def make(case: Case) -> RunPlan:
     for name, role in case.roles.items():
         if problems := trainer_problems(case.models[name].sizes, Axes.of(role.layout), case.models[name].name):
             raise ConfigError("\n  ".join(f"roles.{name}: {line}" for line in problems))
-    parallels = {
-        name: Parallel.of(role.layout, case.ranks, experts=bool(case.models[name].sizes.experts))
-        for name, role in case.roles.items()
-    }
+    actors = {name: _actor(case, name) for name in case.roles}
     draws = {draw.role: draw for iteration in case.work for draw in iteration.draws}
     draws |= {draw.role: draw for iteration in case.work for draw in iteration.draws if draw.role in iteration.roles}
     trained = {case.roles[name].owner for iteration in case.work for name in iteration.roles}
-    roles = [_role(case, name, parallels[name], draws) for name in case.held]
+    roles = [_role(case, actors[name], name, draws) for name in case.held]
     roles = [role if role.name in trained else _frozen(role) for role in roles]
     names = [] if case.servers is None else case.spec.engine.server_roles
     servers = {name: _server(case, case.servers, name, draws) for name in names if case.servers is not None}
     engines = {name: _engine(case, servers.get(role.servers)) for name, role in case.roles.items()}
-    iterations = [plan_iteration(case, iteration, parallels, engines) for iteration in case.work]
+    iterations = [plan_iteration(case, iteration, actors, engines) for iteration in case.work]
     return RunPlan(
         cluster=case.cluster, ranks=case.ranks, roles=roles, servers=list(servers.values()), iterations=iterations
     )
@@ -221,6 +218,12 @@ def make_or_none(case: Case) -> RunPlan | None:
         return None
 
 
+def _actor(case: Case, name: str) -> Actor:
+    role, shape = case.roles[name], case.models[name]
+    parallel = Parallel.of(role.layout, case.ranks, experts=bool(shape.sizes.experts))
+    return Actor(shape, parallel, Precision.gpu(role.model.dtype), role.lora)
+
+
 def _longest(case: Case, name: str, draws: Mapping[str, Draw]) -> int:
     """Returns the most tokens of one sample of a role; of a role that nothing is drawn of, of one answer."""
     return longest_context(case.roles[name], draws[name].episode if name in draws else EpisodeEstimate())
@@ -231,15 +234,15 @@ def _players(case: Case, name: str) -> list[str]:
     return [other for other, role in case.roles.items() if role.servers == name]
 
 
-def _role(case: Case, name: str, parallel: Parallel, draws: Mapping[str, Draw]) -> RolePlan:
+def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw]) -> RolePlan:
     """Plans a role on the trainer's ranks. `draws`: the samples of each role in an iteration."""
-    role, shape, engine = case.roles[name], case.models[name], case.spec.engine.settings
-    numbers, reference = Precision.gpu(role.model.dtype), role.loss.kl_coef > 0
+    role, engine, (shape, parallel, numbers, _) = case.roles[name], case.spec.engine.settings, actor
+    reference = role.loss.kl_coef > 0
     own_draws = [draws.get(other) for other, one in case.roles.items() if one.owner == name]
     micro = max((micro_batch(role, draw) for draw in own_draws), key=lambda batch: batch.behind)
-    held = memory.worst(shape, parallel, micro, numbers, reference=reference, lora=role.lora)
+    held = memory.worst(actor, micro, reference=reference)
     shared = role.lora is not None and owners(case.roles).get(name, name) != name
-    own = float(numbers.width * counting.adapter_elements(shape, parallel, role.lora)) if role.lora is not None else 0.0
+    own = float(numbers.width * actor.adapters(0))
     if shared:  # another role's model is this one's too
         held = replace(held, weights=own)
     embedded, cache = 0.0, 0.0

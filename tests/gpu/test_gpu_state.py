@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.models.shape import read_shape
 from megatron_rl.planning import memory
-from megatron_rl.planning.memory import MicroBatchLoad, Precision
+from megatron_rl.planning.memory import Actor, MicroBatchLoad, Precision
 from megatron_rl.weights.counting import Parallel
 
 pytest_plugins = ["gpu_rank"]
@@ -70,7 +70,7 @@ def test_sleep_frees_what_the_plan_says_and_wake_brings_all_back(policy):
     before, state = dict(policy.export.weights()), optimizer_state(policy)
     shape = read_shape(str(policy.role.model.path))
     load = MicroBatchLoad(tokens=TOKENS)
-    said = memory.training(shape, Parallel(world=1), load, Precision.gpu("bfloat16"), stage=0)
+    said = memory.training(Actor(shape, Parallel(world=1), Precision.gpu("bfloat16")), load, stage=0)
     held = torch.cuda.memory_allocated()
     policy.memory.sleep()
     assert held - torch.cuda.memory_allocated() >= 0.95 * (said.gradients + said.optimizer)

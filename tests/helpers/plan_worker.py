@@ -26,7 +26,7 @@ from megatron_rl.megatron import optimizer as optim
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.models.shape import read_shape
 from megatron_rl.planning import memory
-from megatron_rl.planning.memory import MicroBatchLoad, Precision
+from megatron_rl.planning.memory import Actor, MicroBatchLoad, Precision
 from megatron_rl.types import Author, Rollout, spans_of
 from megatron_rl.weights.counting import Parallel
 
@@ -120,7 +120,7 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
         count=len(packed),
         recompute=memory.recomputed(role.model),
     )
-    plan = memory.training(shape, cut, micro, Precision.cpu(dtype), stage=policy.groups.pp_rank, lora=role.lora)
+    plan = memory.training(Actor(shape, cut, Precision.cpu(dtype), role.lora), micro, stage=policy.groups.pp_rank)
     return {"found": found, "expected": {part: getattr(plan, part) for part in found}}
 
 

@@ -25,7 +25,7 @@ from megatron_rl.planning import compute, memory, phases, search
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import DEVICES, GIB, parse_cluster
-from megatron_rl.planning.memory import MicroBatchLoad, Precision
+from megatron_rl.planning.memory import Actor, MicroBatchLoad, Precision
 from megatron_rl.planning.workload import Draw, cycle_work, draws_of, fills_of
 from megatron_rl.training.iteration import RecipeRole
 from megatron_rl.weights import parameter_mapping, rank_layouts, refit_plan
@@ -53,6 +53,9 @@ class Duet:
 
     def schedule(self):
         return [[("generator",), ("generator",), ("verifier",)]] * 2
+
+    def check(self, spec):
+        """Takes every run."""
 
 
 def load(*overrides: str) -> TrainConfig:
@@ -124,16 +127,16 @@ def test_more_ranks_never_need_more_memory():
     shape, micro = read_shape("qwen2.5-7b"), MicroBatchLoad(tokens=8192)
 
     def held(**cut):
-        return memory.worst(shape, Parallel(world=64, **cut), micro, BF16)
+        return memory.worst(Actor(shape, Parallel(world=64, **cut), BF16), micro)
 
     for axis, sizes in (("tp", (1, 2, 4)), ("pp", (1, 2, 4, 7)), ("cp", (1, 2, 4))):
         plans_ = [held(**{axis: size}) for size in sizes]
         assert all(b.weights <= a.weights and b.gradients <= a.gradients for a, b in pairwise(plans_)), axis
     assert held(cp=4).activations < held().activations and held(tp=4).activations < held().activations
     assert held(tp=4, sequence_parallel=True).activations < held(tp=4).activations
-    again = memory.worst(shape, Parallel(world=64), replace(micro, recompute=frozenset([memory.WHOLE])), BF16)
+    again = memory.worst(Actor(shape, Parallel(world=64), BF16), replace(micro, recompute=frozenset([memory.WHOLE])))
     assert again.activations < held().activations / 4
-    more = memory.worst(shape, Parallel(world=128), micro, BF16)
+    more = memory.worst(Actor(shape, Parallel(world=128), BF16), micro)
     assert more.optimizer == held().optimizer / 2 and more.gradients == held().gradients
 
 
@@ -142,7 +145,9 @@ def test_what_is_computed_again_takes_its_modules_time_and_no_more():
 
     def seconds(name, modules, **cut):
         parallel = Parallel(world=32, **cut)
-        return compute.pass_seconds(read_shape(name), parallel, cluster, batch, backward=True, recompute=modules)
+        return compute.pass_seconds(
+            Actor(read_shape(name), parallel, BF16), cluster, batch, backward=True, recompute=modules
+        )
 
     dense, experts = "qwen2.5-7b", "qwen3-30b-a3b"
     plain, whole = seconds(dense, ()), seconds(dense, [memory.WHOLE])
@@ -160,7 +165,7 @@ def test_experts_are_cut_by_ep_and_their_optimizer_by_their_own_replicas():
     shape = read_shape("qwen3-30b-a3b")
     whole, cut = (counts(shape, Parallel(world=64, ep=ep)) for ep in (1, 16))
     assert cut.expert * 16 == whole.expert and cut.dense == whole.dense
-    found = memory.optimizer_bytes(shape, Parallel(world=64, ep=16), BF16, stage=0)
+    found = memory.optimizer_bytes(Actor(shape, Parallel(world=64, ep=16), BF16), 0)
     assert found == 12 * (cut.dense / 64 + cut.expert / 4)
 
 
@@ -169,11 +174,11 @@ def test_time_falls_with_ranks_and_rises_with_bubbles():
     batch = SequenceBatch(sequences=256, length=2048, micro_tokens=8192)
 
     def seconds(world, **cut):
-        return compute.pass_seconds(shape, Parallel(world=world, **cut), cluster, batch, backward=True)
+        return compute.pass_seconds(Actor(shape, Parallel(world=world, **cut), BF16), cluster, batch, backward=True)
 
     assert seconds(8) > seconds(16) > seconds(32)
     assert seconds(32, pp=4) > seconds(32) and seconds(32, pp=4) > seconds(32, pp=4, vpp=7)
-    forward = compute.pass_seconds(shape, Parallel(world=8), cluster, batch, backward=False)
+    forward = compute.pass_seconds(Actor(shape, Parallel(world=8), BF16), cluster, batch, backward=False)
     assert 2.5 < seconds(8) / forward < 4
 
 
@@ -211,14 +216,8 @@ def test_a_refit_sends_what_its_plan_sends(name, cut, engine):
                              [16 + rank for rank in range(tp * replicas)]),
         bucket_elements=1 << 26,
     )  # fmt: skip
-    ours = compute.refit_cost(
-        shape,
-        parallel,
-        EngineSetup(replicas=replicas, tp=tp, max_batch=1, kv_bytes=0),
-        cluster,
-        width=2,
-        place="elsewhere",
-    )
+    setup = EngineSetup(replicas=replicas, tp=tp, max_batch=1, kv_bytes=0)
+    ours = compute.refit_cost(Actor(shape, parallel, BF16), setup, cluster, place="elsewhere")
     assert ours.sent == pytest.approx(2 * plan.sent, rel=0.02)
 
 
