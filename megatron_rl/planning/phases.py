@@ -134,7 +134,7 @@ def _generation(case: Case, work: IterationWork, costs: Mapping[str, compute.Rol
     Answers go on to the next role as they come: only the part behind the first counts, unless one server, or servers
     that share their GPUs, write both.
     """
-    phases, before, asked = {}, 0.0, set[str]()
+    phases, before, asked = dict[str, float](), 0.0, set[str]()
     apart = case.servers is not None and not case.colocated
     for role, cost in costs.items():
         engine, seconds = case.roles[role].servers, cost.seconds
@@ -213,7 +213,7 @@ def _training(role: RoleConfig, cluster: Cluster, draws: Sequence[Draw], actor: 
     batches = [batch_of(role, draw, draw.samples) for draw in draws]
     forward = sum(compute.pass_seconds(actor, cluster, batch, backward=False) for batch in batches)
     weights = actor.numbers.width * (actor.held(stage) if actor.lora is None else actor.adapters(stage))
-    phases = {}
+    phases: dict[str, float] = {}
     if role.loss.kl_coef > 0:
         phases["reference log-probs"] = forward + 4 * weights / HOST
     if steps > 1:

@@ -137,7 +137,7 @@ class RunPlan:
     @property
     def problems(self) -> list[str]:
         """Returns the reasons why the run does not fit, a line each; none when it does."""
-        room, out = self.cluster.device.memory, []
+        room, out = self.cluster.device.memory, list[str]()
         places = [(f"{role.name} trains", self.peak(role)) for role in self.roles]
         if any(role.embedded for role in self.roles):
             places.append(("the embedded engine generates", self.rollout_peak))

@@ -62,7 +62,7 @@ def advice(case: Case, made: RunPlan) -> list[str]:
     drawn = sum(s for phase, s in phases.items() if phase.startswith("rollout"))
     total = sum(phases.values())
     lines = [f"{name} is {seconds / total:.0%} of the work of a cycle, all generation {drawn / total:.0%}"]
-    paying = []
+    paying = list[tuple[float, str]]()
     for text, other in _changes(case, made):
         tried = make_or_none(other)
         if tried is not None and not tried.problems and tried.cycle_s < (1 - WORTH) * made.cycle_s:
@@ -89,7 +89,7 @@ def advice(case: Case, made: RunPlan) -> list[str]:
 
 def _waits(case: Case, made: RunPlan) -> list[str]:
     """Returns a line for each role whose longest answer may take longer than a request may, and for each endpoint."""
-    lines = []
+    lines = list[str]()
     for name in case.roles:
         own = [iteration for iteration in made.iterations if name in iteration.longest]
         if not own or case.servers is None:
@@ -138,7 +138,7 @@ def engine_choices(case: Case) -> Iterator[Case]:
             engine_violations(case.models[name].sizes, tp, expert_parallel=settings.expert_parallel) for name in names
         )
 
-    seen = set()
+    seen = set[tuple[int, int]]()
     for share, tp in itertools.product(ENGINE_SHARES, (1, 2, 4, 8, 16, 32, 64)):
         gpus = round(share * cluster.nodes) * cluster.per_node if cluster.nodes > 1 else int(share * cluster.per_node)
         replicas = gpus // (tp * len(names))
@@ -167,7 +167,7 @@ def engine_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
 def _place_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
     """Returns the arguments that move the servers of `asked` to where those of `engine` stand. None of them can take
     `urls` out of a config."""
-    before, words = asked if isinstance(asked, Servers) else default_servers(), []
+    before, words = asked if isinstance(asked, Servers) else default_servers(), list[str]()
     if engine.gpus != before.gpus:
         words.append(f"engine.gpus=[{','.join(map(str, engine.gpus))}]")
     if engine.start != before.start:
@@ -297,7 +297,7 @@ def _changes(case: Case, made: RunPlan) -> Iterator[tuple[str, Case]]:
 
 def _cures(case: Case, made: RunPlan) -> list[str]:
     """Returns lines on single changes, of one role or of all alike, that make the run fit."""
-    lines = []
+    lines = list[str]()
     for names in [[name] for name in case.held] + ([case.held] if len(case.held) > 1 else []):
         if lines and len(names) > 1:
             break  # one role's change is enough
@@ -348,7 +348,7 @@ def _words(layout: Layout) -> str:
 
 def _overrides(asked: Case, case: Case) -> list[str]:
     """Returns the arguments that iteration the run that was asked about into this one, on the nodes of its plan."""
-    out = []
+    out = list[str]()
     for name in case.held:
         role, before = case.roles[name], asked.roles[name]
         layout, model = role.layout, role.model

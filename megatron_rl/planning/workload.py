@@ -81,7 +81,7 @@ def cycle_work(
     iterations, parts = [tuple(roles) for roles in _middle(spec.recipe.schedule())], spec.recipe.roles()
     drawn = {name: part.drawn or {name: part.samples} for name, part in parts.items()}
     alike = {name: part.per_prompt for name, part in parts.items()}
-    out = []
+    out = list[IterationWork]()
     for roles in dict.fromkeys(iterations):
         said, same = (_greatest([counts[name] for name in roles]) for counts in (drawn, alike))
         own = said | {to: number for (iteration, to), number in (draws or {}).items() if iteration in roles}
@@ -113,7 +113,7 @@ def draws_of(roles: Collection[str], settings: Sequence[str]) -> dict[tuple[str,
     """Returns by iteration and role how many samples of a role are drawn for each prompt, in the mean: `settings` have
     the form ITERATION.ROLE=NUMBER. Raises ConfigError for roles that are not there, and for a number that is not above
     0."""
-    out = {}
+    out = dict[tuple[str, str], float]()
     for text in settings:
         names, _, value = text.partition("=")
         iteration, _, role = names.partition(".")
@@ -160,7 +160,7 @@ def episodes_of(spec: RunSpec, settings: Sequence[str]) -> dict[str, EpisodeEsti
             raise ConfigError(f"--episode {text}: it has the form ROLE.name=value; the roles are {', '.join(own)}")
         own[role].append(rest)
     parts = spec.recipe.roles()
-    out = {}
+    out = dict[str, EpisodeEstimate]()
     for name, given in own.items():
         said = asdict(parts[name].episode) if name in parts else {}
         try:
@@ -185,7 +185,7 @@ def _draws(
     fills: Mapping[str, float],
     episodes: Mapping[str, EpisodeEstimate],
 ) -> list[Draw]:
-    out = []
+    out = list[Draw]()
     for name, each in drawn.items():
         prompt, response, longest = _lengths(spec.roles[name], episodes[name], fills.get(name))
         out.append(
