@@ -49,6 +49,7 @@ from megatron_rl.session.colocated_servers import ColocatedServers
 from megatron_rl.session.control_protocol import HELD, HOLD, RELEASE, SERVES, SETTLE, ControlChannel, ControlClient
 from megatron_rl.session.server_connection import check_gpus, connect
 from megatron_rl.session.server_supervisors import Supervisor
+from megatron_rl.spec.resolve import engine_of
 from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, RolloutMaker, upcoming
 from megatron_rl.training.device_memory import DeviceMemory
@@ -465,7 +466,7 @@ def test_the_servers_are_started_with_their_sleep_mode(tmp_path):
         with pytest.raises(ConfigError, match="engine.colocate without a GPU"):
             module.command(own, start(on_gpu=False))
     with pytest.raises(ConfigError, match="sleep mode of vllm"):
-        check_gpus(settings(), {"CUDA_VISIBLE_DEVICES": ""})
+        check_gpus(engine_of(settings()), {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_a_server_that_says_that_it_still_sleeps_is_lost():

@@ -35,6 +35,7 @@ from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.session import run_server as serve
 from megatron_rl.session.server_connection import check_gpus, connect, visible_gpus
 from megatron_rl.session.server_supervisors import Supervisor, end_supervisors, hopeless
+from megatron_rl.spec.resolve import engine_of
 
 FAKE = [sys.executable, str(ROOT / "tests/helpers/fake_vllm.py"), "--host", "127.0.0.1", "--port", "0"]
 CONFIG = """
@@ -514,6 +515,6 @@ def test_a_run_does_not_start_all_its_servers_on_the_gpu_of_its_first_rank(confi
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     run = config_files.load(TrainConfig, [config])
     with pytest.raises(ConfigError, match="engine.gpus is empty: .* Name 3 GPUs"):
-        check_gpus(run, {})
-    check_gpus(run, {"CUDA_VISIBLE_DEVICES": ""})
-    check_gpus(replace(run, engine=replace(run.engine, gpus=(2, 3, 4))), {})
+        check_gpus(engine_of(run), {})
+    check_gpus(engine_of(run), {"CUDA_VISIBLE_DEVICES": ""})
+    check_gpus(engine_of(replace(run, engine=replace(run.engine, gpus=(2, 3, 4)))), {})
