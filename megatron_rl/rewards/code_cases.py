@@ -135,7 +135,7 @@ def read_cases(payload: Mapping[str, Any]) -> list[Case]:
 
 
 def same_output(printed: str, wanted: str, tolerance: float = 0.0) -> bool:
-    """Returns whether a program printed what it should, up to space at the ends of lines and to forms of numbers."""
+    """Returns whether a program printed the wanted text, apart from spaces at line ends and the format of numbers."""
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, wanted))
     return len(ours) == len(theirs) and all(
         one == other or _same_numbers(one, other, tolerance) for one, other in zip(ours, theirs, strict=True)
@@ -143,7 +143,7 @@ def same_output(printed: str, wanted: str, tolerance: float = 0.0) -> bool:
 
 
 def same_value(value: Any, wanted: Any, tolerance: float = 0.0) -> bool:
-    """Returns whether a function returned what it should. Tuples are lists."""
+    """Returns whether a function returned the wanted value. Tuples are equal to lists."""
     if isinstance(value, list | tuple) and isinstance(wanted, list | tuple):
         pairs = zip(value, wanted, strict=False)
         return len(value) == len(wanted) and all(same_value(one, other, tolerance) for one, other in pairs)
@@ -183,7 +183,7 @@ def _passed(
 
 
 def _run(code: str, case: Case, timeout_s: float) -> Ran | None:
-    """Runs one case; None where there is no time left."""
+    """Runs one case. Returns None if there is no time left."""
     if timeout_s <= 0:
         return None
     settings = SandboxSettings(timeout_s=timeout_s, memory_mib=MEMORY_MIB, output_bytes=OUTPUT_BYTES)
@@ -205,7 +205,7 @@ def _is_correct(ran: Ran, case: Case, tolerance: float) -> bool:
 
 
 def _same_numbers(one: str, other: str, tolerance: float) -> bool:
-    """Returns whether two lines have equal decimals in their words."""
+    """Returns whether the words of two lines are equal decimal numbers."""
     try:
         ours, theirs = ([Decimal(word) for word in line.split()] for line in (one, other))
         if len(ours) != len(theirs):
@@ -244,7 +244,10 @@ def _livecodebench_cases(payload: Mapping[str, Any]) -> list[Case]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns what a text of JSON stands for, also one that is packed as LiveCodeBench's; other values as they are."""
+    """Returns the value of a JSON text or of a text packed as LiveCodeBench packs it.
+
+    Other values are returned as is.
+    """
     if not isinstance(value, str) or not value:
         return value
     try:
@@ -268,7 +271,7 @@ def _plain(value: Any) -> Any:
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """Reads pickled texts, and nothing that would run code."""
+    """An unpickler that only accepts texts, so that no code can run."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"packed cases are texts, not {module_name}.{global_name}")

@@ -42,7 +42,7 @@ START = (  # what a worker imports comes along the path that it is told; only th
 
 
 class RewardFailure(RuntimeError):
-    """A reward that cannot be used: it cannot be imported, or fails too often to learn from."""
+    """The reward function cannot be used: it cannot be imported, or fails too often to learn from."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class GradePool:
         return replace(one, outcome=Outcome.SCORE, score=self._least, threshold=self.reward.threshold, excused=True)
 
     def _grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
-        """Runs the reward function on [B] responses. -> [B] results, in order"""
+        """Runs the reward function on [B] responses. Returns [B] results, in order."""
         items = [(response, dict(payload)) for response, payload in zip(responses, payloads, strict=True)]
         results: dict[int, Graded] = {}
         waiting = deque(range(len(items)))
@@ -219,7 +219,7 @@ class GradePool:
         return _Worker(process, outbox=bytearray(task), since=time.monotonic())
 
     def _why_not(self, worker: _Worker, status: int) -> str:
-        """Returns why a worker could not be started, for a message."""
+        """Returns the error message for a worker that could not be started."""
         if worker.refusal:
             return (
                 f"reward.target {self.reward.target!r} cannot be used: {worker.refusal}; it has the form "
@@ -242,7 +242,7 @@ class GradePool:
         worker.since = time.monotonic()
 
     def _exchange(self, results: dict[int, Graded]) -> None:
-        """Writes what the pipes take and reads what has been answered. Waits at most until the next deadline."""
+        """Writes to the pipes and reads answers from them. Waits until the next deadline at most."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(_fd(worker.process.stdout), selectors.EVENT_READ, worker)
@@ -300,8 +300,10 @@ class GradePool:
             worker.ended = EXHAUSTED
 
     def _limit(self, worker: _Worker) -> float:
-        """Returns the seconds for what the worker does now: to start, for the item that it grades, or for each item of
-        a batch."""
+        """Returns the time limit in seconds of the worker's present work.
+
+        The work is to start, to grade one item, or to grade a whole batch.
+        """
         if not worker.ready:
             return START_TIMEOUT_S
         return self.reward.timeout_s * (len(worker.held) if worker.together else 1)
@@ -354,9 +356,9 @@ class GradePool:
 
 
 def _open_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts a worker's process, in a session of its own. A node that has no memory or processes left is asked again.
+    """Starts the process of a worker in a session of its own.
 
-    Raises RewardFailure when it still has none.
+    Retries where the machine has no memory or processes left. Raises RewardFailure after the last retry.
     """
     for left in reversed(range(START_TRIES)):
         try:
@@ -421,9 +423,9 @@ def _fd(pipe: Any) -> int:
 
 
 def _kill(worker: _Worker) -> None:
-    """Ends the worker and all that it started, and waits for them.
+    """Ends a worker and all processes that it started, and waits for them.
 
-    A worker that has just ended keeps its own exit status.
+    A worker that has just ended by itself keeps its exit status.
     """
     worker.process.send_signal(reaper.LEAVE)
     with contextlib.suppress(subprocess.TimeoutExpired):

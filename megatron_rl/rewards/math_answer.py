@@ -1,4 +1,4 @@
-"""Grades mathematical answers with math-verify, and refuses the equalities that math-verify finds wrongly."""
+"""Grades mathematical answers with math-verify, and corrects cases in which math-verify's verdict is wrong."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def grade_released(response: str, payload: Mapping[str, Any]) -> float:
 
 
 def _answer(end: str) -> str | None:
-    """Returns the text of the answer at the end of a response; None without one."""
+    """Returns the text of the answer at the end of a response, or None."""
     box = stated(end)
     if box is not None:
         return box
@@ -104,7 +104,7 @@ def _answer(end: str) -> str | None:
 
 
 def _same(gold: str, answer: str) -> bool:
-    """Returns whether two canonical texts are the same answer. Units count where both have one that is known."""
+    """Returns whether two canonical texts are the same answer. Units count if both units are known."""
     if plain(gold) == plain(answer):
         return True
     said = [text.strip() for text in _TEXTS.findall(answer)]
@@ -169,7 +169,7 @@ def _covers(golds: list[str], answers: list[str]) -> bool:
 
 
 def _paired(golds: list[Any], answers: list[Any], same: Callable[[Any, Any], bool] = _same) -> bool:
-    """Returns whether each known element has an answer of its own, and no answer is left over."""
+    """Returns whether the known elements and the answers can be paired one to one."""
     left = list(answers)
     if len(golds) != len(answers):
         return False
@@ -182,7 +182,7 @@ def _paired(golds: list[Any], answers: list[Any], same: Callable[[Any, Any], boo
 
 
 def _same_single(gold: str, answer: str) -> bool:
-    """Returns whether two answers that are no lists are the same."""
+    """Returns whether two answers that are not lists are the same."""
     words = WORDS.fullmatch(plain(gold)) and WORDS.fullmatch(plain(answer))
     time = _TIME.fullmatch(gold)
     if words or _DATE.fullmatch(gold) or (time and math.gcd(int(time[1]), int(time[2])) > 1):

@@ -22,7 +22,7 @@ WORDS = re.compile(r"(?:\\(?:angle|triangle))?[A-Za-z'(). -]*[A-Za-z]{3}[A-Za-z'
 
 
 class Parts(NamedTuple):
-    """The elements of an answer, and how they stand together."""
+    """The elements of an answer, and the brackets around them."""
 
     kind: str  # the brackets: "{}", "()", "[)", ...; "" for a bare list, or a single answer
     elements: list[str]

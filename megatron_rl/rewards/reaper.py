@@ -23,7 +23,10 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # numbers of prctl options of 
 
 
 def main() -> None:
-    """Runs worker.main in a child, with this process's standard input and output, and ends as that child does."""
+    """Runs the worker's main function in a child process, and ends with the exit status of the child.
+
+    The child has the standard input and output of this process.
+    """
     if sys.platform != "linux":
         worker_script.main(None)
         return
@@ -49,7 +52,7 @@ def main() -> None:
 
 
 def _wait(worker: int) -> int:
-    """Waits for the worker's end, or for the word to end it. Returns its exit status, negative for a signal."""
+    """Waits for the end of the worker or for the signal to end it. Returns its exit status, negative for a signal."""
     while True:
         number = signal.sigwait({LEAVE, signal.SIGCHLD})
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -61,7 +64,7 @@ def _wait(worker: int) -> int:
 
 
 def _end_like(status: int) -> None:
-    """Ends this process with a child's exit status, also by the signal that killed the child."""
+    """Ends this process with the exit status of a child, or by the signal that killed the child."""
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status not in (signal.SIGKILL, signal.SIGSTOP):

@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym (arXiv 2505.24760) by the name of their data set, and the library's own scores of answers.
+"""Problems of reasoning-gym (arXiv 2505.24760) by the name of their data set, and the scores that the library gives.
 
 The library is optional. Without it, importing this module raises ConfigError.
 """
@@ -78,7 +78,7 @@ def score(response: str, payload: Mapping[str, Any]) -> float:
 
 
 def stated(response: str) -> str | None:
-    r"""Returns the answer in a response as `score` finds it; None without one."""
+    """Returns the answer in a response that `score` grades, or None."""
     blocks = block_texts(response, "answer")
     if not blocks:
         return boxed(response)
@@ -88,12 +88,12 @@ def stated(response: str) -> str | None:
 
 
 def reference(name: str, args: Mapping[str, Any], index: int, question: str) -> dict[str, Any]:
-    """Returns what `score` makes problem `index` of a data set from, as JSON values. `args` include size and seed."""
+    """Returns JSON values from which `score` makes problem `index` of a data set. `args` include size and seed."""
     return {"name": name, "args": dict(args), "index": index, "digest": digest(question)}
 
 
 def digest(question: str) -> str:
-    """Returns the beginning of a question's SHA-256, 16 hexadecimal digits."""
+    """Returns the first 16 hexadecimal digits of the SHA-256 of a question."""
     return hashlib.sha256(question.encode()).hexdigest()[:16]
 
 
@@ -117,7 +117,7 @@ def open_dataset(name: str, args: Mapping[str, Any]) -> Any:
 
 
 def _parts(name: str, args: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields the name and the settings of a data set, and of those that a composite one mixes."""
+    """Yields the name and the settings of a data set, and those of the data sets that a composite one mixes."""
     yield name, args
     if name != COMPOSITE:
         return
@@ -133,7 +133,7 @@ def _parts(name: str, args: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[st
 
 
 def _check_names(name: str, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a data set that the library does not have, and for settings that it does not take."""
+    """Raises ConfigError for an unknown data set and for unknown settings."""
     if name not in DATASETS:
         raise ConfigError(f"reasoning_gym:{name} is no data set of reasoning-gym; {_near(name, DATASETS)}")
     if name in UNSEEDED:

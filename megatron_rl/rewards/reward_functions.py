@@ -55,7 +55,7 @@ class Function:
     __pydantic_config__ = {"extra": "forbid"}  # of its entry in a config
 
     def load(self) -> Callable[..., Any]:
-        """Returns the function. Raises ValueError that says why it cannot be used."""
+        """Returns the function. Raises ValueError, which says why the function cannot be used."""
         where = self.target if self.pickled is None else self.pickled
         if where is None or (self.target is not None and self.pickled is not None):
             raise ValueError(f"functions: {self.name or 'one of them'} needs either a target or a pickled file")
@@ -175,7 +175,7 @@ class Grader:
     def __init__(
         self, functions: Sequence[CalledFunction], *, bounds: tuple[float, float] | None = None
     ) -> None:  # fmt: skip
-        """`bounds`: the least and the greatest score that are allowed; without them any finite number is."""
+        """`bounds`: the lowest and the highest score that are allowed. None allows any finite number."""
         self._functions, self._bounds = functions, bounds
         self.limits: tuple[float, float] | None = None  # of the sum
         self._loop: Any = None  # of functions that wait, kept from batch to batch with what they opened in it
@@ -263,8 +263,11 @@ class Grader:
 def read_result(
     value: Any, *, bounds: tuple[float, float] | None = None
 ) -> tuple[float | None, dict[str, float]]:  # fmt: skip
-    """Returns the reward and the metrics that a function returned: a number, (number, {metric: number}), or a mapping
-    with the key `reward`. None is no reward. Raises ValueError for anything else."""
+    """Returns the reward and the metrics in a value that a reward function returned.
+
+    The value is a number, (number, {metric: number}), or a mapping with the key `reward`. None means that the function
+    gives no reward. Raises ValueError for any other value.
+    """
     metrics: Mapping[str, Any] = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value, metrics = value

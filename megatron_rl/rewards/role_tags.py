@@ -19,7 +19,7 @@ _NUMBERS = (r"\b\d+/\d+\b", r"\b\d+\.\d+\b", r"\b\d+\b")  # a fraction is looked
 
 
 def last_inside(text: str, tag: str) -> str | None:
-    """Returns the stripped text inside the last <tag>...</tag>; None without one, or where it is empty."""
+    """Returns the stripped text inside the last <tag>...</tag>, or None if there is no block or it is empty."""
     found = block_texts(text, tag)
     return (found[-1].strip() or None) if found else None
 
@@ -63,7 +63,7 @@ def judged_score(text: str) -> float | None:
 
 
 def _value(number: str) -> float | None:
-    """Returns what a number or a fraction is worth; None for none, and for a fraction of zero parts."""
+    """Returns the value of a number or a fraction; None for an empty text and for a fraction with denominator 0."""
     above, _, below = number.partition("/")
     if not below:
         return float(above) if above else None

@@ -26,7 +26,7 @@ _FINAL_FOLLOWS = re.compile(rf"{_END_STEPS}\s*{_FINAL}")
 
 @dataclass(frozen=True)
 class Review:
-    """The content of one verification, and what it earns."""
+    """A parsed verification and its reward."""
 
     verdicts: tuple[bool, ...]  # verdicts of the step section, in order
     final: bool | None  # final verdict; None: it cannot be parsed
