@@ -320,7 +320,7 @@ def _mean_step_reward(rollouts, group):
     )
 
 
-@pytest.mark.parametrize(("name", "figure"), [("distil", "sampled_kl"), ("distil_top_k", "teacher_kl")])
+@pytest.mark.parametrize(("name", "metric"), [("distil", "sampled_kl"), ("distil_top_k", "teacher_kl")])
 def test_distillation_draws_the_student_to_its_teacher(runs, name, metric):
     gaps = series(runs / name, "student", metric)
     assert len(gaps) == 12 and sum(gaps[-4:]) < 0.8 * sum(gaps[:4]), gaps

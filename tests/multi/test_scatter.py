@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from handing_out_worker import SIZE, alone, make_rollouts
 from ranks import run_ranks
+from scatter_worker import SIZE, alone, make_rollouts
 
 pytestmark = pytest.mark.multi
 

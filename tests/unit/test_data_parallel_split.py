@@ -217,7 +217,7 @@ def wants_old(live, batch):
         ({}, None, [(0, False, [])]),
         ({}, 4, [(("logprobs",), False), (0, True, []), (1, True, [])]),
         ({"kl_coef": 0.1}, None, [(("logprobs",), True), (0, False, [])]),
-        ({"objective": "test_batches:wants_old"}, None, [(("logprobs",), False), (0, True, [])]),
+        ({"objective": "test_data_parallel_split:wants_old"}, None, [(("logprobs",), False), (0, True, [])]),
         (
             {"objective": "rover"},
             None,

@@ -412,7 +412,9 @@ def towards_teacher(live, batch):
 
 def test_an_objective_is_named_in_the_config():
     logprobs, entropy, batch = make(4)
-    loss = PolicyLoss(LossConfig(objective="test_losses:positive_only", objective_args={"least": 0.5}, kl_coef=0.0))
+    loss = PolicyLoss(
+        LossConfig(objective="test_policy_loss:positive_only", objective_args={"least": 0.5}, kl_coef=0.0)
+    )
     total, sums = loss(Statistics(logprobs, entropy), batch)
     kept = batch.mask & (batch.advantages > 0.5)
     close(total.detach(), -(logprobs * batch.advantages)[kept].sum().detach())
@@ -421,7 +423,7 @@ def test_an_objective_is_named_in_the_config():
 
 def test_an_objective_says_what_it_asks_for_and_what_it_reports():
     logprobs, entropy, batch = make(4)
-    loss = PolicyLoss(LossConfig(objective="test_losses:towards_teacher"))
+    loss = PolicyLoss(LossConfig(objective="test_policy_loss:towards_teacher"))
     assert loss.needs == {"teacher_logprobs", "old", "entropy", "reference"} and not loss.uses_advantages
     teacher = torch.where(batch.mask, -1.0, math.nan)
     _, sums = loss(Statistics(logprobs, entropy), replace(batch, values={"teacher_logprobs": teacher}))
@@ -436,7 +438,7 @@ def test_an_objective_says_what_it_asks_for_and_what_it_reports():
             {"objective_args": {"clip": 0.1}},
             "loss.objective_args clip: clipped takes clip_low, clip_high, dual_clip, ratio_bound",
         ),
-        ({"objective": "test_losses:CONFIGS"}, "is a dict: name a function"),
+        ({"objective": "test_policy_loss:CONFIGS"}, "is a dict: name a function"),
     ],
 )
 def test_an_objective_that_cannot_be_used_is_refused(settings, said):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_losses import make
+from test_policy_loss import make
 
 from megatron_rl.algorithms.corrections import off_policy_mask
 from megatron_rl.algorithms.objectives import find

@@ -27,7 +27,7 @@ from megatron_rl.environments.environment import Environment, EpisodeMaker
 from megatron_rl.environments.episode_runner import MOST_ANSWERS
 from megatron_rl.environments.episode_types import EnvironmentFailure, EpisodeEnd, NextRequest, Said
 from megatron_rl.recipes.tango_agents import TangoAgents
-from megatron_rl.recipes.transcripts import TranscriptForm, annotate_iterations, joined, parted
+from megatron_rl.recipes.transcripts import TranscriptForm, annotate_turns, joined, parted
 from megatron_rl.rewards.grading_pool import RewardFailure
 from megatron_rl.rewards.verdicts import review
 from megatron_rl.text import fill, read_template
@@ -208,8 +208,8 @@ def test_a_verification_with_another_number_of_verdicts_gives_no_step_rewards_an
 
 def test_a_turn_stays_one_step_where_the_weights_change_in_it():
     parts = [[0, 2, 2, -1], [2, 4, 0, 3], [4, 5, 0, 4], [5, 6, 2, -1], [6, 8, 0, 4]]
-    assert annotate_iterations(plain(8, parts)).annotations_of(STEP).ranges.tolist() == [[2, 5], [6, 8]]
-    assert len(annotate_iterations(plain(2, [[0, 2, 2, -1]])).annotations_of(STEP)) == 0
+    assert annotate_turns(plain(8, parts)).annotations_of(STEP).ranges.tolist() == [[2, 5], [6, 8]]
+    assert len(annotate_turns(plain(2, [[0, 2, 2, -1]])).annotations_of(STEP)) == 0
 
 
 def plain(length, spans):
@@ -281,7 +281,7 @@ def test_joined_samples_come_apart_as_they_were(recipe):
     for part, sample in zip(parted(replace(whole, advantages=0.5), samples), samples, strict=True):
         assert part.advantages == 0.5 and np.array_equal(part.spans, sample.spans)
         assert np.array_equal(part.tokens, sample.tokens) and np.array_equal(part.logprobs, sample.logprobs)
-    scored = replace(annotate_iterations(whole), advantages=np.arange(len(whole.tokens), dtype=np.float32))
+    scored = replace(annotate_turns(whole), advantages=np.arange(len(whole.tokens), dtype=np.float32))
     ranges = scored.annotations_of(STEP).ranges
     scored = replace(scored, annotations={STEP: Annotations(ranges, np.array([1.0, 2.0, 3.0]))})
     first, second = parted(scored, samples)
