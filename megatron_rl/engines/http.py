@@ -193,8 +193,10 @@ class _Connector(aiohttp.TCPConnector):
     """Connections that are used again, unless the server has sent something that nobody asked for."""
 
     async def connect(self, req: Any, traces: Any, timeout: aiohttp.ClientTimeout) -> Any:
-        while (connection := await super().connect(req, traces, timeout)).protocol.should_close:
+        connection: Any = await super().connect(req, traces, timeout)
+        while connection.protocol.should_close:
             connection.close()
+            connection = await super().connect(req, traces, timeout)
         return connection
 
 

@@ -17,7 +17,10 @@ from megatron_rl.weights.rank_layouts import differences, engine_parameters
 class Landing(Endpoint, Protocol):
     """An engine's parameters as a refit writes them."""
 
-    parameters: Mapping[str, Tensor]  # by the engine's own names
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Returns the parameters by the engine's own names."""
+        ...
 
 
 def join(

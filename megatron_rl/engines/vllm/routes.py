@@ -114,7 +114,8 @@ class Routes:
 
     async def _ask(self, engine: Any, prompt: list[int], parameters: dict[str, Any], adapter: list[Any] | None) -> Any:
         """Returns vLLM's RequestOutput. Raises _Refused, and what the engine raises."""
-        from vllm import SamplingParams
+        # pyright takes the folder of this file for the library.
+        from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.lora.request import LoRARequest

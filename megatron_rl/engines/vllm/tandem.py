@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
-from vllm import ModelRegistry, SamplingParams
+from vllm import (  # pyright takes the folder of this file for the library
+    ModelRegistry,  # pyright: ignore[reportAttributeAccessIssue]
+    SamplingParams,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_prefix
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
