@@ -94,9 +94,8 @@ def main() -> None:
     )
     common.add_arguments(parser)
     args = parser.parse_args()
-    engines = (
-        args.engines.split(",") if args.engines else ["embedded", *(["vllm"] if Path(args.python).exists() else [])]
-    )
+    there = ["embedded", "vllm"] if Path(args.python).exists() else ["embedded"]
+    engines = args.engines.split(",") if args.engines else there
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are ended on the way out
     _prepare(args.models)
     metrics: dict[str, float] = {}
@@ -104,9 +103,8 @@ def main() -> None:
         for staleness in map(int, args.staleness.split(",")) if engine == "vllm" else (0,):
             with tempfile.TemporaryDirectory() as folder:
                 if staleness == 0:
-                    found = {
-                        f"{engine}/{name}": value for name, value in serial(in_turn(engine, Path(folder), args)).items()
-                    }
+                    alone = serial(in_turn(engine, Path(folder), args))
+                    found = {f"{engine}/{name}": value for name, value in alone.items()}
                 else:
                     seen = {arm: watch(arm, engine, staleness, Path(folder), args) for arm in ARMS}
                     found = {
