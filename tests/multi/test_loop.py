@@ -307,7 +307,7 @@ def test_rollouts_of_several_versions_are_kept_or_scored_anew_or_dropped_as_the_
 
 def test_the_loop_has_the_settings_of_its_config():
     """The plan of a run, each of whose settings differs from its default."""
-    args = {"updates": 1}
+    args = {"updates": 7}
     config = TrainConfig(
         roles={"generator": RoleConfig(model=Model(path="m"))},
         recipe=Use(target="megatron_rl.recipes.grpo:Grpo", args=args),
@@ -318,7 +318,6 @@ def test_the_loop_has_the_settings_of_its_config():
         preflight=Preflight(num_prompts=2, max_logprob_gap=0.25),
         reward=Reward(target="r", wrong_answer="w", answer_format="f{answer}", range=(-1.0, 2.0)),
     )
-    recipe = Grpo(**args)
     models = SimpleNamespace(readers={"generator": SimpleNamespace(restarted=Questions)}, held_out=[])
     first = Questions().take(2)
     checks = preflight.PreflightPlan(
@@ -328,11 +327,11 @@ def test_the_loop_has_the_settings_of_its_config():
         iterations=7, evaluate_every=3, evaluate_at_start=False, save_every=5, preflight=checks, mixed="drop",
         train_without_signal=True,
     )  # fmt: skip
-    assert [p.id for p in session._plan(config, models, recipe, 7).preflight.prompts] == [p.id for p in first]
+    assert [p.id for p in session._plan(spec_of(config), models).preflight.prompts] == [p.id for p in first]
     models.held_out = first
-    assert session._plan(config, models, recipe, 7) == plan
+    assert session._plan(spec_of(config), models) == plan
     for off in (replace(config, preflight=Preflight(enabled=False)), replace(config, debug=Debug(replay="run"))):
-        assert session._plan(off, models, recipe, 7) == replace(plan, preflight=None)
+        assert session._plan(spec_of(off), models) == replace(plan, preflight=None)
 
 
 def test_recipes_play_with_the_settings_of_the_config():
