@@ -1,4 +1,4 @@
-"""A whole run of the loop on a context of logits that really learns: the parts of it, its log, and where it stands."""
+"""A whole run of the loop on a table of logits that really learns: the parts of it, its log, and where it stands."""
 
 from __future__ import annotations
 

@@ -44,12 +44,12 @@ def soon():
 
 def test_refit_messages_go_over_tcp_between_hosts_and_through_shared_memory_within_one():
     store, _ = RefitStore.host("127.0.0.1")
-    trainer, near, far = locations = [
+    trainer, near, far = members = [
         RankLocation(host, name, "cpu") for host, name in (("a", "trainer"), ("a", "near"), ("b", "far"))
     ]
     locations = RankLocations([trainer], {0: near, 1: far})
     with contextlib.ExitStack() as stack:
-        wirings = [Wiring(store, locations, location, RefitConfig()) for location in locations]
+        wirings = [Wiring(store, locations, member, RefitConfig()) for member in members]
         for wiring in wirings:
             stack.callback(wiring.close)
         assert wirings[0].kinds == ["shared_memory", "tcp"]

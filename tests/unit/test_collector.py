@@ -441,7 +441,7 @@ FAULTS = [
         {"a": [rollout(experts=np.zeros((2, 1, 1), np.int16))]},
         "experts of 2 tokens; an engine tells those of all 2 but",
     ),
-    ({"a": [rollout(annotations={STEP: Annotations([(0, 3)])})]}, "has annotations 'cycle' outside its 2 tokens"),
+    ({"a": [rollout(annotations={STEP: Annotations([(0, 3)])})]}, "has annotations 'step' outside its 2 tokens"),
 ]
 
 
