@@ -24,8 +24,8 @@ from megatron_rl.run import file_checksums
 from megatron_rl.run.checkpoint import MANIFEST, Checkpoints
 from megatron_rl.run.run_directory import RunDirectory
 from megatron_rl.session import run_setup, train
-from megatron_rl.training.iteration import RecipeRole
 from megatron_rl.weights import hf_model
+from megatron_rl.weights.hf_writer import Planned
 from megatron_rl.world import OneProcess
 
 
@@ -65,21 +65,22 @@ def test_hostile_power_cut_after_the_end_of_a_run_finds_its_models(model, tmp_pa
     """`finished: true` was on the disk before the models were."""
     disk, directory = Disk(monkeypatch), RunDirectory(tmp_path / "run")
     (tmp_path / "run").mkdir()
-    role = SimpleNamespace(model=Model(path=str(model)), same_as=None)
-    config = SimpleNamespace(roles={"solver": role})
-    recipe = SimpleNamespace(roles=lambda: {"solver": RecipeRole()})
-    policy = SimpleNamespace(
-        weights=lambda: hf_model.read_tensors(model),
-        write_adapter=lambda directory: None,
-        present=contextlib.nullcontext,
+    role = SimpleNamespace(model=Model(path=str(model)))
+    spec = SimpleNamespace(roles={"solver": role}, trained_policies=["solver"])
+    tensors = dict(hf_model.read_tensors(model))
+    planned = [Planned(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    export = SimpleNamespace(
+        weights=lambda everywhere: iter(tensors.items()), planned=lambda: planned, write_adapter=lambda directory: None
     )
+    policy = SimpleNamespace(export=export, memory=SimpleNamespace(present=contextlib.nullcontext))
     quiet = {"done": lambda text: None, "say": lambda text: None, "tracker": None}
     driver = SimpleNamespace(directory=directory, summary=directory.update_summary, **quiet)
     world = SimpleNamespace(rank=0, from_driver=OneProcess().from_driver)
     models, progress = SimpleNamespace(policies={"solver": policy}), SimpleNamespace(number=1, last_evaluation={})
-    train._finish(config, world, driver, recipe, models, progress, finished=True)  # type: ignore[arg-type]
+    train._finish(spec, world, driver, models, progress, finished=True)  # type: ignore[arg-type]
     assert directory.read_summary()["finished"] is True
-    before = disk.pushed_before(directory.summary)
+    pushed = disk.pushed_before(directory.summary)  # the files were pushed before their folder got its name
+    before = {Path(str(path).replace("/.solver.partial", "/solver")) for path in pushed}
     made = [path for path in (tmp_path / "run/models").rglob("*")]
     assert {"model.safetensors", file_checksums.SUMS, "config.json", "tokenizer.json"} <= {path.name for path in made}
     assert {*made, tmp_path / "run/models", tmp_path / "run"} <= before
