@@ -76,7 +76,7 @@ class Findings:
 
     def told(self) -> dict[str, Any]:
         """Returns what the JSON file holds before the run has come to its end."""
-        return {"figures": self.figures, "not_measured": self.unmeasured, "complete": False, **self.more}
+        return {"metrics": self.figures, "not_measured": self.unmeasured, "complete": False, **self.more}
 
     def finish(self, args: Any, *, complete: bool = True) -> None:
         """Prints the table and writes the file. With --check it exits with status 1 when a bar is missed.

@@ -88,7 +88,7 @@ LOSSES: Mapping[str, Ours] = {
     "dr_grpo_masked_truncated": Ours(CONSTANT, "rollouts without a trained token count in both denominators"),
     "cispo": Ours(cispo(5.0), "cap is the ratio itself, TRL's epsilon_high too; in NeMo-RL and verl it is 1 + epsilon"),
     "cispo_tight": Ours(cispo(1.125)),
-    "gspo": Ours(gspo(3e-4, 4e-4) | MEAN, "the metrics of GSPO's paper"),
+    "gspo": Ours(gspo(3e-4, 4e-4) | MEAN, "the numbers of GSPO's paper"),
     "gspo_wide": Ours(WIDE | MEAN),
     "gspo_dapo": Ours(WIDE, "a token mean: long rollouts weigh more than in the paper"),
     "luspo": Ours(WIDE | {"aggregation": "constant", "max_tokens": 1}, "GSPO summed over tokens"),

@@ -109,7 +109,7 @@ def test_faults_prompts_that_an_iteration_leaves_out_are_a_metric_of_it(tmp_path
     fits = reader._encode
     reader._encode = lambda values: fits(values) + [1] * (200 if values["question"] in "13" else 0)
     collector = RolloutMaker(
-        recipe=recipe, readers={"generator": reader}, table=context_of(by_row([1] * 4)), prompts_per_iteration=4
+        recipe=recipe, readers={"generator": reader}, context=context_of(by_row([1] * 4)), prompts_per_iteration=4
     )
     metrics = collector.make(Iteration(cycle=0, index=0, roles=("generator",), number=0)).metrics["generator"]
     assert metrics["prompts_too_long"] == reader.dropped == 3

@@ -68,7 +68,7 @@ def test_a_bar_without_a_metric_is_missed_and_says_why(tmp_path, capsys):
         findings.finish(arguments(tmp_path))
     told = json.loads((tmp_path / "found.json").read_text())
     assert (
-        end.value.code == 1 and told["missed"] == ["a/x", "a/y", "c"] and told["figures"] == {"b/x": 0.75, "b/z": 2.0}
+        end.value.code == 1 and told["missed"] == ["a/x", "a/y", "c"] and told["metrics"] == {"b/x": 0.75, "b/z": 2.0}
     )
     assert told["not_measured"]["a/y"] == "this machine has none" and told["not_measured"]["c"] == "nothing measured it"
     assert "a/x: not measured (MISSED): this machine has none" in capsys.readouterr().out
@@ -86,7 +86,7 @@ def test_an_error_is_a_reason_and_what_comes_next_is_measured(tmp_path, capsys, 
     findings.finish(arguments(tmp_path, held=False))
     told = json.loads((tmp_path / "found.json").read_text())
     assert told["not_measured"] == {"a/x": "AssertionError: CUBLAS_STATUS_NOT_SUPPORTED"} and told["complete"]
-    assert told["figures"] == {"b/x": 1.0} and told["missed"] == ["a/x"]
+    assert told["metrics"] == {"b/x": 1.0} and told["missed"] == ["a/x"]
     assert "when calling cublasGemmEx" in capsys.readouterr().err  # the traceback
 
 
@@ -104,7 +104,7 @@ def test_a_device_that_is_lost_ends_the_measurements_and_leaves_those_made(tmp_p
         gpu.main(["train", "--json", str(tmp_path / "found.json")])
     told = json.loads((tmp_path / "found.json").read_text())
     lost = "the device could not be used any more after b: an illegal memory access was encountered"
-    assert end.value.code == 1 and told["figures"] == {"a/x": 1.0} and not told["complete"] and told["stopped"] == lost
+    assert end.value.code == 1 and told["metrics"] == {"a/x": 1.0} and not told["complete"] and told["stopped"] == lost
     assert told["not_measured"] == {"b/x": "AssertionError: CUBLAS_STATUS_NOT_SUPPORTED", "c/x": lost}
 
 
@@ -124,7 +124,7 @@ def test_an_error_of_the_device_that_shows_late_is_noted_at_its_measurement(tmp_
     error = "CUDA error: an illegal memory access was encountered"
     lost = f"the device could not be used any more after a: {error}"
     assert told["not_measured"] == {"a/x": f"the device failed: {error}", "b/x": lost} and told["stopped"] == lost
-    assert not told["figures"]
+    assert not told["metrics"]
 
 
 def test_a_full_memory_after_a_measurement_does_not_end_the_others(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ def starts(prompt):
 
 
 @pytest.fixture
-def table():
+def context():
     engine = ScriptedEngine(lambda *_: [CHAT.eos_token_id], eos=CHAT.eos_token_id)
     roles = (JUDGE, "verifier")
     return RolloutContext(

@@ -7,7 +7,7 @@ import pkgutil
 
 import pytest
 
-from megatron_rl import recipes
+from megatron_rl import contrib, recipes
 from megatron_rl.algorithms import (
     advantages,
     class_weights,
@@ -112,7 +112,11 @@ def test_defaults_of_losses_and_estimators_are_those_of_their_papers(found, want
 
 
 def test_defaults_of_recipes_are_those_of_their_papers():
-    modules = [importlib.import_module(f"{recipes.__name__}.{m.name}") for m in pkgutil.iter_modules(recipes.__path__)]
+    modules = [
+        importlib.import_module(f"{package.__name__}.{m.name}")
+        for package in (recipes, contrib)
+        for m in pkgutil.iter_modules(package.__path__)
+    ]
     classes = {c.__name__: c for m in modules for c in vars(m).values() if inspect.isclass(c)}
     for name, wanted in RECIPES.items():
         fields = {field.name: field.default for field in dataclasses.fields(classes[name])}

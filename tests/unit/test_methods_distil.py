@@ -208,7 +208,7 @@ def test_statistics_of_candidates_are_asked_for_by_their_name_alone():
 
 
 @pytest.fixture
-def table():
+def context():
     tokenizer = characters()
     engines = {}
     for seed, name in enumerate(("student", "teacher")):

@@ -13,39 +13,39 @@ TANDEM = "roles.generator.tandem={}"
 HINTS = "recipe.args.hints={field: proof}"
 CASES = [
     (
-        "dapo:Dapo", ["recipe.args.overlong.cache=51"],
+        "recipes.dapo:Dapo", ["recipe.args.overlong.cache=51"],
         "recipe.args.overlong.cache = 51 is above roles.generator.sampling.max_tokens = 50: give at most that",
     ),
-    ("remax:Remax", ["recipe.args.overlong.cache=51"], "recipe.args.overlong.cache = 51"),
-    ("tandem:Tandem", [TANDEM, "recipe.args.overlong.cache=51"], "recipe.args.overlong.cache = 51"),
+    ("contrib.remax:Remax", ["recipe.args.overlong.cache=51"], "recipe.args.overlong.cache = 51"),
+    ("recipes.tandem:Tandem", [TANDEM, "recipe.args.overlong.cache=51"], "recipe.args.overlong.cache = 51"),
     (
-        "dapo:Dapo", [HINTS],
+        "recipes.dapo:Dapo", [HINTS],
         "data.fields.proof is not set, and recipe.args.hints reads the field 'proof' of every problem: set it to the "
         "name of the column",
     ),
     (
-        "dapo:Dapo", [HINTS, "data.fields={proof: x}", "roles.generator.data.path=y"],
+        "recipes.dapo:Dapo", [HINTS, "data.fields={proof: x}", "roles.generator.data.path=y"],
         "roles.generator.data.fields.proof is not set",
     ),
-    ("dapo:Dapo", ["recipe.args.hints={}", "data.settings=gsm8k"], "data.fields.solution"),
-    ("tandem:Tandem", [], "set roles.generator.tandem; {} takes a frozen copy"),
-    ("rubric:Rubric", ["roles.judge.model.path=x/z"], "data.fields.rubric"),
+    ("recipes.dapo:Dapo", ["recipe.args.hints={}", "data.settings=gsm8k"], "data.fields.solution"),
+    ("recipes.tandem:Tandem", [], "set roles.generator.tandem; {} takes a frozen copy"),
+    ("contrib.rubric:Rubric", ["roles.judge.model.path=x/z"], "data.fields.rubric"),
     (
-        "rubric:Rubric", ["roles.judge.model.path=x/z", "data.fields={rubric: x}", "evaluation.prompts.path=y"],
+        "contrib.rubric:Rubric", ["roles.judge.model.path=x/z", "data.fields={rubric: x}", "evaluation.prompts.path=y"],
         "evaluation.prompts.fields.rubric",
     ),
-    ("entailment:Entailment", ["data.fields={response: x}"], "data.fields.principle"),
-    ("rubric:Rubric", ["recipe.args.labels=math:pi"], "'math:pi' is a float: name a function"),
-    ("tango:Tango", ["recipe.args={step_labels: 'math:pi'}"], "'math:pi' is a float: name a function"),
-    ("grpo:Grpo", ["recipe.args.estimator=math:pi"], "'math:pi' is a float: name a function"),
+    ("contrib.entailment:Entailment", ["data.fields={response: x}"], "data.fields.principle"),
+    ("contrib.rubric:Rubric", ["recipe.args.labels=math:pi"], "'math:pi' is a float: name a function"),
+    ("recipes.tango:Tango", ["recipe.args={step_labels: 'math:pi'}"], "'math:pi' is a float: name a function"),
+    ("recipes.grpo:Grpo", ["recipe.args.estimator=math:pi"], "'math:pi' is a float: name a function"),
 ]  # fmt: skip
 ACCEPTED = [
-    ("dapo:Dapo", ["recipe.args.overlong.cache=50", "evaluation.prompts.path=y"]),
-    ("dapo:Dapo", [HINTS, "data.fields={proof: x}", "evaluation.prompts.path=y"]),
-    ("dapo:Dapo", [HINTS, "roles.generator.data={path: y, fields: {proof: x}}"]),
-    ("tandem:Tandem", [TANDEM]),
-    ("rubric:Rubric", ["roles.judge.model.path=x/z", "data.fields={rubric: x}"]),
-    ("entailment:Entailment", ["data.fields={response: x, principle: y}"]),
+    ("recipes.dapo:Dapo", ["recipe.args.overlong.cache=50", "evaluation.prompts.path=y"]),
+    ("recipes.dapo:Dapo", [HINTS, "data.fields={proof: x}", "evaluation.prompts.path=y"]),
+    ("recipes.dapo:Dapo", [HINTS, "roles.generator.data={path: y, fields: {proof: x}}"]),
+    ("recipes.tandem:Tandem", [TANDEM]),
+    ("contrib.rubric:Rubric", ["roles.judge.model.path=x/z", "data.fields={rubric: x}"]),
+    ("contrib.entailment:Entailment", ["data.fields={response: x, principle: y}"]),
 ]  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def check(tmp_path):
     )
 
     def found(recipe, overrides):
-        config = load(TrainConfig, [file], [f"recipe.target=megatron_rl.recipes.{recipe}", *overrides])
+        config = load(TrainConfig, [file], [f"recipe.target=megatron_rl.{recipe}", *overrides])
         checks.check_recipe(config, plugins.build(config.recipe))
 
     return found
@@ -76,39 +76,39 @@ def test_what_can_be_played_with_is_accepted(check, recipe, overrides):
 
 
 LACKING = [
-    ("grpo:Grpo", {"template": "Solve it."}, "question"),
-    ("ssrl:Ssrl", {"template": "{Question}"}, "question"),
-    ("dapo:Dapo", {"template": "{ question }"}, "question"),
-    ("distil:Distil", {"template": "{answer}"}, "question"),
-    ("entailment:Entailment", {"template": "{question} {criterion}"}, "response"),
-    ("tango:Tango", {"generator_template": "Solve it."}, "question"),
-    ("tango:Tango", {"verifier_template": "{question} {num_steps}"}, "solution"),
-    ("rubric:Rubric", {"generator_template": "Write."}, "question"),
-    ("rubric:Rubric", {"judge_template": "{question} {criterion} {tiers}"}, "response"),
-    ("rubric:Rubric", {"judge_template": "{question} {response}"}, "criterion"),
-    ("pairwise:Pairwise", {"generator_template": "Write."}, "question"),
-    ("pairwise:Pairwise", {"judge_template": "{question} {first}"}, "second"),
-    ("self_play:SelfPlay", {"solver_template": "Solve it."}, "question"),
-    ("evolve:Evolve", {"reference_template": "Something new."}, "references"),
-    ("evolve:Evolve", {"solver_template": "Solve it."}, "question"),
-    ("evolve:Evolve", {"question_template": "Is it good?"}, "question"),
-    ("evolve:Evolve", {"answer_template": "{question}"}, "answer"),
+    ("recipes.grpo:Grpo", {"template": "Solve it."}, "question"),
+    ("contrib.ssrl:Ssrl", {"template": "{Question}"}, "question"),
+    ("recipes.dapo:Dapo", {"template": "{ question }"}, "question"),
+    ("recipes.distil:Distil", {"template": "{answer}"}, "question"),
+    ("contrib.entailment:Entailment", {"template": "{question} {criterion}"}, "response"),
+    ("recipes.tango:Tango", {"generator_template": "Solve it."}, "question"),
+    ("recipes.tango:Tango", {"verifier_template": "{question} {num_steps}"}, "solution"),
+    ("contrib.rubric:Rubric", {"generator_template": "Write."}, "question"),
+    ("contrib.rubric:Rubric", {"judge_template": "{question} {criterion} {tiers}"}, "response"),
+    ("contrib.rubric:Rubric", {"judge_template": "{question} {response}"}, "criterion"),
+    ("contrib.pairwise:Pairwise", {"generator_template": "Write."}, "question"),
+    ("contrib.pairwise:Pairwise", {"judge_template": "{question} {first}"}, "second"),
+    ("contrib.self_play:SelfPlay", {"solver_template": "Solve it."}, "question"),
+    ("contrib.evolve:Evolve", {"reference_template": "Something new."}, "references"),
+    ("contrib.evolve:Evolve", {"solver_template": "Solve it."}, "question"),
+    ("contrib.evolve:Evolve", {"question_template": "Is it good?"}, "question"),
+    ("contrib.evolve:Evolve", {"answer_template": "{question}"}, "answer"),
 ]
 ENOUGH = [
-    ("self_play:SelfPlay", {"proposer_template": "Write a problem."}),  # of nothing, as in R-Zero
-    ("evolve:Evolve", {"proposer_template": "Write a problem."}),
-    ("tango:Tango", {"verifier_template": "{question} {solution}"}),
-    ("rubric:Rubric", {"judge_template": "{response} {criterion}"}),  # a criterion may speak for itself
-    ("pairwise:Pairwise", {"judge_template": "{first} {second}"}),
+    ("contrib.self_play:SelfPlay", {"proposer_template": "Write a problem."}),  # of nothing, as in R-Zero
+    ("contrib.evolve:Evolve", {"proposer_template": "Write a problem."}),
+    ("recipes.tango:Tango", {"verifier_template": "{question} {solution}"}),
+    ("contrib.rubric:Rubric", {"judge_template": "{response} {criterion}"}),  # a criterion may speak for itself
+    ("contrib.pairwise:Pairwise", {"judge_template": "{first} {second}"}),
 ]
 
 
 def built(recipe, templates, tmp_path):
-    args = {"generator_updates" if recipe == "tango:Tango" else "updates": 1}
+    args = {"generator_updates" if recipe == "recipes.tango:Tango" else "updates": 1}
     for name, text in templates.items():
         (tmp_path / name).write_text(text)
         args[name] = str(tmp_path / name)
-    return plugins.build(Use(target=f"megatron_rl.recipes.{recipe}", args=args))
+    return plugins.build(Use(target=f"megatron_rl.{recipe}", args=args))
 
 
 @pytest.mark.parametrize(("recipe", "templates", "lacks"), LACKING)
@@ -126,4 +126,4 @@ def test_a_template_needs_no_more_than_what_it_is_about(tmp_path, recipe, templa
 
 def test_all_that_a_template_lacks_is_named(tmp_path):
     with pytest.raises(ConfigError, match=re.escape("has no {first} and no {second}; write")):
-        built("pairwise:Pairwise", {"judge_template": "Which?"}, tmp_path)
+        built("contrib.pairwise:Pairwise", {"judge_template": "Which?"}, tmp_path)

@@ -64,7 +64,7 @@ def test_the_word_level_form():
         ("\\boxed{CORRECT} no, \\boxed{INCORRECT}", (False,)),
         ("\\boxed{CORRECT} I think", ()),
         ("\\boxed{CORRECT}..", ()),
-        ("\\boxed{CORRECT}", ()),
+        ("\\boxed{RIGHT}", ()),
         ("\\boxed{NOT CORRECT}", ()),
         ("CORRECT", ()),
         ("", ()),
