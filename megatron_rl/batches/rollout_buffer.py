@@ -1,5 +1,5 @@
 """Rollouts laid end to end in one buffer of bytes: the form in which they travel, and from which a batch is made when
-its comesturn comes."""
+its turn comes."""
 
 from __future__ import annotations
 
