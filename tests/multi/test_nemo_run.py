@@ -236,7 +236,7 @@ def test_a_sweep_runs_here_and_is_one_report(launch, site, tmp_path):
         "--small",
         f"--profile={site}",
         f"--dir={tmp_path}",
-        "rates.run.iterations=2",
+        "rates.steps=2",
         "rates.launch.nproc=1",
         "--at-once=2",
     )
