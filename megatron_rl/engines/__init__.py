@@ -1,1 +1,1 @@
-"""Rollout engines: a protocol and its adapters."""
+"""Rollout engines: the engine protocol and its implementations."""

@@ -1,6 +1,6 @@
-"""Middleware in front of an engine's own routes: who has not the job's token gets nothing but the health check.
+"""ASGI middleware that rejects requests without the job's token. Only the health check routes are open.
 
-Runs inside the server (vLLM's `--middleware`), so it imports the standard library alone.
+The module runs inside the server (vLLM's `--middleware`), so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-TOKEN_FILE = (
-    "MEGATRON_RL_TOKEN_FILE"  # environment variable of the server: where the token stands, readable by its owner alone
-)
+# Environment variable of the server: path of the file that holds the token. Only the file's owner may read it.
+TOKEN_FILE = "MEGATRON_RL_TOKEN_FILE"
 HEADER = "x-megatron-rl-token"
 OPEN = frozenset({"/health", "/ping"})
 
@@ -24,8 +23,10 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """An ASGI application around another. Raises KeyError or OSError at start when there is no token, or another user
-    wrote it: a server is never open by mistake.
+    """An ASGI application that wraps another application and checks the token of each request.
+
+    The constructor raises KeyError, OSError or ValueError if there is no token, and PermissionError if another user
+    owns the token file. A server therefore never starts unprotected by mistake.
     """
 
     def __init__(self, app: Application) -> None:

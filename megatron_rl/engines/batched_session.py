@@ -1,4 +1,4 @@
-"""The session of engines that answer requests in batches: all requests that have come make the next round."""
+"""The session of engines that answer requests in batches. All pending requests form the next round."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 from megatron_rl.engines.full_prompts import FullPrompts
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling, Tokens
 
-SETTLE_S = 0.01  # seconds without a new request after which a round begins, although more requests may come
+SETTLE_S = 0.01  # Time in seconds without a new request after which a round begins, although more requests may come.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One completion to sample. Its random stream is a function of (sampling.seed, key, sample) alone."""
+    """One completion to sample. Its random stream depends only on (sampling.seed, key, sample)."""
 
-    tokens: np.ndarray  # [T] int32, the prompt; the samples of one request share the array
-    key: int  # of the request
+    tokens: np.ndarray  # prompt, [T] int32; the samples of one request share this array
+    key: int  # key of the request
     sample: int  # index among the samples of the request
     sampling: Sampling
 
@@ -30,24 +30,25 @@ Check = Callable[[np.ndarray, Sampling, int], None]  # prompt, sampling and key 
 
 
 class BatchedSession:
-    """Implements engines.protocol.Session over `run`, which samples all completions of a round in one call.
+    """Implements engines.protocol.Session on top of `run`, which samples all completions of a round in one call.
 
-    Rounds run in the thread that reads the answers. `check` raises for a request that the engine cannot answer. `full`
-    is the engine's count of prompts that fill its context.
+    Rounds run in the thread that reads `answers`. `check` raises if the engine cannot answer a request. `full` counts
+    the prompts that fill the engine's context.
     """
 
     def __init__(self, run: Run, check: Check, full: FullPrompts) -> None:
         self._run, self._check, self._full = run, check, full
         self._change = threading.Condition()
-        self._keys: set[int] = set()  # of all requests so far
+        self._keys: set[int] = set()  # keys of all requests so far
         self._pending: list[tuple[int, np.ndarray, Sampling]] = []
-        self._askers = 0  # blocks of `asking` that are open
+        self._askers = 0  # number of open `asking` blocks
         self._closed = False
 
     def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
         """Adds a request to the next round. `after` has no effect.
 
-        Raises ValueError for a key that was used, EngineError when closed, and what the engine's check raises.
+        Raises ValueError if the key was used before, EngineError if the session is closed, and any error of the
+        engine's check.
         """
         prompt = np.asarray(tokens, np.int32)
         self._check(prompt, sampling, key)
@@ -73,10 +74,10 @@ class BatchedSession:
                 self._change.notify_all()
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields (key, completions) round by round. A request that comes while a round's answers are read is in the
-        next round.
+        """Yields (key, completions) round by round. A request that arrives while the answers of a round are read
+        belongs to the next round.
 
-        When the reader leaves early, or a round fails, all requests are cancelled.
+        If the reader leaves early or a round fails, all requests are cancelled.
         """
         ended = False
         try:
@@ -95,15 +96,16 @@ class BatchedSession:
                 self._call_off()
 
     def close(self) -> None:
-        """Cancels the requests that are not done. A round that runs is finished, and its answers are dropped."""
+        """Cancels the unfinished requests. A running round is completed, and its answers are discarded."""
         with self._change:
             self._closed = True
         self._call_off()
 
     def _next_round(self) -> list[tuple[int, np.ndarray, Sampling]]:
-        """Waits for requests and returns all of them; an empty list when there is no request and no thread is in
-        `asking`. While a thread is, it waits until no more requests come: a round of many costs little more than a
-        round of one."""
+        """Waits for requests and returns all of them. Returns an empty list if there is no request and no thread is
+        inside `asking`. While a thread is inside `asking`, waits until no more requests arrive, because a large round
+        costs little more than a round with one request.
+        """
         with self._change:
             self._change.wait_for(lambda: self._pending or not self._askers or self._closed)
             known = 0

@@ -1,4 +1,4 @@
-"""One engine on every rank, used as one engine: the rows of a round are divided among the ranks."""
+"""Combines the engines of all ranks into one engine: the rows of a round are divided among the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.world import World
 
 
 class RowEngine(Protocol):
-    """An engine of one rank whose samples depend on a row's key, sample number and seed, and not on the other rows."""
+    """An engine of one rank. A sample depends on its row's key, sample index and seed, but not on the other rows."""
 
     version: int
 
@@ -35,12 +35,12 @@ E = TypeVar("E", bound=RowEngine)
 
 
 class DataParallelEngine(Generic[E]):
-    """A set of engines, one per rank, that works as one. Every rank makes it, under the same `name` and over its own
-    `engine`.
+    """A set of engines, one per rank, that works as one engine. Every rank constructs it with the same `name` and the
+    rank's local `engine`.
 
-    Implements engines.protocol.Engine on the driver, inside `world.from_driver`. What it draws does not depend on the
-    number of ranks, as far as a row's log-probs do not depend on its neighbours. Raises FollowerError when a rank
-    fails.
+    Implements engines.protocol.Engine on the driver, inside `world.from_driver`. The samples do not depend on the
+    number of ranks, provided that a row's log-probs do not depend on the other rows of the batch. Raises FollowerError
+    when a rank fails.
     """
 
     def __init__(self, world: World, name: str, engine: E) -> None:
@@ -60,16 +60,19 @@ class DataParallelEngine(Generic[E]):
         return self._engine
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Loads the weights on this rank. Every rank calls it: the stream is collective."""
+        """Loads the weights on this rank. Collective: every rank must call it, because the weight stream is
+        collective.
+        """
         self._engine.load(weights, version=version)
 
     def session(self) -> BatchedSession:
-        """Returns a new session, whose rounds all ranks sample together."""
+        """Returns a new session. All ranks together sample each of its rounds."""
         return BatchedSession(self.generate_rows, self._engine.check_ask, self._full)
 
     def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:
-        """Samples one completion per row on all ranks, in order. [R] -> [R]. The samples of one request are next to
-        each other in `rows`."""
+        """Samples one completion per row on all ranks. Returns [R] completions in the order of the [R] rows. The rows
+        of one request must be adjacent in `rows`.
+        """
         samples = [len(list(group)) for _, group in groupby(rows, key=lambda row: row.key)]
         shares = split_over_replicas(samples, self._world.size)
         told = [(row.tokens, row.key, row.sample, row.sampling) for row in rows]
@@ -90,7 +93,9 @@ class DataParallelEngine(Generic[E]):
         """No-op: there are no servers."""
 
     def _dealt(self, sequences: Sequence[Tokens]) -> tuple[list[list[int]], list[list[np.ndarray]]]:
-        """Divides texts among the ranks by length. Returns (indices of each rank's texts, the texts)."""
+        """Divides sequences among the ranks by length. Returns (indices of the sequences of each rank, sequences of
+        each rank).
+        """
         arrays = [np.asarray(sequence, np.int32) for sequence in sequences]
         by_length = sorted(range(len(arrays)), key=lambda i: -len(arrays[i]))
         shares = [by_length[rank :: self._world.size] for rank in range(self._world.size)]
@@ -101,7 +106,7 @@ T = TypeVar("T")
 
 
 def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[T]]) -> list[T]:
-    """Returns the ranks' answers in the order of the requests."""
+    """Returns the answers of all ranks in the order of the requests."""
     found: dict[int, T] = {}
     for share, answer in zip(shares, answers, strict=True):
         found |= zip(share, answer, strict=True)
@@ -109,11 +114,11 @@ def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[T]]) -
 
 
 def split_over_replicas(samples: Sequence[int], ranks: int) -> list[list[int]]:
-    """Splits the rows of a round: ask i has samples[i] rows, which stand next to each other. -> one list of rows per
-    rank, their lengths at most one apart.
+    """Splits the rows of a round among ranks. Request i has samples[i] adjacent rows. Returns one list of row indices
+    per rank; the lengths differ by at most one.
 
-    An ask's rows go to one rank, so that its prompt is prefilled once; at most ranks - 1 times is an ask divided
-    between two. Asks that follow each other go to different ranks, because neighbours in a data set are often of one
+    The rows of a request go to one rank, so that its prompt is prefilled once. At most ranks - 1 requests are divided
+    between two ranks. Adjacent requests go to different ranks, because neighbours in a data set are often of similar
     difficulty.
     """
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(samples, np.int64))])

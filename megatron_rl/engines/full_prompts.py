@@ -1,4 +1,4 @@
-"""Says that prompts fill a model's context, whose completions are empty for that reason."""
+"""Counts and reports prompts that fill the model's context, so that their completions are empty."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ _log = logging.getLogger(__name__)
 
 
 class FullPrompts:
-    """A count of the prompts of one engine that left no room for an answer. Threads may share it."""
+    """A counter of an engine's prompts that left no room for an answer in the context. Thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """`name`: of the engine, for the warnings."""
+        """`name`: name of the engine, for the warnings."""
         self.count = 0
         self._name, self._next = name, 1  # the count at which the next warning is due
         self._change = threading.Lock()
 
     def look(self, prompt_tokens: int, completions: Sequence[Completion]) -> None:
-        """Counts a prompt of so many tokens if it was cut before the first token of all its completions: at least one
-        is always asked for. Warns of the first such prompt, of the tenth, the hundredth, and so on."""
+        """Counts a prompt of `prompt_tokens` tokens if all its completions were cut before their first token (a request
+        asks for at least one token). Logs a warning for the first such prompt, the tenth, the hundredth, and so on.
+        """
         if any(len(completion.tokens) or completion.stop is not Stop.LENGTH for completion in completions):
             return
         with self._change:

@@ -1,4 +1,4 @@
-"""HTTP with one server, in which a wrong answer, a late one and a refusal are told apart."""
+"""An HTTP client of one server that distinguishes invalid answers, timeouts and refusals."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from yarl import URL
 from megatron_rl.config.base import ConfigError
 
 CONNECT_S = 5.0
-KEPT_S = 2.0  # seconds that an idle connection is kept: servers close theirs after five
-CONTROL_S = 60.0  # seconds for the answer of a control route
-CONTROL_BYTES = 16 << 20  # longest answer of a control route
-SHOWN = 400  # characters of a server's error text
-BUSY = (408, 425, 429)  # statuses that blame the moment, not the request
-TOO_MANY_S = 1.0  # seconds that a server is left alone that got too many requests and names no time
+KEPT_S = 2.0  # seconds that an idle connection is kept; servers close idle connections after five seconds
+CONTROL_S = 60.0  # timeout in seconds of a request to a control route
+CONTROL_BYTES = 16 << 20  # maximum size in bytes of the answer of a control route
+SHOWN = 400  # number of characters of a server's error text that are shown
+BUSY = (408, 425, 429)  # statuses that report a temporary condition, not a wrong request
+TOO_MANY_S = 1.0  # default pause in seconds after status 429 without a Retry-After header
 JSON = "application/json"
 REFUSED = "refuses the job's token: was it started by another run?"
 ASKS = {"User-Agent": "megatron-rl", "Accept-Encoding": "identity"}
 
 
 class ServerLost(RuntimeError):
-    """The server did not answer, or not sensibly: another may. `retry_after_s`: how long it asks to be left alone."""
+    """Raised when a server did not answer or sent an invalid answer. Another server may succeed. `retry_after_s`: how
+    many seconds the server asks to wait before the next request.
+    """
 
     def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -36,25 +38,28 @@ class ServerLost(RuntimeError):
 
 
 class RequestRefused(ValueError):
-    """The server says that the request is wrong: every other one would say so too."""
+    """Raised when the server reports that the request is invalid. Any other server would refuse it too."""
 
 
 class Http:
-    """A client of one server: JSON or bytes over HTTP, with headers that tell who asks.
+    """A client of one server: JSON or bytes over HTTP, with headers that authenticate the client.
 
-    A request has one deadline for all of it, connecting included, however slowly the answer drips, and an answer has
-    one limit in bytes. `ask` and `exchange` wait on the caller's event loop, which keeps their connections for a
-    moment; `call` and `answers` hold the thread that calls them. Many loops and threads may use a client at once.
+    A request has one deadline for connecting and for the whole answer, however slowly the answer arrives, and an answer
+    has one limit in bytes. `ask` and `exchange` are coroutines; the caller's event loop keeps their connections open
+    for a short time. `call` and `answers` block the calling thread. Several loops and threads may use one client at
+    once.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, refused: str = REFUSED) -> None:
-        """`refused`: what is wrong, and the cure, when the server does not know who asks. Raises ConfigError for a URL
-        that names no server, and for a header that HTTP cannot carry.
+        """`refused`: the error message for a server that rejects the client's credentials; it says what is wrong and
+        what to do.
+
+        Raises ConfigError if the URL names no server, or if a header has characters that HTTP does not allow.
         """
         self.url = url.rstrip("/")
         _check(self.url, headers)
         self._headers, self._refused = {**ASKS, **headers}, refused
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._under_way: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = {}
         self._sessions: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator[Any]]] = {}
         self._closed = False
@@ -63,35 +68,39 @@ class Http:
         self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_S, says: bool = True,
         max_bytes: int = CONTROL_BYTES,
     ) -> Any:  # fmt: skip
-        """Sends `body` as JSON and returns the JSON of the answer; None for an empty answer, or when what the answer
-        `says` is of no interest.
+        """Sends `body` as JSON and returns the parsed JSON answer. Returns None for an empty answer, or if `says` is
+        False (the content of the answer is ignored).
 
-        Raises ServerLost, also for an answer of more than `max_bytes`, RequestRefused, and ConfigError when the server
-        does not know who asks.
+        Raises ServerLost (also for an answer of more than `max_bytes`), RequestRefused, and ConfigError if the server
+        rejects the client's credentials.
         """
         data = None if body is None else json.dumps(body).encode()
         answer = await self._good(method, path, data, JSON, timeout_s, max_bytes)
         try:
             return json.loads(answer) if says and answer else None
-        except (ValueError, RecursionError) as error:  # neither text nor JSON, or lists in lists in lists
+        except (ValueError, RecursionError) as error:  # not text, not JSON, or nested too deeply
             raise ServerLost(f"{self.url}{path} answered something that is not JSON: {_shown(answer)!r}") from error
 
     async def exchange(self, path: str, body: bytes, kind: str, *, timeout_s: float, max_bytes: int) -> bytes:
-        """Posts bytes of a content type and returns the bytes of the answer. Raises as `ask` does."""
+        """Posts bytes of the content type `kind` and returns the bytes of the answer. Raises the same errors as
+        `ask`.
+        """
         return await self._good("POST", path, body, kind, timeout_s, max_bytes)
 
     def call(self, method: str, path: str, body: Any = None, **terms: Any) -> Any:
-        """Does as `ask`, and holds the thread until the answer is there. It must not be called where a loop runs."""
+        """Does the same as `ask`, but blocks until the answer has arrived. Must not be called from a running event
+        loop.
+        """
 
         work = self.ask(method, path, body, **terms)
         try:
             return asyncio.run(work)
-        except OSError as error:  # no descriptor is left for a loop
+        except OSError as error:  # no file descriptor is left for an event loop
             work.close()
             raise ServerLost(f"{self.url}{path}: {error}") from error
 
     def answers(self, path: str, *, timeout_s: float = CONNECT_S) -> bool:
-        """Tells whether a GET gives a good answer now. It holds the thread."""
+        """Returns whether the server answers a GET request successfully now. Blocks the thread."""
         try:
             self.call("GET", path, timeout_s=timeout_s)
         except (ServerLost, RequestRefused, ConfigError):
@@ -99,7 +108,7 @@ class Http:
         return True
 
     def hang_up(self) -> None:
-        """Breaks off the requests under way, which raise ServerLost. Any thread may call it."""
+        """Aborts the requests in progress, which raise ServerLost. Thread-safe."""
         with self._lock:
             under_way = [*self._under_way.items()]
         for task, loop in under_way:
@@ -107,13 +116,13 @@ class Http:
                 loop.call_soon_threadsafe(self._break_off, task)
 
     def close(self) -> None:
-        """Hangs up for good: later requests raise ServerLost too. Any thread may call it."""
+        """Aborts the requests in progress and makes later requests raise ServerLost. Thread-safe."""
         with self._lock:
             self._closed = True
         self.hang_up()
 
     def _break_off(self, task: asyncio.Task[Any]) -> None:
-        """Cancels a request, in its loop, unless it has ended meanwhile."""
+        """Cancels a request, in its event loop, unless the request has ended meanwhile."""
         with self._lock:
             found = self._under_way.pop(task, None)
         if found is not None:
@@ -122,7 +131,9 @@ class Http:
     async def _good(
         self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float, max_bytes: int
     ) -> bytes:
-        """Returns an answer that says yes."""
+        """Returns the body of an answer with a success status. Raises ConfigError, RequestRefused or ServerLost
+        otherwise.
+        """
         status, headers, data = await self._answer(method, path, body, kind, timeout_s, max_bytes)
         if status == 401:
             raise ConfigError(f"{self.url} {self._refused}")
@@ -136,7 +147,7 @@ class Http:
     async def _answer(
         self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float, max_bytes: int
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """Returns status, headers and body of the answer to a request, whatever it says. Raises ServerLost."""
+        """Returns status, headers and body of the answer to a request, whatever its status. Raises ServerLost."""
         task = asyncio.current_task()
         assert task is not None
         session, data = await self._begin(task), bytearray()
@@ -160,20 +171,22 @@ class Http:
             raise ServerLost(f"{self.url}: no connection within {limits.connect:g} s") from error
         except TimeoutError as error:
             raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a host's name that cannot be encoded
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a host name that cannot be encoded
             said = " ".join(str(error).split())[:SHOWN] or type(error).__name__
             raise ServerLost(f"{self.url}{path}: {said}") from error
         except asyncio.CancelledError:
             if task in self._under_way:
                 raise
-            task.uncancel()  # it was `hang_up`
+            task.uncancel()  # the cancellation came from `hang_up`
             raise ServerLost(f"{self.url}{path}: the connection was broken off") from None
         finally:
             with self._lock:
                 self._under_way.pop(task, None)
 
     async def _begin(self, task: asyncio.Task[Any]) -> aiohttp.ClientSession:
-        """Notes a request of the running loop, and returns the loop's session. Raises ServerLost when closed."""
+        """Registers a request of the running loop and returns the loop's client session. Raises ServerLost when
+        closed.
+        """
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._closed:
@@ -190,7 +203,7 @@ class Http:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Connections that are used again, unless the server has sent something that nobody asked for."""
+    """A connector that reuses a connection unless the server has sent unexpected data on it."""
 
     async def connect(self, req: Any, traces: Any, timeout: aiohttp.ClientTimeout) -> Any:
         connection: Any = await super().connect(req, traces, timeout)
@@ -201,8 +214,8 @@ class _Connector(aiohttp.TCPConnector):
 
 
 async def _open_session() -> AsyncGenerator[aiohttp.ClientSession]:
-    """Yields a session of the running loop. asyncio closes generators that are open when a loop ends, and so this
-    closes the session.
+    """Yields a client session of the running loop. When a loop ends, asyncio closes the generators that are still open,
+    which closes the session.
     """
     connector, cookies = _Connector(limit=0, keepalive_timeout=KEPT_S), aiohttp.DummyCookieJar()
     async with aiohttp.ClientSession(connector=connector, cookie_jar=cookies, auto_decompress=False) as session:
@@ -210,7 +223,7 @@ async def _open_session() -> AsyncGenerator[aiohttp.ClientSession]:
 
 
 def _check(url: str, headers: Mapping[str, str]) -> None:
-    """Raises ConfigError for a URL that names no HTTP server, and for a header that HTTP cannot carry."""
+    """Raises ConfigError if the URL names no HTTP server, or if a header has characters that HTTP does not allow."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -220,14 +233,16 @@ def _check(url: str, headers: Mapping[str, str]) -> None:
     if parts.scheme not in ("http", "https") or not host or not host.isprintable() or " " in host:
         raise ConfigError(f"{url!r} is no URL of a server: give http://HOST:PORT or https://HOST")
     if not all(value.isprintable() and value == value.strip() for value in headers.values()):
-        raise ConfigError(  # the message does not show the value, which may be a key
+        raise ConfigError(  # The message does not show the header's value, because it may be a key.
             f"{host}: the API key or a header of requests has a line break, or another character or space that HTTP "
             "does not allow there"
         )
 
 
 def _retry_after_s(status: int, headers: Mapping[str, str]) -> float:
-    """Returns how long a server asks to be left alone: by its header, if it has one in seconds."""
+    """Returns how many seconds a server asks to wait: the Retry-After header, if it gives seconds; otherwise a
+    default.
+    """
     told = headers.get("Retry-After", "")
     if told.isdecimal() and len(told) < 7:
         return float(told)
@@ -235,5 +250,5 @@ def _retry_after_s(status: int, headers: Mapping[str, str]) -> float:
 
 
 def _shown(data: bytes) -> str:
-    """Returns the beginning of an answer's text, in one line."""
+    """Returns the beginning of an answer's text as one line."""
     return " ".join(data[: 4 * SHOWN].decode(errors="replace").split())[:SHOWN]

@@ -1,4 +1,4 @@
-"""Everything that the package knows of one kind of inference servers, as one object for each kind."""
+"""The properties of each kind of inference server (such as vLLM and SGLang), as one object per kind."""
 
 from __future__ import annotations
 
@@ -18,54 +18,56 @@ from megatron_rl.engines.server import Adapters, Server
 
 @dataclass(frozen=True)
 class Command:
-    """The command line of a server, and what its process needs beside it."""
+    """The command line of a server, with the environment and entry points of its process."""
 
     words: list[str]
-    environment: Mapping[str, str]  # on top of the inherited environment
-    entry_points: str = ""  # entry points of this package in the server's process, as entry_points.txt has them
+    environment: Mapping[str, str]  # variables that are added to the inherited environment
+    entry_points: str = ""  # entry points of this package in the server's process, in the format of entry_points.txt
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerStart:
-    """The properties of one server, beside its settings, that its command line depends on."""
+    """The properties of one server, apart from its settings, that determine its command line."""
 
-    python: str  # interpreter of an environment that has the engine
+    python: str  # Python interpreter of an environment in which the engine is installed
     model: Path
     dtype: str
     port: int
     token_file: Path
     on_gpu: bool
-    tells_experts: bool = False  # for router replay
-    junior: Path | None = None  # the second model of a tandem
-    tokenizer: Path | None = None  # of a tandem
-    adapter_ranks: tuple[int, ...] = ()  # ranks of the adapters that the server computes with, one for each role
+    tells_experts: bool = False  # whether the server returns the router's expert choices, for router replay
+    junior: Path | None = None  # the junior (frozen) model of a Tandem RL engine
+    tokenizer: Path | None = None  # tokenizer of a Tandem RL engine
+    adapter_ranks: tuple[int, ...] = ()  # ranks of the LoRA adapters that the server applies, one for each role
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """The facts about a server's model that its client needs. A client that asks for no completions needs none."""
+    """The facts about a server's model that its client needs. A client that requests no completions needs no facts."""
 
-    ends: frozenset[int] = frozenset()  # end-of-sequence tokens
-    vocab: int = 0  # size of the vocabulary; 0: not known
-    boundaries: Callable[[Strategy], frozenset[int]] | None = None  # tokens after which the author of a tandem changes
-    adapters: Adapters | None = None  # None: servers hold merged weights
+    ends: frozenset[int] = frozenset()  # end-of-sequence token ids
+    vocab: int = 0  # size of the vocabulary; 0 if unknown
+    # Returns the tokens after which the author (senior or junior) may change in Tandem RL.
+    boundaries: Callable[[Strategy], frozenset[int]] | None = None
+    adapters: Adapters | None = None  # None if servers hold merged weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
-    """One kind of servers. Its folder megatron_rl/engines/NAME/ has it as `ENGINE` in kind.py, and its settings in
-    settings.py. The engine's package has the same NAME.
+    """One kind of server. The folder megatron_rl/engines/NAME/ defines it as `ENGINE` in kind.py, and its settings in
+    settings.py. The engine's Python package has the same NAME.
     """
 
     name: str
-    make_target: str  # of the Makefile: makes the environment .venv-NAME
-    # Makes the command line of a server. Raises ConfigError for settings that the engine does not have.
+    make_target: str  # Makefile target that creates the environment .venv-NAME
+    # Builds the command line of a server. Raises ConfigError for settings that the engine does not support.
     command: Callable[[Any, ServerStart], Command]
-    # Makes a client: (URL, the job's token, settings, seconds that a refit may take, facts about the model).
+    # Creates a client from (URL, the job's token, settings, maximum duration of a refit in seconds, facts about the
+    # model).
     client: Callable[[str, str, Any, float, ModelFacts], Server]
 
     def interpreter(self, settings: Servers) -> str:
-        """Returns the Python that servers run in. Raises ConfigError when there is no such program."""
+        """Returns the Python interpreter that servers run in. Raises ConfigError when there is no such program."""
         python = settings.python or sys.executable
         if shutil.which(python) is None:
             raise ConfigError(
@@ -76,5 +78,5 @@ class EngineKind:
 
 
 def kind_of(settings: Servers) -> EngineKind:
-    """Returns the kind of servers that have these settings."""
+    """Returns the kind of server that these settings configure."""
     return importlib.import_module(f"megatron_rl.engines.{settings.kind}.kind").ENGINE

@@ -1,7 +1,7 @@
-"""An engine behind the URL of any OpenAI-compatible endpoint: prompts go to its /v1/completions, as token ids where it
-takes them.
+"""An engine that uses any OpenAI-compatible endpoint. Prompts are sent to /v1/completions, as token ids if the endpoint
+accepts them.
 
-What such endpoints differ in is a matter of settings (`roles.NAME.endpoint`). Their weights are their own: nothing is
+The settings `roles.NAME.endpoint` describe how endpoints differ. The weights belong to the endpoint and are never
 refitted.
 """
 
@@ -24,19 +24,22 @@ from megatron_rl.engines.server import Server
 from megatron_rl.types import Stop
 
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
-CONTEXT_NAMES = ("max_model_len", "context_length", "max_context_length")  # under which /v1/models tells the context
-TOKEN_ID = "token_id:"  # what stands before the id of a token that `return_tokens_as_token_ids` names
-VOCAB_MULTIPLE = 1024  # models have more tokens than their tokenizer: they fill up to a multiple of at most so many
-PAUSE_S = 0.5  # before a request is sent again, doubled each time, where the endpoint names no time
+# names under which /v1/models may report the context length
+CONTEXT_NAMES = ("max_model_len", "context_length", "max_context_length")
+TOKEN_ID = "token_id:"  # prefix of a token's id in the format of `return_tokens_as_token_ids`
+# A model's vocabulary is larger than its tokenizer's: its size is rounded up to a multiple of at most this number.
+VOCAB_MULTIPLE = 1024
+# Seconds before a request is sent again, doubled with each attempt. Used if the endpoint gives no Retry-After time.
+PAUSE_S = 0.5
 
 
 def open_endpoint(
     role: str, endpoint: EndpointConfig, tokenizer: Any, *, ends: Collection[int], environment: Mapping[str, str]
 ) -> ServerEngine:
-    """Returns the engine of a role that an endpoint plays. `tokenizer` is that of its model, `ends` its end-of-sequence
-    tokens.
+    """Returns the engine of a role that uses an endpoint. `tokenizer`: the tokenizer of the endpoint's model. `ends`:
+    its end-of-sequence tokens.
 
-    Raises ConfigError for an API key that is not there.
+    Raises ConfigError if the API key is missing.
     """
     limits = Limits(
         servers=1, at_once=endpoint.at_once, attempts=endpoint.attempts, request_timeout_s=endpoint.request_timeout_s
@@ -45,9 +48,7 @@ def open_endpoint(
 
 
 def api_key(endpoint: EndpointConfig, environment: Mapping[str, str]) -> str | None:
-    """Returns the key that the endpoint is asked with; None where its settings name none. Raises ConfigError when it is
-    not there.
-    """
+    """Returns the endpoint's API key, or None if its settings name no key. Raises ConfigError if the key is missing."""
     if endpoint.key_file is not None:
         try:
             return Path(endpoint.key_file).expanduser().read_text(encoding="utf-8").strip()
@@ -61,10 +62,11 @@ def api_key(endpoint: EndpointConfig, environment: Mapping[str, str]) -> str | N
 
 
 class OpenAiServer(Server):
-    """An OpenAI-compatible endpoint. Verified with vLLM 0.32's own server.
+    """A client of an OpenAI-compatible endpoint. Verified with the OpenAI-compatible server of vLLM 0.32.
 
-    Where an answer has no token ids its text is tokenised: the log-probs of such a completion are nan, as are those
-    that are not of the distribution that was sampled from (endpoints tell those of the model at temperature 1).
+    If an answer has no token ids, its text is tokenized, and the log-probs of the completion are nan. Log-probs are
+    also nan unless the sampling distribution is the model's distribution at temperature 1, which is the one that
+    endpoints report.
     """
 
     health, speaker, retry_after_s = MODELS, "a completion", PAUSE_S
@@ -76,13 +78,16 @@ class OpenAiServer(Server):
             refused="refuses the API key: see key_file or key_variable",
         )  # fmt: skip
         self._endpoint, self._tokenizer = endpoint, tokenizer
-        self._asking: asyncio.Future[None] | None = None  # one request for the context is enough for all that wait
+        # one request for the context length serves all callers that wait for it
+        self._asking: asyncio.Future[None] | None = None
         self._asked_context, self._context = False, None
 
     async def generate(
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
     ) -> list[Completion]:
-        """See Server. A prompt that fills the context has empty completions where the endpoint tells its context."""
+        """See Server. A prompt that fills the context has empty completions if the endpoint reports its context
+        length.
+        """
         self._check(prompt, sampling)
         context = await self._room(timeout_s)
         room = sampling.max_tokens if context is None else context - len(prompt)
@@ -96,8 +101,8 @@ class OpenAiServer(Server):
             return [self._completion(choice, sampling, body["max_tokens"]) for choice in choices] * (sampling.n // n)
 
     async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
-        """See Server. Raises EngineError where the endpoint does not tell the log-probs of prompts, or names the
-        likeliest tokens by their text.
+        """See Server. Raises EngineError if the endpoint does not return the log-probs of prompts, or identifies the
+        most likely tokens only by their text.
         """
         if not self._endpoint.token_prompts:
             raise EngineError(f"{self.url} takes text alone (token_prompts: false): it cannot score tokens")
@@ -122,7 +127,7 @@ class OpenAiServer(Server):
             return [self._text_scores(next(choices) if len(tokens) > 1 else None, tokens, k) for tokens in sequences]
 
     def _check(self, prompt: np.ndarray, sampling: Sampling) -> None:
-        """Raises ValueError for what cannot be asked."""
+        """Raises ValueError or RequestRefused for a request that the endpoint cannot answer."""
         sampling_seeds.check(sampling)
         if not len(prompt) or prompt.min() < 0:
             raise RequestRefused(f"a prompt is empty or has tokens below 0: {prompt[:10].tolist()} ...")
@@ -150,7 +155,7 @@ class OpenAiServer(Server):
         if not endpoint.token_prompts:
             body["prompt"] = self._tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
         body |= {"stop": list(sampling.stop_strings)} if sampling.stop_strings else {}
-        body |= {"logprobs": 1} if sampling.logprobs else {}  # some endpoints take 0 for none
+        body |= {"logprobs": 1} if sampling.logprobs else {}  # some endpoints treat 0 as no log-probs
         if endpoint.extensions:
             body |= {
                 "top_k": 0 if greedy else sampling.top_k,
@@ -164,8 +169,8 @@ class OpenAiServer(Server):
         return body
 
     async def _ask(self, body: Mapping[str, Any], count: int, timeout_s: float, max_bytes: int) -> list[Any]:
-        """Returns the choices of an answer, in order. Raises ServerLost with the time to wait, RequestRefused,
-        ConfigError.
+        """Returns the choices of an answer, in order. Raises ServerLost with the time to wait before a retry,
+        RequestRefused, and ConfigError.
         """
         answer = await self._call("POST", COMPLETIONS, body, timeout_s, max_bytes)
         with self._understood():
@@ -174,14 +179,18 @@ class OpenAiServer(Server):
         return choices
 
     async def _call(self, method: str, path: str, body: Any, timeout_s: float, max_bytes: int = CONTROL_BYTES) -> Any:
-        """Returns an answer's JSON. Raises ServerLost with the time to wait, RequestRefused, ConfigError."""
+        """Returns the JSON of an answer. Raises ServerLost with the time to wait before a retry, RequestRefused, and
+        ConfigError.
+        """
         try:
             return await self._http.ask(method, path, body, timeout_s=timeout_s, max_bytes=max_bytes)
         except ServerLost as error:
             raise ServerLost(str(error), retry_after_s=error.retry_after_s or PAUSE_S) from error
 
     def _completion(self, choice: Mapping[str, Any], sampling: Sampling, room: int) -> Completion:
-        """Returns a completion of at most `room` tokens. Raises what `_understood` turns into ServerLost."""
+        """Returns a completion of at most `room` tokens. The errors that it raises are converted to ServerLost by
+        `_understood`.
+        """
         stop = self._stop(choice, sampling)
         tokens = choice.get("token_ids")
         told = _logprobs(choice) if tokens is not None and sampling.logprobs else None
@@ -201,8 +210,8 @@ class OpenAiServer(Server):
         )
 
     def _stop(self, choice: Mapping[str, Any], sampling: Sampling) -> Stop:
-        """Says why a completion ended. vLLM tells by what; elsewhere stop strings and the end of the text look the
-        same.
+        """Returns why a completion ended. vLLM reports the stop token or string; other endpoints do not distinguish a
+        stop string from the end of the text.
         """
         match choice["finish_reason"], choice.get("stop_reason"):
             case "stop", int(token):
@@ -225,7 +234,9 @@ class OpenAiServer(Server):
         return self._scores(logprobs, ids)
 
     def _likeliest(self, choice: Mapping[str, Any], place: int, k: int) -> tuple[list[int], list[float]]:
-        """Returns ids and log-probs of the k likeliest tokens at a place. Beside them the text's own may be told."""
+        """Returns the ids and log-probs of the k most likely tokens at a position. The endpoint may also list the
+        text's token at this position.
+        """
         told = (choice["logprobs"].get("top_logprobs") or [])[place : place + 1]
         found = sorted((told[0] or {}).items(), key=lambda entry: -entry[1])[:k] if told else []
         if len(found) < k or not all(name.startswith(TOKEN_ID) for name, _ in found):
@@ -236,7 +247,7 @@ class OpenAiServer(Server):
         return [int(name.removeprefix(TOKEN_ID)) for name, _ in found], [logprob for _, logprob in found]
 
     def _own(self, choice: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
-        """Returns the log-probs [T - 1] of the tokens behind the first."""
+        """Returns the log-probs [T - 1] of all tokens except the first."""
         told = _logprobs(choice)
         if told is None or len(told) < len(tokens):
             raise EngineError(
@@ -246,43 +257,43 @@ class OpenAiServer(Server):
         return told[1 : len(tokens)]
 
     async def _room(self, timeout_s: float) -> int | None:
-        """Returns how many tokens the model's context has; None where the endpoint does not tell.
+        """Returns the model's context length in tokens, or None if the endpoint does not report it.
 
-        All that ask at once wait for one answer, and fail with it: asked one after the other, an endpoint that is slow
-        to refuse would hold them up for as many times as long.
+        All concurrent callers share one request and its failure. With one request per caller, an endpoint that is slow
+        to refuse would delay the callers one after the other.
         """
         if not self._asked_context:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.ensure_future(self._ask_context(timeout_s))
                 self._asking.add_done_callback(_seen)
-            await asyncio.shield(self._asking)  # who gives up waiting takes the answer from nobody else
+            await asyncio.shield(self._asking)  # a caller that is cancelled does not cancel the request for the others
         return self._context
 
     async def _ask_context(self, timeout_s: float) -> None:
         try:
             listed = await self._call("GET", MODELS, None, timeout_s)
-        except RequestRefused:  # it has no such route
+        except RequestRefused:  # the endpoint has no such route
             listed = None
         self._context = _context_of(listed, self._endpoint.model)
         self._asked_context = True
 
 
 def _seen(asked: asyncio.Future[None]) -> None:
-    """Looks at the error of a question that nobody waits for any more, which asyncio would warn of."""
+    """Retrieves the exception of a request that no caller waits for, so that asyncio does not warn about it."""
     if not asked.cancelled():
         asked.exception()
 
 
 def _logprobs(choice: Mapping[str, Any]) -> np.ndarray | None:
-    """Returns the log-probs that a choice tells of its tokens, [T] float32, nan for those it has none of; None when it
-    tells nothing.
+    """Returns the log-probs of a choice's tokens, [T] float32, nan where a token has none. Returns None if the choice
+    has no log-probs.
     """
     told = (choice.get("logprobs") or {}).get("token_logprobs")
     return None if told is None else np.array(told, object).astype(np.float32)  # null becomes nan
 
 
 def _context_of(listed: Any, model: str) -> int | None:
-    """Returns the context that /v1/models tells of a model, in any of the words for it."""
+    """Returns the context length that /v1/models reports for a model, under any of CONTEXT_NAMES, or None."""
     entries = listed.get("data") if isinstance(listed, dict) else None
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, dict) and entry.get("id") == model:

@@ -1,4 +1,6 @@
-"""The interface of rollout engines: of the embedded engine, pools of servers, endpoints, and the fakes of tests."""
+"""The interface of rollout engines. The embedded engine, server pools, remote endpoints and test doubles implement
+it.
+"""
 
 from __future__ import annotations
 
@@ -26,33 +28,37 @@ Tokens = Sequence[int] | np.ndarray  # [T] token ids
 
 
 class EngineError(RuntimeError):
-    """Engines cannot go on; the message says which, why, and what to do."""
+    """Raised when an engine cannot continue. The message says which engine failed, why, and what to do."""
 
 
 class Session(Protocol):
-    """A set of requests to one engine, and their completions. It lives on the driver, and one thread reads `answers`.
+    """A set of requests to one engine, and their completions. It lives on the driver. One thread reads `answers`.
 
-    A completion depends on (sampling.seed, key, sample) alone. Leaving `answers` early, or `close`, cancels the
-    requests that are not done.
+    A completion depends only on (sampling.seed, key, sample index). Leaving `answers` early or calling `close` cancels
+    the unfinished requests.
     """
 
     def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
-        """Requests `sampling.n` completions of `tokens`. Any thread may call it at any time, also while answers are
+        """Requests `sampling.n` completions of the prompt `tokens`. Thread-safe; may be called while `answers` is being
         read.
 
-        `key` is unique among the requests of the session. `after` is the key of an earlier turn of the same
-        conversation: a pool prefers the server that has its prefix in the cache. Raises ValueError for a key that was
-        used.
+        `key`: unique among the requests of the session.
+        `after`: the key of an earlier turn of the same conversation. A pool prefers the server that has the
+        conversation's prefix in its cache.
+
+        Raises ValueError if the key was used before.
         """
         ...
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which a thread may send more requests. `answers` does not end before the context."""
+        """Returns a context manager for a thread that will send more requests. `answers` does not end while it is
+        open.
+        """
         ...
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields (key, n completions) of each request when it is done, until no request is outstanding and no thread is
-        in `asking`. It may be called again after further requests.
+        """Yields (key, list of n completions) of each request when the request is done. Ends when no request is
+        outstanding and no thread is inside `asking`. It may be called again after further requests.
         """
         ...
 
@@ -62,9 +68,9 @@ class Session(Protocol):
 
 
 class Engine(Protocol):
-    """A model that generates and scores, used on the driver.
+    """A model that generates and scores token sequences, used on the driver.
 
-    `version` is the version of its weights, -1 before it has any.
+    `version`: the version of the engine's weights; -1 before it has received any weights.
     """
 
     @property
@@ -73,14 +79,14 @@ class Engine(Protocol):
     def session(self) -> Session: ...
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-        """Returns the log-prob of every token of `[S][T]` given the tokens before it, at temperature 1: [S] arrays [T]
-        float32. The first token of a sequence has 0.
+        """Returns the log-prob of every token given the tokens before it, at temperature 1: one float32 array [T] for
+        each of the `[S][T]` sequences. The log-prob of the first token of a sequence is 0.
         """
         ...
 
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
-        """Returns for each of `[S][T]` sequences the log-probs as `score` returns them, and the k likeliest tokens at
-        every position. Raises EngineError when the engine does not return them, or fewer than k.
+        """Returns, for each of the `[S][T]` sequences, the log-probs that `score` returns, and the k most likely tokens
+        at every position. Raises EngineError when the engine cannot return them, or returns fewer than k.
         """
         ...
 
@@ -90,7 +96,9 @@ class Engine(Protocol):
 
 
 def complete(engine: Engine, prompts: Sequence[Tokens], sampling: Sampling) -> list[list[Completion]]:
-    """Requests completions of [P] prompts, with their indices as keys, and waits for all. -> `[P][n]`, in order."""
+    """Requests completions of [P] prompts, with the prompt indices as keys, and waits for all of them. Returns the
+    completions `[P][n]` in the order of the prompts.
+    """
     session = engine.session()
     for place, tokens in enumerate(prompts):
         session.ask(place, tokens, sampling)

@@ -1,4 +1,6 @@
-"""The part of a refit that the worker processes of all engines share. It runs inside the engine's server."""
+"""The part of a refit (weight sync) that the worker processes of all engines share. It runs inside the engine's
+server.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,21 @@ from megatron_rl.weights.rank_layouts import differences, engine_parameters
 
 
 class Landing(Endpoint, Protocol):
-    """An engine's parameters as a refit writes them."""
+    """An engine's parameters, as the destination of a refit."""
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        """Returns the parameters by the engine's own names."""
+        """Returns the parameters by the engine's parameter names."""
         ...
 
 
 def join(
     address: Address, landing: Landing, device: torch.device, *, replica: int, tp: int, tp_rank: int
 ) -> EngineSide:
-    """Joins the trainer at an address, as one of the `tp` ranks of a replica.
+    """Connects to the trainer's refit store at `address`, as rank `tp_rank` of the `tp` ranks of a replica.
 
-    Raises ValueError when the trainer's model or layout is another than this engine's, TransportError when nobody
-    answers.
+    Raises ValueError if the trainer's model or parallel layout does not match this engine, and TransportError if the
+    trainer does not answer.
     """
     user_families.learn()
     rank = replica * tp + tp_rank
@@ -46,8 +48,8 @@ def join(
 
 
 def take_part(side: EngineSide | None, version: int, wait_s: float) -> None:
-    """Takes part in the refit that comes within `wait_s`. Raises RuntimeError unless the trainer committed the version
-    here.
+    """Takes part in the next refit, which must begin within `wait_s` seconds. Raises RuntimeError unless the trainer
+    committed `version` on this rank.
     """
     if side is None:
         raise RuntimeError("this engine has not joined a trainer")

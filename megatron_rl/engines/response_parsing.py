@@ -1,5 +1,6 @@
-"""Reads what servers answer, the same way for all kinds. Whoever listens at a server's address may be broken, or
-somebody else: nothing of an answer is taken before it makes sense, and one that does not is a failure of that server.
+"""Parses and validates the answers of servers, for all engines. The process at a server's address may be broken or may
+be a different program, so every field is checked before it is used. An invalid answer is treated as a failure of the
+server.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ import numpy as np
 from megatron_rl.engines.http import ServerLost
 from megatron_rl.engines.protocol import Sampling
 
-SLACK = 1e-3  # how far above 0 rounding may bring a log-prob
-# What an answer may have in bytes: so many in any case, and for every token that was asked for.
+SLACK = 1e-3  # maximum positive log-prob that is accepted as rounding error
+# Limits of the size of an answer in bytes: a fixed allowance, plus an allowance per requested token.
 FREE_BYTES = 16 << 20
-FRAME_TOKEN_BYTES = 4096  # token, log-prob, and the experts of 128 layers, 16 each
+FRAME_TOKEN_BYTES = 4096  # token, log-prob, and the expert choices of 128 layers with 16 experts each
 JSON_TOKEN_BYTES = 1024  # token and log-prob with their text
-ENTRY_BYTES = 128  # one of the likeliest tokens of a place
+ENTRY_BYTES = 128  # one of the most likely tokens of a position
 
 
 class AnswerError(ValueError):
-    """Raised for an answer that makes no sense."""
+    """Raised when an answer is invalid."""
 
 
 @contextlib.contextmanager
 def understood(url: str, whose: str, *, retry_after_s: float = 0.0) -> Iterator[None]:
-    """Takes an answer of another shape for none at all: what reading it raises becomes ServerLost."""
+    """Treats a malformed answer as a failed request: errors that are raised while it is parsed become ServerLost."""
     try:
         yield
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -38,7 +39,7 @@ def understood(url: str, whose: str, *, retry_after_s: float = 0.0) -> Iterator[
 
 
 def read_json(data: bytes) -> Any:
-    """Returns the JSON of an answer. Raises AnswerError."""
+    """Returns the parsed JSON of an answer. Raises AnswerError if it is not valid JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -46,9 +47,10 @@ def read_json(data: bytes) -> Any:
 
 
 def read_tokens(told: Any, vocab: int, longest: int) -> np.ndarray:
-    """Returns token ids [T] int32. `vocab`: the size of the vocabulary, 0 where that is not known.
+    """Returns token ids [T] int32. `vocab`: size of the vocabulary; 0 if unknown.
 
-    Raises AnswerError for more than `longest`, for what is no list of whole numbers, and for ids outside of it.
+    Raises AnswerError if there are more than `longest` tokens, if `told` is not a list of integers, and if an id is
+    outside the vocabulary.
     """
     array = np.asarray(told)
     if array.shape == (0,):
@@ -62,15 +64,16 @@ def read_tokens(told: Any, vocab: int, longest: int) -> np.ndarray:
 
 
 def check_ids(ids: np.ndarray, vocab: int) -> None:
-    """Raises AnswerError for token ids outside of the vocabulary. `vocab`: its size; 0 where that is not known."""
+    """Raises AnswerError if a token id is outside the vocabulary. `vocab`: size of the vocabulary; 0 if unknown."""
     if ids.size and (ids.min() < 0 or ids.max() >= (vocab or 2**31)):
         raise AnswerError(f"tokens from {ids.min()} to {ids.max()}: the vocabulary has 0 to {(vocab or 2**31) - 1}")
 
 
 def read_logprobs(told: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns log-probs float32 of a shape.
+    """Returns the log-probs as a float32 array of the given shape.
 
-    Raises AnswerError when there are more or fewer, or some are not numbers, or above 0 by more than rounding.
+    Raises AnswerError if the shape differs, if a value is not a finite number, or if a value is above 0 by more than
+    rounding error.
     """
     array = np.asarray(told)
     if array.shape != shape and not (array.size == 0 and 0 in shape):
@@ -86,8 +89,8 @@ def read_logprobs(told: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def drawn(told: np.ndarray | None, sampling: Sampling, count: int) -> np.ndarray:
-    """Returns the log-probs [count] of drawn tokens: `told` by the server, nan where it told none. A greedy token is
-    drawn from a point mass, and its log-prob is 0.
+    """Returns the log-probs [count] of sampled tokens: the values `told` that the server returned, or nan if it
+    returned none. A greedy token is sampled from a point mass, so its log-prob is 0.
     """
     if sampling.greedy:
         return np.zeros(count, np.float32)
@@ -95,8 +98,8 @@ def drawn(told: np.ndarray | None, sampling: Sampling, count: int) -> np.ndarray
 
 
 def read_versions(spans: Sequence[tuple[Any, Any]], length: int) -> list[tuple[int, int]]:
-    """Returns (first token, weight version) of the spans of a completion of `length` tokens. Raises AnswerError when
-    they do not begin at the first token, or go back.
+    """Returns the spans of a completion of `length` tokens as (index of the first token, weight version). Raises
+    AnswerError if the spans do not start at the first token, or if a start or a version decreases.
     """
     found = [(start, version) for start, version in spans]
     numbers = [number for span in found for number in span]
@@ -110,7 +113,7 @@ def read_versions(spans: Sequence[tuple[Any, Any]], length: int) -> list[tuple[i
 
 
 def read_whole(told: Any, lowest: int) -> int:
-    """Returns a whole number. Raises AnswerError for anything else, or one below `lowest`."""
+    """Returns `told` if it is an integer of at least `lowest`. Raises AnswerError otherwise."""
     if type(told) is not int or told < lowest:
         raise AnswerError(f"{str(told)[:40]!r} where a whole number of at least {lowest} stands")
     return told

@@ -1,5 +1,4 @@
-"""What all engines share about sampling: settings that no distribution has, and seeds that do not depend on
-batching."""
+"""Sampling helpers that all engines share: validation of the settings, and seeds that do not depend on batching."""
 
 from __future__ import annotations
 
@@ -7,13 +6,13 @@ import math
 
 from megatron_rl.engines.protocol import Sampling
 
-GOLDEN = 0x9E3779B97F4A7C15  # the constants of splitmix64
+GOLDEN = 0x9E3779B97F4A7C15  # constants of splitmix64
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _WORD = (1 << 64) - 1
 
 
 def check(sampling: Sampling) -> None:
-    """Raises ValueError for a setting that no distribution has; the message gives the range."""
+    """Raises ValueError for an invalid sampling setting. The message gives the allowed range."""
     rules = {
         "max_tokens": (sampling.max_tokens, sampling.max_tokens >= 1, "at least 1"),
         "temperature": (sampling.temperature, 0 <= sampling.temperature < math.inf, "0 (greedy) or more"),
@@ -30,8 +29,8 @@ def check(sampling: Sampling) -> None:
 
 
 def stream_key(seed: int, key: int, sample: int) -> int:
-    """Returns the number that names the random stream of one row, signed, of 64 bits: splitmix64 over (seed, key of the
-    request, sample).
+    """Returns the key of the random stream of one row, a signed 64-bit integer: splitmix64 over (seed, key of the
+    request, sample index).
     """
     mixed = 0
     for part in (seed, key, sample):
@@ -48,5 +47,5 @@ def request_seed(seed: int, key: int) -> int:
 
 
 def signed(value: int) -> int:
-    """Reads the 64 bits of an unsigned number as a signed one."""
+    """Converts an unsigned 64-bit integer to the signed integer with the same bits."""
     return value - (1 << 64) if value >> 63 else value

@@ -1,4 +1,6 @@
-"""One server of rollouts, as a pool uses it: the verbs that the clients of all engines have, and what these share."""
+"""The client interface of one rollout server, which the clients of all engines implement for a pool, and their shared
+code.
+"""
 
 from __future__ import annotations
 
@@ -14,89 +16,95 @@ from megatron_rl.engines import response_parsing
 from megatron_rl.engines.http import CONTROL_S, REFUSED, Http, RequestRefused, ServerLost
 from megatron_rl.engines.protocol import Completion, Sampling, TopScores
 
-MARGIN_S = 30.0  # seconds beyond what a refit may take, before its request is given up
+MARGIN_S = 30.0  # seconds by which a request's timeout exceeds the maximum duration of a refit
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """The place of a role's adapters, for a server that computes with them beside a model."""
+    """The location of a role's LoRA adapters, for a server that applies adapters to a base model."""
 
-    directory: Path  # with v{version} in it
-    place: int = 0  # of the role among the roles that share the server
-    roles: int = 1  # roles that share the server
+    directory: Path  # contains one directory v{version} per version
+    place: int = 0  # index of the role among the roles that share the server
+    roles: int = 1  # number of roles that share the server
 
 
 class Server:
-    """A client of one replica. Every verb raises ServerLost when the replica does not answer in time, RequestRefused
-    when it says no.
+    """A client of one replica. Every method that sends a request raises ServerLost if the replica does not answer in
+    time, and RequestRefused if it refuses the request.
 
-    Requests for rollouts and scores, of which there are many at a time, wait on the caller's event loop; the other
-    verbs hold the thread that calls them. A server whose weights are its own refuses the verbs of refits and sleep.
+    Requests for rollouts and scores, many of which run concurrently, are coroutines on the caller's event loop. The
+    other methods block the calling thread. A server whose weights are never refitted refuses the methods for refits and
+    sleep.
     """
 
     health: ClassVar[str]  # route that answers while the server is ready
     speaker: ClassVar[str]  # whose answers the client expects, for messages: "vLLM's"
-    retry_after_s: ClassVar[float] = 0.0  # seconds that a server is left alone whose answer makes no sense
+    retry_after_s: ClassVar[float] = 0.0  # seconds before the next request to a server that sent an invalid answer
 
     def __init__(
         self, url: str, headers: Mapping[str, str], *, ends: Collection[int], vocab: int, refused: str = REFUSED
     ) -> None:
-        """`ends`: the model's end-of-sequence tokens. `vocab`: size of the vocabulary, 0 where it is not known.
-        `refused`: what is wrong, and the cure, when the server does not know who asks.
+        """`ends`: the model's end-of-sequence tokens.
+        `vocab`: size of the vocabulary; 0 if unknown.
+        `refused`: the error message for a server that rejects the client's credentials.
         """
         self.url = url
         self._http = Http(url, headers, refused=refused)
         self._ends, self._vocab = frozenset(ends), vocab
 
     def ready(self) -> bool:
-        """Tells whether the server answers now; raises nothing."""
+        """Returns whether the server answers now. Raises nothing."""
         return self._http.answers(self.health)
 
     async def generate(
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
     ) -> list[Completion]:
-        """Returns `sampling.n` completions of [T] int32, each with its `versions`; a completion that a refit cut short
-        has Stop.ABORTED. Sample j draws by `seed` + j. A prompt that fills the context has empty completions.
+        """Returns `sampling.n` completions of a prompt [T] int32, each with its weight `versions`. A completion that a
+        refit interrupted has Stop.ABORTED. Sample j uses the seed `seed` + j. A prompt that fills the context has empty
+        completions.
 
-        Raises ValueError for impossible sampling settings, and for settings that the engine has no words for.
+        Raises ValueError for invalid sampling settings, and for settings that the engine does not support.
         """
         raise NotImplementedError
 
     async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
-        """Returns for each [T] int32 the log-probs of its tokens under the model at temperature 1, 0 for the first, and
-        the k likeliest tokens at every place (k may be 0). Raises EngineError where the server does not tell them.
+        """Returns for each sequence [T] int32 the log-probs of its tokens under the model at temperature 1 (0 for the
+        first token), and the k most likely tokens at every position (k may be 0). Raises EngineError if the server
+        cannot return them.
         """
         raise NotImplementedError
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
-        """Joins the trainer's refit store. `secret`: what signs there."""
+        """Connects the server to the trainer's refit store. `secret`: the key that signs messages to the store."""
         raise self._has_own_weights()
 
     def pause(self) -> None:
-        """Prepares for a refit: no request writes tokens from here on, as `engine.pause` says. A server that sleeps
-        takes the memory of its weights again, and not yet the memory of its keys and values.
+        """Prepares for a refit: requests generate no tokens from here on, and are handled as `engine.pause` says. A
+        sleeping server allocates the memory of its weights again, but not yet the memory of its KV cache.
         """
         raise self._has_own_weights()
 
     def update(self, version: int, wait_s: float) -> None:
-        """Takes part in the refit that comes within `wait_s`; returns when the weights are in, under this version, and
-        no old cache is left.
+        """Takes part in the next refit, which must begin within `wait_s` seconds. Returns when the server has the
+        weights of this version, and no cache of older weights is left.
         """
         raise self._has_own_weights()
 
     def resume(self) -> None:
-        """Lets requests go on after a refit; a server that sleeps goes on sleeping."""
+        """Continues requests after a refit. A sleeping server stays asleep."""
         raise self._has_own_weights()
 
     def sleep(self, *, discard: bool) -> None:
-        """Gives the memory of the GPU back until `wake`; requests under way end as by an abort. `discard`: the weights
-        are dropped, as a refit brings all of them before the next request; else host memory keeps them.
+        """Releases GPU memory until `wake`. Requests in progress end as if aborted.
+
+        `discard`: if True, the weights are dropped, because a refit sends all of them before the next request;
+        otherwise they are kept in host memory.
         """
         raise self._has_own_weights()
 
     def wake(self) -> None:
-        """Takes all memory again that `sleep` gave back, and answers requests from here on. A server that is awake
-        stays as it is.
+        """Allocates again all memory that `sleep` released, and accepts requests again. A no-op for a server that is
+        awake.
         """
         raise self._has_own_weights()
 
@@ -105,40 +113,44 @@ class Server:
         return 0
 
     def hang_up(self) -> None:
-        """Breaks off the verbs under way, which raise ServerLost now. Any thread may call it."""
+        """Aborts the requests in progress, which raise ServerLost. Thread-safe."""
         self._http.hang_up()
 
     def close(self) -> None:
-        """Hangs up for good: later verbs raise ServerLost too."""
+        """Aborts the requests in progress and makes later requests raise ServerLost."""
         self._http.close()
 
     def _has_own_weights(self) -> RequestRefused:
         return RequestRefused(f"{self.url}: the server's weights are its own; a role that is trained needs an engine")
 
     def _understood(self) -> contextlib.AbstractContextManager[None]:
-        """Treats an answer of another shape than the engine's as a failed request."""
+        """Returns a context manager that treats a malformed answer of the engine as a failed request."""
         return response_parsing.understood(self.url, self.speaker, retry_after_s=self.retry_after_s)
 
     def _post(self, path: str, body: Any = None, *, timeout_s: float = CONTROL_S) -> Any:
         return self._http.call("POST", path, body, timeout_s=timeout_s)
 
     def _check_count(self, found: Sequence[Any], count: int) -> None:
-        """Raises ServerLost when there are not `count` completions."""
+        """Raises ServerLost unless there are exactly `count` completions."""
         if len(found) != count:
             raise ServerLost(f"{self.url} sent {len(found)} completions, not {count}", retry_after_s=self.retry_after_s)
 
     def _check_version(self, version: int) -> None:
-        """Raises ServerLost when the server has other weights after a refit."""
+        """Raises ServerLost if the server does not have this weight version after a refit."""
         if (found := self.version()) != version:
             raise ServerLost(f"{self.url} has version {found} of the weights after a refit to {version}")
 
     def _stops(self, sampling: Sampling) -> list[int]:
-        """Returns all tokens that end a completion."""
+        """Returns the sorted ids of all tokens that end a completion."""
         return sorted(self._ends.union(sampling.stop_tokens))
 
     def _scores(self, logprobs: np.ndarray, ids: np.ndarray) -> TopScores:
-        """Returns the scores of one text: `logprobs` [T, 1 + k] of its tokens and of the likeliest ones, `ids` [T, k]
-        of the likeliest ones. Raises AnswerError for numbers that make no sense.
+        """Returns the scores of one sequence.
+
+        `logprobs`: [T, 1 + k], the log-prob of each token, then of the k most likely tokens.
+        `ids`: [T, k], the k most likely tokens.
+
+        Raises AnswerError for invalid values.
         """
         logprobs = response_parsing.read_logprobs(logprobs, (len(ids), 1 + ids.shape[1]))
         response_parsing.check_ids(ids, self._vocab)

@@ -1,4 +1,4 @@
-"""What the log of a server tells about its end: its last lines, and the first error of its processes."""
+"""Extracts the reason for a server's end from its log: the last lines, and the first error of its processes."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-START = "megatron-rl: a start at "  # of the line before the output of each start; a log holds those of many
-READ_BYTES = 1 << 18  # of the end of a log that are searched for an error
+# Prefix of the line that is written before the output of each start. A log holds the output of several starts.
+START = "megatron-rl: a start at "
+READ_BYTES = 1 << 18  # number of bytes at the end of a log that are searched for an error
 TAIL_LINES = 15
-MESSAGE_LINES, MESSAGE_CHARACTERS = 6, 500  # of an exception's message that are shown, and of each of these lines
-CALLED = ("/torch/", "/pydantic/")  # libraries whose frames tell less than their caller's
-QUIET = ("DEBUG", "INFO", "WARNING")  # levels of lines that tell no error, also where they show an exception
+# maximum number of lines of an exception's message, and of characters per line
+MESSAGE_LINES, MESSAGE_CHARACTERS = 6, 500
+CALLED = ("/torch/", "/pydantic/")  # libraries whose frames are less informative than the frames of their callers
+QUIET = ("DEBUG", "INFO", "WARNING")  # Levels of lines that report no error, even if they show an exception.
 TRACEBACK = "Traceback (most recent call last):"
-# A line of a process of vLLM's begins with the process, and one of its logger with the level, time and place.
+# A line of a vLLM process begins with the process. A line of its logger continues with the level, time and location.
 LINE = re.compile(
     r"(?P<process>(?:\([^()]* pid=\d+\) )*)"
     r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ \S+ \[[^\]]*\] ?)?(?P<text>.*)"
 )
 FRAME = re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
-# A crash in compiled code, and a refusal of the command line.
+# The first line of a crash in compiled code, or of an error about the command line.
 CRASH = re.compile(r"Fatal Python error: |terminate called |\S+: error: ")
-CHAINED = ("During handling of ", "The above exception ", "Exception raised from ", "frame #")  # end a message
+# prefixes of lines that end an exception's message
+CHAINED = ("During handling of ", "The above exception ", "Exception raised from ", "frame #")
 
 
 def start_line() -> bytes:
-    """Returns the line that a log gets before the output of a start."""
+    """Returns the line that is written to a log before the output of a start."""
     return f"{START}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode()
 
 
 def end_of(log: Path) -> str:
-    """Returns the last lines of a log, indented, and behind them the first error of the last start."""
+    """Returns the last lines of a log, indented, followed by the first error since the server's last start."""
     text = _read(log)
     if text is None:
         return f"there is no log {log}"
@@ -44,8 +47,8 @@ def end_of(log: Path) -> str:
 
 
 def newest_error(logs: Iterable[Path]) -> str:
-    """Returns the end of a sentence: the first error of the last start in the newest of the logs with an error, or
-    nothing.
+    """Returns the end of a sentence with the first error since the last start, from the most recently written log that
+    has an error. Returns an empty string if there is no error.
     """
     there = [log for log in logs if log.is_file()]
     for log in sorted(there, key=lambda log: log.stat().st_mtime, reverse=True):
@@ -56,11 +59,12 @@ def newest_error(logs: Iterable[Path]) -> str:
 
 
 def first_error(lines: Iterable[str]) -> list[str]:
-    """Returns the first error in the output of a server's processes: its process, message and place, one a line, as far
-    as they are known. An error that others followed is their cause. An empty list when there is no error.
+    """Returns the first error in the output of a server's processes: a line with the process and the message, then the
+    code location, as far as they are known. The first error is reported because it usually causes the later ones.
+    Returns an empty list if there is no error.
     """
     parsed = [match for line in lines if (match := LINE.fullmatch(line))]
-    spoken: list[str] = []  # the first line of an error's level, for a process that shows no exception
+    spoken: list[str] = []  # the first line of level ERROR or CRITICAL, for a process that shows no exception
     for number, line in enumerate(parsed):
         process, level, text = line["process"], line["level"], line["text"]
         if level in QUIET or text[:1].isspace():
@@ -80,7 +84,7 @@ def first_error(lines: Iterable[str]) -> list[str]:
 
 
 def _exception(lines: Iterator[str]) -> list[str]:
-    """Returns the message and the place of an exception. `lines`: those behind the head of its traceback."""
+    """Returns the message and the code location of an exception. `lines`: the lines after the head of the traceback."""
     frames: list[re.Match[str]] = []
     message: list[str] = []
     for text in lines:
@@ -94,14 +98,14 @@ def _exception(lines: Iterator[str]) -> list[str]:
 
 
 def _place(frames: Sequence[re.Match[str]]) -> list[str]:
-    """Returns where the code is that raised. `frames`: the innermost first."""
+    """Returns the location of the code that raised the error. `frames`: stack frames, innermost first."""
     callers = (frame for frame in frames if not any(name in frame["file"] for name in CALLED))
     own = next(callers, frames[0] if frames else None)
     return [] if own is None else [f"at {own['file']}:{own['line']}"]
 
 
 def _read(log: Path) -> str | None:
-    """Returns the end of a log, from its last start on; None where there is no log."""
+    """Returns the end of a log, beginning at the last start; None if there is no log."""
     if not log.is_file():
         return None
     with log.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Starting a server of rollouts as a process, watching it start, and ending it with all its children."""
+"""Starts a rollout server as a process, waits until it is ready, and stops it with all its child processes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from megatron_rl.engines.protocol import EngineError
 from megatron_rl.run import atomic_files
 from megatron_rl.run.parent_death import end_with_parent
 
-GRACE_S = 20.0  # between asking a server to leave and killing it
-TIDY_S = 5.0  # for the process that removes the shared memory of one that has ended
+GRACE_S = 20.0  # seconds between SIGTERM and SIGKILL for a server
+TIDY_S = 5.0  # seconds for the process that removes the shared memory of a dead process
 TIDY_POLL_S = 0.05
-NOTE_S = 5.0  # between two looks at a starting server's shared memory
+NOTE_S = 5.0  # seconds between two checks of a starting server's shared memory
 POLL_S = 0.2
-# A server is no rank: with TORCHELASTIC_USE_AGENT_STORE its own ranks would wait for ever for torchrun's store.
+# Variables of torchrun that a server must not inherit, because it is not a rank. With TORCHELASTIC_USE_AGENT_STORE its
+# processes would wait forever for torchrun's store.
 LAUNCHER = (
     "RANK",
     "WORLD_SIZE",
@@ -41,19 +42,23 @@ METADATA = "Metadata-Version: 2.1\nName: megatron-rl-plugin\nVersion: 0\n"
 
 
 class StartError(EngineError):
-    """A server that did not come up; the message has the last lines of its log, and the first error there."""
+    """Raised when a server did not start. The message has the last lines of its log, and the first error in the log."""
 
 
 class ServerProcess:
-    """One server. Its output goes to `log`; it leads a session of its own, which ends with it. The thread that makes
-    this value must live as long as the server, which is asked to leave when that thread is gone.
+    """One server process. Its output is appended to `log`. It leads a separate process session, which is killed when
+    the server is stopped. The server receives SIGTERM when the thread that created this object ends, so the thread must
+    live as long as the server.
 
-    Nothing of its shared memory is left then. What servers left whose owners were killed is removed at the start.
+    `stop` removes the server's shared memory. The constructor removes shared memory left by servers whose owner
+    processes were killed.
     """
 
     def __init__(self, command: Command, log: Path, inherited: Mapping[str, str], *, imports: Path) -> None:
-        """`inherited`: the environment that the command's own comes on top of. `imports`: a directory, made here, from
-        which the server imports this package. Raises StartError when there is no such program.
+        """`inherited`: the environment, which the command's variables override.
+        `imports`: a directory, created here, from which the server imports this package.
+
+        Raises StartError if there is no such program.
         """
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +69,7 @@ class ServerProcess:
             for name, value in inherited.items()
             if name not in LAUNCHER and not name.startswith(LAUNCHER_PREFIXES)
         }
-        # With a fault handler a crash in compiled code leaves the place in the log.
+        # The fault handler writes the stack of a crash in compiled code to the log.
         environment = {**kept, "PYTHONFAULTHANDLER": "1", "PYTHONPATH": path, **command.environment}
         shared_memory_cleanup.clear()
         self._segments = shared_memory_cleanup.Segments()
@@ -91,19 +96,17 @@ class ServerProcess:
         return self._process.pid
 
     def ended(self) -> int | None:
-        """Its exit status, None while it lives."""
+        """Returns the exit status, or None while the process is running."""
         return self._process.poll()
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float, stop: Callable[[], bool] = lambda: False) -> bool:
-        """True when it is ready, False when `stop` says so first. Raises StartError when it dies or is too slow; it is
-        ended then.
+        """Returns True when the server is ready, False if `stop` returns True first. Raises StartError, after stopping
+        the server, if the server ends or is not ready within `timeout_s`.
         """
         end, note = time.monotonic() + timeout_s, time.monotonic() + NOTE_S
         while True:
-            answers, status = (
-                ready(),
-                self.ended(),
-            )  # in this order: who answers for a dead server is another one, at the same port
+            # Call `ready` first: an answer after the server has ended comes from another server at the same port.
+            answers, status = ready(), self.ended()
             if (answers and status is None) or time.monotonic() > note:
                 self._segments.note(processes.members(self.pid))
                 note = time.monotonic() + NOTE_S
@@ -122,8 +125,8 @@ class ServerProcess:
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Asks it to leave, and kills what is left of its session. A second call does nothing: the session's number may
-        be another's.
+        """Sends SIGTERM to the server's session, and kills what is left of it after GRACE_S. A second call is a no-op,
+        because the session id may have been reused.
         """
         if self._stopped:
             return
@@ -138,7 +141,9 @@ class ServerProcess:
         self._segments.remove()
 
     def _kill_and_let_tidy(self) -> None:
-        """Kills what is left of the session, but for processes that then remove shared memory, which get TIDY_S."""
+        """Kills the rest of the session, except for the processes that remove shared memory, which get TIDY_S
+        seconds.
+        """
         end = time.monotonic() + TIDY_S
         while (left := processes.members(self.pid)) and time.monotonic() < end:
             for pid in left:
@@ -152,9 +157,9 @@ class ServerProcess:
 
 
 def make_token(path: Path) -> str:
-    """Returns the job's token, which whoever comes first writes to `path`, readable by its owner alone.
+    """Returns the job's token. The first caller writes the token to `path`, which only the file's owner can read.
 
-    Raises PermissionError when another user planted the file.
+    Raises PermissionError if the file belongs to another user.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -163,15 +168,16 @@ def make_token(path: Path) -> str:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
         with contextlib.suppress(FileExistsError):
-            os.link(draft, path)  # whole, or not at all
+            os.link(draft, path)  # atomic: the file is complete or does not exist
     finally:
         draft.unlink()
     return atomic_files.read_own(path).strip()
 
 
 def _only_this_package(directory: Path, entry_points: str) -> Path:
-    """Makes a directory to import this package from, and nothing that is installed beside it: the server's environment
-    has its own torch. The package has these entry points there, as if pip had installed it.
+    """Creates a directory from which a server can import this package, but none of the packages installed beside it,
+    because the server's environment has its own torch. The package gets the given entry points, as if pip had installed
+    it.
     """
     package, link = Path(megatron_rl.__file__).resolve().parent, directory.resolve() / "megatron_rl"
     link.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""Which servers there are: one small file each in a directory that all hosts of a job see, renewed while the server
-lives.
+"""A registry of running servers: each server has a small file in a directory that all hosts of a job can read, and
+renews the file while it lives.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """A server as it announces itself."""
+    """A server's entry in the registry."""
 
     role: str
     replica: int
     url: str
-    incarnation: str  # of one start: a server that comes back has another, and no weights that count
+    incarnation: str  # id of one start; a restarted server has a new id, and its weights are unknown until a refit
     log: str
-    node: str = ""  # of a Slurm job
+    node: str = ""  # node of a Slurm job
     job: str = ""
-    beat: int = 0  # goes up while it lives; clocks of different hosts are never compared
+    beat: int = 0  # increases while the server lives; clocks of different hosts are never compared
 
     def __post_init__(self) -> None:
-        """Raises TypeError for what another program may have written."""
+        """Raises TypeError if a field has a wrong type, because another program may have written the file."""
         for each in fields(self):
             value = getattr(self, each.name)
             if type(value).__name__ != each.type:
@@ -45,23 +45,24 @@ class Listing:
 
 
 class ServerRegistry:
-    """The directory of listings. Files are written whole or not at all.
+    """A directory of listings. Files are written atomically.
 
-    Only files of the users `owners` count (default: this user, or root), since a listing says where prompts are sent.
+    Only files of the users `owners` are read (default: this user, or root), because a listing determines where prompts
+    are sent.
     """
 
     def __init__(self, directory: Path, *owners: int) -> None:
         self.directory, self._owners = directory, owners
 
     def read(self, role: str) -> list[Listing]:
-        """Lists the servers of a role, by replica."""
+        """Returns the servers of a role, sorted by replica."""
         return sorted(
             (listing for listing in self.all(f"{role}-") if listing.role == role), key=lambda listing: listing.replica
         )
 
     def all(self, start: str = "") -> list[Listing]:
-        """Lists the servers whose file's name begins with `start`. Files that are no listings, as another version may
-        have written, and files of other users are left out.
+        """Returns the servers whose file name begins with `start`. Ignores files of other users, and files that are not
+        valid listings (another version may have written them).
         """
         found = []
         for path in sorted(self.directory.glob(f"{start}*.json")):
@@ -70,17 +71,18 @@ class ServerRegistry:
         return found
 
     def has(self, listing: Listing) -> bool:
-        """Tells whether there is a file of that name, readable or not."""
+        """Returns whether the listing's file exists, readable or not."""
         return self._path(listing).exists()
 
     def write(self, listing: Listing) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        draft = self.directory / f".{listing.name}.{listing.incarnation}"  # process ids are those of one host
+        # the process id would not be unique across hosts
+        draft = self.directory / f".{listing.name}.{listing.incarnation}"
         draft.write_text(json.dumps(asdict(listing)))
         draft.replace(self._path(listing))
 
     def remove(self, listing: Listing) -> None:
-        """Unless another incarnation has taken its place."""
+        """Removes a listing, unless another incarnation of the server has replaced it."""
         path = self._path(listing)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             if json.loads(path.read_text())["incarnation"] == listing.incarnation:
@@ -91,7 +93,9 @@ class ServerRegistry:
 
 
 class Announcement:
-    """Keeps a listing fresh from a thread of its own while `alive` says so; removes it at the end."""
+    """A context manager that renews a listing from a separate thread while `alive` returns True, and removes it on
+    exit.
+    """
 
     def __init__(
         self, registry: ServerRegistry, listing: Listing, alive: Callable[[], bool], *, beat_s: float = BEAT_S
@@ -111,7 +115,7 @@ class Announcement:
         self._roster.remove(self._listing)
 
     def silent_s(self) -> float:
-        """Returns how long the server has given no sign of life."""
+        """Returns the time in seconds since the server last gave a sign of life."""
         return time.monotonic() - self._last
 
     def _beat(self) -> None:
@@ -121,7 +125,6 @@ class Announcement:
                 beat, self._last = beat + 1, time.monotonic()
                 try:
                     self._roster.write(replace(self._listing, beat=beat))
-                except (
-                    OSError
-                ) as error:  # a disk that is full, a file server that is away: the next beat may come through
+                # A full disk or an unavailable file server, for example: the next attempt may succeed.
+                except OSError as error:
                     _log.warning("%s cannot renew its listing: %s", self._listing.name, error)

@@ -1,9 +1,10 @@
 """Removes the shared memory and the semaphores that killed servers leave in /dev/shm.
 
-vLLM, SGLang, torch and NCCL talk between the processes of a server through files there, whose names say nothing of
-their owners. Python's multiprocessing has a process that removes them when all others have ended; killed together with
-them, it leaves them until the machine's next start. So a server's owner keeps a list of them, in /dev/shm too, which it
-locks while it lives. Whoever comes next on this machine, of the same user, clears the lists without an owner.
+The processes of a server communicate (vLLM, SGLang, torch, NCCL) through files in /dev/shm, whose names do not identify
+their owner. Python's multiprocessing has a process that removes the files when all other processes have ended. If that
+process is killed too, the files stay until the machine is rebooted. A server's owner therefore keeps a list of the
+files, also in /dev/shm, and holds a lock on the list while the owner lives. Later processes of the same user on this
+machine remove the files of lists without an owner.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from pathlib import Path
 from megatron_rl import processes
 
 SHARED_MEMORY = Path("/dev/shm")
-LISTS = "megatron_rl_servers"  # begins the names of lists; those of refits' slots begin in another way
-# Names that Python's shared memory, its semaphores, torch, NCCL, CUDA and vLLM make. A file of any other name may be
-# somebody's model, which servers map too, and is never touched.
+LISTS = "megatron_rl_servers"  # Prefix of the names of lists. The names of refit slots have another prefix.
+# File names that Python's shared memory and semaphores, torch, NCCL, CUDA and vLLM create. Files with other names are
+# never removed: they may be model files, which servers map too.
 KINDS = re.compile(
     r"psm_[0-9a-f]+|sem\.mp-\w+|torch_\d+_\w+|nccl-\w+|cuda\.shm\.[\w.]+"
     r"|(VLLM_OBJECT_STORAGE_SHM_BUFFER|vllm_offload|vllm_ec)_[\w.-]+"
 )
-MAPPED = re.compile(r"\S+ \S+ \S+ \S+ (\d+) +/dev/shm/([^/\n]+)$", re.MULTILINE)  # of /proc/PID/maps: inode, name
-SPARE_S = 1.0  # between a file's time and the clock
+MAPPED = re.compile(r"\S+ \S+ \S+ \S+ (\d+) +/dev/shm/([^/\n]+)$", re.MULTILINE)  # line of /proc/PID/maps: inode, name
+SPARE_S = 1.0  # tolerance in seconds between a file's time and the clock
 
 
 class Segments:
-    """The list of one server's segments. It is for the process that starts the server."""
+    """The list of one server's shared memory segments, kept by the process that starts the server."""
 
     def __init__(self, directory: Path = SHARED_MEMORY) -> None:
         self._directory, self._begun = directory, time.time()
@@ -42,7 +43,7 @@ class Segments:
         self._file: int | None = None
 
     def note(self, pids: Iterable[int]) -> None:
-        """Adds to the list what some processes have mapped now, if it was made since this object was."""
+        """Adds the segments that the given processes have mapped now, if they were created after this object."""
         found = {one for pid in pids for one in mapped(pid)} - self._known
         new = {one for one in found if self._is_own(*one)}
         if new:
@@ -50,7 +51,7 @@ class Segments:
             self._write()
 
     def remove(self) -> None:
-        """Removes what is on the list and nobody uses, and the list. To be called when the server has ended."""
+        """Removes the listed segments that no process uses, and the list. Call it after the server has ended."""
         _unlink_unused(self._directory, self._known)
         self._known = set()
         if self._file is not None:
@@ -68,17 +69,20 @@ class Segments:
     def _write(self) -> None:
         if self._file is None:
             self._path = self._directory / f"{LISTS}-{os.getuid()}-{uuid.uuid4().hex[:16]}"
-            with contextlib.suppress(OSError):  # without room there, or without locks, what is left stays
+            # without space or lock support there is no list, and the segments of a killed server stay
+            with contextlib.suppress(OSError):
                 self._file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
                 fcntl.flock(self._file, fcntl.LOCK_EX)
         if self._file is not None:
             data = json.dumps(sorted(self._known)).encode()
             with contextlib.suppress(OSError):
-                os.pwrite(self._file, data, 0)  # a list only grows
+                os.pwrite(self._file, data, 0)  # a list only grows, so the new data covers the old
 
 
 def mapped(pid: int) -> set[tuple[str, int]]:
-    """Returns (name, inode) of the files of /dev/shm that a process has mapped; none of one that cannot be read."""
+    """Returns (name, inode) of the files of /dev/shm that a process has mapped; an empty set if the process cannot be
+    read.
+    """
     try:
         text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except (OSError, ProcessLookupError):
@@ -87,15 +91,17 @@ def mapped(pid: int) -> set[tuple[str, int]]:
 
 
 def clear(directory: Path = SHARED_MEMORY) -> list[str]:
-    """Removes what dead owners of this user left, and returns the names. A server that outlived its owner keeps all."""
+    """Removes the segments that dead owners of this user left, and returns their names. Segments of a server that
+    outlived its owner are kept.
+    """
     out: list[str] = []
     for path in directory.glob(f"{LISTS}-{os.getuid()}-*"):
-        with contextlib.suppress(OSError):  # it is gone, or its owner lives
+        with contextlib.suppress(OSError):  # the list is gone, or its owner lives
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 about = os.fstat(file)
-                if about.st_uid != os.getuid() or not about.st_size:  # an empty one has just been made
+                if about.st_uid != os.getuid() or not about.st_size:  # an empty list has just been created
                     continue
                 listed = _read(file, about.st_size)
                 out += _unlink_unused(directory, listed)
@@ -107,7 +113,7 @@ def clear(directory: Path = SHARED_MEMORY) -> list[str]:
 
 
 def _read(file: int, size: int) -> set[tuple[str, int]]:
-    """Returns a list's lines; none of a damaged one."""
+    """Returns the entries of a list; an empty set if the list is damaged."""
     with contextlib.suppress(ValueError, TypeError):
         rows = json.loads(os.pread(file, size, 0))
         return {(str(name), int(inode)) for name, inode in rows if KINDS.fullmatch(str(name))}

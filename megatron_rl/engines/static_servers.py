@@ -1,4 +1,4 @@
-"""Servers at given addresses, which announce themselves to nobody: the run lists them as long as they answer."""
+"""Servers at fixed addresses that do not register themselves: the run registers them while they answer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_registry import BEAT_S, Announcement, Listing, ServerRegistry
 
-FAILURES = 2  # looks, one after the other, without an answer: whoever answers then may be another start of the server
+# Consecutive failed checks after which a server is removed: a later answer may come from a restarted server.
+FAILURES = 2
 
 
 class Addresses:
-    """Looks at each of a role's URLs from a thread of its own. A server that was away gets a new incarnation: no
-    weights of it count.
+    """Monitors each URL of a role from a separate thread and registers the servers that answer. A server that was
+    unreachable is registered as a new incarnation, so that it serves only after a refit.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Addresses:
             thread.start()
 
     def close(self) -> None:
-        """The listings go with it."""
+        """Stops the threads and removes the listings."""
         self._closed.set()
         for thread in self._threads:
             thread.join()
