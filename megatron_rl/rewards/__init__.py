@@ -1,1 +1,1 @@
-"""Grades answers and parses tags and verdicts, by pure functions on text; and runs graders in a pool of workers."""
+"""Graders of answers, parsers of tags and verdicts (pure functions on text), and a pool of grading processes."""

@@ -1,6 +1,6 @@
-"""Brings the answer in a response into a cheap normal form, so that equal answers share their votes.
+"""Normalizes the answer in a response, so that a majority vote counts equal answers as one.
 
-It works on text alone; nothing is evaluated.
+The rules are cheap text replacements; no expression is evaluated.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from fractions import Fraction
 from megatron_rl.rewards.short_answer import stated_answer
 from megatron_rl.rewards.tags import boxed
 
-MAX_CHARACTERS = 400  # longer answers are cut
+MAX_CHARACTERS = 400  # longer answers are truncated
 _LAST_NUMBER = re.compile(r"-?\d[\d,]{0,60}(?:\.\d{1,60})?")
 _FRACTION = re.compile(r"(-?)\\[dt]?frac(?:\{(-?\d{1,40})\}\{(-?\d{1,40})\}|(\d)(\d))")
 _RATIO = re.compile(r"(-?\d{1,40}(?:\.\d{1,40})?|-?\.\d{1,40})(?:/(\d{1,40}))?")
@@ -21,7 +21,10 @@ _DROPPED = re.compile(
 
 
 def answer_key(response: str) -> str | None:
-    """Returns the normal form of the response's answer; None without an answer (no box, no answer block, no number)."""
+    """Returns the normal form of the answer in a response.
+
+    Returns None if the response has neither a `\\boxed{}` nor an `<answer>` block nor a number.
+    """
     found = boxed(response)
     if found is None and "<answer>" not in response:
         numbers = _LAST_NUMBER.findall(response[-4 * MAX_CHARACTERS :])
@@ -32,7 +35,7 @@ def answer_key(response: str) -> str | None:
 def normal_form(answer: str) -> str:
     """Returns the normal form of an answer: `\\frac12`, `1/2` and `0.5` become 1/2; `x = 5` becomes 5.
 
-    Spaces, units in text and LaTeX's spacing are taken out.
+    Spaces, LaTeX spacing commands and units in `\\text{}` are removed.
     """
     text = _DROPPED.sub("", answer[:MAX_CHARACTERS]) or re.sub(r"\s", "", answer[:MAX_CHARACTERS])
     text = re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", text).rstrip(".")

@@ -1,4 +1,4 @@
-"""Runs a reward function in worker processes, which are killed at a time-out and limited in memory.
+"""Runs a reward function in worker processes with a memory limit, and kills a worker that exceeds the time limit.
 
 Every failure is counted.
 """
@@ -26,31 +26,32 @@ from megatron_rl.rewards import reaper
 from megatron_rl.rewards.grading_worker import APART, TOGETHER
 from megatron_rl.types import Outcome
 
-FIRST = 8  # gradings of a call, spread over it, that are waited for before the others begin
-CHUNK = 16  # most gradings that a worker holds at once
-START_TIMEOUT_S = 120.0  # seconds to import the reward's module
-START_TRIES = 4  # of workers in a row that cannot be started, though others were
-START_PAUSE_S = 1.0  # between two tries to start a process
-PIPE_BYTES = 1 << 16  # most bytes that one read or write moves
-EXHAUSTED = "out of memory"  # why a worker ended after it answered that; no waiting item is to blame
-END_S = 10.0  # for a reaper to end all that its worker started
+FIRST = 8  # number of gradings, spread evenly over a call, that must finish before the other gradings start
+CHUNK = 16  # maximum number of gradings that are sent to a worker at once
+START_TIMEOUT_S = 120.0  # time limit in seconds for a worker to import the reward's module
+START_TRIES = 4  # maximum number of consecutive failed starts of workers, if a worker has started before
+START_PAUSE_S = 1.0  # pause in seconds between two attempts to start a process
+PIPE_BYTES = 1 << 16  # maximum number of bytes of one read or write
+# Reason for the end of a worker that reported it was out of memory. The items that it still holds are not the cause.
+EXHAUSTED = "out of memory"
+END_S = 10.0  # time limit in seconds for a reaper to end all processes that its worker started
 PACKAGE = Path(reaper.__file__).parents[1]
-START = (  # what a worker imports comes along the path that it is told; only this package comes from here
+START = (  # only this package is imported from PACKAGE; all other modules are found along the sys.path that the pool sends
     f"import sys; sys.path.append({str(PACKAGE.parent)!r}); from megatron_rl.rewards.reaper import main; "
     "sys.path.pop(); main()"
 )
 
 
 class RewardFailure(RuntimeError):
-    """The reward function cannot be used: it cannot be imported, or fails too often to learn from."""
+    """The reward function cannot be imported, or too many of its gradings fail to learn from the others."""
 
 
 @dataclass(frozen=True)
 class Graded:
-    """The result of one grading. `score` is only valid if the outcome is SCORE; `detail` says what went wrong.
+    """The result of one grading. `score` is only valid if the outcome is SCORE; `detail` is the error message.
 
     `cut_off`: the grading was ended by the time limit, the memory limit or the death of its worker. `excused`: the
-    failure does not count against the reward function, which grades the problem's own answer well.
+    failure does not count against the reward function, because it grades the problem's known answer as correct.
     """
 
     outcome: Outcome
@@ -60,8 +61,8 @@ class Graded:
     cut_off: bool = False
     excused: bool = False
     threshold: float = 0.5  # the middle of reward.range
-    metrics: Mapping[str, float] = field(default_factory=dict)  # further numbers that the reward told, by name
-    trace: str = ""  # the traceback, where the reward raised
+    metrics: Mapping[str, float] = field(default_factory=dict)  # additional numbers that the reward returned, by name
+    trace: str = ""  # the traceback, if the reward function raised an error
 
     @property
     def correct(self) -> bool:
@@ -71,19 +72,19 @@ class Graded:
 
 @dataclass
 class _Worker:
-    """A worker process, with the items that it holds and the bytes that are on their way to it and from it."""
+    """A worker process, with the items that were sent to it and its buffers of unsent and unparsed bytes."""
 
-    process: subprocess.Popen[bytes]  # its reaper, which ends all that it started and has its exit status
-    outbox: bytearray  # bytes still to be written to the worker, as a full pipe must not block the run
-    since: float  # time (time.monotonic) at which the worker began its present item
-    inbox: bytearray = field(default_factory=bytearray)  # bytes read that are no whole line yet
-    held: deque[int] = field(default_factory=deque)  # items sent and not answered, in order
-    ready: bool = False  # the worker has imported the function
-    together: bool = False  # it grades what it holds as one batch, so that its end says nothing of the first item
-    apart: bool = False  # the function raised on the batch that it holds
-    ended: str = ""  # why nothing more comes from the worker
-    refusal: str = ""  # why the worker cannot use the function
-    trace: str = ""  # of that refusal
+    process: subprocess.Popen[bytes]  # the worker's reaper: it kills the worker's processes and has its exit status
+    outbox: bytearray  # bytes not yet written to the worker, because a full pipe must not block the run
+    since: float  # time (time.monotonic) at which the worker began its current item
+    inbox: bytearray = field(default_factory=bytearray)  # bytes of an incomplete line that was read from the worker
+    held: deque[int] = field(default_factory=deque)  # indices of the items that were sent and not answered, in order
+    ready: bool = False  # whether the worker has imported the function
+    together: bool = False  # whether the held items are graded as one batch; a crash then has no known item
+    apart: bool = False  # whether the function raised an error on the held batch
+    ended: str = ""  # reason why the worker sends no more answers
+    refusal: str = ""  # reason why the worker cannot use the function
+    trace: str = ""  # traceback that belongs to `refusal`
 
     @property
     def busy(self) -> bool:
@@ -93,23 +94,21 @@ class _Worker:
 class GradePool:
     """A pool of worker processes that run one reward function. Only one thread may call it at a time.
 
-    Use: `with GradePool(config.reward) as pool: pool.grade(responses, payloads)`. Workers start at the first use, or by
-    `start`. They import the function along this process's sys.path and its working directory.
+    Example: `with GradePool(config.reward) as pool: pool.grade(responses, payloads)`. The workers start at the first
+    call of `grade` or `start`. They import the function from this process's working directory and sys.path.
     """
 
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
         self._workers: list[_Worker] = []
-        self._items_before = (
-            0  # number of items of earlier calls, so that no two items ever have the same serial number
-        )
+        self._items_before = 0  # number of items of earlier calls; it makes the serial number of every item unique
         self._starter: ThreadPoolExecutor | None = None  # the thread that starts workers, see _start
-        self._proven = False  # some worker has imported the function
-        self._failed_starts = 0  # in a row
-        self._alone: set[int] = set()  # items of this call that were in a batch which failed: each gets one of its own
-        self._again: set[int] = set()  # items of this call that are graded once more, as their worker was killed
-        self._least = reward.range[0]  # or less, where functions without a range gave less
-        self._known: dict[str, bool] = {}  # answers of problems -> whether the reward grades them well
+        self._proven = False  # whether any worker has imported the function
+        self._failed_starts = 0  # number of consecutive failed starts
+        self._alone: set[int] = set()  # items of this call that are graded as batches of one, after their batch failed
+        self._again: set[int] = set()  # items of this call that are graded again, because their worker was killed
+        self._least = reward.range[0]  # lowest score: the lower end of the range, or a lower score that was returned
+        self._known: dict[str, bool] = {}  # key of a problem -> whether its known answer is graded as correct
 
     def __enter__(self) -> GradePool:
         return self
@@ -118,7 +117,7 @@ class GradePool:
         self.close()
 
     def close(self) -> None:
-        """Ends the workers and all processes that the workers started. The next `grade` starts new workers."""
+        """Ends the workers and all processes that they started. The next call of `grade` starts new workers."""
         for worker in self._workers:
             worker.process.send_signal(reaper.LEAVE)
         for worker in self._workers:
@@ -137,10 +136,12 @@ class GradePool:
     def grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
         """Grades [B] responses with their payloads and returns [B] results, in order.
 
-        A model may write what no reward can grade in time. Where a grading was cut off, the reward is tried with the
-        problem's own answer: when it grades that well, the text is to blame, and `reward.cut_off` says what becomes
-        of it. Raises RewardFailure when the function cannot be imported, and when each of the FIRST gradings is cut off
-        and speaks against it: thousands of time-outs, or of workers that end, would last for hours.
+        A model may generate a response that no reward function can grade in time. If a grading is cut off, the reward
+        function is tested on the problem's known answer. If it grades the known answer as correct, the response is the
+        cause, and `reward.cut_off` determines its result ("wrong" or "drop").
+
+        Raises RewardFailure if the function cannot be imported, and if each of the FIRST gradings is cut off and not
+        excused, because thousands of time-outs or crashes would take hours.
         """
         count = len(responses)
         first = range(0, count, -(-count // FIRST)) if count > FIRST and self.reward.max_failure_share < 1 else range(0)
@@ -154,7 +155,7 @@ class GradePool:
         return [found[i] for i in range(count)]
 
     def _settled(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
-        """Grades [B] responses, and applies `reward.cut_off` to gradings that were cut off."""
+        """Grades [B] responses, and applies `reward.cut_off` to the gradings that were cut off."""
         graded = self._grade(responses, payloads)
         if not any(one.cut_off for one in graded):
             return graded
@@ -166,7 +167,7 @@ class GradePool:
         return [self._judged(one, payload) for one, payload in zip(graded, payloads, strict=True)]
 
     def _judged(self, one: Graded, payload: Mapping[str, Any]) -> Graded:
-        """Applies `reward.cut_off` to a grading that was cut off where the problem's own answer is graded well."""
+        """Applies `reward.cut_off` to a grading that was cut off, if the known answer is graded as correct."""
         if not one.cut_off or not self._known.get(_known_answer(payload) or "", False):
             return one
         if self.reward.cut_off == "drop":
@@ -186,19 +187,19 @@ class GradePool:
                     self._feed(worker, waiting, items)
                 self._exchange(results)
                 self._replace(results, waiting)
-                for worker in (w for w in self._workers if w.apart):  # each item of such a batch is graded by itself
+                for worker in (w for w in self._workers if w.apart):  # each item of a failed batch is graded alone
                     self._alone.update(worker.held)
                     waiting.extendleft(reversed(worker.held))
                     worker.held.clear()
                     worker.apart = False
-        except BaseException:  # the next call must not take late answers for its own
+        except BaseException:  # the next call must not receive late answers of this one
             self.close()
             raise
         self._items_before += len(items)
         return [results[i] for i in range(len(items))]
 
     def _ensure_workers(self, wanted: int) -> None:
-        """Removes dead workers and starts new ones until there are at least `wanted`."""
+        """Removes dead workers, and starts new workers until there are at least `wanted`."""
         for worker in [w for w in self._workers if w.process.poll() is not None]:
             _kill(worker)
             self._workers.remove(worker)
@@ -207,8 +208,8 @@ class GradePool:
 
     def _start(self) -> _Worker:
         command = [sys.executable, "-P", "-c", START]  # -P keeps the working directory out of the search path
-        # A reaper asks Linux to tell it of its parent's end, and that means the thread which started it. A thread of
-        # the pool's own lives as long as the pool; the caller's may end after one call.
+        # A reaper gets a signal from Linux when the thread that started it ends. The pool therefore starts reapers in
+        # a separate thread that lives as long as the pool; the calling thread may end earlier.
         self._starter = self._starter or ThreadPoolExecutor(1, "reward-workers")
         process = self._starter.submit(_open_process, command).result()
         for pipe in (process.stdin, process.stdout):
@@ -242,7 +243,7 @@ class GradePool:
         worker.since = time.monotonic()
 
     def _exchange(self, results: dict[int, Graded]) -> None:
-        """Writes to the pipes and reads answers from them. Waits until the next deadline at most."""
+        """Writes to the workers' pipes and reads answers from them. Waits at most until the next worker's deadline."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(_fd(worker.process.stdout), selectors.EVENT_READ, worker)
@@ -256,7 +257,7 @@ class GradePool:
                     self._receive(key.data, results)
 
     def _receive(self, worker: _Worker, results: dict[int, Graded]) -> bool:
-        """Reads answers from a worker. Returns whether there may be more."""
+        """Reads answers from a worker. Returns whether more answers may be available."""
         try:
             data = os.read(_fd(worker.process.stdout), PIPE_BYTES)
         except BlockingIOError:
@@ -300,10 +301,8 @@ class GradePool:
             worker.ended = EXHAUSTED
 
     def _limit(self, worker: _Worker) -> float:
-        """Returns the time limit in seconds of the worker's present work.
-
-        The work is to start, to grade one item, or to grade a whole batch.
-        """
+        """Returns the time limit in seconds of the worker's current task: its start, the grading of one item, or the
+        grading of a batch."""
         if not worker.ready:
             return START_TIMEOUT_S
         return self.reward.timeout_s * (len(worker.held) if worker.together else 1)
@@ -314,24 +313,24 @@ class GradePool:
     def _replace(self, results: dict[int, Graded], waiting: deque[int]) -> None:
         """Replaces workers that are dead or past their deadline.
 
-        A worker that could not be started is given up at once where the function was never imported, and after
-        START_TRIES in a row where it was, or where somebody else killed the worker.
+        Raises RewardFailure if a worker could not be started: at once if no worker has ever imported the function,
+        otherwise (or if the worker was killed from outside) after START_TRIES consecutive failed starts.
 
-        The first item that such a worker holds fails; the others go back to the front of the queue. Where it graded
-        several as one batch all go back, and each is graded alone. Where somebody else killed the worker, which says
-        nothing about the item, or the kernel did for want of memory, the item is graded once more.
+        The first item that a replaced worker holds fails, and its other items return to the front of the queue. If the
+        worker graded several items as one batch, all of them return and each is graded alone. If the worker was killed
+        from outside, such as by the kernel for lack of memory, its first item is graded a second time.
         """
         for i, worker in enumerate(self._workers):
             dead = worker.process.poll() is not None
             while (dead or self._is_late(worker)) and not worker.ended and self._receive(worker, results):
-                continue  # answers that the worker gave before still count
+                continue  # answers that the worker sent before its end are valid
             ended = worker.ended or ("ended" if dead else "")
             if not ended and not self._is_late(worker):
                 continue
             taken = time.monotonic() - worker.since
             _kill(worker)
             status = worker.process.returncode
-            killed = ended == "ended" and status == -signal.SIGKILL  # by somebody else, which says nothing about it
+            killed = ended == "ended" and status == -signal.SIGKILL  # killed from outside, not because of its item
             if not worker.ready:
                 self._failed_starts += 1
                 if not (self._proven or killed) or self._failed_starts >= START_TRIES:
@@ -356,9 +355,9 @@ class GradePool:
 
 
 def _open_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts the process of a worker in a session of its own.
+    """Starts the process of a worker in a new session.
 
-    Retries where the machine has no memory or processes left. Raises RewardFailure after the last retry.
+    Retries if the machine has no memory or processes left. Raises RewardFailure after START_TRIES attempts.
     """
     for left in reversed(range(START_TRIES)):
         try:
@@ -373,7 +372,7 @@ def _open_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def _known_answer(payload: Mapping[str, Any]) -> str | None:
-    """Returns a key for a problem and its known answer; None for a problem without a known answer."""
+    """Returns a key that identifies a problem and its known answer; None for a problem without a known answer."""
     return repr(sorted((key, repr(value)) for key, value in payload.items())) if "answer" in payload else None
 
 
@@ -381,11 +380,11 @@ def check_failures(
     graded: Sequence[Graded], max_share: float, *, what: str = "gradings",
     cure: str = "Mend the reward, or raise reward.timeout_s or reward.max_failure_share",
 ) -> None:  # fmt: skip
-    """Raises RewardFailure when more than `max_share` of the gradings failed; `what` names them. Excused ones do not
-    count.
+    """Raises RewardFailure if more than a share `max_share` of the gradings failed. Excused failures are not counted.
 
-    A run would learn from zeros that no answer earned. A single failure among several gradings never stops a run,
-    unless `max_share` is 0, since one failure says little about the rest.
+    Without this check, a run could learn from rewards of 0 that no answer deserved. A single failure among several
+    gradings is always allowed, unless `max_share` is 0. `what` and `cure` are parts of the error message: a name for
+    the gradings, and advice.
     """
     failed = [g for g in graded if g.outcome is not Outcome.SCORE and not g.excused]
     forgiven = 1 if max_share > 0 and len(graded) > 1 else 0
@@ -400,7 +399,7 @@ def check_failures(
 
 
 def _failure(message: str, trace: str) -> RewardFailure:
-    """Returns an error that shows the traceback of the user's code below its own."""
+    """Returns an error that shows `trace`, the traceback of the user's code, below its message."""
     error = RewardFailure(message)
     if trace:
         error.add_note(trace)
@@ -412,7 +411,7 @@ def _send(worker: _Worker) -> None:
         written = os.write(_fd(worker.process.stdin), worker.outbox[:PIPE_BYTES])
     except BlockingIOError:
         return
-    except BrokenPipeError:  # the worker died; the end of its answers says so
+    except BrokenPipeError:  # the worker died; `_receive` detects the end of its answers
         worker.outbox.clear()
         return
     del worker.outbox[:written]
@@ -425,12 +424,12 @@ def _fd(pipe: Any) -> int:
 def _kill(worker: _Worker) -> None:
     """Ends a worker and all processes that it started, and waits for them.
 
-    A worker that has just ended by itself keeps its exit status.
+    The exit status of a worker that has just ended by itself is kept.
     """
     worker.process.send_signal(reaper.LEAVE)
     with contextlib.suppress(subprocess.TimeoutExpired):
         worker.process.wait(END_S)
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # what a reaper leaves that was killed itself
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # remaining processes, if the reaper was killed
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.wait()
     for pipe in (worker.process.stdin, worker.process.stdout):

@@ -1,4 +1,7 @@
-"""Runs a reward function in a process of its own, on batches of (serial, response, payload). reaper.py starts it."""
+"""The main function of a worker process, which runs a reward function on batches of (serial, response, payload).
+
+reaper.py starts the process.
+"""
 
 from __future__ import annotations
 
@@ -16,36 +19,38 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-if TYPE_CHECKING:  # else `_find` imports it, once `main` knows where to look
+if TYPE_CHECKING:  # at run time `_find` imports it, after `main` has received sys.path
     from megatron_rl.rewards.reward_functions import Grader
 
 from megatron_rl import processes
 from megatron_rl.user_code import told, traceback_of
 
-TOGETHER = "together"  # instead of null: a function grades batches, which can fail as a whole only
-APART = "apart"  # instead of a batch's answers: a function raised on the batch, and each item is to be graded alone
+TOGETHER = "together"  # sent instead of null if a function grades batches, which can only fail as a whole
+APART = "apart"  # sent instead of a batch's answers if a function raised an error on it; each item must be graded alone
 PR_SET_PDEATHSIG = 1  # number of a prctl option of Linux
 
 
 def main(reaper: int | None) -> None:
-    """Reads pickled values from standard input and writes lines of JSON to standard output.
+    """Runs the worker: reads pickled values from standard input and writes lines of JSON to standard output.
 
-    In: (target, args, memory_mib, (least score, greatest score), sys.path), then batches, lists of items. Out: null,
-    TOGETHER or [why the target cannot be used, traceback], then [serial, score or null, detail, seconds, exhausted,
-    metrics, traceback] for each item, or APART for a batch.
+    Input: (target, args, memory_mib, (lowest score, highest score), sys.path), then batches, each a list of items
+    (serial, response, payload).
 
-    `reaper` is the process that started this one. With one, what a grading started and what then left this process, by
-    a session of its own or by its parent's end, is gone before the answer is given.
+    Output: first null or TOGETHER, or [reason why the target cannot be used, traceback]. Then one line for each item,
+    [serial, score or null, detail, seconds, exhausted, metrics, traceback], or APART for a batch.
+
+    `reaper`: id of the process that started this one, or None. With a reaper, processes that a grading started and that
+    left this process's tree (by setsid, or because their parent ended) are killed before the answer is sent.
     """
     own = os.getpid()
-    # The pool's pipes move away from standard input and output, which a reward function may use.
+    # The pipes to the pool get new descriptors, because a reward function may use standard input and output.
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    if sys.platform == "linux":  # elsewhere the end of the pipe ends a worker that is not stuck
+    if sys.platform == "linux":  # on other systems a worker ends at the end of its pipe, unless it hangs
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Signals that ask the run to leave are for the run itself, which ends its workers. Programs that a reward starts
-    # would inherit SIG_IGN, but they do not inherit a handler.
+    # The signals that stop a run are handled by the run itself, which then ends its workers. The worker ignores them
+    # with a handler and not with SIG_IGN, because programs that a reward starts would inherit SIG_IGN.
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), lambda number, frame: None)
     target, args, memory_mib, bounds, sys.path[:] = pickle.load(requests)
@@ -58,17 +63,17 @@ def main(reaper: int | None) -> None:
     while not isinstance(found, list) and (batch := _read(requests)):
         for serial, answer in _grade(found, batch, memory_mib):
             if os.getpid() != own:
-                os._exit(1)  # the function forked and came back twice
+                os._exit(1)  # a child process, because the function forked and returned twice
             exhausted = (
                 answer is not None and answer[3]
-            )  # the pool ends a worker without memory, and all of its children
+            )  # the pool kills a worker that is out of memory, with all of its children
             if reaper is not None and not exhausted:
                 processes.end_strays(reaper, own)
             _write(answers, APART if answer is None else [serial, *answer])
 
 
 def _read(stream: BinaryIO) -> list[Any]:
-    """Returns the next batch; [] at the end of the stream."""
+    """Returns the next batch of items; an empty list at the end of the stream."""
     try:
         return pickle.load(stream)
     except EOFError:
@@ -81,9 +86,9 @@ def _write(stream: BinaryIO, value: Any) -> None:
 
 
 def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Grader | list[str]:
-    """Returns the grader for a target, or [why the target cannot be used, traceback].
+    """Returns the grader for a target, or [reason why the target cannot be used, traceback].
 
-    This is a border to user code: any error that the import raises is reported.
+    The target is user code: any error that its import raises is returned as the reason.
     """
     from megatron_rl.rewards.reward_functions import GIVEN_UP, CalledFunction, Grader, RewardFunctions
 
@@ -93,7 +98,7 @@ def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Gra
         if isinstance(found, type):
             found, args = found(**args), {}
         if isinstance(found, RewardFunctions):
-            found.grader.limits = None if bounds == (0.0, 1.0) else bounds  # what is set by default is nobody's wish
+            found.grader.limits = None if bounds == (0.0, 1.0) else bounds  # no limit by default
             return found.grader
         if not callable(found):
             return [f"it is a {type(found).__name__}, not a function", ""]
@@ -107,9 +112,9 @@ def _grade(
 ) -> Iterator[tuple[int, list[Any] | None]]:  # fmt: skip
     """Grades items (serial, response, payload). Yields (serial, answer) for each item.
 
-    An answer is [score or None, detail, seconds, exhausted, metrics, traceback]; after `exhausted`, which means that
-    the process ran out of memory, there is no further answer. Yields (serial, None) once where each item of the batch
-    is to be graded by itself.
+    An answer is [score or None, detail, seconds, exhausted, metrics, traceback]. `exhausted` means that the process ran
+    out of memory; no further answer is yielded after it. If a function raised an error on a batch of several items,
+    yields (serial, None) once and stops; the caller must then grade each item alone.
     """
     from megatron_rl.rewards.reward_functions import BatchFailed
 
@@ -123,7 +128,7 @@ def _grade(
             return
         except MemoryError as error:
             if grader.together and len(items) > 1:
-                sys.exit(1)  # the pool finds out which item it was by grading each alone
+                sys.exit(1)  # the pool then grades each item alone, to find the cause
             detail = f"MemoryError: more than reward.memory_mib = {memory_mib} {str(error)[:200]}".rstrip()
             yield serial, [None, detail, time.perf_counter() - start, True, {}, ""]
             return

@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym (arXiv 2505.24760) by the name of their data set, and the scores that the library gives.
+"""Opens data sets of reasoning-gym (arXiv 2505.24760) by name, and grades answers with the library's scorers.
 
 The library is optional. Without it, importing this module raises ConfigError.
 """
@@ -28,23 +28,24 @@ except ImportError as error:
         "reward.target"
     ) from error
 
-COMPOSITE = "composite"  # the library's data set that mixes others by weight
-GIVEN = ("size", "seed")  # settings of every data set that data.generated has fields for
-KEPT = 64  # entries that a worker keeps: the answers to one problem are graded one after the other
-# Data sets whose scorer evaluates the answer as Python, itself or through sympy's parse_expr.
+COMPOSITE = "composite"  # name of the library's data set that mixes other data sets by weight
+GIVEN = ("size", "seed")  # settings of every data set that have their own fields in data.generated
+KEPT = 64  # number of problems in the cache of a worker, which grades the answers to one problem consecutively
+# Data sets whose scorer evaluates the answer as Python code, directly or through sympy's parse_expr.
 EVALUATED = frozenset(
     {
         *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication"),
         *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
     }
 )
-# Data sets that go through sets of texts as they draw: other problems in every process, unless PYTHONHASHSEED is 0.
+# Data sets that iterate over sets of strings: they generate different problems in every process, unless PYTHONHASHSEED
+# is 0.
 HASHED = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"})
-UNSEEDED = frozenset({"codeio", "knight_swap", "list_functions"})  # they draw some numbers without their seed
+UNSEEDED = frozenset({"codeio", "knight_swap", "list_functions"})  # data sets that partly ignore their seed
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
 _BOX = re.compile(r"\\boxed\{(.*)\}", re.DOTALL)
-# What an answer to one of these needs for running code: attributes, calls of anything but these functions, or text that
-# hides a call.
+# Matches an answer that could run code in a scorer of EVALUATED: attribute access, a call of a function that is not
+# listed here, or characters that can hide a call.
 _CODE = re.compile(
     r"__|\\|[^\x00-\x7f]|\.\s*[A-Za-z_]|[)\]}\"']\s*\(|"
     r"\b(?!(?:a?sin|a?cos|a?tan|sinh|cosh|tanh|sec|csc|cot|exp|log|ln|sqrt|[Aa]bs|Integral|erfi?|[SCE]i)\b)"
@@ -53,12 +54,12 @@ _CODE = re.compile(
 
 
 def score(response: str, payload: Mapping[str, Any]) -> float:
-    r"""Returns the score, 0 to 1, that the problem's data set gives the answer in a response.
+    r"""Returns the score of the answer in a response, 0 to 1, according to the scorer of the problem's data set.
 
-    The answer is what the last <answer>...</answer> holds, without a \boxed{} that is all of it; else the last
-    \boxed{}; else none. payload["entry"] is a `reference`. An answer that the scorer cannot read counts as none, and so
-    does one that could run code in a scorer which evaluates it. Raises ValueError where the installed library makes
-    another problem than the data was made with.
+    The answer is the content of the last <answer> block, without a \boxed{} around all of it; without an <answer>
+    block, the content of the last \boxed{}. payload["entry"] is the return value of `reference`. A missing answer, an
+    answer that the scorer cannot parse, and an answer that could run code in a scorer of EVALUATED are all scored as
+    None. Raises ValueError if the installed library generates another problem than the one in the data.
     """
     entry = payload["entry"]
     settings = json.dumps(entry["args"], sort_keys=True)
@@ -72,13 +73,13 @@ def score(response: str, payload: Mapping[str, Any]) -> float:
     if answer is not None and item["metadata"].get("source_dataset") in EVALUATED and _CODE.search(answer):
         answer = None
     try:
-        return float(dataset.score_answer(answer=answer, entry=copy.deepcopy(item)))  # a scorer may write into it
+        return float(dataset.score_answer(answer=answer, entry=copy.deepcopy(item)))  # a scorer may modify it
     except _UNREADABLE:  # some scorers raise for a malformed answer
         return float(dataset.score_answer(answer=None, entry=copy.deepcopy(item)))
 
 
 def stated(response: str) -> str | None:
-    """Returns the answer in a response that `score` grades, or None."""
+    """Returns the answer in a response that `score` grades; None if there is no answer."""
     blocks = block_texts(response, "answer")
     if not blocks:
         return boxed(response)
@@ -88,7 +89,10 @@ def stated(response: str) -> str | None:
 
 
 def reference(name: str, args: Mapping[str, Any], index: int, question: str) -> dict[str, Any]:
-    """Returns JSON values from which `score` makes problem `index` of a data set. `args` include size and seed."""
+    """Returns a JSON-serializable reference from which `score` regenerates problem `index` of the data set `name`.
+
+    `args`: all settings of the data set, including size and seed. `question`: text of the problem, stored as a digest.
+    """
     return {"name": name, "args": dict(args), "index": index, "digest": digest(question)}
 
 
@@ -98,10 +102,10 @@ def digest(question: str) -> str:
 
 
 def open_dataset(name: str, args: Mapping[str, Any]) -> Any:
-    """Returns the library's data set of this name, with its settings `args`, size and seed among them.
+    """Returns the library's data set of this name. `args`: all settings of the data set, including size and seed.
 
-    `composite` takes `datasets`: a list of {name, weight, config}. Raises ConfigError for a name, a setting or a value
-    that cannot be.
+    The data set `composite` has the setting `datasets`, a list of {name, weight, config}. Raises ConfigError for an
+    unknown name or setting, and for a value that the library refuses.
     """
     for part, settings in _parts(name, args):
         _check_names(part, settings)
@@ -117,7 +121,7 @@ def open_dataset(name: str, args: Mapping[str, Any]) -> Any:
 
 
 def _parts(name: str, args: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields the name and the settings of a data set, and those of the data sets that a composite one mixes."""
+    """Yields (name, settings) of a data set and, if it is `composite`, of each data set that it mixes."""
     yield name, args
     if name != COMPOSITE:
         return
@@ -133,7 +137,7 @@ def _parts(name: str, args: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[st
 
 
 def _check_names(name: str, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an unknown data set and for unknown settings."""
+    """Raises ConfigError for an unknown data set, an unknown setting, and a data set that is not reproducible here."""
     if name not in DATASETS:
         raise ConfigError(f"reasoning_gym:{name} is no data set of reasoning-gym; {_near(name, DATASETS)}")
     if name in UNSEEDED:

@@ -1,6 +1,6 @@
-"""Calls reward functions, one at a time or in batches, and adds up several by their weights.
+"""Calls reward functions on single responses or on batches, and computes the weighted sum of several rewards.
 
-A worker of rewards.grading_pool imports this file and little else, so that it stands on the standard library alone.
+Each worker process of rewards.grading_pool imports this module, so it only needs the standard library.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any
 
 from megatron_rl.user_code import told, traceback_of
 
-Item = tuple[str, Mapping[str, Any]]  # a response and its problem's payload
-PROMPTS, COMPLETIONS = "prompts", "completions"  # parameters of a function that grades batches
-UNKNOWN = ("completion_ids", "completions_ids", "prompt_ids", "trainer_state")  # TRL has them; texts alone come here
-RESERVED = ("outcome", "trained")  # rewards that recipes name so
-REWARD = "reward"  # the key of a function's result that is its reward; other keys are metrics
-GIVEN_UP = (Exception, SystemExit, KeyboardInterrupt)  # whatever user code raises; sys.exit ends its grading alone
-_OWN = ("messages", "prompt")  # of a payload: no columns of their own
+Item = tuple[str, Mapping[str, Any]]  # a response and the payload of its problem
+PROMPTS, COMPLETIONS = "prompts", "completions"  # parameter names of a function that grades batches
+# Parameters that TRL passes to reward functions and this module does not, because it only has texts.
+UNKNOWN = ("completion_ids", "completions_ids", "prompt_ids", "trainer_state")
+RESERVED = ("outcome", "trained")  # names of rewards and metrics that the recipes use themselves
+REWARD = "reward"  # key of the reward in a mapping that a function returns; the other keys are metrics
+GIVEN_UP = (Exception, SystemExit, KeyboardInterrupt)  # errors of user code that only end the grading that raised them
+_OWN = ("messages", "prompt")  # keys of a payload that are not passed as columns
 
 
 class BatchFailed(Exception):
@@ -34,34 +35,34 @@ class BatchFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of one grading. If `score` is None, `why` says what went wrong. `metrics` are further numbers."""
+    """The result of one grading. If `score` is None, `why` is the error message. `metrics` are additional numbers."""
 
     score: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     why: str = ""
-    trace: str = ""  # the traceback, where the function raised
+    trace: str = ""  # the traceback, if the function raised an error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
-    """Where one of several reward functions is found, and its weight in the sum."""
+    """The location of one of several reward functions, and its weight in the sum."""
 
-    target: str | None = None  # its name as package.module:name
-    pickled: str | None = None  # instead: a file that cloudpickle wrote, for a function that no module holds
-    weight: float = 1.0  # factor of its reward in the sum
-    name: str = ""  # name in the metrics; empty: the function's own
-    args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments for it
+    target: str | None = None  # import path of the function, package.module:name
+    pickled: str | None = None  # instead of `target`: a cloudpickle file of a function that cannot be imported
+    weight: float = 1.0  # factor of the function's reward in the sum
+    name: str = ""  # name in the metrics; if empty, the name of the function
+    args: dict[str, Any] = field(default_factory=dict)  # additional keyword arguments for the function
 
-    __pydantic_config__ = {"extra": "forbid"}  # of its entry in a config
+    __pydantic_config__ = {"extra": "forbid"}  # an unknown key in a config is an error
 
     def load(self) -> Callable[..., Any]:
-        """Returns the function. Raises ValueError, which says why the function cannot be used."""
+        """Imports or unpickles the function and returns it. Raises ValueError if the function cannot be used."""
         where = self.target if self.pickled is None else self.pickled
         if where is None or (self.target is not None and self.pickled is not None):
             raise ValueError(f"functions: {self.name or 'one of them'} needs either a target or a pickled file")
         try:
             found = _imported(where) if self.pickled is None else pickle.loads(Path(where).read_bytes())
-        except GIVEN_UP as error:  # the border to user code: whatever an import or an unpickling raises is told
+        except GIVEN_UP as error:  # user code: an import or an unpickling may raise any error
             raise ValueError(f"the reward {where!r} cannot be loaded: {told(error)}") from error
         if not callable(found):
             raise ValueError(f"the reward {where!r} is a {type(found).__name__}, not a function")
@@ -70,12 +71,15 @@ class Function:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunctions:
-    """A plug-in for `reward.target`: the weighted sum of reward functions, which may be any finite number."""
+    """A plug-in for `reward.target`: the weighted sum of several reward functions.
+
+    Each reward may be any finite number. If `reward.range` is set, the sum must lie in that range.
+    """
 
     functions: tuple[Function, ...]
 
     def __post_init__(self) -> None:
-        """Loads the functions. Raises ValueError for those that cannot be used."""
+        """Loads the functions. Raises ValueError for a function or a name that cannot be used."""
         given = tuple(one if isinstance(one, Function) else Function(**one) for one in self.functions)
         if not given:
             raise ValueError("functions is empty: name at least one")
@@ -95,22 +99,23 @@ class RewardFunctions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalledFunction:
-    """A reward function and how to call it, as read from its signature."""
+    """A reward function and its calling convention, which is derived from its signature."""
 
     function: Callable[..., Any]
     name: str
     weight: float
-    batched: bool  # it takes lists, and returns one
-    waits: bool  # it is a coroutine function
-    parameters: tuple[str, ...]  # that a batch is passed by
-    takes_all: bool  # it has **columns
+    batched: bool  # whether the function takes lists and returns a list
+    waits: bool  # whether the function is a coroutine function
+    parameters: tuple[str, ...]  # parameters of the function that a batch can be passed by
+    takes_all: bool  # whether the function has a **columns parameter
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str = "", *, weight: float = 1.0) -> CalledFunction:
-        """Reads the signature of a function.
+        """Returns the calling convention of a function, according to its signature.
 
         A function with a parameter named `completions` or `prompts` grades batches. Any other function is called with a
-        response and its payload. Raises ValueError for a function that cannot be called in either way.
+        response and its payload. Raises ValueError for a weight that is not finite, and for a function that cannot be
+        called in either way.
         """
         name = name or name_of(function)
         if not math.isfinite(weight):
@@ -144,7 +149,7 @@ class CalledFunction:
     def columns(self) -> tuple[str, ...]:
         """Returns the names of the required parameters that are columns of the data set.
 
-        The tuple is empty for a function that takes one response.
+        The tuple is empty for a function that grades a single response.
         """
         if not self.batched:
             return ()
@@ -153,10 +158,10 @@ class CalledFunction:
         return tuple(n for n in own if given[n].default is inspect.Parameter.empty)
 
     def batch(self, items: Sequence[Item]) -> dict[str, Any]:
-        """Returns the keyword arguments of one call on [B] items: prompts, completions, and columns, each a list of B.
+        """Returns the keyword arguments of one call on [B] items: prompts, completions and columns, each a list of B.
 
-        Of a problem that is a conversation the prompt is its messages and the completion a list with one message, as in
-        TRL; else both are texts. Raises KeyError for a column that no problem has.
+        If a problem is a conversation, its prompt is the list of its messages and its completion is a list of one
+        message, as in TRL; otherwise both are texts. Raises KeyError for a required column that no problem has.
         """
         payloads = [payload for _, payload in items]
         known = dict.fromkeys(key for payload in payloads for key in payload if key not in _OWN)
@@ -170,27 +175,27 @@ class CalledFunction:
 
 
 class Grader:
-    """Grades responses with one reward function or several."""
+    """A grader that calls one or several reward functions on responses."""
 
     def __init__(
         self, functions: Sequence[CalledFunction], *, bounds: tuple[float, float] | None = None
     ) -> None:  # fmt: skip
-        """`bounds`: the lowest and the highest score that are allowed. None allows any finite number."""
+        """`bounds`: lowest and highest allowed score of each function. If None, any finite number is allowed."""
         self._functions, self._bounds = functions, bounds
-        self.limits: tuple[float, float] | None = None  # of the sum
-        self._loop: Any = None  # of functions that wait, kept from batch to batch with what they opened in it
+        self.limits: tuple[float, float] | None = None  # lowest and highest allowed weighted sum
+        self._loop: Any = None  # event loop of the coroutine functions; kept from batch to batch with its connections
 
     @property
     def together(self) -> bool:
-        """Returns whether a batch is graded in one call, so that an error cannot be assigned to one item."""
+        """Returns whether a batch is graded in one call, so that an error cannot be attributed to a single item."""
         return any(one.batched or one.waits for one in self._functions)
 
     def grade(self, items: Sequence[Item]) -> Iterator[Result]:
-        """Yields the result of each of [B] items, in order.
+        """Yields the results of [B] items, in order.
 
         If no function takes batches or is a coroutine function, each result is yielded before the next item is graded.
-        Raises MemoryError, and BatchFailed when a batch function raises an error on several items. An error on a single
-        item becomes the result of that item.
+        Raises MemoryError if a function does, and BatchFailed if a batch function raises an error on several items. An
+        error on a single item becomes the result of that item.
         """
         batches = [list(items)] if self.together else [[item] for item in items]
         for batch in batches:
@@ -204,24 +209,24 @@ class Grader:
         return [next(second if one.waits else first) for one in self._functions]
 
     def _values(self, one: CalledFunction, batch: Sequence[Item]) -> list[Any]:
-        """Calls one function. Returns [B] values that it returned or errors that it raised."""
+        """Calls one function on [B] items. Returns B entries: the returned value, or the error that was raised."""
         if not one.batched:
             return [_attempt(one.function, *item) for item in batch]
         return _listed(one, _attempt(lambda: one.function(**one.batch(batch))), len(batch))
 
     def _waited(self, batch: Sequence[Item]) -> list[list[Any]]:
-        """Calls all coroutine functions concurrently. Returns for each function what `_values` returns."""
+        """Calls all coroutine functions concurrently. Returns a list for each function, in the format of `_values`."""
         waiting = [one for one in self._functions if one.waits]
         if not waiting:
             return []
-        import asyncio  # slow to import, and few rewards wait
+        import asyncio  # slow to import, and few rewards are coroutine functions
 
         async def one_of(call: Callable[[], Awaitable[Any]]) -> Any:
             try:
                 return await call()
             except MemoryError:
                 raise
-            except GIVEN_UP as error:  # the border to user rewards
+            except GIVEN_UP as error:  # user code may raise any error
                 return error
 
         async def values(one: CalledFunction) -> Any:
@@ -239,7 +244,7 @@ class Grader:
         return [_listed(one, value, len(batch)) if one.batched else value for one, value in found]
 
     def _sum(self, row: Sequence[Any]) -> Result:
-        """Returns the weighted sum of the rewards of one item. Functions that returned None are left out."""
+        """Returns the result of one item: the weighted sum of its rewards, without the functions that returned None."""
         total, parts, metrics = 0.0, 0, {}
         for one, value in zip(self._functions, row, strict=True):
             if isinstance(value, BaseException):
@@ -263,10 +268,10 @@ class Grader:
 def read_result(
     value: Any, *, bounds: tuple[float, float] | None = None
 ) -> tuple[float | None, dict[str, float]]:  # fmt: skip
-    """Returns the reward and the metrics in a value that a reward function returned.
+    """Splits the value that a reward function returned into (reward, metrics).
 
-    The value is a number, (number, {metric: number}), or a mapping with the key `reward`. None means that the function
-    gives no reward. Raises ValueError for any other value.
+    The value is a number, (number, {metric: number}), or a mapping with the key `reward`. A reward of None means that
+    the function gives no reward; it is only allowed without `bounds`. Raises ValueError for any other value.
     """
     metrics: Mapping[str, Any] = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
@@ -305,11 +310,11 @@ def _number(value: Any) -> float | None:
     if hasattr(value, "item") and not isinstance(value, numbers.Real):
         try:
             value = value.item()
-        except (TypeError, ValueError, RuntimeError):  # of several numbers
+        except (TypeError, ValueError, RuntimeError):  # an array of several numbers
             return None
     try:
         number = float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer with hundreds of digits
         return None
     return number if math.isfinite(number) else None
 
@@ -330,19 +335,20 @@ def _completion(response: str, payload: Mapping[str, Any]) -> Any:
 
 
 def _attempt(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the value that a user's function returns, or the error that it raises. Only raises MemoryError."""
+    """Calls a user's function. Returns its value, or the error that it raised; only a MemoryError is raised again."""
     try:
         return call(*arguments)
     except MemoryError:
         raise
-    except GIVEN_UP as error:  # the border to user rewards
+    except GIVEN_UP as error:  # user code may raise any error
         return error
 
 
 def _listed(one: CalledFunction, value: Any, count: int) -> list[Any]:
-    """Returns the [B] results of a batch function; an error for each item if the function did not return a list of B.
+    """Converts the value of a batch function, or the error that it raised, to a list of B = `count` results.
 
-    Raises BatchFailed if the function raised an error on several items.
+    If the value is not a list of B values, every result is a ValueError. Raises BatchFailed if the function raised an
+    error on several items.
     """
     if isinstance(value, BaseException):
         if count > 1:

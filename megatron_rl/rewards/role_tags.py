@@ -1,9 +1,9 @@
-"""Reads the tags that proposer, solver and judge write, and scores their form as Multi-Agent Evolve's code does.
+"""Parses the tags in the output of proposer, solver and judge, and computes format scores as Multi-Agent Evolve does.
 
 The released code (ulab-uiuc/Multi-agent-evolve d71c00b, rewards/reward_managers.py: calc_format_reward,
-extract_score_from_tags) counts the tags of a proposal and of a judgement over prompt and response together, and its
-prompts hold two pairs themselves: its "three pairs" are one pair in the response. The functions here see the response
-alone and give the same numbers.
+extract_score_from_tags) counts the tags of a proposal and of a judgement in prompt and response together. Its prompts
+contain two pairs of tags, so its "three pairs" mean one pair in the response. The functions of this module get the
+response without the prompt and return the same scores.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import re
 
 from megatron_rl.rewards.tags import block_texts
 
-QUESTIONS = 3  # a proposal may correct itself: so many question blocks are in form, and the last one counts
-LOWEST, HIGHEST = 1.0, 10.0  # the judge's scale
+QUESTIONS = 3  # maximum number of question blocks of a well-formed proposal, which may correct itself; the last is used
+LOWEST, HIGHEST = 1.0, 10.0  # ends of the judge's scale
 
-_NUMBERS = (r"\b\d+/\d+\b", r"\b\d+\.\d+\b", r"\b\d+\b")  # a fraction is looked for first, then a decimal
+_NUMBERS = (r"\b\d+/\d+\b", r"\b\d+\.\d+\b", r"\b\d+\b")  # in order of precedence: fraction, decimal, integer
 
 
 def last_inside(text: str, tag: str) -> str | None:
@@ -25,7 +25,8 @@ def last_inside(text: str, tag: str) -> str | None:
 
 
 def tag_form(text: str, tag: str, most: int = 1) -> float:
-    """Returns 1.0 for one to `most` pairs of a tag, 0.5 for more, and 0.0 for none or a tag without its partner."""
+    """Returns the format score of a tag: 1.0 for one to `most` pairs of the tag, 0.5 for more pairs, and 0.0 without
+    the tag or if the numbers of opening and closing tags differ."""
     pairs, closing = text.count(f"<{tag}>"), text.count(f"</{tag}>")
     if not pairs or pairs != closing:
         return 0.0
@@ -33,9 +34,10 @@ def tag_form(text: str, tag: str, most: int = 1) -> float:
 
 
 def proposal_form(text: str) -> float:
-    """Returns the mean form of a proposal's question blocks and, where it has any, of its answer and type blocks.
+    """Returns the mean format score of a proposal's question blocks and, if present, of its answer and type blocks.
 
-    Answer blocks are in form when they number one more than the question blocks, as the released code counts them.
+    Answer blocks have the score 1.0 if there is one more of them than of question blocks, and 0.0 otherwise, as in the
+    released code.
     """
     parts = [tag_form(text, "question", QUESTIONS)]
     answers, closing = text.count("<answer>"), text.count("</answer>")
@@ -47,10 +49,10 @@ def proposal_form(text: str) -> float:
 
 
 def judged_score(text: str) -> float | None:
-    """Returns a judgement's score, 1 to 10, mapped onto [0, 1]; None where it has no number.
+    """Returns the score in a judgement, mapped from the scale 1 to 10 onto [0, 1]; None if it has no number.
 
-    The first <score> block with a number counts; without one, the last number of the text. Numbers beyond the scale
-    count as its ends, and so does a fraction: 9/10 is read as 0.9, below the scale.
+    The score is the number in the first <score> block that has one; without such a block, the last number of the text.
+    Numbers outside the scale are clamped to its ends. A fraction is evaluated: 9/10 is 0.9, clamped to 1.
     """
     blocks = block_texts(text, "score", re.IGNORECASE)
     numbers = [next((m[0] for kind in _NUMBERS if (m := re.search(kind, block))), "") for block in blocks]

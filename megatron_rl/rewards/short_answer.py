@@ -1,4 +1,4 @@
-"""Grades answers that are a label or a short text, by comparing texts. Nothing of a response is evaluated."""
+"""Grades answers that are a label or a short text, by comparing texts. No expression in a response is evaluated."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from typing import Any
 
 from megatron_rl.rewards.tags import answer_text
 
-MAX_CHARACTERS = 2000  # longer answers are cut
+MAX_CHARACTERS = 2000  # longer answers are truncated
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|texttt|textit)\s*\{([^{}]*)\}")
 _NUMBER = re.compile(r"[-+]?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?|[-+]?\.\d{1,40}")
 _SYNONYMS = {"true": "yes", "false": "no"}
 
 
 def stated_answer(response: str) -> str:
-    r"""Returns the answer in a response: its last \boxed{}, else its last <answer> block, else its last line."""
+    r"""Returns the answer in a response: the last \boxed{}, else the last <answer> block, else the last line."""
     found = answer_text(response)
     if found is None:
         found = (response.strip().splitlines() or [""])[-1]
-    for _ in range(4):  # texts may be nested this deep
+    for _ in range(4):  # removes up to four nested \text{}
         found = _TEXT.sub(r"\1", found)
     return found.replace("\\ ", " ").replace("$", "").replace("\\%", "%").strip()[:MAX_CHARACTERS]
 
 
 def grade_label(response: str, payload: Mapping[str, Any]) -> float:
-    """Returns 1.0 when the answer names the label payload["answer"] and no other of payload["choices"], else 0.0."""
+    """Returns 1.0 if the answer contains the label payload["answer"] and no other label of payload["choices"], else
+    0.0."""
     choices = [str(choice).lower() for choice in payload["choices"]]
     words = [
         _SYNONYMS.get(word, word) if word not in choices else word
@@ -37,15 +38,15 @@ def grade_label(response: str, payload: Mapping[str, Any]) -> float:
 
 
 def grade_text(response: str, payload: Mapping[str, Any]) -> float:
-    """Returns 1.0 when the answer is the text payload["answer"], else 0.0.
+    """Returns 1.0 if the answer is the text payload["answer"], else 0.0.
 
-    Parts between commas are compared one by one; numbers are compared to the decimals that the known one has.
+    Comma-separated lists are compared element by element. A number is rounded to the decimals of the known number.
     """
     return float(same_text(stated_answer(response), str(payload["answer"])))
 
 
 def same_text(answer: str, known: str) -> bool:
-    """Returns whether two answers are the same text, the same number, or the same list of these."""
+    """Returns whether two answers are the same text, the same number, or the same list of texts and numbers."""
     if _plain(answer) == _plain(known):
         return True
     numbers = _number(answer), _number(known)
@@ -69,7 +70,7 @@ def _number(text: str) -> Decimal | None:
 def _agree(answer: Decimal, known: Decimal) -> bool:
     """Returns whether two numbers are equal.
 
-    An answer with more decimals is rounded to those of the known number, if that has any.
+    An answer with more decimals than `known` is first rounded to the decimals of `known`, unless `known` has none.
     """
     if answer == known:
         return True

@@ -1,27 +1,29 @@
 """Parses the generator's output: reasoning steps, answer and format.
 
-The grammar is that of arXiv 2505.15034: think > step*, then answer > boxed.
+The expected format is the one of arXiv 2505.15034: <step> blocks inside a <think> block, then an <answer> block with
+a \\boxed{} answer.
 """
 
 from __future__ import annotations
 
 import re
 
-MIN_STEPS = 3  # fewer steps cost 0.4 of the format score
+MIN_STEPS = 3  # a solution with fewer steps loses 0.4 of its format score
 
-_BRACES = re.compile(r"\\boxed\{|\\[\\{}]|[{}]")  # an escaped brace groups nothing
+_BRACES = re.compile(r"\\boxed\{|\\[\\{}]|[{}]")  # an escaped brace does not group
 
 
 def block_spans(text: str | bytes, tag: str, flags: int = 0) -> list[tuple[int, int]]:
-    """Returns the spans [start, end) of the blocks <tag>...</tag>, tags included, in order: in characters of a str, in
-    bytes of UTF-8. Any text is allowed. `flags`: of `re`.
+    """Returns the spans [start, end) of the blocks <tag>...</tag>, tags included, in order of position.
 
-    A block reaches from an opening tag to the next closing one. An opening tag inside a block is part of its text, and
-    a tag without its partner makes no block, as in `<tag>(.*?)</tag>`; but the time grows with the length alone.
+    The offsets are in characters for a str and in bytes for UTF-8 bytes. Any text is allowed. `flags`: flags of `re`.
+
+    A block extends from an opening tag to the next closing tag. An opening tag inside a block is part of the block's
+    text, and a tag without its partner is ignored. The result is that of `<tag>(.*?)</tag>`, but in linear time.
     """
     pattern = f"<(/?){re.escape(tag)}>"
     spans: list[tuple[int, int]] = []
-    start: int | None = None  # of the block that is open
+    start: int | None = None  # start of the open block
     for found in re.finditer(pattern if isinstance(text, str) else pattern.encode(), text, flags):  # pyright: ignore
         if not found[1] and start is None:
             start = found.start()
@@ -32,31 +34,31 @@ def block_spans(text: str | bytes, tag: str, flags: int = 0) -> list[tuple[int, 
 
 
 def block_texts(text: str, tag: str, flags: int = 0) -> list[str]:
-    """Returns the text inside each block <tag>...</tag>, as it stands. `flags`: of `re`."""
+    """Returns the unchanged text inside each block <tag>...</tag>. `flags`: flags of `re`."""
     return [text[start + len(tag) + 2 : end - len(tag) - 3] for start, end in block_spans(text, tag, flags)]
 
 
 def step_spans(text: str | bytes) -> list[tuple[int, int]]:
-    """Returns the spans of the step blocks, as `block_spans` does."""
+    """Returns the spans [start, end) of the <step> blocks; see `block_spans`."""
     return block_spans(text, "step")
 
 
 def step_texts(text: str) -> list[str]:
-    """Returns the text inside each step block, stripped."""
+    """Returns the stripped text inside each <step> block."""
     return [block.strip() for block in block_texts(text, "step")]
 
 
 def boxed(text: str) -> str | None:
-    r"""Returns the content of the last \boxed{...} with balanced braces, the innermost of nested ones; None without
-    one."""
+    r"""Returns the content of the last \boxed{...} with balanced braces; the innermost box if boxes are nested; None if
+    there is no box."""
     start, end = max(_boxes(text), default=(0, 0))
     return text[start + len("\\boxed{") : end - 1].strip() if end else None
 
 
 def answer_text(text: str) -> str | None:
-    r"""Returns the content of the last \boxed{}, else of the last <answer> block; None without one.
+    r"""Returns the content of the last \boxed{}; without a box, of the last <answer> block; None without either.
 
-    The <answer> block may lack its closing tag.
+    The closing tag of the <answer> block may be missing.
     """
     found = boxed(text)
     if found is None and "<answer>" in text:
@@ -65,10 +67,10 @@ def answer_text(text: str) -> str | None:
 
 
 def generator_format(text: str) -> float:
-    r"""Returns how well the grammar is kept, in [0, 1], for logging and for the verifier's count gate.
+    r"""Returns the format score of a solution, in [0, 1]. It is used for logging and by `verdicts.verifier_format`.
 
-    The score is 0 without an answer block; otherwise 1.0, minus 0.8 when the block is not exactly one \boxed{...} with
-    something in it, minus 0.8 without steps or 0.4 with fewer than three.
+    The score is 0 without an <answer> block. Otherwise the score starts at 1.0 and is reduced, but not below 0: by 0.8
+    if the block is not exactly one non-empty \boxed{...}, and by 0.8 without steps or by 0.4 with fewer than three.
     """
     _, opened, rest = text.partition("<answer>")
     answer, closed, _ = rest.partition("</answer>")
@@ -84,8 +86,8 @@ def generator_format(text: str) -> float:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    r"""Returns the spans of the balanced \boxed{...}, in one pass over the braces."""
-    opened: list[int | None] = []  # start of each open brace's box; None: a plain brace
+    r"""Returns the spans of all balanced \boxed{...}, in one pass over the braces."""
+    opened: list[int | None] = []  # stack of open braces: the start of the box, or None for a plain brace
     boxes: list[tuple[int, int]] = []
     for match in _BRACES.finditer(text):
         token = match.group()

@@ -1,4 +1,4 @@
-"""Grades the problems of data.tiny: how much of a response is the letter that was asked for."""
+"""Grades the problems of data.tiny by the share of the requested letter in the response."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from typing import Any
 
 
 def grade(response: str, payload: Mapping[str, Any]) -> float:
-    """Returns the share of the response's characters that are payload["answer"]; 0.0 for an empty response."""
+    """Returns the share of the response's characters that are payload["answer"], 0 to 1; 0.0 for an empty response."""
     return response.count(str(payload["answer"])) / len(response) if response else 0.0

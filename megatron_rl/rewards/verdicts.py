@@ -1,8 +1,8 @@
-"""Parses the verifier's output: step verdicts, final verdict, format and reward.
+"""Parses the verifier's output: step verdicts, final verdict, format score and reward.
 
-The rules are eq. 8 of arXiv 2505.15034 and those of its released code (verl/workers/verifier_worker.py and
-verl/utils/reward_score/format.py), with one leniency: spaces inside a verdict's braces, before its full stop and around
-the final verdict are allowed, because a word-level tokenizer cannot write without them.
+The rules are eq. 8 of arXiv 2505.15034 and the rules of its released code (verl/workers/verifier_worker.py and
+verl/utils/reward_score/format.py), with one exception: spaces are allowed inside a verdict's braces, before its full
+stop and around the final verdict, because the output of a word-level tokenizer always has spaces there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_rl.rewards.tags import step_spans, step_texts
 
 GAMMA = 0.8  # weight of the format score
-COUNT_GATE = 0.6  # from this format score of the solution on, the number of verdicts must match
+COUNT_GATE = 0.6  # minimum format score of the solution at which the number of verdicts must match its number of steps
 
 _STEPS, _END_STEPS = "<step_verification>", "</step_verification>"
 _FINAL, _END_FINAL = "<final_verification>", "</final_verification>"
@@ -26,20 +26,20 @@ _FINAL_FOLLOWS = re.compile(rf"{_END_STEPS}\s*{_FINAL}")
 
 @dataclass(frozen=True)
 class Review:
-    """A parsed verification and its reward."""
+    """A parsed verification of a solution and its reward."""
 
     verdicts: tuple[bool, ...]  # verdicts of the step section, in order
-    final: bool | None  # final verdict; None: it cannot be parsed
-    agrees: bool  # the final verdict is the solution's outcome
+    final: bool | None  # final verdict; None if it cannot be parsed
+    agrees: bool  # whether the final verdict is equal to the graded outcome of the solution
     format: float  # format score, 0 to 1
     reward: float
 
 
 def step_verdicts(text: str) -> tuple[bool, ...]:
-    """Returns the verdicts of the first step section, in order; none when one of its two tags is missing.
+    """Returns the verdicts of the first step section, in order; an empty tuple if one of the section's tags is missing.
 
-    A verdict counts where it ends a step block. A block without one gives none: it goes on to the next verdict that
-    stands before a closing tag.
+    A verdict is counted if it is at the end of a step block. A block without a verdict extends to the next verdict
+    that is directly followed by a closing tag.
     """
     found: list[bool] = []
     opened = False
@@ -52,19 +52,24 @@ def step_verdicts(text: str) -> tuple[bool, ...]:
 
 
 def final_verdict(text: str) -> bool | None:
-    """Returns the verdict of the first final section that holds a boxed verdict and nothing else, wherever it stands;
-    None if there is none."""
+    """Returns the verdict of the first final section that contains only a boxed verdict, anywhere in the text; None if
+    there is no such section."""
     match = _FINAL_VERDICT.search(text)
     return None if match is None else match.group(1).upper() == "CORRECT"
 
 
 def verifier_format(text: str, num_steps: int, generator_format: float) -> float:
-    """Returns the format score in [0, 1]. `num_steps`: steps of the solution; `generator_format`: its format score.
+    """Returns the format score of a verification, in [0, 1].
 
-    The score is 0 unless the text begins with a step section, ends with a final section, and a final section follows a
-    step section in it. Otherwise it is 1.0, minus 0.8 without a verdict at the end of the first final section, minus
-    0.8 without step blocks in the first step section or (given a well-formed solution) when the number of blocks that
-    end in a verdict is not num_steps, minus 0.4 for text between these blocks.
+    `num_steps`: number of steps of the solution. `generator_format`: format score of the solution.
+
+    The score is 0 unless the text begins with a step section, ends with a final section, and has a final section
+    directly after a step section. Otherwise the score starts at 1.0 and is reduced, but not below 0:
+
+    - by 0.8 if the first final section does not end in a verdict;
+    - by 0.8 if the first step section has no step blocks, or if the solution is well-formed (`generator_format` of at
+      least COUNT_GATE) and the number of blocks that end in a verdict is not `num_steps`;
+    - by 0.4 if there is text outside the step blocks of the first step section.
     """
     text = text.strip()
     inner = text[len(_STEPS) : -len(_END_FINAL)]
@@ -86,9 +91,10 @@ def verifier_format(text: str, num_steps: int, generator_format: float) -> float
 
 
 def review(text: str, *, num_steps: int, correct: bool, generator_format: float, gamma: float = GAMMA) -> Review:
-    """Reads one verification of a solution whose graded outcome is `correct`. Any text is allowed.
+    """Parses one verification of a solution and computes its reward. Any text is allowed.
 
-    The reward is 1[final verdict = outcome] + gamma * format; both parts are 0 when the final verdict cannot be parsed.
+    `correct` is the graded outcome of the solution. The reward is 1[final verdict = outcome] + gamma * format score;
+    both terms are 0 if the final verdict cannot be parsed.
     """
     final, verdicts = final_verdict(text), step_verdicts(text)
     if final is None:
@@ -103,7 +109,7 @@ def _ends_in_verdict(section: str) -> bool:
 
 
 def _between(text: str, opening: str, closing: str) -> str | None:
-    """Returns the text from the first opening tag to the next closing one; None when one of them is missing."""
+    """Returns the text between the first opening tag and the next closing tag; None if one of the tags is missing."""
     _, opened, rest = text.partition(opening)
     inside, closed, _ = rest.partition(closing)
     return inside if opened and closed else None
