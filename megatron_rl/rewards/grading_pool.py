@@ -36,7 +36,7 @@ PIPE_BYTES = 1 << 16  # maximum number of bytes of one read or write
 EXHAUSTED = "out of memory"
 END_S = 10.0  # time limit in seconds for a reaper to end all processes that its worker started
 PACKAGE = Path(reaper.__file__).parents[1]
-START = (  # only this package is imported from PACKAGE; all other modules are found along the sys.path that the pool sends
+START = (  # only this package is imported from PACKAGE; all other modules are found along the sent sys.path
     f"import sys; sys.path.append({str(PACKAGE.parent)!r}); from megatron_rl.rewards.reaper import main; "
     "sys.path.pop(); main()"
 )
