@@ -1,4 +1,4 @@
-"""Adam as Megatron-core wants it where there is neither Transformer Engine nor apex."""
+"""An Adam optimizer for Megatron-core for machines without Transformer Engine and apex."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch.optim.adamw import adamw
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam with Transformer Engine's state layout: moments in the state, `step` in the group.
+    """Adam with Transformer Engine's state layout, which ZeRO-1 checkpoints need: the moments are in the state of each
+    parameter, and `step` is in the parameter group.
 
-    ZeRO-1 checkpoints need it.
-
-    torch's own AdamW keeps `step` per parameter, which Megatron's distributed optimizer cannot restore. The arithmetic
-    is torch's.
+    torch's AdamW keeps `step` per parameter, which Megatron's distributed optimizer cannot restore. The arithmetic is
+    that of torch's Adam and AdamW.
     """
 
     def __init__(
@@ -36,12 +35,12 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
     def initialize_state(self, param: torch.Tensor, *unused: Any) -> None:
-        """Makes the moments of a parameter, zeros."""
+        """Initializes the moments of a parameter to zeros."""
         self.state[param] = dict(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Takes one optimizer step on all parameters that have a gradient."""
+        """Performs one optimizer step on all parameters that have a gradient."""
         for group in self.param_groups:
             group["step"] = count = group.get("step", 0) + 1
             params = [p for p in group["params"] if p.grad is not None and p.numel()]

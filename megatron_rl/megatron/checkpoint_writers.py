@@ -1,4 +1,4 @@
-"""How core's writers of checkpoints are started, and whom they report to."""
+"""Starts the processes that write core's checkpoints in the background, and provides their result queues."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from multiprocessing.managers import SyncManager
 
 from megatron_rl.run.parent_death import end_with_parent
 
-HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # while a checkpoint is written
-_manager: SyncManager | None = None  # the process that has the queues of this rank's saves
+HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # signals that are blocked while a checkpoint is written
+_manager: SyncManager | None = None  # manager process of the result queues of this rank's saves
 
 
 @contextlib.contextmanager
 def one_save() -> Iterator[None]:
-    """Begins one save in the block, whose writers report to a queue of their own.
+    """Context manager in which one save is started. The writer processes of the save report to a separate queue.
 
-    Core has one queue for all saves of a process, and takes the oldest report in it for that of the save which it asks
-    about. Of two roles' saves under way at once each then got the other's places in the files whenever the second was
-    written first: a checkpoint with right checksums that could not be read.
+    Core has one queue for all saves of a process and assigns the oldest result in the queue to any save that it polls.
+    If two roles save at once and the second save finishes first, each save would get the file offsets of the other:
+    the checkpoints would have correct checksums and be unreadable.
 
-    The writer processes, forked in the block, inherit that signals are held back: one to the whole group must not kill
-    them in the middle of a file.
+    Signals are blocked in the block, and the writer processes, which are forked in the block, inherit the blocked
+    signals. A signal to the whole process group must not kill a writer in the middle of a file.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async as core
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
-        if "_results_queue" in vars(core):  # not in every core
+        if "_results_queue" in vars(core):  # not every version of core has this queue
             core._results_queue = (_manager or start_manager()).Queue()  # type: ignore[assignment]
         yield
     finally:
@@ -41,12 +41,15 @@ def one_save() -> Iterator[None]:
 
 
 def start_manager() -> SyncManager:
-    """Starts the process that has the queues of this rank's saves. It ends with this rank: core's own stays for ever
-    when the rank is killed. It listens at a name that no file system knows (Linux), behind its key: core's leaves a
-    directory for temporary files when it is killed itself. The caller holds signals back, which it inherits."""
+    """Starts the manager process of the result queues of this rank's saves.
+
+    The process ends with this rank, whereas core's manager process runs forever if the rank is killed. On Linux the
+    process listens on an abstract socket protected by an authentication key; core's leaves a temporary directory behind
+    if it is killed. The caller blocks signals beforehand, and the process inherits the blocked signals.
+    """
     name = f"\0megatron_rl-{uuid.uuid4().hex}" if sys.platform == "linux" else None
     resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # the tracker's start lets some of them through again
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # starting the tracker unblocks some of the signals
     manager = SyncManager(name, ctx=multiprocessing.get_context("spawn"))
     manager.start(end_with_parent, (signal.SIGKILL, os.getpid()))
     share_manager(manager)
@@ -54,6 +57,6 @@ def start_manager() -> SyncManager:
 
 
 def share_manager(manager: SyncManager) -> None:
-    """Has this rank's saves report to queues of a process that runs already."""
+    """Makes this rank's saves report to queues of a manager process that is already running."""
     global _manager
     _manager = manager

@@ -1,4 +1,4 @@
-"""Gives a role's weights to engines and files: as this rank's shards, or as a stream of whole Hugging Face tensors."""
+"""Exports a role's weights to engines and files, as this rank's shards or as a stream of whole Hugging Face tensors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from megatron_rl.weights.rank_layouts import Holding, TrainerLayout
 
 
 class WeightExport:
-    """The weights of one role, as engines and files read them. Methods are collective unless they say otherwise."""
+    """Exports the weights of one role. Methods are collective unless their docstring says otherwise."""
 
     def __init__(self, model: RoleModel) -> None:
         self._model = model
 
     @property
     def trainer_layout(self) -> TrainerLayout:
-        """The rectangles that the ranks hold, for the plan of a refit. Not collective."""
+        """The parallel layout from which each rank's parameter shards follow. The refit (weight sync to the engines) is
+        planned with it. Not collective."""
         layout, arch = self._model.role.layout, self._model.arch
         return TrainerLayout(
             tp=layout.tp,
@@ -41,25 +42,31 @@ class WeightExport:
         )
 
     def shards(self) -> dict[str, Tensor]:
-        """Returns this rank's parameters by name, with global layer numbers: the memory itself, which updates change in
-        place. Adapters are not among them: `added` tells what they change. Not collective."""
+        """Returns this rank's parameters by name, with global layer indices. Not collective.
+
+        The tensors share memory with the model, and updates change them in place. Adapters are not included; `added`
+        returns their contribution.
+        """
         return {name: parameter.detach() for name, parameter in self._model.named().items()}
 
     def added(self, name: str, part: ParameterPart) -> Tensor | None:
-        """Returns what adapters add to a part of one of `shards`, float32; None where it is nothing. Not collective."""
+        """Returns the LoRA delta of one part of a tensor of `shards`, float32. Returns None if no adapter changes the
+        part. Not collective."""
         return None if self._model.adapters is None else self._model.adapters.added(name, *part)
 
     def planned(self) -> list[Planned]:
-        """Returns the tensors that `weights` yields, in the order of a Hugging Face directory. Not collective."""
+        """Returns name, shape and dtype of the tensors that `weights` yields, in the order of a Hugging Face directory.
+        Not collective."""
         arch, dtype = self._model.arch, getattr(torch, self._model.role.model.dtype)
         kept = parameter_mapping.kept_float32(arch)
         return plan_tensors(arch, {n: torch.float32 if n in kept else dtype for n in parameter_mapping.hf_shapes(arch)})
 
     def weights(self, *, everywhere: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Streams (Hugging Face name, whole tensor on CPU) to rank 0, or `everywhere`. Consume the stream to its end.
+        """Yields (Hugging Face name, whole tensor on the CPU) on every rank, or only on rank 0 if not `everywhere`. All
+        ranks must consume the iterator to its end.
 
-        A rank holds one tensor at a time, and a rank that only sends holds a part of one. Adapters are merged into the
-        weights.
+        A receiving rank holds one whole tensor at a time; a rank that only sends holds one part of a tensor. Adapters
+        are merged into the weights.
         """
         model = self._model
         model.check_readable()
@@ -73,7 +80,8 @@ class WeightExport:
         return _gathered(self.planned(), holdings, read, model.groups.control, everywhere=everywhere)
 
     def adapter(self, *, everywhere: bool = True) -> dict[str, Tensor]:
-        """Returns the whole adapter by peft's names, on CPU, on rank 0 or `everywhere`; nothing without `role.lora`."""
+        """Returns the whole adapter as CPU tensors by peft name, on every rank, or only on rank 0 if not `everywhere`.
+        Returns an empty dict on the other ranks, and without `role.lora`."""
         model, lora = self._model, self._model.role.lora
         if model.adapters is None or lora is None:
             return {}
@@ -86,7 +94,7 @@ class WeightExport:
         return dict(_gathered(planned, self._adapter_holdings(), read, model.groups.control, everywhere=everywhere))
 
     def _adapter_holdings(self) -> Iterator[Holding]:
-        """Yields what the ranks hold of the adapter."""
+        """Yields the adapter's parts, with the rank that holds each part."""
         arch, lora, layout = self._model.arch, self._model.role.lora, self.trainer_layout
         assert lora is not None
         for stage, layers in enumerate(layout.layers(arch)):
@@ -101,14 +109,14 @@ class WeightExport:
                 yield Holding((stage * layout.tp * layout.dp + rank,), [(n, r) for n, rects in held for r in rects])
 
     def write_adapter(self, directory: Path) -> None:
-        """Writes the adapter in peft's format, on the first rank; nothing without `role.lora`."""
+        """Writes the adapter to `directory` in peft's format, on the first rank. No-op without `role.lora`."""
         tensors, role = self.adapter(everywhere=False), self._model.role
         if tensors and role.lora is not None and dist.get_rank(self._model.groups.control) == 0:
             lora_adapters.write(directory, tensors, role.lora, role.model.path, self._base_digest)
 
     @functools.cached_property
     def _base_digest(self) -> str:
-        """The digest of the files of the frozen model, as they are when the digest is first needed."""
+        """The digest of the frozen base model's files, computed at first use and then cached."""
         return lora_adapters.base_digest(self._model.role.model.path)
 
 
@@ -120,10 +128,11 @@ def _gathered(
     *,
     everywhere: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) of the `planned` tensors, on rank 0 of a gloo group or `everywhere`. Collective.
+    """Yields (name, whole tensor) for each of the `planned` tensors, on every rank of the gloo `group`, or only on
+    rank 0 if not `everywhere`. Collective.
 
-    `holdings` are the parts that all ranks hold, and `read(parameter, rect)` returns a part of this rank's. Each part
-    is sent once, by the first rank that holds it.
+    `holdings` lists the parts that each rank holds. `read(parameter, rect)` returns one part of this rank's parameters.
+    Each part is sent once, by the first rank that holds it.
     """
     parts: dict[str, dict[tuple[int, ...], tuple[int, str, Rect]]] = {}
     for holding in holdings:

@@ -1,4 +1,4 @@
-"""Norms of all heads of queries, or of keys, at once, which tensor-parallel ranks share out as they do the heads."""
+"""A norm over all heads of the queries, or of the keys, together. The heads are split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 class JointNorm(torch.nn.Module):
     """A root-mean-square norm over all heads, [..., heads of this rank, d] -> the same shape.
 
-    A rank holds the elements of the weight that belong to its heads. Its name in core is that of a norm of one head,
-    whose weight all ranks hold and whose gradient core sums over them: `qk_layernorm` of core's config must be False.
+    Each rank holds the weight elements that belong to its heads. `qk_layernorm` in core's config must be False: core
+    would treat the weight, which has the name of a per-head norm, as replicated, and would sum its gradient over ranks.
     """
 
     def __init__(self, config: Any, hidden_size: int, heads: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -30,7 +30,7 @@ class JointNorm(torch.nn.Module):
         self.eps, self.head_dim, self.width = eps, hidden_size, heads * hidden_size
         own = self.width // self.group.size()
         self.weight = torch.nn.Parameter(torch.ones(own, dtype=config.params_dtype))
-        # Without it core counts the weight of the first rank alone into the gradients' norm.
+        # Without these attributes core includes only the first rank's weight in the gradient norm.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class JointNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns core's description of the weight for checkpoints: ranks hold different parts, not copies."""
+        """Returns core's sharded state dict of the weight: the tensor ranks hold different parts, not copies."""
         state = self.state_dict(prefix="", keep_vars=True)
         replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return make_sharded_tensors_for_checkpoint(
@@ -52,7 +52,7 @@ class JointNorm(torch.nn.Module):
 class _NormOverRanks(torch.autograd.Function):
     """Computes weight * x / sqrt(mean of x^2 + eps) in float32, where the mean is over the heads of all ranks.
 
-    Each pass sums one number for a token over the ranks. x is [..., H, d], the weight [H, d].
+    The forward and the backward pass each all-reduce one scalar per token. x is [..., H, d], and the weight is [H, d].
     """
 
     @staticmethod
@@ -77,7 +77,7 @@ class _NormOverRanks(torch.autograd.Function):
 
 
 def _over_heads(x: Tensor, group: Any) -> Tensor:
-    """Returns the sum over the heads of all ranks. [..., H, d] -> [..., 1, 1]"""
+    """Returns the sum over the last two dimensions and over all ranks of the group. [..., H, d] -> [..., 1, 1]."""
     total = x.sum((-2, -1), keepdim=True)
     if group.size() > 1:
         dist.all_reduce(total, group=group)

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) in a Megatron model: what they compute, and how ranks share them.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) in a Megatron model: their computation, and their sharding over ranks.
 
-Megatron joins query, key and value, and gate and up. Their adapters stay apart, as peft has them: each Hugging Face
-matrix has an A and a B of its own, and what they compute is put where the joined matrix puts its rows.
+Megatron fuses query, key and value into one matrix, and gate and up into another. As in peft, each Hugging Face matrix
+has its own A and B. The output of an adapter is added to the rows of the fused output that belong to its matrix.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 
 @dataclass(frozen=True)
 class _Joined:
-    """The adapters of one linear module of Megatron, and where the rows that they compute stand in its output."""
+    """The adapters of one linear module of Megatron, and the positions of their output rows in the module's output."""
 
-    names: tuple[str, ...]  # of the adapters, in the order of the module's matrices
-    # Rows of the output from the first to the last: (number of the adapter, its first row, rows). None: rows of a
-    # matrix without an adapter.
+    names: tuple[str, ...]  # names of the adapters, in the order of the module's matrices
+    # Runs of output rows, in order: (index of the adapter, first row of the adapter, number of rows). The index is None
+    # for rows of a matrix without an adapter.
     runs: tuple[tuple[int | None, int, int], ...]
-    inward: bool  # tensor ranks cut the matrix by columns
+    inward: bool  # True if tensor ranks split the matrix by columns
 
 
 class Adapter(torch.nn.Module):
-    """A [r, columns] and B [rows, r] of one matrix, as this rank holds them.
+    """This rank's part of A [r, columns] and B [rows, r] of one adapted matrix.
 
-    One of them is cut among tensor ranks; the other is whole on all of them, and under sequence parallelism each rank
-    sees a part of the tokens: core then sums its gradients.
+    One of the two matrices is split over the tensor ranks; the other is replicated on all of them. Under sequence
+    parallelism each rank sees only a part of the tokens, and core sums the gradients of the replicated matrix.
     """
 
     def __init__(self, config: Any, projection: Projection, rank: int, *, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class Adapter(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns core's description of both matrices for checkpoints: ranks hold parts of one, copies of the other."""
+        """Returns core's sharded state dict of both matrices: one is split over the tensor ranks, one is replicated."""
         state = self.state_dict(prefix="", keep_vars=True)
         replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return make_sharded_tensors_for_checkpoint(
@@ -80,7 +80,7 @@ class Adapter(torch.nn.Module):
 
 
 class LayerAdapters(torch.nn.ModuleDict):
-    """The adapters of one layer, by the names of their matrices."""
+    """The adapters of one layer, keyed by the names of the adapted matrices."""
 
     def __init__(
         self, config: Any, sizes: Sizes, layer: int, settings: Lora, shard: Shard, *, device: torch.device
@@ -92,9 +92,9 @@ class LayerAdapters(torch.nn.ModuleDict):
         self.joined = {linear: _joined(sizes, layer, linear, own, shard) for linear in linears(sizes, layer)}
 
     def added(self, linear: str, x: Tensor) -> Tensor | None:
-        """Returns what the adapters add to the output of a linear module that reads `x` on this rank.
+        """Returns the adapters' contribution to the output of the module `linear` for this rank's input `x`.
 
-        None where the module's matrices have no adapter.
+        Returns None if the module's matrices have no adapter.
         """
         joined = self.joined[linear]
         if not joined.names:
@@ -102,7 +102,7 @@ class LayerAdapters(torch.nn.ModuleDict):
         own: list[Any] = [self[name] for name in joined.names]
         low = F.linear(x, torch.cat([adapter.lora_a for adapter in own]) if len(own) > 1 else own[0].lora_a)
         if joined.inward:
-            # the ranks divide the columns; with sequence parallelism each keeps the sum for its own tokens
+            # The columns are split over the ranks. With sequence parallelism each rank keeps the sum for its tokens.
             summed = (
                 reduce_scatter_to_sequence_parallel_region(low, group=self.group)
                 if self.sequence_parallel
@@ -119,7 +119,7 @@ class LayerAdapters(torch.nn.ModuleDict):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns core's description of all adapters for checkpoints."""
+        """Returns core's sharded state dict of all adapters of the layer."""
         state: dict[str, Any] = {}
         for name, adapter in self.items():
             own: Any = adapter
@@ -127,33 +127,34 @@ class LayerAdapters(torch.nn.ModuleDict):
         return state
 
     def _spread(self, low: Tensor) -> Tensor:
-        """Hands A x to the ranks that cut the rows: of all tokens, with gradients that are the sum of the ranks'."""
+        """Returns A x of all tokens on every tensor rank, for B matrices whose rows are split over the ranks. The
+        backward pass sums the gradients over the ranks."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
         spread = copy_to_tensor_model_parallel_region(low, group=self.group)
-        if spread.requires_grad:  # core all-reduces a copy of a non-contiguous gradient and drops it (0.16.1)
+        if spread.requires_grad:  # core all-reduces a copy of a non-contiguous gradient and discards the copy (0.16.1)
             spread.register_hook(Tensor.contiguous)
         return spread
 
     @staticmethod
     def _run(made: Sequence[Tensor], like: Tensor, adapter: int | None, row: int, rows: int) -> Tensor:
-        """Returns a run of rows of what one adapter computes, or zeros."""
+        """Returns a run of rows of one adapter's output, or zeros if `adapter` is None."""
         if adapter is None:
             return like.new_zeros(*like.shape[:-1], rows)
         return made[adapter].narrow(-1, row, rows)
 
 
 class RoleAdapters:
-    """All adapters of one role on this rank. Several roles may have theirs on one model.
-
-    `show` puts a role's in use.
+    """All adapters of one role on this rank. Several roles can have adapters on the same base model; `show` selects the
+    adapters that the model uses.
     """
 
     def __init__(self, cores: Sequence[Any], sizes: Sizes, settings: Lora, shard: Shard) -> None:
-        """Makes the adapters, all zero, and puts them in use. Call with the layout's groups active."""
+        """Creates the adapters, filled with zeros, and attaches them to the model. Call it with the layout's groups
+        active."""
         self._sizes, self._settings, self._shard = sizes, settings, shard
         self._layers: list[tuple[Any, LayerAdapters]] = []
-        self.named: dict[str, torch.nn.Parameter] = {}  # by name with global layer numbers, in order
+        self.named: dict[str, torch.nn.Parameter] = {}  # name with global layer index -> parameter, in model order
         for layer in (layer for core in cores for layer in core.decoder.layers):
             number, device = layer.layer_number - 1, next(layer.parameters()).device
             own = LayerAdapters(layer.config, sizes, number, settings, shard, device=device)
@@ -170,14 +171,16 @@ class RoleAdapters:
         self._changes = {name: change for layer, own in self._layers for name, change in self._of_layer(layer, own)}
 
     def show(self) -> None:
-        """Makes the model compute with these adapters, and name them among its parameters."""
+        """Makes the model use these adapters in its forward pass and list them among its parameters."""
         for layer, own in self._layers:
             layer.lora = own
 
     def fill(self, seed: int) -> None:
-        """Takes the adapters from the settings' directory, or draws A and leaves B zero.
+        """Loads the adapters from the directory in the settings. Without a directory, A is initialized randomly and B
+        stays zero.
 
-        Ranks of any layout draw the same. Raises ConfigError for an adapter that is not the settings' or the model's.
+        The random values do not depend on the layout. Raises ConfigError if the loaded adapter does not match the
+        settings or the model.
         """
         path, rank = self._settings.path, self._settings.rank
         found = None if path is None else lora_adapters.read(path, self._sizes, self._settings)
@@ -192,9 +195,9 @@ class RoleAdapters:
                 tensor_copies.fill(parameter, rects, functools.partial(_rectangle, drawn))
 
     def added(self, name: str, row: int, column: int, rows: int, columns: int) -> Tensor | None:
-        """Returns alpha / r B A of a rectangle of one of the base's parameters as this rank holds it, in float32.
+        """Returns the LoRA delta alpha / r * B A of a rectangle of one of this rank's base parameters, in float32.
 
-        None where the parameter has no adapter.
+        Returns None if no adapter changes the rectangle.
         """
         if name not in self._changes:
             return None
@@ -204,7 +207,7 @@ class RoleAdapters:
             if low >= high:
                 continue
             out = first[1].lora_a.new_zeros(rows, columns, dtype=torch.float32) if out is None else out
-            own = adapter.lora_b.shape[0]  # this rank's part of B begins at a multiple of it
+            own = adapter.lora_b.shape[0]  # rows of this rank's part of B, which begins at a multiple of this count
             start = low - rect.at_row + rect.row % own
             b = adapter.lora_b.detach()[start : start + high - low].float()
             a = adapter.lora_a.detach()[:, column : column + columns].float()
@@ -212,7 +215,7 @@ class RoleAdapters:
         return out
 
     def _of_layer(self, layer: Any, own: LayerAdapters) -> list[tuple[str, list[tuple[Rect, Any]]]]:
-        """Returns (the base's parameter, [(rectangle, adapter)]) of the linear modules of a layer."""
+        """Returns (name of the base parameter, [(rectangle, adapter)]) for each adapted linear module of a layer."""
         number, found = layer.layer_number - 1, []
         by_tensor = {
             f"{HF_LAYER.format(number)}{p.module}.weight": own[p.name]
@@ -232,9 +235,10 @@ def only_adapters(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def freeze(cores: Sequence[Any]) -> None:
-    """Makes a model's weights untrained. What layers compute again in the backward pass still gets gradients.
+    """Freezes a model's weights, and keeps activation recomputation working for adapters.
 
-    Core computes a layer again only where its input has a gradient, which the embedding of a frozen model has not.
+    Core recomputes a layer only if the layer's input requires a gradient. The embedding output of a frozen model does
+    not, so a hook makes it require one.
     """
     for core in cores:
         core.requires_grad_(False)
@@ -245,13 +249,13 @@ def freeze(cores: Sequence[Any]) -> None:
 
 
 def _add(layer: Any, linear: str, _module: Any, inputs: tuple[Tensor, ...], out: tuple[Tensor, Any]) -> Any:
-    """Adds what the layer's adapters compute to the output of a linear module."""
+    """Forward hook that adds the contribution of the layer's adapters to the output of a linear module."""
     added = layer.lora.added(linear, inputs[0])
     return None if added is None else (out[0] + added, *out[1:])
 
 
 def _joined(sizes: Sizes, layer: int, linear: str, own: Sequence[Projection], shard: Shard) -> _Joined:
-    """Returns where the rows of a linear module's matrices stand in its output on this rank."""
+    """Returns the adapters of a linear module and the positions of their rows in the module's output on this rank."""
     inside = [p for p in projections(sizes, layer) if p.linear == linear]
     names = tuple(p.name for p in own if p.linear == linear)
     by_tensor = {f"{HF_LAYER.format(layer)}{p.module}.weight": p for p in inside}
@@ -269,10 +273,10 @@ def _rectangle(tensors: Mapping[str, Tensor], rect: Rect) -> Tensor:
 
 
 def _draw(shape: tuple[int, int], settings: Lora, key: str) -> Tensor:
-    """Draws A [r, columns] as peft does, from a seed that is a function of `key` alone."""
+    """Returns A [r, columns] with peft's random initialization, from a seed that depends only on `key`."""
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
     generator = torch.Generator().manual_seed(seed)
     if settings.init == "gaussian":
         return torch.randn(shape, generator=generator) / settings.rank
-    bound = shape[1] ** -0.5  # of torch.nn.Linear, which peft's A is: kaiming_uniform_ with a = sqrt(5)
+    bound = shape[1] ** -0.5  # bound of torch.nn.Linear's initialization, kaiming_uniform_ with a = sqrt(5), as in peft
     return (2 * torch.rand(shape, generator=generator) - 1) * bound

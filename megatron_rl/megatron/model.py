@@ -50,8 +50,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 _log = logging.getLogger(__name__)
 
-# By the words of models/sizes.py: the function that core is told, which must be one of its own, and the module that
-# computes a gate from fc1's joined output in its place.
+# Activation name (models/sizes.py) -> (function for core's config, which accepts only activations that core knows;
+# module that computes the gated activation from fc1's fused output instead of core).
 ACTIVATIONS: dict[str, tuple[Any, Any]] = {
     "silu": (F.silu, SwiGLU),
     "gelu_tanh": (F.gelu, GeGLU),
@@ -62,13 +62,13 @@ FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", 
 
 
 class PolicyModel(Chosen, GPTModel):
-    """A GPT whose last stage answers labels with statistics of their distributions instead of a loss."""
+    """A GPT model whose last pipeline stage returns statistics of the labels' distributions instead of a loss."""
 
     temperature: float = 1.0
     true_vocab: int = 0
-    # names of the statistics that the last stage answers, see batches/packed_batch.py
+    # names of the statistics that the last stage returns, see batches/packed_batch.py
     asked: tuple[str, ...] = ("logprobs",)
-    wanted: Tensor | None = None  # [n] the place in [S L] whose hidden state answers each label; one may answer several
+    wanted: Tensor | None = None  # [n] for each label, the index in [S * L] of the hidden state that predicts the label
 
     def _postprocess(
         self,
@@ -81,8 +81,8 @@ class PolicyModel(Chosen, GPTModel):
     ) -> Tensor:
         """Returns [R, n]: statistics of the n labels, row by row (see vocab_parallel_statistics).
 
-        `hidden_states` is [L, S, h] and `labels` [n, 1], or [n, 1 + k] with the label's candidates behind it; `wanted`
-        says where they belong. Without labels: logits [S, L, V/tp], as core gives them.
+        `hidden_states` is [L, S, h]. `labels` is [n, 1], or [n, 1 + k] with the k candidates of each label after the
+        label. `wanted` maps each label to its hidden state. Without labels, returns core's logits [S, L, V/tp].
         """
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **rest)
@@ -92,12 +92,12 @@ class PolicyModel(Chosen, GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         chosen = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1]).index_select(0, self.wanted)
         if not self.config.sequence_parallel:
-            # Not on `hidden`: core all-reduces a copy of a non-contiguous gradient and drops it (0.16.1,
-            # mappings._reduce).
+            # Applied to `chosen` and not to `hidden`, whose gradient is not contiguous: core all-reduces a copy of a
+            # non-contiguous gradient and discards the copy (0.16.1, mappings._reduce).
             chosen = copy_to_tensor_model_parallel_region(chosen)
         tied = self.share_embeddings_and_output_weights
         for wait in [] if self.output_layer is None else [*self.output_layer._forward_pre_hooks.values()]:
-            wait(self.output_layer, ())  # the weight is read without the layer's call (optim.gather_late)
+            wait(self.output_layer, ())  # the layer itself is not called, so its hooks are (optimizer.gather_late)
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None
         rank = parallel_state.get_tensor_model_parallel_rank()
@@ -116,26 +116,26 @@ class PolicyModel(Chosen, GPTModel):
 
 
 def has_transformer_engine() -> bool:
-    """Says whether there is a GPU, and Transformer Engine, which core has been able to import."""
+    """Checks whether a GPU is present and core was able to import Transformer Engine."""
     return torch.cuda.is_available() and transformer_engine.HAVE_TE
 
 
 def uses_transformer_engine(arch: Architecture, dtype: str, *, adapted: bool = False) -> bool:
-    """Says whether a model's layers are Transformer Engine's. Otherwise the torch spec is used.
+    """Checks whether a model uses Transformer Engine's layers. Otherwise the model uses the project's torch layer spec.
 
-    It is used in float32, for which Transformer Engine has no attention over packed sequences. It also is for models of
-    which core has no layers with Transformer Engine, and for those that are `adapted` (LoRA): adapters read what a
-    linear module reads, and Transformer Engine's norm inside of the module.
+    The torch spec is used in three cases: in float32, because Transformer Engine has no float32 attention over packed
+    sequences; for models for which core has no Transformer Engine layers; and for `adapted` (LoRA) models, because
+    adapters need the input of each linear module, and Transformer Engine computes the norm before it inside the module.
     """
     own = adapted or dtype != "bfloat16" or core_settings.needs_own_layers(arch, arch.features)
     return has_transformer_engine() and not own
 
 
 def uses_flash(arch: Architecture, model: Model, *, packed: bool) -> bool:
-    """Says whether one call attends for all sequences of a packed row, where layers are of the torch spec.
+    """Checks whether the torch spec's layers compute the attention of a packed row in one flash attention call.
 
-    The first rank logs a warning where rows are packed, in bfloat16, and a GPU is to go without it. Raises ConfigError
-    where the settings ask for it and it cannot be had.
+    If flash attention is not available for packed bfloat16 rows on a GPU, the first rank logs a warning. Raises
+    ConfigError if the settings require flash attention and it is not available.
     """
     if model.attention_backend == "sdpa":
         return False
@@ -154,10 +154,11 @@ def uses_flash(arch: Architecture, model: Model, *, packed: bool) -> bool:
 
 
 def uses_triton(model: Model, control: Any) -> bool:
-    """Says whether Triton kernels compute a model's log-probs, and its torch spec's gates and rotary embedding.
+    """Checks whether Triton kernels compute a model's log-probs, and the torch spec's gates and rotary embedding.
 
-    Collective over `control`, a gloo group: the kernels cut work into other parts than torch's operations do, so that
-    all ranks take them or none. Raises ConfigError where the settings ask for them and some rank cannot have them.
+    Collective over `control`, a gloo group. Either all ranks use the kernels or no rank does, because the kernels split
+    the work differently from torch's operations. Raises ConfigError if the settings require the kernels and some rank
+    cannot run them.
     """
     if model.kernels == "torch" or (model.kernels == "auto" and not torch.cuda.is_available()):
         return False
@@ -173,12 +174,14 @@ def uses_triton(model: Model, control: Any) -> bool:
 
 
 def uses_fused_sums(model: Model) -> bool:
-    """Says whether products of the torch spec's layers add a weight's gradient to its float32 buffer themselves."""
+    """Checks whether the torch spec's linear layers add their weight gradients directly to the float32 gradient
+    buffers."""
     return model.kernels != "torch" and torch.cuda.is_available()
 
 
 def warn_of_slow_products(model: Model, control: Any) -> None:
-    """Logs a warning, on the first rank of `control`, where this CPU is far slower in `model.dtype` than in float32."""
+    """Logs a warning, on the first rank of `control`, if matrix products in `model.dtype` are far slower on this CPU
+    than in float32."""
     if platform.multiplies_slowly(model.dtype) and dist.get_rank(control) == 0:
         _log.warning(
             "%s: this CPU multiplies matrices of %s tens of times more slowly than those of float32: better set "
@@ -189,7 +192,7 @@ def warn_of_slow_products(model: Model, control: Any) -> None:
 
 
 def check_fp8() -> None:
-    """Raises ConfigError on a machine without 8-bit matrix products."""
+    """Raises ConfigError if this machine cannot compute 8-bit matrix products with Transformer Engine."""
     if not has_transformer_engine():
         raise ConfigError(
             "model.fp8 = true needs a GPU and Transformer Engine: install transformer-engine, or set it to false"
@@ -206,9 +209,9 @@ def check_fp8() -> None:
 def transformer_config(
     arch: Architecture, model: Model, groups: Groups, *, deterministic: bool = False, fused: bool = False
 ) -> TransformerConfig:
-    """Returns core's config of this architecture under this layout. `fused`: its layers are Transformer Engine's.
+    """Returns core's config for an architecture under the layout of `groups`.
 
-    Raises ConfigError for fp8 where it is not available.
+    `fused` selects Transformer Engine's layers. Raises ConfigError if fp8 is requested and not available.
     """
     dtype = getattr(torch, model.dtype)
     settings = core_settings.architecture(arch, arch.features)
@@ -224,14 +227,14 @@ def transformer_config(
         bf16=model.dtype == "bfloat16",
         use_cpu_initialization=platform.is_active(),
         bias_activation_fusion=fused,
-        use_te_activation_func=not fused,  # core's name for: take the layer spec's activation
+        use_te_activation_func=not fused,  # despite its name, makes core use the layer spec's activation
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=fused,  # core's own over packed sequences reads their lengths from the device in every layer
+        apply_rope_fusion=fused,  # core's unfused version copies the sequence lengths to the host in every layer
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         attention_softmax_in_fp32=False,
-        # gloo reads an overlapped message from memory that this would give away before it is sent
+        # With overlap, gloo may read an output after core would have freed its memory.
         deallocate_pipeline_outputs=not (platform.is_active() and groups.layout.overlap_p2p),
         deterministic_mode=deterministic,
         fp8="hybrid" if model.fp8 else None,
@@ -243,7 +246,7 @@ def transformer_config(
 
 
 def _parallelism(layout: Layout) -> dict[str, Any]:
-    """Returns the settings that divide the model among ranks."""
+    """Returns core's settings that split the model over ranks."""
     return dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -253,7 +256,7 @@ def _parallelism(layout: Layout) -> dict[str, Any]:
         expert_tensor_parallel_size=layout.expert_tp,
         sequence_parallel=layout.sequence_parallel,
         variable_seq_lengths=layout.pp > 1,
-        moe_token_dispatcher_type="alltoall",  # core refuses variable lengths with the default, also for dense models
+        moe_token_dispatcher_type="alltoall",  # core's default rejects variable lengths, even for dense models
         overlap_p2p_comm=layout.overlap_p2p,
         batch_p2p_comm=not layout.overlap_p2p,
     )
@@ -268,10 +271,10 @@ def build(
     attends: bool = True,
     triton: bool = False,
 ) -> list[PolicyModel]:
-    """Returns this rank's model chunks: one, or `vpp` of them. Call with the layout's groups active.
+    """Returns this rank's model chunks: one chunk, or `vpp` chunks. Call it with the layout's groups active.
 
-    `fused`: layers are Transformer Engine's, and their attention is SDPAttention where the project `attends`. Layers of
-    the torch spec always have it. `triton`: what has Triton kernels takes them.
+    `fused` selects Transformer Engine's layers. `attends` replaces the attention of these layers by SDPAttention, which
+    layers of the torch spec always have. `triton` selects Triton kernels in the modules that have them.
     """
     chunks = []
     for stage in range(config.virtual_pipeline_model_parallel_size or 1):
@@ -284,7 +287,7 @@ def build(
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **virtual),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **virtual),
             share_embeddings_and_output_weights=arch.tied,
-            # SDPAttention applies a rotary embedding of its own
+            # SDPAttention applies the rotary embedding itself
             **({"position_embedding_type": "none"} if attends else core_settings.rotary(arch.features)),
             **virtual,
         )
@@ -300,7 +303,7 @@ def build(
 
 
 def in_half(config: TransformerConfig, chunk: PolicyModel) -> Float16Module:
-    """Returns the chunk with its parameters in bfloat16, but for those that are not trained: they stay as they are."""
+    """Returns the chunk with its trainable parameters converted to bfloat16. Frozen parameters keep their dtype."""
     kept = {parameter: parameter.detach().clone() for parameter in chunk.parameters() if not parameter.requires_grad}
     wrapped = Float16Module(config, chunk)
     for parameter, value in kept.items():
@@ -309,7 +312,7 @@ def in_half(config: TransformerConfig, chunk: PolicyModel) -> Float16Module:
 
 
 def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yields (name with global layer and expert numbers, parameter) over this rank's chunks, wrapped or not."""
+    """Yields (name with global layer and expert indices, parameter) for this rank's chunks, wrapped or unwrapped."""
     for chunk in chunks:
         core: Any = unwrap(chunk)
         layers = {f"decoder.layers.{i}.": layer for i, layer in enumerate(core.decoder.layers)}
@@ -325,18 +328,19 @@ def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, torch.nn.Paramete
 
 
 def unwrap(chunk: Any) -> PolicyModel:
-    """Returns the PolicyModel inside Megatron's wrappers (gradient buffers, half precision)."""
+    """Returns the PolicyModel inside Megatron's wrappers for gradient buffers and half precision."""
     while not isinstance(chunk, PolicyModel):
         chunk = chunk.module
     return chunk
 
 
 def _mark_experts(chunk: PolicyModel) -> None:
-    """Makes core sum experts' gradients over the ranks that hold the same experts, with an optimizer of their own.
+    """Marks expert parameters so that core sums their gradients over the ranks that hold the same experts, and gives
+    them a separate optimizer.
 
-    Core 0.16 itself does so only for ep > 1. At ep = 1 with etp other than tp it would sum over the dense parameters'
-    replicas, silently wrong (0.19 looks at etp too). And in both versions a checkpoint's optimizer state could not pass
-    between ep = 1 and more.
+    Core 0.16 does this only for ep > 1. At ep = 1 with etp != tp, core 0.16 would silently sum over the wrong ranks:
+    the replicas of the dense parameters (core 0.19 also checks etp). In both versions, a checkpoint's optimizer state
+    could not be moved between ep = 1 and ep > 1 without the mark.
     """
     for name, parameter in chunk.named_parameters():
         if parameter_mapping.is_expert(name):
@@ -344,9 +348,10 @@ def _mark_experts(chunk: PolicyModel) -> None:
 
 
 def _prepare_routers(chunk: PolicyModel, routing: Routing | None) -> None:
-    """Gives routers their experts' bias and their groups, as a family has them.
+    """Adds the expert bias and the expert groups to a chunk's routers if the model family has them.
 
-    The bias is a parameter that is not trained, so that it travels like all others. Core would make a buffer of it.
+    The bias is a frozen parameter, so that it is loaded, saved and sent to engines like all other parameters. Core
+    itself would register a buffer.
     """
     for _, router in router_replay.routers(chunk):
         assert routing is not None, "a model whose layers have experts has routers"
@@ -358,7 +363,7 @@ def _prepare_routers(chunk: PolicyModel, routing: Routing | None) -> None:
 
 
 def _scale_embedding(chunk: PolicyModel, scale: float) -> None:
-    """Makes the first stage multiply embedded tokens by `scale`, rounded to the dtype of the model."""
+    """Makes the first stage multiply token embeddings by `scale`, which is rounded to the dtype of the model."""
     if scale == 1.0 or not chunk.pre_process:
         return
     rounded = float(torch.tensor(scale, dtype=chunk.config.params_dtype))
@@ -372,7 +377,7 @@ def _scale_embedding(chunk: PolicyModel, scale: float) -> None:
 def _layer_spec(
     arch: Architecture, config: TransformerConfig, virtual: dict[str, int], *, fused: bool, attends: bool
 ) -> Any:
-    """Returns core's description of the layers: its own with Transformer Engine, otherwise the project's torch spec."""
+    """Returns the layer spec: core's Transformer Engine spec if `fused`, otherwise the project's torch spec."""
     if fused:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -385,12 +390,12 @@ def _layer_spec(
     first, count = get_transformer_layer_offset(config, **virtual), get_num_layers_to_build(config, **virtual)
     sparse = [arch.is_sparse(number) for number in range(first, first + count)]
     made = {experts: _torch_layer(arch, config, experts=experts) for experts in {*sparse}}
-    norm = cast(Any, RMSNorm)  # core declares a module or its spec, and builds a class too
+    norm = cast(Any, RMSNorm)  # core's type hint does not name classes, but core accepts them
     return TransformerBlockSubmodules(layer_specs=[made[experts] for experts in sparse], layer_norm=norm)
 
 
 def _torch_layer(arch: Architecture, config: TransformerConfig, *, experts: bool) -> Any:
-    """Returns the project's torch spec of a layer with experts, or of a dense one."""
+    """Returns the project's torch spec of a layer with experts, or of a dense layer if not `experts`."""
     latent = bool(arch.kv_rank)
     spec = get_gpt_layer_local_spec(
         num_experts=arch.experts if experts else None,
@@ -400,7 +405,7 @@ def _torch_layer(arch: Architecture, config: TransformerConfig, *, experts: bool
     )
     layer = cast(Any, spec)  # core declares its submodules as `object`
     names = dict(layer.submodules.sharded_state_dict_keys_map)
-    # Checkpoints name this norm as with Transformer Engine, where it is a module of its own before experts alone.
+    # Checkpoints name this norm as Transformer Engine does: a separate module before experts, a part of fc1 otherwise.
     names.pop("pre_mlp_layernorm.", None)
     layer.submodules.sharded_state_dict_keys_map = (
         names if experts else names | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
@@ -419,12 +424,12 @@ def _torch_layer(arch: Architecture, config: TransformerConfig, *, experts: bool
 
 
 def _attention(arch: Architecture) -> ModuleSpec:
-    """Returns the description of the project's own attention."""
+    """Returns the spec of SDPAttention, the project's attention module."""
     return ModuleSpec(module=SDPAttention, params={"features": arch.features})
 
 
 def _set_norms(parts: Any, arch: Architecture, config: TransformerConfig) -> None:
-    """Puts the norms that a model has into the description of its layers. `parts`: the submodules of a layer."""
+    """Sets a model's norms in `parts`, the submodules of a layer's spec."""
     features, attention = arch.features, parts.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if features.norms_before else IdentityOp
     if features.norms_after:
@@ -438,5 +443,5 @@ def _set_norms(parts: Any, arch: Architecture, config: TransformerConfig) -> Non
 
 
 def _submodules(spec: Any) -> Any:
-    """Returns the parts of a module spec, which core 0.19 writes as a partial."""
+    """Returns the submodules of a module spec, which is a `functools.partial` in core 0.19."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules

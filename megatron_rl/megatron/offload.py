@@ -1,5 +1,6 @@
-"""Puts a role to sleep between its iterations: frees gradient buffers, and moves the optimizer's state to host memory;
-the weights too where engines take the device.
+"""Puts a role to sleep between training iterations: frees gradient buffers and moves optimizer state to host memory.
+
+If engines need the device, the weights are moved to host memory too.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from torch import Tensor
 
 from megatron_rl.megatron import optimizer as optim
 
-ALIGNMENT = 512  # bytes: where a copy begins in a block of pinned memory
-BLOCK = 1 << 28  # bytes for which such a block has room, at least
+ALIGNMENT = 512  # alignment of the copies within a block of pinned memory, in bytes
+BLOCK = 1 << 28  # minimum size of a block of pinned memory, in bytes
 
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns copies in host memory, in order: pinned, and not yet complete, of tensors on a GPU.
+    """Returns copies of tensors in host memory, in the same order.
 
-    torch takes pinned memory in blocks of 2^n bytes (ATen/core/CachingHostAllocator.h). Many copies share each block;
-    one by one those of a 7B model's weights would take nearly twice their size.
+    Copies of GPU tensors are pinned and asynchronous: synchronize the stream before reading them. torch allocates
+    pinned memory in blocks of 2^n bytes (ATen/core/CachingHostAllocator.h), so many copies share each block. Separate
+    allocations for the weights of a 7B model would take nearly twice the size of the weights.
     """
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
     places, blocks = _packed(sizes)
@@ -36,9 +38,10 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _packed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Places pieces of these sizes into blocks -> the block and the start of each, and the bytes in each block.
+    """Packs pieces of the given sizes into blocks. Returns ([(block, offset) of each piece], [used bytes per block]).
 
-    Each goes into the first block with room, the largest first. A block has room for the largest, and for BLOCK bytes.
+    Pieces are placed first-fit, largest first. The capacity of a block is a power of two that holds at least BLOCK
+    bytes and the largest piece.
     """
     room = 1 << (max([BLOCK, *sizes]) - 1).bit_length()
     places, used = dict[int, tuple[int, int]](), list[int]()
@@ -51,24 +54,27 @@ def _packed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
 
 
 class PolicyMemory:
-    """What a policy holds on its device: gradients, the optimizer's state and the weights, which can leave the device
-    for host memory.
+    """The device memory of a policy: gradients, optimizer state and weights, which can be moved to host memory.
 
-    The tensors of the weights stay the same objects, without storage while they are away, so that views of them are
-    valid again afterwards. `optimizer`: None for a policy that is not trained, which has weights alone.
+    While the weights are in host memory, their device tensors remain the same objects without storage, so that views of
+    them become valid again afterwards. `optimizer` is None for a policy that is not trained; such a policy has only
+    weights.
     """
 
     def __init__(self, chunks: list[Any], optimizer: Any) -> None:
         self._chunks, self._optimizer = chunks, optimizer
-        self.asleep = self.away = False  # without gradients and optimizer; without weights
-        self._held: list[Tensor] = []  # the tensors that own the storage; filled by the first `sleep`, as all lists
-        self._pieces: list[Tensor] = []  # of them, flat, of BLOCK bytes at most
-        self._host: list[Tensor] = []  # the pieces' copies. Kept: pinned memory is slow to get
+        # `asleep`: gradients and optimizer state are not on the device. `away`: the weights are not on the device.
+        self.asleep = self.away = False
+        # The lists are filled when the weights leave the device for the first time.
+        self._held: list[Tensor] = []  # the tensors that own the storage of the weights
+        self._pieces: list[Tensor] = []  # flat views of `_held`, at most BLOCK bytes each
+        self._host: list[Tensor] = []  # host copies of the pieces; kept because pinned memory is slow to allocate
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Frees gradients and moves the optimizer's state to host memory until `wake`; the `weights` too if asked.
+        """Frees gradients and moves optimizer state to host memory until `wake`. With `weights`, the weights move too.
 
-        While the weights are there, forward passes, exports and checkpoints still work. A second call does nothing.
+        As long as the weights are on the device, forward passes, exports and checkpoints still work. A second call is a
+        no-op.
         """
         if self._optimizer is not None and not self.asleep:
             for buffer in _gradient_buffers(self._chunks):
@@ -104,7 +110,8 @@ class PolicyMemory:
 
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:
-        """Has the weights on the device in the block; they leave again where they were away."""
+        """Keeps the weights on the device for the block. Afterwards the weights return to host memory if they were
+        there before."""
         away = self.away
         self._bring_weights()
         try:
@@ -115,7 +122,7 @@ class PolicyMemory:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Wakes a sleeping policy for the block."""
+        """Wakes the policy for the block if it sleeps, and puts it back to sleep afterwards."""
         asleep = self.asleep
         if asleep:
             self.wake()
@@ -124,16 +131,16 @@ class PolicyMemory:
             self.sleep()
 
     def check_present(self) -> None:
-        """Raises RuntimeError while the weights are away."""
+        """Raises RuntimeError if the weights are in host memory."""
         if self.away:
             raise RuntimeError("the weights of this policy are in host memory: call wake(), or use present()")
 
     def weight_bytes(self) -> int:
-        """Returns the bytes that the weights hold on their device now."""
+        """Returns the device memory that the weights occupy now, in bytes."""
         return 0 if self.away else sum(t.untyped_storage().size() for t in _weight_tensors(self._chunks))
 
     def _bring_weights(self) -> None:
-        """Gives the weights storage again and copies them back, bit for bit."""
+        """Reallocates the device storage of the weights and copies them back, bit for bit."""
         if self.away:
             with torch.no_grad():
                 for tensor in self._held:
@@ -144,15 +151,15 @@ class PolicyMemory:
 
 
 def _wait_for_copies() -> None:
-    """Waits for copies to host memory, which do not wait themselves."""
+    """Waits until asynchronous copies to host memory have finished."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 
 
 @contextlib.contextmanager
 def swapped(parameters: Sequence[torch.nn.Parameter], others: Sequence[Tensor]) -> Iterator[None]:
-    """Exchanges the values of parameters and of tensors in host memory for the block; all come back bit for bit, also
-    when memory runs out in it: what the exchange takes besides, BLOCK bytes at most, is there before it begins.
+    """Swaps the values of parameters with tensors in host memory for the block. Afterwards all values are restored bit
+    for bit, even if the block runs out of memory: the scratch buffer of at most BLOCK bytes is allocated beforehand.
     """
     room = max((min(parameter.nbytes, BLOCK) for parameter in parameters), default=0)
     scratch = torch.empty(room, dtype=torch.uint8, device=parameters[0].device if parameters else "cpu")
@@ -168,7 +175,8 @@ def swapped(parameters: Sequence[torch.nn.Parameter], others: Sequence[Tensor]) 
 
 
 def _exchange(parameter: torch.nn.Parameter, other: Tensor, scratch: Tensor) -> None:
-    """Exchanges the values piece by piece. On a GPU it does not wait: all copies are in one stream's order."""
+    """Swaps the values of `parameter` and `other` piece by piece. Asynchronous on a GPU: the copies are ordered by the
+    stream."""
     elements = max(1, scratch.nbytes // parameter.element_size())
     with torch.no_grad():
         pieces = parameter.detach().view(-1).split(elements), other.view(-1).split(elements)
@@ -180,26 +188,27 @@ def _exchange(parameter: torch.nn.Parameter, other: Tensor, scratch: Tensor) -> 
 
 
 def gradient_bytes(chunks: list[Any]) -> int:
-    """Returns the bytes that the gradient buffers hold now."""
+    """Returns the device memory that the gradient buffers occupy now, in bytes."""
     return sum(buffer.untyped_storage().size() for buffer in _gradient_buffers(chunks))
 
 
 def _gradient_buffers(chunks: list[Any]) -> Iterator[Tensor]:
-    """Yields the gradient buffers of dense parameters and of experts."""
+    """Yields the gradient buffers of all chunks, for dense parameters and for experts."""
     for chunk in chunks:
         for buffer in _buffers(chunk):
             yield buffer.grad_data
 
 
 def _buffers(chunk: Any) -> list[Any]:
-    """Returns core's buffers of a chunk: of dense parameters and of experts; none of one that is not trained."""
+    """Returns core's parameter and gradient buffers of a chunk, for dense parameters and for experts. Returns an empty
+    list for a chunk that is not trained."""
     wrapped: Any = chunk if isinstance(chunk, DistributedDataParallel) else None
     return [] if wrapped is None else [*wrapped.buffers, *wrapped.expert_parallel_buffers]
 
 
 def _weight_tensors(chunks: list[Any]) -> Iterator[Tensor]:
-    """Yields each storage of weights once: core's buffers, of which trained parameters are views, and what parameters
-    are outside of them.
+    """Yields one tensor for each storage of weights: core's buffers, of which trained parameters are views, and the
+    parameters outside of these buffers.
     """
     seen: set[int] = set()
     for chunk in chunks:
@@ -212,9 +221,9 @@ def _weight_tensors(chunks: list[Any]) -> Iterator[Tensor]:
 
 
 def _move_state(optimizer: Any, device: torch.device) -> None:
-    """Moves the moments, and the float32 masters of lower-precision weights.
+    """Moves Adam's moments, and the float32 master copies of lower-precision weights, to `device`.
 
-    Float32 weights are their own masters and stay.
+    Float32 weights have no separate master copies.
     """
     states, masters = [], []
     for part in optim.parts(optimizer):
@@ -229,7 +238,8 @@ def _move_state(optimizer: Any, device: torch.device) -> None:
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Returns tensors on another device, to or from pinned memory; those that are there already as they are."""
+    """Returns the tensors moved to `device`, to or from pinned memory. Tensors that are already there are returned
+    unchanged."""
     if device.type != "cpu":
         return [tensor.to(device, non_blocking=True) for tensor in tensors]
     copies = iter(host_copies([tensor for tensor in tensors if tensor.device != device]))

@@ -20,19 +20,19 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 
-ENDLESS = 10**9  # optimizer steps of a schedule that never decays
+ENDLESS = 10**9  # number of decay steps of a schedule that never decays
 
 
 def wrap(
     config: Any, chunks: list[Any], *, overlap: bool = False, late: bool = False, fused_sums: bool = False
 ) -> list[Any]:
-    """Puts each chunk on Megatron's gradient buffers, which sum in float32.
+    """Wraps each model chunk in Megatron's DistributedDataParallel, whose gradient buffers accumulate in float32.
 
-    Matrix products of Transformer Engine add a weight's gradient to its buffer themselves; with `fused_sums` those of
-    core's own linear layers do so, too.
-
-    With `overlap` gradients are summed over ranks while the last backward pass runs. With `late` an optimizer step
-    leaves each rank with its own part of the new weights: call `gather` or `gather_late` behind it.
+    `overlap`: gradients are reduced over ranks while the last backward pass runs.
+    `late`: after an optimizer step each rank has only its shard of the new weights. Call `gather` or `gather_late`
+    after the step.
+    `fused_sums`: core's linear layers add weight gradients directly to the buffers, as Transformer Engine's layers
+    always do.
     """
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, overlap_param_gather=late
@@ -43,27 +43,30 @@ def wrap(
     if fused_sums:
         platform.sum_weight_gradients()
     for module in (module for chunk in wrapped for module in chunk.modules()):
-        # Core's setting of the same meaning cannot be used: its own output layer then needs a kernel of apex.
+        # Core's equivalent config setting cannot be used: with it, core's output layer needs a kernel of apex.
         if hasattr(module, "fuse_wgrad_accumulation"):
             cast(Any, module).fuse_wgrad_accumulation = True
         elif fused_sums and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             module.gradient_accumulation_fusion = True
-    if overlap:  # without these core would sum after every micro-batch, and count the earlier ones again
+    if overlap:  # otherwise core would reduce after every micro-batch and count earlier micro-batches repeatedly
         syncs = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
     return wrapped
 
 
 def gather_late(chunks: list[Any]) -> None:
-    """Has the ranks' parts of the new weights gathered beside the next forward pass: each module waits for its own.
-    Before `gather` nothing may read weights but modules that are called, and nothing may change them. Collective."""
+    """All-gathers the new weights during the next forward pass: each module waits for its weights when it is called.
+
+    Until `gather` is called, only the forward pass of a module may read the module's weights, and nothing may change
+    them. Collective.
+    """
     for chunk in chunks:
         if not chunk.remove_forward_pre_hook_handles:
             chunk.enable_forward_pre_hook()
 
 
 def gather(chunks: list[Any]) -> None:
-    """Gathers the ranks' parts of the new weights now. Collective."""
+    """All-gathers the new weights now. Collective."""
     for chunk in chunks:
         if chunk.remove_forward_pre_hook_handles:
             chunk.disable_forward_pre_hook(param_sync=False)
@@ -71,9 +74,10 @@ def gather(chunks: list[Any]) -> None:
 
 
 def build(role: RoleConfig, config: Any, chunks: list[Any], *, timer: Timer) -> tuple[Any, Any]:
-    """Returns (optimizer, schedule). `timer` measures sums of gradients over ranks.
+    """Returns (optimizer, schedule) of a role. `timer` measures the reduction of gradients over ranks.
 
-    The optimizer is Adam, sharded over data-parallel ranks; norms and biases do not decay, unless decay_norms is set.
+    The optimizer is Adam with its state sharded over the data-parallel ranks. Norms and biases have no weight decay
+    unless `decay_norms` is set.
     """
     settings = role.optimizer
     optimizer = get_megatron_optimizer(
@@ -91,7 +95,7 @@ def build(role: RoleConfig, config: Any, chunks: list[Any], *, timer: Timer) -> 
             use_distributed_optimizer=True,
         ),
         chunks,
-        config_overrides={} if settings.decay_norms else None,  # core's own are weight decay 0 for norms and biases
+        config_overrides={} if settings.decay_norms else None,  # None: core sets weight decay 0 for norms and biases
     )
     config.finalize_model_grads_func = timer.around("gradient_reduction", finalize_model_grads)
     config.grad_scale_func = optimizer.scale_loss
@@ -100,7 +104,7 @@ def build(role: RoleConfig, config: Any, chunks: list[Any], *, timer: Timer) -> 
         platform.mend_saved_offsets(part.buffers)
         platform.write_own_rows(part, optimizer_checkpoint.sharded_rows)
     decay_steps = ENDLESS if settings.decay == "constant" else settings.decay_steps
-    assert decay_steps is not None  # Optimizer checks it
+    assert decay_steps is not None  # validated by the config class Optimizer
     scheduler = Schedule(
         optimizer,
         init_lr=0.0,
@@ -114,17 +118,20 @@ def build(role: RoleConfig, config: Any, chunks: list[Any], *, timer: Timer) -> 
         wd_incr_steps=ENDLESS,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # from a checkpoint it takes the position in the schedule, not the rates
+        override_opt_param_scheduler=True,  # a checkpoint restores the position in the schedule, but not the rates
     )
     return optimizer, scheduler
 
 
 class Schedule(OptimizerParamScheduler):
-    """Core's schedule of the learning rate, which knows an exponential decay besides core's own."""
+    """Core's learning-rate schedule, extended by an exponential decay."""
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """Returns the rate of a parameter group at the step that is due. Between warm-up and the last step of the decay
-        an exponential one is max_lr * (min_lr / max_lr)^(share of the decay's steps that are done)."""
+        """Returns the learning rate of a parameter group at the current step.
+
+        With exponential decay, between warm-up and the last decay step, the rate is
+        max_lr * (min_lr / max_lr) ** (fraction of the decay steps that are done).
+        """
         if self.lr_decay_style != "exponential" or not self.lr_warmup_steps <= self.num_steps <= self.lr_decay_steps:
             return super().get_lr(param_group)
         highest, lowest = param_group.get("max_lr", self.max_lr), param_group.get("min_lr", self.min_lr)
@@ -133,14 +140,14 @@ class Schedule(OptimizerParamScheduler):
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """Returns the optimizers that core chains: the dense parameters' and, in a model with experts, the experts'."""
+    """Returns the optimizers that core chains: one for dense parameters, and one for experts if the model has them."""
     return optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]
 
 
 def initialize_state(optimizer: Any) -> None:
-    """Makes the moments (zeros) now, so that a role that has not had its first iteration can be saved and loaded.
+    """Allocates Adam's moments as zeros, so that a role can be saved and loaded before its first optimizer step.
 
-    This runs core's own dummy step, at rate 0: no weight changes.
+    Runs core's dummy step with learning rate 0, which changes no weights.
     """
     for part in parts(optimizer):
         groups = part.optimizer.param_groups
@@ -153,9 +160,9 @@ def initialize_state(optimizer: Any) -> None:
 
 
 def adopt_rates(optimizer: Any, state: dict[Any, Any]) -> None:
-    """Puts a checkpoint's rates into the parameter groups, before the checkpoint is loaded.
+    """Copies a checkpoint's learning rates into the parameter groups. Call it before the checkpoint is loaded.
 
-    Core 0.19 finds a group's counterpart by its rates.
+    Core 0.19 matches the parameter groups of optimizer and checkpoint by their learning rates.
     """
     own = parts(optimizer)
     states = [state] if len(own) == 1 else [state[i] for i in range(len(own))]
@@ -168,7 +175,8 @@ def adopt_rates(optimizer: Any, state: dict[Any, Any]) -> None:
 
 
 def apply_settings(role: RoleConfig, optimizer: Any) -> None:
-    """Puts the role's rates, betas and epsilon back over those of a checkpoint. The schedule sets weight decay."""
+    """Overrides the learning rates, betas and epsilon loaded from a checkpoint with the role's settings. The schedule
+    sets weight decay."""
     for group in optimizer.param_groups:
         group["betas"], group["eps"] = tuple(role.optimizer.betas), role.optimizer.eps
         for name, value in (("max_lr", role.optimizer.lr), ("min_lr", role.optimizer.min_lr)):
@@ -184,7 +192,8 @@ def zero_grad(chunks: list[Any], optimizer: Any) -> None:
 
 
 def checkpoint_metadata() -> dict[str, Any]:
-    """Returns the options under which optimizer state of one layout loads into another. Call with groups active."""
+    """Returns the checkpoint options with which optimizer state can be loaded under another layout. Call it with the
+    layout's groups active."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,

@@ -1,4 +1,4 @@
-"""Holds the process groups of one role as a value: several layouts live in one world, and one is active at a time."""
+"""Creates the process groups of a layout. Several layouts can coexist in one world; core uses one layout at a time."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 
 @dataclass(frozen=True)
 class Groups:
-    """The communicators of one layout. Core reads them from module globals, which `active()` sets and restores."""
+    """The process groups of one layout. Core reads them from module globals, which `active()` sets and restores."""
 
     layout: Layout
     tp: Any  # process group of the tensor-parallel ranks
     pp: Any  # group of the pipeline stages
     cp: Any  # group of the ranks that divide each sequence
     dp: Any  # group of the data-parallel replicas
-    experts: Any  # group that holds one stage's experts once: expert-tensor ranks fastest, then expert-parallel
+    experts: Any  # group of ranks that together hold one copy of a stage's experts; expert-tensor ranks vary fastest
     control: Any  # gloo group of all ranks, for small objects
-    replicas: Replicas  # ranks of each data-parallel replica, and the gloo group of this rank's
+    replicas: Replicas  # ranks of each data-parallel replica, and the gloo group of this rank's replica
     _globals: dict[str, Any]
 
     @property
@@ -54,12 +54,12 @@ class Groups:
 
     @property
     def copies(self) -> int:
-        """Returns the number of ranks that hold the same dense parameters."""
+        """The number of ranks that hold the same dense parameters."""
         return self.dp.size() * self.cp.size()
 
     @property
     def shard(self) -> Shard:
-        """Returns which part of every parameter this rank holds."""
+        """This rank's shard: the part of each parameter that the rank holds."""
         etp = self.layout.expert_tp
         return Shard(self.layout.tp, self.tp_rank, etp, self.experts.rank() % etp)
 
@@ -69,17 +69,17 @@ class Groups:
 
     @property
     def answers(self) -> bool:
-        """Says whether this rank is the first tensor rank of the last stage, which returns log-probs for its tokens."""
+        """True on the first tensor rank of the last stage, which returns the log-probs of its tokens."""
         return self.is_last_stage and self.tp_rank == 0
 
     @property
     def reports(self) -> bool:
-        """Says whether the sums of this rank count: one rank of each replica has the sums of all its tokens."""
+        """True on the one rank of each replica that reports the replica's sums."""
         return self.answers and self.cp_rank == 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Makes core see this layout inside the block, and afterwards what it saw before."""
+        """Makes this layout core's active layout inside the block, and restores the previous layout afterwards."""
         before = _snapshot()
         parallel_state.__dict__.update(self._globals)
         try:
@@ -88,15 +88,15 @@ class Groups:
             parallel_state.__dict__.update(before)
 
 
-_made: dict[tuple[Layout, int, int], Groups] = {}  # the groups that exist in the world `_world`
+_made: dict[tuple[Layout, int, int], Groups] = {}  # (layout, seed, timeout) -> groups created in the world `_world`
 _world: Any = None
 
 
 def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
-    """Returns the groups of `layout`, the same for all roles that have it. Collective over all ranks.
+    """Returns the groups of `layout`. Roles with the same layout share them. Collective over all ranks.
 
-    Groups are shared because a layout has two dozen, each with communicators, or with threads that wake a hundred times
-    a second. Raises ValueError when tp * cp * pp or etp * ep * pp does not divide the ranks.
+    Groups are shared because a layout has about 24 groups, each with communicators or with threads that wake up a
+    hundred times a second. Raises ValueError if tp * cp * pp or etp * ep * pp does not divide the number of ranks.
     """
     global _world
     if dist.group.WORLD is not _world:
@@ -109,7 +109,7 @@ def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
 
 
 def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
-    """Makes the groups of a layout with core's own function, and leaves core's globals as they were."""
+    """Creates the groups of a layout with core's function, and restores core's globals afterwards."""
     world = dist.get_world_size()
     if world % layout.model_ranks:
         raise ValueError(
@@ -122,7 +122,7 @@ def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
             "ranks: lower layout.ep or layout.etp (null is tp), or start a multiple"
         )
     before = _snapshot()
-    parallel_state.destroy_model_parallel()  # this forgets names only: groups made for other layouts live on as values
+    parallel_state.destroy_model_parallel()  # resets core's globals only: the groups of other layouts keep working
     with _one_backend():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
@@ -153,10 +153,10 @@ def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
 
 @contextlib.contextmanager
 def _one_backend() -> Iterator[None]:
-    """Makes core's groups for which it names no backend of NCCL alone inside the block, where there is a GPU.
+    """Makes NCCL the default backend of groups that core creates inside the block. No-op without a GPU.
 
-    Without a name torch takes both backends of the world, gloo and NCCL, and gloo connects every rank of a group with
-    every other one as the group is made, for tensors of a CPU that none of these groups carries.
+    By default torch creates a group with both backends of the world, gloo and NCCL. Gloo then connects every pair of
+    ranks of the group when the group is created, although these groups never carry CPU tensors.
     """
     if not torch.cuda.is_available():
         yield
@@ -174,7 +174,7 @@ def _one_backend() -> Iterator[None]:
 
 
 def _replicas(control: Any, timeout_s: int) -> Replicas:
-    """Collective: finds out which ranks hold each replica, and gives those of one replica a gloo group of their own."""
+    """Finds the ranks of each data-parallel replica and creates a gloo group for each replica. Collective."""
     tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     last = pp == parallel_state.get_pipeline_model_parallel_world_size() - 1
     reports = last and tp == 0 and parallel_state.get_context_parallel_rank() == 0
@@ -193,5 +193,5 @@ def _replicas(control: Any, timeout_s: int) -> Replicas:
 
 
 def _snapshot() -> dict[str, Any]:
-    """Returns every global of core's parallel_state that names a group, a rank or a size."""
+    """Returns every global variable of core's parallel_state that holds a group, a rank or a size."""
     return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}

@@ -1,4 +1,4 @@
-"""A role's trained model: optimizer steps, losses and statistics of tokens, by passes over micro-batches."""
+"""The Megatron model of one role: optimizer steps, validation losses and per-token statistics over micro-batches."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from megatron_rl.megatron.state import PolicyState
 from megatron_rl.models.shape import Shape
 from megatron_rl.world import Replicas, broadcast
 
-EIGHT_BIT_UNIT = 16  # rows by which Transformer Engine's 8-bit products divide
+EIGHT_BIT_UNIT = 16  # Transformer Engine's 8-bit matrix products need a row count that is a multiple of this value
 
 
 class MegatronPolicy(RoleModel):
-    """One model on this rank's part of a layout: trains it and computes statistics with it. Every method is collective:
-    all ranks of the world call it in the same order.
+    """A role's model on this rank, which can be trained and can compute per-token statistics. Every method is
+    collective unless its docstring says otherwise: all ranks of the world call it in the same order.
 
-    Beside it stand `memory` (what leaves the device), `state` (checkpoints) and `export` (weights for engines and
-    files). A policy that is not trainable has no optimizer and no gradient buffers. The reference is the policy's own
-    start (`model.path`), kept once in host memory and swapped in for a forward pass.
+    `memory` moves tensors between device and host memory. `state` saves and loads checkpoints. `export` provides the
+    weights for engines and files. A policy with `trainable=False` has no optimizer and no gradient buffers. The
+    reference policy is the policy's initial weights (`model.path`). One copy of the reference weights is kept in host
+    memory and is swapped in for a forward pass.
     """
 
     def __init__(
@@ -62,21 +63,21 @@ class MegatronPolicy(RoleModel):
 
     @property
     def replicas(self) -> Replicas:
-        """The ranks that hold each replica of the model."""
+        """The ranks of each data-parallel replica of the model."""
         return self.groups.replicas
 
     @property
     def replays(self) -> bool:
-        """True when tokens are trained with the experts that the engine chose."""
+        """True if router replay is on: training sends each token to the experts that the engine chose for it."""
         return self.role.router_replay
 
     @property
     def shares_prefixes(self) -> bool:
-        """True when the prompt of several rollouts is computed once."""
+        """True if a prompt that several rollouts share is computed only once."""
         return self.role.shared_prefixes
 
     def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None) -> Shares:
-        """Cuts sequences of [S] lengths into micro-batches for the replicas. Not collective."""
+        """Distributes sequences of the given lengths [S] over the replicas and their micro-batches. Not collective."""
         if not self.role.packed:
             lengths = np.full(len(lengths), lengths.max())
         layout = self.role.layout
@@ -84,18 +85,26 @@ class MegatronPolicy(RoleModel):
             lengths,
             max_tokens=self.role.micro_batch_tokens * layout.cp,
             replicas=self.groups.dp_size,
-            multiple=layout.pp if layout.vpp else 1,  # the interleaved schedule goes round by round over the stages
+            multiple=layout.pp if layout.vpp else 1,  # the interleaved schedule needs a multiple of the stage count
             cost=self._cost,
             prefixes=prefixes,
         )
 
     def update(self, work: Work, step: int, loss: BatchLoss) -> dict[str, float]:
-        """One optimizer step on the replica's share of `work.steps[step]`, after those before it: with
-        `optimizer.overlap` weights are not whole again before the last one. Returns means over all replicas: `loss` by
-        the step's denominator, other sums per trained token; grad_norm, lr, numbers of tokens and micro-batches, how
-        uneven these are (batches/micro_batches.py); with router replay `replayed`, the share of tokens whose experts
-        are given; with shared prefixes `shared_tokens`, which are not computed again. Raises FloatingPointError when
-        the gradient is not finite."""
+        """Runs one optimizer step on this replica's share of `work.steps[step]` and returns metrics over all replicas.
+
+        Call the steps of `work` in order. With `optimizer.overlap`, the ranks have complete weights again only after
+        the last step.
+
+        Returns `loss`, which is divided by the step's denominator; FLOP counts, which are totals; and the other sums of
+        the loss, which are divided by the number of trained tokens. Also returns `grad_norm`, `lr`, the numbers of
+        tokens and micro-batches, and their imbalance (batches/micro_batches.py). With router replay, `replayed` is the
+        share of tokens whose experts are known. With shared prefixes, `shared_tokens` is the number of prompt tokens
+        that were not computed again.
+
+        Raises RuntimeError if the policy is not trainable or sleeps, ValueError if the step has no trained token, and
+        FloatingPointError if the gradient norm is not finite.
+        """
         if not self.trainable:
             raise RuntimeError("this policy was built with trainable=False: it has no optimizer")
         if self.memory.asleep:
@@ -136,8 +145,11 @@ class MegatronPolicy(RoleModel):
     def statistics(
         self, work: Work, names: Sequence[str] = ("logprobs",), *, reference: bool = False
     ) -> dict[str, Tensor]:
-        """Statistics of every label in the loss, 0 elsewhere: [N] float32 on CPU by name, [N, k] of candidates, of this
-        replica's work, on the ranks of the last stage; nothing on the others."""
+        """Computes statistics of the labels of this replica's work, with the reference weights if `reference`.
+
+        Returns a tensor per name, float32 on the CPU: [N], or [N, k] for `candidate_logprobs`. Positions that are not
+        in the loss are 0. Only the ranks of the last pipeline stage get the tensors; other ranks get an empty dict.
+        """
         candidates = work.flat.values.get(CANDIDATES)
         rows = num_rows(names, 0 if candidates is None else candidates.shape[1])
         into = torch.zeros(rows, work.num_tokens, device=next(self.chunks[0].parameters()).device)
@@ -147,13 +159,14 @@ class MegatronPolicy(RoleModel):
         return by_name(names, into.cpu()) if self.groups.is_last_stage else {}
 
     def loss(self, work: Work, loss: BatchLoss) -> float:
-        """Mean loss of `work`, which is one step, without an update (validation)."""
+        """Returns the mean loss of `work`, which must have exactly one step, without an update (for validation)."""
         with self.active(), torch.no_grad():
             results = self._run(work, 0, core_step.Pass(names=statistics_needed(loss.needs), loss=loss))
         return self._sum_over_replicas(results)["loss"] / work.steps[0].denominator
 
     def _run(self, work: Work, step: int | None, what: core_step.Pass) -> list[dict[str, Any]]:
-        """Runs the micro-batches of one optimizer step of `work`, or of all, through this rank's stage."""
+        """Runs the micro-batches of optimizer step `step` of `work`, or all micro-batches if `step` is None, through
+        this rank's pipeline stage."""
         work_checks.check(work, self.arch, self.role.model.path)
         micros = work.micros(step)
         longest = max(1, *(micro.end - micro.start for micro in micros))
@@ -162,7 +175,7 @@ class MegatronPolicy(RoleModel):
         )
 
     def _micro_batches(self, work: Work, step: int | None) -> Iterator[core_step.MicroBatch]:
-        """Makes this rank's micro-batches one after the other."""
+        """Yields this rank's micro-batches, each one created when it is requested."""
         layout = self.role.layout
         context = Context(layout.cp, self.groups.cp_rank, self.groups.cp)
         parts, part = (layout.tp, self.groups.tp_rank) if layout.sequence_parallel else (1, 0)
@@ -178,7 +191,8 @@ class MegatronPolicy(RoleModel):
     def _sum_over_replicas(
         self, results: list[dict[str, Any]], counted: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """Sums by name, the same on every rank. A replica's own sums are those of its reporting rank, `counted` too."""
+        """Returns sums over all replicas by name, the same on every rank. Each replica contributes the results and the
+        `counted` values of its reporting rank only."""
         own = dict(counted or {}) if self.groups.reports else {}
         pairs = [pair for result in results if self.groups.reports for pair in result.items()]
         values = torch.stack([value.double() for _, value in pairs]).tolist() if pairs else []
@@ -192,7 +206,8 @@ class MegatronPolicy(RoleModel):
 
     @contextlib.contextmanager
     def _weights_in_use(self, reference: bool) -> Iterator[None]:
-        """Exchanges the reference's weights for the live ones in the block, which come back bit for bit."""
+        """Swaps the reference weights in for the duration of the block if `reference`. Afterwards the policy's weights
+        are restored bit for bit. Raises RuntimeError if no reference is kept."""
         if not reference:
             yield
             return

@@ -1,4 +1,4 @@
-"""Builds the Megatron model of one role on this rank from a Hugging Face directory, and shows it to core in use."""
+"""Builds the Megatron model of one role on this rank from a Hugging Face directory, and activates it in core."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from megatron_rl.weights.lora_adapters import is_adapter
 
 platform.install()
 
-# Fields of core's config that belong to a role's optimizer. Roles that share a model share the config.
+# Fields of core's config that each role's optimizer sets. Roles that share a model also share core's config object.
 _OF_ROLE = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func")
 
 
 class RoleModel:
-    """One role's part of a model on this rank: core's config, the model chunks, and the adapters of a role with LoRA.
+    """This rank's part of a role's model: core's config, the model chunks, and the LoRA adapters if the role has them.
 
-    A trainable role also has gradient buffers, an optimizer and a learning-rate schedule. With adapters the model
-    itself is frozen. `base` is the model of another role with adapters, of the same path and layout, whose weights this
-    role shares. Raises ConfigError for settings that the model does not allow. Building is collective.
+    A trainable role also has gradient buffers, an optimizer and a learning-rate schedule. In a role with adapters, the
+    base model is frozen. `base` is the model of another role with adapters and the same path and layout; this role then
+    shares the weights of `base`. The constructor is collective. It raises ConfigError for settings that the model does
+    not support.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class RoleModel:
         self._check_settings()
         adapted = role.lora is not None
         self.fused = models.uses_transformer_engine(self.arch, role.model.dtype, adapted=adapted)
-        self.attends = not self.fused or role.shared_prefixes  # Transformer Engine has no attention for these
+        self.attends = not self.fused or role.shared_prefixes  # Transformer Engine has no attention for shared prefixes
         self._temperature = role.sampling.temperature or 1.0
         self.optimizer: Any = None
         self.scheduler: Any = None
@@ -79,39 +80,48 @@ class RoleModel:
 
     @property
     def _gathers_late(self) -> bool:
-        """Whether the new weights of an optimizer step are gathered beside the next step's forward pass. Adapters are
-        small, and are read by no module of their own that could wait for them."""
+        """True if the new weights of an optimizer step are all-gathered during the next step's forward pass.
+
+        False for adapters: adapters are small, and their modules are not called themselves, so that no forward hook
+        could wait for the weights.
+        """
         return self.role.optimizer.overlap and self.adapters is None
 
     def named(self) -> dict[str, torch.nn.Parameter]:
-        """Returns this rank's parameters of the model by name, with global layer numbers, adapters left out."""
+        """Returns this rank's model parameters by name, with global layer indices and without adapters."""
         named = models.named_parameters(self.chunks)
         return {name: parameter for name, parameter in named if not is_adapter(name)}
 
     def trained(self) -> list[torch.nn.Parameter]:
-        """Returns the parameters that updates change: the adapters, or the whole model."""
+        """Returns the parameters that updates change: the adapters if the role has them, otherwise the whole model."""
         if self.adapters is not None:
             return [*self.adapters.named.values()]
         return [p for _, p in models.named_parameters(self.chunks)]
 
     def gather_weights(self, *, steps_left: int) -> None:
-        """Gathers the weights that an optimizer step has left in parts on the data-parallel ranks, where
-        `optimizer.overlap` has it leave them so. Before the last step of an update each module gathers its own
-        beside the next forward pass."""
+        """All-gathers the new weights that an optimizer step with `optimizer.overlap` leaves sharded over the
+        data-parallel ranks. No-op without `optimizer.overlap`, and for adapters.
+
+        If `steps_left` is positive, the weights are gathered module by module during the next forward pass. If it is 0,
+        they are gathered now.
+        """
         self._steps_left = steps_left if self._gathers_late else 0
         if self._gathers_late:
             (optimizer.gather_late if steps_left else optimizer.gather)(self.chunks)
 
     def check_readable(self) -> None:
-        """Raises RuntimeError while the weights are in host memory, and between two optimizer steps of an update whose
-        weights are gathered late."""
+        """Raises RuntimeError if the weights cannot be read now: while they are in host memory, and between two
+        optimizer steps of an update with late gathering (`gather_weights`)."""
         self.memory.check_present()
         if self._steps_left:
             raise RuntimeError(f"an update is under way: {self._steps_left} optimizer steps of it are left to be taken")
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Makes core see this role's layout in the block, and the model this role's adapters."""
+        """Makes this role's layout, adapters and sampling temperature active for the block.
+
+        Raises RuntimeError while the weights are in host memory.
+        """
         self.memory.check_present()
         with self.groups.active():
             if self.adapters is not None:
@@ -130,7 +140,8 @@ class RoleModel:
             raise ConfigError("\n  ".join(problems))
 
     def _build(self, seed: int, *, deterministic: bool) -> tuple[Any, list[Any]]:
-        """Builds the chunks of this rank with their weights. Returns core's config and the chunks, in their dtype."""
+        """Builds this rank's model chunks and loads their weights. Returns core's config and the chunks, converted to
+        the model's dtype."""
         role, fused = self.role, self.fused
         models.warn_of_slow_products(role.model, self.groups.control)
         config = models.transformer_config(self.arch, role.model, self.groups, deterministic=deterministic, fused=fused)
@@ -143,11 +154,12 @@ class RoleModel:
             router_replay.install(core)
         chunks = [models.in_half(config, c) for c in cores] if config.bf16 else [*cores]
         if role.lora is not None:
-            lora.freeze(cores)  # only now: what is not trained would stay float32
+            lora.freeze(cores)  # after `in_half`, which leaves frozen parameters in float32
         return config, chunks
 
     def _fill(self, cores: list[models.PolicyModel], seed: int) -> None:
-        """Copies this rank's shards out of the Hugging Face weights, or out of a seeded transformers initialisation."""
+        """Fills this rank's parameters from the Hugging Face weights, or with `model.init = "random"` from a seeded
+        initialization by transformers."""
         if self.role.model.init == "random":
             torch.manual_seed(seed)
             made = tensor_copies.by_expert(

@@ -23,25 +23,26 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 
-# Core 0.19 writes in the background by another package unless it is told not to.
+# Core 0.19 uses another package for background saves unless `async_strategy` names core's writer.
 _OWN_WRITER: dict[str, Any] = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
 
 
 class PolicyState:
-    """The checkpoints of one role. Every method is collective. A role with adapters has the adapters alone in them."""
+    """Saves and loads the checkpoints of one role. Every method is collective. Checkpoints of a role with LoRA adapters
+    contain only the adapters, without the base model."""
 
     def __init__(self, model: RoleModel, export: WeightExport) -> None:
         self._model, self._export = model, export
         self._saves = AsyncCallsQueue()
 
     def save(self, directory: Path, *, background: bool = False) -> None:
-        """Writes model, optimizer and schedule as a distributed checkpoint, which loads under any layout. `directory`
-        must be empty.
+        """Saves model, optimizer and schedule as a distributed checkpoint that can be loaded under any layout.
 
-        In the `background` a process of its own writes the state as it is now, while training goes on; `saved` tells
-        when it has. An adapter is also written to `directory`/adapter, in peft's format.
+        `directory` must be empty. With `background`, a separate process writes the current state to disk while training
+        continues; `saved` reports when the write has finished. An adapter is also written to `directory`/adapter in
+        peft's format.
         """
         model = self._model
         model.check_readable()
@@ -53,30 +54,34 @@ class PolicyState:
         self._export.write_adapter(directory / lora_adapters.DIRECTORY)
 
     def saved(self, *, wait: bool) -> bool:
-        """Checks whether all saves that began are written; with `wait` it waits for them. Raises a writer's error."""
+        """Returns whether all saves started so far have been written to disk. With `wait`, waits for them first. Raises
+        the error of a failed writer process."""
         self._saves.maybe_finalize_async_calls(blocking=wait)
         return not self._saves.get_num_unfinalized_calls()
 
     def load(self, directory: Path) -> None:
-        """Loads model, optimizer state and the schedule's position from a checkpoint of `save`. Rates, betas and weight
-        decay stay those of this role's settings. Raises ConfigError for adapters of other settings, or of another
-        base."""
+        """Loads model, optimizer state and the schedule's position from a checkpoint written by `save`.
+
+        Learning rates, betas and weight decay keep the values of this role's settings. Raises ConfigError if the
+        checkpoint's adapter has different LoRA settings or another base model.
+        """
         model = self._model
         self._check_base(directory / lora_adapters.DIRECTORY)
         with model.memory.awake(), model.active():
             loaded = dist_checkpointing.load(self._to_load(directory), str(directory))
-            state = cast(dict[str, Any], loaded)  # not the pair that it returns when asked for its strictness' findings
+            state = cast(dict[str, Any], loaded)  # `load` returns a pair only for some values of its `strict` argument
             for i, chunk in enumerate(model.chunks):
                 models.unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)
             if model.trainable:
                 optimizer.adopt_rates(model.optimizer, state["optimizer"])
                 model.optimizer.load_state_dict(state["optimizer"])
                 optimizer.apply_settings(model.role, model.optimizer)
-                model.scheduler.num_steps = 0  # core adds the checkpoint's to it
+                model.scheduler.num_steps = 0  # core adds the checkpoint's step count to the current value
                 model.scheduler.load_state_dict(state["scheduler"])
 
     def _check_base(self, directory: Path) -> None:
-        """Raises ConfigError, on every rank, unless the adapter in a checkpoint is one of these settings and base."""
+        """Raises ConfigError on every rank if a checkpoint's adapter does not match the role's LoRA settings and base
+        model. `directory` is the checkpoint's adapter directory."""
         role, control, problem = self._model.role, self._model.groups.control, None
         if role.lora is None and not directory.is_dir():
             return
@@ -86,8 +91,11 @@ class PolicyState:
             raise ConfigError(problem)
 
     def _to_load(self, directory: Path) -> dict[str, Any]:
-        """Returns what `load` asks a checkpoint for. What Transformer Engine keeps beside weights, for 8-bit products,
-        is left out where the checkpoint has none of it: torch's layers have written it."""
+        """Returns the sharded state that `load` requests from a checkpoint.
+
+        Transformer Engine's extra state for 8-bit products is omitted if the checkpoint does not contain it, as in
+        checkpoints written by the torch layers.
+        """
         state = self._sharded(loading=True)
         if self._model.fused:
             held = load_sharded_metadata(str(directory))
@@ -99,7 +107,7 @@ class PolicyState:
         return state
 
     def _sharded(self, *, loading: bool) -> dict[str, Any]:
-        """Returns core's description of the role's state on this rank."""
+        """Returns the role's state on this rank as core's sharded state dict."""
         model, metadata = self._model, optimizer.checkpoint_metadata()
         state: dict[str, Any] = {}
         for i, chunk in enumerate(model.chunks):
