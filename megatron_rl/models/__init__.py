@@ -1,6 +1,9 @@
-"""Model families, one file each: shapes, names in every form, settings of Megatron-core, and the rules of their cuts.
+"""Model families, one file per family: tensor shapes, parameter names, Megatron-core settings, and how ranks split
+them.
 
-family.py says what a family is, rows.py and partitions.py what a parameter is, blocks.py holds the parts that families
-share, registry.py finds the families, and divisibility.py says which layouts a model allows. A file with a `FAMILY` is
-a family. docs/adding_a_model.md
+- family.py defines what a family is. registry.py finds the families.
+- rows.py and partitions.py describe a parameter. blocks.py holds the layers that several families share.
+- divisibility.py checks which layouts a model allows.
+
+Every file here with a `FAMILY` constant is a family. See docs/adding_a_model.md.
 """

@@ -1,4 +1,5 @@
-"""Builds the rows of what many families share: norms, attention, feed-forward layers, experts, the model's ends."""
+"""Builds the rows (parameter descriptions) that many families share: norms, attention, feed-forward, experts,
+embeddings."""
 
 from __future__ import annotations
 
@@ -29,14 +30,17 @@ def norm(name: str, tensor: str, width: int, *, fused: str | None = None) -> Row
 
 
 def single(name: str, tensor: str, shape: tuple[int, int], partition: Partition, **more: Any) -> Row:
-    """Returns the row of a parameter that is one tensor [rows, columns], of the same name in engines."""
+    """Returns the row of a parameter that is one tensor [rows, columns] and has the tensor's name in engines."""
     return Row(**{"name": name, "sources": (Source(tensor, *shape),), "partition": partition, "engine": tensor, **more})
 
 
 def joint_norm(part: str, width: int) -> Row:
-    """Returns the row of a norm over all heads of queries or keys at once, [width]. `part`: q or k.
+    """Returns the row of a norm [width] over all heads of queries or keys together.
 
-    A trainer's ranks share the weight out as they do the heads. An engine's ranks hold it whole: they gather the heads.
+    `part`: "q" or "k".
+
+    The trainer's ranks shard the weight as they shard the heads. Every engine rank holds the whole weight, because
+    engines gather the heads before the norm.
     """
     tensor = f"self_attn.{part}_norm.weight"
     return single(f"self_attention.{part}_layernorm.weight", tensor, (width, 1), ByRows(), engine_partition=Whole())
@@ -45,10 +49,12 @@ def joint_norm(part: str, width: int) -> Row:
 def attention(
     sizes: Sizes, *, bias: bool = False, head_norms: bool = False, joint_norms: bool = False, norm_before: bool = True
 ) -> list[Row]:
-    """Returns the rows of the norm before attention, of query, key and value as one parameter, and of the projection.
+    """Returns the rows of attention: the norm before it, query/key/value as one parameter, and the output projection.
 
-    `bias`: query, key and value have one. `head_norms`: queries and keys are normalised head by head; `joint_norms`:
-    over all heads at once. Without `norm_before` there is no norm before attention.
+    `bias`: whether query, key and value have a bias.
+    `head_norms`: whether queries and keys are normalised per head.
+    `joint_norms`: whether queries and keys are normalised over all heads together.
+    `norm_before`: whether there is a norm before attention.
     """
     h, d = sizes.hidden, sizes.head_dim
     heads = (sizes.heads, sizes.kv_heads, sizes.head_dim)
@@ -76,10 +82,11 @@ def attention(
 
 
 def latent_attention(sizes: Sizes) -> list[Row]:
-    """Returns the rows of the norm before attention through a latent, of its projections, and of the latents' norms.
+    """Returns the rows of multi-head latent attention: the norm before it, its projections, and the norms of the
+    latents.
 
-    The projections down to the latents are whole on every rank, those up from them are cut by heads. Engines join both
-    projections down where there are two.
+    Every rank holds the whole down projections (to the latents). The up projections (from the latents) are sharded by
+    heads. Engines join the two down projections into one parameter if queries have a latent too.
     """
     h, heads, down = sizes.hidden, sizes.heads, "kv_a_proj_with_mqa"
 
@@ -113,7 +120,8 @@ def latent_attention(sizes: Sizes) -> list[Row]:
 
 
 def feed_forward(sizes: Sizes, *, before: str = "post_attention_layernorm.weight") -> list[Row]:
-    """Returns the rows of a dense feed-forward layer and of the norm before it, whose tensor is called `before`."""
+    """Returns the rows of a dense feed-forward layer and of the norm before it. `before`: the name of the norm's
+    tensor."""
     fused = "mlp.linear_fc1.layer_norm_weight"
     return [
         norm("pre_mlp_layernorm.weight", before, sizes.hidden, fused=fused),
@@ -122,7 +130,11 @@ def feed_forward(sizes: Sizes, *, before: str = "post_attention_layernorm.weight
 
 
 def gated(module: str, tensors: str, ffn: int, hidden: int) -> list[Row]:
-    """Returns the rows of the gated feed-forward `module` of Megatron, whose tensors' names begin with `tensors`."""
+    """Returns the rows of a gated feed-forward module.
+
+    `module`: the name of the module in Megatron.
+    `tensors`: the prefix of its tensors' names in Hugging Face.
+    """
     gate, up, down = (f"{tensors}.{part}.weight" for part in PARTS)
     return [
         Row(
@@ -136,10 +148,12 @@ def gated(module: str, tensors: str, ffn: int, hidden: int) -> list[Row]:
 
 
 def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) -> list[Row]:
-    """Returns the rows of a router with its experts and of the norm before them.
+    """Returns the rows of the norm before a router, of the router, and of its experts.
 
-    `module`: the module of Hugging Face that holds them. `parts`: the names of an expert's gate, up and down.
-    transformers holds the experts stacked, in a module that is called `mlp` in every family.
+    `module`: the Hugging Face module that holds router and experts in files.
+    `parts`: the names of an expert's gate, up and down projection.
+
+    In memory, transformers stacks the experts in a module that is called `mlp` in every family.
     """
     h, count, width = sizes.hidden, sizes.experts, sizes.expert_ffn
     gate, up, down = (f"{module}.experts.{EXPERT}.{part}.weight" for part in parts)
@@ -170,15 +184,16 @@ def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) 
 
 
 def expert_bias(sizes: Sizes, *, module: str = "mlp.gate") -> Row:
-    """Returns the row of the bias [experts] that takes part in a router's choice."""
+    """Returns the row of the bias [experts] that a router adds to its scores when it chooses experts."""
     tensor = f"{module}.e_score_correction_bias"
     return single("mlp.router.expert_bias", tensor, (sizes.experts, 1), Whole(), float32=True)
 
 
 def shared_expert(sizes: Sizes, *, module: str = "mlp.shared_expert", gate: bool = True) -> list[Row]:
-    """Returns the rows of an expert that sees every token, and of the gate [1, hidden] that weighs what it adds.
+    """Returns the rows of a shared expert, which processes every token, and of the gate [1, hidden] that scales its
+    output.
 
-    `gate`: False where there is none.
+    `gate`: whether the shared expert has a gate.
     """
     rows = gated("mlp.shared_experts", module, sizes.shared_ffn, sizes.hidden)
     if not gate:
@@ -187,7 +202,7 @@ def shared_expert(sizes: Sizes, *, module: str = "mlp.shared_expert", gate: bool
 
 
 def ends(sizes: Sizes) -> OuterRows:
-    """Returns the rows of embedding, last norm and output layer."""
+    """Returns the rows of the embedding, the final norm and the output layer."""
     shape, partitions = (sizes.vocab, sizes.hidden), (Vocabulary(), EngineVocabulary())
     embedding = single(
         "embedding.word_embeddings.weight", EMBEDDING, shape, partitions[0], engine_partition=partitions[1]

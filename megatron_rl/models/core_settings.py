@@ -1,6 +1,7 @@
-"""Returns the settings of Megatron-core that a model's sizes and features decide, as plain values.
+"""Computes the Megatron-core settings that follow from a model's sizes and features, as plain values.
 
-They are fields of core's TransformerConfig by name; megatron/model.py puts functions in the place of their names.
+The settings are named as the fields of core's TransformerConfig. megatron/model.py replaces names of functions by the
+functions.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from typing import Any
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models.sizes import Features, Sizes
 
-ROTARY = ("default", "llama3")  # kinds of rotary embedding that core computes
+ROTARY = ("default", "llama3")  # kinds of rotary embedding that Megatron-core computes
 
 
 def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
-    """Returns the settings that decide the shapes and the arithmetic of the layers. The activation is a word."""
+    """Returns the settings for the shapes and the arithmetic of the layers. The activation is given by name."""
     return dict(
         num_layers=sizes.num_layers,
         hidden_size=sizes.hidden,
@@ -24,7 +25,7 @@ def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
         ffn_hidden_size=sizes.ffn,
         normalization="RMSNorm",
         layernorm_epsilon=features.norm_eps,
-        qk_layernorm=features.qk_norm,  # not joint ones: core would sum their gradients over tensor ranks
+        qk_layernorm=features.qk_norm,  # not for joint norms: core would sum their gradients over tensor ranks
         gated_linear_unit=True,
         activation_func=features.activation,
         add_bias_linear=False,
@@ -38,9 +39,9 @@ def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
 
 
 def _latent(sizes: Sizes) -> dict[str, Any]:
-    """Returns the settings of attention through a latent; nothing for other attention.
+    """Returns the settings of multi-head latent attention; an empty dict for other attention.
 
-    Core's rotary embedding is not used: the project's layers turn queries and keys, and scale their scores.
+    Core's rotary embedding is not used. The project's layers rotate queries and keys, and scale the scores.
     """
     if not sizes.kv_rank:
         return {}
@@ -56,11 +57,13 @@ def _latent(sizes: Sizes) -> dict[str, Any]:
 
 
 def needs_own_layers(sizes: Sizes, features: Features) -> bool:
-    """Returns whether core has no layers of its own for a model: other places of norms, norms of all heads at once,
-    attention of several kinds, or a rotary embedding of another kind than core has.
+    """Checks whether a model needs this project's layers because Megatron-core's layers do not support its
+    architecture.
 
-    Nor is its attention through a latent used with Transformer Engine: without sequence parallelism it leaves the
-    gradient of the shared key unsummed over tensor ranks, and the latents' norms have an epsilon of their own.
+    Core does not support other positions of norms, norms over all heads together, several kinds of attention, and
+    rotary embeddings not in `ROTARY`. Core's latent attention with Transformer Engine is not used either: without
+    sequence parallelism it does not sum the gradient of the shared key over tensor ranks, and the norms of the latents
+    need a separate epsilon.
     """
     moved = features.norms_after or not features.norms_before
     other = any(kind.rotary.kind not in ROTARY for kind in features.kinds)
@@ -68,14 +71,20 @@ def needs_own_layers(sizes: Sizes, features: Features) -> bool:
 
 
 def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
-    """Returns the settings of the experts and their router; nothing for a dense model.
+    """Returns the settings of the experts and their router; an empty dict for a dense model.
 
-    No token is dropped. Besides the caller's loss only `aux_loss` trains the router. Choosing the k largest scores
-    gives the same experts before and after the softmax. A softmax over the chosen experts equals the softmax over all,
-    divided by the chosen ones' sum: this is what families that renormalise do. Groups of experts and their bias are not
-    among core's settings: megatron/router_replay.py limits a choice to groups, because core takes a group for as good
-    as the sum of its k / groups_chosen best, and a bias of core's own would be moved by its load balancing. Raises
-    ConfigError for a router that could not learn.
+    No token is dropped. Only the caller's loss and `aux_loss` (the coefficient of the load-balancing loss) train the
+    router.
+
+    Choosing the k largest scores gives the same experts before and after the softmax. A softmax over the chosen experts
+    equals the softmax over all experts, divided by the sum over the chosen experts. Families that renormalise use the
+    latter.
+
+    Expert groups and expert biases are not passed to core. megatron/router_replay.py limits the choice to groups,
+    because core scores a group by the sum of its k / groups_chosen best experts. Core's load balancing would change its
+    bias.
+
+    Raises ConfigError for a router that could not learn.
     """
     routing = features.routing
     if routing is None:
@@ -97,9 +106,9 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
         moe_router_pre_softmax=routing.scores == "softmax" and not routing.renormalised,
         moe_router_score_function=routing.scores,
         moe_router_topk_scaling_factor=None if routing.scale == 1.0 else routing.scale,
-        # A list has core write checkpoints layer by layer, as it must where layers differ.
+        # With a list, core writes checkpoints layer by layer, which is required if layers differ.
         moe_layer_freq=[int(sizes.is_sparse(n)) for n in range(sizes.num_layers)] if sizes.dense_layers else 1,
-        moe_router_dtype="fp32",  # the dtype of its logits and probabilities, also in a bfloat16 model
+        moe_router_dtype="fp32",  # dtype of the router's logits and probabilities, also in a bfloat16 model
         moe_router_load_balancing_type="aux_loss" if aux_loss else "none",
         moe_aux_loss_coeff=aux_loss,
         **shared,
@@ -107,7 +116,7 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
 
 
 def rotary(features: Features) -> dict[str, Any]:
-    """Returns the settings of core's own rotary embedding, for a model that does not need layers of our own."""
+    """Returns the settings of core's rotary embedding, for a model that does not need the project's layers."""
     own = features.kinds[0].rotary
     return {
         "position_embedding_type": "rope",

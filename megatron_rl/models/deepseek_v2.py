@@ -1,7 +1,7 @@
-"""DeepSeek-V2 and V2-Lite: attention through a latent, dense layers in front, shared experts without a gate.
+"""DeepSeek-V2 and V2-Lite: latent attention, leading dense layers, shared experts without a gate.
 
-The tokenizer puts the begin-of-sentence token before a text, and the chat template writes it too: a rendered dialogue
-is tokenized without special tokens. A turn ends with the end-of-sentence token.
+Both the tokenizer and the chat template add the begin-of-sentence token. Therefore a rendered dialogue must be
+tokenized without special tokens. A turn ends with the end-of-sentence token.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from megatron_rl.models.family import KEYS, SETTLED, Family
 from megatron_rl.models.rows import Row
 from megatron_rl.models.sizes import Features, Routing, Sizes
 
-LATENT = {  # keys of config.json, by the field of Sizes that they give
+LATENT = {  # field of Sizes -> key of config.json
     "kv_rank": "kv_lora_rank",
     "q_rank": "q_lora_rank",
     "rope_dim": "qk_rope_head_dim",
     "value_dim": "v_head_dim",
 }
-NOPE = "qk_nope_head_dim"  # elements of a head's query and key that are not rotated
+NOPE = "qk_nope_head_dim"  # key of config.json: number of elements of a head's query and key that are not rotated
 EVERYWHERE: Mapping[str, Any] = {**SETTLED, "moe_layer_freq": 1, "quantization_config": None}
 
 
 class DeepseekV2(Family):
-    """Routers choose by a softmax, some of them in the best groups alone, and weigh without making it sum to 1."""
+    """The DeepSeek-V2 family. Routers use a softmax without renormalisation. Some models only choose from the best
+    groups."""
 
     model_type = "deepseek_v2"
     keys = {
@@ -42,7 +43,7 @@ class DeepseekV2(Family):
     has_experts = True
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
-        """Returns the sizes. Raises ConfigError as the base does, and for a routing that is not known here."""
+        """Returns the sizes. Raises ConfigError as the base class does, and for an unsupported routing method."""
         found = super().read(config, where)
         method = config.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
@@ -53,7 +54,10 @@ class DeepseekV2(Family):
         return found
 
     def check_groups(self, config: Mapping[str, Any], sizes: Sizes, where: str, *, best: int = 1) -> None:
-        """Raises ConfigError for groups of experts in which a router could not choose, by the `best` of each."""
+        """Raises ConfigError if the expert groups do not allow a router to choose enough experts.
+
+        `best`: the number of best experts whose scores rate a group. A group must have at least this many experts.
+        """
         groups, chosen = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
         wanted = int(config.get("num_experts_per_tok") or 1)
         each = sizes.experts // groups
@@ -64,9 +68,10 @@ class DeepseekV2(Family):
             )
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
-        """Returns the sizes in a config.json. Its head_dim is not looked at: some files give that of the rotated part.
+        """Returns the sizes in a config.json. Its head_dim is ignored, because some files give the size of the rotated
+        part.
 
-        Raises KeyError for a key that is missing.
+        Raises KeyError if a key is missing.
         """
         found = super().sizes({name: value for name, value in config.items() if name != KEYS["head_dim"]})
         told = {field: int(config[key] or 0) for field, key in LATENT.items()}
@@ -80,11 +85,11 @@ class DeepseekV2(Family):
         )
 
     def key(self, field: str, config: Mapping[str, Any]) -> str:
-        """Returns the key of config.json that gives a field of Sizes."""
+        """Returns the key of config.json that holds the value of a field of Sizes."""
         return self.keys[field]
 
     def features(self, config: Mapping[str, Any]) -> Features:
-        """Returns the features, with the scale of attention's scores that YaRN sharpens."""
+        """Returns the features. The scale of the attention scores includes YaRN's factor."""
         found = super().features(config)
         rotary = found.kinds[0].rotary
         told = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -94,7 +99,7 @@ class DeepseekV2(Family):
         return replace(found, softmax_scale=head_dim**-0.5 * sharper**2)
 
     def routing(self, config: Mapping[str, Any]) -> Routing:
-        """Returns how its routers choose. A group is as good as its best expert."""
+        """Returns how the routers choose experts. The score of a group is the score of its best expert."""
         limited = config.get("topk_method") == "group_limited_greedy"
         return Routing(
             chosen=int(config["num_experts_per_tok"]),
@@ -105,7 +110,7 @@ class DeepseekV2(Family):
         )
 
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
-        """Returns the parameters of a layer: a dense one in front, else one with experts."""
+        """Returns the parameters of a layer: dense for the leading layers, otherwise with experts."""
         rows = blocks.latent_attention(sizes)
         if not sizes.is_sparse(number):
             return rows + blocks.feed_forward(sizes)
@@ -113,12 +118,12 @@ class DeepseekV2(Family):
         return rows + blocks.shared_expert(sizes, module="mlp.shared_experts", gate=False) if sizes.shared_ffn else rows
 
     def beside(self, sizes: Sizes) -> Sequence[Row]:
-        """Returns the further parameters of a router."""
+        """Returns additional parameters of a router. Subclasses override it."""
         return ()
 
 
 def groups_of(config: Mapping[str, Any], *, best: int) -> dict[str, Any]:
-    """Returns the fields of Routing for groups of experts; none where a token may see all groups."""
+    """Returns the fields of Routing for expert groups; an empty dict if a token may use all groups."""
     groups, chosen = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
     return {"groups": groups, "groups_chosen": chosen, "group_best": best} if chosen < groups else {}
 

@@ -1,8 +1,9 @@
-"""DeepSeek-V3 and R1: V2 with routers that choose by a sigmoid and a bias, without the layer that predicts ahead.
+"""DeepSeek-V3 and R1: V2 with routers that choose by a sigmoid and a bias. The multi-token prediction layer is left
+out.
 
-Public files are quantised to 8 bits (quantization_config), which is refused: convert them to bfloat16 first. Their
-model.layers.61 predicts a second token ahead; it is left out here, as transformers leaves it out. Templates of R1 begin
-an answer with <think>. Ends of texts are those of V2.
+Public files are quantised to 8 bits (quantization_config) and are refused: convert them to bfloat16 first. Their
+model.layers.61 predicts a second token ahead. It is left out here, as in transformers. Chat templates of R1 begin an
+answer with <think>. Special tokens are handled as in V2.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DEFAULTS: Mapping[str, Any] = {"n_group": 8, "topk_group": 4, "norm_topk_prob": 
 
 
 class DeepseekV3(DeepseekV2):
-    """The bias of every expert is kept as it is: it is no parameter of a loss."""
+    """The DeepSeek-V3 family. The experts' biases keep their loaded values, because no loss trains them."""
 
     model_type = "deepseek_v3"
     settled = {
@@ -32,7 +33,8 @@ class DeepseekV3(DeepseekV2):
     }
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
-        """Returns the sizes. Raises ConfigError as the base does, and for weights that core always makes sum to 1."""
+        """Returns the sizes. Raises ConfigError as the base class does, and for sigmoid weights without
+        renormalisation."""
         found = Family.read(self, config, where)
         told = {**DEFAULTS, **config}
         self.check_groups(told, found, where, best=2)
@@ -44,7 +46,7 @@ class DeepseekV3(DeepseekV2):
         return found
 
     def routing(self, config: Mapping[str, Any]) -> Routing:
-        """Returns how its routers choose. A group is as good as its two best experts."""
+        """Returns how the routers choose experts. The score of a group is the sum of its two best experts' scores."""
         told = {**DEFAULTS, **config}
         return Routing(
             chosen=int(told["num_experts_per_tok"]),
@@ -57,12 +59,13 @@ class DeepseekV3(DeepseekV2):
         )
 
     def leaves_out(self, sizes: Sizes, tensor: str) -> bool:
-        """Says whether a tensor has no part in the model: the layers that predict ahead stand behind the others."""
+        """Checks whether a tensor is not part of the model, as are multi-token prediction layers, which come after the
+        other layers."""
         ahead = tensor.startswith("model.layers.") and int(tensor.split(".")[2]) >= sizes.num_layers
         return ahead or super().leaves_out(sizes, tensor)
 
     def beside(self, sizes: Sizes) -> Sequence[Row]:
-        """Returns the bias of the router."""
+        """Returns the router's bias."""
         return (blocks.expert_bias(sizes),)
 
 

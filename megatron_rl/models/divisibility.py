@@ -1,7 +1,7 @@
-"""Says which layouts a model allows: the one table of what must divide by what.
+"""Checks which layouts a model allows: the single table of which sizes must be divisible by which axes.
 
-Config checks, the trainer, planning, its search, and the maps of weights ask it. So a layout that one of them refuses
-is refused by all, in the same words: the value, what does not divide it, and the nearest numbers that would do.
+Config checks, the trainer, planning, its search, and the weight maps all use this table. Therefore they refuse the same
+layouts with the same message: the value, the number that does not divide it, and the nearest numbers that do.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron_rl.models.sizes import Sizes
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """The numbers of ranks by which a trainer's layout cuts a model."""
+    """The numbers of ranks over which a trainer's layout shards a model."""
 
     tp: int = 1
-    runs: int = 1  # of layers: pp x vpp. Layouts whose stages may be uneven leave it at 1
+    runs: int = 1  # number of runs of layers: pp x vpp. It is 1 for layouts whose stages may be uneven
     ep: int = 1
-    etp: int | None = None  # None: as many as tp
+    etp: int | None = None  # expert tensor parallelism; None: the same as tp
     sequence_parallel: bool = True
 
     @classmethod
     def of(cls, layout: Layout) -> Self:
-        """Returns the axes of a config's layout."""
+        """Returns the axes of a layout in a config."""
         return cls(
             tp=layout.tp,
             runs=layout.pp * (layout.vpp or 1),
@@ -38,34 +38,37 @@ class Axes:
 
 
 class Violation(NamedTuple):
-    """A size that does not divide by an axis of a layout."""
+    """A model size that is not divisible by an axis of a layout."""
 
-    key: str  # of config.json
+    key: str  # key of config.json that holds the size
     value: int
     axis: str
     ranks: int
-    nearest: tuple[int, ...]  # the next smaller and the next larger number for this axis that the whole model allows
+    # the next smaller and the next larger number of ranks that the whole model allows on this axis
+    nearest: tuple[int, ...]
 
     def says(self, model: str) -> str:
-        """Returns a sentence with the cure."""
+        """Returns a sentence that describes the violation and its cure. `model`: how to call the model."""
         works = " and ".join(f"{self.axis} = {n}" for n in self.nearest)
         are = "nearest that works is" if len(self.nearest) == 1 else "nearest that work are"
         return f"{self.key} = {self.value} of {model} is not divisible by {self.axis} = {self.ranks}: the {are} {works}"
 
 
 class _Rule(NamedTuple):
-    """A field of Sizes that an axis must divide; a size of 0 is not there and divides by everything."""
+    """A field of Sizes that must be divisible by an axis. A size of 0 (not present in the model) is divisible by
+    everything."""
 
     field: str
     axis: str
-    either: bool = False  # it is enough that the size divides the ranks: engines repeat key/value heads
+    either: bool = False  # whether it is also enough that the size divides the ranks: engines repeat key/value heads
 
 
 def _rules(sizes: Sizes, *, engine: bool = False, expert_parallel: bool = False) -> list[_Rule]:
-    """Returns what the axes of a trainer divide, or the ranks of an `engine`, which with `expert_parallel` hold whole
-    experts.
+    """Returns the divisibility rules of a trainer, or of an engine if `engine` is True.
 
-    Where every layer has experts, the dense width in config.json belongs to no layer. Attention through a latent has no
+    `expert_parallel`: whether engine ranks hold whole experts.
+
+    If every layer has experts, the dense width in config.json is not used by any layer. Latent attention has no
     key/value heads.
     """
     rules = [_Rule("heads", "tp")]
@@ -85,21 +88,23 @@ def _rules(sizes: Sizes, *, engine: bool = False, expert_parallel: bool = False)
 
 
 def trainer_violations(sizes: Sizes, axes: Axes) -> list[Violation]:
-    """Returns every size that a trainer's layout does not divide."""
+    """Returns the model sizes that are not divisible by a trainer's layout."""
     ranks = {"tp": axes.tp, "pp x vpp": axes.runs, "ep": axes.ep, "etp": axes.tp if axes.etp is None else axes.etp}
     return [*_violations(sizes, _rules(sizes), ranks)]
 
 
 def engine_violations(sizes: Sizes, tp: int, *, expert_parallel: bool = False) -> list[Violation]:
-    """Returns every size that an engine of `tp` ranks does not divide."""
+    """Returns the model sizes that are not divisible by the `tp` ranks of an engine."""
     return [*_violations(sizes, _rules(sizes, engine=True, expert_parallel=expert_parallel), {"tp": tp})]
 
 
 def trainer_problems(sizes: Sizes, axes: Axes, model: str) -> list[str]:
-    """Returns a sentence, with its cure, for everything that forbids a trainer's layout. `model`: what to call it.
+    """Returns one sentence, with its cure, for every reason why a trainer's layout is not possible.
 
-    Beside what must divide, these are the rules of experts: a model without any has none to cut, and Megatron-core
-    trains experts under tensor parallelism with sequence parallelism alone.
+    `model`: how to call the model in the sentences.
+
+    Besides divisibility, this checks two rules for experts: a dense model has no experts to shard, and Megatron-core
+    trains experts under tensor parallelism only with sequence parallelism.
     """
     found = [violation.says(model) for violation in trainer_violations(sizes, axes)]
     if not sizes.experts and (axes.ep > 1 or axes.etp not in (None, 1) or (axes.etp or axes.tp) != axes.tp):
@@ -113,19 +118,22 @@ def trainer_problems(sizes: Sizes, axes: Axes, model: str) -> list[str]:
 
 
 def engine_problems(sizes: Sizes, tp: int, model: str, *, expert_parallel: bool = False) -> list[str]:
-    """Returns a sentence, with its cure, for everything that forbids an engine's layout. `model`: what to call it."""
+    """Returns one sentence, with its cure, for every reason why an engine's layout is not possible.
+
+    `model`: how to call the model in the sentences.
+    """
     if expert_parallel and not sizes.experts:
         return [f"{model} has no experts: set expert_parallel to false"]
     return [found.says(model) for found in engine_violations(sizes, tp, expert_parallel=expert_parallel)]
 
 
 def allowed(sizes: Sizes, axis: str) -> Callable[[int], bool]:
-    """Returns a function that says whether a trainer of this model may have so many ranks along `axis`."""
+    """Returns a function that checks whether a trainer of this model may have a given number of ranks along `axis`."""
     return _allowed(sizes, [rule for rule in _rules(sizes) if rule.axis == axis])
 
 
 def _violations(sizes: Sizes, rules: list[_Rule], ranks: dict[str, int]) -> Iterator[Violation]:
-    """Yields the rules that are not kept, with the nearest numbers that keep all rules of the same axis."""
+    """Yields the violated rules, with the nearest numbers of ranks that satisfy all rules of the same axis."""
     keys = family_of(sizes).keys
     for rule in rules:
         number = ranks[rule.axis]

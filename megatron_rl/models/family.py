@@ -1,7 +1,7 @@
-"""Says what a model family is: how its config.json is read, which parameters it has, and how they are computed with.
+"""Defines the base class of a model family: how config.json is read, the model's parameters, and its arithmetic.
 
-The defaults are those of Llama: norms before attention and before a gated feed-forward layer, rotary embedding, no
-biases. A family of another shape overrides what differs.
+The defaults are Llama's: norms before attention and before a gated feed-forward layer, rotary embedding, no biases. A
+family with another architecture overrides what differs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_rl.models import blocks
 from megatron_rl.models.rows import OuterRows, Row
 from megatron_rl.models.sizes import AttentionKind, Features, Rotary, Routing, Sizes
 
-KEYS = {  # of config.json, by the field of Sizes that they give
+KEYS = {  # field of Sizes -> key of config.json
     "num_layers": "num_hidden_layers",
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
@@ -27,37 +27,41 @@ KEYS = {  # of config.json, by the field of Sizes that they give
     "expert_ffn": "moe_intermediate_size",
     "shared_ffn": "shared_expert_intermediate_size",
 }
-ALWAYS = ("num_layers", "hidden", "heads", "kv_heads", "ffn", "vocab")  # fields that are above 0 in every model
-MOST, MOST_LAYERS = 10**8, 10**4  # the largest size, and the largest count of layers, that a config.json may name
-# Keys of config.json that switch arithmetic, with the one value that is supported; a key that is absent or null is too.
+ALWAYS = ("num_layers", "hidden", "heads", "kv_heads", "ffn", "vocab")  # fields that are positive in every model
+MOST, MOST_LAYERS = 10**8, 10**4  # the largest size and the largest number of layers accepted from a config.json
+# Keys of config.json that change the arithmetic -> the only supported value. A key that is absent or null is accepted
+# too.
 SETTLED: Mapping[str, Any] = {
     "mlp_bias": False,
     "hidden_act": "silu",
     "use_sliding_window": False,
     "attention_bias": False,
 }
-EVERY_LAYER: Mapping[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}  # every layer has experts
+# settings with which every layer has experts
+EVERY_LAYER: Mapping[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
 class Family:
-    """One model_type of config.json. An instance has no state."""
+    """A model family: the models with one `model_type` in config.json. An instance has no state."""
 
     model_type: ClassVar[str]
     keys: ClassVar[Mapping[str, str]] = KEYS
     settled: ClassVar[Mapping[str, Any]] = SETTLED
     has_experts: ClassVar[bool] = False
     has_shared_expert: ClassVar[bool] = False
-    # Features of all models of the family; `features` adds what a config.json says.
+    # Features that all models of the family have. `features` adds what a config.json sets.
     common: ClassVar[Features] = Features()
-    # Public models of a family outside of the package, as known.yaml has those of the package: plans are made of them
-    # without their files.
+    # Public models of a family that a plug-in adds: name -> contents of config.json. Planning uses them without the
+    # models' files. The public models of the built-in families are in known.yaml.
     known: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
-        """Returns the sizes in the contents of a config.json.
+        """Returns the sizes of the model that the contents of a config.json describe.
 
-        Raises ConfigError, with the key, for what is missing, and for what is not supported: it would be ignored, and
-        the model would be another one.
+        `where`: the config's file or name, for error messages.
+
+        Raises ConfigError, with the key, if a key is missing or its value is not supported. An unsupported key that was
+        ignored would result in a different model.
         """
         for field, key in self.keys.items():
             value, least = config.get(key), int(field in ALWAYS)
@@ -77,7 +81,7 @@ class Family:
         return sizes
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
-        """Returns the sizes in a config.json that is supported. Raises KeyError for a key that is missing."""
+        """Returns the sizes of the model described by a supported config.json. Raises KeyError if a key is missing."""
         wanted = ["experts", "expert_ffn"] if self.has_experts else []
         wanted += ["shared_ffn"] if self.has_shared_expert else []
         wanted += ["num_layers", "hidden", "heads", "ffn", "vocab"]
@@ -91,15 +95,15 @@ class Family:
         )
 
     def key(self, field: str, config: Mapping[str, Any]) -> str:
-        """Returns the key of config.json that gives a field of Sizes."""
+        """Returns the key of config.json that holds the value of a field of Sizes."""
         if field == "experts" and "num_local_experts" in config:
-            return "num_local_experts"  # transformers 5 writes either key
+            return "num_local_experts"  # transformers 5 uses either key
         return self.keys[field]
 
     def features(self, config: Mapping[str, Any]) -> Features:
-        """Returns the features in the contents of a config.json.
+        """Returns the features of the model that the contents of a config.json describe.
 
-        Raises KeyError for a model with experts that does not say how many of them a token sees.
+        Raises KeyError for a model with experts if the number of experts per token is missing.
         """
         return replace(
             self.common,
@@ -109,21 +113,21 @@ class Family:
         )
 
     def kinds(self, config: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
-        """Returns the kinds of attention that its layers have."""
+        """Returns the kinds of attention that the model's layers have."""
         return (AttentionKind(rotary=Rotary.read(config)),)
 
     def routing(self, config: Mapping[str, Any]) -> Routing:
-        """Returns how the routers of a model with experts choose."""
+        """Returns how the routers of a model with experts choose the experts of a token."""
         return Routing(
             chosen=int(config["num_experts_per_tok"]), renormalised=bool(config.get("norm_topk_prob", False))
         )
 
     def leaves_out(self, sizes: Sizes, tensor: str) -> bool:
-        """Says whether a tensor that public files hold has no part in the model."""
+        """Checks whether a tensor of a public checkpoint is not part of the model and can be skipped."""
         return tensor.endswith("rotary_emb.inv_freq")
 
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
-        """Returns the parameters of layer `number`, in their order in the layer."""
+        """Returns the parameters of layer `number`, in the order of the layer's computation."""
         rows = blocks.attention(sizes, bias=self.common.qkv_bias, head_norms=self.common.qk_norm)
         if not self.has_experts:
             return rows + blocks.feed_forward(sizes)
@@ -131,12 +135,12 @@ class Family:
         return rows + blocks.shared_expert(sizes) if self.has_shared_expert else rows
 
     def ends(self, sizes: Sizes) -> OuterRows:
-        """Returns the parameters outside of the layers."""
+        """Returns the parameters outside of the layers: embedding, final norm and output layer."""
         return blocks.ends(sizes)
 
 
 def windowless(config: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for a config whose sliding window takes effect within the model's context."""
+    """Raises ConfigError if the model's sliding window is shorter than its maximum context."""
     window = config.get("sliding_window")
     if window is not None and window < int(config.get("max_position_embeddings", window)):
         raise ConfigError(

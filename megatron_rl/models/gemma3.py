@@ -1,8 +1,8 @@
-"""Gemma 3, text only: the 270M and 1B models, and text models made of the larger ones.
+"""Gemma 3, text only: the 270M and 1B models, and text-only versions of the larger models.
 
-The tokenizer puts <bos> before a text, and the chat template writes it too: a rendered dialogue is tokenized without
-special tokens. The models hardly work without it. Instruct models end a turn with <end_of_turn>, base models a text
-with <eos>. The template has no system's turn of its own: it puts the system's message before the first user's.
+Both the tokenizer and the chat template add <bos>. Therefore a rendered dialogue must be tokenized without special
+tokens. Without <bos> the models hardly work. Instruct models end a turn with <end_of_turn>, and base models end a text
+with <eos>. The chat template has no system turn: it puts the system message before the first user message.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ from megatron_rl.models.family import Family
 from megatron_rl.models.rows import Row
 from megatron_rl.models.sizes import AttentionKind, Features, Rotary, Sizes
 
-WINDOWED, WHOLE = "sliding_attention", "full_attention"  # config.json's words
-PERIOD = 6  # of layers the last of so many sees the whole text
-DEFAULTS: Mapping[str, Any] = {  # of transformers, for keys that a config.json may leave out
+WINDOWED, WHOLE = "sliding_attention", "full_attention"  # values of layer_types in config.json
+PERIOD = 6  # default of sliding_window_pattern: every sixth layer attends to the whole text
+DEFAULTS: Mapping[str, Any] = {  # transformers' defaults for keys that a config.json may leave out
     "num_key_value_heads": 4,
     "head_dim": 256,
     "tie_word_embeddings": True,
@@ -26,7 +26,8 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers, for keys that a config.json 
 
 
 class Gemma3(Family):
-    """Norms before and after attention and feed-forward, a GELU gate, windows in most layers, scaled embeddings."""
+    """The Gemma 3 family: norms before and after attention and feed-forward, GELU gate, sliding windows, scaled
+    embeddings."""
 
     model_type = "gemma3_text"
     settled = {
@@ -39,11 +40,11 @@ class Gemma3(Family):
     common = Features(norm_from_one=True, norms_after=True, activation="gelu_tanh", qk_norm=True)
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
-        """Returns the sizes, with transformers' defaults. Raises KeyError for a key that is missing."""
+        """Returns the sizes, with transformers' defaults. Raises KeyError if a key is missing."""
         return super().sizes({**DEFAULTS, **config})
 
     def features(self, config: Mapping[str, Any]) -> Features:
-        """Returns the features: two kinds of attention, each with a rotary embedding of its own."""
+        """Returns the features: two kinds of attention, each with a separate rotary embedding."""
         told = {**DEFAULTS, **config}
         layers, period = int(told["num_hidden_layers"]), int(told.get("sliding_window_pattern") or PERIOD)
         types = told.get("layer_types") or [WHOLE if (i + 1) % period == 0 else WINDOWED for i in range(layers)]
@@ -55,9 +56,9 @@ class Gemma3(Family):
         )
 
     def kinds(self, config: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
-        """Returns what layers with a window and layers without see.
+        """Returns the attention of layers with a sliding window and of layers without a window.
 
-        Older files have one key for each base, and their rope_scaling is that of layers without a window.
+        Older files have one key for each rotary base. Their rope_scaling applies to layers without a window only.
         """
         told = config.get("rope_parameters") or {
             WINDOWED: {"rope_theta": config.get("rope_local_base_freq", 10_000.0)},
@@ -70,7 +71,8 @@ class Gemma3(Family):
         )
 
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
-        """Returns the parameters of a layer: the norms after its two parts stand where core adds residuals."""
+        """Returns the parameters of a layer. The norms after attention and feed-forward belong to core's residual
+        modules (*_bda)."""
         width = sizes.hidden
         return [
             *blocks.attention(sizes, head_norms=True),

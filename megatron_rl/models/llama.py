@@ -1,15 +1,15 @@
-"""Llama 2 and 3, and models of the same shape that name its model_type: SmolLM2.
+"""Llama 2 and 3, and models of the same architecture and model_type, such as SmolLM2.
 
-Base models of Llama 3 end with <|end_of_text|>, instruct models end a turn with <|eot_id|>: generation_config.json
-lists both. The tokenizer puts <|begin_of_text|> before a text, and the chat template writes it too: a rendered dialogue
-is tokenized without special tokens, or it begins with two.
+Base models of Llama 3 end with <|end_of_text|>, and instruct models end a turn with <|eot_id|>. generation_config.json
+lists both. Both the tokenizer and the chat template add <|begin_of_text|>. Therefore a rendered dialogue must be
+tokenized without special tokens, or it begins with two of them.
 """
 
 from megatron_rl.models.family import Family
 
 
 class Llama(Family):
-    """The family that all defaults are of."""
+    """The Llama family, which uses all defaults."""
 
     model_type = "llama"
 

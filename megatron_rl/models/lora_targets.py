@@ -1,6 +1,6 @@
-"""Says which matrices of a model can have a low-rank adapter (LoRA), and which settings of adapters a model refuses.
+"""Determines which matrices of a model can have a LoRA adapter, and which adapter settings a model does not support.
 
-Nothing here imports torch: config checks, planning and the trainer ask it alike.
+This module does not import torch, so that config checks, planning and the trainer can share it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from megatron_rl.config.schema import Lora, RoleConfig
 from megatron_rl.models.registry import layer_rows
 from megatron_rl.models.sizes import Sizes
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # an adapter's files, as peft names them
-# Megatron's modules of a layer whose matrices can have one, in the order in which a layer computes them. A layer with
-# experts has the first two.
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # the file names of an adapter in peft's format
+# Megatron modules of a layer whose matrices can have an adapter, in the order of the layer's computation. In a layer
+# with experts, only the first two can.
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-INWARD = ("self_attention.linear_proj", "mlp.linear_fc2")  # those that tensor ranks cut by columns
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # the targets of a model with experts
-# Keys of peft's adapter_config.json that do not change what a saved adapter computes, whatever their value is: names,
-# settings of its training, and what the tensors say themselves.
+# modules whose matrices tensor-parallel ranks split by columns
+INWARD = ("self_attention.linear_proj", "mlp.linear_fc2")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # the allowed targets of a model with experts
+# Keys of peft's adapter_config.json that never change the result of a saved adapter: names, settings of its training,
+# and values that the tensors themselves define.
 _HARMLESS = {
     "peft_version", "base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode", "r",
     "lora_alpha", "target_modules", "exclude_modules", "layers_pattern", "lora_dropout", "eva_config", "megatron_core",
     "qalora_group_size",
 }  # fmt: skip
-# Values of the other keys under which an adapter is W + alpha / r B A. Keys that are not listed, such as those of later
-# versions of peft, must be off. Ways to initialise that are not listed change W whenever peft loads the adapter.
+# Values of other keys with which an adapter is W + alpha / r B A. Unlisted keys, such as those of later versions of
+# peft, must be off. Unlisted initialisation methods change W whenever peft loads the adapter.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -41,33 +42,36 @@ _OFF = (None, False, [], {})
 
 @dataclass(frozen=True)
 class Projection:
-    """One matrix [rows, columns] of a layer that can have an adapter: A [r, columns] and B [rows, r]."""
+    """One matrix [rows, columns] of a layer that can have an adapter, made of A [r, columns] and B [rows, r]."""
 
-    name: str  # as in lora.targets, q_proj
-    module: str  # its module in a Hugging Face layer, self_attn.q_proj
-    linear: str  # the module of Megatron that computes it, with others where they are joined
+    name: str  # name in lora.targets, e.g. q_proj
+    module: str  # module in a Hugging Face layer, e.g. self_attn.q_proj
+    linear: str  # Megatron module that computes the matrix, together with others if they are joined
     rows: int
     columns: int
 
     @property
     def inward(self) -> bool:
-        """Says whether tensor ranks cut the matrix by columns. They cut the others by rows."""
+        """Whether tensor-parallel ranks split the matrix by columns. They split other matrices by rows."""
         return self.linear in INWARD
 
     def elements(self, rank: int, tp: int = 1) -> float:
-        """Returns the numbers of A and B on one of `tp` tensor ranks: the side that the ranks cut is shared out."""
+        """Returns the number of elements of A and B on one of `tp` tensor-parallel ranks. The split dimension is
+        sharded."""
         cut, whole = (self.columns, self.rows) if self.inward else (self.rows, self.columns)
         return rank * (cut / tp + whole)
 
 
 def not_plain(told: Mapping[str, Any]) -> list[str]:
-    """Returns the settings of peft's adapter_config.json under which an adapter may not be W + alpha / r B A: all that
-    are neither harmless nor off."""
+    """Returns the keys of peft's adapter_config.json whose values may make an adapter other than W + alpha / r B A.
+
+    These are all keys that are neither harmless nor off.
+    """
     return [key for key, value in told.items() if key not in _HARMLESS and value not in _PLAIN.get(key, _OFF)]
 
 
 def refusal(told: Mapping[str, Any], key: str) -> str:
-    """Returns why an adapter with this setting of adapter_config.json is refused, and what to do."""
+    """Returns a sentence that says why this setting of adapter_config.json is not supported, and what to do."""
     return (
         f"{CONFIG} says {key} = {told[key]!r}, which changes what the adapter computes, or is not known, and is not "
         "supported; give a plain LoRA adapter, or the model that peft's merge_and_unload makes"
@@ -75,8 +79,11 @@ def refusal(told: Mapping[str, Any], key: str) -> str:
 
 
 def target_names(told: Mapping[str, Any]) -> set[str] | None:
-    """Returns the names of the matrices that adapter_config.json lists, without the modules around them; None where it
-    has a pattern or the word all-linear, which say less than the tensors do."""
+    """Returns the names of the matrices listed in adapter_config.json, without their parent modules.
+
+    Returns None if the file has a pattern or "all-linear" in place of a list. In this case the names must be taken from
+    the tensors.
+    """
     targets = told.get("target_modules")
     return {str(name).rpartition(".")[2] for name in targets} if isinstance(targets, list) else None
 
@@ -96,25 +103,27 @@ def projections(sizes: Sizes, layer: int) -> tuple[Projection, ...]:
 
 
 def linears(sizes: Sizes, layer: int) -> list[str]:
-    """Returns Megatron's modules of a layer whose matrices can have an adapter, in the order of LINEARS."""
+    """Returns the Megatron modules of a layer whose matrices can have an adapter, in the order of LINEARS."""
     there = {found.linear for found in projections(sizes, layer)}
     return [linear for linear in LINEARS if linear in there]
 
 
 def adapted(sizes: Sizes, layer: int, lora: Lora) -> list[Projection]:
-    """Returns the matrices of a layer that have an adapter under these settings."""
+    """Returns the matrices of a layer that have an adapter with these settings."""
     return [found for found in projections(sizes, layer) if found.name in lora.targets]
 
 
 def num_elements(sizes: Sizes, lora: Lora) -> int:
-    """Returns the number of trained numbers of a whole model with these adapters."""
+    """Returns the number of trainable parameters of these adapters in the whole model."""
     return int(sum(p.elements(lora.rank) for layer in range(sizes.num_layers) for p in adapted(sizes, layer, lora)))
 
 
 def owners(roles: Mapping[str, RoleConfig]) -> dict[str, str]:
-    """Returns {role with adapters: the role whose model in the trainer it computes with}, itself or one before it.
+    """Returns {role with adapters: role whose base model in the trainer it shares}, which is the role itself or an
+    earlier role.
 
-    Roles of the same model files, dtype, recomputation and layout share one: adapters leave it as it is.
+    Roles with the same model files, dtype, recomputation and layout share one base model, because adapters do not
+    change it.
     """
     found: dict[str, str] = {}
     first: dict[Any, str] = {}
@@ -127,9 +136,9 @@ def owners(roles: Mapping[str, RoleConfig]) -> dict[str, str]:
 
 
 def adapter_problems(sizes: Sizes, role: RoleConfig, name: str) -> list[str]:
-    """Returns a sentence, with its cure, for each setting that a role with adapters may not have.
+    """Returns one sentence, with its cure, for each adapter setting of a role that is not supported.
 
-    `name`: what to call the role's model.
+    `name`: how to call the role's model in the sentences.
     """
     lora = role.lora
     if lora is None:
@@ -152,7 +161,7 @@ def adapter_problems(sizes: Sizes, role: RoleConfig, name: str) -> list[str]:
 
 
 def _file_problems(lora: Lora, path: str) -> list[str]:
-    """Returns what is wrong with the adapter that training is to start from, as far as its settings tell."""
+    """Returns what is wrong with the adapter that training starts from, as far as its adapter_config.json shows."""
     file = Path(path) / CONFIG
     try:
         told = read_object(file)

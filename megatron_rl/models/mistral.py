@@ -1,6 +1,6 @@
-"""Mistral 7B and models of its shape, without a sliding window within their context.
+"""Mistral 7B and models of the same architecture, if they have no sliding window shorter than their context.
 
-Its chat template refuses a system's message in older versions, and two messages of one speaker in a row in all.
+Older chat templates refuse a system message. All of them refuse two consecutive messages of the same role.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from megatron_rl.models.sizes import Sizes
 
 
 class Mistral(Family):
-    """Llama with a `sliding_window` that takes effect without a switch."""
+    """The Mistral family: Llama, with a `sliding_window` that takes effect whenever it is set."""
 
     model_type = "mistral"
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
-        """Returns the sizes. Raises ConfigError as the base does, and for a window shorter than the context."""
+        """Returns the sizes. Raises ConfigError as the base class does, and for a window shorter than the context."""
         windowless(config, where)
         return super().read(config, where)
 

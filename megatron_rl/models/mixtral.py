@@ -1,4 +1,4 @@
-"""Mixtral 8x7B and 8x22B: Mistral with experts in every layer, whose probabilities always sum to 1."""
+"""Mixtral 8x7B and 8x22B: Mistral with experts in every layer, whose routing probabilities are always renormalised."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from megatron_rl.models.sizes import Routing, Sizes
 
 
 class Mixtral(Family):
-    """The dense width of config.json is that of an expert, and files name the router's module block_sparse_moe."""
+    """The Mixtral family. intermediate_size is an expert's width. In files, the router's module is block_sparse_moe."""
 
     model_type = "mixtral"
     keys = {**KEYS, "expert_ffn": "intermediate_size"}
@@ -18,16 +18,17 @@ class Mixtral(Family):
     has_experts = True
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
-        """Returns the sizes. Raises ConfigError as the base does, and for a window shorter than the context."""
+        """Returns the sizes. Raises ConfigError as the base class does, and for a window shorter than the context."""
         windowless(config, where)
         return super().read(config, where)
 
     def routing(self, config: Mapping[str, Any]) -> Routing:
-        """Returns how its routers choose: config.json has no key for their renormalised probabilities."""
+        """Returns how the routers choose experts. Probabilities are always renormalised, and config.json has no key for
+        it."""
         return Routing(chosen=int(config["num_experts_per_tok"]), renormalised=True)
 
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
-        """Returns the parameters of a layer: an expert's gate, up and down are w1, w3 and w2."""
+        """Returns the parameters of a layer. An expert's gate, up and down projections are called w1, w3 and w2."""
         return [
             *blocks.attention(sizes),
             *blocks.experts(sizes, module="block_sparse_moe", parts=("w1", "w3", "w2")),

@@ -1,7 +1,8 @@
 """OLMo 2: base and instruct models of 1B to 32B.
 
-Its tokenizer puts nothing before a text. One token, <|endoftext|>, both begins a rendered dialogue and ends a turn of
-the assistant: a dialogue is tokenized without special tokens, and the first of its tokens does not end it.
+The tokenizer adds no special token before a text. The same token, <|endoftext|>, begins a rendered dialogue and ends an
+assistant turn. Therefore a dialogue must be tokenized without special tokens, and its first token must not be taken for
+an end.
 """
 
 from collections.abc import Sequence
@@ -13,13 +14,14 @@ from megatron_rl.models.sizes import Features, Sizes
 
 
 class Olmo2(Family):
-    """Norms behind attention and feed-forward and none before them; queries and keys are normed over all heads."""
+    """The OLMo 2 family: norms after attention and feed-forward only; queries and keys are normalised over all heads
+    together."""
 
     model_type = "olmo2"
     common = Features(norm_eps=1e-5, norms_before=False, norms_after=True, qk_norm_joint=True)
 
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
-        """Returns the parameters of a layer: its norms stand where core adds residuals."""
+        """Returns the parameters of a layer. Its norms belong to core's residual modules (*_bda)."""
         width = sizes.hidden
         return [
             *blocks.attention(sizes, norm_before=False, joint_norms=True),

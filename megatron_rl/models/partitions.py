@@ -1,6 +1,7 @@
-"""Says which rectangles of Hugging Face tensors a rank holds in one parameter: the few ways to cut a parameter.
+"""Computes which rectangles of Hugging Face tensors a rank holds of a parameter, for each way to shard a parameter.
 
-A cut is a small value with one method, `held`. 1-D tensors count as [n, 1]. Everything here is arithmetic on numbers.
+A partition is a small value with one method, `held`. 1-D tensors are treated as [n, 1]. The module computes with
+indices only and touches no tensors.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ Shape = tuple[int, int]  # rows, columns
 
 
 class Rect(NamedTuple):
-    """A rectangle of a Hugging Face tensor, and the place of the same size that it has in a parameter.
+    """A rectangle of a Hugging Face tensor, and its position in a parameter.
 
-    tensor[row : row + rows, column : column + columns] lies at parameter[at_row :, at_column :].
+    tensor[row : row + rows, column : column + columns] is stored at parameter[at_row : at_row + rows, at_column :
+    at_column + columns].
     """
 
     tensor: str
@@ -28,37 +30,39 @@ class Rect(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Returns the number of elements."""
+        """Returns the number of elements of the rectangle."""
         return self.rows * self.columns
 
 
 class Source(NamedTuple):
-    """A Hugging Face tensor that a parameter is made of, with its shape. `{e}` in its name stands for an expert."""
+    """A Hugging Face tensor that a parameter is made of, with its shape. `{e}` in its name is a placeholder for the
+    expert index."""
 
     name: str
     rows: int
     columns: int = 1
 
 
-Held = tuple[Shape, list[Rect]]  # the shape of a parameter on a rank, and its rectangles
+Held = tuple[Shape, list[Rect]]  # (shape of a parameter on a rank, the rectangles that fill it)
 
 
 class Partition(Protocol):
-    """A way to divide a parameter among ranks."""
+    """A way to shard a parameter over ranks."""
 
-    sharded: ClassVar[bool]  # whether ranks hold different parts; otherwise each holds the whole
+    sharded: ClassVar[bool]  # whether ranks hold different parts; if False, each rank holds the whole parameter
 
     def held(self, sources: Sequence[Source], ranks: int, rank: int, multiple: int = 1) -> Held:
-        """Returns (shape, rectangles) of the parameter on `rank` of `ranks`.
+        """Returns (shape, rectangles) of the parameter on rank `rank` of `ranks`.
 
-        `multiple`: the vocabulary's rows are padded to this number times the ranks.
+        `sources`: the Hugging Face tensors that the parameter is made of.
+        `multiple`: the rows of a vocabulary are padded to a multiple of `multiple` * `ranks`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Whole:
-    """Every rank holds the whole tensor."""
+    """A partition with which every rank holds the whole tensor."""
 
     sharded: ClassVar[bool] = False
 
@@ -69,9 +73,10 @@ class Whole:
 
 @dataclass(frozen=True)
 class ByRows:
-    """Every tensor is cut into equal runs of rows, and a rank's runs are joined end to end.
+    """A partition that splits every tensor into equal runs of rows. A rank's runs of all tensors are concatenated.
 
-    A joined gate and up is [gate of this rank; up of this rank], and no cut of their concatenation.
+    For example, a joined gate and up parameter is [gate rows of this rank; up rows of this rank]. This is not a slice
+    of the concatenation of gate and up.
     """
 
     sharded: ClassVar[bool] = True
@@ -87,7 +92,7 @@ class ByRows:
 
 @dataclass(frozen=True)
 class ByColumns:
-    """The tensor is cut into equal runs of columns."""
+    """A partition that splits the tensor into equal runs of columns."""
 
     sharded: ClassVar[bool] = True
 
@@ -99,7 +104,7 @@ class ByColumns:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The rows are padded, so that ranks hold equal runs of them. No rectangle covers the padding."""
+    """A partition that pads the rows so that ranks hold equal runs of rows. No rectangle covers the padding."""
 
     sharded: ClassVar[bool] = True
 
@@ -111,9 +116,10 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class EngineVocabulary:
-    """The rows are padded as vLLM and SGLang do it: to 64, and to 64 per rank where the ranks do not divide that.
+    """A partition that pads the rows as vLLM and SGLang do.
 
-    The second is SGLang's rule; vLLM does not start then.
+    Rows are padded to a multiple of 64. If the ranks do not divide the padded rows, SGLang pads to a multiple of 64 per
+    rank, and vLLM does not start.
     """
 
     sharded: ClassVar[bool] = True
@@ -127,10 +133,10 @@ class EngineVocabulary:
 
 @dataclass(frozen=True)
 class QueryGroups:
-    """Query, key and value are one tensor in Megatron, group by group.
+    """A partition of query, key and value in one Megatron tensor, ordered by key/value head.
 
-    For each key/value head there stand its query heads, its key and its value, end to end. A rank holds one run of
-    these rows, which may cut through such a group when there are fewer key/value heads than ranks.
+    The rows of a group are the query heads of one key/value head, then its key, then its value. A rank holds one
+    contiguous run of rows. If there are fewer key/value heads than ranks, a run may end inside a group.
     """
 
     heads: int
@@ -150,9 +156,9 @@ class QueryGroups:
 
 @dataclass(frozen=True)
 class EngineHeads:
-    """Query, key and value of a rank's heads stand end to end, as engines have them.
+    """A partition with which a rank holds its query heads, then its key heads, then its value heads, as engines do.
 
-    Key/value heads are repeated when there are fewer than ranks.
+    Key/value heads are repeated if there are fewer of them than ranks.
     """
 
     heads: int
@@ -173,15 +179,16 @@ class EngineHeads:
 
 
 def padded_vocab(vocab: int, tp: int, multiple: int = 1) -> int:
-    """Returns the rows of the embedding, rounded up to a multiple of `multiple` * tp: ranks hold equal parts."""
+    """Returns the number of rows of the embedding, rounded up to a multiple of `multiple` * `tp` so that ranks hold
+    equal parts."""
     step = multiple * tp
     return -(-vocab // step) * step
 
 
 def stacked(segments: Iterable[tuple[str, int, int]], first: int, rows: int, columns: int) -> list[Rect]:
-    """Returns the rectangles of rows [first, first + rows) of segments that are joined end to end.
+    """Returns the rectangles for rows [first, first + rows) of the concatenation of `segments`.
 
-    A segment is (tensor, its first row, its number of rows). Rows beyond the last segment are padding.
+    A segment is (tensor, index of its first row, number of rows). Rows beyond the last segment are padding.
     """
     out, place = [], 0
     for tensor, row, count in segments:

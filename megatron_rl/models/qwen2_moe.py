@@ -1,6 +1,6 @@
-"""Qwen1.5-MoE and Qwen2-MoE: experts in every layer, and one that sees every token.
+"""Qwen1.5-MoE and Qwen2-MoE: experts in every layer, and a shared expert that processes every token.
 
-Ends of texts and padding are those of Qwen2.
+Stop and padding tokens are those of Qwen2.
 """
 
 from megatron_rl.models.family import EVERY_LAYER, Family
@@ -8,7 +8,7 @@ from megatron_rl.models.qwen2 import Qwen2
 
 
 class Qwen2Moe(Qwen2):
-    """Qwen2 with experts and a shared expert, which a gate of its own weighs."""
+    """The Qwen2-MoE family: Qwen2 with experts and a shared expert, whose output a gate scales."""
 
     model_type = "qwen2_moe"
     settled = {**Qwen2.settled, **EVERY_LAYER}

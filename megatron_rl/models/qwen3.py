@@ -1,7 +1,7 @@
-"""Qwen3, dense.
+"""Dense Qwen3 models.
 
-Its chat template opens a thinking part by itself: `enable_thinking` of the template decides, and a dialogue's earlier
-turns lose their thoughts when they are rendered again.
+The chat template opens a thinking block, as its `enable_thinking` option says. It removes the thinking of earlier turns
+when a dialogue is rendered again.
 """
 
 from megatron_rl.models.family import Family
@@ -9,7 +9,7 @@ from megatron_rl.models.sizes import Features
 
 
 class Qwen3(Family):
-    """Llama with norms of queries and keys, head by head."""
+    """The Qwen3 family: Llama with norms of queries and keys per head."""
 
     model_type = "qwen3"
     common = Features(qk_norm=True)

@@ -1,11 +1,11 @@
-"""Qwen3-MoE: Qwen3 with experts in every layer. Its template is that of Qwen3."""
+"""Qwen3-MoE: Qwen3 with experts in every layer. Its chat template is that of Qwen3."""
 
 from megatron_rl.models.family import EVERY_LAYER, SETTLED
 from megatron_rl.models.qwen3 import Qwen3
 
 
 class Qwen3Moe(Qwen3):
-    """Qwen3 with experts."""
+    """The Qwen3-MoE family: Qwen3 with experts."""
 
     model_type = "qwen3_moe"
     settled = {**SETTLED, **EVERY_LAYER}

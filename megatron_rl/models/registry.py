@@ -1,6 +1,6 @@
-"""Finds the families, by listing the files of this folder, and reads config.json with the family that it names.
+"""Finds the model families by listing the files of this folder, and reads a config.json with the family it names.
 
-Families of a user's own, in a package of their own, are added by name (`add`).
+Families from a user's package are registered by name (`add`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from megatron_rl.models.sizes import Features, Sizes
 
 
 def families() -> Mapping[str, Family]:
-    """Returns {model_type: family} of every file of megatron_rl/models/ that has a FAMILY, and of those added."""
+    """Returns {model_type: family} of the built-in families (files of megatron_rl/models/ with a FAMILY) and of added
+    families."""
     return _table()
 
 
 def add(targets: Sequence[str], setting: str) -> None:
-    """Makes families known in this process that are named `package.module:NAME`, as plug-ins are.
+    """Registers families from other packages in this process. A target is named `package.module:NAME`, as plug-ins are.
 
-    Like an import this is for the life of the process, and doing it again changes nothing. `setting` is where the
-    names stand, for the message. Raises ConfigError for a name that is no family, and for a model_type that another
-    family has.
+    A registration lasts for the life of the process. Repeating it has no effect.
+    `setting`: the name of the setting that lists the targets, for error messages.
+
+    Raises ConfigError if a target is not a family, or if another family already has its model_type.
     """
     for target in targets:
         try:
@@ -57,12 +59,13 @@ def family_of(sizes: Sizes) -> Family:
 
 
 def read(config: Mapping[str, Any], where: str = "config.json") -> Sizes:
-    """Reads the contents of a config.json. Raises ConfigError, with the key, for what is missing or unsupported."""
+    """Returns the sizes in the contents of a config.json. Raises ConfigError, with the key, if a key is missing or
+    unsupported."""
     return _named(config, where).read(config, where)
 
 
 def features(config: Mapping[str, Any], where: str = "config.json") -> Features:
-    """Returns the features in the contents of a config.json. Raises ConfigError, with the key, for what is missing."""
+    """Returns the features in the contents of a config.json. Raises ConfigError, with the key, if a key is missing."""
     family = _named(config, where)
     try:
         return family.features(config)
@@ -72,7 +75,7 @@ def features(config: Mapping[str, Any], where: str = "config.json") -> Features:
 
 @cache
 def known() -> Mapping[str, Mapping[str, Any]]:
-    """Returns {name: contents of config.json} of public models, to plan with them without their files."""
+    """Returns {name: contents of config.json} of public models, so that planning works without their files."""
     own = {
         name: {"model_type": family.model_type, **config}
         for family in families().values()
@@ -82,7 +85,7 @@ def known() -> Mapping[str, Mapping[str, Any]]:
 
 
 def known_sizes(name: str) -> Sizes:
-    """Returns the sizes of a public model. Raises KeyError for a name that is not `known`."""
+    """Returns the sizes of a public model. Raises KeyError if the name is not in `known()`."""
     return read(known()[name], name)
 
 
@@ -90,7 +93,8 @@ def known_sizes(name: str) -> Sizes:
 def layer_rows(sizes: Sizes, number: int) -> tuple[Row, ...]:
     """Returns the parameters of layer `number`.
 
-    A layer like the one before gives the same tuple object, so that counting can take equal layers together.
+    If a layer has the same parameters as the layer before it, the same tuple object is returned. Parameter counting
+    uses this to group equal layers.
     """
     rows = tuple(family_of(sizes).layer(sizes, number))
     before = layer_rows(sizes, number - 1) if number else rows
@@ -99,20 +103,21 @@ def layer_rows(sizes: Sizes, number: int) -> tuple[Row, ...]:
 
 @lru_cache(maxsize=256)
 def ends(sizes: Sizes) -> OuterRows:
-    """Returns the parameters outside of the layers."""
+    """Returns the parameters outside of the layers: embedding, final norm and output layer."""
     return family_of(sizes).ends(sizes)
 
 
 @cache
 def _table() -> dict[str, Family]:
-    """Returns the families that this process knows: one dict for its life, as sys.modules is of modules."""
+    """Returns the registered families. The dict is created once per process, and `add` adds to it, as imports do to
+    sys.modules."""
     names = sorted(found.name for found in pkgutil.iter_modules(models.__path__, f"{models.__name__}."))
     parts = [vars(importlib.import_module(name)) for name in names if name != __name__]
     return {part["FAMILY"].model_type: part["FAMILY"] for part in parts if "FAMILY" in part}
 
 
 def _named(config: Mapping[str, Any], where: str) -> Family:
-    """Returns the family of a config.json. Raises ConfigError for another model."""
+    """Returns the family of a config.json. Raises ConfigError if no family has its model_type."""
     kind: Any = config.get("model_type")
     if not isinstance(kind, str) or kind not in families():
         raise ConfigError(

@@ -1,6 +1,7 @@
-"""Says which settings of a role its model does not allow, beside layouts (divisibility.py).
+"""Checks which settings of a role its model does not support, except for layouts (see divisibility.py).
 
-Config checks and the trainer both ask it, so that `megatron-rl check` refuses what a run would refuse when it starts.
+Config checks and the trainer share these checks. Therefore `megatron-rl check` refuses the settings that a run would
+refuse at its start.
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ from megatron_rl.config.schema import ConfigError, Model, RoleConfig
 from megatron_rl.models import core_settings
 from megatron_rl.models.sizes import Features, Sizes
 
-# Kinds of rotary embedding that have the same frequencies in every sequence of a model's context: trainer and embedded
-# engine compute them once. Those of longrope depend on the length of the sequence.
+# Kinds of rotary embedding whose frequencies do not depend on the sequence length. The trainer and the embedded engine
+# compute the frequencies once. The frequencies of longrope depend on the sequence length.
 ROTARY = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def setting_problems(
     sizes: Sizes, features: Features, settings: Model, name: str, *, router_replay: bool = False
 ) -> list[str]:
-    """Returns a sentence, with its cure, for every setting that the model does not allow. `name`: what to call it.
+    """Returns one sentence, with its cure, for every setting that the model does not support.
 
-    `settings` and `router_replay` are the role's. What a machine does not allow is not looked at.
+    `settings`, `router_replay`: the role's settings.
+    `name`: how to call the model in the sentences.
+
+    Limits of the hardware are not checked.
     """
     found = [
         f"rope_type {kind.rotary.kind!r} of {name} is not supported: {', '.join(ROTARY)} are"
@@ -40,7 +44,7 @@ def setting_problems(
 
 
 def prefix_problems(role: RoleConfig) -> list[str]:
-    """Returns a sentence, with its cure, for every setting of a role that `shared_prefixes` does not go with."""
+    """Returns one sentence, with its cure, for every setting of a role that is incompatible with `shared_prefixes`."""
     if not role.shared_prefixes:
         return []
     found = []

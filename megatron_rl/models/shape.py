@@ -18,19 +18,19 @@ class Shape:
     name: str
     sizes: Sizes
     features: Features = Features()
-    guessed: bool = False  # the sizes come from a name that only resembles a public one
+    guessed: bool = False  # whether the sizes are those of a public model that was recognised only by words in a path
 
     @property
     def active(self) -> int:
-        """Returns how many experts a token sees; 0 for a dense model."""
+        """Returns the number of experts per token; 0 for a dense model."""
         return self.features.experts_per_token
 
 
 def read_shape(source: str) -> Shape:
-    """Reads a model's shape from its directory or config.json, or by a public name (`Qwen/Qwen2.5-Math-7B`).
+    """Reads a model's shape from a model directory, a config.json, or a public name (`Qwen/Qwen2.5-Math-7B`).
 
-    A path with the words of a public model (`runs/sft_qwen2.5_math_7b/model`) is taken for that model and marked
-    `guessed`. Raises ConfigError when nothing of it is known.
+    A path that contains the words of a public model's name (`runs/sft_qwen2.5_math_7b/model`) is resolved to that model
+    and marked `guessed`. Raises ConfigError if the model cannot be resolved.
     """
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
@@ -51,5 +51,5 @@ def read_shape(source: str) -> Shape:
 
 
 def _words(name: str) -> set[str]:
-    """Splits a name: `Meta-Llama-3.1-8B-Instruct` gives {meta, llama, 3.1, 8b, instruct}."""
+    """Splits a name into lower-case words: `Meta-Llama-3.1-8B-Instruct` gives {meta, llama, 3.1, 8b, instruct}."""
     return set(re.findall(r"\d+x\d+b|a?\d+(?:\.\d+)?b|\d+(?:\.\d+)?|[a-z]+", name.lower()))

@@ -1,4 +1,4 @@
-"""Holds the sizes that decide the shapes of a model's tensors, and the features that decide its arithmetic."""
+"""Defines the sizes that determine the shapes of a model's tensors, and the features that determine its arithmetic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of a decoder of one of the families, in Hugging Face's terms."""
+    """The sizes of a decoder model, named as in Hugging Face configs."""
 
     family: str
     num_layers: int
@@ -17,39 +17,39 @@ class Sizes:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int  # width of a dense layer
+    ffn: int  # intermediate width of a dense feed-forward layer
     vocab: int
-    tied: bool  # whether the output weights are the embedding
-    experts: int = 0  # experts per layer; 0 for a dense model
-    expert_ffn: int = 0  # width of an expert
-    shared_ffn: int = 0  # width of the shared expert; 0 where there is none
-    dense_layers: int = 0  # layers in front that have no experts, in a model whose others do
-    # Attention through a latent: keys and values of all heads are made of one vector of kv_rank elements. A head's
-    # query and key have head_dim elements, of which the last rope_dim are rotated; all heads share the key's rotated
-    # ones.
-    kv_rank: int = 0  # 0: no latent
-    q_rank: int = 0  # width of the vector that queries are made of; 0: they are made of the hidden state
-    rope_dim: int = 0  # 0: all of head_dim
-    value_dim: int = 0  # elements of a head's value; 0: head_dim
+    tied: bool  # whether the output layer shares its weights with the embedding
+    experts: int = 0  # number of experts per layer; 0 for a dense model
+    expert_ffn: int = 0  # intermediate width of an expert
+    shared_ffn: int = 0  # intermediate width of the shared expert; 0 if there is no shared expert
+    dense_layers: int = 0  # number of leading layers without experts, in a model whose other layers have experts
+    # Multi-head latent attention: the keys and values of all heads are projected from one latent vector of kv_rank
+    # elements. A head's query and key have head_dim elements. The last rope_dim of them are rotated, and all heads
+    # share the rotated part of the key.
+    kv_rank: int = 0  # width of the key/value latent; 0 if attention has no latent
+    q_rank: int = 0  # width of the query latent; 0 if queries are projected from the hidden state
+    rope_dim: int = 0  # number of rotated elements of a head's query and key; 0 if all of head_dim are rotated
+    value_dim: int = 0  # number of elements of a head's value; 0 if it is head_dim
 
     @property
     def rotated(self) -> int:
-        """Returns how many elements of a head's query and key a rotary embedding turns."""
+        """Returns how many elements of a head's query and key the rotary embedding rotates."""
         return self.rope_dim or self.head_dim
 
     @property
     def value_width(self) -> int:
-        """Returns the elements of a head's value."""
+        """Returns the number of elements of a head's value."""
         return self.value_dim or self.head_dim
 
     @property
     def expert_layers(self) -> int:
-        """Returns how many layers have experts."""
+        """Returns the number of layers that have experts."""
         return self.num_layers - self.dense_layers if self.experts else 0
 
     @property
     def attention_weights(self) -> int:
-        """Returns the number of weights of one layer's attention, norms and biases aside."""
+        """Returns the number of attention weights of one layer, without norms and biases."""
         if not self.kv_rank:
             return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         queries = (self.q_rank or self.hidden) * self.heads * self.head_dim + self.hidden * self.q_rank
@@ -59,15 +59,19 @@ class Sizes:
 
     @property
     def cached(self) -> int:
-        """Returns how many numbers an engine keeps of one token in a layer: keys and values, or their latent."""
+        """Returns how many elements an engine's KV cache holds per token and layer: keys and values, or the latent."""
         return self.kv_rank + self.rope_dim if self.kv_rank else 2 * self.kv_heads * self.head_dim
 
     def cache_copies(self, tp: int) -> int:
-        """Returns how often the ranks of an engine keep these numbers: a latent belongs to all heads."""
+        """Returns how many copies of a token's KV cache the `tp` ranks of an engine hold together.
+
+        Every rank holds the whole latent of latent attention. Otherwise, key/value heads are duplicated if there are
+        fewer heads than ranks.
+        """
         return tp if self.kv_rank else max(1, tp // self.kv_heads)
 
     def is_sparse(self, layer: int) -> bool:
-        """Says whether a layer has experts."""
+        """Checks whether a layer has experts."""
         return bool(self.experts) and layer >= self.dense_layers
 
 
@@ -76,13 +80,15 @@ class Rotary:
     """A rotary embedding: its base, and how its frequencies are scaled for long contexts."""
 
     theta: float = 10_000.0
-    kind: str = "default"  # rope_type of config.json
-    factor: float = 8.0  # by which a scaled context is longer; not used by the kind "default"
+    kind: str = "default"  # rope_type in config.json
+    factor: float = 8.0  # ratio of the scaled context length to the original one; not used by the kind "default"
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
-        """Reads it as transformers 5 writes it (rope_parameters) or as older files spell it (rope_theta and
-        rope_scaling)."""
+        """Reads the rotary embedding from a config.json.
+
+        Supports the keys of transformers 5 (rope_parameters) and of older files (rope_theta and rope_scaling).
+        """
         told = config.get("rope_parameters") or {
             "rope_theta": config.get("rope_theta", cls.theta),
             **(config.get("rope_scaling") or {}),
@@ -93,16 +99,18 @@ class Rotary:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The way a router chooses experts: those of the largest scores, whose outputs it weighs by these."""
+    """How a router chooses experts: a token goes to the experts with the largest scores, and the scores weigh their
+    outputs."""
 
-    chosen: int  # experts of a token
-    renormalised: bool  # whether the chosen ones' scores are made to sum to 1
-    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
-    biased: bool = False  # every expert has a bias, which is not trained: added to the scores for the choice alone
-    scale: float = 1.0  # of the weights
-    shared_gate: bool = True  # whether a gate weighs what a shared expert adds
-    # Experts stand in so many groups. A token sees those of its groups_chosen best groups alone; a group is as good as
-    # the sum of its group_best largest scores. One group: no limit.
+    chosen: int  # number of experts per token
+    renormalised: bool  # whether the scores of the chosen experts are rescaled to sum to 1
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # function that turns the router's logits into scores
+    biased: bool = False  # whether every expert has an untrained bias that is added to its score for the choice only
+    scale: float = 1.0  # factor that multiplies the weights of the chosen experts
+    shared_gate: bool = True  # whether a gate scales the output of the shared expert
+    # Group-limited routing: experts are divided into `groups` equal groups, and a token may only go to experts of its
+    # `groups_chosen` best groups. The score of a group is the sum of its `group_best` largest expert scores. One group:
+    # no limit.
     groups: int = 1
     groups_chosen: int = 1
     group_best: int = 1
@@ -110,41 +118,42 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKind:
-    """The reach of a layer's attention, and its rotary embedding. The layers of a model may be of several kinds."""
+    """The sliding window and rotary embedding of a layer's attention. The layers of a model may be of several kinds."""
 
     rotary: Rotary = Rotary()
-    window: int | None = None  # a token sees so many, itself and those right before it; None: all before it
-    layer_type: str | None = None  # config.json's word for such layers, where there are several kinds
+    # number of tokens that a token attends to, itself and those right before it; None: all before it
+    window: int | None = None
+    layer_type: str | None = None  # name of this kind of layer in config.json, if the model has several kinds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """The features of a model's arithmetic that differ between families, or between models of one.
+    """The features of a model's arithmetic that differ between families, or between the models of a family.
 
-    Settings of Megatron-core, planning, the embedded engine and checks read them; what a family does not name is as in
-    Llama.
+    Megatron-core settings, planning, the embedded engine and config checks use them. The defaults are Llama's.
     """
 
     norm_eps: float = 1e-6
-    norm_from_one: bool = False  # norms multiply by 1 + weight
-    norms_before: bool = True  # what attention and feed-forward read is normalised
-    norms_after: bool = False  # what attention and feed-forward add is normalised
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
-    qkv_bias: bool = False  # query, key and value have a bias
-    qk_norm: bool = False  # queries and keys are normalised, head by head
-    qk_norm_joint: bool = False  # queries and keys are normalised, over all heads at once
-    softmax_scale: float | None = None  # of attention's scores; None: 1 / sqrt(head_dim)
-    latent_eps: float = 1e-6  # of the norms of latents, whatever norm_eps is
-    embedding_scale: float = 1.0  # by which embedded tokens are multiplied, rounded to the model's dtype
+    norm_from_one: bool = False  # norms multiply by 1 + weight, not by weight
+    norms_before: bool = True  # the inputs of attention and feed-forward are normalised
+    # the outputs of attention and feed-forward are normalised before they are added to the residual
+    norms_after: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # activation function of the gate
+    qkv_bias: bool = False  # query, key and value projections have a bias
+    qk_norm: bool = False  # queries and keys are normalised per head
+    qk_norm_joint: bool = False  # queries and keys are normalised over all heads together
+    softmax_scale: float | None = None  # scale of the attention scores; None: 1 / sqrt(head_dim)
+    latent_eps: float = 1e-6  # epsilon of the norms of latents, which does not depend on norm_eps
+    embedding_scale: float = 1.0  # factor that multiplies token embeddings, rounded to the model's dtype
     kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
-    pattern: tuple[int, ...] = ()  # the kind of every layer, as a place in `kinds`; empty: all are of the first
-    routing: Routing | None = None  # None: the model has no experts
+    pattern: tuple[int, ...] = ()  # index in `kinds` of each layer's attention; empty: all layers have kind 0
+    routing: Routing | None = None  # None if the model has no experts
 
     def kind_of(self, layer: int) -> int:
-        """Returns the place in `kinds` of a layer's attention."""
+        """Returns the index in `kinds` of a layer's attention."""
         return self.pattern[layer] if self.pattern else 0
 
     @property
     def experts_per_token(self) -> int:
-        """Returns how many experts a token sees; 0 for a dense model."""
+        """Returns the number of experts per token; 0 for a dense model."""
         return 0 if self.routing is None else self.routing.chosen
