@@ -1,3 +1,3 @@
-"""Many servers as one engine: who is there (membership), where a request goes (dispatch), new weights (refits), all
-together (pool).
+"""Several servers used as one engine: membership tracks the servers, dispatch assigns requests, server_refits sends new
+weights, and server_pool combines them.
 """

@@ -1,4 +1,4 @@
-"""Completions that refits cut short: which versions wrote what, the seed to go on with, how parts are joined."""
+"""Continues completions that refits interrupted: joins the parts, derives seeds, and records weight versions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_rl.engines.protocol import Completion
 
 
 def seed_after(seed: int, written: int) -> int:
-    """Returns the seed for continuing a completion of so many tokens. It differs from the seeds of the other samples of
-    the same prompt, which are consecutive.
+    """Returns the seed for continuing a completion that has `written` tokens. The seed differs from the seeds of the
+    other samples of the same prompt, which are consecutive.
     """
     return seed if written == 0 else sampling_seeds.stream_key(seed, 0, written) & (1 << 62) - 1
 
 
 def joined(begun: Completion, more: Completion) -> Completion:
-    """Returns a completion with what was written after it."""
+    """Returns the completion `begun` extended by its continuation `more`."""
     offset = len(begun.tokens)
     later = [(start + offset, version) for start, version in more.versions]
     return Completion(
@@ -29,7 +29,7 @@ def joined(begun: Completion, more: Completion) -> Completion:
         model_logprobs=_both(begun.model_logprobs, more.model_logprobs),
         authors=_both(begun.authors, more.authors),
         versions=spans([*begun.versions, *later], offset + len(more.tokens)),
-        experts=more.experts,  # all of the text was its prompt
+        experts=more.experts,  # the prompt of `more` contained all earlier tokens
     )
 
 
@@ -41,13 +41,15 @@ def nothing_of(begun: Completion) -> Completion:
 
 
 def dated(completion: Completion, version: int) -> Completion:
-    """Returns the completion with the versions that wrote it: as the server says, or `version` where it is silent."""
+    """Returns the completion with its weight versions: those that the server reported, or `version` if it reported
+    none.
+    """
     return replace(completion, versions=spans(completion.versions or [(0, version)], len(completion.tokens)))
 
 
 def spans(versions: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """Returns (first token, version) without the spans that hold none of the `length` tokens, and those that go on with
-    the version of the one before.
+    """Returns (first token, version) pairs for a completion of `length` tokens. Drops spans without tokens, and merges
+    adjacent spans of the same version.
     """
     out: list[tuple[int, int]] = []
     for start, version in versions:

@@ -1,5 +1,5 @@
-"""Sends requests to servers: to the least loaded one, or to the one with the request's prefix in its cache; and to
-another server when a server fails the request.
+"""Sends each request to the least loaded server, or to the server that has the request's prefix in its cache. If a
+server fails a request, sends it to another server.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from megatron_rl.engines.protocol import EngineError
 from megatron_rl.engines.server_log import end_of
 from megatron_rl.key_value_store.store_server import descriptors
 
-LONGEST_PAUSE_S = 60.0  # between two attempts, when all servers ask to be left alone for a while
-LOST_UNDER = 10  # servers lost under one request, after which it is taken for what kills them
-LOOKERS = 8  # servers that are asked at a time whether they live, after they failed a request
+LONGEST_PAUSE_S = 60.0  # maximum seconds between two attempts, when all servers ask for a pause
+# Number of servers lost while they work on one request, after which the request is considered the cause.
+LOST_UNDER = 10
+LOOKERS = 8  # number of servers that are checked concurrently after they failed a request
 DEADLY = (
     "{} servers were lost while they worked on one request ({}), so that it may be what kills them; look for the reason"
     " in their logs, lower engine.max_sequences or engine.max_model_len where memory ran out, and start the run again:"
@@ -38,9 +39,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Request(Generic[T]):
-    """A request that any server may answer. `ask` gets the server and the version of its weights; it raises ServerLost
-    when another server should answer. `what`: its content, for messages. `sequences`: how many sequences of the request
-    a server works on at once. `prefer`: the server with its prefix in the cache.
+    """A request that any server may answer.
+
+    `ask`: coroutine function that sends the request, given the server and its weight version. Raises ServerLost if
+    another server should answer.
+    `what`: description of the content, for messages.
+    `sequences`: number of sequences that a server works on concurrently for this request.
+    `prefer`: the server that has the request's prefix in its cache.
     """
 
     ask: Callable[[Member, int], Awaitable[T]]
@@ -54,17 +59,17 @@ class Outstanding:
 
     def __init__(self) -> None:
         self._done: queue.SimpleQueue[concurrent.futures.Future[Any] | None] = queue.SimpleQueue()
-        self.over = False  # nobody waits for it any more
+        self.over = False  # set when no caller waits for the tasks any more
 
     def add(self, task: concurrent.futures.Future[Any]) -> None:
         task.add_done_callback(self._done.put)
 
     def wake(self) -> None:
-        """Wakes the caller, which looks whether it still has to wait."""
+        """Wakes the caller, which checks whether it still has to wait."""
         self._done.put(None)
 
     def next(self, timeout_s: float) -> concurrent.futures.Future[Any] | None:
-        """Returns a task that has ended, or None when no task ends in time."""
+        """Returns a finished task, or None if no task finishes within `timeout_s`."""
         try:
             return self._done.get(timeout=timeout_s)
         except queue.Empty:
@@ -72,11 +77,12 @@ class Outstanding:
 
 
 class Dispatcher:
-    """Sends requests to the members. All requests wait on one event loop, in one thread.
+    """Sends requests to the members of a pool. All requests wait on one event loop, in one thread.
 
-    `tend` is called whenever a caller waits. `refitting` returns whether servers are taking weights, and will serve
-    soon. `hopeless` returns why no server will come any more, or None. `shared`: the GPUs that the members share with
-    servers of other roles.
+    `tend`: called whenever a caller waits.
+    `refitting`: returns whether servers are receiving weights and will serve soon.
+    `hopeless`: returns the reason why no server will ever be available, or None.
+    `shared`: the GPUs that the members share with servers of other roles.
     """
 
     def __init__(
@@ -86,10 +92,10 @@ class Dispatcher:
         self.members, self.failures = members, 0  # failures: requests that were sent again
         self.full = FullPrompts(members.role)
         self._look_s, self._tend, self._refitting, self._hopeless = look_s, tend, refitting, hopeless
-        descriptors()  # a connection for every request under way
+        descriptors()  # raises the limit of file descriptors: each request in progress has a connection
         self._queue = RequestQueue(members, shared)
         self._lookers = concurrent.futures.ThreadPoolExecutor(LOOKERS, f"looks-{members.role}")
-        self._looks: dict[Member, asyncio.Future[None]] = {}  # under way
+        self._looks: dict[Member, asyncio.Future[None]] = {}  # checks in progress
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"requests-{members.role}", daemon=True)
         self._thread.start()
@@ -97,7 +103,9 @@ class Dispatcher:
         shared.add(members.role, self.look)
 
     def close(self) -> None:
-        """Ends the requests under way, which have failed: the members were closed before."""
+        """Cancels the requests in progress and stops the thread. Close the members first, which makes the requests
+        fail.
+        """
         if not self._thread.is_alive():
             return
         asyncio.run_coroutine_threadsafe(_end_all(), self._loop).result()
@@ -106,28 +114,28 @@ class Dispatcher:
         self._lookers.shutdown(cancel_futures=True)
 
     def submit(self, work: Outstanding, task: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
-        """Begins a task, for `work`. Raises EngineError when the members are closed."""
+        """Starts a task for `work`. Raises EngineError if the members are closed."""
         self.members.check_open()
         work.add(asyncio.run_coroutine_threadsafe(task(*arguments), self._loop))
 
     def look(self) -> None:
-        """Lets the waiting requests look for a server. Any thread may call it."""
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nothing waits
+        """Makes the waiting requests look for a server. Thread-safe."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no request waits
             self._loop.call_soon_threadsafe(self._queue.look)
 
     def waiting(self) -> Waiting:
-        """Returns a new wait of one caller."""
+        """Returns a new wait for one caller."""
         return Waiting(self.members, self._hopeless)
 
     def wait(self, work: Outstanding, waiting: Waiting | None) -> Any:
-        """Tends the servers and waits a moment. Returns the result of a task that ended, or None.
+        """Tends the servers and waits briefly. Returns the result of a finished task, or None.
 
-        Raises what the task raised; EngineError when there is no point in waiting. `waiting` is None when nothing is
-        under way.
+        Raises the exception of the task, or EngineError if waiting is pointless. `waiting` is None if no request is in
+        progress.
         """
         self._tend()
         if waiting is not None:
-            if self.members.serving() or self._refitting():  # servers that take weights are there
+            if self.members.serving() or self._refitting():  # servers that receive weights are alive
                 waiting.over()
             else:
                 waiting.on()
@@ -136,13 +144,14 @@ class Dispatcher:
         return None if task is None else task.result()
 
     async def send(self, work: Outstanding, request: Request[T]) -> tuple[T, Member]:
-        """Sends a request until some server answers. Returns the answer and the server. Part of a task.
+        """Sends a request until a server answers. Returns the answer and the server. Must run on the dispatcher's event
+        loop.
 
-        Raises EngineError when too many living ones fail, when LOST_UNDER are lost, and when nobody waits for `work`
-        any more; RequestRefused for a request that no server would take.
+        Raises EngineError if too many live servers fail the request, if LOST_UNDER servers are lost while they work on
+        it, or if no caller waits for `work` any more. Raises RequestRefused if the request is invalid for every server.
         """
         failures: list[str] = []
-        lost = 0  # servers under this request
+        lost = 0  # number of servers lost while they worked on this request
         failed: set[Member] = set()
         while True:
             place = Waiter(request.sequences, failed, request.prefer, over=lambda: work.over)
@@ -151,7 +160,8 @@ class Dispatcher:
                 return await request.ask(member, version), member
             except ServerLost as error:
                 await self._look_after(member, str(error))
-                served = self.members.serves(member, version)  # else it was not the request's fault
+                # False if the server's weights changed: then the request did not cause the failure
+                served = self.members.serves(member, version)
                 with self.members.change:
                     self.failures += 1
                     member.failed = time.monotonic() if served else member.failed
@@ -168,10 +178,13 @@ class Dispatcher:
             finally:
                 self._queue.leave(member, request.sequences)
             if pause_s and all(m in failed for m in self.members.serving()):
-                await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))  # as long as servers ask for: all have failed
+                # All servers have failed the request: wait for as long as they ask.
+                await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))
 
     async def _look_after(self, member: Member, why: str) -> None:
-        """Marks a server that failed as lost unless it answers now. Requests that it failed together share one look."""
+        """Marks a server that failed a request as lost unless it answers a check now. Requests that failed together
+        share one check.
+        """
         look = self._looks.get(member)
         if look is None:
             look = self._loop.run_in_executor(self._lookers, self.members.look_after, member, why)
@@ -180,7 +193,7 @@ class Dispatcher:
         await asyncio.shield(look)
 
     def _run(self) -> None:
-        """Runs on a thread of its own until `close`."""
+        """Runs the event loop, on a separate thread, until `close`."""
         asyncio.set_event_loop(self._loop)
         self._loop.call_soon(self._tick)
         try:
@@ -189,21 +202,21 @@ class Dispatcher:
             self._loop.close()
 
     def _tick(self) -> None:
-        """Looks at the queue now and then: a wait may be over without a notification."""
+        """Checks the queue periodically, because a wait may become pointless without a notification."""
         self._queue.look()
         self._loop.call_later(self._look_s, self._tick)
 
 
 async def _end_all() -> None:
-    """Cancels all other tasks of the running loop, and waits until they and the loop's threads have ended."""
+    """Cancels all other tasks of the running loop, and waits until the tasks and the loop's threads have ended."""
     tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_asyncgens()  # which hold connections
-    await asyncio.get_running_loop().shutdown_default_executor()  # which looks names of hosts up
+    await asyncio.get_running_loop().shutdown_asyncgens()  # async generators hold connections
+    await asyncio.get_running_loop().shutdown_default_executor()  # the executor resolves host names
 
 
 def _with_log(said: str, member: Member) -> str:
-    """Returns a message with the end of the server's log, if there is one."""
+    """Returns a message with the end of the server's log appended, if there is a log."""
     return f"{said}; {end_of(Path(member.listing.log))}" if member.listing.log else said

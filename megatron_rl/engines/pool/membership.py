@@ -1,5 +1,6 @@
-"""The servers of one role: which live, which serve, how loaded each is; and a watch over those that a server registry
-lists."""
+"""The servers of one role: which are alive, which serve, and the load of each. Also monitors the servers that a server
+registry lists.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +17,27 @@ from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_log import newest_error
 from megatron_rl.engines.server_registry import Listing, ServerRegistry
 
-LOOK_S = 0.5  # between looks at the server registry, and at what a wait is for
-FIRST_SAY_S, SAY_S = 5.0, 30.0  # until the first line that says that the run waits, and between the others
+# Seconds between checks of the server registry, and between checks of the condition that a caller waits for.
+LOOK_S = 0.5
+FIRST_SAY_S, SAY_S = 5.0, 30.0  # seconds until the first log line about waiting, and between later lines
 _log = logging.getLogger(__name__)
-Address = tuple[str, int, str]  # of a refit store: host, port, and the secret that signs there
+Address = tuple[str, int, str]  # address of a refit store: host, port, and the key that signs messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How many requests servers get at once, and how long the run waits for servers."""
+    """How many requests the servers get at once, and how long the run waits for servers."""
 
-    servers: int  # at most
-    at_once: int  # sequences asked of one server at once
-    attempts: int = 3  # of a request that living servers fail
+    servers: int  # maximum number of servers
+    at_once: int  # maximum number of concurrent sequences per server
+    attempts: int = 3  # number of attempts of a request that live servers fail
     request_timeout_s: float = 600.0
-    wait_s: float = 1800.0  # for a server that serves
-    partial: str = "continue"  # what becomes of completions that a refit interrupts: continue or restart
+    wait_s: float = 1800.0  # maximum seconds to wait until a server serves
+    partial: str = "continue"  # policy for completions that a refit interrupts: continue or restart
 
     @staticmethod
     def of(settings: Servers) -> Limits:
-        """Returns the limits in the engine settings of a config."""
+        """Returns the limits given by the engine settings of a config."""
         return Limits(
             servers=settings.replicas, at_once=settings.at_once, attempts=settings.attempts,
             request_timeout_s=settings.request_timeout_s, wait_s=settings.wait_s, partial=settings.partial,
@@ -44,39 +46,42 @@ class Limits:
 
 @dataclass(eq=False)
 class Member:
-    """One server. It serves while it is not lost and its `version` is the version of the pool. The watch changes
-    `listing` and `seen`; the other fields are changed under the members' lock.
+    """One server of a pool. It serves if it is not lost and its `version` equals the version of the pool. Only the
+    monitoring thread changes `listing` and `seen`; the other fields are changed under the members' lock.
     """
 
     listing: Listing
     server: Server
-    seen: float  # when its beat last changed
-    lost: str | None = None  # why it is taken for dead
-    version: int | None = None  # of its weights; None: they do not count
-    joined: Address | None = field(default=None, repr=False)  # the refit store that it has joined
-    load: int = 0  # sequences under way
-    requests: int = 0  # requests that it has not answered, steps of a refit among them
-    failed: float = -math.inf  # when it last failed a request
-    trouble: str | None = None  # why its last refit failed
-    troubled: float = -math.inf  # when its last refit failed
+    seen: float  # time.monotonic() when the server's heartbeat last changed
+    lost: str | None = None  # reason why the server is considered dead; None if alive
+    version: int | None = None  # version of the server's weights; None if unknown or invalid
+    joined: Address | None = field(default=None, repr=False)  # refit store that the server has joined
+    load: int = 0  # number of sequences in progress
+    requests: int = 0  # number of unanswered requests, including steps of a refit
+    failed: float = -math.inf  # time.monotonic() when the server last failed a request
+    trouble: str | None = None  # reason why the server's last refit failed
+    troubled: float = -math.inf  # time.monotonic() when the server's last refit failed
 
 
 class Members:
-    """The servers of one role, by replica. In this class the servers never change and always count as living: a request
-    that one server fails goes to another.
+    """The servers of one role, by replica. In this base class the set of servers never changes and all servers are
+    considered alive: if a server fails a request, the request is sent to another server.
 
-    `change` guards every member. `changed` is called, by any thread, when a server begins or ends to serve. `waits` is
-    called repeatedly while a caller waits because no server serves: the watchdog of a run learns from it that the run
-    is not hung. `fixed`: the servers keep the weights that they are started with, which are version 0.
+    `change`: lock that guards every member.
+    `changed`: called, from any thread, when a server starts or stops serving.
+    `waits`: called repeatedly while a caller waits because no server serves, so that the run's watchdog knows that the
+    run is not hung.
+    `fixed`: the servers keep their initial weights, which are version 0.
     """
 
     def __init__(self, role: str, limits: Limits, *, fixed: bool = True, servers: Sequence[Server] = ()) -> None:
         self.role, self.limits, self.fixed, self.version = role, limits, fixed, 0 if fixed else -1
         self.change = threading.RLock()
-        self.changed: Callable[[], None] = lambda: None  # the dispatcher's look around
+        # Set by the dispatcher: makes the waiting requests look for a server.
+        self.changed: Callable[[], None] = lambda: None
         self.waits: Callable[[], None] = lambda: None
         self.closing = threading.Event()
-        self.sleep_count = 0  # times that all servers were put to sleep, which ends their requests early
+        self.sleep_count = 0  # how many times all servers were put to sleep, which aborts their requests
         self.by_replica: dict[int, Member] = {}
         for replica, server in enumerate(servers):
             listing = Listing(role=role, replica=replica, url=server.url, incarnation="", log="")
@@ -90,9 +95,10 @@ class Members:
         return [m for m in self.living() if m.version == self.version >= 0]
 
     def loads(self) -> dict[str, dict[str, float]]:
-        """Returns the state of each server by its name (ROLE@NAME for a server that is listed under another role):
-        whether it lives and serves (1 or 0), the version of its weights (-1: unknown), and its sequences and requests
-        under way."""
+        """Returns the state of each server by its name (ROLE@NAME if the server is listed under another role): whether
+        it lives and serves (1 or 0), the version of its weights (-1 if unknown), and its numbers of sequences and
+        requests in progress.
+        """
         with self.change:
             return {
                 (m.listing.name if m.listing.role == self.role else f"{self.role}@{m.listing.name}"): {
@@ -106,20 +112,22 @@ class Members:
             }
 
     def serves(self, member: Member, version: int) -> bool:
-        """Returns whether the member lives and its weights have this version."""
+        """Returns whether the member is alive and its weights have this version."""
         with self.change:
             return member.lost is None and member.version == version
 
     def check_open(self) -> None:
-        """Raises EngineError when nothing can be asked any more."""
+        """Raises EngineError if the members are closed."""
         if self.closing.is_set():
             raise EngineError(f"the pool of {self.role} engines was closed")
 
     def look_after(self, member: Member, why: str) -> None:
-        """Takes a server that failed, as `why` says, for lost unless it answers."""
+        """Marks a server that failed, for the reason `why`, as lost unless it answers a check. A no-op in this base
+        class.
+        """
 
     def known(self) -> str:
-        """Returns what is known of the members that do not serve, for who waits."""
+        """Returns a description of the members' state, for the messages of a caller that waits."""
         with self.change:
             known = [
                 f"{m.listing.name}: {m.lost or m.trouble or 'it has no current weights yet'}"
@@ -128,7 +136,7 @@ class Members:
         return "; ".join(known) or f"no {self.role} engine is known"
 
     def close(self) -> None:
-        """Ends what is under way: whoever waits for it gets EngineError."""
+        """Aborts the requests in progress. Callers that wait for them get EngineError."""
         self.closing.set()
         self.changed()
         self._hang_up_for_good()
@@ -139,16 +147,16 @@ class Members:
 
 
 class ListedMembers(Members):
-    """The servers that a server registry lists as those of the role `listed`. A thread watches them come, beat, fall
-    silent and go. Unless they are `fixed`, a server has no weights that count until a refit gives it some, also one
-    that comes back.
+    """The servers that a server registry lists under the role `listed`. A thread monitors them: new servers,
+    heartbeats, servers without heartbeats, and servers that leave. Unless `fixed` is set, a server must take part in a
+    refit before it serves, also when it returns after it was lost.
     """
 
     def __init__(
         self, role: str, settings: Servers, registry: ServerRegistry, connect: Callable[[Listing], Server], *,
         fixed: bool = False, look_s: float = LOOK_S, listed: str | None = None,
     ) -> None:  # fmt: skip
-        """`listed`: None means `role` itself."""
+        """`listed`: role under which the registry lists the servers; None means `role`."""
         super().__init__(role, Limits.of(settings), fixed=fixed)
         self._listed = listed or role
         self._roster, self._connect, self._look_s, self._lost_after_s = registry, connect, look_s, settings.lost_after_s
@@ -173,11 +181,11 @@ class ListedMembers(Members):
     def close(self) -> None:
         super().close()
         self._watcher.join()
-        self._hang_up_for_good()  # a server that came meanwhile
+        self._hang_up_for_good()  # a server that joined meanwhile
 
     def look(self, listings: Sequence[Listing], now: float) -> None:
-        """Updates the members from the listings that were read at `now`. It may take seconds to ask a server whether it
-        is ready, in which beats of other servers are not seen.
+        """Updates the members from the listings that were read at `now`. Checking whether a server is ready may take
+        seconds, during which the heartbeats of other servers are not seen.
         """
         for listing in listings:
             if 0 <= listing.replica < self.limits.servers:
@@ -185,25 +193,27 @@ class ListedMembers(Members):
         for member in list(self.by_replica.values()):
             if member.lost is not None:
                 if member.requests and not member.server.ready():
-                    member.server.hang_up()  # it was not only slow: they would wait for their deadline
+                    # The server was not just slow. Abort its requests, which would otherwise wait for their timeouts.
+                    member.server.hang_up()
             elif now - member.seen > self._lost_after_s:
                 self._lose(member, f"no sign of life for {self._lost_after_s:g} s")
             elif not self._roster.has(member.listing):
                 self._lose(member, "it left the server registry")
 
     def _watch(self) -> None:
-        """Reads the registry again and again, on a thread, until the members are closed."""
+        """Reads the registry periodically, on a thread, until the members are closed."""
         while not self.closing.is_set():
             try:
                 self.look(self._roster.read(self._listed), time.monotonic())
-            except OSError as error:  # a file server that is away, say: the next look tells beats unseen from silence
+            # For example, an unavailable file server; it is not mistaken for missing heartbeats.
+            except OSError as error:
                 _log.warning("cannot read the server registry %s: %s", self._roster.directory, error)
             self.closing.wait(self._look_s)
 
     def _look_at(self, listing: Listing, now: float) -> None:
         member = self.by_replica.get(listing.replica)
         if member is None or member.listing.incarnation != listing.incarnation:
-            # A listing may be of a server that died with its host: it is asked nothing before it beats.
+            # A listing may belong to a server that died with its host: send it no request before its first heartbeat.
             new = Member(listing, self._connect(listing), seen=now, lost="it has given no sign of life yet")
             with self.change:
                 self.by_replica[listing.replica] = new
@@ -213,7 +223,7 @@ class ListedMembers(Members):
         elif listing.beat != member.listing.beat:
             member.listing, member.seen = listing, now
             if member.lost is not None and member.server.ready():
-                with self.change:  # what it holds may be anything: it must take the weights anew
+                with self.change:  # its weights are unknown: it must receive them again
                     member.lost, member.version, member.joined = None, 0 if self.fixed else None, None
                     self.changed()
 
@@ -226,19 +236,19 @@ class ListedMembers(Members):
 
 
 class Waiting:
-    """The wait of one caller for a server: logs now and then that the run waits, and ends the wait after `wait_s`.
+    """The wait of one caller for a server. Logs periodically that the run waits, and ends the wait after `wait_s`.
 
-    `hopeless` returns why no server will come any more, or None.
+    `hopeless`: returns the reason why no server will ever be available, or None.
     """
 
     def __init__(self, members: Members, hopeless: Callable[[], str | None]) -> None:
         self._members, self._hopeless = members, hopeless
         self._since: float | None = None
-        self._next = 0.0  # when the next line is due
+        self._next = 0.0  # when the next log line is due
 
     def on(self) -> None:
-        """Notes that no server serves. Raises EngineError when waiting is pointless: after `limits.wait_s` without a
-        call of `over`, when it is hopeless, and when the members are closed.
+        """Records that no server serves. Raises EngineError if waiting is pointless: after `limits.wait_s` without a
+        call of `over`, if `hopeless` returns a reason, or if the members are closed.
         """
         self._members.check_open()
         if why := self._hopeless():
@@ -254,5 +264,5 @@ class Waiting:
             _log.warning("waiting for a %s engine for %.0f s: %s", role, now - self._since, self._members.known())
 
     def over(self) -> None:
-        """Notes that a server serves."""
+        """Records that a server serves."""
         self._since = None

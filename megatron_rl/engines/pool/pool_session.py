@@ -1,5 +1,5 @@
-"""A session with servers: requests come at any time, each with sampling settings of its own, and are answered when they
-are done.
+"""A session with a pool of servers. Requests may arrive at any time, each with separate sampling settings, and are
+answered in the order in which they finish.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from megatron_rl.engines.pool.membership import Member
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling, Tokens
 from megatron_rl.types import Stop
 
-Finished = tuple[int, dict[int, Completion]]  # a key, and completions by sample
+Finished = tuple[int, dict[int, Completion]]  # key of a request, and completions by sample index
 
 
 @dataclass(eq=False)
 class _Asked:
-    """One request without an answer. Its tasks belong to `work`."""
+    """One unanswered request. Its tasks belong to `work`."""
 
     key: int
     tokens: np.ndarray  # [T] int32
     sampling: Sampling
     work: Outstanding
     prefer: Member | None
-    found: dict[int, Completion] = field(default_factory=dict)  # by sample
+    found: dict[int, Completion] = field(default_factory=dict)  # completions by sample index
 
     @property
     def seed(self) -> int:
-        """Returns the seed of the first sample; sample j has this seed plus j."""
+        """Returns the seed of the first sample. Sample j has this seed plus j."""
         return sampling_seeds.request_seed(self.sampling.seed, self.key)
 
 
 class PoolSession:
-    """Implements engines.protocol.Session over the servers that a dispatcher sends to."""
+    """Implements engines.protocol.Session on the servers of a dispatcher."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._lock = threading.Lock()  # guards what follows
-        self._used: set[int] = set()  # keys
-        self._asked: dict[int, _Asked] = {}  # asks without an answer, by key
-        self._homes: dict[int, Member] = {}  # the server that answered a key last, and holds its prefix
-        self._askers = 0  # threads in `asking`
+        self._lock = threading.Lock()  # guards the fields below
+        self._used: set[int] = set()  # keys of all requests so far
+        self._asked: dict[int, _Asked] = {}  # unanswered requests, by key
+        self._homes: dict[int, Member] = {}  # the server that last answered a key, and has its prefix in the cache
+        self._askers = 0  # number of threads inside `asking`
         self._work = Outstanding()
         self._closed = False
 
     def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
-        """See engines.protocol.Session. Raises ValueError also for an impossible sampling setting; EngineError after
+        """See engines.protocol.Session. Also raises ValueError for an invalid sampling setting, and EngineError after
         `close`.
         """
         sampling_seeds.check(sampling)
@@ -84,9 +84,10 @@ class PoolSession:
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
         """See engines.protocol.Session.
 
-        While no server has the current weights it waits, and logs that it waits. Raises EngineError when no server
-        comes within `engine.wait_s`, or `engine.attempts` living servers failed a request; RequestRefused for a request
-        that no server would take; ConfigError when servers belong to another run. All requests are cancelled then.
+        While no server has the current weights, it waits and logs that it waits. Raises EngineError if no server is
+        available within `engine.wait_s`, or if live servers failed a request `engine.attempts` times; RequestRefused if
+        a request is invalid for every server; ConfigError if servers belong to another run. An error cancels all
+        requests.
         """
         waiting = self._dispatcher.waiting()
         ended = False
@@ -110,10 +111,12 @@ class PoolSession:
         self._call_off()
 
     def _take_in(self, key: int, completions: dict[int, Completion]) -> list[Completion] | None:
-        """Keeps completions of a request. Returns all completions of the request once they are there, else None."""
+        """Stores completions of a request. Returns all completions of the request if it is complete; otherwise returns
+        None.
+        """
         with self._lock:
             asked = self._asked.get(key)
-            if asked is None:  # it was called off meanwhile
+            if asked is None:  # the request was cancelled meanwhile
                 return None
             asked.found |= completions
             if len(asked.found) < asked.sampling.n:
@@ -124,7 +127,7 @@ class PoolSession:
         return whole
 
     def _call_off(self) -> None:
-        """Cancels all requests, and drops the answers that still come."""
+        """Cancels all requests, and discards answers that still arrive."""
         with self._lock:
             over, self._work = self._work, Outstanding()
             self._asked.clear()
@@ -132,7 +135,9 @@ class PoolSession:
         self._dispatcher.look()
 
     async def _write(self, asked: _Asked) -> Finished:
-        """Gets the completions of one request. A completion that a refit cut short becomes a task of its own."""
+        """Requests the completions of one request. A completion that a refit interrupted is continued in a separate
+        task.
+        """
         finished = {}
         for j, completion in enumerate(await self._send(asked, asked.tokens, asked.sampling, asked.seed)):
             if completion.stop is Stop.ABORTED:
@@ -142,7 +147,7 @@ class PoolSession:
         return asked.key, finished
 
     async def _complete(self, asked: _Asked, sample: int, begun: Completion) -> Finished:
-        """Continues a completion to its end, however many refits cut it short."""
+        """Continues an interrupted completion until it ends, however many refits interrupt it."""
         seed, restart = asked.seed + sample, self._dispatcher.members.limits.partial == "restart"
         while begun.stop is Stop.ABORTED:
             kept = nothing_of(begun) if restart else begun
@@ -172,9 +177,11 @@ class PoolSession:
         return answers
 
     def _checked(self, member: Member, version: int, answer: Completion, sleep_count: int) -> Completion:
-        """Returns a completion with the versions that wrote it, none of which is older than the server's when it was
-        asked, or newer than the pool's now. `sleep_count`: how many times the servers had been put to sleep when the
-        request was sent.
+        """Returns a completion with its weight versions. Raises ServerLost if a version is older than the server's
+        version when the request was sent, or newer than the pool's current version.
+
+        `sleep_count`: how many times the servers had been put to sleep when the request was sent. Used to tell an
+        aborted request from a lost server.
         """
         members = self._dispatcher.members
         if members.fixed:

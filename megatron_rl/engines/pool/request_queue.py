@@ -1,4 +1,4 @@
-"""The requests that wait for room at a server, the longest first."""
+"""The queue of requests that wait for capacity at a server, the longest-waiting first."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from megatron_rl.engines.pool.membership import Member, Members
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.engines.protocol import EngineError
 
-PREFIX_SHARE = 0.25  # of a server's places: a prefix is worth no more of them in use there than elsewhere
-FAILED_S = (
-    5.0  # how long others are preferred to a server that failed a request: it may seem idle because it fails at once
-)
-Place = tuple[Member, int]  # the server that was taken, and the version of its weights
+# Share of a server's capacity by which the server with the cached prefix may be more loaded than the least loaded one.
+PREFIX_SHARE = 0.25
+# Seconds for which a server that failed a request is avoided: it may look idle because it fails requests at once.
+FAILED_S = 5.0
+Place = tuple[Member, int]  # the assigned server, and the version of its weights
 
 
 @dataclass(eq=False)
 class Waiter:
-    """A request that waits. `sequences`: how many sequences of the request a server works on at once. `failed`: servers
-    that failed the request, which are used only when there is no other. `prefer`: the server with its prefix in the
-    cache. `over` returns whether the caller has stopped waiting.
+    """A waiting request.
+
+    `sequences`: number of sequences of the request that a server works on concurrently.
+    `failed`: servers that failed the request, which are used only if there is no other server.
+    `prefer`: the server that has the request's prefix in its cache.
+    `over`: returns whether the caller has stopped waiting.
     """
 
     sequences: int
@@ -31,24 +34,24 @@ class Waiter:
     prefer: Member | None
     over: Callable[[], bool]
     place: asyncio.Future[Place] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    number: int = 0  # in the order of coming
+    number: int = 0  # sequence number in the order of arrival
 
 
 class RequestQueue:
-    """The requests that wait for a place at a server. It is used in one thread, that of the loop in which they wait.
+    """The requests that wait for a server. All coroutines must run on one event loop. It is not thread-safe.
 
-    Whoever got a place gives it back by `leave`.
+    Every request that was assigned to a server must call `leave` when it is done.
     """
 
     def __init__(self, members: Members, shared: SharedGpus) -> None:
         self._members, self._shared = members, shared
         self._came = 0
-        self._again: list[Waiter] = []  # those that a server has failed
-        self._first: dict[int, deque[Waiter]] = {}  # the others, by the number of sequences
+        self._again: list[Waiter] = []  # requests that a server has failed
+        self._first: dict[int, deque[Waiter]] = {}  # all other requests, by their number of sequences
 
     async def wait(self, waiter: Waiter) -> Place:
-        """Waits for a server with room and takes it. Raises EngineError when nobody waits for it any more, or the
-        members are closed.
+        """Waits for a server with free capacity and reserves it. Raises EngineError if no caller waits for the request
+        any more, or if the members are closed.
         """
         self._check(waiter)
         self._came += 1
@@ -61,20 +64,21 @@ class RequestQueue:
         try:
             return await waiter.place
         except asyncio.CancelledError:
-            if not waiter.place.cancelled() and waiter.place.exception() is None:  # it was cancelled with a place
+            # Cancelled after a server was assigned.
+            if not waiter.place.cancelled() and waiter.place.exception() is None:
                 self.leave(waiter.place.result()[0], waiter.sequences)
             raise
 
     def leave(self, member: Member, sequences: int) -> None:
-        """Gives a place back, and gives free places to waiting requests."""
+        """Releases a server's capacity, and assigns free capacity to waiting requests."""
         with self._members.change:
             member.load, member.requests = member.load - sequences, member.requests - 1
         self._shared.leave()
         self.admit()
 
     def look(self) -> None:
-        """Cancels requests that no caller waits for any more, and gives places to the others. Call it after any change
-        of the members.
+        """Cancels requests that no caller waits for any more, and assigns servers to the others. Call it after any
+        change of the members.
         """
         for waiter in (*self._again, *(each for line in self._first.values() for each in line)):
             if waiter.place.done():
@@ -89,7 +93,7 @@ class RequestQueue:
         self.admit()
 
     def admit(self) -> None:
-        """Gives places to waiting requests, as long as there is room."""
+        """Assigns waiting requests to servers while there is free capacity."""
         with self._members.change:
             serving = self._members.serving()
             for waiter in [*self._again]:
@@ -98,7 +102,8 @@ class RequestQueue:
             open_lines = {n: line for n, line in self._first.items() if line}
             while open_lines:
                 n, line = min(open_lines.items(), key=lambda item: item[1][0].number)
-                if not self._join_member(line[0], serving):  # nor has anybody behind it, who wants as many places
+                # Requests behind it need the same capacity, so they cannot be assigned either.
+                if not self._join_member(line[0], serving):
                     del open_lines[n]
                     continue
                 line.popleft()
@@ -111,7 +116,7 @@ class RequestQueue:
             raise EngineError("nobody waits for this request any more")
 
     def _join_member(self, waiter: Waiter, serving: list[Member]) -> bool:
-        """Gives a request a place, if there is one. Returns whether the request leaves the queue."""
+        """Assigns a request to a server if there is free capacity. Returns whether the request leaves the queue."""
         if waiter.place.done():
             return True
         at_once = self._members.limits.at_once
@@ -126,8 +131,8 @@ class RequestQueue:
 
 
 def _best(free: list[Member], prefer: Member | None, at_once: int) -> Member:
-    """Returns the least loaded server that has not failed lately; or the preferred server, unless it is much more
-    loaded.
+    """Returns the preferred server, unless it is much more loaded than the least loaded server; otherwise returns the
+    least loaded server that has not failed a request recently.
     """
     now = time.monotonic()
     least = min(free, key=lambda m: (now - m.failed < FAILED_S, m.load, m.listing.replica))

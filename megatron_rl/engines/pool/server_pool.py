@@ -1,5 +1,5 @@
-"""Several servers as one engine. A request goes to the least loaded server, and to another one when a server fails it.
-No server answers with weights that are not current.
+"""Several servers used as one engine. A request goes to the least loaded server. If a server fails it, it is sent to
+another server. Servers without the current weights get no requests.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from megatron_rl.engines.protocol import Tokens, TopScores
 from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_registry import Listing, ServerRegistry
 
-SCORED_SEQUENCES, SCORED_TOKENS = 32, 1 << 15  # most sequences and tokens of one request for scores
-LISTED_S = 10.0  # from a server's first answer until a pool has it among its living members
+SCORED_SEQUENCES, SCORED_TOKENS = 32, 1 << 15  # maximum numbers of sequences and tokens of one scoring request
+LISTED_S = 10.0  # maximum seconds between a server's first answer and its registration as a live member of a pool
 
 
 class ServerEngine:
-    """Implements engines.protocol.Engine over servers with weights of their own that nobody changes: `members` is what
-    they are.
+    """Implements engines.protocol.Engine on servers whose weights are never refitted. `members`: the servers.
 
-    Requests may come from any thread; they wait while there is no server for them. `hopeless`, when set, tells why no
-    server will come any more, or None: waiting ends then.
+    Requests may come from any thread, and wait until a server is available. `hopeless`, if set, returns the reason why
+    no server will ever be available, or None. Waiting ends when it returns a reason.
     """
 
     def __init__(self, members: Members, *, look_s: float = LOOK_S, shared: SharedGpus | None = None) -> None:
@@ -44,25 +43,28 @@ class ServerEngine:
 
     @property
     def version(self) -> int:
-        """The version of the weights that servers answer with; -1 before the first refit."""
+        """The version of the servers' current weights; -1 before the first refit."""
         return self.members.version
 
     @property
     def failures(self) -> int:
-        """Number of requests that were sent again."""
+        """Number of requests that failed at a server and were sent again."""
         return self._dispatcher.failures
 
     def session(self) -> PoolSession:
-        """Returns a new session; see PoolSession.answers for what it raises."""
+        """Returns a new session. See PoolSession.answers for the exceptions."""
         return PoolSession(self._dispatcher)
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-        """See engines.protocol.Engine. The sequences are spread over the servers. Raises as PoolSession.answers
-        does."""
+        """See engines.protocol.Engine. The sequences are distributed over the servers. Raises the same errors as
+        PoolSession.answers.
+        """
         return [scores.logprobs for scores in self.score_top(sequences, 0)]
 
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
-        """See engines.protocol.Engine. Raises as `score` does, and EngineError when a server does not return them."""
+        """See engines.protocol.Engine. Raises the same errors as `score`, and EngineError if a server does not return
+        the most likely tokens.
+        """
         arrays = [np.array(tokens, np.int32) for tokens in sequences]
         work, waiting, found = Outstanding(), self._dispatcher.waiting(), dict[int, TopScores]()
         try:
@@ -79,7 +81,7 @@ class ServerEngine:
         """See engines.protocol.Engine."""
 
     def close(self) -> None:
-        """Ends the requests under way: their callers get EngineError."""
+        """Aborts the requests in progress. Their callers get EngineError."""
         self.members.close()
         self._dispatcher.close()
 
@@ -106,13 +108,16 @@ class ServerEngine:
 
 
 class Pool(ServerEngine):
-    """The servers of one role that a server registry lists, as one engine on the driver.
+    """The servers of one role that a server registry lists, used as one engine on the driver.
 
-    The thread that made the pool owns it: refits and `close` are called there. `connect` makes a client. `listed`: the
-    role under whose name the servers are listed, when roles share them. `fixed`: the servers keep the weights that they
-    are started with. `refresh`, when set, brings the given replicas to the current weights while the others serve. It
-    is called for a server without current weights, within the owner's own calls alone, because it is collective.
-    `shared`: the GPUs that servers of other roles use, too.
+    The thread that created the pool owns it: refits and `close` must be called from this thread.
+
+    `connect`: creates the client of a listed server.
+    `listed`: role under which the servers are listed, if several roles share them.
+    `fixed`: the servers keep their initial weights.
+    `refresh`: if set, sends the current weights to the given replicas while the other servers serve. It is collective,
+    so the pool calls it only inside calls of the owner thread, when a server lacks the current weights.
+    `shared`: the GPUs that servers of other roles also use.
     """
 
     def __init__(
@@ -120,8 +125,8 @@ class Pool(ServerEngine):
         fixed: bool = False, look_s: float = LOOK_S, listed: str | None = None, shared: SharedGpus | None = None,
     ) -> None:  # fmt: skip
         self.refresh: Callable[[list[int]], None] | None = None
-        # Set when the servers use the trainer's GPUs: puts all servers to sleep, brings the current weights to those
-        # without them, and wakes all.
+        # Set if the servers use the trainer's GPUs: puts all servers to sleep, sends the current weights to servers
+        # without them, and wakes all servers.
         self.sleep_all: Callable[[], None] | None = None
         self._colocated = settings.colocate
         self._owner = threading.get_ident()
@@ -132,39 +137,42 @@ class Pool(ServerEngine):
     def begin_refit(
         self, version: int, address: Address, only: Sequence[int] | None = None, *, wait_s: float
     ) -> list[int]:
-        """Prepares the living servers (of the replicas `only`) for a refit that the trainer, at `address`, begins now.
+        """Prepares the live servers (of the replicas `only`) for a refit that the trainer at `address` begins now.
 
         Returns the replicas that take part. They are paused as `engine.pause` says, and do not serve until they have
-        the weights. Without `only` it waits for a first server, and raises EngineError when none comes within
-        `engine.wait_s`. It does not wait for servers in the trainer's GPUs, which cannot be started now.
+        the new weights. Without `only`, waits for a first server and raises EngineError if none is available within
+        `engine.wait_s`. Does not wait for servers on the trainer's GPUs, because they cannot be started now.
         """
         waiting = None if self._colocated else self._dispatcher.waiting()
         return self._refits.begin(version, address, only, wait_s=wait_s, waiting=waiting, look_s=self._look_s)
 
     def end_refit(self) -> int:
-        """Waits for the servers after the trainer is done. Servers that have the weights serve, the others are out
-        until they take them. Returns the number of servers that serve.
+        """Waits for the servers after the trainer has finished the refit. Servers with the new weights serve. Other
+        servers do not serve until they receive the weights. Returns the number of servers that serve.
         """
         return self._refits.end()
 
     def tend(self) -> None:
-        """Brings servers without current weights to the current weights. A no-op in other threads than the owner's, and
-        during a refit.
+        """Sends the current weights to servers without them. A no-op in threads other than the owner thread, and during
+        a refit.
         """
         if self.refresh is None or self.version < 0 or self._refits.under_way or threading.get_ident() != self._owner:
             return
         if not (stale := self._refits.stale()):
             return
-        if self._colocated and not self._refits.away:  # beside their caches there is no room for the trainer's weights
+        # No memory for the trainer's weights while the servers' caches are allocated.
+        if self._colocated and not self._refits.away:
             if self.sleep_all is not None and not self.members.serving():
                 self.sleep_all()
             return
         self.refresh(stale)
 
     def sleep(self, expected: Collection[str], *, discard: bool) -> list[str]:
-        """Puts the living servers to sleep. Returns the incarnations of the servers that sleep now. It waits a moment
-        for the incarnations `expected`, which may have been listed just now. `discard`: the weights are dropped, and no
-        server serves before a refit.
+        """Puts the live servers to sleep. Returns the incarnations (ids of server starts) of the servers that sleep
+        now.
+
+        `expected`: incarnations to wait for, up to LISTED_S seconds, because they may have registered just now.
+        `discard`: the weights are dropped, and no server serves before a refit.
         """
         end = time.monotonic() + LISTED_S
         while not {*expected} <= {m.listing.incarnation for m in self.members.living()} and time.monotonic() < end:
@@ -172,7 +180,9 @@ class Pool(ServerEngine):
         return self._refits.sleep(discard=discard)
 
     def wake(self) -> None:
-        """Wakes the living servers. A server that does not wake does not serve until it has taken the weights again."""
+        """Wakes the live servers. A server that fails to wake does not serve until it has received the weights
+        again.
+        """
         self._refits.wake()
 
     def close(self) -> None:
@@ -184,15 +194,15 @@ class Pool(ServerEngine):
 
 
 def given(role: str, servers: Sequence[Server], limits: Limits) -> ServerEngine:
-    """Returns an engine over servers that keep the weights they have. A server stays in use whatever requests it
-    failed.
+    """Returns an engine over servers whose weights never change. A server stays in use regardless of failed
+    requests.
     """
     return ServerEngine(Members(role, limits, servers=servers))
 
 
 def _shares(lengths: Sequence[int], servers: int) -> list[list[int]]:
-    """Splits sequences of these lengths into requests, so that every server gets some. Returns the indices of each
-    request.
+    """Splits sequences of the given lengths into requests, so that every server gets some. Returns the sequence indices
+    of each request.
     """
     most = min(SCORED_SEQUENCES, -(-len(lengths) // servers))
     shares: list[list[int]] = []

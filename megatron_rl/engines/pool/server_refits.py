@@ -1,5 +1,5 @@
-"""Refits of servers, and their sleep while the trainer uses their GPUs: which servers take part, and which serve after
-it.
+"""Coordinates refits of servers, and their sleep while the trainer uses their GPUs. Tracks which servers take part and
+which serve afterwards.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.pool.membership import Address, Member, Members, Waiting
 
-AGAIN_S = 30.0  # from a refit that a server failed to the next one for it alone
+AGAIN_S = 30.0  # seconds between a failed refit of a server and the next refit for this server alone
 _log = logging.getLogger(__name__)
 
 
 class PoolRefits:
-    """The servers' side of refits, one after the other. `under_way` is True between `begin` and `end`, `away` between
-    `sleep` and `wake`."""
+    """Runs the servers' side of refits, one refit at a time. `under_way` is True between `begin` and `end`; `away` is
+    True between `sleep` and `wake`.
+    """
 
     def __init__(self, members: Members) -> None:
         self.under_way, self.away = False, False
@@ -28,7 +29,7 @@ class PoolRefits:
         self._updates: dict[Member, concurrent.futures.Future[bool]] = {}
 
     def close(self) -> None:
-        """Waits for the threads, whose requests have failed: the members were closed before."""
+        """Waits for the threads. Close the members first, which makes the threads' requests fail."""
         self._threads.shutdown(cancel_futures=True)
 
     def begin(
@@ -41,10 +42,11 @@ class PoolRefits:
         waiting: Waiting | None,
         look_s: float,
     ) -> list[int]:
-        """See Pool.begin_refit. Without `waiting` it does not wait for a first server."""
+        """See Pool.begin_refit. If `waiting` is None, does not wait for a first server."""
         if waiting is None and only is None:
             with self._members.change:
-                self._members.version = version  # those to come have to take it, also where none lives now
+                # Servers that join later need this version, even if no server is alive now.
+                self._members.version = version
         while True:
             members = [m for m in self._members.living() if only is None or m.listing.replica in only]
             joined = _those(members, self._threads.map(functools.partial(self._join_member, address=address), members))
@@ -71,7 +73,7 @@ class PoolRefits:
         return sum(m in updated for m in self._members.serving())
 
     def stale(self) -> list[int]:
-        """Returns the living replicas without current weights, except for those that failed a refit a moment ago."""
+        """Returns the live replicas without current weights, except replicas that failed a refit recently."""
         latest = time.monotonic() - min(AGAIN_S, self._members.limits.wait_s / 4)
         return [m.listing.replica for m in self._members.living() if m.version is None and m.troubled < latest]
 
@@ -115,7 +117,7 @@ class PoolRefits:
     def _pause(self, member: Member) -> bool:
         paused = self._step(member, "could not be paused for a refit", member.server.pause)
         if not paused:
-            member.server.hang_up()  # its requests are answered elsewhere
+            member.server.hang_up()  # its requests are sent to other servers
         return paused
 
     def _update(self, member: Member, version: int, wait_s: float) -> bool:
@@ -124,7 +126,7 @@ class PoolRefits:
             member.server.resume()
 
         if not self._step(member, f"is out until it takes version {version}", update):
-            member.server.hang_up()  # it is still paused, and may keep requests
+            member.server.hang_up()  # the server is still paused, and may hold requests
             return False
         with self._members.change:
             member.version, member.trouble = version, None
@@ -132,14 +134,17 @@ class PoolRefits:
         return True
 
     def _step(self, member: Member, failing: str, verb: Callable[[], None]) -> bool:
-        """Runs one step of a refit, on a thread. Returns whether it succeeded; a server that failed is out."""
+        """Runs one step of a refit, on a thread. Returns whether it succeeded. A server that fails the step stops
+        serving.
+        """
         with self._members.change:
             member.requests += 1
         try:
             verb()
         except (ServerLost, RequestRefused) as error:
             trouble = f"it {failing}: {error}"
-            if trouble != member.trouble and not self._members.closing.is_set():  # a wait may come here twice a second
+            # Avoids repeated log lines: a wait may retry twice a second.
+            if trouble != member.trouble and not self._members.closing.is_set():
                 _log.warning("%s %s: %s", member.listing.name, failing, error)
             with self._members.change:
                 member.version, member.joined, member.trouble, member.troubled = None, None, trouble, time.monotonic()

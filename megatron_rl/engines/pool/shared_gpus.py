@@ -1,4 +1,4 @@
-"""GPUs in which servers of several roles stand: those of one role work at a time."""
+"""Coordinates servers of several roles that share GPUs: only the servers of one role work at a time."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Callable
 
 
 class SharedGpus:
-    """Lets the servers of one role at a time have requests under way. The pools of all roles in the same GPUs have it;
-    any thread may call it.
+    """Lets the servers of only one role at a time have requests in progress. The pools of all roles on the same GPUs
+    share one instance. Thread-safe.
 
-    Two processes get a GPU's time in slices of milliseconds, each GPU on its own. A rank of a server of several GPUs
-    would wait in a collective for another rank whose GPU works for the other server just then, and a decoding step has
-    dozens of collectives. One role waits until no request of the other is under way, however long others follow: no
-    answer depends on another role's answer, so that this ends. (Source: NVIDIA's documentation of time slices and of
-    MPS; not measured.)
+    Two processes on a GPU get time slices of milliseconds, scheduled separately on each GPU. A rank of a multi-GPU
+    server would wait in a collective for another rank whose GPU currently runs the other server, and a decoding step
+    has dozens of collectives. A role waits until no request of the other role is in progress, even if more requests
+    keep arriving. This wait ends, because no answer depends on another role's answer. (Source: NVIDIA's documentation
+    of time slicing and of MPS; not measured.)
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards what follows
-        self._looks: dict[str, Callable[[], None]] = {}  # by role: lets what waits for its servers look around
-        self._waiting: dict[str, None] = {}  # roles that were refused, the first first
+        self._lock = threading.Lock()  # guards the fields below
+        self._looks: dict[str, Callable[[], None]] = {}  # by role: makes the role's waiting requests look for a server
+        self._waiting: dict[str, None] = {}  # roles that were refused, in order
         self._role, self._under_way = "", 0
 
     def add(self, role: str, look: Callable[[], None]) -> None:
-        """Adds a role. `look` is called when its requests may go: by any thread, and must not block."""
+        """Adds a role. `look` is called, from any thread, when the role's requests may start. It must not block."""
         self._looks[role] = look
 
     def enter(self, role: str) -> bool:
-        """Returns whether a request of the role may begin; each one that may is ended by `leave`."""
+        """Returns whether a request of the role may start. Each request that starts must call `leave` when it ends."""
         with self._lock:
             if self._under_way and self._role != role:
                 self._waiting[role] = None
@@ -39,7 +39,7 @@ class SharedGpus:
             return True
 
     def leave(self) -> None:
-        """Ends a request of the role that works. When it was the last one, other roles may have the GPUs."""
+        """Ends a request of the active role. If it was the last request, the other roles may use the GPUs."""
         with self._lock:
             self._under_way -= 1
             waiting = [] if self._under_way else [self._looks[role] for role in self._waiting]

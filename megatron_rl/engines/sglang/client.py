@@ -1,4 +1,4 @@
-"""A client of an SGLang server. SGLang itself is not imported: it lives in the server's environment."""
+"""A client of an SGLang server. It does not import SGLang, which is installed only in the server's environment."""
 
 from __future__ import annotations
 
@@ -26,45 +26,44 @@ from megatron_rl.frames import Arrays, unpack_parts
 from megatron_rl.types import Stop
 
 FACTS = "/server_info"
-FLUSH_S = 30.0  # for the last batch to leave, before the cache is emptied
-# A retracted request goes on with a cache that the new weights write.
+FLUSH_S = 30.0  # maximum seconds until the last batch has finished and the cache can be emptied
+# SGLang's pause mode for each `engine.pause`. A retracted request recomputes its cache with the new weights.
 PAUSES = {"abort": "abort", "wait": "retract", "keep": "retract"}
-RESERVED = 5  # tokens that SGLang keeps free behind the longest prompt it takes
+RESERVED = 5  # number of tokens that SGLang keeps free after the longest prompt that it accepts
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts about a server, from /server_info."""
+    """Facts that a server reports at /server_info."""
 
     longest_prompt: int
-    longest_mask: int  # tokens of which it says whether a truncated distribution held them
+    longest_mask: int  # maximum size of the sampling mask, which lists the tokens of a truncated distribution
     heeds_seeds: bool
 
 
 class SglangServer(Server):
-    """An SGLang server. Verified with SGLang 0.5.23 on stubbed kernels (docs/engines_sglang.md).
+    """A client of an SGLang server. Verified with SGLang 0.5.23 on stubbed kernels (docs/engines_sglang.md).
 
-    Its answers are JSON of its own route: it has no extension point for another one that speaks bytes. Seeds are heeded
-    by a server with `--enable-deterministic-inference` (engine.args) alone; others draw from one stream for all. Under
-    top_p, top_k or min_p log-probs need top_k, of at most what `--sampling-mask-max-tokens` says: of the rest SGLang
-    tells only what the model thought before the truncation.
+    Only a server with `--enable-deterministic-inference` (engine.args) uses seeds; other servers sample all requests
+    from one random stream. With top_p, top_k or min_p, log-probs require a top_k of at most
+    `--sampling-mask-max-tokens`; otherwise SGLang returns only the model's log-probs before truncation.
     """
 
-    health, speaker = "/ping", "SGLang's"  # /health would say no while a refit or a pause holds the scheduler
+    health, speaker = "/ping", "SGLang's"  # /health fails while a refit or a pause blocks the scheduler
 
     def __init__(self, url: str, token: str, settings: Sglang, refit_timeout_s: float, facts: ModelFacts) -> None:
         super().__init__(url, {HEADER: token}, ends=facts.ends, vocab=facts.vocab)
         self._pause, self._refit_timeout_s = settings.pause, refit_timeout_s
         self._sleeps, self._tp = settings.colocate, settings.tp
-        self._away: frozenset[str] = frozenset()  # tags of released memory: SGLang ends when one is released twice
+        self._away: frozenset[str] = frozenset()  # tags of released memory; SGLang exits if memory is released twice
         self._known: _Facts | None = None
         self._change, self._under_way = threading.Condition(), 0
 
     async def generate(
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
     ) -> list[Completion]:
-        """See Server. Raises ValueError also for truncation whose log-probs SGLang does not tell. SGLang keeps a few
-        tokens of the context back.
+        """See Server. Also raises ValueError for truncation settings for which SGLang does not return log-probs. SGLang
+        reserves a few tokens of the context.
         """
         sampling_seeds.check(sampling)
         self._check_tokens(prompt)
@@ -80,8 +79,8 @@ class SglangServer(Server):
             return [self._completion(about, own, sampling, room) for about, own in found] * (sampling.n // n)
 
     async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
-        """See Server. Raises RequestRefused for a sequence that is longer than SGLang's longest prompt, which is
-        a few tokens shorter than the context.
+        """See Server. Raises RequestRefused for a sequence longer than SGLang's longest prompt, which is a few tokens
+        shorter than the context.
         """
         if k > self._vocab:
             raise EngineError(f"the {k} likeliest tokens were asked for: {self.url} has {self._vocab} in all")
@@ -122,7 +121,7 @@ class SglangServer(Server):
     def update(self, version: int, wait_s: float) -> None:
         order = {"verb": "take part", "version": version, "wait_s": wait_s}
         self._in_session(order, version, wait_s + self._refit_timeout_s + MARGIN_S)
-        self._flush()  # its keys know tokens, not weights: old entries would be read
+        self._flush()  # cache entries are keyed by tokens, not by weights: entries of the old weights would be reused
         self._check_version(version)
 
     def resume(self) -> None:
@@ -130,13 +129,13 @@ class SglangServer(Server):
             self._post("/continue_generation", {})
 
     def sleep(self, *, discard: bool) -> None:
-        """See Server. Weights go to the host also where they could be dropped: SGLang decides that when it is
-        started. It must have nothing to do, or its scheduler ends.
+        """See Server. The weights are copied to the host even if `discard` is set, because SGLang decides this at its
+        start. SGLang must be idle when it releases memory, or its scheduler exits.
         """
         self._post("/pause_generation", {"mode": "abort"}, timeout_s=self._refit_timeout_s)
         tags = [tag for tag in ("kv_cache", "weights") if tag not in self._away]
         if "kv_cache" in tags:
-            self._flush()  # waits for the last batch to leave
+            self._flush()  # waits until the last batch has finished
         if tags:
             self._post("/release_memory_occupation", {"tags": tags}, timeout_s=self._refit_timeout_s)
             self._away = self._away.union(tags)
@@ -146,7 +145,7 @@ class SglangServer(Server):
         self._post("/continue_generation", {})
 
     def _take_back(self, *tags: str) -> None:
-        """Resumes the memory of some tags, as far as it is released."""
+        """Allocates the memory of the given tags again, if it is released."""
         if due := [tag for tag in tags if tag in self._away]:
             self._post("/resume_memory_occupation", {"tags": due}, timeout_s=self._refit_timeout_s)
             self._away = self._away.difference(due)
@@ -178,18 +177,16 @@ class SglangServer(Server):
                     f"{facts.longest_mask}; set one, or leave truncation off"
                 )
             body["return_sampling_mask"] = True
-        if facts.heeds_seeds or sampling.truncated:  # "n" knows one seed, and fails with masks
+        if facts.heeds_seeds or sampling.truncated:  # "n" supports only one seed, and fails with masks
             drawn = [parameters | {"sampling_seed": seed + j} for j in range(n)]
             return body | {"input_ids": [prompt] * n, "sampling_params": drawn}
-        return body | {
-            "input_ids": prompt,
-            "sampling_params": parameters | {"n": n},
-        }  # the prompt is worked through once for all n
+        # The prompt is prefilled once for all n samples.
+        return body | {"input_ids": prompt, "sampling_params": parameters | {"n": n}}
 
     async def _ask(
         self, body: dict[str, Any], count: int, timeout_s: float, max_bytes: int
     ) -> list[tuple[Mapping[str, Any], Arrays]]:
-        """Returns what the server says of each completion, and its arrays."""
+        """Returns the description and the arrays of each completion in the answer."""
         with self._counted():
             asked = json.dumps(body).encode()
             answer = await self._http.exchange(GENERATE, asked, JSON, timeout_s=timeout_s, max_bytes=max_bytes)
@@ -199,14 +196,18 @@ class SglangServer(Server):
         return found
 
     def _check_tokens(self, tokens: np.ndarray) -> None:
-        """Raises RequestRefused for what SGLang would die of, or take."""
+        """Raises RequestRefused for token ids that would crash SGLang, or that SGLang would accept although they are
+        invalid.
+        """
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= self._vocab:
             raise RequestRefused(
                 f"a prompt is empty or has tokens outside of 0 to {self._vocab - 1}: {tokens[:10].tolist()} ..."
             )
 
     def _completion(self, about: Mapping[str, Any], own: Arrays, sampling: Sampling, room: int) -> Completion:
-        """Returns a completion of at most `room` tokens. Raises what `_understood` turns into ServerLost."""
+        """Returns a completion of at most `room` tokens. The errors that it raises are converted to ServerLost by
+        `_understood`.
+        """
         tokens = response_parsing.read_tokens(own["tokens"], self._vocab, room)
         scaled = response_parsing.read_logprobs(own["scaled"], (len(tokens),))
         drawn = response_parsing.read_logprobs(own.get("drawn", ()), (len(tokens),)) if sampling.truncated else scaled
@@ -220,7 +221,7 @@ class SglangServer(Server):
         )
 
     def _text_scores(self, about: Mapping[str, Any], own: Arrays, tokens: np.ndarray, k: int) -> TopScores:
-        told = own["prompt"][1:]  # nothing is told of the first token
+        told = own["prompt"][1:]  # the first token has no log-prob
         if about["finish_reason"]["type"] == "abort" or len(told) != len(tokens) - 1:
             raise ServerLost(f"{self.url} scored {len(told)} of {len(tokens)} tokens: {about['finish_reason']}")
         logprobs, ids = np.zeros((len(tokens), 1 + k), np.float32), np.zeros((len(tokens), k), np.int32)
@@ -247,15 +248,15 @@ class SglangServer(Server):
                 raise ServerLost(f"SGLang ended a completion for an unknown reason: {other}")
 
     def _in_session(self, order: dict[str, Any], version: int | None, timeout_s: float) -> None:
-        """Hands an order to every rank (worker.Refits), between the calls that undo and redo what SGLang makes of
-        loaded weights.
+        """Sends an order to every rank (see worker.Refits), between the calls that restore the loaded form of SGLang's
+        weights and process the weights again.
         """
-        packed = base64.b64encode(pickle.dumps(order)).decode()  # SGLang unpickles numbers and text alone
+        packed = base64.b64encode(pickle.dumps(order)).decode()  # the unpickled data contains only numbers and strings
         body = {"serialized_named_tensors": [packed] * self._tp, "flush_cache": False, "selector": "target"}
         body |= {"weight_version": str(version)} if version is not None else {}
         try:
             self._post("/begin_weight_update", {"selector": "target"})
-        except RequestRefused:  # one is open: of a run that ended in the middle
+        except RequestRefused:  # a session is still open, of a run that ended during a refit
             self._post("/end_weight_update", {})
             self._post("/begin_weight_update", {"selector": "target"})
         try:
@@ -266,8 +267,8 @@ class SglangServer(Server):
         self._post("/end_weight_update", {})
 
     def _flush(self) -> None:
-        """Again until the last batch has left. Not by the route's own timeout: with that it waits for what a pause
-        retracted, too.
+        """Empties the cache, and retries until the last batch has finished. The route's timeout is not used, because
+        with it SGLang also waits for requests that a pause retracted.
         """
         end = time.monotonic() + FLUSH_S
         while True:
@@ -292,7 +293,7 @@ class SglangServer(Server):
                 self._change.notify_all()
 
     async def _facts(self) -> _Facts:
-        """Returns what the server says of itself. It is asked once."""
+        """Returns the facts that the server reports about itself. They are requested only once."""
         if self._known is None:
             told = await self._http.ask("GET", FACTS)
             with self._understood():
@@ -305,5 +306,7 @@ class SglangServer(Server):
 
 
 def _version(text: str) -> int:
-    """SGLang's name for the weights it started with is "default"."""
+    """Converts SGLang's name of a weight version to an integer. The initial weights, named "default", have version
+    -1.
+    """
     return int(text) if text.lstrip("-").isdigit() else -1

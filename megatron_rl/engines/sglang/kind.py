@@ -1,4 +1,4 @@
-"""SGLang servers: how they are started. SGLang itself is not imported: it lives in the servers' environment."""
+"""Starts SGLang servers. This module does not import SGLang, which is installed only in the servers' environment."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def command(settings: Sglang, start: ServerStart) -> Command:
-    """Returns the command line and environment of a server. Raises ConfigError for what SGLang does not have."""
+    """Returns the command line and environment of a server. Raises ConfigError for settings that SGLang does not
+    support.
+    """
     words = [
         start.python, "-m", "megatron_rl.engines.sglang.worker", "--model-path", str(start.model),
         "--host", settings.host, "--port", str(start.port), "--dtype", start.dtype, "--tp-size", str(settings.tp),
         "--max-running-requests", str(settings.max_batch),
-        "--sampling-defaults", "openai",  # not the model directory's idea of temperature and penalties
-        "--skip-server-warmup",  # its requests do not have the token
+        "--sampling-defaults", "openai",  # ignore the temperature and penalties in the model directory
+        "--skip-server-warmup",  # the requests of the warm-up do not send the token
         "--log-level-http", "warning",
     ]  # fmt: skip
     words += ["--context-length", str(settings.max_model_len)] if settings.max_model_len else []
@@ -31,11 +33,11 @@ def command(settings: Sglang, start: ServerStart) -> Command:
             raise ConfigError(
                 "engine.colocate without a GPU: SGLang's memory saver needs CUDA; set engine.colocate to false"
             )
-        words += ["--enable-memory-saver", "--enable-weights-cpu-backup"]  # without a backup released weights are gone
+        words += ["--enable-memory-saver", "--enable-weights-cpu-backup"]  # without a backup, released weights are lost
     environment = {
         TOKEN_FILE: str(start.token_file),
         "HF_HUB_OFFLINE": "1",
-        # /health needs no token: it must not generate, nor fail in a refit
+        # /health needs no token, so it must not generate tokens; it must not fail during a refit
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
     if start.on_gpu:
@@ -48,7 +50,7 @@ def command(settings: Sglang, start: ServerStart) -> Command:
             "--max-total-tokens", str(_cache_tokens(settings, start.model, start.dtype)),
         ]  # fmt: skip
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(settings.threads)}
-        if settings.tp > 1:  # else it wants a NUMA node for each rank
+        if settings.tp > 1:  # otherwise SGLang requires one NUMA node per rank
             firsts = range(0, settings.tp * settings.threads, settings.threads)
             cores = "|".join(f"{first}-{first + settings.threads - 1}" for first in firsts)
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = cores
@@ -56,7 +58,7 @@ def command(settings: Sglang, start: ServerStart) -> Command:
 
 
 def _cache_tokens(settings: Sglang, model: Path, dtype: str) -> int:
-    """Returns how many tokens' keys and values engine.kv_cache_gib holds."""
+    """Returns the number of tokens whose keys and values fit into engine.kv_cache_gib."""
     sizes = hf_model.read_architecture(model)
     bytes_of_one = sizes.num_layers * sizes.cached * sizes.cache_copies(settings.tp) * ITEM_BYTES[dtype]
     return int(settings.kv_cache_gib * 2**30) // bytes_of_one

@@ -1,7 +1,7 @@
-"""The route of an SGLang server that rollouts are asked of and scored by: SGLang's own answer, as bytes.
+"""The route of an SGLang server for rollouts and scoring. It returns SGLang's answer in binary form.
 
-SGLang answers in JSON with a list for every token, which costs its reader seconds per million tokens. This middleware
-takes that work from the driver to the server. Runs inside the server: it needs numpy alone.
+SGLang answers in JSON with a list for every token; parsing it takes seconds per million tokens. This middleware moves
+the parsing from the driver to the server. The module runs inside the server and needs only numpy.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ import numpy as np
 from megatron_rl.engines.auth_middleware import Application, Message, Receive, Send
 from megatron_rl.frames import CONTENT_TYPE, Arrays, pack_parts
 
-PATH, OWN = "/megatron_rl/generate", "/generate"  # ours, and SGLang's own
-# Names in a frame -> names in SGLang's `meta_info`, and whether each token has a list of its own there.
+PATH, OWN = "/megatron_rl/generate", "/generate"  # this project's route, and SGLang's route
+# Array names in a frame -> (name in SGLang's `meta_info`, whether each token has a separate list there).
 LOGPROBS = {
-    "scaled": ("output_token_logprobs", True),  # after temperature, before truncation; of greedy answers at 1
-    "drawn": ("output_token_sampling_logprobs", False),  # after truncation, when asked for
-    "prompt": ("input_token_logprobs", True),  # of the prompt's tokens, when asked for; nan for the first
+    # After temperature, before truncation; at temperature 1 for greedy completions.
+    "scaled": ("output_token_logprobs", True),
+    "drawn": ("output_token_sampling_logprobs", False),  # after truncation, if requested
+    "prompt": ("input_token_logprobs", True),  # log-probs of the prompt's tokens, if requested; nan for the first token
 }
-TOP = "input_top_logprobs"  # in `meta_info`: at each place of the prompt the likeliest tokens, null at the first
-ABOUT = ("finish_reason", "weight_versions")  # what else is handed on of `meta_info`
+# In `meta_info`: the most likely tokens at each position of the prompt, null at the first position.
+TOP = "input_top_logprobs"
+ABOUT = ("finish_reason", "weight_versions")  # other fields of `meta_info` that are forwarded
 
 
 class Framed:
-    """An ASGI application around SGLang's: what is posted to PATH goes to `/generate`, its answer is sent as a frame.
+    """An ASGI application that wraps SGLang's application. A request to PATH is forwarded to `/generate`, and its
+    answer is returned as a frame.
 
-    Each completion is a part of the frame: its `finish_reason` and `weight_versions`, and the arrays `tokens` int32
-    and, as far as asked for, the float32 of `LOGPROBS`, and of the likeliest tokens at each position of the prompt but
-    the first `top` float32 [T - 1, k], their log-probs, and `top_ids` int32.
+    Each completion is a part of the frame, with `finish_reason`, `weight_versions` and the array `tokens` int32. If
+    requested, the part also has the float32 arrays of `LOGPROBS`, and the most likely tokens at each position of the
+    prompt except the first: their log-probs `top` float32 [T - 1, k], and their ids `top_ids` int32 [T - 1, k].
     """
 
     def __init__(self, app: Application) -> None:
@@ -53,14 +56,14 @@ class Framed:
         await self._app({**scope, "path": OWN, "raw_path": OWN.encode()}, receive, keep)
         content = b"".join(parts)
         if status == 200:
-            content = await asyncio.to_thread(framed, content)  # other requests go on meanwhile
+            content = await asyncio.to_thread(framed, content)  # in a thread, so that other requests continue
             headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
 
 def framed(answer: bytes) -> bytes:
-    """Turns SGLang's answer into a frame. Raises KeyError or TypeError for an answer of another shape."""
+    """Converts SGLang's answer to a frame. Raises KeyError or TypeError for a malformed answer."""
     said, parts = json.loads(answer), []
     for each in said if isinstance(said, list) else [said]:
         about = each["meta_info"]
@@ -76,6 +79,6 @@ def framed(answer: bytes) -> bytes:
 
 
 def _numbers(told: Sequence[Any], listed: bool) -> np.ndarray:
-    """Returns [T] float32 of [T] numbers, or of [T] lists that begin with one; null becomes nan."""
+    """Returns a float32 array [T] of T numbers, or of the first elements of T lists if `listed`. null becomes nan."""
     numbers = [entry[0] for entry in told] if listed else told
     return np.array(numbers, object).astype(np.float32)

@@ -12,7 +12,7 @@ from megatron_rl.config.model import RoleConfig
 
 @config
 class Sglang(Servers):
-    """SGLang servers."""
+    """Settings of SGLang servers."""
 
     kind: Literal["sglang"] = "sglang"  # servers that run SGLang
 

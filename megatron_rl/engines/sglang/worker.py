@@ -1,7 +1,7 @@
-"""What of this package runs inside an SGLang server: its start behind our guard, and the part of every tensor-parallel
-rank in a refit.
+"""The code of this package that runs inside an SGLang server: it starts the server with token authentication, and
+implements the part of every tensor-parallel rank in a refit.
 
-python -m megatron_rl.engines.sglang.worker ARGUMENTS OF SGLANG'S OWN LAUNCHER
+python -m megatron_rl.engines.sglang.worker ARGUMENTS OF SGLANG'S LAUNCHER
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_rl.refit.refit_store import Address
 from megatron_rl.refit.transport import Tensors
 from megatron_rl.world import all_gather
 
-# The two places where SGLang's plugin hooks (sglang.srt.plugins) put us
+# The two functions of SGLang that plugin hooks (sglang.srt.plugins) replace
 UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
 FREEZE = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
 UP_S = 10.0
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Runs the web server and the tokenizer. Raises SystemExit for settings that open a way around the guard."""
+    """Runs the web server and the tokenizer. Raises SystemExit for settings that would bypass the token check."""
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
@@ -55,11 +55,10 @@ def main() -> None:
         )
     arguments.resolve_once()
     app.add_middleware(Framed)
-    app.add_middleware(Guard)  # the last stands before all others
+    app.add_middleware(Guard)  # the last middleware is the outermost one
     _hook(FREEZE, _freeze_gc)
-    if (
-        arguments.nnodes == 1
-    ):  # its ranks meet in a file: torch's TCP store would listen at every interface and ask nobody for a token
+    # The ranks of one node meet through a file: torch's TCP store would listen on every interface without a token.
+    if arguments.nnodes == 1:
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{_meeting_place()}/ranks"
     try:
         launch_server(arguments, run_scheduler_process_func=run_rank)
@@ -68,7 +67,7 @@ def main() -> None:
 
 
 def run_rank(*arguments: Any, **options: Any) -> None:
-    """Runs in the process of one rank: SGLang's scheduler, whose updates of weights by tensors are our refits."""
+    """Runs SGLang's scheduler in the process of one rank. Its weight update from tensors is replaced by refits."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     _hook(UPDATE, Refits().update)
@@ -76,16 +75,16 @@ def run_rank(*arguments: Any, **options: Any) -> None:
 
 
 class SglangLanding:
-    """Implements refit.engine_side.Endpoint for an SGLang model, within a session of /begin_weight_update and
-    /end_weight_update, which undo and redo what SGLang makes of loaded weights.
+    """Implements refit.engine_side.Endpoint for an SGLang model. It is used between /begin_weight_update, which
+    restores the loaded form of the weights, and /end_weight_update, which processes the weights again.
 
-    Plain layers are written in place: the engine must not serve between `begin_refit` and `commit_refit`. Fused
-    experts, whose rows SGLang may permute (no shape tells), land in tensors of their own and are copied at the commit,
-    to be permuted again at the session's end.
+    Plain layers are written in place, so the engine must not serve between `begin_refit` and `commit_refit`. SGLang may
+    permute the rows of fused experts, which their shape does not show. They are received in separate tensors, copied at
+    the commit, and permuted again when the session ends.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises ValueError for weights that SGLang cannot take anew."""
+        """Raises ValueError if SGLang cannot load the model's weights again."""
         self._staged: list[tuple[nn.Parameter, Tensor]] = []
         self.parameters: dict[str, Tensor] = {}
         for prefix, layer in model.named_modules():
@@ -99,7 +98,7 @@ class SglangLanding:
                 self.parameters[f"{prefix}.{name}" if prefix else name] = own
                 self._staged += [] if plain else [(parameter, own)]
         for name in self.parameters.keys() - dict(model.named_parameters()).keys():
-            del self.parameters[name]  # a head that is the embedding
+            del self.parameters[name]  # a head that shares the embedding's weight
         self.targets = Tensors(self.parameters)
 
     def begin_refit(self) -> None: ...
@@ -110,14 +109,16 @@ class SglangLanding:
 
 
 class Refits:
-    """Stands in for SGLang's update of weights by tensors: what comes is an order of engines.sglang.SglangServer."""
+    """Replaces SGLang's weight update from tensors. The received data is an order of
+    engines.sglang.client.SglangServer.
+    """
 
     def __init__(self) -> None:
         self._side: EngineSide | None = None
 
     def update(self, updater: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
-        """Carries out an order, on every rank of a server. Returns whether the order was done, and why not, the same on
-        all ranks. Raises nothing: SGLang would die.
+        """Executes an order on every rank of a server. Returns (whether it succeeded, the reason if it failed), the
+        same on all ranks. Failures are returned, not raised, because an exception would end SGLang.
         """
         from sglang.srt.runtime_context import get_parallel
 
@@ -156,8 +157,8 @@ class Refits:
 
 
 def _hook(target: str, stand_in: Any) -> None:
-    """Raises RuntimeError when SGLang does not have it there, or keeps its own: another version than this was written
-    for.
+    """Replaces a function of SGLang by `stand_in`. Raises RuntimeError if SGLang has no such function or the
+    replacement has no effect, because the SGLang version is not supported.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -172,28 +173,30 @@ def _hook(target: str, stand_in: Any) -> None:
 
 
 def _meeting_place() -> str:
-    """A directory of this process's own. Those of processes that are gone are removed: SGLang ends by SIGKILL, and
-    cleans up nothing.
+    """Creates a temporary directory for this process and returns its path. Removes the directories of dead processes,
+    because SGLang ends by SIGKILL and does not clean up.
     """
     prefix = f"megatron_rl-{os.getuid()}-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # somebody else was faster, or it is in use
+        with contextlib.suppress(OSError):  # another process removed it first, or it is in use
             if time.time() - left.stat().st_mtime > UP_S:
                 _lock(left)
                 shutil.rmtree(left)
     own = tempfile.mkdtemp(prefix=prefix)
-    with contextlib.suppress(OSError):  # without flock nobody can tell that it was left, and it stays
+    with contextlib.suppress(OSError):  # without flock, the directory is never removed automatically
         _lock(own)
     return own
 
 
 def _lock(directory: str | Path) -> None:
-    """Takes the lock for as long as this process lives. Raises OSError when another has it."""
+    """Locks a directory for the lifetime of this process. Raises OSError if another process holds the lock."""
     fcntl.flock(os.open(directory, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _freeze_gc(arguments: Any) -> None:
-    """SGLang's call of its own route once it is up, with the token: it has no other way past the guard."""
+    """Replaces the request that SGLang sends to its /freeze_gc route after its start, because SGLang's request lacks
+    the token.
+    """
     token = Path(os.environ[TOKEN_FILE]).read_text().strip()
     request = urllib.request.Request(f"{arguments.url()}/freeze_gc", method="POST", headers={HEADER: token})
     end = time.monotonic() + UP_S
@@ -215,7 +218,7 @@ def _tp_size() -> int:
 
 
 def _plain(layer: nn.Module) -> bool:
-    """Tells whether SGLang uses the layer's parameters as they were loaded."""
+    """Returns whether SGLang uses the layer's parameters as they were loaded."""
     from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 
     method = getattr(layer, "quant_method", None)

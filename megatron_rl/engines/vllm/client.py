@@ -1,4 +1,4 @@
-"""A client of a vLLM server. vLLM itself is not imported: it lives in the server's environment."""
+"""A client of a vLLM server. It does not import vLLM, which is installed only in the server's environment."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from megatron_rl.types import Stop
 
 
 class VllmServer(Server):
-    """A vLLM server with merged weights. Verified with vLLM 0.32."""
+    """A client of a vLLM server that holds merged weights. Verified with vLLM 0.32."""
 
     health, speaker = "/health", "vLLM's"
 
     def __init__(self, url: str, token: str, settings: Vllm, refit_timeout_s: float, facts: ModelFacts) -> None:
         super().__init__(url, {HEADER: token}, ends=facts.ends, vocab=facts.vocab)
         self._pause, self._refit_timeout_s, self._at_once = settings.pause, refit_timeout_s, settings.max_batch
-        self._sleeps = settings.colocate  # between refits it sleeps, and is paused by that
+        self._sleeps = settings.colocate  # the server sleeps between refits, which also pauses it
         self._context: int | None = None
         self._boundaries = facts.boundaries
-        self._agreed: dict[Strategy, frozenset[int]] = {}  # boundaries that the server has too
+        # Boundary tokens on which client and server agree, by strategy.
+        self._agreed: dict[Strategy, frozenset[int]] = {}
 
     async def generate(
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
@@ -48,7 +49,7 @@ class VllmServer(Server):
             return [empty(sampling)] * sampling.n
         if sampling.tandem is not None:
             await self._agree(sampling.tandem.rule.strategy)
-        at_once = 1 if sampling.greedy else self._at_once  # vLLM draws a greedy answer once
+        at_once = 1 if sampling.greedy else self._at_once  # vLLM samples a greedy completion only once for n > 1
         if sampling.greedy and sampling.tandem is None:
             return await self._draw(prompt, sampling, 1, seed, room, timeout_s) * sampling.n
         out: list[Completion] = []
@@ -58,7 +59,7 @@ class VllmServer(Server):
         return out
 
     async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
-        """See Server. vLLM reads nothing from its prefix cache for it."""
+        """See Server. vLLM does not use its prefix cache for scoring."""
         lengths = [len(tokens) for tokens in sequences]
         asked = {"lengths": lengths, "top_k": k} | self._adapter()
         longest = response_parsing.FREE_BYTES + sum(lengths) * (1 + k) * response_parsing.ENTRY_BYTES
@@ -89,25 +90,26 @@ class VllmServer(Server):
         info = {"update_info": {"version": version, "wait_s": wait_s}}
         self._post("/update_weights", info, timeout_s=wait_s + self._refit_timeout_s + MARGIN_S)
         self._post("/finish_weight_update", {"weight_version": str(version)})
-        # The keys of the prefix cache know tokens, not weights: old entries would be read. With requests that a pause
-        # keeps, vLLM empties the cache, and computes anew what these have read, only when told to; else it empties
-        # nothing and answers as if it had.
+        # Entries of the prefix cache are keyed by tokens, not by weights, so entries of the old weights would be
+        # reused. If a pause keeps requests, vLLM empties the cache, and recomputes the entries of these requests, only
+        # with `reset_running_requests=true`. Otherwise it keeps the cache but reports success.
         self._post("/reset_prefix_cache?reset_running_requests=true")
         self._check_version(version)
 
     def resume(self) -> None:
-        if not self._sleeps:  # it would write into a cache that is not there; vLLM goes on by itself when all is awake
+        # A sleeping server has no cache to write into. vLLM resumes by itself when all memory is awake.
+        if not self._sleeps:
             self._post("/resume")
 
     def sleep(self, *, discard: bool) -> None:
-        """See Server. Level 2 drops the weights and keeps the model's buffers, level 1 copies both to the host. Either
-        empties the prefix cache.
+        """See Server. Level 2 drops the weights and keeps the model's buffers; level 1 copies both to the host. Both
+        levels empty the prefix cache.
         """
         answer = self._post(f"/sleep?level={2 if discard else 1}&mode=abort", timeout_s=self._refit_timeout_s)
         self._expect(answer, "sleeping", "sleep")
 
     def wake(self) -> None:
-        """See Server. Raises ServerLost also where a part of the server still sleeps."""
+        """See Server. Also raises ServerLost if a part of the server still sleeps."""
         self._expect(self._post("/wake_up", timeout_s=self._refit_timeout_s), "awake", "wake up")
 
     def _expect(self, answer: Any, status: str, what: str) -> None:
@@ -122,7 +124,7 @@ class VllmServer(Server):
             return _version(answer["weight_version"])
 
     def _adapter(self) -> dict[str, Any]:
-        """Returns what a request says of the adapter that it is computed with: nothing, of merged weights."""
+        """Returns the request fields that select a LoRA adapter; an empty dict for merged weights."""
         return {}
 
     async def _draw(
@@ -144,7 +146,8 @@ class VllmServer(Server):
 
     def _parameters(self, sampling: Sampling, n: int, seed: int, room: int) -> dict[str, Any]:
         """Returns vLLM's sampling parameters."""
-        greedy = sampling.greedy  # truncation would not change its tokens, but the model's log-probs
+        # Truncation would not change the greedy tokens, but it would change the model's log-probs.
+        greedy = sampling.greedy
         parameters: dict[str, Any] = {
             "n": n,
             "max_tokens": min(sampling.max_tokens, room),
@@ -165,15 +168,15 @@ class VllmServer(Server):
         return parameters
 
     async def _exchange(self, path: str, about: Any, tokens: np.ndarray, timeout_s: float, max_bytes: int) -> bytes:
-        """Sends tokens and what is said about them; returns the frame of the answer."""
+        """Sends tokens and a JSON description, and returns the frame of the answer."""
         body = bytes(frames.pack(about, {"tokens": tokens}))
         return await self._http.exchange(path, body, frames.CONTENT_TYPE, timeout_s=timeout_s, max_bytes=max_bytes)
 
     def _with_authors(
         self, completion: Completion, tandem: TandemSampling, prompt: np.ndarray, seed: int
     ) -> Completion:
-        """Returns the completion with its authors. vLLM's answers have no room for them: they are a function of seed
-        and tokens, and are computed again.
+        """Returns the completion with its authors (senior or junior per token). vLLM's answers do not contain the
+        authors, so they are recomputed from the seed and the tokens.
         """
         before, ids = prompt[len(prompt) - tandem.written :], self._agreed[tandem.rule.strategy]
         written = np.concatenate([before, completion.tokens]).tolist()
@@ -181,8 +184,8 @@ class VllmServer(Server):
         return replace(completion, authors=np.asarray(authors, np.bool_)[len(before) :])
 
     async def _agree(self, strategy: Strategy) -> None:
-        """Checks once that the server has a junior, and the same boundaries. Raises RequestRefused; another vLLM would
-        ignore what is asked.
+        """Checks once per strategy that the server has a junior and the same boundary tokens as the client. Raises
+        RequestRefused if it does not, because another vLLM server would ignore the Tandem RL settings of a request.
         """
         if strategy in self._agreed:
             return
@@ -200,7 +203,7 @@ class VllmServer(Server):
         self._agreed[strategy] = ids
 
     async def _room(self) -> int:
-        """Returns how many tokens fit into the server's context."""
+        """Returns the server's context length in tokens."""
         if self._context is None:
             answer = await self._http.ask("GET", "/v1/models")
             with self._understood():
@@ -210,7 +213,9 @@ class VllmServer(Server):
     def _completion(
         self, choice: Mapping[str, Any], part: frames.Arrays, sampling: Sampling, prompt: int, room: int
     ) -> Completion:
-        """Returns a completion of at most `room` tokens. Raises what `_understood` turns into ServerLost."""
+        """Returns a completion of at most `room` tokens. The errors that it raises are converted to ServerLost by
+        `_understood`.
+        """
         tokens = response_parsing.read_tokens(part["tokens"], self._vocab, room)
         told = response_parsing.read_logprobs(part["logprobs"], (len(tokens),)) if sampling.logprobs else None
         experts = part.get("experts")
@@ -222,29 +227,31 @@ class VllmServer(Server):
             logprobs=response_parsing.drawn(told, sampling, len(tokens)),
             stop=_stop(choice, self._ends),
             model_logprobs=told if sampling.plain or sampling.greedy else None,
-            # None where the server has not the experts of all tokens, as after an abort.
+            # None if the server does not have the experts of all tokens, for example after an abort.
             experts=experts if experts is not None and 0 < len(experts) == prompt + len(tokens) - 1 else None,
             versions=response_parsing.read_versions(spans, len(tokens)),
         )
 
 
 class AdapterServer(VllmServer):
-    """A server whose model stays as it is. The weights of a version are the adapter in `adapters.directory`/v{version}.
+    """A client of a server whose base model never changes. The weights of a version are the LoRA adapter in
+    `adapters.directory`/v{version}.
 
-    Several roles may share the server, each with a client of its own. A refit of one then leaves the requests of all
-    alone: those under way end with the adapter that they began with.
+    Several roles may share the server, each with a separate client. A refit of one role then does not interrupt
+    requests of any role: requests in progress finish with the adapter they started with.
     """
 
     def __init__(self, url: str, token: str, settings: Vllm, refit_timeout_s: float, facts: ModelFacts) -> None:
         super().__init__(url, token, settings, refit_timeout_s, facts)
         assert facts.adapters is not None
         self._adapters, self._version = facts.adapters, -1
-        # vLLM's prefix cache knows an adapter by its name and path. A server may outlive a trainer, whose next start
-        # writes other weights under the same version: these must have another name.
+        # vLLM's prefix cache identifies an adapter by its name and path. A server may outlive a trainer, and the
+        # restarted trainer writes different weights under the same version number. A random part makes the names
+        # different.
         self._start = secrets.token_hex(4)
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
-        """Adapters come as files: there is no store to join."""
+        """A no-op: adapters are loaded from files, so there is no refit store to join."""
 
     def pause(self) -> None:
         if self._adapters.roles == 1:
@@ -254,7 +261,7 @@ class AdapterServer(VllmServer):
         order = {"method": "take_adapter", "args": self._named(version)}
         answer = self._post("/collective_rpc", order, timeout_s=wait_s + MARGIN_S)
         with self._understood():
-            if {str(result) for result in answer["results"]} != {"True"}:  # vLLM writes each rank's answer as a text
+            if {str(result) for result in answer["results"]} != {"True"}:  # vLLM returns each rank's result as a string
                 raise ServerLost(f"{self.url} could not load the adapter of version {version}: see its log")
         self._version = version
 
@@ -271,14 +278,17 @@ class AdapterServer(VllmServer):
         return {ADAPTER: [*self._named(self._version), self._version]}
 
     def _named(self, version: int) -> list[Any]:
-        """Returns (name, number, directory) of the adapter of a version. vLLM tells adapters apart by number, from 1
-        on: those of roles that share the server take turns."""
+        """Returns [name, id, directory] of the adapter of a version. vLLM identifies adapters by an id that starts at
+        1; the ids of roles that share the server are interleaved.
+        """
         own = self._adapters
         return [f"{self._start}-v{version}", version * own.roles + own.place + 1, str(own.directory / f"v{version}")]
 
 
 def open_client(url: str, token: str, settings: Vllm, refit_timeout_s: float, facts: ModelFacts) -> VllmServer:
-    """Returns a client of a server with merged weights, or of one that computes with adapters."""
+    """Returns a client of a server with merged weights, or of a server with LoRA adapters if `facts.adapters` is
+    set.
+    """
     kind = VllmServer if facts.adapters is None else AdapterServer
     return kind(url, token, settings, refit_timeout_s, facts)
 
@@ -298,5 +308,5 @@ def _stop(choice: Mapping[str, Any], ends: Collection[int]) -> Stop:
 
 
 def _version(text: str) -> int:
-    """vLLM's name for the weights it started with is "default"."""
+    """Converts vLLM's name of a weight version to an integer. The initial weights, named "default", have version -1."""
     return -1 if text == "default" else int(text)

@@ -1,4 +1,4 @@
-"""vLLM servers: how they are started. vLLM itself is not imported: it lives in the servers' environment."""
+"""Starts vLLM servers. This module does not import vLLM, which is installed only in the servers' environment."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ PLUGIN = "[vllm.general_plugins]\nmegatron_rl = megatron_rl.engines.vllm.tandem:
 
 
 def command(settings: Vllm, start: ServerStart) -> Command:
-    """Returns the command line and environment of a server. Raises ConfigError for what vLLM does not have, some of it
-    without a GPU alone.
+    """Returns the command line and environment of a server. Raises ConfigError for settings that vLLM does not support;
+    some settings are unsupported only without a GPU.
     """
     _refuse_without_gpu(settings, start)
     words = [
         start.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(start.model), "--host", settings.host,
         "--port", str(start.port), "--dtype", start.dtype, "--tensor-parallel-size", str(settings.tp),
-        "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled from
-        "--max-logprobs", "-1",  # of a place: as many of the likeliest tokens as a request for scores asks for
+        "--logprobs-mode", "processed_logprobs",  # log-probs of the distribution that was sampled from
+        # No limit: a scoring request chooses how many of the most likely tokens it gets per position.
+        "--max-logprobs", "-1",
         "--middleware", "megatron_rl.engines.vllm.routes.Routes",
-        "--middleware", "megatron_rl.engines.auth_middleware.Guard",  # the last stands before all others
+        "--middleware", "megatron_rl.engines.auth_middleware.Guard",  # the last middleware is the outermost one
         "--worker-extension-cls", "megatron_rl.engines.vllm.worker.Extension",
         "--weight-transfer-config", json.dumps({"backend": "megatron_rl"}),
-        "--generation-config", "vllm",  # not the model directory's idea of temperature and lengths
+        "--generation-config", "vllm",  # ignore the temperature and lengths in the model directory
         "--max-num-seqs", str(settings.max_batch), "--uvicorn-log-level", "warning",
     ]  # fmt: skip
     words += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
@@ -50,7 +51,7 @@ def command(settings: Vllm, start: ServerStart) -> Command:
 
 
 def _refuse_without_gpu(settings: Vllm, start: ServerStart) -> None:
-    """Raises ConfigError for settings that need a GPU where there is none."""
+    """Raises ConfigError for settings that need a GPU, if there is no GPU."""
     if start.on_gpu:
         return
     if settings.colocate:
@@ -71,15 +72,15 @@ def _refuse_without_gpu(settings: Vllm, start: ServerStart) -> None:
 
 
 def _on_cpu(settings: Vllm) -> tuple[list[str], dict[str, str]]:
-    # A request with a seed whose prompt is prefilled in parts ends vLLM 0.32 on a CPU:
-    # "CPU Generator does not use offset".
+    # vLLM 0.32 on a CPU crashes if a request with a seed has its prompt prefilled in chunks: "CPU Generator does not
+    # use offset".
     words = ["--enforce-eager", "--no-enable-chunked-prefill"]
-    # On a processor with AMX vLLM would take kernels for attention through latents that refuse float32. This
-    # backend runs on any processor and in any dtype; attention without latents ignores the word.
+    # On a processor with AMX, vLLM would select latent attention kernels that do not support float32. This backend runs
+    # on any processor with any dtype. Attention without latents ignores the option.
     words += ["--attention-backend", "CPU_MLA"]
     if settings.tp == 1:
-        # vLLM would put the model into a further process, for a process to have OpenMP's settings before its start.
-        # Here the whole server has them, and one process less starts sooner and answers faster.
+        # vLLM would run the model in a separate process, so that OpenMP's settings are set before the process starts.
+        # Here the whole server has these settings, and one process less starts sooner and answers faster.
         words += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
     return words, {
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(settings.kv_cache_gib))), "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -88,13 +89,13 @@ def _on_cpu(settings: Vllm) -> tuple[list[str], dict[str, str]]:
 
 
 def _for_role(start: ServerStart) -> tuple[list[str], dict[str, str]]:
-    """Returns the words and variables for what a role asks of its servers. Raises ConfigError for a tandem whose senior
-    does not name its class.
+    """Returns the command line arguments and environment variables that a role's features need. Raises ConfigError if
+    the senior model of a Tandem RL role does not name its class.
     """
     if start.tells_experts:
         return ["--enable-return-routed-experts"], {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     if start.adapter_ranks:
-        # Of each role the newest adapter, and the adapter of requests that began before.
+        # For each role: the newest adapter, and the previous adapter for requests that are still in progress.
         room = next(rank for rank in LORA_RANKS if rank >= max(start.adapter_ranks))
         count = 2 * len(start.adapter_ranks)
         return ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", str(count)], {}
@@ -113,7 +114,7 @@ def _for_role(start: ServerStart) -> tuple[list[str], dict[str, str]]:
         "--logits-processors", "megatron_rl.engines.vllm.tandem:Authors",
     ]  # fmt: skip
     words += ["--enforce-eager"] if start.on_gpu else []
-    # vLLM's second model runner has no logits processors of this kind.
+    # vLLM's second model runner does not support this kind of logits processor.
     return words, {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 

@@ -1,5 +1,5 @@
-"""Names that a run and its vLLM servers agree on."""
+"""Names that a run and its vLLM servers must use consistently."""
 
-TANDEM = "tandem"  # the settings of a tandem: of the server, and of a request
-ARCHITECTURE = "MegatronRlTandem"  # the model class of a tandem
-ADAPTER = "lora"  # the adapter of a request: its name, number, directory and version
+TANDEM = "tandem"  # key of the Tandem RL settings, in the server's config and in a request
+ARCHITECTURE = "MegatronRlTandem"  # name of the Tandem RL model class
+ADAPTER = "lora"  # key of a request's LoRA adapter: its name, id, directory and version

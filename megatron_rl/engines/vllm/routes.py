@@ -1,10 +1,11 @@
-"""The routes of a vLLM server that rollouts are asked of and scored by: tokens in, tokens and log-probs out, as bytes.
+"""The routes of a vLLM server for rollouts and scoring. A request contains tokens; the answer contains tokens and
+log-probs in binary form.
 
-vLLM has such a route (`/inference/v1/generate`). What the web layer around it costs (validation, an object for every
-token, metrics of routes) is more than the engine's own work for short completions of a small model
-(docs/benchmarks.md), so these go past it to the engine client, which is public and does its own checks. They are
-middleware, an extension point of vLLM's: `--middleware`. Runs inside the server: torch and the rest of this project are
-not imported.
+vLLM has a similar route (`/inference/v1/generate`). For short completions of a small model, its web layer (validation,
+an object for every token, metrics of routes) costs more than the engine itself (docs/benchmarks.md). These routes
+therefore call vLLM's public engine client, which does its own checks. They are installed as middleware, one of vLLM's
+extension points (`--middleware`). The module runs inside the server and imports neither torch nor the rest of this
+project.
 """
 
 from __future__ import annotations
@@ -21,23 +22,26 @@ from megatron_rl.engines.auth_middleware import Application, Message, Receive, S
 from megatron_rl.frames import CONTENT_TYPE, Arrays, pack, pack_parts, unpack
 
 PATH, SCORE_PATH = "/megatron_rl/generate", "/megatron_rl/score"
-_log = logging.getLogger("vllm.megatron_rl.route")  # below vLLM's, which writes
-Answer = tuple[int, bytes]  # status, and a frame (200) or an error as JSON
+# A child of vLLM's logger, so that vLLM's handlers write its messages.
+_log = logging.getLogger("vllm.megatron_rl.route")
+Answer = tuple[int, bytes]  # status, and a frame (status 200) or an error as JSON
 
 
 class Routes:
-    """An ASGI application around another: answers PATH and SCORE_PATH, hands on what else comes. Bodies are frames
-    (frames.py).
+    """An ASGI application that wraps another application. It answers PATH and SCORE_PATH, and forwards all other
+    requests. Bodies are frames (frames.py).
 
-    PATH takes `tokens` int32 [T], the prompt, with vLLM's sampling parameters, and with `lora`, the name, number,
-    directory and version of the adapter to compute with, if there is one. Each sample is a part of the answer, with
-    `finish_reason`, `stop_reason` and `weight_versions` as [first token, version], and with the arrays `tokens` int32,
-    `logprobs` float32 when asked for, and `experts` int16 [rows, layers, k] when the server returns them.
+    A request to PATH has the prompt `tokens` int32 [T], vLLM's sampling parameters, and optionally `lora`: the name,
+    id, directory and version of a LoRA adapter. Each sample is a part of the answer, with `finish_reason`,
+    `stop_reason` and `weight_versions` as [first token, version], and with the arrays `tokens` int32, `logprobs`
+    float32 if requested, and `experts` int16 [rows, layers, k] if the server returns them.
 
-    SCORE_PATH takes `tokens` of sequences one after the
-    other, their `lengths` and `top_k`, a number k, and `lora`; it answers with `logprobs` float32 [tokens, 1 + k] in
-    the same order, those of the model at temperature 1, of the token and of the k likeliest at its place, and with
-    `ids` int32 [tokens, k], which these are; 0 for the first of each. Status 400 for what the engine refuses.
+    A request to SCORE_PATH has the concatenated `tokens` of several sequences, their `lengths`, `top_k` (an integer k),
+    and optionally `lora`. The answer has `logprobs` float32 [tokens, 1 + k] in the same order: the log-prob at
+    temperature 1 of the token and of the k most likely tokens at its position. `ids` int32 [tokens, k] are the k most
+    likely tokens. Both arrays are 0 for the first token of each sequence.
+
+    The status is 400 if the engine refuses a request.
     """
 
     def __init__(self, app: Application) -> None:
@@ -56,7 +60,7 @@ class Routes:
         try:
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                return None  # nobody waits for it: cancelled, the engine drops the request
+                return None  # The client has disconnected. The task is cancelled, and the engine drops the request.
         finally:
             gone.cancel()
             work.cancel()
@@ -71,7 +75,7 @@ class Routes:
         adapter = parameters.pop("lora", None)
         result = await self._ask(engine, tokens.tolist(), parameters, adapter)
         parts = [_told(output) for output in sorted(result.outputs, key=lambda output: output.index)]
-        if adapter is not None:  # vLLM tells the version of the model, which stays
+        if adapter is not None:  # vLLM reports the version of the base model, which does not change
             for about, _ in parts:
                 about["weight_versions"] = [[0, adapter[3]]]
         return bytes(pack_parts(parts))
@@ -89,11 +93,12 @@ class Routes:
     async def _score_one(
         self, engine: Any, tokens: list[int], k: int, adapter: list[Any] | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the log-probs [T, 1 + k] of a token and of the likeliest at its place, and the ids [T, k] of these.
+        """Returns the log-probs [T, 1 + k] of each token and of the k most likely tokens at its position, and the ids
+        [T, k] of the most likely tokens.
 
-        The last token is not part of the prompt, so that a sequence may fill the context: it is one of the tokens whose
-        log-probs the one draw tells. A draw that tells those of named tokens does not tell the likeliest: another does,
-        which finds its prompt in the cache.
+        The last token is not part of the prompt, so that a sequence may fill the context. Its log-prob is requested by
+        token id for the one token that is sampled. A sampling request with token ids does not return the most likely
+        tokens, so a second request is sent for them; its prompt is in the prefix cache.
         """
         logprobs, ids = np.zeros((len(tokens), 1 + k), np.float32), np.zeros((len(tokens), 1 + k), np.int32)
         if len(tokens) < 2:
@@ -107,14 +112,14 @@ class Routes:
         logprobs[1:-1], ids[1:-1] = (np.reshape(part, (-1, 1 + k)) for part in (told.logprobs, told.token_ids))
         if k:
             result = await self._ask(engine, prompt, asked | {"logprobs": k}, adapter)
-            top = result.outputs[0].logprobs  # the drawn token's first
+            top = result.outputs[0].logprobs  # the sampled token's entry comes first
             logprobs[-1], ids[-1] = top.logprobs, top.token_ids
         logprobs[-1, 0] = drawn.logprobs[drawn.token_ids.index(last)]
         return logprobs, ids[:, 1:]
 
     async def _ask(self, engine: Any, prompt: list[int], parameters: dict[str, Any], adapter: list[Any] | None) -> Any:
-        """Returns vLLM's RequestOutput. Raises _Refused, and what the engine raises."""
-        # pyright takes the folder of this file for the library.
+        """Returns vLLM's RequestOutput. Raises _Refused, and the engine's exceptions."""
+        # pyright resolves `vllm` to the folder of this file instead of the library.
         from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
@@ -139,18 +144,20 @@ class Routes:
 
 
 class _Refused(Exception):
-    """The request is wrong; the message says why."""
+    """Raised when a request is invalid. The message gives the reason."""
 
 
 async def _answer(verb: Any) -> Answer:
-    """Awaits what a verb gives -> the answer, also of one that fails: the client must hear of it, whatever it is."""
+    """Awaits a route's coroutine and returns the answer. A failure also becomes an answer, so that the client is
+    informed of every error.
+    """
     try:
         return 200, await verb
     except _Refused as error:
         return 400, _error(str(error))
     except Exception as error:
         _log.exception("a request for rollouts failed")
-        cause = error.__cause__ or error  # vLLM's own wrapper has no text
+        cause = error.__cause__ or error  # vLLM's wrapper exception has no text
         return 500, _error(f"{type(cause).__name__}: {cause}")
 
 
@@ -159,7 +166,7 @@ def _error(text: str) -> bytes:
 
 
 def _unpacked(body: bytes) -> tuple[Any, np.ndarray]:
-    """Returns what a request's frame says about its tokens, and these. Raises _Refused."""
+    """Returns the description and the tokens of a request's frame. Raises _Refused if the frame is invalid."""
     try:
         about, arrays = unpack(body)
         return about, arrays["tokens"]
@@ -168,9 +175,9 @@ def _unpacked(body: bytes) -> tuple[Any, np.ndarray]:
 
 
 def _told(output: Any) -> tuple[dict[str, Any], Arrays]:
-    """Returns what an answer says of one sample, and the sample's arrays."""
+    """Returns the description of one sample in the answer, and the sample's arrays."""
     arrays: Arrays = {"tokens": np.array(output.token_ids, np.int32)}
-    if output.logprobs is not None:  # one a token: `logprobs` is 0
+    if output.logprobs is not None:  # one log-prob per token, because `logprobs` is 0
         arrays["logprobs"] = np.array(output.logprobs.logprobs, np.float32)
     if output.routed_experts is not None:
         arrays["experts"] = np.asarray(output.routed_experts).astype(np.int16)
@@ -183,7 +190,7 @@ def _told(output: Any) -> tuple[dict[str, Any], Arrays]:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """Returns a request's body, None when whoever sent it is gone."""
+    """Returns a request's body, or None if the client has disconnected."""
     parts = []
     while True:
         message = await receive()

@@ -14,15 +14,15 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lo
 
 @config
 class Vllm(Servers):
-    """vLLM servers."""
+    """Settings of vLLM servers."""
 
     holds_tandems: ClassVar[bool] = True
     tells_experts: ClassVar[bool] = True
 
     kind: Literal["vllm"] = "vllm"  # servers that run vLLM
-    # How roles with adapters (roles.NAME.lora) are served. merged: servers hold merged weights, which refits send.
-    # served: servers keep the model as it is and compute with the adapter beside it; refits bring the adapter alone.
-    # Roles with adapters of one model then share their servers.
+    # How roles with LoRA adapters (roles.NAME.lora) are served. merged: servers hold merged weights, which refits send.
+    # served: servers keep the base model and apply the adapter separately; refits send only the adapter. Roles with
+    # adapters of the same model then share their servers.
     adapters: Literal["merged", "served"] = "merged"
 
     @property

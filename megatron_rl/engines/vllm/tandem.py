@@ -1,10 +1,10 @@
-"""Two models inside one vLLM, which itself pages the caches of both with one block table; loaded by vLLM as a plug-in,
-without a patch.
+"""Runs the two models of Tandem RL inside one vLLM server, which pages the caches of both models with one block table.
+vLLM loads this module as a plug-in, without a patch.
 
-`TandemForCausalLM` runs senior and junior over the same tokens. `Authors`, a logits processor, keeps for every request
-who writes its next token, and puts the junior's logits in the place of the senior's where it is the junior's turn:
-temperature, truncation, the draw and its log-prob are then vLLM's own. The junior's weights stay as they were loaded; a
-refit is given the senior alone.
+`TandemForCausalLM` runs the senior (trained) and the junior (frozen) model on the same tokens. `Authors`, a logits
+processor, tracks for every request which model generates the next token, and replaces the senior's logits by the
+junior's when it is the junior's turn. Temperature, truncation, sampling and log-probs are then computed by vLLM. The
+junior's weights never change; a refit sends only the senior's weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
-from vllm import (  # pyright takes the folder of this file for the library
+from vllm import (  # pyright resolves `vllm` to the folder of this file
     ModelRegistry,  # pyright: ignore[reportAttributeAccessIssue]
     SamplingParams,  # pyright: ignore[reportAttributeAccessIssue]
 )
@@ -29,16 +29,18 @@ from megatron_rl.engines.vllm.names import ARCHITECTURE, TANDEM
 from megatron_rl.text import load_tokenizer
 from megatron_rl.weights import hf_model
 
-PLACE = "megatron_rl.tandem"  # of the model among vLLM's layers, where the logits processor finds it
+PLACE = "megatron_rl.tandem"  # name of the model in vLLM's layer context, where the logits processor finds it
 
 
 def register() -> None:
-    """vLLM calls it in each of its processes: the entry point of the plug-in."""
+    """Registers the model class. vLLM calls this plug-in entry point in each of its processes."""
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}:TandemForCausalLM")
 
 
 class TandemForCausalLM(nn.Module):
-    """Senior and junior. Hidden states of both go side by side from `forward` to `compute_logits`."""
+    """The senior and the junior model. `forward` returns the concatenated hidden states of both, which `compute_logits`
+    splits.
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -56,12 +58,12 @@ class TandemForCausalLM(nn.Module):
             )
         self._junior_directory = settings["junior"]
         self._widths = [own.hidden_size, other.hidden_size]
-        # Prefixes of their own: attention layers are known by name, and each has its own cache.
+        # Separate prefixes: attention layers are identified by name, and each layer has its own cache.
         self.senior = init_vllm_registered_model(
             vllm_config, prefix=maybe_prefix(prefix, "senior"), hf_config=own, architectures=settings["architectures"]
         )
         self.junior = init_vllm_registered_model(vllm_config, prefix=maybe_prefix(prefix, "junior"), hf_config=other)
-        self.junior_logits: Tensor | None = None  # [rows, V] of the last `compute_logits`
+        self.junior_logits: Tensor | None = None  # [rows, V], set by the last `compute_logits`
         vllm_config.compilation_config.static_forward_context[PLACE] = self
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -74,19 +76,21 @@ class TandemForCausalLM(nn.Module):
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """[N] tokens -> [N, h_senior + h_junior]."""
+        """Runs both models on [N] tokens. Returns their hidden states [N, h_senior + h_junior]."""
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("a tandem reads token ids: prompts of embeddings have no junior")
         return torch.cat([self.senior(input_ids, positions), self.junior(input_ids, positions)], dim=-1)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """The senior's [rows, V]; the junior's are kept for the logits processor."""
+        """Returns the senior's logits [rows, V], and stores the junior's logits for the logits processor."""
         senior, junior = hidden_states.split(self._widths, dim=-1)
         self.junior_logits = self.junior.compute_logits(junior.contiguous())
         return self.senior.compute_logits(senior.contiguous())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """`weights` are the senior's; the junior's are read from its own directory."""
+        """Loads both models. `weights`: the senior's weights. The junior's weights are read from its model
+        directory.
+        """
         loaded = {f"senior.{name}" for name in self.senior.load_weights(weights)}
         return loaded | {
             f"junior.{name}" for name in self.junior.load_weights(hf_model.read_tensors(self._junior_directory))
@@ -94,15 +98,17 @@ class TandemForCausalLM(nn.Module):
 
 
 class Text:
-    """One request: whose turn it is, after the tokens that have come so far."""
+    """The state of one request: which model generates the next token, after the tokens generated so far."""
 
     def __init__(self, pen: Pen, output: list[int]) -> None:
-        """`output`: vLLM's own list, which grows."""
+        """`output`: vLLM's list of generated tokens, which vLLM extends in place."""
         self._pen, self._output = pen, output
-        self.authors: list[bool] = []  # [tokens so far] True for the senior
+        self.authors: list[bool] = []  # [tokens so far], True for the senior
 
     def senior_is_next(self) -> bool:
-        """Raises RuntimeError for a token that is not known yet: the author after it would be a guess."""
+        """Returns whether the senior generates the next token. Raises RuntimeError if a sampled token is not known yet,
+        because the author of the next token depends on it.
+        """
         for token in self._output[len(self.authors) :]:
             if token < 0:
                 raise RuntimeError("vLLM has not told a token that was chosen: start it with --no-async-scheduling")
@@ -111,8 +117,8 @@ class Text:
 
 
 class Authors(LogitsProcessor):
-    """Puts the junior's logits into the rows that it writes. Requests without `extra_args["tandem"]` are the senior's
-    alone.
+    """A logits processor that replaces the rows for which it is the junior's turn by the junior's logits. Requests
+    without `extra_args["tandem"]` use only the senior.
     """
 
     @classmethod
@@ -128,8 +134,8 @@ class Authors(LogitsProcessor):
         self._settings: Mapping[str, Any] = vllm_config.additional_config[TANDEM]
         self._boundaries: dict[Strategy, frozenset[int]] = {}
         self.texts: dict[int, Text] = {}  # by row of vLLM's batch
-        self.keep = False  # a record of requests
-        self.kept: dict[int, list[bool]] = {}  # by key: the authors of every token that another one followed
+        self.keep = False  # whether to record the authors of requests
+        self.kept: dict[int, list[bool]] = {}  # by key of a request: the authors of all tokens except the last one
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -143,7 +149,9 @@ class Authors(LogitsProcessor):
         process_dict_updates(self.texts, batch_update, self._begin)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """[rows, V] of the senior -> the same with the junior's in its rows."""
+        """Returns the senior's logits [rows, V], with the junior's logits in the rows for which it is the junior's
+        turn.
+        """
         others = [row for row, text in self.texts.items() if not text.senior_is_next()]
         if not others:
             return logits
@@ -170,7 +178,7 @@ class Authors(LogitsProcessor):
 
 
 def rule_from(settings: Mapping[str, Any]) -> Rule:
-    """Raises ValueError for settings that are none."""
+    """Returns the rule that determines the authors of a request. Raises ValueError for invalid settings."""
     try:
         return Rule(**settings["rule"])
     except (TypeError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""The part of a refit that runs inside vLLM's worker processes; vLLM loads it, through `--worker-extension-cls`."""
+"""The part of a refit that runs inside vLLM's worker processes. vLLM loads it through `--worker-extension-cls`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from megatron_rl.refit.refit_store import Address
 from megatron_rl.refit.transport import Tensors
 
 BACKEND = "megatron_rl"
-ROUTED = ".routed_experts"  # vLLM has the experts of a layer one module deeper than their layout names them
+ROUTED = ".routed_experts"  # vLLM nests a layer's experts one module deeper than their names in the parallel layout
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class Join(WeightTransferInitInfo):
-    """An order to join: where the trainer is, and which replica of its engines this is."""
+    """The request to join a trainer: the address of its refit store, and the replica index of this engine."""
 
     host: str = ""
     port: int = 0
@@ -43,7 +43,7 @@ class Join(WeightTransferInitInfo):
 
 @dataclass
 class TakePart(WeightTransferUpdateInfo):
-    """One refit. `wait_s`: how long the trainer may take to begin."""
+    """The request to take part in one refit. `wait_s`: maximum number of seconds until the trainer begins."""
 
     version: int = -1
     wait_s: float = field(default=60.0)
@@ -52,21 +52,23 @@ class TakePart(WeightTransferUpdateInfo):
 class VllmLanding:
     """Implements refit.engine_side.Endpoint for a vLLM model.
 
-    On a GPU plain layers are written in place: the engine must not serve between `begin_refit` and `commit_refit`. What
-    vLLM has repacked since it was loaded (every linear layer on a CPU, fused experts) lands in host memory, and
-    goes through vLLM's layerwise reload at the commit; until then the old weights stay whole.
+    On a GPU, plain layers are written in place, so the engine must not serve between `begin_refit` and `commit_refit`.
+    Parameters that vLLM has repacked after loading (every linear layer on a CPU, fused experts) are received in host
+    memory and passed to vLLM's layerwise reload at the commit; the old weights stay complete until then.
     """
 
     def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
         self._model, self._model_config = model, model_config
-        self._layers = [*_layers(model)]  # now: in the middle of a reload shared parameters are not one object
+        # Collected now, because shared parameters are different objects during a reload.
+        self._layers = [*_layers(model)]
         self._staged: dict[str, Tensor] = {}
         self.parameters: dict[str, Tensor] = {}
-        self._same: dict[str, str] = {}  # a parameter that two layers have, by the second's name -> the first's
+        # Parameters that two layers share: the second layer's name -> the first layer's name.
+        self._same: dict[str, str] = {}
         first: dict[int, str] = {}
         for layer, prefix in self._layers:
             if isinstance(layer, AttentionLayerBase):
-                continue  # vLLM makes its parameters out of others', when it loads and at the end of a reload
+                continue  # vLLM derives its parameters from other parameters, when it loads and at the end of a reload
             loadable = layerwise.get_layerwise_info(layer).restore_metadata[0]
             live = dict(layer.named_parameters(recurse=False))
             for name in loadable.keys() | live.keys():
@@ -78,7 +80,7 @@ class VllmLanding:
                 if device.type != "cpu" and _plain(layer):
                     self.parameters[prefix + name] = live[name].data
                 else:
-                    # On a GPU it would be there twice, beside the memory that vLLM has taken for itself.
+                    # A second copy on the GPU would need memory beyond the memory that vLLM has reserved.
                     own = torch.empty(shape.shape, dtype=shape.dtype, device="cpu", pin_memory=device.type != "cpu")
                     self._staged[prefix + name] = own
         self.parameters |= self._staged
@@ -87,7 +89,7 @@ class VllmLanding:
     def begin_refit(self) -> None: ...
 
     def commit_refit(self, version: int) -> None:
-        """Raises whatever vLLM raises: the model is then in no known state."""
+        """Reloads the staged parameters. Raises any exception of vLLM; the model is then in an undefined state."""
         if self._staged:
             with torch.no_grad():
                 self._reload()
@@ -102,7 +104,7 @@ class VllmLanding:
                     continue
                 parameter = getattr(layer, name)
                 originals.append((parameter, layerwise._get_original_loader(parameter)))
-                parameter.weight_loader = default_weight_loader  # what came is this rank's own part already
+                parameter.weight_loader = default_weight_loader  # the staged tensor is already this rank's shard
                 layerwise.make_online_process_loader(layer, name)(parameter, staged)
         layerwise.finalize_layerwise_reload(self._model, self._model_config)
         for layer, _ in self._layers:
@@ -112,15 +114,17 @@ class VllmLanding:
 
 
 class RefitBackend(WeightTransferEngine[Join, TakePart]):
-    """vLLM's worker side of a refit: `init` joins the trainer's store, `update` takes part in one transaction."""
+    """vLLM's worker side of a refit. `init_transfer_engine` joins the trainer's refit store; `update_weights` takes
+    part in one refit.
+    """
 
     init_info_cls, update_info_cls = Join, TakePart
     supports_draft_weight_update = False
     _side: EngineSide | None = None
 
     def init_transfer_engine(self, init_info: Join) -> None:
-        """Raises ValueError when the trainer's model or layout is another than this engine's, TransportError when
-        nobody answers.
+        """Joins the trainer's refit store. Raises ValueError if the trainer's model or parallel layout does not match
+        this engine, and TransportError if the trainer does not answer.
         """
         self.shutdown()
         trained = self.model.senior if isinstance(self.model, TandemForCausalLM) else self.model
@@ -135,7 +139,7 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
     def finish_weight_update(self) -> None: ...
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Raises RuntimeError unless the trainer committed the version here."""
+        """Takes part in one refit. Raises RuntimeError unless the trainer committed the version on this rank."""
         info = self.parse_update_info(update_info)
         refit_worker.take_part(self._side, info.version, info.wait_s)
 
@@ -149,8 +153,8 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Every layer with parameters of its own, and the prefix of their names; a head that shares the embedding's weight
-    has its name.
+    """Yields every layer and the prefix of its parameter names. A head that shares the embedding's weight gets the
+    embedding's prefix.
     """
     embedding = next((n for n, _ in model.named_parameters() if n.endswith("embed_tokens.weight")), "")
     shared = dict(model.named_parameters(remove_duplicate=False))
@@ -163,8 +167,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _pack_experts(layer: nn.Module) -> None:
-    """Packs experts again: on a CPU vLLM (0.32) packs them for its kernels when it loads a model, and not when it
-    reloads it.
+    """Packs the experts of a layer again after a reload on a CPU: vLLM (0.32) packs them for its kernels only when it
+    loads a model.
     """
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     if kernel is not None and next(layer.parameters(recurse=False)).device.type == "cpu":
@@ -172,31 +176,34 @@ def _pack_experts(layer: nn.Module) -> None:
 
 
 def _plain(layer: nn.Module) -> bool:
-    """Tells whether vLLM uses the layer's parameters as they were loaded, off the CPU."""
+    """Returns whether vLLM uses the layer's parameters as they were loaded, on a device other than the CPU."""
     method = getattr(layer, "quant_method", None)
     return method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 class Extension:
-    """A mixin of vLLM's worker class, callable by /collective_rpc. Importing this module registers the refits'
-    backend.
+    """A mixin of vLLM's worker class, with methods that /collective_rpc can call. Importing this module registers the
+    weight transfer backend.
     """
 
     model_runner: Any
 
     def take_adapter(self, name: str, number: int, directory: str) -> bool:
-        """Loads an adapter now, so that one that cannot be loaded is known before it is asked for."""
-        # In place: a server may outlive a trainer, whose next start writes other weights under the same version.
+        """Loads a LoRA adapter now, so that an invalid adapter is detected before a request uses it."""
+        # In place, because a server may outlive a trainer, and the restarted trainer writes different weights under the
+        # same version number.
         return bool(self.model_runner.add_lora(LoRARequest(name, number, directory, load_inplace=True)))
 
     def tandem_boundaries(self, strategy: Strategy) -> str | None:
-        """Returns the fingerprint of the boundaries that this server's tandem goes by; None when it is none."""
+        """Returns the fingerprint of the boundary tokens of this server's Tandem RL model, or None if the server has
+        none.
+        """
         found = self._authors()
         return None if found is None else fingerprint(found.boundaries(strategy))
 
     def tandem_records(self, keep: bool = True) -> dict[str, list[bool]]:
-        """Returns who wrote the tokens of the requests since the last call with `keep`, by key: what the engine did, to
-        hold a replay against.
+        """Returns the authors of the tokens of each request since the last call with `keep`, by the request's key.
+        Tests compare this record with a replay.
         """
         found = self._authors()
         if found is None:
