@@ -1,1 +1,1 @@
-"""Where adapters meet: ranks, engines, servers and models of one run are opened and closed here."""
+"""Opens, connects and closes the parts of a run: ranks, engines, servers and models."""

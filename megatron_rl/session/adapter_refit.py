@@ -1,4 +1,4 @@
-"""Brings the servers of a pool to a role's newest adapter, where they compute with it beside a frozen model."""
+"""Refit for servers that apply LoRA adapters to a frozen base model: has a pool's servers load the newest adapter."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.session.run_setup import Driver
 from megatron_rl.world import World
 
-REFITS = 3  # tries, when no server came to the new version
-KEPT = 2  # adapters that stay on disk: the newest, and the one that requests under way may still need
-NOWHERE = ("", 0, "")  # the store that nobody joins
+REFITS = 3  # maximum number of attempts while no server has loaded the new version
+KEPT = 2  # number of adapters kept on disk: the newest, and the previous one, which running requests may still use
+NOWHERE = ("", 0, "")  # placeholder address of a refit store; an adapter refit has no store
 
 
 class AdapterRefit:
-    """Writes the adapter of every version as peft does, under `directory`/v{version}, and has the servers load it.
+    """Refits a role's servers by adapter files: writes each version in peft format and has the servers load the files.
 
-    Every rank has one; `pool` is on the driver. Servers must see the directory.
+    The adapter of a version is in `directory`/v{version}. The servers must be able to read `directory`. Every rank has
+    an instance. `pool` is None except on the driver.
     """
 
     def __init__(
@@ -34,7 +35,9 @@ class AdapterRefit:
             pool.refresh = self._refresh
 
     def __call__(self, version: int) -> None:
-        """Waits for a first server. Collective. Raises EngineError when none comes, or none can load the adapter."""
+        """Writes the adapter of `version` and has the servers load it. Waits for a first server. Collective.
+
+        Raises EngineError if no server becomes available, or if no server can load the adapter."""
         start, place = time.perf_counter(), self._directory / f"v{version}"
         self._policy.export.write_adapter(place)
         self._world.from_driver(self._bring, version, start)
@@ -52,13 +55,13 @@ class AdapterRefit:
         raise EngineError(f"{self._role}: no engine loaded the adapter of version {version}; see their logs")
 
     def _refresh(self, replicas: list[int]) -> None:
-        """Has `replicas` load the adapter that the pool serves, while other servers work."""
+        """Has the servers `replicas` load the pool's current adapter while other servers continue to generate."""
         assert self._pool is not None
         if self._pool.begin_refit(self._pool.version, NOWHERE, replicas, wait_s=self._timeout_s):
             self._pool.end_refit()
 
     def _forget(self, version: int) -> None:
-        """Removes adapters that no request needs any more."""
+        """Deletes the adapter directories that are at least KEPT versions older than `version`."""
         for place in self._directory.glob("v*"):
             if place.name[1:].isdecimal() and int(place.name[1:]) <= version - KEPT:
                 shutil.rmtree(place, ignore_errors=True)

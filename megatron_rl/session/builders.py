@@ -1,4 +1,4 @@
-"""Builds the parts of a training run from its specification: prompt readers, policies, the context, trainees."""
+"""Builds the parts of a training run from its specification: prompt readers, policies, rollout context, trainees."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from megatron_rl.vocabulary import vocabulary_of
 def prompts(
     spec: RunSpec, tokenizers: Mapping[str, Any]
 ) -> tuple[dict[str, PromptReader], list[Prompt], dict[str, dict[str, Any]]]:
-    """Returns a reader for every role (roles without data of their own share one), the held-out prompts, and path, rows
-    and sha256 of each data set by its setting.
+    """Returns (prompt reader of each role, held-out prompts, information about each data set).
 
-    Raises what training.prompts.read_sets and readers_of raise.
+    Roles without separate data share a reader. The information is keyed by `rows of SETTING` and has the path, row
+    count and sha256 of the data set. Raises the errors of training.prompts.read_sets and readers_of.
     """
     recipe, data = spec.recipe, spec.data
     role = next(iter(recipe.roles()))
@@ -52,9 +52,10 @@ def prompts(
 
 
 def policies(spec: RunSpec) -> dict[str, MegatronPolicy]:
-    """Returns the model of every role that has a policy of its own. Roles with `sleep` are asleep. Collective.
+    """Returns the model of each role that has a separate policy. Collective.
 
-    Roles with adapters of the same model and layout share one model.
+    Models of roles with `sleep` are returned asleep. Roles with LoRA adapters on the same model and layout share one
+    base model.
     """
     trained, owner = spec.trained_policies, owners(spec.roles)
     out: dict[str, MegatronPolicy] = {}
@@ -66,13 +67,13 @@ def policies(spec: RunSpec) -> dict[str, MegatronPolicy]:
             role, groups, trainable=name in trained, seed=spec.run.seed, deterministic=spec.run.deterministic,
             base=out.get(owner.get(name, "")),
         )  # fmt: skip
-        if role.sleep:  # before the next role is built: both may not fit awake
+        if role.sleep:  # before the next role is built: two awake models may not fit in memory
             out[name].memory.sleep()
     return out
 
 
 def uncredited(spec: RunSpec) -> frozenset[str]:
-    """Returns the trained roles whose loss reads no advantages."""
+    """Returns the trained roles whose loss does not use advantages."""
     found = spec.policy_of.items()
     return frozenset(role for role, name in found if not PolicyLoss(spec.roles[name].loss).uses_advantages)
 
@@ -80,9 +81,9 @@ def uncredited(spec: RunSpec) -> frozenset[str]:
 def context(
     spec: RunSpec, engines: Mapping[str, Engine], tokenizers: Mapping[str, Any], grade: Grade, driver: Driver
 ) -> RolloutContext:  # fmt: skip
-    """Returns the context that the recipe collects with. Roles that share a policy share its engine.
+    """Returns the context with which the recipe collects rollouts. Roles that share a policy share its engine.
 
-    Other ranks than the driver may lack engines.
+    `engines` may be incomplete on ranks other than the driver.
     """
     return RolloutContext(
         engines={name: engines[role.owner] for name, role in spec.roles.items() if role.owner in engines},
@@ -102,7 +103,7 @@ def context(
 
 
 def tandem_of(role: RoleConfig) -> TandemSampling | None:
-    """The engine's terms for a role's tandem."""
+    """Returns the engine's sampling parameters for a role's tandem, or None if the role has no tandem."""
     if role.tandem is None:
         return None
     rule = {
@@ -114,7 +115,7 @@ def tandem_of(role: RoleConfig) -> TandemSampling | None:
 
 
 def trainee(role: RoleSpec, run: Run, policy: MegatronPolicy, refit: Callable[[int], None] | None) -> Trainee:
-    """Returns a policy with what it is trained with."""
+    """Returns the trainee of a role: its policy with the loss, the refit and the batch settings it is trained with."""
     return Trainee(
         policy=policy,
         loss=PolicyLoss(role.loss),
@@ -126,7 +127,7 @@ def trainee(role: RoleSpec, run: Run, policy: MegatronPolicy, refit: Callable[[i
 
 
 def peak_flops(run: Run, dtype: str) -> float | None:
-    """Returns the operations a second of one device that the MFU of an update is a share of; None: not known."""
+    """Returns the peak FLOP/s of one device, the denominator of an update's MFU; None if unknown."""
     if run.peak_tflops is not None:
         return run.peak_tflops * 1e12
     if dtype != "bfloat16" or not torch.cuda.is_available():

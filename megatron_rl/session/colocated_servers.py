@@ -1,4 +1,4 @@
-"""Servers in the trainer's GPUs: each rank starts those in its own GPU, and all sleep while the trainer works."""
+"""Servers that share the trainer's GPUs: each rank starts the servers of its GPU; all sleep while the trainer works."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from megatron_rl.session.server_supervisors import LEAVE_S, Supervisor
 from megatron_rl.spec.run_spec import EngineSpec
 from megatron_rl.world import World
 
-MARGIN_S = 60.0  # beyond engine.start_timeout_s, for a server that ends in place of sleeping
+MARGIN_S = 60.0  # seconds added to engine.start_timeout_s, for a server that has to be ended instead of sleeping
 
 
 class ColocatedServers:
-    """The servers of a run in its own GPUs: implements training.device_memory.ColocatedEngines. It is made on every
-    rank; `pools`, by role, are known on the driver, and `supervisors` are those that the rank started.
+    """The servers of a run that share the trainer's GPUs. Implements training.device_memory.ColocatedEngines.
 
-    The order of a sleep: no server is started any more, and those that start come up; the pools put all to sleep; what
-    does not sleep then is ended by its supervisor, and started again when the trainer has left.
+    Every rank has an instance. `pools`, keyed by role, is non-empty on the driver only. `supervisors` are the
+    supervisors that this rank started.
+
+    The steps of a sleep: the supervisors stop starting servers and wait for starts in progress; the pools put all
+    servers to sleep; the supervisors end the servers that are not asleep, and start them again after the trainer has
+    released the GPUs.
     """
 
     def __init__(
         self, world: World, pools: Mapping[str, Pool], supervisors: Sequence[Supervisor], *,
         discarding: Collection[str], start_timeout_s: float,
     ) -> None:  # fmt: skip
-        """`discarding`: the roles whose refits bring all that their servers hold."""
+        """`discarding`: the roles whose refits transfer all weights of their servers, so the servers may drop them."""
         self._world, self._pools, self._supervisors = world, pools, supervisors
         self._discarding, self._timeout_s = frozenset(discarding), start_timeout_s + MARGIN_S
         world.serve("colocated/settle", self._settle)
@@ -40,15 +43,15 @@ class ColocatedServers:
             pool.sleep_all = self._sleep_all
 
     def sleep(self, refitted: Collection[str]) -> None:
-        """See ColocatedEngines.sleep. Collective."""
+        """Puts all servers to sleep. See ColocatedEngines.sleep. Collective."""
         self._world.from_driver(self._sleep, frozenset(refitted))
 
     def wake(self) -> None:
-        """See ColocatedEngines.wake. Collective."""
+        """Wakes all servers. See ColocatedEngines.wake. Collective."""
         self._world.from_driver(self._wake)
 
     def _sleep(self, refitted: frozenset[str]) -> None:
-        """Runs on the driver, inside `from_driver`."""
+        """Puts all servers to sleep. Runs on the driver, inside `from_driver`."""
         listed = [one for own in self._everywhere("settle") for one in own]
         asleep: list[str] = []
         for name, pool in self._pools.items():
@@ -57,7 +60,9 @@ class ColocatedServers:
         self._everywhere("hold", asleep)
 
     def _wake(self) -> None:
-        """Runs on the driver, inside `from_driver`. Servers that came back take the weights before any has a cache."""
+        """Wakes all servers. Runs on the driver, inside `from_driver`.
+
+        Restarted servers receive the weights before any server allocates its KV cache."""
         for pool in self._pools.values():
             pool.tend()
         self._everywhere("release")
@@ -65,8 +70,9 @@ class ColocatedServers:
             pool.wake()
 
     def _sleep_all(self) -> None:
-        """Has servers that came back take the weights in the middle of an iteration; requests under way are cut
-        short."""
+        """Puts all servers to sleep and wakes them, so that restarted servers receive the weights within an iteration.
+
+        Aborts running requests."""
         self._sleep(frozenset())
         self._wake()
 
@@ -74,7 +80,7 @@ class ColocatedServers:
         return self._world.call_all(f"colocated/{verb}", [[*argument]] * self._world.size)
 
     def _settle(self, _: Sequence[str]) -> list[str]:
-        """Lets this rank's supervisors start nothing more -> `ROLE INCARNATION` of each server that answers."""
+        """Stops this rank's supervisors from starting servers. Returns `ROLE INCARNATION` of each running server."""
         for supervisor in self._supervisors:
             supervisor.line.say(SETTLE)
         found = []
@@ -84,12 +90,12 @@ class ColocatedServers:
         return found
 
     def _hold(self, asleep: Sequence[str]) -> list[str]:
-        """Has this rank's supervisors end what is not among the incarnations that sleep."""
+        """Has this rank's supervisors end the servers whose incarnation id is not in `asleep`."""
         for supervisor in self._supervisors:
             supervisor.line.say(HOLD, *asleep)
         for supervisor in self._supervisors:
             words = self._answer(supervisor)
-            if not words:  # it is leaving
+            if not words:  # the supervisor is exiting
                 supervisor.wait(LEAVE_S)
             if words != [HELD] and not supervisor.ended():
                 raise EngineError(
@@ -103,7 +109,9 @@ class ColocatedServers:
         return []
 
     def _answer(self, supervisor: Supervisor) -> list[str]:
-        """Raises EngineError for a supervisor that does not answer: the trainer must not take its GPU's memory."""
+        """Returns a supervisor's next answer.
+
+        Raises EngineError if it does not answer: the trainer must not use the memory of its GPU."""
         try:
             return supervisor.line.answer(self._timeout_s)
         except TimeoutError as error:
@@ -117,19 +125,20 @@ class ColocatedServers:
 def start_servers(
     engines: EngineSpec, settings: Servers, rank: int, make: Callable[[str, int, Sequence[int]], Supervisor]
 ) -> list[Supervisor]:
-    """Starts the servers of this rank's GPU, one role after the other: vLLM counts what others take of a GPU in the
-    meantime as its own. `make` starts the one of (role, replica) on these GPUs of this host.
+    """Starts the servers of this rank's GPU and returns their supervisors.
 
-    Raises ConfigError for a server whose GPUs are not all on this host.
+    Servers of different roles start one after the other, because vLLM attributes memory that other processes allocate
+    during its start to itself. `make(role, replica, gpus)` starts one server on GPUs of this host. Raises ConfigError
+    for a server whose GPUs are not all on this host.
     """
     started = []
     for name in engines.server_roles:
-        # A replica's first rank is on the GPU of the trainer's rank with this number; its other ranks follow.
+        # The first GPU of replica i is the GPU of trainer rank i * tp; the replica's other GPUs follow.
         own = [replica for replica in range(settings.replicas) if replica * settings.tp == rank]
         coming = [make(name, replica, _gpus(settings)) for replica in own]
         for supervisor in coming:
             supervisor.line.say(SETTLE)
-            with contextlib.suppress(TimeoutError):  # whoever waits for the server says what its log says
+            with contextlib.suppress(TimeoutError):  # the code that waits for the server reports its log
                 supervisor.line.answer(settings.start_timeout_s + MARGIN_S)
             supervisor.line.say(RELEASE)
         started += coming
@@ -137,7 +146,7 @@ def start_servers(
 
 
 def _gpus(settings: Servers) -> Sequence[int]:
-    """Returns the numbers of a server's GPUs among those that this process sees, from this rank's own on."""
+    """Returns the `tp` GPU indices of a server, starting at this rank's GPU, among the GPUs visible to this process."""
     if not torch.cuda.is_available():
         return ()
     first, seen = torch.cuda.current_device(), torch.cuda.device_count()

@@ -1,8 +1,12 @@
-"""What a run asks of the supervisors of servers in its own GPUs, and what these answer: lines over one socket.
+"""The line protocol between a run and the supervisors of the servers that share its GPUs, over one socket each.
 
-`settle`: start no server from now on -> `serves INCARNATION`, once no start is under way; without a server `serves`.
-`hold A B ...`: end a server that is none of these, which sleep -> `held`, once it has ended. `release`: servers may be
-started again; there is no answer.
+The run sends orders, and the supervisor answers:
+
+- `settle`: start no server from now on. Once no start is in progress, the answer is `serves INCARNATION`, or `serves`
+  if no server is running.
+- `hold A B ...`: end the server unless its incarnation id is one of A, B, ..., which are asleep. The answer is `held`,
+  once the server has ended or if it is asleep.
+- `release`: servers may be started again. There is no answer.
 """
 
 from __future__ import annotations
@@ -14,43 +18,45 @@ import threading
 from collections.abc import Callable, Iterator
 
 SETTLE, HOLD, RELEASE, SERVES, HELD = "settle", "hold", "release", "serves", "held"
-STARTING, NONE = "starting", ""  # what `ControlChannel` says of a server beside its incarnation
+STARTING, NONE = "starting", ""  # values of a server's state in `ControlChannel` other than an incarnation id
 
 
 class ControlChannel:
-    """A supervisor's side: a thread reads the orders, another one runs the server and asks what it may do. Its `stop`
-    is set at the end of the input.
+    """A supervisor's side of the control protocol.
+
+    One thread reads the orders. Another thread runs the server and queries this object for what it may do. The event
+    `stop` is set when the input ends.
     """
 
     def __init__(self, stop: threading.Event) -> None:
         self.stop = stop
         self._change = threading.Condition()
         self._server, self._held, self._asleep = STARTING, False, frozenset[str]()
-        self._number = 0  # of the latest order
+        self._number = 0  # sequence number of the latest order
 
     def listen(self, descriptor: int) -> None:
-        """Obeys what comes from a descriptor, in a thread, until its end. A pipe that only ends will do."""
+        """Starts a thread that reads and executes orders from a file descriptor until end of file."""
         threading.Thread(target=self._read, args=(descriptor,), daemon=True).start()
 
     @contextlib.contextmanager
     def start(self) -> Iterator[None]:
-        """Waits until a server may be started, or the supervisor is to leave. In the block there is one."""
+        """Waits until a server may be started or `stop` is set. The server runs inside the `with` block."""
         with self._change:
             while self._held and not self.stop.is_set():
                 self._change.wait(1.0)
-            self._say(STARTING)  # before another order can come in between
+            self._say(STARTING)  # set the state before another order can arrive
         try:
             yield
         finally:
             self._say(NONE)
 
     def serves(self, incarnation: str) -> None:
-        """Tells that the server answers."""
+        """Records that the server with this incarnation id answers requests."""
         self._say(incarnation)
 
     @property
     def unwanted(self) -> bool:
-        """Tells whether the server must end now, because it does not sleep while the trainer takes its memory."""
+        """Returns whether the server must end now because it is not asleep while the trainer uses the GPU memory."""
         with self._change:
             return self._held and bool(self._asleep) and self._server not in self._asleep
 
@@ -68,14 +74,14 @@ class ControlChannel:
                 for line in lines:
                     self._obey(line.decode().split(), descriptor)
         except OSError:
-            pass  # the run has gone while an answer to it was unread: that is an end, too
+            pass  # the run exited while an answer was unread: treated as end of file
         finally:
             self.stop.set()
             with self._change:
                 self._change.notify_all()
 
     def _obey(self, words: list[str], descriptor: int) -> None:
-        """Takes an order in; a thread answers, as this one must see the end of the input meanwhile."""
+        """Executes an order. A separate thread sends the answer, so this thread can detect the end of the input."""
         verb, asleep = (words or [""])[0], frozenset(words[1:])
         with self._change:
             self._number += 1
@@ -90,29 +96,29 @@ class ControlChannel:
                 threading.Thread(target=self._answer, args=(descriptor, number, done), daemon=True).start()
 
     def _answer(self, descriptor: int, number: int, done: Callable[[], bool]) -> None:
-        """Answers an order when it is done, unless another one has come since."""
+        """Waits until an order is done, then answers it, unless a newer order has arrived."""
         with self._change:
             self._change.wait_for(lambda: done() or self._number != number or self.stop.is_set())
             if self._number != number or self.stop.is_set():
                 return
             answer = HELD if self._asleep else f"{SERVES} {self._server}".strip()
-        with contextlib.suppress(OSError):  # the run has gone
+        with contextlib.suppress(OSError):  # the run has exited
             os.write(descriptor, answer.encode() + b"\n")
 
 
 class ControlClient:
-    """The run's side of one supervisor's socket."""
+    """The run's side of the socket to one supervisor."""
 
     def __init__(self, own: socket.socket) -> None:
         self._socket, self._text = own, b""
 
     def say(self, *words: str) -> None:
-        """Sends an order; to a supervisor that is gone, nothing."""
+        """Sends an order. A no-op if the supervisor has exited."""
         with contextlib.suppress(OSError):
             self._socket.sendall(" ".join(words).encode() + b"\n")
 
     def answer(self, timeout_s: float) -> list[str]:
-        """Returns the words of the next answer; none of a supervisor that is gone. Raises TimeoutError."""
+        """Returns the words of the next answer, or an empty list if the supervisor has exited. Raises TimeoutError."""
         self._socket.settimeout(timeout_s)
         try:
             while b"\n" not in self._text:
@@ -125,5 +131,5 @@ class ControlClient:
         return line.decode().split()
 
     def close(self) -> None:
-        """Ends the line, which tells the supervisor to leave."""
+        """Closes the socket, which makes the supervisor end its server and exit."""
         self._socket.close()

@@ -1,6 +1,4 @@
-"""`megatron-rl drift`: a run at learning rate 0, in which the gap between engine and trainer log-probs must stay what
-it is.
-"""
+"""`megatron-rl drift`: a run at learning rate 0, in which the engine-trainer log-prob gap must not grow."""
 
 from __future__ import annotations
 
@@ -32,13 +30,14 @@ from megatron_rl.world import TorchWorld, World
 
 FILE_NAME = "drift.json"
 QUARTERS = 4
-SIGMAS = 3.0  # a mean gap grows when its line through the refits rises by more than so many standard errors
-ROUNDING = 1e-6  # nats: what rises by less is float32
+# The mean gap grows if its least-squares line over the refits rises by more than this number of standard errors.
+SIGMAS = 3.0
+ROUNDING = 1e-6  # nats: a smaller rise is float32 rounding error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """|engine - trainer| log-prob of sampled tokens after one refit, in nats."""
+    """Statistics of |engine - trainer| log-prob over the sampled tokens after one refit, in nats."""
 
     version: int
     tokens: int
@@ -46,29 +45,29 @@ class Gap:
     error: float  # standard error of `mean`, as if sequences were independent
     p99: float
     max: float
-    quarters: list[
-        float | None
-    ]  # [QUARTERS] mean over the first quarter of each response, ..., over the last; None: no such token
+    quarters: list[float | None]  # [QUARTERS] mean gap of each quarter of the responses; None if it has no tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The judgement on a role's gaps.
+    """The verdict on the gaps of a role.
 
-    `growth` is that of the mean gap's line from the first to the last refit, `growth_error` its standard error.
+    `growth` is the rise of the mean gap's least-squares line from the first to the last refit, and `growth_error` is
+    the standard error of the rise.
     """
 
     growth: float
     growth_error: float
-    worst: float  # greatest mean
+    worst: float  # largest mean gap of a refit
     grows: bool
-    above: bool  # preflight.max_logprob_gap, or not a number
+    above: bool  # whether a mean gap is above preflight.max_logprob_gap or is NaN
 
 
 def run(spec: RunSpec, place: Place, *, updates: int) -> int:
-    """Every rank runs it. Returns 1 when a role's mean gap grows or is above preflight.max_logprob_gap.
+    """Runs the drift test with `updates` updates. Every rank calls it.
 
-    Raises RunError for a run directory in which training has begun.
+    Returns the exit status: 1 if a role's mean gap grows or is above preflight.max_logprob_gap, otherwise 0. Raises
+    RunError for a run directory in which training has begun.
     """
     spec = still(spec)
     with open_world_for(spec, place) as world:
@@ -76,8 +75,8 @@ def run(spec: RunSpec, place: Place, *, updates: int) -> int:
 
 
 def still(spec: RunSpec) -> RunSpec:
-    """Returns the specification at learning rate 0, with every role drawing from its whole distribution at temperature
-    1."""
+    """Returns the specification with learning rate 0, and with each role sampling from its full distribution at
+    temperature 1."""
 
     def role(settings: RoleSpec) -> RoleSpec:
         optimizer = replace(settings.optimizer, lr=0.0, min_lr=0.0)
@@ -98,15 +97,16 @@ def still(spec: RunSpec) -> RunSpec:
 
 
 def measure(counts: np.ndarray, engine: np.ndarray, trainer: np.ndarray, *, version: int) -> Gap:
-    """Compares log-probs [N] of all sampled tokens, response after response; `counts` [S] are the responses'
-    lengths.
+    """Returns the statistics of the gap between the engine's and the trainer's log-probs.
+
+    `engine`, `trainer`: log-probs [N] of all sampled tokens, with the responses concatenated. `counts` [S]: number of
+    sampled tokens of each response.
     """
     gap = np.abs(engine - trainer).astype(np.float64)
     starts = np.concatenate([[0], np.cumsum(counts)])
-    place = (
-        (np.arange(len(gap)) - np.repeat(starts[:-1], counts)) * QUARTERS // np.repeat(counts, counts)
-    )  # quarter of each token
-    sums = np.add.reduceat(gap, starts[:-1][counts > 0])  # [S] of responses that are not empty
+    # [N] index of the quarter of each token
+    place = (np.arange(len(gap)) - np.repeat(starts[:-1], counts)) * QUARTERS // np.repeat(counts, counts)
+    sums = np.add.reduceat(gap, starts[:-1][counts > 0])  # sum of the gaps of each non-empty response
     mean = float(gap.mean())
     return Gap(
         version=version,
@@ -120,12 +120,11 @@ def measure(counts: np.ndarray, engine: np.ndarray, trainer: np.ndarray, *, vers
 
 
 def judge(gaps: Sequence[Gap], limit: float) -> Verdict:
-    """[refits] of one role, two at least."""
+    """Returns the verdict on one role's gaps, [refits], at least two. `limit`: largest allowed mean gap in nats."""
     middle = (len(gaps) - 1) / 2
     spread = sum((i - middle) ** 2 for i in range(len(gaps)))
-    shares = [
-        (i - middle) * (len(gaps) - 1) / spread for i in range(len(gaps))
-    ]  # of each mean in the rise of the line of least squares
+    # weight of each mean gap in the rise of the least-squares line
+    shares = [(i - middle) * (len(gaps) - 1) / spread for i in range(len(gaps))]
     growth = sum(share * gap.mean for share, gap in zip(shares, gaps, strict=True))
     error = math.sqrt(sum((share * gap.error) ** 2 for share, gap in zip(shares, gaps, strict=True)))
     return Verdict(
@@ -138,26 +137,27 @@ def judge(gaps: Sequence[Gap], limit: float) -> Verdict:
 
 
 class Probes:
-    """Updates, refits and probes of all policies, one round after the other. It is the same on every rank; `texts` and
-    `gaps` count on the driver.
+    """Rounds of update, refit and measurement for all policies.
+
+    Every rank has an instance. `texts` and `gaps` are used on the driver only.
     """
 
     def __init__(
         self, world: World, context: RolloutContext, memory: DeviceMemory, trained: Sequence[str], texts: Sequence[str]
     ) -> None:
         self._world, self._context, self._memory, self._trained, self._texts = world, context, memory, trained, texts
-        self._drawn: dict[str, list[Rollout]] = {}  # in the round before
+        self._drawn: dict[str, list[Rollout]] = {}  # by policy, rollouts of the previous round
         self.gaps: dict[str, list[Gap]] = {name: [] for name in memory.trainees}
 
     def round(self, name: str, version: int) -> None:
-        """Updates a policy on what it drew before, refits its engine, and measures.
+        """Updates a policy on its rollouts of the previous round, refits its engine, and measures the gap.
 
-        Collective. Version 0 has no update before it.
+        Collective. Version 0 is measured without an update.
         """
         trainee = self._memory.trainees[name]
         if version and name in self._trained:
             with self._memory.train(name, [name]):
-                # advantages 1 and -1 in turn: gradients that would move the weights if the rate were not 0
+                # alternating advantages 1 and -1: their gradients would change the weights at a nonzero learning rate
                 drawn = [replace(r, advantages=float(1 - 2 * (i % 2))) for i, r in enumerate(self._drawn.get(name, []))]
                 update(self._world, trainee, drawn if self._world.rank == 0 else None)
         assert trainee.refit is not None
@@ -170,7 +170,9 @@ class Probes:
         self._world.from_driver(self._measure, name, version, engine, trainer)
 
     def _draw(self, name: str, version: int) -> None:
-        """Draws from the same prompts in every round, anew. Raises PreflightFailure when nothing was sampled."""
+        """Samples new responses to the same prompts as in every round.
+
+        Raises PreflightFailure if no token was sampled."""
         sampling = plain(self._context.samplings[name], seed=self._context.seed_for("drift", name, version))
         self._drawn[name] = preflight.probe(self._context, name, self._texts, sampling)
         if not any(r.num_trainable for r in self._drawn[name]):
@@ -192,7 +194,7 @@ def _run(spec: RunSpec, world: TorchWorld, place: Place, updates: int) -> int:
         tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}
         readers, _, _ = builders.prompts(spec, tokenizers)
         policies = builders.policies(spec)
-        quiet = replace(driver, tracker=None)  # the run's refits.jsonl is not ours
+        quiet = replace(driver, tracker=None)  # disables writing to the run's refits.jsonl
         run_engines = open_engines(spec.engine, world, tokenizers, policies, quiet, stack)
         context = builders.context(spec, run_engines.engines, tokenizers, _nothing_to_grade, driver)
         trainees = {

@@ -1,5 +1,6 @@
-"""Opens engines of models that nothing trains: those of an evaluation, or a teacher. run_engines.py opens those of a
-run."""
+"""Opens engines of models that are not trained: the models of an evaluation, or a teacher.
+
+open_engines.py opens the engines of a training run."""
 
 from __future__ import annotations
 
@@ -33,10 +34,10 @@ from megatron_rl.world import World
 
 @dataclass(frozen=True)
 class OpenModels:
-    """The models of an evaluation, each once, however many roles it has. All are used on the driver."""
+    """The models of an evaluation. A model that has several roles is opened once. Used on the driver only."""
 
     engines: Mapping[Model, Engine]
-    readers: Mapping[Model, EmbeddedEngine]  # models whose distributions are compared
+    readers: Mapping[Model, EmbeddedEngine]  # models whose token distributions are compared
     tokenizers: Mapping[Model, Any]
 
 
@@ -44,8 +45,10 @@ def open_models(
     engines: EngineSpec, read: Sequence[Model], world: World, stack: contextlib.ExitStack,
     environment: Mapping[str, str],
 ) -> OpenModels:  # fmt: skip
-    """Loads the models of `engines`, or starts their servers, which end with `stack`; and loads the models in `read`,
-    whose distributions are compared, on the driver. Collective.
+    """Opens the engines of `engines`, and loads the models `read`, whose distributions are compared, on the driver.
+
+    Embedded engines are loaded in this process. Servers are started and end when `stack` closes. `environment`: the
+    environment of the servers. Collective.
     """
     models = {name: role.model for name, role in engines.opened.items()}
     tokenizers = {model: tokenizer_of(model) for model in dict.fromkeys([*models.values(), *read])}
@@ -68,10 +71,11 @@ def open_fixed_engines(
     engines: EngineSpec, tokenizers: Mapping[str, Any], world: World, stack: contextlib.ExitStack,
     environment: Mapping[str, str],
 ) -> dict[str, Engine]:  # fmt: skip
-    """Returns the engine of each role, with the weights of the role's model directory. Engines are used on the driver;
-    servers are known there alone, and those that are started here end with `stack`. Collective.
+    """Returns the engine of each role, with the weights of the role's model directory.
 
-    `environment`: of servers. Raises ConfigError, and StartError for a server that does not come.
+    Engines are used on the driver. With servers, other ranks get an empty dict. Servers that are started here end when
+    `stack` closes. `environment`: the environment of the servers. Collective. Raises ConfigError, and StartError for a
+    server that does not start.
     """
     settings, out = engines.settings, dict[str, Engine]()
     if isinstance(settings, Embedded):
@@ -95,7 +99,7 @@ def open_fixed_engines(
 
 
 def embedded_engine(model: Model, settings: Embedded | Servers, tokenizer: Any, **more: Any) -> EmbeddedEngine:
-    """Returns the embedded engine of a model, without weights. `more`: arguments of EmbeddedEngine."""
+    """Returns the embedded engine of a model, without weights. `more`: further arguments of EmbeddedEngine."""
     graphs = not isinstance(settings, Embedded) or settings.cuda_graphs
     return EmbeddedEngine(
         model.path, max_batch=settings.max_batch, dtype=getattr(torch, model.dtype), tokenizer=tokenizer,
@@ -104,7 +108,7 @@ def embedded_engine(model: Model, settings: Embedded | Servers, tokenizer: Any, 
 
 
 def model_facts(role: RoleSpec, tokenizer: Any) -> ModelFacts:
-    """Returns what a client must know of the model behind its server."""
+    """Returns the facts that a client needs about the served model: end tokens, vocabulary size, boundary tokens."""
     directory = hf_model.local_directory(role.model.path)
     architecture, own = hf_model.read_architecture(directory), tokenizer.eos_token_id
     ends = hf_model.eos_tokens(directory, architecture) | (frozenset() if own is None else {own})
@@ -116,7 +120,7 @@ def _servers(
     engines: EngineSpec, settings: Servers, role: str, facts: ModelFacts, stack: contextlib.ExitStack,
     environment: Mapping[str, str],
 ) -> list[Server]:  # fmt: skip
-    """Returns clients of a role's servers, which answer: those at engine.urls, or those that are started here."""
+    """Returns clients of a role's servers: the servers at engine.urls, or servers started here, which are ready."""
     if settings.urls:
         token, timeout_s = make_token(token_file(engines, settings)), engines.refit.timeout_s
         return [kind_of(settings).client(url, token, settings, timeout_s, facts) for url in settings.urls[role]]

@@ -1,7 +1,8 @@
-"""What a directory of SFT data keeps of its answers: the parts that are written, and the mark that all of them are.
+"""The progress files of `megatron-rl generate`: partial responses, and a mark that the output is complete.
 
-Both are known by digests of what decides the answers: where and how they are computed (the engine's memory, its GPUs,
-the number of ranks) decides nothing, so that another setting of it goes on from what is there.
+Both files contain digests of the inputs that determine the responses. Settings of where and how the responses are
+computed (engine memory, GPUs, number of ranks) are not part of the digests, so a run with other such settings resumes
+from the existing files.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any
 from megatron_rl.config.sources import is_code
 from megatron_rl.run.checkpoint import read_json, write_json
 
-PARTS = "parts"  # the directory of the answers that are written, until all are
-MARK = "finished.json"  # stands in the output directory when its files are complete
-_ELSEWHERE = ("output", "engine", "launch")  # settings that decide no answer
-# Settings that decide an answer only by its prompt, or only what becomes of it.
+PARTS = "parts"  # directory of the responses generated so far; removed when all are written
+MARK = "finished.json"  # file in the output directory that marks the output as complete
+_ELSEWHERE = ("output", "engine", "launch")  # settings that do not affect the responses
+# Settings that affect a response only through its prompt, or that affect only the processing after generation.
 _BY_PROMPT = ("data", "template", "chat", "max_prompt_tokens")
 _AFTERWARDS = ("validation_share", "keep_truncated", "reward")
 
@@ -27,10 +28,11 @@ _AFTERWARDS = ("validation_share", "keep_truncated", "reward")
 def parts_digest(
     settings: Mapping[str, Any], inputs: Mapping[str, Any], prompts: Iterable[Sequence[int]], chunk: int
 ) -> str:
-    """Returns the digest of the answers to these prompts.
+    """Returns a digest of everything that determines the responses to `prompts`.
 
-    `settings`: the resolved config of `generate` as plain values. `inputs`: all files that are read
-    (run.input_digests), of which the model decides the answers. `chunk`: how many answers are drawn with one seed.
+    `settings`: the resolved config of `generate` as plain values. `inputs`: digests of all files that are read
+    (run.input_digests), of which only the model files determine the responses. `chunk`: number of prompts that are
+    sampled with one seed.
     """
     told = _deciding(settings, without=(*_ELSEWHERE, *_BY_PROMPT, *_AFTERWARDS))
     model = {name: own for name, own in inputs.items() if re.match(r"model\b", name)}
@@ -38,29 +40,31 @@ def parts_digest(
 
 
 def problems_digest(inputs: Mapping[str, Any], values: Iterable[Any], parts: str) -> str:
-    """Returns the digest of the answers and of what is written beside them. `inputs`: all that is read; `values`: each
-    problem's fields; `parts`: the digest of the parts."""
+    """Returns a digest of the responses, the problem fields written with them, and the code.
+
+    `inputs`: digests of all files that are read. `values`: fields of each problem. `parts`: result of
+    `parts_digest`."""
     code = {name: own for name, own in inputs.items() if is_code(name)}
     return _digest([parts, code, *values])
 
 
 def mark_finished(settings: Mapping[str, Any], problems: str, files: Sequence[str]) -> None:
-    """Marks the output as complete. `problems`: the digest of the problems; `files`: names of the files written."""
+    """Marks the output as complete. `problems`: result of `problems_digest`. `files`: names of the output files."""
     told = {"settings": _settings_digest(settings), "problems": problems, "files": [*files]}
     write_json(Path(settings["output"]) / MARK, told)
 
 
 def finished(settings: Mapping[str, Any], problems: str | None = None) -> bool:
-    """Returns whether the output has all files of these settings.
+    """Returns whether the output directory has all files of a finished run with these settings.
 
-    `problems`: the digest of the problems as they are now; None compares the settings alone.
+    `problems`: `problems_digest` of the current problems; if None, only the settings are compared.
     """
     output = Path(settings["output"])
     try:
         found = read_json(output / MARK)
         same = found["settings"] == _settings_digest(settings) and problems in (None, found["problems"])
         return same and all((output / name).is_file() for name in found["files"])
-    except (OSError, ValueError, KeyError, TypeError):  # no mark, or one that is damaged
+    except (OSError, ValueError, KeyError, TypeError):  # the mark is missing or damaged
         return False
 
 
@@ -69,7 +73,7 @@ def _settings_digest(settings: Mapping[str, Any]) -> str:
 
 
 def _deciding(settings: Mapping[str, Any], *, without: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings but for `without`, and those of the engine that shorten answers or change the model."""
+    """Returns the settings except `without`, plus the engine settings that affect response length or the model."""
     told = {name: value for name, value in settings.items() if name not in without}
     return told | {"engine": [settings["engine"].get("max_model_len"), settings["engine"].get("args", [])]}
 

@@ -1,4 +1,4 @@
-"""Starting ranks: found in the environment of torchrun or srun, or started here as child processes."""
+"""Starts the ranks of a run as child processes, or finds this rank's place in the environment of torchrun or srun."""
 
 from __future__ import annotations
 
@@ -25,36 +25,38 @@ from megatron_rl.cluster.slurm_job import SlurmJob, job_from
 from megatron_rl.run.parent_death import end_with_parent
 
 LOCAL = "127.0.0.1"
-GRACE_S = 30.0  # between asking the other ranks to leave and killing them
-FIRST_RANK_S = 2.0  # that rank 0 may take to end after another rank
+GRACE_S = 30.0  # seconds between asking the other ranks to exit and killing them
+FIRST_RANK_S = 2.0  # seconds to wait for rank 0 to exit after another rank has failed
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process among the ranks of a run."""
+    """The rank of this process and the rendezvous address of the run."""
 
     rank: int
     world_size: int
     local_rank: int
-    address: str  # of rank 0; of this host where `port` is None
-    port: int | None  # part of this start's name: rank 0 listens at a free one, which it writes to a file that all see
+    address: str  # host address of rank 0; address of this host if `port` is None
+    # Used in the name of this start only. Rank 0 listens at a free port, which it writes to a file that all ranks see.
+    port: int | None
     job: SlurmJob | None = None
 
     @property
     def session(self) -> str:
-        """Returns the name of this start of the ranks, the same on all of them."""
+        """Returns a name for this start of the ranks, identical on all ranks."""
         if self.job is not None and self.port is None:
             return f"{self.job.name}.{self.job.step}"
-        host = f"{socket.gethostname()}." if self.address == LOCAL else ""  # another host may have such a start as well
+        # the hostname is included because another host may have a local start with the same port
+        host = f"{socket.gethostname()}." if self.address == LOCAL else ""
         return f"{host}port{self.port}"
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
-    """Returns where torchrun or srun put this process; None when no launcher did.
+    """Returns the place of this process as set by torchrun or srun, or None if neither launcher started it.
 
-    Ranks meet by a file in the run directory. Rank 0 listens at MASTER_ADDR where it is given, at its own address where
-    it is not, as by srun; MASTER_PORT is part of the file's name. Raises ValueError when torchrun's environment lacks
-    them, or one of them stands alone.
+    Ranks rendezvous through a file in the run directory. Rank 0 listens at MASTER_ADDR if it is set, and otherwise, as
+    with srun, at its host's address. MASTER_PORT is part of the file's name. Raises ValueError if torchrun's
+    environment lacks either variable, or if only one of the two is set.
     """
     job = job_from(environment)
     if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -75,33 +77,33 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
 
 
 def ranks_on_host(place: Place | None, nproc: int, environment: Mapping[str, str]) -> int:
-    """Returns how many ranks are known to run on this process's host. torchrun and srun say it.
+    """Returns the number of ranks that are known to run on this host, read from the variables of torchrun or srun.
 
-    `place`: this process's; None where no launcher started it, and the command starts `nproc` ranks here itself.
+    `place`: place of this process; None if no launcher started it and the command starts `nproc` ranks here itself.
     """
     if place is None:
         return nproc
     said = environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    found = re.match(r"\d+", said)  # of 8(x4),2 the first number is that of the first node, where rank 0 is
+    found = re.match(r"\d+", said)  # the first number of a value such as 8(x4),2 is for the node of rank 0
     own = int(found[0]) if found is not None and place.rank == place.local_rank else 0
     return min(place.world_size, max(own, place.local_rank + 1))
 
 
 def has_gpu(environment: Mapping[str, str]) -> bool:
-    """Tells whether this host has GPUs that a process with this environment may use."""
+    """Returns whether this host has GPUs that a process with this environment may use."""
     return environment.get("CUDA_VISIBLE_DEVICES") != "" and shutil.which("nvidia-smi") is not None
 
 
 def start_ranks(rank: Callable[[], int], nproc: int, *, fork: bool) -> int:
-    """Runs `rank` in `nproc` processes of this machine, which are ranks of one run, and waits.
+    """Runs `rank` in `nproc` child processes, the ranks of one run, and waits for them.
 
-    Returns the exit status: the first failure's. With `fork` the processes begin with the modules that this one has
-    imported; that is no way to go on where a GPU may have been touched. Otherwise each imports its own, and `rank` must
-    be picklable.
+    Returns 0, or the exit status of the first failure. `fork`: if true, the children inherit the modules that this
+    process has imported; do not use it if this process may have initialized a GPU. If false, each child imports its
+    modules itself, and `rank` must be picklable.
 
-    When one rank fails the others are told to leave, and killed after GRACE_S. When this process is killed all are told
-    to leave: they save, and the same command can go on. Signals are passed on; that a Ctrl-C in a terminal then reaches
-    a rank twice counts as once (`run.Interrupts`).
+    If one rank fails, the other ranks receive SIGTERM, and SIGKILL after GRACE_S. If this process is killed, all ranks
+    receive SIGTERM: they save, and the same command resumes the run. SIGINT, SIGTERM and SIGUSR1 are forwarded. A rank
+    treats a Ctrl-C that it receives twice, from the terminal and forwarded, as one (`run.run_directory.Interrupts`).
     """
     port = str(free_port(LOCAL))
     context: Any = multiprocessing.get_context("fork" if fork else "spawn")
@@ -117,7 +119,7 @@ def start_ranks(rank: Callable[[], int], nproc: int, *, fork: bool) -> int:
         if (loopback := loopback_interface()) is not None:
             variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", loopback)
         children.append(context.Process(target=_run_rank, args=(rank, variables, os.getpid()), name=f"rank {number}"))
-    gc.freeze()  # what is there is not looked at by the ranks' collectors, so its memory stays shared
+    gc.freeze()  # the ranks' garbage collectors skip existing objects, so their memory pages stay shared
     with started_without_thread_caches():
         for child in children:
             child.start()
@@ -133,8 +135,11 @@ def _run_rank(rank: Callable[[], int], variables: Mapping[str, str], launcher: i
 
 
 def _wait(children: Sequence[BaseProcess]) -> int:
-    """Waits for all, or for a failure. Returns the exit status: that of a rank that was killed, else of rank 0, else of
-    another one. An error of rank 0 ends the other ranks with a status of their own."""
+    """Waits until all ranks have exited or one has failed. Ends the other ranks after a failure.
+
+    Returns 0, or the exit status of a rank that was killed by a signal, otherwise of rank 0 if it failed, otherwise of
+    another failed rank. The order matters because an error of rank 0 makes the other ranks fail with a status of their
+    own."""
     while (running := [c for c in children if c.exitcode is None]) and not any(c.exitcode for c in children):
         connection.wait([child.sentinel for child in running])
     if any((child.exitcode or 0) > 0 for child in children):

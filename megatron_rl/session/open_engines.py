@@ -1,5 +1,6 @@
-"""Opens the engines of a run: inside its ranks, servers of their own that a pool speaks to, or endpoints of others; and
-the refits that bring the trainer's weights to them.
+"""Opens the engines of a training run, and the refits that transfer the trainer's weights to the engines.
+
+Engines are embedded in the ranks, pools of server processes, or third-party endpoints.
 """
 
 from __future__ import annotations
@@ -42,43 +43,48 @@ from megatron_rl.world import World, all_gather
 
 @dataclass(frozen=True)
 class RunEngines:
-    """The engines by role, and the refits by role of those that take a policy's weights. Servers are known on the
-    driver alone; refits are collective.
+    """The engines of a run, and the refits of the engines whose weights come from a policy. Both are keyed by role.
+
+    Server pools and endpoints are in `engines` on the driver only. Refits are collective.
     """
 
     engines: dict[str, Engine] = field(default_factory=dict)
     refits: dict[str, Callable[[int], None]] = field(default_factory=dict)
-    pools: dict[str, Pool] = field(default_factory=dict)  # of servers, by role, on the driver
-    colocated: list[ColocatedServers] = field(default_factory=list)  # those in the trainer's GPUs: one value, or none
+    pools: dict[str, Pool] = field(default_factory=dict)  # server pools by role, on the driver only
+    # at most one: servers that share the trainer's GPUs
+    colocated: list[ColocatedServers] = field(default_factory=list)
 
     def loads(self) -> dict[str, dict[str, float]]:
-        """Returns what each server of the pools does, by its name."""
+        """Returns the state of each server of the pools, such as its running requests, keyed by server name."""
         return {name: found for pool in self.pools.values() for name, found in pool.members.loads().items()}
 
     def tend(self) -> None:
-        """Looks after the servers while the driver has nothing else to do: those that came back take the weights."""
+        """Transfers the current weights to restarted servers. Called while the driver is idle."""
         for engine in self.engines.values():
             engine.tend()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Session:
-    """The parts of a run that engines are opened with."""
+    """The parts of a run that are needed to open its engines."""
 
     engines: EngineSpec
     world: World
     tokenizers: Mapping[str, Any]
     policies: Mapping[str, MegatronPolicy]
     driver: Driver
-    stack: contextlib.ExitStack  # ends what is opened
-    leave: Callable[[], bool]  # whether the run was asked to leave, and should not wait for servers
+    stack: contextlib.ExitStack  # closes everything that is opened
+    leave: Callable[[], bool]  # returns whether the run was asked to exit and should not wait for servers
 
 
 def open_engines(
     engines: EngineSpec, world: World, tokenizers: Mapping[str, Any], policies: Mapping[str, MegatronPolicy],
     driver: Driver, stack: contextlib.ExitStack, leave: Callable[[], bool] = lambda: False,
 ) -> RunEngines:  # fmt: skip
-    """Opens an engine for every role that has one of its own. Collective."""
+    """Opens an engine for each role that has a separate engine. Collective.
+
+    `stack` closes the engines. `leave` returns whether the run was asked to exit and should not wait for servers.
+    """
     run_engines = RunEngines()
     session = _Session(
         engines=engines, world=world, tokenizers=tokenizers, policies=policies, driver=driver, stack=stack, leave=leave
@@ -105,9 +111,9 @@ def _open_endpoints(session: _Session, run_engines: RunEngines) -> None:
 
 
 def _open_embedded(session: _Session, settings: Embedded, run_engines: RunEngines) -> None:
-    """Makes an engine in every rank for each role.
+    """Creates an embedded engine for each role, in every rank.
 
-    One without a policy takes its model directory's weights now, and keeps them.
+    The engine of a role without a policy loads the weights of its model directory now and keeps them.
     """
     for name, role in session.engines.opened.items():
         own = embedded_engine(
@@ -122,7 +128,8 @@ def _open_embedded(session: _Session, settings: Embedded, run_engines: RunEngine
             continue
         layout = EngineLayout(replicas=policy.export.trainer_layout.world, whole=True)
         hosts = all_gather(socket.gethostname(), policy.groups.control)
-        host = "127.0.0.1" if len({*hosts}) == 1 else address_among_ranks(os.environ)  # where ranks reach the first
+        # the address at which other ranks reach rank 0
+        host = "127.0.0.1" if len({*hosts}) == 1 else address_among_ranks(os.environ)
         side = _trainer_side(session, name, policy, layout, host, endpoint=own)
 
         def refit(version: int, name: str = name, side: TrainerSide = side) -> None:
@@ -135,7 +142,7 @@ def _trainer_side(
     session: _Session, name: str, policy: MegatronPolicy, layout: EngineLayout, host: str, *,
     endpoint: EmbeddedEngine | None = None,
 ) -> TrainerSide:  # fmt: skip
-    """Makes the trainer's side of the refits of a role. `host`: where the refit store listens. Collective."""
+    """Creates the trainer's side of a role's refits. `host`: address at which the refit store listens. Collective."""
     topology = Topology(
         sizes=policy.arch, trainer=policy.export.trainer_layout, engines=layout,
         dtype=session.engines.roles[name].model.dtype,
@@ -149,7 +156,7 @@ def _trainer_side(
 
 
 def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines) -> None:
-    """Starts servers where the run starts its own, and makes a pool of each role's, on the driver."""
+    """Starts the servers if engine.start is set, and creates each role's server pool on the driver and its refit."""
     engines, driver = session.engines, session.driver
     started: dict[str, list[Supervisor]] = {name: [] for name in engines.server_roles}
     if settings.start:
@@ -181,7 +188,7 @@ def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines)
             session.world, name, side, pool, driver, engines.refit.timeout_s, present=policy.memory.present
         )
     if settings.colocate:
-        # A refit of these roles brings all that their servers hold, so that the servers may drop their weights before.
+        # A refit of these roles transfers all weights, so their servers may drop the weights when put to sleep.
         discarding = [name for name, role in engines.opened.items() if role.has_policy and role.tandem is None]
         own = [supervisor for each in started.values() for supervisor in each]
         run_engines.colocated.append(
@@ -192,10 +199,12 @@ def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines)
 
 
 def _start_colocated(session: _Session, settings: Servers, started: dict[str, list[Supervisor]]) -> None:
-    """Has all policies leave the GPUs, and starts the servers of this rank's, which go to `started`. Collective."""
+    """Moves all policies off the GPUs, and starts the servers of this rank's GPU. Collective.
+
+    Appends the supervisors of the servers to `started`, keyed by role."""
     for policy in session.policies.values():
         policy.memory.sleep(weights=True)
-    session.world.barrier()  # a server counts the memory that is free when it starts
+    session.world.barrier()  # a server measures the free GPU memory when it starts
     session.stack.callback(end_supervisors, started)
     run = session.driver.directory.path
 
@@ -209,8 +218,9 @@ def _start_colocated(session: _Session, settings: Servers, started: dict[str, li
 def _pool(
     session: _Session, settings: Servers, name: str, started: list[Supervisor], shared: SharedGpus | None
 ) -> Pool:
-    """The pool of the servers that answer for one role, its own or those that it shares. Those of a role without a
-    policy keep the weights that they are started with."""
+    """Returns the pool of the servers that generate for a role. The role may share the servers with other roles.
+
+    Servers of a role without a policy keep the weights that they were started with."""
     engines, directory = session.engines, session.driver.directory.path / ENGINES
     role = engines.roles[name]
     token = make_token(token_file(engines, settings))
@@ -226,7 +236,7 @@ def _pool(
     )  # fmt: skip
     if settings.urls:
         session.stack.callback(Addresses(ServerRegistry(directory), name, settings.urls[name], client).close)
-    known = started if len(started) == settings.replicas else []  # else other ranks have started some
+    known = started if len(started) == settings.replicas else []  # otherwise other ranks started some of the servers
     pool.hopeless = functools.partial(hopeless, known, session.leave)
     pool.members.waits = session.driver.watch.beat
     session.stack.callback(pool.close)

@@ -1,4 +1,4 @@
-"""Tells the program that started a run what happens in it, and hears from each answer whether to go on."""
+"""Reports the events of a run to the program that started it. Each reply says whether the run should stop."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ from megatron_rl.training.loop import Hooks, Progress
 
 @dataclass(kw_only=True)
 class Listener:
-    """The program at the other end of a Unix socket, on the driver. Where it is gone, the run saves and leaves."""
+    """The connection to the parent program, over a Unix socket, on the driver.
+
+    If the parent program has exited, the run saves and exits."""
 
     connection: Connection
-    stopped: bool = False  # it asked to stop, and the run is to end as a whole one
-    gone: bool = False  # nobody answers
+    stopped: bool = False  # the parent asked to stop; the run then ends as if it were complete
+    gone: bool = False  # the parent no longer answers
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def at(cls, address: str) -> Listener:
-        """Connects to the socket. Raises OSError when nobody listens there."""
+        """Connects to the Unix socket at `address`. Raises OSError if no process listens there."""
         return cls(connection=Client(address, "AF_UNIX"))  # type: ignore[arg-type]
 
     def begin(self, *, iterations: int, iteration: int) -> None:
-        """Tells that the run begins with `iteration` of `iterations` iterations done."""
+        """Reports the start of the run, with `iteration` of `iterations` iterations already done."""
         self._ask({"event": "begin", "iterations": iterations, "iteration": iteration})
 
     def log(self, cycle: int, scope: str, metrics: Mapping[str, float], *, iteration: int) -> None:
-        """Tells a line of metrics."""
+        """Reports one set of metrics."""
         metrics = {name: float(value) for name, value in metrics.items()}
         self._ask({"event": "metrics", "iteration": iteration, "cycle": cycle, "scope": scope, "metrics": metrics})
 
     def iteration_done(self, iteration: int) -> None:
-        """Tells that `iteration` iterations are done."""
+        """Reports that `iteration` iterations are done."""
         self._ask({"event": "iteration", "iteration": iteration})
 
     def failed(self, error: BaseException, why: str) -> None:
-        """Tells why the run ended."""
+        """Reports the error that ended the run. `why`: the message."""
         self._ask({"event": "error", "type": type(error).__name__, "message": why})
 
     def _ask(self, event: Mapping[str, Any]) -> None:
-        """Sends an event, and takes from the answer whether the run is to stop."""
+        """Sends an event, waits for the reply, and sets `stopped` from it. Sets `gone` if the connection is lost."""
         with self._lock:
             try:
                 self.connection.send_bytes(json.dumps(event).encode())
@@ -54,8 +56,9 @@ class Listener:
 
 
 def listening(hooks: Hooks, listener: Listener, progress: Progress, iterations: int) -> Hooks:
-    """Returns the hooks with the listener told of what they do, for the driver. A stop that is asked for after the last
-    of `iterations` iterations changes nothing: the run is done."""
+    """Returns `hooks` extended to report to `listener`, for the driver.
+
+    A stop request after the last of `iterations` iterations has no effect, because the run is done."""
 
     def log(cycle: int, scope: str, metrics: Mapping[str, float], *, iteration: int) -> None:
         hooks.log(cycle, scope, metrics, iteration=iteration)

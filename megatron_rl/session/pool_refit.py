@@ -1,4 +1,4 @@
-"""Brings the servers of a pool to the trainer's weights after every update."""
+"""Refit of a server pool: transfers the trainer's weights to the servers after every update."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from megatron_rl.refit.transport import RefitError
 from megatron_rl.session.run_setup import Driver
 from megatron_rl.world import World
 
-REFITS = 3  # tries, when no server that took part came to the new version
+REFITS = 3  # maximum number of attempts while no participating server has received the new version
 
 
 class PoolRefit:
-    """Brings a pool's servers to the trainer's weights. Every rank has one; `pool` is on the driver."""
+    """Transfers the trainer's weights to a pool's servers.
+
+    Every rank has an instance. `pool` is None except on the driver."""
 
     def __init__(
         self, world: World, role: str, side: TrainerSide, pool: Pool | None, driver: Driver, timeout_s: float, *,
         present: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
-        """`present`: a block in which the policy's weights are on its device, wherever they are otherwise."""
+        """`present`: returns a context manager that holds the policy's weights on its device."""
         self._world, self._role, self._side, self._pool = world, role, side, pool
         self._driver, self._timeout_s, self._present = driver, timeout_s, present
         self._call = f"refit/{role}"
@@ -31,14 +33,15 @@ class PoolRefit:
             pool.refresh = self._refresh
 
     def __call__(self, version: int) -> None:
-        """Waits for a first server, unless servers cannot come now. Collective.
+        """Transfers the weights of `version` to the servers. Collective.
 
-        Raises EngineError when none comes, or none can be brought to the weights.
+        Waits for a first server, unless servers cannot be started now. Raises EngineError if no server becomes
+        available, or if no server receives the weights.
         """
         why = None
         for _ in range(REFITS):
             replicas = self._world.from_driver(self._begin, version)
-            if not replicas:  # servers in the trainer's GPUs, all dead: they take the weights when they are back
+            if not replicas:  # all servers share the trainer's GPUs and are dead: they get the weights after a restart
                 return
             metrics, why = self._attempt((version, replicas))
             if self._world.from_driver(self._end):
@@ -50,7 +53,7 @@ class PoolRefit:
         )
 
     def _attempt(self, order: tuple[int, Sequence[int]]) -> tuple[dict[str, float], str | None]:
-        """Transfers the weights; called on every rank. Returns (its metrics, or why it failed)."""
+        """Transfers the weights once; called on every rank. Returns (metrics, None), or ({}, message) if it failed."""
         version, replicas = order
         try:
             with self._present():
@@ -67,7 +70,7 @@ class PoolRefit:
         return self._pool.end_refit()
 
     def _refresh(self, replicas: list[int]) -> None:
-        """Brings `replicas` to the version that the pool serves, on the driver, while other servers work."""
+        """Transfers the pool's version to the servers `replicas`, on the driver, while other servers generate."""
         assert self._pool is not None
         begun = self._begin(self._pool.version, replicas)
         if begun:

@@ -1,26 +1,28 @@
-"""How often a server that dies is started again, and after how long a wait."""
+"""The restart policy of a server that dies: the maximum number of restarts and the delay before each."""
 
 from __future__ import annotations
 
-WAIT_S, LONGEST_WAIT_S = 10.0, 300.0  # before the second new start in a row, and before any
-HEALTHY_S = 3600.0  # of answers, after which a death is the first one in a row again
-DOUBLINGS = 30  # more of them would change nothing, and overflow at some point
+WAIT_S, LONGEST_WAIT_S = 10.0, 300.0  # delay before the second consecutive restart, and longest delay of any restart
+HEALTHY_S = 3600.0  # seconds of healthy operation after which the restart count is reset
+DOUBLINGS = 30  # maximum number of times that the delay is doubled, which avoids float overflow
 
 
 class Restarts:
-    """The budget of new starts of one server, as Kubernetes' back-off has it: only deaths in a row count.
+    """The restart budget of one server, with exponential back-off as in Kubernetes. Counts consecutive deaths only.
 
-    A server that answered for `reset_s` seconds before it died has its whole budget back. The first new start comes at
-    once, the second one after `wait_s` seconds, each further one after twice as long, up to LONGEST_WAIT_S.
+    `most` is the maximum number of consecutive restarts. If a server was healthy for `reset_s` seconds before it died,
+    the count is reset. The first restart is immediate, the second is after `wait_s` seconds, and each further delay is
+    twice as long, up to LONGEST_WAIT_S.
     """
 
     def __init__(self, most: int, *, wait_s: float = WAIT_S, reset_s: float = HEALTHY_S) -> None:
-        self.deaths = 0  # in a row
+        self.deaths = 0  # number of consecutive deaths
         self.most, self.reset_s, self._wait_s = most, reset_s, wait_s
 
     def died(self, healthy_s: float) -> float | None:
-        """Takes note of a death after so many seconds of answers. Returns the seconds to wait before the next start;
-        None when there is none any more.
+        """Records a death of the server after `healthy_s` seconds of healthy operation.
+
+        Returns the seconds to wait before the next start, or None if the restart budget is exhausted.
         """
         self.deaths = 1 if healthy_s >= self.reset_s else self.deaths + 1
         if self.deaths > self.most:

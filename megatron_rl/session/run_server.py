@@ -1,4 +1,4 @@
-"""`megatron-rl serve`: starts one server of a run's rollouts, announces it, and starts it again when it dies."""
+"""`megatron-rl serve`: starts one inference server of a run, registers it, and restarts it if it dies."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from megatron_rl.session.verify_weights import refuse_damaged_models
 from megatron_rl.spec.run_spec import EngineSpec
 
 POLL_S = 0.5
-OVER_S = 2.0  # between two looks whether the run is over
-HUNG = 8  # times engine.lost_after_s without an answer: a server that will not mend by itself
+OVER_S = 2.0  # interval in seconds between checks of whether the run is over
+HUNG = 8  # multiple of engine.lost_after_s without an answer after which a server is considered hung
 
 
 def run(
     engines: EngineSpec, *, role: str, replica: int, with_parent: bool, environment: Mapping[str, str],
     gpus: Sequence[int] = (),
 ) -> int:  # fmt: skip
-    """Returns 0 when it was asked to leave, 1 when the server died too often. `gpus`: those of this host that the
-    server takes; none: those that engine.gpus has for it.
+    """Runs one server and restarts it when it dies. Returns 0 if it was asked to exit, 1 if the server died too often.
 
-    Raises ConfigError, also for damaged weights; StartError when the last start failed.
+    `gpus`: indices of the GPUs of this host for the server; if empty, the GPUs that engine.gpus assigns to it.
+    `with_parent`: a parent process sends orders on standard input, and the server ends when standard input ends.
+    Raises ConfigError, also for damaged weights, and StartError if the last start failed.
     """
     settings = engines.settings
     if isinstance(settings, Embedded):
@@ -51,23 +52,24 @@ def run(
         raise ConfigError(
             f"--replica {replica}: engine.replicas = {settings.replicas}, so it is 0 to {settings.replicas - 1}"
         )
-    if not with_parent:  # else the run that starts this has looked
+    if not with_parent:  # otherwise the run that starts this process has checked the models
         refuse_damaged_models([engines.roles[role]])
     settings = replace(settings, host=own_address(settings.host))
-    kind_of(settings).interpreter(settings)  # one that is not there is no reason to start again and again
+    kind_of(settings).interpreter(settings)  # raises if the interpreter is missing, instead of restarting repeatedly
     own = visible_gpus(gpus or gpus_of(engines, settings, role, replica), environment)
     server = _Serving(engines, settings, role, replica, {**environment, **own})
     stop = _asked_to_leave(with_parent, functools.partial(over, engines.directory))
     if with_parent:
         server.orders = ControlChannel(stop)
-        server.orders.listen(sys.stdin.fileno())  # not by sys.stdin, whose lock that thread would hold at the end
+        server.orders.listen(sys.stdin.fileno())  # not sys.stdin itself, whose lock the thread would hold at exit
     return _keep_alive(server, Restarts(settings.restarts), stop, f"{role}-{replica}")
 
 
 def _keep_alive(server: _Serving, restarts: Restarts, stop: threading.Event, name: str) -> int:
-    """Runs a server again and again. Returns 0 when it was asked to leave, 1 when the server died too often in a row.
+    """Runs a server and restarts it when it dies.
 
-    Raises StartError when the last one of these deaths was a failed start.
+    Returns 0 if `stop` was set, 1 if the server died too many times in a row. Raises StartError if the last of these
+    deaths was a failed start.
     """
     while True:
         failure: StartError | None = None
@@ -76,7 +78,7 @@ def _keep_alive(server: _Serving, restarts: Restarts, stop: threading.Event, nam
             healthy_s = server.serve(stop)
         except StartError as error:
             failure = error
-        except OSError as error:  # a disk that is full now may have room at the next start
+        except OSError as error:  # for example a full disk, which may have space at the next start
             failure = StartError(f"{name} could not be started: {error}")
         if stop.is_set():
             return 0
@@ -101,7 +103,7 @@ def _keep_alive(server: _Serving, restarts: Restarts, stop: threading.Event, nam
 
 
 class _Serving:
-    """One replica, over its restarts."""
+    """One server replica, across its restarts."""
 
     def __init__(
         self, engines: EngineSpec, settings: Servers, role: str, replica: int, environment: Mapping[str, str]
@@ -109,12 +111,12 @@ class _Serving:
         self._engines, self._settings, self._role, self._replica = engines, settings, role, replica
         self._environment = environment
         self.log = log_of(engines, role, replica)
-        self.orders = ControlChannel(threading.Event())  # nobody gives any, unless `run` listens to them
+        self.orders = ControlChannel(threading.Event())  # receives no orders unless `run` calls `listen`
 
     def serve(self, stop: threading.Event) -> float:
-        """Runs the server from its start to its end, or until `stop`, or until it has not answered for long.
+        """Runs the server until it ends, `stop` is set, or it hangs.
 
-        Returns the seconds from its first answer to its last one. Raises StartError.
+        Returns the seconds between the server's first and last answer. Raises StartError.
         """
         with self.orders.start():
             return 0.0 if stop.is_set() else self._serve(stop)
@@ -143,14 +145,16 @@ class _Serving:
             client.close()
 
     def _why_to_end(self, silent_s: float) -> str | None:
-        """Returns why a server that lives must end; None when it may go on."""
+        """Returns the reason why a running server must end, or None if it may continue."""
         if silent_s > HUNG * self._settings.lost_after_s:
             return f"lives, but has not answered for {silent_s:.0f} s"
         return "does not sleep, and the trainer takes its GPU: it ends" if self.orders.unwanted else None
 
 
 def _asked_to_leave(with_parent: bool, over: Callable[[], bool]) -> threading.Event:
-    """Set by SIGTERM, SIGINT or SIGHUP, and when the run is over; who has a parent hears that from its orders."""
+    """Returns an event that is set by SIGTERM, SIGINT or SIGHUP, or when the run is over.
+
+    `with_parent`: the run is not polled, because the end of the parent's orders sets the event."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
@@ -160,6 +164,6 @@ def _asked_to_leave(with_parent: bool, over: Callable[[], bool]) -> threading.Ev
             if over():
                 stop.set()
 
-    if not with_parent:  # else the end of its orders tells
+    if not with_parent:  # otherwise the end of the orders sets `stop`
         threading.Thread(target=look, daemon=True).start()
     return stop

@@ -1,6 +1,4 @@
-"""What every command shares: the world, the run directory on the driver, checkpoints over all ranks, and exported
-models.
-"""
+"""Setup shared by the commands: the process group, the run directory on the driver, and checkpoints of all ranks."""
 
 from __future__ import annotations
 
@@ -55,9 +53,9 @@ from megatron_rl.spec.run_spec import Spec, TrainingSpec
 from megatron_rl.user_code import told, traceback_of
 from megatron_rl.world import DriverError, TorchWorld
 
-TIMEOUT = timedelta(hours=2)  # of one collective: a slow reward on the driver is not a dead rank
+TIMEOUT = timedelta(hours=2)  # timeout of a collective; long, because ranks wait while the driver computes rewards
 CHANGED = "changed since the newest checkpoint, and used from here on:"
-MEET = timedelta(minutes=10)  # for all ranks to start
+MEET = timedelta(minutes=10)  # timeout for all ranks to start
 
 
 class Saves(Protocol):
@@ -68,19 +66,19 @@ class Saves(Protocol):
 
 @dataclass
 class Driver:
-    """The run directory as this rank sees it.
+    """The run directory, metrics and console of a run, on one rank.
 
-    `tracker` and `console` exist on rank 0 alone; the other ranks' calls do nothing.
+    `tracker` and `console` are None except on rank 0. The methods that use them are no-ops on the other ranks.
     """
 
     directory: RunDirectory
     checkpoints: Checkpoints
-    resumed: Path | None  # the checkpoint to go on from
-    resumed_number: int  # iterations done in it
-    record: InputRecord  # of what the run reads, on rank 0
-    finished: bool  # all iterations were done before, and the end was written
+    resumed: Path | None  # checkpoint to resume from
+    resumed_number: int  # number of iterations done in the checkpoint
+    record: InputRecord  # record of the files that the run reads, used on rank 0
+    finished: bool  # whether an earlier start finished all iterations and recorded the end of the run
     watch: Stopwatch
-    leave: Leave  # asked on rank 0
+    leave: Leave  # decides whether the run should exit; called on rank 0
     tracker: Tracker | None = None
     console: RunConsole | None = None
 
@@ -90,18 +88,19 @@ class Driver:
             self.tracker.log(cycle, scope, {**metrics, **times}, iteration=iteration)
 
     def compare(self, models: Mapping[str, configs.Model], rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """Compares the models and the data with the record, once the data are read, and prints what has changed. The
-        driver calls it.
+        """Compares the models and data sets with the record, and prints the changes.
 
-        `rows`: path, rows and sha256 of each data set, by name. Raises RunError for data, and models of the hub, that
-        the run did not begin with.
+        The driver calls it after the data sets are read. `rows`: path, row count and sha256 of each data set, keyed by
+        name. Raises RunError if the data sets, or models from the hub, differ from those at the start of the run.
         """
         for change in self.record.compare(input_digests.LATER, {**input_digests.read_revisions(models), **rows}):
             self.say(f"{CHANGED} {change}")
 
     def refitted(self, metrics: Mapping[str, Any]) -> None:
-        """A line in refits.jsonl: what moved, how long it took, and how long the link needs for as many bytes. Not part
-        of the metrics, which are the same in a run that was interrupted. Raises lines.DiskError.
+        """Appends a line to refits.jsonl: the transferred bytes, the duration, and the ideal duration on the link.
+
+        Refits are not in metrics.jsonl, whose content does not depend on interruptions of the run. Raises
+        json_lines.DiskError.
         """
         if self.tracker is not None:
             json_lines.append(self.directory.refits, json.dumps(metrics).encode())
@@ -115,7 +114,7 @@ class Driver:
             self.console.message(text)
 
     def done(self, text: str) -> None:
-        """Says that the run is finished, after what of its record cannot be read."""
+        """Reports damaged files of the run's record, if any, and then that the run is finished."""
         if self.console is not None:
             for sentence in RunRecord(self.directory.path).look():
                 self.say(f"damage: {sentence}")
@@ -128,15 +127,15 @@ class Driver:
 
 @contextlib.contextmanager
 def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> Iterator[TorchWorld]:
-    """Joins the ranks for the block: NCCL and gloo with GPUs, gloo without.
+    """Context manager that initializes the process group: NCCL and gloo with GPUs, gloo only without GPUs.
 
-    Quiet libraries, one thread per process on CPU.
-
-    `shared`: a directory that all ranks see, where they meet. `deterministic`: of
-    kernels that do the same torch takes those that give the same bits every time; it warns where it has none.
+    Reduces the log output of libraries. Without GPUs, uses one torch thread per process. `shared`: a directory that
+    all ranks can access, used for rendezvous. `deterministic`: makes torch use deterministic kernels, and warn about
+    operations that have none.
     """
     limit_arenas()
-    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports torch's compiler: seconds
+    # the call imports torch's compiler, which takes seconds
+    if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -145,17 +144,17 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     )
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if torch.cuda.is_available():
-        # cuDNN makes a plan for every new shape, in tens of milliseconds, and packed batches have new shapes always.
+        # cuDNN spends tens of milliseconds on a plan for each new shape, and packed batches always have new shapes.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.cuda.set_device(place.local_rank)
         backend = "cpu:gloo,cuda:nccl"
     else:
         torch.set_num_threads(1)
-        # Else torch keeps the stack and shapes of the last 2,000 collectives, of which gloo never tells anybody: a
-        # megabyte or two that holds the pages of freed memory around it.
+        # Otherwise torch records the stacks and shapes of the last 2,000 collectives, which are not used with gloo. The
+        # records take one or two megabytes and prevent the release of freed memory pages around them.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         backend = "gloo"
-    # gloo then asks the store for the addresses of all ranks at once, and not for one after the other
+    # lets gloo query the store for the addresses of all ranks at once instead of one by one
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "True")
     file = shared / f"ranks.{place.session}.json"
     if place.world_size == 1:
@@ -171,7 +170,7 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     try:
         yield world
     except BaseException:
-        if world.size == 1:  # a rank that failed must not wait for others; alone, it leaves the process as it found it
+        if world.size == 1:  # with several ranks, a failed rank must not wait for the others
             dist.destroy_process_group()
         raise
     world.barrier()
@@ -180,7 +179,7 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
 
 @contextlib.contextmanager
 def open_world_for(spec: Spec, place: Place) -> Iterator[TorchWorld]:
-    """Joins the ranks of a command for the block, as `open_world` does, and checks the checksums of its models first.
+    """Context manager that initializes the process group as `open_world` does, and verifies the models' checksums.
 
     Raises ConfigError for damaged weights, on the driver.
     """
@@ -194,9 +193,9 @@ def open_world_for(spec: Spec, place: Place) -> Iterator[TorchWorld]:
 def open_driver(
     spec: TrainingSpec, world: TorchWorld, place: Place, *, total_iterations: int | None
 ) -> Iterator[Driver]:  # fmt: skip
-    """Opens (or re-enters) the run directory and agrees on the checkpoint to go on from.
+    """Context manager that opens a new or existing run directory and selects the checkpoint to resume from.
 
-    Collective. A watchdog is on in the block.
+    A watchdog monitors the rank inside the block. Collective.
     """
     with contextlib.ExitStack() as stack:
         own = spec.directory
@@ -256,14 +255,16 @@ def _opened(
 
 @contextlib.contextmanager
 def _noting_failure(directory: RunDirectory, console: RunConsole) -> Iterator[None]:
-    """Writes why the block ended with an error: the reason to summary.json, as `failed`, which `megatron-rl status`
-    shows, and the whole traceback to driver.log. Raises RuntimeError for a SystemExit, which only code of a user raises
-    there: it would end the run with a status of its own, or with that of success."""
+    """Context manager that records the error with which the block ended.
+
+    Writes the message to `failed` in summary.json, which `megatron-rl status` shows, and the traceback to driver.log.
+    Converts SystemExit, which only user code raises here, to RuntimeError: otherwise user code could end the run with
+    a misleading exit status, such as success."""
     directory.update_summary({FAILED: None})
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(OSError):  # a full disk may be why
+        with contextlib.suppress(OSError):  # the error may be a full disk
             directory.update_summary({FAILED: without_passwords(told(error))})
             console.note(without_passwords(traceback_of(error)))
         if isinstance(error, SystemExit):
@@ -272,7 +273,7 @@ def _noting_failure(directory: RunDirectory, console: RunConsole) -> Iterator[No
 
 
 def _newest(world: TorchWorld, checkpoints: Checkpoints) -> Checkpoint | None:
-    """Returns the newest checkpoint whose files have their checksums. Collective: each rank reads some of the files."""
+    """Returns the newest checkpoint whose files match their checksums. Collective: ranks share the reading."""
 
     def wrong_here(path: str) -> list[str]:
         return file_checksums.wrong(Path(path), known_digests(Path(path)), part=(world.rank, world.size))
@@ -286,23 +287,24 @@ def _newest(world: TorchWorld, checkpoints: Checkpoints) -> Checkpoint | None:
 
 
 class Saver:
-    """Atomic checkpoints of all roles and the run's state. Every method is collective.
+    """Saves atomic checkpoints of all policies and the run's state. Every method is collective.
 
-    In the background all but the first are written while training goes on, and their checksums computed: how long that
-    first one takes is what a job's time limit is compared with.
+    With `background`, all checkpoints but the first are written, and their checksums computed, while training
+    continues. The first is always synchronous, and its duration is used to decide when to exit before a job's time
+    limit.
     """
 
     def __init__(self, world: TorchWorld, driver: Driver, policies: Mapping[str, Saves], *, background: bool) -> None:
         self._world, self._driver, self._policies, self._background = world, driver, policies, background
-        self._due: int | None = None  # begun, not complete
+        self._due: int | None = None  # number of the checkpoint that has begun and is not complete
         self._measured = False
-        self._summing: Future[None] | None = None  # the checksums of what this rank wrote, when all of it is written
+        self._summing: Future[None] | None = None  # computes the checksums of the files that this rank wrote
         self._thread = ThreadPoolExecutor(1, "checksums")
 
     def save(self, number: int, state: Any) -> int | None:
-        """Begins a checkpoint, after the one before is complete.
+        """Waits until the previous checkpoint is complete, then begins checkpoint `number` with the run's `state`.
 
-        Returns `number` when it is complete on return, else None.
+        Returns `number` if the checkpoint is complete on return. Returns None if it is written in the background.
         """
         self.settle(wait=True)
         start, checkpoints = time.monotonic(), self._driver.checkpoints
@@ -314,7 +316,7 @@ class Saver:
 
         self._world.from_driver(begin)
         background = self._background and self._measured
-        return_free_pages()  # before processes that write are forked, too
+        return_free_pages()  # also before the writer processes are forked
         with self._refusing(number):
             for name, policy in self._policies.items():
                 policy.save(checkpoints.pending(number) / name, background=background)
@@ -328,7 +330,9 @@ class Saver:
         return settled
 
     def settle(self, *, wait: bool) -> int | None:
-        """Completes what `save` began, once it is written. -> its number when that happened now."""
+        """Commits the checkpoint that `save` began, once it is written. `wait`: waits until it is written.
+
+        Returns the checkpoint's number if this call completed it, otherwise None."""
         if self._due is None:
             return None
         number = self._due
@@ -347,7 +351,9 @@ class Saver:
 
     @contextlib.contextmanager
     def _refusing(self, number: int) -> Iterator[None]:
-        """Turns what a full disk makes of writing a checkpoint into a CheckpointError, and gives its space back."""
+        """Context manager that converts write errors, such as from a full disk, to CheckpointError.
+
+        Deletes the incomplete checkpoint."""
         try:
             yield
         except (OSError, RuntimeError, CheckpointException) as error:
@@ -366,7 +372,7 @@ class Saver:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Returns the first cause of an error, also of one that megatron-core collected from ranks."""
+    """Returns the root cause of an error, also of a CheckpointException that collects errors of several ranks."""
     if isinstance(error, CheckpointException) and error.failures:
         return _root(next(iter(error.failures.values()))[0])
     below = error.__cause__ or error.__context__
@@ -374,5 +380,5 @@ def _root(error: BaseException) -> BaseException:
 
 
 def sampling_of(settings: configs.SamplingConfig, *, n: int = 1, seed: int = 0) -> Sampling:
-    """The engine's terms for a config's sampling."""
+    """Returns the engine's sampling parameters for the sampling section of a config."""
     return Sampling(**dataclasses.asdict(settings), n=n, seed=seed)

@@ -1,6 +1,6 @@
-"""How one server of a run is started and spoken to: the same for `train`, `serve`, `eval` and `generate`.
+"""Starts one server of a run and connects to it, for `train`, `serve`, `eval` and `generate`.
 
-Light: every supervisor imports it.
+Cheap to import, because every supervisor imports it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from megatron_rl.session.launch_ranks import has_gpu
 from megatron_rl.spec import server_gpus
 from megatron_rl.spec.run_spec import EngineSpec
 
-ENGINES, TOKEN = "engines", "token"  # of a run directory: the server registry's folder, and the token in it
+ENGINES, TOKEN = "engines", "token"  # folder of the server registry in a run directory, and the token file in it
 
 
 def token_file(engines: EngineSpec, settings: Servers) -> Path:
-    """Returns the file with the token that servers ask for."""
+    """Returns the path of the file with the token that servers require in requests."""
     return Path(settings.token_file) if settings.token_file else engines.directory.resolve() / ENGINES / TOKEN
 
 
 def log_of(engines: EngineSpec, role: str, replica: int) -> Path:
-    """Returns the log of a server's output."""
+    """Returns the path of a server's log file."""
     return engines.directory.resolve() / "logs" / f"engine_{role}_{replica}.log"
 
 
 def connect(
     settings: Servers, token: str, refit_timeout_s: float, facts: ModelFacts | None = None
 ) -> Callable[[Listing], Server]:
-    """Returns the function that makes a client of a listed server."""
+    """Returns a function that creates a client of a server from its registry entry."""
     client, known = kind_of(settings).client, facts or ModelFacts()
     return lambda listing: client(listing.url, token, settings, refit_timeout_s, known)
 
@@ -46,10 +46,10 @@ def start_server(
     engines: EngineSpec, settings: Servers, role: str, replica: int, environment: Mapping[str, str],
     facts: ModelFacts | None = None,
 ) -> tuple[ServerProcess, Server]:  # fmt: skip
-    """Starts a server of a role -> its process, and a client of it. The server may not answer yet.
+    """Starts a server of a role. Returns (its process, a client of it). The server may not be ready yet.
 
-    `settings`: those of `engines`, with the address to listen at. `environment`: of the server, with the GPUs that it
-    may see. Raises ConfigError and StartError.
+    `settings`: the settings of `engines` with `host` set to the address to listen at. `environment`: the server's
+    environment variables, including its visible GPUs. Raises ConfigError and StartError.
     """
     kind, own = kind_of(settings), engines.roles[role]
     model = local_model(f"roles.{role}.model.path", own.model.path)
@@ -74,13 +74,14 @@ def start_server(
 
 
 def local_model(setting: str, path: str | Path) -> Path:
-    """Returns the directory of a model, which a name on the hub stands for, too. Raises ConfigError, with the setting,
-    when the model is not here.
+    """Returns the local directory of a model, given its path or its Hugging Face Hub name.
+
+    `setting`: name of the setting, used in the error message. Raises ConfigError if the model is not on this machine.
     """
     path = Path(path)
     if path.is_dir():
         return path.resolve()
-    from megatron_rl.weights import hf_model  # takes seconds, and is for names on the hub
+    from megatron_rl.weights import hf_model  # the import takes seconds and is needed for hub names only
 
     try:
         return hf_model.local_directory(path)
@@ -89,10 +90,10 @@ def local_model(setting: str, path: str | Path) -> Path:
 
 
 def visible_gpus(numbers: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variable that lets a server see the GPUs with these numbers alone; nothing without numbers.
+    """Returns {"CUDA_VISIBLE_DEVICES": ...}, which restricts a server to some GPUs, or {} if `numbers` is empty.
 
-    The numbers count the GPUs that this process sees: of CUDA_VISIBLE_DEVICES=4,5 GPU 1 is 5. Raises ConfigError for a
-    number beyond these.
+    `numbers`: indices into the GPUs that this process sees. With CUDA_VISIBLE_DEVICES=4,5, index 1 is GPU 5. Raises
+    ConfigError for an index out of range.
     """
     if not numbers:
         return {}
@@ -104,8 +105,9 @@ def visible_gpus(numbers: Sequence[int], environment: Mapping[str, str]) -> dict
 
 
 def gpus_of(engines: EngineSpec, settings: Servers, role: str, replica: int) -> Sequence[int]:
-    """Returns the GPUs of engine.gpus for one server: `tp` for each, roles in order. Raises ConfigError for a GPU of
-    two servers, and for too few GPUs.
+    """Returns the `tp` indices in engine.gpus that belong to one server. Servers are ordered by role, then replica.
+
+    Raises ConfigError if two servers share a GPU, or if there are too few GPUs.
     """
     if problems := server_gpus.number_problems(engines):
         raise ConfigError("\n  ".join(problems))
@@ -114,7 +116,7 @@ def gpus_of(engines: EngineSpec, settings: Servers, role: str, replica: int) -> 
 
 
 def check_gpus(engines: EngineSpec, environment: Mapping[str, str]) -> None:
-    """Raises ConfigError for servers that cannot have the GPUs of this host, or are to sleep where there is none."""
+    """Raises ConfigError if servers cannot use this host's GPUs, or if engine.colocate is set without a GPU."""
     if has_gpu(environment):
         server_gpus.refuse(engines, 1)
     elif isinstance(engines.settings, Servers) and engines.settings.colocate:

@@ -1,4 +1,4 @@
-"""The processes that look after a run's own servers, one `megatron-rl serve` each."""
+"""The supervisor processes of a run's servers: one `megatron-rl serve` process for each server."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from megatron_rl.engines import server_log
 from megatron_rl.session.control_protocol import ControlClient
 
-LEAVE_S = 60.0  # a server that is told to leave has so long
+LEAVE_S = 60.0  # seconds that a server may take to exit before it is killed
 
 
 class Supervisor:
-    """`megatron-rl serve` for one server. It ends the server when this process is gone, however that comes."""
+    """A `megatron-rl serve` child process for one server. It ends the server when this process exits for any reason."""
 
     def __init__(self, run: Path, role: str, replica: int, *, gpus: Sequence[int] = ()) -> None:
-        """`gpus`: the GPUs of this host that the server takes; none: those that engine.gpus says."""
+        """`gpus`: indices of the GPUs of this host for the server; if empty, engine.gpus is used."""
         self.role, self.name = role, f"{role}-{replica}"
         words = [
             sys.executable,
@@ -34,7 +34,7 @@ class Supervisor:
         self.log = run / "logs" / f"serve_{role}_{replica}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         own, other = socket.socketpair()
-        # in a session of its own: Ctrl-C is for the run, which needs its servers until the iteration's end
+        # in a separate session, so that Ctrl-C reaches the run only, which needs its servers until the iteration ends
         with self.log.open("ab", buffering=0) as out, other:
             out.write(server_log.start_line())
             self._process = subprocess.Popen(
@@ -49,7 +49,7 @@ class Supervisor:
         self.line.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until it has left; kills it after that time."""
+        """Waits until the process has exited; kills it after `timeout_s` seconds."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -67,7 +67,9 @@ def end_supervisors(started: Mapping[str, Sequence[Supervisor]]) -> None:
 
 
 def hopeless(supervisors: Sequence[Supervisor], leave: Callable[[], bool]) -> str | None:
-    """Why not to wait for a server any more: the run was asked to leave, or started some and gave up on all of them."""
+    """Returns why waiting for a server is hopeless, or None if a server may still start.
+
+    Waiting is hopeless if the run was asked to exit, or if it started supervisors and all of them have exited."""
     if leave():
         return "asked to leave while it waited for a server: the same command goes on from the last checkpoint"
     if not supervisors or not all(supervisor.ended() for supervisor in supervisors):

@@ -1,6 +1,4 @@
-"""Builds the parts of a reinforcement-learning run, hands them to the loop, and writes the trained models at
-its end.
-"""
+"""Builds the parts of a reinforcement-learning run, runs the training loop, and exports the trained models."""
 
 from __future__ import annotations
 
@@ -45,16 +43,18 @@ from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.plain_data import refuse_code
 from megatron_rl.world import TorchWorld, World
 
-# Settings of `run` that rollouts do not depend on.
+# Settings in the section `run` that do not affect rollouts.
 FREE_RUN_SETTINGS = (
     "iterations", "keep", "save_every", "async_save", "save_rollouts_every", "resume", "hang_after_s",
 )  # fmt: skip
 
 
 def run(spec: RunSpec, place: Place, *, fresh: bool = False, events: str | None = None) -> int:
-    """Runs on every rank. `fresh`: iterations that were collected before the run stopped are collected again. `events`:
-    the socket of a program that is told of the run (session.parent_events). Returns 0 when all iterations are done or
-    that program asked to stop, 130 when a signal asked to leave (everything is saved)."""
+    """Runs a training run. Every rank calls it.
+
+    `fresh`: collects iterations again that were collected and stored before the run stopped. `events`: path of the
+    socket of a parent program that receives the run's events (session.parent_events). Returns 0 if all iterations are
+    done or the parent program asked to stop, and 130 if a signal asked to exit (everything is saved)."""
     with open_world_for(spec, place) as world:
         listener = Listener.at(events) if events is not None and world.rank == 0 else None
         return _run(spec, place, world, fresh=fresh, listener=listener)
@@ -62,10 +62,10 @@ def run(spec: RunSpec, place: Place, *, fresh: bool = False, events: str | None 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Models:
-    """The policies that a run trains and the data that it reads, before any rollout is made."""
+    """The tokenizers, policies and data of a run, opened before any rollout is generated."""
 
     tokenizers: Mapping[str, Any]
-    readers: Mapping[str, PromptReader]  # by role; roles may share one
+    readers: Mapping[str, PromptReader]  # prompt readers by role; roles may share a reader
     held_out: list[Prompt]
     policies: Mapping[str, MegatronPolicy]
 
@@ -77,12 +77,11 @@ def _run(spec: RunSpec, place: Place, world: TorchWorld, *, fresh: bool, listene
         driver = stack.enter_context(open_driver(spec, world, place, total_iterations=iterations))
         if driver.finished:
             return 0
-        driver.summary(
-            {"planned": iterations, "finished": False}
-        )  # one that was finished goes on, with more iterations
+        # resets `finished` for a finished run that resumes with more iterations
+        driver.summary({"planned": iterations, "finished": False})
         pool = stack.enter_context(GradePool(spec.reward))
         if world.rank == 0:
-            pool.start()  # its workers import the reward while models are read
+            pool.start()  # the workers import the reward while models are loaded
         for line in explain_recipe(spec):
             driver.say(line)
         models = _open_models(spec, driver, world)
@@ -123,7 +122,7 @@ def _train(
     spec: RunSpec, driver: Driver, models: _Models, setup: loop.Setup, progress: loop.Progress,
     listener: Listener | None,
 ) -> int:  # fmt: skip
-    """Runs the loop, and exports the trained models at its end. Returns the exit status of `run`. Collective."""
+    """Runs the training loop and exports the trained models. Returns the exit status of `run`. Collective."""
     world, iterations = setup.world, spec.loop.num_iterations
     started, before = time.monotonic(), _seconds_before(driver)
     driver.leave.begin()
@@ -156,8 +155,9 @@ def _open_models(spec: RunSpec, driver: Driver, world: TorchWorld) -> _Models:
 def _finish(
     spec: RunSpec, world: World, driver: Driver, models: _Models, progress: loop.Progress, *, finished: bool,
 ) -> None:  # fmt: skip
-    """Exports the trained models of a run that is finished, or was asked to stop as if it were, and says where things
-    are. Collective."""
+    """Exports the trained models at the end of a run, and prints the paths of the outputs. Collective.
+
+    `finished`: whether all iterations are done. False if the parent program stopped the run."""
     for name in spec.trained_policies:
         target = driver.directory.path / "models" / name
         policy = models.policies[name]
@@ -175,8 +175,8 @@ def _finish(
 
 
 def _report(run: Path) -> str:
-    """Writes the run's report. Returns a line with its path, or with why there is none: the run is done anyhow."""
-    from megatron_rl.report.pages import write_report  # not needed before the end
+    """Writes the run's report. Returns a line with its path, or with the error, which does not fail the run."""
+    from megatron_rl.report.pages import write_report  # imported here because it is needed at the end only
 
     try:
         return f"report: {write_report(run)}"
@@ -186,8 +186,9 @@ def _report(run: Path) -> str:
 
 @contextlib.contextmanager
 def freeze_garbage_collector() -> Iterator[None]:
-    """Keeps Python's garbage collector from looking at libraries and models in the block: it did at least once an
-    iteration, for half a second, while all threads waited.
+    """Context manager that excludes existing objects, such as libraries and models, from garbage collection.
+
+    Otherwise a collection scans them at least once per iteration, which blocks all threads for half a second.
     """
     gc.collect()
     gc.freeze()
@@ -199,16 +200,16 @@ def freeze_garbage_collector() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """The state that a checkpoint holds beside the files of the policies."""
+    """The state that a checkpoint holds in addition to the policies."""
 
     recipe: Recipe
     models: _Models
     progress: loop.Progress
-    collector: Collector | None  # on the driver: only it reads data and makes rollouts
+    collector: Collector | None  # on the driver only, which reads data and collects rollouts
     memory: DeviceMemory
 
     def state(self) -> dict[str, Any]:
-        """The state of rank 0; empty on the others, whose state nobody writes."""
+        """Returns the state to save on rank 0, and {} on the other ranks, whose state is not saved."""
         if self.collector is None:
             return {}
         return {"progress": self.progress.state_dict(), **self.collector.state()}
@@ -216,7 +217,7 @@ class _Saved:
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """A policy whose weights are on its device while it is saved: implements common.Saves."""
+    """A policy that is moved to its device while it is saved. Implements run_setup.Saves."""
 
     name: str
     policy: MegatronPolicy
@@ -234,7 +235,7 @@ def _collector(
     spec: RunSpec, models: _Models, context: RolloutContext, run_engines: RunEngines, driver: Driver,
     progress: loop.Progress, store: IterationStore,
 ) -> Collector:  # fmt: skip
-    """Makes the source of the loop's iterations, on the driver."""
+    """Creates the collector that provides the training loop's iterations, on the driver."""
     recipe, ahead = spec.recipe, spec.loop.rollouts.max_staleness
     maker: IterationMaker
     if spec.data.replay is not None:
@@ -256,10 +257,10 @@ def _collector(
 def _store(
     spec: RunSpec, models: _Models, driver: Driver, progress: loop.Progress, fresh: bool
 ) -> IterationStore:  # fmt: skip
-    """Opens the store of iterations, on the driver, and says how many iterations come from it.
+    """Opens the store of collected iterations, on the driver, and prints how many iterations are reused from it.
 
-    Iterations that were collected under other settings or by other code are not taken from it, nor any iteration where
-    the run is to be `fresh`: all that is not of the machine counts, and the form of the file.
+    Iterations that were collected with other settings, code, prompts or data, or in another file format, are not
+    reused; settings of the machine are ignored. If `fresh` is true, no iteration is reused.
     """
     own = _fingerprint(spec.settings, driver.record.inputs)
     store = IterationStore(
@@ -281,8 +282,10 @@ def _store(
 
 
 def _fingerprint(settings: Mapping[str, Any], inputs: Mapping[str, Input]) -> str:
-    """Returns a text that stands for what rollouts may depend on: the settings but those of the machine and of how
-    often is saved, the `inputs` that the run reads, and this package's code.
+    """Returns a fingerprint of everything that rollouts may depend on.
+
+    Covers the settings (without settings of the machine and of saving), the `inputs` that the run reads, and the code
+    of this package.
     """
     plain = {name: section for name, section in settings.items() if name not in ("launch", "sinks", "job")}
     plain["run"] = {name: value for name, value in settings["run"].items() if name not in FREE_RUN_SETTINGS}
@@ -291,7 +294,7 @@ def _fingerprint(settings: Mapping[str, Any], inputs: Mapping[str, Input]) -> st
 
 
 def _one_at_a_time(grade: Grade) -> Grade:
-    """Grades for one thread at a time: rollouts ahead of training and an evaluation may want it at once."""
+    """Wraps `grade` in a lock, because collection ahead of training and an evaluation may call it concurrently."""
     lock = threading.Lock()
 
     def locked(responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
@@ -355,7 +358,7 @@ def _hooks(
 def _show(
     driver: Driver, tokenizers: Mapping[str, Any], iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]]
 ) -> None:
-    """Shows some rollouts of an iteration to the sinks that want texts."""
+    """Sends a sample of an iteration's rollouts, decoded to text, to the metric sinks."""
     wanted = driver.tracker.num_samples if driver.tracker is not None else 0
     for role, own in rollouts.items():
         samples = [_sample(tokenizers[role], rollout) for rollout in own[:wanted]]
@@ -372,14 +375,17 @@ def _sample(tokenizer: Any, rollout: Rollout) -> Sample:
 
 
 def _seconds_before(driver: Driver) -> float:
-    """Returns the wall-clock seconds of the run's earlier starts, as far as its summary tells."""
+    """Returns the wall-clock seconds of the run's earlier starts, read from its summary; 0.0 if not recorded."""
     seconds = driver.directory.read_summary().get("seconds")
     wall = seconds.get("wall") if isinstance(seconds, dict) else None
     return wall if isinstance(wall, float) else 0.0
 
 
 def _summary(progress: loop.Progress, seconds: float) -> dict[str, Any]:
-    """Metrics of the first and last evaluation as NAME_start and NAME_end, updates by policy, wall-clock seconds."""
+    """Returns the run's summary.
+
+    It has the metrics of the first and last evaluation as NAME_start and NAME_end, the update count of each policy and
+    the wall-clock seconds."""
     metrics: dict[str, Any] = {
         "finished": False,
         "updates": dict(progress.updates),

@@ -1,6 +1,6 @@
-"""Refuses models whose weights are not those whose checksums stand beside them, for every command that reads models.
+"""Rejects models whose weight files do not match their SHA256SUMS file, for every command that loads models.
 
-Light: every supervisor of a server imports it.
+Cheap to import, because every supervisor of a server imports it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from megatron_rl.run.file_checksums import refuse, wrong_of
 
 
 def refuse_damaged_models(roles: Iterable[RoleConfig]) -> None:
-    """Reads the weights of all model directories that roles name and that have a SHA256SUMS; a hub name has none.
+    """Verifies the weights of the roles' local model directories that have a SHA256SUMS file. Skips hub names.
 
-    Raises ConfigError with the first file that differs.
+    Raises ConfigError that names the first file that differs.
     """
     named = [path for role in roles for path in (role.model.path, role.tandem and role.tandem.junior) if path]
     for directory in dict.fromkeys(Path(name) for name in named if Path(name).is_dir()):

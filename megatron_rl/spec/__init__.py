@@ -1,1 +1,1 @@
-"""The specification of a run: what `resolve` makes of a config before anything starts, and all checks on it."""
+"""The specification of a run, which `resolve` builds from a config before anything starts, and all checks on it."""

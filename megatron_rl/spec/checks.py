@@ -1,6 +1,6 @@
 """Checks the settings of a specification against each other, the number of ranks, the recipe and the models' files.
 
-What concerns one section of a config alone is checked by the section itself. Nothing here imports torch.
+Constraints within a single section of the config are checked by the section itself. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from megatron_rl.spec.server_gpus import number_problems
 
 
 def problems(spec: Spec, *, to_come: bool = False) -> list[str]:
-    """Returns a sentence, with its cure, for everything that is wrong with a specification.
+    """Returns one message for each problem of a specification. Each message includes a fix.
 
-    `to_come`: model directories may be missing still, since an earlier stage writes them.
+    `to_come`: allows model directories that do not exist yet because an earlier stage will write them.
     """
     found: list[str] = []
     for name, role in spec.roles.items() if isinstance(spec, TrainingSpec) else ():
@@ -60,7 +60,7 @@ def problems(spec: Spec, *, to_come: bool = False) -> list[str]:
 
 
 def _said(check: Callable[..., object], *args: object, place: str = "") -> list[str]:
-    """Returns the message of the ConfigError that a check raises, behind `place`; an empty list where there is none."""
+    """Calls a check. Returns [`place` + message] if it raises ConfigError, otherwise an empty list."""
     try:
         check(*args)
     except ConfigError as error:
@@ -96,7 +96,7 @@ def _run_problems(spec: RunSpec) -> list[str]:
 
 
 def _served_adapter_problems(spec: RunSpec, settings: Servers) -> list[str]:
-    """Returns what is wrong with servers that compute with adapters beside a model."""
+    """Returns the problems of servers that apply LoRA adapters at inference (engine.adapters = 'served')."""
     found, ahead = [], spec.loop.rollouts.max_staleness
     if all(role.lora is None for role in spec.roles.values()):
         found.append("engine.adapters = 'served', and no role has lora: set it to merged")
@@ -121,7 +121,7 @@ def _served_adapter_problems(spec: RunSpec, settings: Servers) -> list[str]:
 
 
 def _colocation_problems(spec: RunSpec, settings: Servers) -> list[str]:
-    """Returns what is wrong with servers in the trainer's GPUs."""
+    """Returns the problems of servers that share the trainer's GPUs (engine.colocate = true)."""
     ranks, sets, place = spec.cluster.ranks, len(spec.engine.server_roles), "engine.colocate = true with"
     found = []
     if not settings.start or settings.urls:
@@ -164,7 +164,7 @@ def _colocation_problems(spec: RunSpec, settings: Servers) -> list[str]:
 
 
 def role_problems(role: RoleConfig) -> Iterator[str]:
-    """Yields what is wrong with a role, whatever its model is."""
+    """Yields the problems of a role that do not depend on the architecture of its model."""
     if not role.model.path:
         yield "model.path is empty: give a model directory or a hub name, or name a role in same_as"
     if role.endpoint is not None and role.policy == "own":
@@ -203,7 +203,7 @@ def _sft_problems(spec: SftSpec) -> Iterator[str]:
 
 
 def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -> list[str]:
-    """Returns what is wrong with the layout of a model that is trained, and with settings that it does not allow."""
+    """Returns the problems of a trained model: with its parallel layout, and with settings that it does not support."""
     found, read = _read_model(place, role.model.path, to_come)
     if read is not None:
         (sizes, features), path = read, role.model.path
@@ -215,7 +215,7 @@ def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -
 
 
 def _rank_problems(place: str, layout: Layout, ranks: int) -> list[str]:
-    """Returns what is wrong with a layout on so many ranks, whatever the model is."""
+    """Returns the problems of a parallel layout on `ranks` ranks that do not depend on the model."""
     if ranks % layout.model_ranks:
         return [
             f"{place}: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} = {layout.model_ranks} does not divide {ranks} "
@@ -230,8 +230,10 @@ def _rank_problems(place: str, layout: Layout, ranks: int) -> list[str]:
 
 
 def _engine_problems(spec: Spec, engine: EngineSpec, to_come: bool) -> list[str]:
-    """Returns what is wrong with the models that engines hold: of roles that are not trained, of juniors, and those
-    that the ranks of a server do not divide."""
+    """Returns the problems of the models that the engines hold.
+
+    Checks the models of untrained roles, the junior models, and whether the models can be sharded over the GPUs of a
+    server."""
     found, settings = [], engine.settings
     if not engine.trains:
         if isinstance(settings, Servers) and settings.colocate:
@@ -257,10 +259,10 @@ def _engine_problems(spec: Spec, engine: EngineSpec, to_come: bool) -> list[str]
 
 
 def _read_model(place: str, path: str, to_come: bool) -> tuple[list[str], tuple[Sizes, Features] | None]:
-    """Reads a model's config.json -> (what is wrong with it, what it says).
+    """Reads a model's config.json. Returns (problems, (sizes, features) of the model or None if it cannot be read).
 
-    Both are empty for a hub name, and for a directory that an earlier stage writes: these are checked when the run
-    starts.
+    Returns ([], None) for a hub name, and for a missing directory that an earlier stage will write. Such models are
+    checked when the run starts.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -275,7 +277,7 @@ def _read_model(place: str, path: str, to_come: bool) -> tuple[list[str], tuple[
 
 
 def _set_problems(name: str, source: PromptSet) -> list[str]:
-    """Returns what is wrong with the settings of a problem set."""
+    """Returns the problems with the settings of a prompt set."""
     found = _said(resolve, source, place=f"{name}: ")
     try:
         re.compile(source.answer_pattern or "")
@@ -300,7 +302,7 @@ def _set_problems(name: str, source: PromptSet) -> list[str]:
 
 
 def _overlaps(spec: Spec) -> list[str]:
-    """Returns a line for each set of generated problems to train on that may have questions of those held out."""
+    """Returns a message for each generated training set that may contain questions of the held-out set."""
     held = spec.sets.get(HELD_OUT)
     return [
         f"{HELD_OUT} may have questions of {name}: both are of {', '.join(sorted(common))}; set "
@@ -314,7 +316,7 @@ def _overlaps(spec: Spec) -> list[str]:
 
 
 def _sink_problems(sinks: Sinks) -> list[str]:
-    """Returns a line for each place of metrics whose package is not installed: a run would go on without it."""
+    """Returns a message for each metric sink whose package is not installed. A run would continue without the sink."""
     wanted = {
         "wandb": (sinks.wandb_project is not None, f"wandb_project = {sinks.wandb_project!r}", "wandb_project to null"),
         "tensorboard": (sinks.tensorboard, "tensorboard = true", "tensorboard to false"),
@@ -327,8 +329,10 @@ def _sink_problems(sinks: Sinks) -> list[str]:
 
 
 def recipe_problems(spec: RunSpec) -> list[str]:
-    """Returns what goes against the recipe: other roles, a role without a policy that it trains, a run that is longer
-    than its plan, a loss that cannot be built, groups that have nothing to learn from, and what the recipe refuses."""
+    """Returns the settings that are incompatible with the recipe.
+
+    Checks for: missing or unknown roles, a trained role without a policy, more iterations than the recipe's schedule
+    has, a loss that cannot be built, groups without a learning signal, and the recipe's `check`."""
     recipe, target = spec.recipe, spec.settings["recipe"]["target"]
     parts = recipe.roles()
     found = [f"roles.{n} is missing" for n in parts if n not in spec.roles]
@@ -352,10 +356,11 @@ def recipe_problems(spec: RunSpec) -> list[str]:
 
 
 def _signal_problems(spec: RunSpec) -> list[str]:
-    """Returns what keeps rollouts from having anything to learn from: all rollouts of a group are the same text, or a
-    batch has one rollout alone and the estimator compares, or the recipe does not understand the range of rewards.
+    """Returns the settings that leave rollouts without a learning signal.
 
-    Groups that are too small for their estimator are refused by the recipe, which knows its groups.
+    Checks for: sampling that makes all rollouts of a group identical, a batch of one rollout with an estimator that
+    compares rollouts, and a reward range that the recipe does not support. The recipe itself rejects groups that are
+    too small for its estimator.
     """
     recipe, bounds, found = spec.recipe, spec.reward.range, []
     estimator = str(vars(recipe).get("estimator"))

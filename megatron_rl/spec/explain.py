@@ -1,4 +1,4 @@
-"""Says in sentences what the numbers of a specification mean, for `megatron-rl check` and a run's log."""
+"""Explains the numbers of a specification in sentences, for `megatron-rl check` and a run's log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.spec.run_spec import RunSpec, Spec
 
 
 def explain(spec: Spec) -> list[str]:
-    """Returns one line for each role: how its model lies over the ranks, and what its adapters train."""
+    """Returns lines about each role: how its model is sharded over the ranks, and which modules its adapters train."""
     if not isinstance(spec, RunSpec):
         return [f"the model: {_adapters(role)}" for role in spec.roles.values() if role.lora is not None]
     lines, ranks = [], spec.cluster.ranks
@@ -46,8 +46,10 @@ def explain(spec: Spec) -> list[str]:
 
 
 def explain_recipe(spec: RunSpec) -> list[str]:
-    """Returns one line for each trained role: prompts, samples and optimizer steps of one update; and a note on each
-    role that is not trained in a run of this length, or only before any other role is."""
+    """Returns one line for each trained role: the number of prompts, samples and optimizer steps of one update.
+
+    Adds a note for each role that is never trained in a run of this length, or that is trained only before the other
+    roles are."""
     parts = spec.recipe.roles()
     trained = [name for name, part in parts.items() if part.trained]
     lines = [_update(spec, name, parts[name].samples) for name in trained]
@@ -63,7 +65,7 @@ def explain_recipe(spec: RunSpec) -> list[str]:
 
 
 def _update(spec: RunSpec, name: str, group_size: int) -> str:
-    """Describes an update of one role: P prompts x G samples = S samples, S / B optimizer steps, most tokens."""
+    """Describes one update of a role: P prompts x G samples = S samples, S / B optimizer steps, maximum token count."""
     role, prompts = spec.roles[name], spec.run.prompts_per_iteration
     samples = prompts * group_size
     batch = role.samples_per_optimizer_step or samples
@@ -79,7 +81,7 @@ def _update(spec: RunSpec, name: str, group_size: int) -> str:
 
 
 def _adapters(role: RoleConfig) -> str:
-    """Describes what a role with adapters trains."""
+    """Describes the LoRA adapters of a role: rank, target modules and, if known, the number of parameters."""
     assert role.lora is not None
     text = f"trains adapters of rank {role.lora.rank} on {', '.join(role.lora.targets)}"
     file = Path(role.model.path) / "config.json"

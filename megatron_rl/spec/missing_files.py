@@ -1,6 +1,6 @@
-"""Finds the files, directories and engine packages that a specification names and that are not on this machine.
+"""Finds the files, directories and engine packages that a specification names and that are missing on this machine.
 
-Nothing here imports torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.config.engines import Servers
 from megatron_rl.spec.run_spec import EngineSpec, RunSpec, SftSpec, Spec
 
 PACKAGE = "megatron_rl."
-# Graders and tools that run code of models in a sandbox.
+# Graders and tools that run model-generated code in a sandbox.
 RUNS_CODE = (
     "rewards.code_cases:grade",
     "rewards.code_cases:grade_share",
@@ -34,10 +34,10 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 class Absent:
     """A file or directory that a setting names and that does not exist on this machine."""
 
-    name: str  # of the setting
+    name: str  # name of the setting
     path: str
-    on_hub: bool = False  # the path is a name at the Hugging Face hub, and is fetched from there
-    kind: hub_cache.Kind = "models"  # what the hub has under that name
+    on_hub: bool = False  # whether `path` is a Hugging Face Hub name, from which the files are downloaded
+    kind: hub_cache.Kind = "models"  # type of the Hub repository: models or datasets
 
     def __str__(self) -> str:
         if self.on_hub:
@@ -46,12 +46,12 @@ class Absent:
 
     @property
     def fetch(self) -> str:
-        """Returns the command that brings it here from the hub."""
+        """Returns the shell command that downloads the files from the Hugging Face Hub."""
         return f"hf download {self.path}" + (" --repo-type dataset" if self.kind == "datasets" else "")
 
     @property
     def problem(self) -> str | None:
-        """Returns why a run here would fail, with the cure; None for a name that the hub may have."""
+        """Returns why a run on this machine would fail, and the fix; None if the files may be on the hub."""
         if not self.on_hub:
             folder = Path(self.path).parent
             taken = self.path.count("/") == 1 and folder != Path() and folder.is_dir()
@@ -67,9 +67,9 @@ class Absent:
 
 
 def absent_files(spec: Spec) -> list[Absent]:
-    """Returns each file or directory that a specification names and that does not exist yet.
+    """Returns the files and directories that a specification names and that do not exist yet.
 
-    An earlier stage may still write it.
+    An earlier stage may still write them.
     """
     models = {f"{name}.path": model.path for name, model in spec.models.items()}
     models |= {f"{name}.tokenizer": model.tokenizer for name, model in spec.models.items() if model.tokenizer}
@@ -91,7 +91,7 @@ def absent_files(spec: Spec) -> list[Absent]:
 
 
 def _files(spec: Spec) -> Mapping[str, str]:
-    """Returns {setting: path} of the files that no hub has."""
+    """Returns {setting: path} of the files that must be local, such as chat templates and token files."""
     files = {f"{name}.chat_template": m.chat_template for name, m in spec.models.items() if m.chat_template is not None}
     if isinstance(spec, RunSpec):
         files |= spec.recipe.files()
@@ -103,7 +103,7 @@ def _files(spec: Spec) -> Mapping[str, str]:
 
 
 def server_problems(engine: EngineSpec | None) -> list[str]:
-    """Returns why servers that a run starts itself could not be started here."""
+    """Returns the reasons why a run could not start its servers on this machine."""
     settings = None if engine is None else engine.settings
     if not isinstance(settings, Servers) or settings.urls or not settings.start:
         return []
@@ -120,7 +120,7 @@ def server_problems(engine: EngineSpec | None) -> list[str]:
 
 
 def sandbox_problems(settings: Mapping[str, Any]) -> list[str]:
-    """Returns why the code of models that a run has graded, or run as a tool, could not be run here."""
+    """Returns the reasons why model-generated code, from graders or tools, could not be run in a sandbox here."""
     if shutil.which("bwrap") is not None:
         return []
     used = [target for target in _targets(settings) if target.removeprefix(PACKAGE) in RUNS_CODE]
@@ -132,7 +132,7 @@ def sandbox_problems(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _targets(value: Any) -> Iterator[str]:
-    """Yields every `target` in a config's values."""
+    """Yields every `target` string in the nested values of a config."""
     if isinstance(value, Mapping):
         if isinstance(value.get("target"), str):
             yield value["target"]
@@ -142,15 +142,18 @@ def _targets(value: Any) -> Iterator[str]:
 
 
 def _is_model_name(path: str) -> bool:
-    """Returns whether a path that is not here is fetched from the hub: `owner/name`, where `owner` is no folder here
-    and the hub's cache may have it."""
+    """Returns whether a path that does not exist locally is treated as a Hugging Face Hub model name, `owner/name`.
+
+    If a local folder `owner` exists, the path is a Hub name only if the Hub cache has the model."""
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         return False
     return not Path(path).parent.is_dir() or hub_cache.is_cached(path, "models")
 
 
 def _is_data_name(path: str) -> bool:
-    """Returns whether data that are not here are fetched from the hub: `name` or `owner/name`, as for models."""
+    """Returns whether a data path that does not exist locally is treated as a Hugging Face Hub dataset name.
+
+    Such a name is `name` or `owner/name`. If a local folder `owner` exists, the Hub cache must have the dataset."""
     if Path(path).suffix in _DATA_FILES or not _HUB_NAME.fullmatch(path):
         return False
     return "/" not in path or not Path(path).parent.is_dir() or hub_cache.is_cached(path, "datasets")

@@ -1,4 +1,4 @@
-"""Resolves a config into the specification of a run, once, before anything starts. Nothing here imports torch."""
+"""Resolves a config into the specification of a run, once, before anything starts. Does not import torch."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def resolve(config: TrainConfig, ranks: int, *, to_come: bool = False, here: Hos
 @overload
 def resolve(config: Config, ranks: int, *, to_come: bool = False, here: Host | None = None) -> Spec: ...
 def resolve(config: Config, ranks: int, *, to_come: bool = False, here: Host | None = None) -> Spec:
-    """Returns the specification of the run that a config describes, on so many ranks.
+    """Returns the checked specification of the run that a config describes.
 
-    `to_come`: model directories may be missing still, since an earlier stage writes them. `here`: the run is to start
-    on this host; None: nothing is looked for on this host. Raises ConfigError that names everything that is wrong.
+    `ranks`: total number of ranks of the run. `to_come`: allows model directories that do not exist yet because an
+    earlier stage will write them. `here`: the host that the run will start on; if None, files, packages and GPUs of
+    this host are not checked. Raises ConfigError, which lists all problems.
     """
     registry.add(config.families, "families")
     spec, problems = specify(config, ranks)
@@ -54,8 +55,9 @@ def resolve(config: Config, ranks: int, *, to_come: bool = False, here: Host | N
 
 
 def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
-    """Returns (the specification of a config, why its recipe cannot be built), without any check. A recipe that cannot
-    be built is None."""
+    """Returns the unchecked specification of a config, and a list of errors from building its recipe.
+
+    `recipe` is None in the specification if it cannot be built."""
     shared: dict[str, Any] = {
         "roles": roles_of(config),
         "engine": None if isinstance(config, SftConfig) else engine_of(config),
@@ -100,8 +102,8 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
 
 
 def engine_of(config: TrainConfig | EvalConfig | GenerateConfig) -> EngineSpec:
-    """Returns the specification of a run's engines. It needs no recipe, so that a process of one server can be started
-    from the config alone."""
+    """Returns the specification of a run's engines. No recipe is built, so a server process can be started from the
+    config alone."""
     registry.add(config.families, "families")
     roles = {name: role for name, role in roles_of(config).items() if role.owner == name}
     more: dict[str, Any] = {}
@@ -109,14 +111,16 @@ def engine_of(config: TrainConfig | EvalConfig | GenerateConfig) -> EngineSpec:
         roles = {} if config.debug.replay else roles
         more = {"refit": config.refit, "trains": True}
     else:
-        roles.pop("base", None)  # its probabilities are compared; it generates nothing
+        roles.pop("base", None)  # the base model generates nothing: only its probabilities are compared
     output = Path(config.output) if isinstance(config, GenerateConfig) else config.directory
     return EngineSpec(settings=config.engine, roles=roles, directory=output, families=config.families, **more)
 
 
 def roles_of(config: Config) -> dict[str, RoleSpec]:
-    """Returns the roles of a training run, or the models of another command by the names of their settings: `model`,
-    `junior`, `verifier` and `base`. Models with equal settings have one owner."""
+    """Returns the roles of a training run by name.
+
+    For other commands, returns each model as a role named after its setting: `model`, `junior`, `verifier` or `base`.
+    Models with equal settings have the same owner."""
     ahead = served = False
     if isinstance(config, TrainConfig):
         ahead, roles = config.rollouts.max_staleness > 0, config.roles
@@ -130,7 +134,7 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
             name = setting.removesuffix(".model")
             owner = first_of.setdefault(model, name)
             roles[name] = RoleConfig(model=model, policy="none", same_as=None if owner == name else owner)
-    first: dict[Any, str] = {}  # the first role of those that share servers
+    first: dict[Any, str] = {}  # the first role of each group of roles that share servers
     out: dict[str, RoleSpec] = {}
     for name, role in roles.items():
         owner = role.same_as or name

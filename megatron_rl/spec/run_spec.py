@@ -1,6 +1,6 @@
-"""The dataclasses of a run's specification: every part of a run is built from one of them, or from a section of one.
+"""The dataclasses of a run's specification. Every part of a run is built from one of these dataclasses or its fields.
 
-`resolve.resolve` makes them from a config, with every default filled in. Nothing here imports torch.
+`resolve.resolve` builds them from a config and fills in every default. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,54 +21,57 @@ from megatron_rl.config.schema import GenerateConfig
 
 @config
 class RoleSpec(RoleConfig):
-    """One model and how it is sampled and trained: the settings of a role, with the defaults that depend on other
-    settings filled in.
+    """The resolved settings of a role: one model, and how it is sampled and trained.
 
-    `loss.max_tokens` is never null, and `loss.correction` is the correction that the role is trained with. A model of
-    `eval` or `generate` is a role without a policy.
+    Defaults that depend on other settings are filled in: `loss.max_tokens` is never None, and `loss.correction` is the
+    correction that the role is trained with. A model of the `eval` or `generate` command is a role without a policy.
     """
 
     name: str
-    owner: str  # role whose policy and engine this role uses: `same_as`, or the role itself
-    servers: str  # role whose servers answer for this role: the owner, or a role with another adapter of its model
+    owner: str  # role whose policy and engine this role uses: `same_as` if it is set, otherwise the role itself
+    # role whose servers generate for this role: the owner, or a role that has another adapter of the same base model
+    servers: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """The engines of a run: their settings, and the models that they hold."""
+    """The settings of a run's inference engines, and the models that the engines hold."""
 
     settings: Embedded | Servers
-    roles: Mapping[str, RoleSpec]  # the roles that have an engine of their own, those with an endpoint included
+    roles: Mapping[str, RoleSpec]  # the roles that have a separate engine, including roles with an endpoint
     refit: RefitConfig = field(default_factory=RefitConfig)
-    directory: Path  # the run directory, or the directory of an evaluation's output: token, server registry and logs
-    families: tuple[str, ...] = ()  # model families of the user's own, which server processes must know, too
-    trains: bool = False  # a trainer runs beside the engines
+    # directory of the server token, the server registry and the server logs: the run directory, or the output directory
+    # of an evaluation or generation
+    directory: Path
+    families: tuple[str, ...] = ()  # user-defined model families, which server processes must register as well
+    trains: bool = False  # whether a trainer runs beside the engines
 
     @property
     def opened(self) -> dict[str, RoleSpec]:
-        """Returns the roles whose engine the run opens itself: all roles but those with an endpoint."""
+        """Returns the roles whose engine is opened by the run: all roles of `roles` that have no endpoint."""
         return {name: role for name, role in self.roles.items() if role.endpoint is None}
 
     @property
     def server_roles(self) -> list[str]:
-        """Returns the roles that have servers of their own, in order."""
+        """Returns the names of the roles that have separate servers, in the order of `roles`."""
         return [name for name, role in self.opened.items() if role.servers == name]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """The problems of a training run."""
+    """The problem sets of a training run."""
 
-    training: Mapping[str, PromptSet]  # by the name of the setting: `data` and `roles.NAME.data`
-    held_out: PromptSet | None  # the problems of evaluations; None: there are no evaluations
-    replay: Path | None  # a run whose rollouts are trained on; None: the engines write them
+    training: Mapping[str, PromptSet]  # keyed by setting name: `data` and `roles.NAME.data`
+    held_out: PromptSet | None  # problem set of the evaluations; None if the run has no evaluations
+    replay: Path | None  # path to a run whose saved rollouts are trained on; None if the engines generate rollouts
 
 
 def first_iterations(
     schedule: Sequence[Sequence[tuple[str, ...]]], count: int | None
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Returns the cycles of a schedule that hold its first `count` iterations; the last of them may be cut short.
-    None: the whole schedule."""
+    """Returns the cycles that contain the first `count` iterations of a schedule. The last cycle may be truncated.
+
+    If `count` is None, returns the whole schedule."""
     found, left = [], sum(map(len, schedule)) if count is None else count
     for cycle in schedule:
         if left <= 0:
@@ -80,22 +83,22 @@ def first_iterations(
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSpec:
-    """The iterations of a training run, and what happens between them."""
+    """The settings of the training loop: the iterations, evaluations, staleness of rollouts and preflight checks."""
 
-    schedule: tuple[tuple[tuple[str, ...], ...], ...]  # cycles -> iterations of the cycle -> roles that are trained
+    schedule: tuple[tuple[tuple[str, ...], ...], ...]  # schedule[cycle][iteration]: names of the roles to train
     evaluation: Evaluation  # when to evaluate, and on how many problems
-    rollouts: Rollouts  # how far rollouts may be ahead of training
-    preflight: Preflight  # checks before the first update; a replay has none
+    rollouts: Rollouts  # by how many iterations rollouts may be ahead of training
+    preflight: Preflight  # checks before the first update; disabled in a replay
 
     @property
     def num_iterations(self) -> int:
-        """Returns the number of iterations of the whole run."""
+        """Returns the total number of iterations of the run."""
         return sum(map(len, self.schedule))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """The processes of a run: how many ranks, who starts them, and the job that they run in."""
+    """The processes of a run: the number of ranks, how they are launched, and the cluster job that they run in."""
 
     ranks: int
     launch: Launch = field(default_factory=Launch)
@@ -104,7 +107,10 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class Host:
-    """The host that a run is to start on: how many of its ranks run there, and whether it has GPUs."""
+    """The host that a run will start on.
+
+    `ranks`: number of the run's ranks on this host. `gpus`: whether the host has GPUs.
+    """
 
     ranks: int
     gpus: bool
@@ -112,22 +118,23 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """The part of a specification that all commands have."""
+    """The part of a specification that all commands share."""
 
     roles: Mapping[str, RoleSpec]
-    engine: EngineSpec | None  # None: nothing is generated
+    engine: EngineSpec | None  # None if the command generates no text
     cluster: ClusterSpec
-    directory: Path  # the run directory, or the directory of the output
-    models: Mapping[str, Model]  # by the name of the setting, such as `roles.generator.model`
-    sets: Mapping[str, PromptSet]  # by the name of the setting: `data`, `roles.NAME.data`, `evaluation.prompts`
-    reward: Reward | None  # None: nothing is graded
-    settings: Mapping[str, Any]  # the resolved config as plain values, for records and fingerprints
+    directory: Path  # the run directory, or the output directory
+    models: Mapping[str, Model]  # keyed by setting name, such as `roles.generator.model`
+    sets: Mapping[str, PromptSet]  # keyed by setting name: `data`, `roles.NAME.data`, `evaluation.prompts`
+    reward: Reward | None  # None if no response is graded
+    settings: Mapping[str, Any]  # the resolved config as plain Python values, for run records and fingerprints
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSpec(Spec):
-    """The specification of `megatron-rl eval`. The models are roles without a policy: `model`, `junior`, `verifier` and
-    `base`."""
+    """The specification of `megatron-rl eval`.
+
+    The models are roles without a policy, named `model`, `junior`, `verifier` and `base`."""
 
     engine: EngineSpec
     reward: Reward
@@ -136,15 +143,15 @@ class EvalSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSpec(Spec):
-    """The specification of `megatron-rl generate`. The teacher is the role `model`."""
+    """The specification of `megatron-rl generate`. The role `model` is the model that generates the responses."""
 
     engine: EngineSpec
-    config: GenerateConfig  # what is asked, and what becomes of the answers
+    config: GenerateConfig  # which prompts are sent, and how the responses are stored
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpec(Spec):
-    """The part of a specification that the commands which train have: `train` and `sft`."""
+    """The part of a specification that the training commands, `train` and `sft`, share."""
 
     run: Run  # name, seed and checkpoints
     sinks: Sinks
@@ -152,13 +159,13 @@ class TrainingSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class SftSpec(TrainingSpec):
-    """The specification of `megatron-rl sft`. The model is the role `model`."""
+    """The specification of `megatron-rl sft`. The role `model` is the model that is trained."""
 
     data: SftData
     samples_per_step: int
-    steps: int | None  # optimizer steps; None: `epochs` passes over the data
+    steps: int | None  # number of optimizer steps; if None, training runs for `epochs` passes over the data
     epochs: float
-    validate_every: int  # optimizer steps between validations; 0: only at the end
+    validate_every: int  # number of optimizer steps between validations; 0: validate only at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,17 +173,17 @@ class RunSpec(TrainingSpec):
     """The specification of `megatron-rl train`."""
 
     engine: EngineSpec
-    recipe: Any  # the recipe that was built from the config (training.iteration.Recipe)
+    recipe: Any  # the training recipe built from the config, a training.iteration.Recipe
     data: DataSpec
     reward: Reward
     loop: LoopSpec
 
     @property
     def policy_of(self) -> dict[str, str]:
-        """Returns {trained role: the role whose policy its rollouts train}."""
+        """Returns a mapping from each trained role to the role whose policy is updated with its rollouts."""
         return {name: self.roles[name].owner for name, part in self.recipe.roles().items() if part.trained}
 
     @property
     def trained_policies(self) -> list[str]:
-        """Returns the names of the policies that are updated, each once."""
+        """Returns the names of the policies that are updated, without duplicates."""
         return list(dict.fromkeys(self.policy_of.values()))

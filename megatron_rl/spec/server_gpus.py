@@ -1,4 +1,4 @@
-"""Says what is wrong with `engine.gpus`, the GPUs that servers get by number."""
+"""Checks `engine.gpus`, the indices of the GPUs that the servers run on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from megatron_rl.spec.run_spec import EngineSpec
 
 
 def number_problems(engine: EngineSpec) -> list[str]:
-    """Returns a sentence for each GPU number that is given twice, and for fewer numbers than the servers need, whatever
-    the machine is. No numbers at all are correct on a CPU.
+    """Checks `engine.gpus` independently of the machine.
+
+    Returns one message if GPU indices are repeated, and one if there are fewer indices than the servers need. An empty
+    `engine.gpus` is accepted, because it is correct on a machine without GPUs.
     """
     settings = engine.settings
     if not isinstance(settings, Servers):
@@ -23,9 +25,9 @@ def number_problems(engine: EngineSpec) -> list[str]:
 
 
 def device_problems(engine: EngineSpec | None, ranks_here: int) -> list[str]:
-    """Returns what is wrong with the GPU numbers on a machine that has GPUs.
+    """Returns messages about wrong GPU indices in `engine.gpus` on a machine that has GPUs.
 
-    `ranks_here`: how many ranks are known to run on the machine where the servers are started. Local rank k uses GPU k.
+    `ranks_here`: number of ranks on the machine where the servers are started. Local rank k uses GPU k.
     """
     settings = None if engine is None else engine.settings
     if engine is None or not isinstance(settings, Servers) or not _started_by_number(engine, settings):
@@ -57,20 +59,20 @@ def device_problems(engine: EngineSpec | None, ranks_here: int) -> list[str]:
 
 
 def refuse(engine: EngineSpec | None, ranks_here: int) -> None:
-    """Raises ConfigError for what `device_problems` finds."""
+    """Raises ConfigError if `device_problems` finds problems."""
     if problems := device_problems(engine, ranks_here):
         raise ConfigError("\n  ".join(problems))
 
 
 def doubled_gpus(settings: Servers) -> list[str]:
-    """Returns a sentence about GPUs that engine.gpus names more than once; an empty list where there are none."""
+    """Returns a message about GPU indices that engine.gpus repeats, or an empty list if all indices are distinct."""
     twice = sorted({number for number in settings.gpus if settings.gpus.count(number) > 1})
     said = f"engine.gpus = {list(settings.gpus)}: {twice} stand there twice; two servers cannot share a GPU"
     return [said] if twice else []
 
 
 def _started_by_number(engine: EngineSpec, settings: Servers) -> bool:
-    """Returns whether the command itself starts the servers on the GPUs that engine.gpus numbers."""
+    """Returns whether the command starts the servers itself, on the GPUs listed in engine.gpus."""
     return not (settings.urls or settings.colocate or (engine.trains and not settings.start))
 
 
