@@ -1,4 +1,4 @@
-"""Counts the parameters of a model, and of one of the ranks that it is divided over."""
+"""Counts the parameters of a model, and of a single rank under a layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_rl.weights.rank_layouts import TrainerLayout
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """A model's layout over `world` ranks: config.schema.Layout with every default resolved."""
+    """A model's layout over `world` ranks: config.schema.Layout with all defaults resolved."""
 
     world: int
     tp: int = 1
@@ -31,7 +31,7 @@ class Parallel:
 
     @classmethod
     def of(cls, layout: Layout, world: int, *, experts: bool) -> Parallel:
-        """Resolves `layout` on `world` ranks. Raises ConfigError when it does not divide them."""
+        """Resolves `layout` on `world` ranks. Raises ConfigError if the layout does not divide the ranks."""
         made = cls(
             world=world,
             tp=layout.tp,
@@ -51,7 +51,7 @@ class Parallel:
 
     @property
     def model_ranks(self) -> int:
-        """Returns the number of ranks that hold the dense parameters once, copies along the context counted."""
+        """Returns the number of ranks of one data-parallel replica: tp x pp x cp."""
         return self.tp * self.pp * self.cp
 
     @property
@@ -81,7 +81,8 @@ class Parallel:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCounts:
-    """The number of parameters of one rank: dense ones (router and shared experts among them), and its experts'."""
+    """The parameter counts of one rank: dense parameters (including router and shared experts), and experts'
+    parameters."""
 
     dense: int
     expert: int
@@ -93,14 +94,15 @@ class ParameterCounts:
 
 @lru_cache(maxsize=4096)
 def counts(shape: Shape, parallel: Parallel, stage: int = 0) -> ParameterCounts:
-    """Returns what Megatron allocates on a rank of pipeline stage `stage`, vocabulary padding included."""
+    """Returns the number of parameters that Megatron allocates on a rank of pipeline stage `stage`, with vocabulary
+    padding."""
     sizes = shape.sizes
     outside = registry.ends(sizes)
     rows = [*(outside.first if stage == 0 else ()), *(outside.last if stage == parallel.pp - 1 else ())]
     dense = sum(_elements(row, parallel) for row in rows if not (row.copy and stage == 0))
     expert = 0
     layers = [registry.layer_rows(sizes, layer) for layer in stage_layers(sizes, parallel)[stage]]
-    for like, number in Counter(map(id, layers)).items():  # equal layers are one object
+    for like, number in Counter(map(id, layers)).items():  # equal layers are the same object
         own = next(rows for rows in layers if id(rows) == like)
         dense += number * sum(_elements(row, parallel) for row in own if not row.experts)
         expert += number * sum(_elements(row, parallel) * row.experts // parallel.ep for row in own if row.experts)
@@ -108,31 +110,31 @@ def counts(shape: Shape, parallel: Parallel, stage: int = 0) -> ParameterCounts:
 
 
 def adapter_elements(shape: Shape, parallel: Parallel, lora: Lora, stage: int = 0) -> int:
-    """Returns the numbers of A and B that a rank of pipeline stage `stage` holds."""
+    """Returns the number of elements of the LoRA matrices A and B on a rank of pipeline stage `stage`."""
     layers = stage_layers(shape.sizes, parallel)[stage]
     own = (p.elements(lora.rank, parallel.tp) for layer in layers for p in adapted(shape.sizes, layer, lora))
     return int(sum(own))
 
 
 def stage_layers(sizes: Sizes, parallel: Parallel) -> list[list[int]]:
-    """Returns the layer numbers of every pipeline stage."""
+    """Returns the layer indices of every pipeline stage."""
     return TrainerLayout(pp=parallel.pp, vpp=parallel.vpp).layers(sizes)
 
 
 def heaviest(shape: Shape, parallel: Parallel) -> int:
-    """Returns the pipeline stage with the most parameters."""
+    """Returns the index of the pipeline stage with the most parameters."""
     return max(range(parallel.pp), key=lambda stage: counts(shape, parallel, stage).all)
 
 
 def total(shape: Shape) -> int:
-    """Returns the number of the model's parameters, a tied output layer counted once."""
+    """Returns the number of the model's parameters. A tied output layer is not counted twice."""
     return counts(shape, Parallel(world=1)).all
 
 
 def active(shape: Shape) -> int:
-    """Returns the number of parameters that one token is multiplied with.
+    """Returns the number of parameters that are multiplied with one token.
 
-    The embedding is not counted; the output layer and `shape.active` experts are.
+    The embedding lookup is not counted. The output layer and `shape.active` experts are counted.
     """
     found, sizes = counts(shape, Parallel(world=1)), shape.sizes
     experts = found.expert * shape.active // sizes.experts if sizes.experts else 0
@@ -140,5 +142,5 @@ def active(shape: Shape) -> int:
 
 
 def _elements(row: Row, parallel: Parallel) -> int:
-    """Returns the elements of a parameter on a rank; of a row of experts, those of one expert."""
+    """Returns the number of elements of a parameter on a rank. For a row of experts, counts one expert."""
     return prod(row.partition.held(row.sources, parallel.etp if row.experts else parallel.tp, 0)[0])

@@ -1,8 +1,8 @@
-"""Reads the model out of a Megatron distributed checkpoint (torch_dist format) as Hugging Face tensors.
+"""Reads the model from a Megatron distributed checkpoint (torch_dist format) as Hugging Face tensors.
 
-One parameter is read at a time. Neither Megatron nor ranks are needed: a checkpoint holds whole tensors in pieces,
-whatever layout wrote it, and each piece is read straight to its place. Layers of one kind are stacked in one tensor
-[layers, ...], experts in one [layers, experts, ...].
+One parameter is read at a time, without Megatron and without distributed ranks. A checkpoint holds whole tensors in
+pieces, whatever layout wrote it, and each piece is read directly to its position. Layers of the same kind are stacked
+in one tensor [layers, ...], and experts in one tensor [layers, experts, ...].
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from megatron_rl.weights.tensor_copies import assemble, local
 
 
 class DistCheckpoint:
-    """One role's directory in a checkpoint.
+    """The distributed checkpoint of one role.
 
-    Raises ConfigError when it is not a checkpoint, or when files that it lists are missing or short.
+    Raises ConfigError if the directory is not a checkpoint, or if listed files are missing or too short.
     """
 
     def __init__(self, directory: Path, *, trust: bool = False) -> None:
-        """`trust`: read pickled parts that are more than data, which runs the code that they name."""
+        """Opens the checkpoint in `directory`.
+
+        `trust`: whether to unpickle parts that are more than plain data. This runs the code that they name.
+        """
         self.directory, self.trust = Path(directory), trust
         try:
             self._metadata: Any = read_metadata(self.directory, trust=trust)
@@ -44,21 +47,22 @@ class DistCheckpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Returns (shape, dtype) of every stored tensor by Megatron's name, layers stacked, optimizer included."""
+        """Returns {Megatron name: (shape, dtype)} of every stored tensor, with layers stacked, including the optimizer
+        state."""
         found = self._metadata.state_dict_metadata.items()
         return {name: (tuple(m.size), m.properties.dtype) for name, m in found if isinstance(m, TensorStorageMetadata)}
 
     @property
     def optimizer_states(self) -> list[str]:
-        """Returns the prefixes of the optimizer's states of every parameter, e.g. optimizer.state.exp_avg."""
+        """Returns the key prefixes of the optimizer's per-parameter states, e.g. "optimizer.state.exp_avg."."""
         return sorted(
             {name[: name.index(".", len(OPTIMIZER)) + 1] for name in self.shapes if name.startswith(OPTIMIZER)}
         )
 
     def tensors(self, sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, tensor) of the whole model, in the order of its layers.
+        """Yields (Hugging Face name, tensor) of the whole model, in layer order.
 
-        Raises ConfigError for a parameter that the checkpoint does not have, or has in another shape than `sizes` says.
+        Raises ConfigError if a parameter is missing or its shape does not match `sizes`.
         """
         for name in whole_names(sizes):
             whole, rects = self.checked(sizes, name), megatron(sizes, name, WHOLE)[1]
@@ -69,9 +73,9 @@ class DistCheckpoint:
                 yield tensor, local(whole, own[0]) if len(own) == 1 else assemble([(whole, own)])[tensor]
 
     def checked(self, sizes: Sizes, name: str, prefix: str = "") -> Tensor:
-        """Returns a whole parameter, or with a `prefix` an optimizer's state of it. The vocabulary may be padded.
+        """Returns a whole parameter, or its optimizer state if `prefix` is given. Vocabulary rows may be padded.
 
-        Raises ConfigError when it is missing, or its shape is not the one that `sizes` says.
+        Raises ConfigError if it is missing or its shape does not match `sizes`.
         """
         rows, columns = megatron(sizes, name, WHOLE)[0]
         whole = self.parameter(name, prefix)
@@ -88,11 +92,15 @@ class DistCheckpoint:
         return self._find(name, "")[1].properties.dtype
 
     def place(self, name: str, prefix: str = "") -> StackedKey:
-        """Returns where a parameter lies. Raises ConfigError when the checkpoint does not have it."""
+        """Returns the key and index under which a parameter is stored. Raises ConfigError if the checkpoint does not
+        have it."""
         return self._find(name, prefix)[0]
 
     def parameter(self, name: str, prefix: str = "") -> Tensor:
-        """Returns a whole parameter, joined from its pieces. Its name has a global layer number."""
+        """Returns a whole parameter, assembled from its pieces. `name` has a global layer index.
+
+        Raises ConfigError if the parameter or all of its pieces are missing.
+        """
         (key, index), stored = self._find(name, prefix)
         drop = len(index)
         shape, out = tuple(stored.size)[drop:], None
@@ -110,10 +118,10 @@ class DistCheckpoint:
         return out
 
     def objects(self) -> Iterator[tuple[str, bytes]]:
-        """Yields (key, bytes) of everything stored that is not a tensor.
+        """Yields (key, bytes) of every stored object that is not a tensor.
 
-        The bytes are pickled, as they are in the file. Raises ConfigError for an object that is more than data unless
-        the checkpoint is to be trusted.
+        The bytes are pickled data, as in the file. Raises ConfigError for an object that is more than plain data,
+        unless the checkpoint was opened with `trust`.
         """
         for index, place in self._metadata.storage_data.items():
             if isinstance(self._metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
@@ -124,7 +132,7 @@ class DistCheckpoint:
                 yield index.fqn, data
 
     def _find(self, name: str, prefix: str) -> tuple[StackedKey, TensorStorageMetadata]:
-        """Returns (where a parameter lies, the metadata of the tensor that holds it)."""
+        """Returns (key and index of a parameter, metadata of the tensor that holds it)."""
         for place in places(name):
             stored = self._metadata.state_dict_metadata.get(prefix + place.key)
             if isinstance(stored, TensorStorageMetadata) and all(
@@ -137,11 +145,11 @@ class DistCheckpoint:
         """Reads one piece of a stored tensor."""
         place = self._metadata.storage_data[MetadataIndex(key, offsets)]
         with (self.directory / place.relative_path).open("rb") as file:
-            view: Any = _create_file_view(file, place.offset, place.length)  # as torch's own reader of checkpoints does
+            view: Any = _create_file_view(file, place.offset, place.length)  # as in torch's checkpoint reader
             return torch.load(view, map_location="cpu", weights_only=True)
 
     def _check_files(self) -> None:
-        """Raises ConfigError unless every listed file is there and long enough."""
+        """Raises ConfigError unless every listed file exists and is long enough."""
         ends: dict[str, int] = {}
         for place in self._metadata.storage_data.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -156,5 +164,5 @@ class DistCheckpoint:
 
 
 def whole_names(sizes: Sizes) -> list[str]:
-    """Returns the names of all parameters of the model, as a single rank would name them."""
+    """Returns the names of all parameters of the model, as in a run on a single rank."""
     return megatron_names(sizes, range(sizes.num_layers), range(sizes.experts), first=True, last=True, fused=True)

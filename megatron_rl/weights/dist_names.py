@@ -1,7 +1,4 @@
-"""Says under which name, and at which indices, a distributed checkpoint holds a Megatron parameter.
-
-A checkpoint stacks layers, and experts, in one tensor.
-"""
+"""Maps a Megatron parameter to its key and its indices in a distributed checkpoint, which stacks layers and experts."""
 
 from __future__ import annotations
 
@@ -14,18 +11,19 @@ from megatron_rl.models.registry import layer_rows
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.parameter_mapping import WHOLE, Shape, Shard, megatron
 
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their rows are padded as the layout needs
+# parameters whose rows are padded depending on the layout
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 OPTIMIZER = "optimizer.state."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:(linear_fc[12])\.weight(\d+)|local_experts\.(\d+)\.(linear_fc[12])\.weight)")
-# Core's torch layer spec gives this norm the second name in models with experts too.
+# Core's torch layer spec uses the second name for this norm, also in models with experts.
 _ALIASES = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
 _ATTENTION = "self_attention.core_attention"
 _WITHOUT_STATE = ("mlp.router", "mlp.shared_experts")
 
 
 class StackedKey(NamedTuple):
-    """A stacked tensor and the leading indices (layer, expert) of one parameter in it."""
+    """The key of a stacked tensor, and the leading indices (layer, expert) of one parameter in it."""
 
     key: str
     at: tuple[int, ...]
@@ -41,7 +39,10 @@ class Piece(NamedTuple):
 
 
 def places(name: str) -> Iterator[StackedKey]:
-    """Yields where core may keep a parameter of this name (with global layer and expert numbers), likeliest first."""
+    """Yields the keys and indices under which core may store a parameter, the most likely first.
+
+    `name` has global layer and expert indices.
+    """
     layer = _LAYER.fullmatch(name)
     if layer is None:
         yield StackedKey(name, ())
@@ -53,21 +54,21 @@ def places(name: str) -> Iterator[StackedKey]:
         yield StackedKey(f"decoder.layers.{layer[1]}.mlp.experts.experts.{linear}.weight", (int(number),))
         return
     yield StackedKey(f"decoder.layers.{part}", index)
-    yield StackedKey(name, ())  # core writes one tensor per layer for models whose layers differ
+    yield StackedKey(name, ())  # core writes one tensor per layer if layers differ
     if part in _ALIASES:
         yield StackedKey(f"decoder.layers.{_ALIASES[part]}", index)
 
 
 def is_layered(sizes: Sizes) -> bool:
-    """Says whether core writes tensors layer by layer: it does where layers differ."""
+    """Checks whether core writes the tensors of each layer separately, as it does if layers differ."""
     return bool(sizes.experts and sizes.dense_layers)
 
 
 def spellings(sizes: Sizes, name: str) -> list[StackedKey]:
-    """Returns every place where a parameter is written.
+    """Returns every key and index under which a parameter is written.
 
-    The norm before experts is written in two places where layers are stacked, because core's layer specs disagree on
-    its name.
+    If layers are stacked, the norm before experts is written under two keys, because core's layer specs name it
+    differently.
     """
     layer = _LAYER.fullmatch(name)
     if is_layered(sizes):
@@ -78,19 +79,20 @@ def spellings(sizes: Sizes, name: str) -> list[StackedKey]:
 
 
 def counts(sizes: Sizes, place: StackedKey) -> tuple[int, ...]:
-    """Returns how many layers (and experts) are stacked where `place` is."""
+    """Returns the number of layers (and of experts) stacked in the tensor that `place` refers to."""
     stacked = (sizes.experts,) if is_layered(sizes) else (sizes.num_layers, sizes.experts)
     return stacked[: len(place.at)]
 
 
 def stored_shape(sizes: Sizes, name: str, tp: int) -> Shape:
-    """Returns (rows, columns) of a whole parameter as ranks of this `tp` store it, with padded vocabulary."""
+    """Returns (rows, columns) of a whole parameter as stored by `tp` tensor-parallel ranks, with padded vocabulary."""
     rows, columns = megatron(sizes, name, WHOLE)[0]
     return (padded_vocab(sizes.vocab, tp), columns) if name in VOCABULARY else (rows, columns)
 
 
 def pieces(sizes: Sizes, name: str, shard: Shard) -> list[Piece]:
-    """Returns the parts of the whole parameter that a rank holds, as few as possible. fc1 has two: gate and up."""
+    """Returns the parts of a whole parameter that a rank holds, merged where possible. fc1 has two pieces: gate and
+    up."""
     (rows, columns), rects = megatron(sizes, name, shard)
     if name in VOCABULARY:
         return [Piece(shard.rank * rows, 0, rows, columns)]
@@ -107,9 +109,9 @@ def pieces(sizes: Sizes, name: str, shard: Shard) -> list[Piece]:
 
 
 def extra_states(sizes: Sizes) -> Iterator[str]:
-    """Yields the keys under which core and Transformer Engine look for FP8 states, which are empty here.
+    """Yields the keys under which core and Transformer Engine expect FP8 states. The states are empty here.
 
-    Every module has one, but the router and the module that weighs a shared expert, which are core's own.
+    Every module has a state, except for the router and the shared expert's gate, which are implemented in core.
     """
     for layer in range(sizes.num_layers):
         rows, layered = layer_rows(sizes, layer), is_layered(sizes)

@@ -1,4 +1,5 @@
-"""Writes Megatron distributed checkpoints (torch_dist format) as core does, but piece by piece and without ranks."""
+"""Writes Megatron distributed checkpoints (torch_dist format) in core's format, piece by piece and without distributed
+ranks."""
 
 from __future__ import annotations
 
@@ -25,19 +26,19 @@ BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-FILE_BYTES = 4 * 10**9  # the largest file, unless one piece is larger
+FILE_BYTES = 4 * 10**9  # maximum size of a file, unless a single piece is larger
 
 
 class DistWriter:
-    """A checkpoint that is being written.
+    """Writes a distributed checkpoint.
 
-    Each piece goes to a file of the rank that will read it. `finish` makes the files a checkpoint.
+    Each piece is written to a file of the rank that will read it. `finish` completes the checkpoint.
     """
 
     def __init__(self, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:
         self._folder, self._file_bytes = folder, file_bytes
         self._files: dict[int, BinaryIO] = {}
-        self._numbers: dict[int, int] = {}  # the number of the next file, by rank
+        self._numbers: dict[int, int] = {}  # rank -> index of its next file
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._objects: dict[str, BytesStorageMetadata] = {}
         self._storage: dict[MetadataIndex, Any] = {}
@@ -50,9 +51,13 @@ class DistWriter:
             file.close()
 
     def add(self, key: str, size: tuple[int, ...], offsets: tuple[int, ...], piece: Tensor, *, rank: int = 0) -> None:
-        """Writes one piece of the tensor `key` [size], which lies at `offsets` and has as many dimensions.
+        """Writes one piece of the tensor `key`.
 
-        Raises ValueError when the size or dtype is not that of the tensor's earlier pieces.
+        `size`: the shape of the whole tensor.
+        `offsets`: the position of the piece in it. The piece has as many dimensions as the tensor.
+        `rank`: the rank to whose file the piece is written.
+
+        Raises ValueError if the size or dtype differs from that of the tensor's earlier pieces.
         """
         known = self._tensors.get(key)
         if known is None:
@@ -76,7 +81,7 @@ class DistWriter:
         self._storage[MetadataIndex(key, place)] = _StorageInfo(Path(file.name).name, start, file.tell() - start)
 
     def add_bytes(self, key: str, data: bytes, *, rank: int = 0) -> None:
-        """Writes an object that torch.save has pickled to `data`."""
+        """Writes an object that torch.save has already pickled to `data`."""
         file = self._file(rank, len(data))
         self._storage[MetadataIndex(key)] = _StorageInfo(Path(file.name).name, file.tell(), len(data))
         file.write(data)
@@ -85,7 +90,7 @@ class DistWriter:
     def finish(self, common: Any) -> None:
         """Closes the files and writes common.pt, .metadata and metadata.json.
 
-        `common`: settings of the optimizer and the like.
+        `common`: non-tensor state such as optimizer settings, saved as common.pt.
         """
         for file in self._files.values():
             file.close()
@@ -95,7 +100,7 @@ class DistWriter:
         (self._folder / "metadata.json").write_text(json.dumps(BACKENDS), encoding="utf-8")
 
     def _file(self, rank: int, size: int) -> BinaryIO:
-        """Returns the open file of a rank, or its next one when `size` more bytes would make this one too large."""
+        """Returns the open file of a rank, or a new file if `size` more bytes would exceed the maximum size."""
         file = self._files.get(rank)
         if file is not None and (file.tell() == 0 or file.tell() + size <= self._file_bytes):
             return file
@@ -108,7 +113,7 @@ class DistWriter:
 
 
 def _save(tensor: Tensor, file: BinaryIO) -> None:
-    """Calls torch.save. Raises OSError when the disk is full, where torch would raise RuntimeError."""
+    """Calls torch.save. Raises OSError if the disk is full, instead of torch's RuntimeError."""
     try:
         torch.save(tensor, file)
     except RuntimeError as error:

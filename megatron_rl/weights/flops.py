@@ -1,8 +1,8 @@
-"""Counts a model's operations: the one count behind plans, the logged MFU of updates and benchmarks.
+"""Counts a model's floating-point operations (FLOPs), for plans, the logged MFU of updates, and benchmarks.
 
-A multiplication and an addition are two operations. Counted are products with weights and attention's two products;
-norms, rotations and softmax are left out, as everywhere where an MFU is told. What recomputation does again does not
-count either: it is not the model's work.
+A multiplication and an addition count as two operations. Matrix products with weights and attention's two products are
+counted. Norms, rotary embedding and softmax are not counted, as is usual for MFU. Recomputation is not counted either,
+because it is not part of the model's work.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from megatron_rl.weights.counting import Parallel
 class TokenFlops:
     """The operations of one token's products with weights in a forward pass."""
 
-    layers: float  # of all layers, experts aside
-    experts: float  # of the experts that the token sees
-    head: float  # of the output layer
+    layers: float  # operations of all layers, without experts
+    experts: float  # operations of the experts that the token is routed to
+    head: float  # operations of the output layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassFlops:
-    """The operations of a batch of sequences: of a forward pass, and of a forward and backward pass together."""
+    """The operations of a batch of sequences: in a forward pass, and in a forward and backward pass together."""
 
     forward: float
     training: float
 
 
 def of_token(shape: Shape) -> TokenFlops:
-    """Returns the operations of one token's products with weights."""
+    """Returns the operations of one token's products with weights in a forward pass."""
     sizes, sparse = shape.sizes, shape.sizes.expert_layers
     routing = shape.features.routing
     gated = sizes.shared_ffn and (routing is None or routing.shared_gate)
@@ -52,10 +52,10 @@ def of_token(shape: Shape) -> TokenFlops:
 
 
 def attention(shape: Shape, lengths: np.ndarray | Sequence[float]) -> np.ndarray:
-    """Returns the operations of causal attention in a forward pass over whole sequences of `lengths` tokens, [S].
+    """Returns the operations [S] of causal attention in a forward pass over whole sequences of `lengths` [S] tokens.
 
-    Scores with all tokens of a sequence are taken, and half of them counted: those that the mask leaves. In a layer
-    with a window a token meets no more than that.
+    Only unmasked scores are counted, which is half of all pairs of tokens. In a layer with a sliding window, a token
+    attends to at most `window` tokens.
     """
     sizes = np.asarray(lengths, np.float64)
     met = np.zeros_like(sizes)
@@ -66,8 +66,10 @@ def attention(shape: Shape, lengths: np.ndarray | Sequence[float]) -> np.ndarray
 
 
 def seen(lengths: np.ndarray, window: int | None) -> np.ndarray:
-    """Returns how many pairs of a token and one that it sees sequences of `lengths` have, [S]; a token and itself count
-    as half a pair."""
+    """Returns the number of attended (query, key) pairs of tokens in sequences of `lengths`, [S].
+
+    A pair of a token with itself counts as half a pair.
+    """
     inside = lengths if window is None else np.minimum(lengths, window)
     return inside * inside / 2 + (lengths - inside) * (inside - 0.5)
 
@@ -82,9 +84,13 @@ def count(
 ) -> PassFlops:
     """Returns the operations of passes over sequences of [S] `lengths` tokens.
 
-    `shared` [S]: leading tokens of a sequence that are not computed, because a sequence before has them too. `labels`:
-    tokens that go through the output layer; None: all that are computed. A backward pass has twice the operations of
-    the forward pass: the gradients of inputs and of weights. Weights that are frozen, under `lora`, have none.
+    `shared` [S]: the number of leading tokens of a sequence that are not computed, because an earlier sequence has the
+    same.
+    `labels`: the number of tokens that go through the output layer; None: all computed tokens.
+    `lora`: LoRA settings; None if the whole model is trained.
+
+    A backward pass has twice the operations of the forward pass: gradients of the inputs and of the weights. Weights
+    frozen by LoRA have no weight gradients.
     """
     own = of_token(shape)
     behind = np.zeros_like(lengths) if shared is None else shared

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face model directory: the facts that trainer and engines need, and its tensors."""
+"""Reads a Hugging Face model directory: the architecture that trainer and engines need, and the tensors."""
 
 from __future__ import annotations
 
@@ -25,27 +25,35 @@ from megatron_rl.weights.parameter_mapping import Rect, check_complete, hf_shape
 from megatron_rl.weights.tensor_copies import from_tensor
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-BLOCK = 1 << 24  # the most elements that are compared at a time
+BLOCK = 1 << 24  # the maximum number of elements that are compared at a time
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # equal and hashed as Sizes: what is kept by sizes reads no more
+@dataclass(frozen=True, kw_only=True, eq=False)  # equality and hash of Sizes: caches keyed by sizes need only these
 class Architecture(Sizes):
-    """The sizes of a model directory, and the features of its arithmetic."""
+    """The sizes of the model in a directory, the features of its arithmetic, and its transformers config."""
 
     features: Features
     config: PretrainedConfig
 
     def rotary(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin [N, rotated] (float32) of integer positions [N], scaled as the config says, for layers
-        of one of the features' kinds."""
+        """Returns the rotary embedding's cos and sin for integer positions [N], each [N, rotated] (float32).
+
+        `kind`: an index into the features' kinds of attention.
+
+        Frequencies are scaled for long contexts as the config says.
+        """
         frequencies, scale = self._frequencies(self.features.kinds[kind])
         angles = positions.float()[:, None] * frequencies.to(positions.device)[None, :]
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos() * scale, angles.sin() * scale
 
     def _frequencies(self, kind: AttentionKind) -> tuple[Tensor, float]:
-        """Returns radians per position [rotated / 2] (float32), and the factor of cos and sin, as transformers' rotary
-        embeddings have them. Theirs would import all of its modelling code: seconds of every start."""
+        """Returns (radians per position [rotated / 2] (float32), factor of cos and sin), equal to those of
+        transformers.
+
+        The rotary classes of transformers are not used, because importing them loads all modelling code, which takes
+        seconds.
+        """
         own = kind.rotary
         if own.kind != "default":
             layer_type = {} if kind.layer_type is None else {"layer_type": kind.layer_type}
@@ -55,9 +63,9 @@ class Architecture(Sizes):
 
 
 def local_directory(path: str | Path) -> Path:
-    """Returns the model directory. A Hugging Face Hub name is downloaded, once, to the hub's cache.
+    """Returns the local model directory. A Hugging Face Hub name is downloaded once, to the hub's cache.
 
-    Raises FileNotFoundError for a path that looks local and is not there, and for a name that cannot be downloaded.
+    Raises FileNotFoundError if `path` looks local and does not exist, or if a hub name cannot be downloaded.
     """
     directory = Path(path)
     if directory.is_dir():
@@ -77,8 +85,10 @@ def local_directory(path: str | Path) -> Path:
 
 
 def read_architecture(directory: str | Path) -> Architecture:
-    """Reads config.json. Raises ConfigError, with the value, for a model that the actor cannot run, and for keys that
-    contradict each other."""
+    """Reads the architecture from config.json.
+
+    Raises ConfigError, with the value, if the model is not supported or if keys contradict each other.
+    """
     try:
         config = AutoConfig.from_pretrained(local_directory(directory))
     except StrictDataclassError as error:
@@ -91,7 +101,7 @@ def read_architecture(directory: str | Path) -> Architecture:
 def tensor_files(directory: str | Path) -> dict[str, Path]:
     """Returns {tensor name: safetensors file}.
 
-    Raises as `headers.read_directory` does for files that are missing or damaged.
+    Raises the errors of `safetensors_headers.read_directory` if files are missing or damaged.
     """
     return {
         name: stored.file for name, stored in safetensors_headers.read_directory(local_directory(directory)).items()
@@ -101,9 +111,11 @@ def tensor_files(directory: str | Path) -> dict[str, Path]:
 def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
     """Raises ConfigError, with file and tensor, unless the directory holds the model that its config.json describes.
 
-    Only headers are read. Checked are: complete files, all tensors and no others, their shapes, and one dtype for all
-    but those that are always float32 (or any, where the reader is going to `cast`). The one exception is a tied model
-    whose files hold an output layer too: that is compared with the embedding.
+    Only headers are read. Checks that files are complete, that exactly the model's tensors are there, that their shapes
+    are right, and that they have a single dtype. Parameters that are always float32 are exempt from the dtype check.
+    `cast`: whether the reader casts the tensors, in which case several dtypes are allowed.
+
+    If the files of a tied model hold an output layer too, its data is read and compared with the embedding.
     """
     directory = local_directory(directory)
     found, wanted = safetensors_headers.read_directory(directory), hf_shapes(sizes)
@@ -131,7 +143,7 @@ def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
 
 
 def _check_dtypes(found: dict[str, safetensors_headers.Stored], cast: bool) -> None:
-    """Raises ConfigError for a dtype that is not known, and for several dtypes unless they are going to be cast."""
+    """Raises ConfigError for an unsupported dtype, and for several dtypes unless the tensors are going to be cast."""
     by_dtype: dict[str, str] = {}
     for name, stored in found.items():
         if stored.dtype not in DTYPES:
@@ -146,7 +158,7 @@ def _check_dtypes(found: dict[str, safetensors_headers.Stored], cast: bool) -> N
 
 
 def _same_rows(tensors: DirectoryTensors, shape: tuple[int, int], head: tuple[int, ...]) -> bool:
-    """Says whether embedding and output layer are equal. Compares them block by block."""
+    """Checks whether embedding and output layer are equal, comparing them block by block."""
     if tuple(head) != shape:
         return False
     rows, columns = shape
@@ -160,9 +172,9 @@ def _same_rows(tensors: DirectoryTensors, shape: tuple[int, int], head: tuple[in
 
 
 class DirectoryTensors:
-    """The tensors of a model directory, each read when it is asked for.
+    """The tensors of a model directory. Each tensor is read when it is first accessed.
 
-    They are views of memory-mapped files, and must never be written to.
+    Tensors are views of memory-mapped files and must not be written to.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -172,11 +184,11 @@ class DirectoryTensors:
 
     @property
     def stored(self) -> dict[str, safetensors_headers.Stored]:
-        """Returns every tensor of the directory as its header describes it."""
+        """Returns every tensor of the directory as described by its file's header."""
         return self._stored
 
     def whole(self, name: str) -> Tensor:
-        """Returns one whole tensor. Raises ConfigError when it is not there."""
+        """Returns a whole tensor. Raises ConfigError if the directory does not have it."""
         if name in self._views:
             return self._views[name]
         if name not in self._stored:
@@ -195,7 +207,7 @@ class DirectoryTensors:
     def read(self, rect: Rect) -> Tensor:
         """Returns a rectangle of a tensor: [rows, columns], or [rows] of a 1-D tensor.
 
-        Raises ConfigError when it is not there.
+        Raises ConfigError if the directory does not have the tensor, or if the tensor is too small.
         """
         tensor = self.whole(rect.tensor)
         shape = tensor.shape
@@ -206,7 +218,7 @@ class DirectoryTensors:
 
 
 def _open(path: Path) -> Any:
-    """Opens a safetensors file. Raises ConfigError when it is not one."""
+    """Opens a safetensors file. Raises ConfigError if it is not a safetensors file."""
     try:
         return safe_open(path, "pt").__enter__()
     except SafetensorError as error:
@@ -221,7 +233,7 @@ def read_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def eos_tokens(directory: str | Path, arch: Architecture) -> frozenset[int]:
-    """Returns every token id that ends a sequence, from the config and the generation config."""
+    """Returns all token ids that end a sequence, from the config and the generation config."""
     ids: set[int] = set()
     generation = Path(directory) / "generation_config.json"
     sources = [arch.config.eos_token_id]

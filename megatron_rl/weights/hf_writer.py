@@ -1,4 +1,4 @@
-"""Writes the safetensors files of a model directory tensor by tensor, with one tensor in memory."""
+"""Writes the safetensors files of a model directory tensor by tensor, with only one tensor in memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron_rl.weights.hf_model import DTYPES
 from megatron_rl.weights.parameter_mapping import hf_shapes
 from megatron_rl.weights.safetensors_headers import INDEX, SINGLE
 
-SHARD_BYTES = 4 * 10**9  # the largest file, unless one tensor is larger
+SHARD_BYTES = 4 * 10**9  # maximum size of a file, unless a single tensor is larger
 _SPELLED = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Planned(NamedTuple):
-    """A tensor that will be written."""
+    """The name, shape and dtype of a tensor that will be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,15 +33,16 @@ class Planned(NamedTuple):
 
 
 def plan_tensors(sizes: Sizes, dtypes: Mapping[str, torch.dtype]) -> list[Planned]:
-    """Returns the tensors of a model directory in the order of `dtypes`, which gives each tensor's dtype by name."""
+    """Returns the tensors to write for a model directory. `dtypes` gives their order, and each tensor's dtype by
+    name."""
     shapes = {name: (rows,) if columns == 1 else (rows, columns) for name, (rows, columns) in hf_shapes(sizes).items()}
     return [Planned(name, shapes[name], dtype) for name, dtype in dtypes.items()]
 
 
 class HfWriter:
-    """Writes the `planned` tensors of a model directory, each at its place in its file, in any order.
+    """Writes the `planned` tensors of a model directory, in any order. Each tensor has a fixed offset in its file.
 
-    A file (shard) holds at most `shard_bytes`, or one tensor that is larger. No file is ever held in memory.
+    A file (shard) has at most `shard_bytes`, unless a single tensor is larger. No whole file is held in memory.
     """
 
     def __init__(self, folder: Path, planned: Iterable[Planned], *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -63,10 +64,11 @@ class HfWriter:
         self._total = sum(tensor.nbytes for shard in shards for tensor in shard)
 
     def write_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Writes the planned ones of `tensors` as they come, and then the index file, if there are several shards.
+        """Writes the planned tensors among `tensors` in the order given, and then, if there are several shards, the
+        index file.
 
-        Other tensors are skipped: a tied model's files may hold the output layer too. Raises KeyError, with the name,
-        for a planned tensor that does not come.
+        Other tensors are skipped, because a tied model's files may include the output layer. Raises KeyError, with the
+        name, if a planned tensor is missing from `tensors`.
         """
         for name, tensor in tensors:
             if name in self._places:
@@ -78,10 +80,10 @@ class HfWriter:
             self._index.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Writes one of the planned tensors, once.
+        """Writes one of the planned tensors. Each tensor is written once.
 
-        Raises ValueError when its shape or dtype is not the planned one, KeyError when it was not planned or was
-        written before.
+        Raises ValueError if its shape or dtype differs from the plan, and KeyError if it was not planned or was already
+        written.
         """
         file, start, planned = self._places.pop(name)
         if (tuple(tensor.shape), tensor.dtype) != (planned.shape, planned.dtype):
@@ -95,7 +97,7 @@ class HfWriter:
 
 
 def _begin(file: Path, tensors: list[Planned]) -> int:
-    """Writes the header of a file. Returns the offset where its data begin."""
+    """Writes the header of a file. Returns the offset of the tensor data."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

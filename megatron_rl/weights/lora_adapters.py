@@ -1,7 +1,8 @@
-"""Low-rank adapters on disk, in peft's format, and the parts of them that each rank of a trainer holds.
+"""Reads and writes LoRA adapters in peft's format, and computes the part of an adapter that each trainer rank holds.
 
-An adapter of a matrix W [rows, columns] is A [r, columns] and B [rows, r]; W computes as W + alpha / r B A. Tensor
-ranks cut B where they cut the rows of W, and A where they cut its columns; the other of the two all of them hold.
+An adapter of a matrix W [rows, columns] is A [r, columns] and B [rows, r]. The effective matrix is W + alpha / r B A.
+If tensor-parallel ranks split W by rows, they split B by rows and all hold the whole A. If they split W by columns,
+they split A by columns and all hold the whole B.
 """
 
 from __future__ import annotations
@@ -37,33 +38,38 @@ from megatron_rl.weights import hf_model, safetensors_headers
 from megatron_rl.weights.parameter_mapping import Shard
 from megatron_rl.weights.tensor_copies import all_finite, blocks
 
-DIRECTORY = "adapter"  # of a role's checkpoint: where its adapter lies
-BASE = "base.json"  # which model an adapter was trained on
-_MODULE = "lora"  # of a layer of Megatron: the module that holds its adapters
-PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}  # this package's names of A and B -> peft's
-_PREFIX = "base_model.model."  # what peft puts before the names of the model's modules
+DIRECTORY = "adapter"  # name of the adapter's directory in a role's checkpoint
+BASE = "base.json"  # file that identifies the base model of an adapter
+_MODULE = "lora"  # name of the module of a Megatron layer that holds its adapters
+PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}  # name of A and B in this package -> name in peft
+_PREFIX = "base_model.model."  # prefix of module names in peft
 _NAME = re.compile(rf"decoder\.layers\.(\d+)\.{_MODULE}\.(\w+)\.(lora_[ab])")
-_MATRIX = re.compile(r".*?(\w+)\.lora_[AB]\.weight")  # peft's tensor -> the name of its matrix
+# matches a tensor name of peft; the group is the name of the matrix
+_MATRIX = re.compile(r".*?(\w+)\.lora_[AB]\.weight")
 
 
 def parameter_name(layer: int, projection: str, part: str) -> str:
-    """Returns Megatron's name of one matrix of an adapter. `part`: lora_a or lora_b."""
+    """Returns Megatron's name of one of an adapter's two matrices. `part`: "lora_a" or "lora_b"."""
     return f"{MEGATRON_LAYER.format(layer)}{_MODULE}.{projection}.{part}"
 
 
 def is_adapter(name: str) -> bool:
-    """Says whether a Megatron parameter, named with its global layer number, belongs to an adapter."""
+    """Checks whether a Megatron parameter, named with its global layer index, belongs to an adapter."""
     return f".{_MODULE}." in name
 
 
 def held(sizes: Sizes, name: str, shard: Shard, rank: int) -> Held:
-    """Returns (shape on this rank, rectangles) of an adapter's parameter, of rank `rank`, in peft's tensors."""
+    """Returns (shape on this rank, rectangles in peft's tensors) of a parameter of an adapter.
+
+    `shard`: the tensor-parallel rank.
+    `rank`: the LoRA rank r.
+    """
     _, source, cut = _find(sizes, name, rank)
     return cut.held([source], shard.tp, shard.rank)
 
 
 def shapes(sizes: Sizes, lora: Lora) -> dict[str, tuple[int, int]]:
-    """Returns {peft's tensor: (rows, columns)} of the whole adapter of a model."""
+    """Returns {peft's tensor name: (rows, columns)} of the adapter of the whole model."""
     names = (
         parameter_name(layer, found.name, part)
         for layer in range(sizes.num_layers)
@@ -74,10 +80,9 @@ def shapes(sizes: Sizes, lora: Lora) -> dict[str, tuple[int, int]]:
 
 
 def read(directory: str | Path, sizes: Sizes, lora: Lora) -> dict[str, Tensor]:
-    """Reads an adapter that peft, or `write`, wrote. Returns its tensors by peft's names.
+    """Reads an adapter written by peft or by `write`. Returns its tensors by peft's names.
 
-    Raises ConfigError for files that are missing or damaged, for tensors that are not those of `lora`, and for numbers
-    that cannot be computed with.
+    Raises ConfigError if files are missing or damaged, if the tensors do not match `lora`, or if values are not finite.
     """
     file = Path(directory) / WEIGHTS
     try:
@@ -108,16 +113,18 @@ def read(directory: str | Path, sizes: Sizes, lora: Lora) -> dict[str, Tensor]:
 
 
 def write(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str, digest: str) -> None:
-    """Writes an adapter's files as peft does, and which base it belongs to. `base`: the model's path or hub name;
-    `digest`: its `base_digest`.
+    """Writes an adapter's files in peft's format, and a file that identifies its base model.
 
-    peft and vLLM load the directory as it stands.
+    `base`: the base model's path or hub name.
+    `digest`: the base model's `base_digest`.
+
+    peft and vLLM can load the directory directly.
     """
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / f".{WEIGHTS}.partial"
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk comes as one
+    except SafetensorError as error:  # raised if the disk is full
         raise OSError(f"{partial} cannot be written: {error}") from error
     partial.replace(directory / WEIGHTS)
     settings = {
@@ -141,8 +148,10 @@ def write(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str,
 
 
 def read_settings(directory: Path) -> Lora:
-    """Reads the settings of an adapter that peft, or `write`, wrote. Raises ConfigError when they cannot be read, and
-    for an adapter that is not W + alpha / r B A."""
+    """Reads the settings of an adapter written by peft or by `write`.
+
+    Raises ConfigError if the settings cannot be read, or if the adapter is not W + alpha / r B A.
+    """
     file = directory / CONFIG
     try:
         told = read_object(file)
@@ -158,8 +167,10 @@ def read_settings(directory: Path) -> Lora:
 
 
 def base_of(directory: Path) -> Path:
-    """Returns the directory of the model that an adapter says it was trained on. Raises ConfigError when it is not
-    here."""
+    """Returns the directory of an adapter's base model, as its config names it.
+
+    Raises ConfigError if the model is not found.
+    """
     file = directory / CONFIG
     try:
         return hf_model.local_directory(read_object(file)["base_model_name_or_path"])
@@ -170,16 +181,17 @@ def base_of(directory: Path) -> Path:
 
 
 def base_digest(path: str | Path) -> str:
-    """Returns a digest of a model's weights files: of their names and quick digests (run.file_checksums)."""
+    """Returns a digest of a model's weight files: a hash of their names and quick digests (run.file_checksums)."""
     directory, found = hf_model.local_directory(path), hashlib.sha256()
-    # config.json itself is left out: tools rewrite it (dtype, version of transformers) beside the same weights
+    # config.json is left out: tools rewrite it (dtype, transformers version) although the weights stay the same
     for file in sorted({stored.file for stored in safetensors_headers.read_directory(directory).values()}):
         found.update(f"{file.name} {quick_digest(file)}\n".encode())
     return found.hexdigest()
 
 
 def other_base(directory: Path, path: str | Path) -> str | None:
-    """Returns a sentence when the adapter in `directory` was trained on other weights than those at `path`."""
+    """Returns an error sentence if the adapter in `directory` was trained on other weights than those at `path`, or
+    None."""
     file = directory / BASE
     try:
         told = read_object(file)
@@ -195,9 +207,11 @@ def other_base(directory: Path, path: str | Path) -> str | None:
 
 
 def difference(directory: Path, own: Lora | None, path: str | Path) -> str | None:
-    """Returns why a checkpoint, whose adapter would lie in `directory`, is not one of a role, or None.
+    """Returns why a role cannot resume from a checkpoint, or None if it can.
 
-    `own`: the role's settings of adapters; None: it trains the model itself. `path`: the role's model.
+    `directory`: where the checkpoint's adapter would be.
+    `own`: the role's LoRA settings; None if it trains the whole model.
+    `path`: the role's base model.
     """
     if not directory.is_dir():
         return f"{directory.parent} holds a whole model, and the role trains adapters: leave lora out, or start anew"
@@ -216,7 +230,7 @@ def difference(directory: Path, own: Lora | None, path: str | Path) -> str | Non
 def merged(
     tensors: Iterator[tuple[str, Tensor]], sizes: Sizes, lora: Lora, adapter: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields a base's (Hugging Face name, tensor) with the adapter added: W + alpha / r B A, in W's dtype."""
+    """Yields the base model's (Hugging Face name, tensor) with the adapter merged: W + alpha / r B A, in W's dtype."""
     pairs = {}
     for layer in range(sizes.num_layers):
         for found in adapted(sizes, layer, lora):
@@ -229,19 +243,24 @@ def merged(
             continue
         a, b = pairs[name]
         whole, row = tensor.clone(), 0
-        for part in blocks(whole):  # float32 of a part at a time
+        for part in blocks(whole):  # converts only one block at a time to float32
             part.copy_(part.float() + scale * (b[row : row + len(part)] @ a))
             row += len(part)
         yield name, whole
 
 
 def _peft_name(layer: int, projection: Projection, part: str) -> str:
-    """Returns peft's name of one matrix of an adapter."""
+    """Returns peft's name of one of an adapter's two matrices."""
     return f"{_PREFIX}{HF_LAYER.format(layer)}{projection.module}.{PARTS[part]}.weight"
 
 
 def _find(sizes: Sizes, name: str, rank: int = 1) -> tuple[Projection, Source, Partition]:
-    """Returns (projection, peft's tensor, cut) of an adapter's parameter. Raises KeyError for a name that is none."""
+    """Returns (projection, peft's tensor, partition) of a parameter of an adapter.
+
+    `rank`: the LoRA rank r.
+
+    Raises KeyError if the name does not belong to an adapter of the model.
+    """
     parts = _NAME.fullmatch(name)
     if parts is None:
         raise KeyError(f"{name!r} is no parameter of an adapter")

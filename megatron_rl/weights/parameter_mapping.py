@@ -1,9 +1,9 @@
 """Maps Hugging Face tensors, Megatron parameters and engine parameters to each other, as lists of rectangles.
 
-A parameter as one rank holds it is a list of `Rect`s. Each says which rectangle of which Hugging Face tensor lies where
-in the parameter. An import copies along them in one direction and an export in the other; a refit intersects the
-rectangles of two layouts. Which parameters there are, and how ranks cut them, stands in the rows of the model's family
-(megatron_rl/models/); everything here is a loop over those rows.
+A rank's part of a parameter is described by a list of `Rect`s. A `Rect` is a rectangle of a Hugging Face tensor and its
+position in the parameter. An import copies the rectangles from tensors to parameters, and an export in the other
+direction. A refit (weight sync to the engines) intersects the rectangles of two layouts. The rows of the model's family
+(megatron_rl/models/) define the parameters and how ranks shard them. This module loops over these rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from megatron_rl.models.sizes import Sizes
 
 
 class Shard(NamedTuple):
-    """The part of every parameter that a rank holds: `rank` of `tp`, or of experts `expert_rank` of `expert_tp`."""
+    """The part of every parameter that a rank holds.
+
+    Dense parameters: `rank` of `tp` tensor-parallel ranks. Experts: `expert_rank` of `expert_tp` expert-tensor-parallel
+    ranks.
+    """
 
     tp: int = 1
     rank: int = 0
@@ -29,12 +33,12 @@ class Shard(NamedTuple):
     expert_rank: int = 0
 
     def of(self, row: Row) -> tuple[int, int]:
-        """Returns (ranks, rank) by which a row is cut."""
+        """Returns (number of ranks, rank) for the sharding of a row."""
         return (self.expert_tp, self.expert_rank) if row.experts else (self.tp, self.rank)
 
 
 class Parameter(NamedTuple):
-    """A parameter on a rank."""
+    """A parameter's part on one rank: its name, its shape on the rank, and its rectangles."""
 
     name: str
     shape: Shape
@@ -60,9 +64,9 @@ def hf_shapes(sizes: Sizes) -> dict[str, Shape]:
 
 @lru_cache(maxsize=64)
 def kept_float32(sizes: Sizes) -> frozenset[str]:
-    """Returns the names of the parameters that are float32 whatever the model's dtype, and are not trained.
+    """Returns the names of the untrained parameters that are float32 whatever the model's dtype.
 
-    They are those of Hugging Face tensors, of Megatron's parameters in both spellings, and of engines' parameters.
+    The set holds their Hugging Face names, their Megatron names in both spellings, and their engine names.
     """
     found: set[str] = set()
     for layer in range(sizes.num_layers):
@@ -74,7 +78,7 @@ def kept_float32(sizes: Sizes) -> frozenset[str]:
 
 
 def is_expert(name: str) -> bool:
-    """Says whether this Megatron parameter belongs to one expert of a router.
+    """Checks whether a Megatron parameter belongs to one of a router's experts.
 
     Expert-parallel ranks hold different parameters of this kind.
     """
@@ -82,18 +86,21 @@ def is_expert(name: str) -> bool:
 
 
 def renumber_expert(name: str, *, by: int) -> str:
-    """Returns the name of an expert's parameter with `by` added to its expert number.
+    """Returns the name of an expert's parameter with `by` added to its expert index.
 
-    This turns a rank's own number into the global one.
+    This converts a rank's local expert index to the global index.
     """
     return _EXPERT_NUMBER.sub(lambda found: found[1] + str(int(found[2]) + by), name)
 
 
 def megatron(sizes: Sizes, name: str, shard: Shard = WHOLE, *, vocab_multiple: int = 1) -> tuple[Shape, list[Rect]]:
-    """Returns (shape on this rank, rectangles) of a Megatron parameter, named with global layer and expert numbers.
+    """Returns (shape on this rank, rectangles) of a Megatron parameter.
 
-    Elements that no rectangle covers are padding of the vocabulary. Raises KeyError for a name without a Hugging Face
-    tensor.
+    `name`: the name with global layer and expert indices.
+    `vocab_multiple`: vocabulary rows are padded to a multiple of `vocab_multiple` * tp.
+
+    Elements that no rectangle covers are vocabulary padding. Raises KeyError if no Hugging Face tensor is known for the
+    name.
     """
     row, prefix, expert = _find(sizes, name)
     shape, rects = row.partition.held(row.sources, *shard.of(row), vocab_multiple)
@@ -101,9 +108,9 @@ def megatron(sizes: Sizes, name: str, shard: Shard = WHOLE, *, vocab_multiple: i
 
 
 def _find(sizes: Sizes, name: str) -> tuple[Row, str, str]:
-    """Returns (row, prefix of its tensors, number of the expert) of a Megatron parameter in either spelling.
+    """Returns (row, prefix of its tensors' names, expert index or "") of a Megatron parameter in either spelling.
 
-    Raises KeyError for a name that the model does not have.
+    Raises KeyError if the model has no parameter of this name.
     """
     layer = _LAYER.fullmatch(name)
     if layer is None:
@@ -122,13 +129,14 @@ def _find(sizes: Sizes, name: str) -> tuple[Row, str, str]:
 
 @lru_cache(maxsize=1024)
 def _rows_by_name(sizes: Sizes, layer: int | None) -> dict[str, Row]:
-    """Returns the rows of a layer, or outside of the layers, by Megatron's names in both spellings."""
+    """Returns {Megatron name: row} with both spellings of each name, for a layer, or outside of the layers if `layer`
+    is None."""
     rows = [row for part in ends(sizes) for row in part] if layer is None else layer_rows(sizes, layer)
     return {row.spelled(fused): row for row in rows for fused in (False, True)}
 
 
 def _named(rects: Iterable[Rect], prefix: str, expert: str) -> list[Rect]:
-    """Returns rectangles of a row with the whole names of their tensors."""
+    """Returns a row's rectangles with the full names of their tensors."""
     if expert:
         return [Rect(prefix + tensor.replace(EXPERT, expert), *rest) for tensor, *rest in rects]
     return [Rect(prefix + tensor, *rest) for tensor, *rest in rects]
@@ -137,10 +145,11 @@ def _named(rects: Iterable[Rect], prefix: str, expert: str) -> list[Rect]:
 def megatron_names(
     sizes: Sizes, layers: Iterable[int], experts: Iterable[int], *, first: bool, last: bool, fused: bool
 ) -> list[str]:
-    """Returns the names of the parameters that a rank holds with these global `layers` and `experts`.
+    """Returns the names of the parameters of a rank that holds these global `layers` and `experts`.
 
-    `first` and `last` say whether it is the first or last pipeline stage. A tied model has a copy of the embedding as
-    output layer on a last stage that is not the first. `fused`: names have Transformer Engine's spelling.
+    `first`, `last`: whether the rank belongs to the first or last pipeline stage. A tied model has a copy of the
+    embedding as output layer on a last stage that is not also the first.
+    `fused`: whether names are spelled as in the Transformer Engine layer spec.
     """
     stage = _stage_rows(sizes, layers, first=first, last=last)
     chosen = [*experts]
@@ -160,7 +169,7 @@ def _stage_rows(sizes: Sizes, layers: Iterable[int], *, first: bool, last: bool)
 
 
 def _spelled(row: Row, prefix: str, experts: Sequence[int], fused: bool) -> Iterator[tuple[str, str]]:
-    """Yields (name, number of the expert or nothing) of the parameters that a row stands for."""
+    """Yields (Megatron name, expert index or "") of the parameters that a row describes."""
     name = prefix + row.spelled(fused)
     if not row.experts:
         yield name, ""
@@ -179,9 +188,12 @@ def trainer_parameters(
     fused: bool,
     vocab_multiple: int = 1,
 ) -> Iterator[Parameter]:
-    """Yields the parameters of a trainer's rank: its dense ones where `experts` is None, else those of these experts.
+    """Yields the parameters of a trainer rank: the dense parameters if `experts` is None, otherwise those of the given
+    experts.
 
-    `first_last`: whether the rank is of the first, and of the last pipeline stage. Names are those of `megatron_names`.
+    `first_last`: whether the rank belongs to the first and to the last pipeline stage.
+
+    Names are spelled as in `megatron_names`.
     """
     held = _holder(lambda row: row.partition.held(row.sources, *shard.of(row), vocab_multiple))
     for row, prefix, tensors in _stage_rows(sizes, layers, first=first_last[0], last=first_last[1]):
@@ -193,11 +205,13 @@ def trainer_parameters(
 
 
 def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -> dict[str, tuple[Shape, list[Rect]]]:
-    """Returns {name: (shape, rectangles)} of rank `rank` of a vLLM or SGLang engine.
+    """Returns {name: (shape, rectangles)} of the parameters of rank `rank` of a vLLM or SGLang engine with `tp` ranks.
 
-    q, k and v of the rank's heads are one parameter (key/value heads are repeated when there are fewer than ranks), and
-    so are gate and up. Experts are stacked in [E_local, ...] parameters, whose leading two dimensions are joined here.
-    With `expert_parallel` a rank holds a run of whole experts, otherwise a slice of every expert.
+    q, k and v of the rank's heads are one parameter, and so are gate and up. Key/value heads are repeated if there are
+    fewer heads than ranks. Experts are stacked in [E_local, ...] parameters, whose first two dimensions are joined
+    here.
+
+    `expert_parallel`: whether a rank holds a run of whole experts instead of a slice of every expert.
     """
 
     def cut(row: Row) -> Held:
@@ -228,8 +242,8 @@ def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -
 
 
 def _holder(cut: Callable[[Row], Held]) -> Callable[[Row], Held]:
-    """Returns a function that cuts a row as `cut` does, and each row once: equal layers share their rows."""
-    known: dict[int, tuple[Row, Held]] = {}  # with its row, which keeps the id its own
+    """Returns a cached version of `cut`, which is called once per row. Equal layers share their row objects."""
+    known: dict[int, tuple[Row, Held]] = {}  # the row is stored too, so that its id is not reused
 
     def held(row: Row) -> Held:
         if id(row) not in known:
@@ -240,8 +254,9 @@ def _holder(cut: Callable[[Row], Held]) -> Callable[[Row], Held]:
 
 
 def check_complete(names: Iterable[str], sizes: Sizes) -> None:
-    """Raises ConfigError for tensors that have no place in the model: without them it would be another model."""
-    known = {*hf_shapes(sizes), "lm_head.weight"}  # a tied model's file may hold the head too
+    """Raises ConfigError if a tensor is not part of the model. Without this check, a different model would be
+    loaded."""
+    known = {*hf_shapes(sizes), "lm_head.weight"}  # the files of a tied model may include the output layer
     family = family_of(sizes)
     left = sorted(n for n in names if n not in known and not family.leaves_out(sizes, n))
     if left:

@@ -1,6 +1,6 @@
-"""Reads the pickled parts of a distributed checkpoint without running code: they may hold plain data and nothing else.
+"""Reads the pickled parts of a distributed checkpoint without running code: only plain data is accepted.
 
-A pickle says which functions are called while it is read. Those of a checkpoint that somebody planted may be any.
+A pickle names functions that are called during loading. A malicious checkpoint could name any function.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron_rl.safe_pickle import refuse_bombs
 
 METADATA, COMMON = ".metadata", "common.pt"
 TRUST = "it would run code here. Where you trust its writer, `convert` reads it with --trust"
-# Whatever a damaged pickle raises.
+# Exceptions that loading a damaged pickle may raise.
 DAMAGED = (
     OSError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError, AssertionError, OverflowError,
     MemoryError, RecursionError, ImportError, RuntimeError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError,
 )  # fmt: skip
-# What torch's own .metadata is made of.
+# The classes and functions that occur in a .metadata file written by torch.
 _CHECKPOINT = "torch.distributed.checkpoint"
 _ALLOWED = {
     f"{_CHECKPOINT}.metadata": {
@@ -43,7 +43,7 @@ _ALLOWED = {
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads a .metadata, and refuses everything in it that is not part of one."""
+    """An unpickler for .metadata files that refuses all classes and functions that do not belong there."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         known = global_name in _ALLOWED.get(module_name, ())
@@ -53,8 +53,13 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_metadata(directory: Path, *, trust: bool = False) -> Metadata:
-    """Reads a checkpoint's .metadata. Raises UnpicklingError for one that is more than data unless it is to be trusted,
-    and what reading a damaged one raises."""
+    """Reads the .metadata file of a checkpoint.
+
+    `trust`: whether to accept pickles that are more than plain data.
+
+    Raises UnpicklingError if the file is more than plain data and not trusted. Raises one of `DAMAGED` if it is
+    damaged.
+    """
     data = (directory / METADATA).read_bytes()
     if not trust:
         refuse_bombs(data)
@@ -66,7 +71,7 @@ def read_metadata(directory: Path, *, trust: bool = False) -> Metadata:
 
 
 def _check_places(found: Metadata) -> None:
-    """Raises UnpicklingError unless the metadata say of every stored thing what it is and where it lies."""
+    """Raises UnpicklingError unless the metadata contain a valid type and storage location for every stored item."""
     kinds, places = found.state_dict_metadata, found.storage_data
     if not isinstance(kinds, dict) or not isinstance(places, dict):
         raise pickle.UnpicklingError("it does not say where things are stored")
@@ -78,8 +83,13 @@ def _check_places(found: Metadata) -> None:
 
 
 def read_object(data: bytes | Path, what: str, *, trust: bool = False) -> Any:
-    """Returns an object that torch.save wrote, given as bytes or as a file. Raises ConfigError, which calls it `what`,
-    where it is damaged, or more than plain data unless it is to be trusted."""
+    """Returns an object saved by torch.save, given as bytes or as a file.
+
+    `what`: how to call the object in error messages.
+    `trust`: whether to accept pickles that are more than plain data.
+
+    Raises ConfigError if the object is damaged, or if it is more than plain data and not trusted.
+    """
     try:
         source = io.BytesIO(data) if isinstance(data, bytes) else data
         if not trust and zipfile.is_zipfile(source):
@@ -97,8 +107,10 @@ def read_object(data: bytes | Path, what: str, *, trust: bool = False) -> Any:
 
 
 def refuse_code(directory: Path) -> None:
-    """Raises ConfigError for a checkpoint of one role that would run code when megatron-core loads it: core reads
-    .metadata and the objects in the files as pickles of any kind."""
+    """Raises ConfigError if megatron-core would run code from this checkpoint of one role when loading it.
+
+    Megatron-core loads .metadata and the objects in the files as unrestricted pickles.
+    """
     try:
         metadata = read_metadata(directory)
         stored = metadata.state_dict_metadata

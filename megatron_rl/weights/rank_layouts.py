@@ -1,4 +1,4 @@
-"""Says which rank holds which rectangles, for the ranks of a trainer and of an engine, from their layouts alone."""
+"""Computes which rectangles each rank of a trainer and of an engine holds, from their layouts alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.weights.parameter_mapping import Parameter, Rect, Shape, Shard,
 
 
 class Holding(NamedTuple):
-    """Parameters, with their rectangles, that all of `ranks` hold alike."""
+    """Parameters, with their rectangles, of which all of `ranks` hold identical copies."""
 
     ranks: tuple[int, ...]
     parameters: list[tuple[str, Rect]]
@@ -22,10 +22,9 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerLayout:
-    """The layout of a trainer in Megatron's order of ranks: tensor fastest, then data, then pipeline.
+    """The layout of a trainer in Megatron's rank order: tensor-parallel fastest, then data-parallel, then pipeline.
 
-    Experts divide the ranks of a stage in an order of their own: expert-tensor fastest, then expert-parallel, then
-    copies.
+    Experts have a different order within a stage: expert-tensor-parallel fastest, then expert-parallel, then replicas.
     """
 
     tp: int = 1
@@ -33,10 +32,12 @@ class TrainerLayout:
     dp: int = 1
     ep: int = 1
     etp: int = 1
-    vpp: int = 1  # chunks of each stage, interleaved: chunk c of stage s is the (c * pp + s)th run of layers
-    stages: tuple[int, ...] = ()  # layers of each run, in order; empty: as even as possible, the first runs one more
+    vpp: int = 1  # interleaved chunks per stage: chunk c of stage s is run c * pp + s of the layers
+    # number of layers of each run, in order; empty: as even as possible, with the extra layers in the first runs
+    stages: tuple[int, ...] = ()
     vocab_multiple: int = 1
-    fused: bool = True  # whether parameters have Transformer Engine's names, not those of the local layer spec
+    # whether parameters are named as in the Transformer Engine layer spec, not as in the local layer spec
+    fused: bool = True
 
     def __post_init__(self) -> None:
         if self.tp * self.dp % (self.ep * self.etp):
@@ -52,9 +53,9 @@ class TrainerLayout:
         return self.tp * self.pp * self.dp
 
     def layers(self, sizes: Sizes) -> list[list[int]]:
-        """Returns the global layer numbers of each stage.
+        """Returns the global layer indices of each stage.
 
-        Raises ConfigError when `stages` do not add up to the model's layers.
+        Raises ConfigError if `stages` do not sum to the model's number of layers.
         """
         runs = self.pp * self.vpp
         even, left = divmod(sizes.num_layers, runs)
@@ -70,8 +71,8 @@ class TrainerLayout:
 class EngineLayout:
     """The layout of `replicas` engines of `tp` ranks each, numbered engine by engine.
 
-    `whole`: every rank holds the whole model under Hugging Face's names (the embedded engine; tp is 1).
-    `expert_parallel`: a rank holds whole experts.
+    `whole`: whether every rank holds the whole model under Hugging Face's names (the embedded engine, where tp is 1).
+    `expert_parallel`: whether a rank holds whole experts.
     """
 
     tp: int = 1
@@ -86,14 +87,14 @@ class EngineLayout:
 
 
 def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
-    """Yields what the ranks of a trainer hold.
+    """Yields the holdings of a trainer's ranks.
 
-    Dense parameters and experts come apart: their copies lie on different ranks.
+    Dense parameters and experts are separate holdings, because their replicas are on different ranks.
 
-    Raises ConfigError for a layout that does not divide the model.
+    Raises ConfigError if the layout does not divide the model.
     """
     etp = layout.etp if sizes.experts or layout.etp > 1 else None
-    axes = Axes(tp=layout.tp, ep=layout.ep, etp=etp)  # stages may be uneven here: runs of layers are not asked about
+    axes = Axes(tp=layout.tp, ep=layout.ep, etp=etp)  # stages may be uneven here: runs are not checked
     _refuse("trainer", trainer_problems(sizes, axes, f"the {sizes.family} model"))
     stage_ranks = layout.tp * layout.dp
     for stage, layers in enumerate(layout.layers(sizes)):
@@ -117,9 +118,9 @@ def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
 
 
 def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = None) -> Iterator[Holding]:
-    """Yields what the ranks of the engines hold; if `ranks` is given, only those.
+    """Yields the holdings of the engines' ranks, limited to `ranks` if given.
 
-    Raises ConfigError for a layout that does not divide the model.
+    Raises ConfigError if the layout does not divide the model.
     """
     model = f"the {sizes.family} model"
     _refuse("engine", engine_problems(sizes, layout.tp, model, expert_parallel=layout.expert_parallel))
@@ -131,27 +132,29 @@ def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = 
 
 
 def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str, tuple[Shape, list[Rect]]]:
-    """Returns {name: (shape, rectangles)} of an engine rank (of any replica)."""
+    """Returns {name: (shape, rectangles)} of the parameters of an engine rank (of any replica)."""
     if layout.whole:
         return {name: (shape, [Rect(name, 0, 0, *shape, 0, 0)]) for name, shape in hf_shapes(sizes).items()}
     return engine(sizes, layout.tp, rank % layout.tp, expert_parallel=layout.expert_parallel)
 
 
 def _refuse(side: str, problems: Sequence[str]) -> None:
-    """Raises ConfigError where there are problems."""
+    """Raises ConfigError if there are problems. `side`: "trainer" or "engine", for the message."""
     if problems:
         raise ConfigError("\n  ".join(f"{side}: {line}" for line in problems))
 
 
 def _holding(ranks: tuple[int, ...], found: Iterable[Parameter]) -> Holding:
-    """Returns these parameters as what `ranks` hold."""
+    """Returns the parameters as a `Holding` of `ranks`."""
     return Holding(ranks, [(name, rect) for name, _, rects in found for rect in rects])
 
 
 def differences(wanted: Mapping[str, tuple[int, int]], found: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """Yields a text for each parameter of an engine that differs from what a layout wants.
+    """Yields one message for each parameter of an engine that differs from the layout's.
 
-    An equal number of elements is enough: shapes may differ.
+    `wanted`, `found`: name -> shape in the layout and in the engine.
+
+    Shapes may differ as long as the number of elements is equal.
     """
     for name in sorted(wanted.keys() | found.keys()):
         if name not in found:

@@ -1,7 +1,8 @@
-"""Plans a refit: which trainer rank sends which part of which parameter to each engine rank.
+"""Plans a refit (weight sync from the trainer to the engines): which rank sends which slice to each engine rank.
 
-The plan is computed from the rectangles of two layouts alone, so that every rank comes to the same plan by itself.
-Every element that an engine rank needs is sent to it once, by a rank that holds it. Nothing is gathered on the way.
+The plan depends only on the rectangles of the two layouts, so that every rank computes the same plan without
+communication. Every element that an engine rank needs is sent to it exactly once, by a rank that holds it. No tensor is
+gathered.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ Column = NDArray[np.int64]
 class RankPlacement:
     """The node and device of every rank.
 
-    Nothing is sent within a device, and what is sent within a node stays off the network.
+    Ranks on the same device exchange data without sending it. Traffic within a node does not use the network.
     """
 
-    nodes: Sequence[int]  # node number by rank
-    devices: Sequence[int]  # device number by rank; no two nodes have a number in common
+    nodes: Sequence[int]  # node index of each rank
+    devices: Sequence[int]  # device index of each rank, unique across nodes
 
 
 class _Columns:
-    """A table that a dataclass holds as columns: arrays of one length, one entry for each row. Tuples are names."""
+    """A table stored as columns: arrays of the same length, one entry per row. Fields that are tuples hold names, not
+    columns."""
 
     def take(self, index: NDArray[Any], **columns: Column) -> Self:
-        """Returns the rows at these indices, with `columns` in the place of their own."""
+        """Returns the rows at the given indices. `columns` replaces the columns of the same names."""
         held: Any = self
         own = {name: values[index] for name, values in vars(held).items() if not isinstance(values, tuple)}
         return replace(held, **(own | columns))
@@ -44,8 +46,8 @@ class _Columns:
 class Slices(_Columns):
     """Rectangles to copy, one per entry of every column, sorted by source and then by destination.
 
-    The rectangle of `rows` x `columns` at (source_row, source_column) of source_parameter goes to (row, column) of
-    destination_parameter. Parameters are numbers, indices of `source_names` and `destination_names`.
+    The rectangle of `rows` x `columns` at (source_row, source_column) of source_parameter is copied to (row, column) of
+    destination_parameter. Parameters are given as indices into `source_names` and `destination_names`.
     """
 
     source: Column  # trainer ranks
@@ -72,7 +74,7 @@ class Slices(_Columns):
 
 @dataclass(frozen=True)
 class RefitBucket:
-    """Slices [first, last) from one source to one destination, sent in one message in round `round_number`."""
+    """A message: slices [first, last) from one source rank to one destination rank, sent in round `round_number`."""
 
     round_number: int
     source: int
@@ -84,22 +86,22 @@ class RefitBucket:
 
 @dataclass(frozen=True)
 class RefitPlan:
-    """The messages of a refit, in rounds. In a round a rank sends at most one and receives at most one."""
+    """The messages of a refit, in rounds. In a round, a rank sends at most one message and receives at most one."""
 
     slices: Slices
-    buckets: tuple[RefitBucket, ...]  # messages between devices, by round
-    local: tuple[RefitBucket, ...]  # messages within a device, in rounds of their own
-    needed: Mapping[int, int]  # engine rank -> elements that it must have, without padding
-    held: Mapping[int, int]  # engine rank -> how many of these lie on its own device before the refit
+    buckets: tuple[RefitBucket, ...]  # messages between devices, sorted by round
+    local: tuple[RefitBucket, ...]  # messages within a device, with separate rounds
+    needed: Mapping[int, int]  # engine rank -> number of elements that it needs, without padding
+    held: Mapping[int, int]  # engine rank -> number of needed elements that are on its device before the refit
 
     @property
     def lower_bound(self) -> int:
-        """Returns the number of elements that every plan must send."""
+        """Returns the minimum number of elements that any plan has to send between devices."""
         return sum(self.needed.values()) - sum(self.held.values())
 
     @property
     def sent(self) -> int:
-        """Returns the number of elements that this plan sends from device to device."""
+        """Returns the number of elements that this plan sends between devices."""
         return sum(bucket.elements for bucket in self.buckets)
 
 
@@ -111,10 +113,15 @@ def plan(
     engine: RankPlacement,
     bucket_elements: int = 64 << 20,
 ) -> RefitPlan:
-    """Returns the plan between two sets of holdings.
+    """Returns the refit plan from the trainer's holdings (`sources`) to the engines' holdings (`destinations`).
 
-    Of the ranks that hold a needed part, it takes one on the same device, else the least loaded of the same node, else
-    the least loaded of all. Raises ValueError when nobody holds something that an engine rank needs.
+    `trainer`, `engine`: the placement of their ranks.
+    `bucket_elements`: the maximum number of elements of a message.
+
+    Among the ranks that hold a needed slice, the sender is a rank on the same device if there is one. Otherwise it is
+    the least loaded rank of the same node, or, if no rank of the node holds the slice, the least loaded of all.
+
+    Raises ValueError if no trainer rank holds an element that an engine rank needs.
     """
     tensors: dict[str, int] = {}
     send, sending = _table(sources, tensors)
@@ -135,7 +142,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Table(_Columns):
-    """Rectangles as columns, one entry of every column per rectangle."""
+    """Rectangles stored as columns, one entry per rectangle."""
 
     tensor: Column
     row: Column
@@ -154,9 +161,9 @@ class _Table(_Columns):
 
 
 def _table(holdings: Iterable[Holding], tensors: dict[str, int]) -> tuple[_Table, list[tuple[int, ...]]]:
-    """Returns (all rectangles, the ranks of each holding).
+    """Returns (table of all rectangles, list of the ranks of each holding).
 
-    Gives every tensor a number, in `tensors`, when it first comes.
+    Adds every new tensor to `tensors`, which maps the tensor's name to its index.
     """
     names: dict[str, int] = {}
     rows: list[tuple[int, ...]] = []
@@ -172,7 +179,7 @@ def _table(holdings: Iterable[Holding], tensors: dict[str, int]) -> tuple[_Table
 
 
 def _one_row_per_rank(table: _Table, holders: Sequence[tuple[int, ...]]) -> tuple[_Table, Column]:
-    """Repeats the rectangles of each holding for each of its ranks. Returns (table, the rank of each row)."""
+    """Repeats the rectangles of each holding for each rank of the holding. Returns (table, rank of each row)."""
     copies = np.array([len(r) for r in holders], dtype=np.int64)[table.holding]
     index = np.repeat(np.arange(len(copies)), copies)
     which = np.arange(len(index)) - np.repeat(np.cumsum(copies) - copies, copies)
@@ -183,11 +190,11 @@ def _one_row_per_rank(table: _Table, holders: Sequence[tuple[int, ...]]) -> tupl
 
 @dataclass(frozen=True)
 class _Pairs(_Columns):
-    """Overlaps of a sent and a received rectangle, as columns."""
+    """Overlaps between a sent and a received rectangle, stored as columns."""
 
-    send: Column  # rows of the sending table
-    receive: Column  # rows of the receiving table
-    row: Column  # where the overlap begins in the Hugging Face tensor
+    send: Column  # row indices in the sending table
+    receive: Column  # row indices in the receiving table
+    row: Column  # position of the overlap in the Hugging Face tensor
     column: Column
     rows: Column
     columns: Column
@@ -198,7 +205,7 @@ class _Pairs(_Columns):
 
 
 def _find_overlaps(send: _Table, receive: _Table) -> _Pairs:
-    """Returns every overlap of a rectangle of `send` and a rectangle of `receive`."""
+    """Returns every overlap between a rectangle of `send` and a rectangle of `receive`."""
     order = np.argsort(send.tensor, kind="stable")
     keys = send.tensor[order]
     low, high = np.searchsorted(keys, receive.tensor, "left"), np.searchsorted(keys, receive.tensor, "right")
@@ -220,10 +227,10 @@ def _drop_duplicates(
     trainer: RankPlacement,
     engine: RankPlacement,
 ) -> _Pairs:
-    """Returns the nearest of those pairs that bring the same part.
+    """Returns the pairs with duplicates removed. Of pairs that deliver the same elements, the one with the nearest
+    sender stays.
 
-    There are such pairs where all tensor-parallel ranks hold a part alike, and for a tied embedding, which has a second
-    name.
+    Duplicates occur if all tensor-parallel ranks hold the same part, and for a tied embedding, which has a second name.
     """
     holdings, destinations = send.holding[pairs.send], owners[pairs.receive]
     width = len(engine.nodes)
@@ -237,14 +244,14 @@ def _drop_duplicates(
 
 
 def _distance(holders: Sequence[int], destination: int, trainer: RankPlacement, engine: RankPlacement) -> int:
-    """Returns 0 if one of the holders is on the destination's device, 1 if one is on its node, else 2."""
+    """Returns 0 if a holder is on the destination's device, 1 if a holder is on its node, otherwise 2."""
     if any(trainer.devices[r] == engine.devices[destination] for r in holders):
         return 0
     return 1 if any(trainer.nodes[r] == engine.nodes[destination] for r in holders) else 2
 
 
 def _check_all_found(receive: _Table, pairs: _Pairs, wanted: Column, tensors: Mapping[str, int]) -> None:
-    """Raises ValueError unless every element that engines need is held by the trainer."""
+    """Raises ValueError unless the trainer holds every element that the engines need."""
     found = np.bincount(pairs.receive, weights=pairs.elements, minlength=len(wanted)).astype(np.int64)
     bad = np.flatnonzero(found != wanted)
     if len(bad):
@@ -264,7 +271,7 @@ def _choose_senders(
     trainer: RankPlacement,
     engine: RankPlacement,
 ) -> Column:
-    """Returns the sending rank of every pair. The largest pairs choose first."""
+    """Returns the sending rank of every pair. Senders are chosen greedily, for the largest pairs first."""
     load = [0] * len(trainer.nodes)
     out = np.empty(len(pairs.send), dtype=np.int64)
     holdings, destinations = send.holding[pairs.send].tolist(), owners[pairs.receive].tolist()
@@ -285,7 +292,10 @@ def _choose_senders(
 def _nearest(
     holders: Sequence[int], destination: int, trainer: RankPlacement, engine: RankPlacement
 ) -> tuple[bool, tuple[int, ...]]:
-    """Returns (whether nothing is sent, the equally near candidates). Their order differs between destinations."""
+    """Returns (whether the data is already on the destination's device, the equally near candidates).
+
+    The order of the candidates depends on the destination, which spreads the load.
+    """
     turned = [holders[(i + destination) % len(holders)] for i in range(len(holders))]
     same_device = [r for r in turned if trainer.devices[r] == engine.devices[destination]]
     if same_device:
@@ -294,12 +304,12 @@ def _nearest(
 
 
 def _sum_by(keys: Column, values: Column) -> dict[int, int]:
-    """Returns {key: sum of its values}."""
+    """Returns {key: sum of the key's values}."""
     return {key: int(values[keys == key].sum()) for key in np.unique(keys).tolist()}
 
 
 def _slices(pairs: _Pairs, send: _Table, receive: _Table, chosen: Column, owners: Column) -> Slices:
-    """Returns the pairs as slices of parameters, sorted."""
+    """Returns the pairs as sorted slices of parameters."""
     s, r = pairs.send, pairs.receive
     slices = Slices(
         source=chosen,
@@ -320,7 +330,7 @@ def _slices(pairs: _Pairs, send: _Table, receive: _Table, chosen: Column, owners
 
 
 def _join_adjacent(slices: Slices) -> Slices:
-    """Joins slices that follow each other in both parameters (q, k and v of one group; gate and up)."""
+    """Joins slices that are adjacent in both parameters (e.g. q, k and v of one group, or gate and up)."""
     n = slices
     alike = (n.source, n.destination, n.source_parameter, n.destination_parameter, n.source_column, n.column, n.columns)
     same = np.ones(len(n), dtype=bool)
@@ -332,7 +342,8 @@ def _join_adjacent(slices: Slices) -> Slices:
 
 
 def _cut_long(slices: Slices, limit: int) -> Slices:
-    """Cuts slices of more than `limit` elements by rows, into parts of as many rows as fit, at least one."""
+    """Splits slices of more than `limit` elements by rows. A part has as many rows as fit into `limit`, but at least
+    one."""
     fitting = np.maximum(1, limit // slices.columns)
     parts = -(-slices.rows // fitting)
     which = np.repeat(np.arange(len(slices)), parts)
@@ -346,9 +357,9 @@ def _cut_long(slices: Slices, limit: int) -> Slices:
 
 
 def _buckets(slices: Slices, sent: NDArray[np.bool_], limit: int) -> list[RefitBucket]:
-    """Fills messages with the `sent` slices, up to `limit` elements each, and gives each message a round.
+    """Packs the `sent` slices into messages of up to `limit` elements, and assigns a round to each message.
 
-    A row that is longer goes alone.
+    A slice of a single row longer than `limit` is a message of its own.
     """
     messages: list[tuple[int, int, int, int, int]] = []  # source, destination, first, last, elements
     elements, source, destination = slices.elements.tolist(), slices.source.tolist(), slices.destination.tolist()
@@ -363,7 +374,8 @@ def _buckets(slices: Slices, sent: NDArray[np.bool_], limit: int) -> list[RefitB
 
 
 def _assign_rounds(messages: Sequence[tuple[int, int, int, int, int]]) -> list[RefitBucket]:
-    """Gives each message the first round in which both its ends are free. The busiest ends choose first."""
+    """Assigns to each message the first round in which its source and its destination are free. The busiest ranks go
+    first."""
     waiting: dict[tuple[int, int], list[tuple[int, int, int, int, int]]] = {}
     for message in messages:
         waiting.setdefault(message[:2], []).append(message)

@@ -1,7 +1,8 @@
-"""Reads what the safetensors files of a model directory hold, from their headers alone: no tensor data, no torch.
+"""Reads the tensor names, dtypes and shapes of a model directory from the headers of its safetensors files.
 
-transformers 5 holds the experts of a layer in one tensor. Its save_pretrained writes a tensor for each expert. Files
-that other tools write may hold the stacks: their parts get the names that save_pretrained gives.
+No tensor data is read, and torch is not needed. transformers 5 holds a layer's experts in one stacked tensor in memory,
+and its save_pretrained writes one tensor per expert. Files from other tools may hold the stacked tensors. Their parts
+are listed here under the names that save_pretrained would use.
 """
 
 from __future__ import annotations
@@ -19,30 +20,31 @@ from megatron_rl.models.rows import EXPERT, HF_LAYER
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-LFS = b"version https://git-lfs.github.com/"  # begins a pointer, which stands for a file that git-lfs has not fetched
+# first bytes of a git-lfs pointer, which replaces a file that git-lfs has not downloaded
+LFS = b"version https://git-lfs.github.com/"
 
 
 class Stored(NamedTuple):
-    """A tensor as a file's header describes it."""
+    """A tensor as described by its file's header."""
 
     file: Path
-    dtype: str  # in safetensors' spelling: F32, BF16, F16, ...
+    dtype: str  # dtype name of safetensors: F32, BF16, F16, ...
     shape: tuple[int, ...]
-    # Where it is a part of a stack: (tensor in the file, number of the expert or None, first row).
+    # If the tensor is part of a stacked tensor: (name of the stacked tensor, expert index or None, first row).
     part: tuple[str, int | None, int] | None = None
 
 
 def read_directory(directory: Path) -> dict[str, Stored]:
     """Returns every tensor of a model directory, by name.
 
-    Raises FileNotFoundError when there are no weights at all. Raises ConfigError for a file that is missing, cut short
-    or damaged, for an index that names a tensor which its file does not hold, and for several models in one directory.
+    Raises FileNotFoundError if there are no weights at all. Raises ConfigError if a file is missing, cut short or
+    damaged, if the index names a tensor that its file does not hold, or if the directory holds several models.
     """
     return _apart(directory, _read(directory))
 
 
 def _read(directory: Path) -> dict[str, Stored]:
-    """Returns every tensor of a directory as its files have it."""
+    """Returns every tensor of a directory under its name in the files."""
     index, single = directory / INDEX, directory / SINGLE
     if (directory / ADAPTER).is_file() and (index.exists() or single.exists()):
         raise ConfigError(
@@ -80,9 +82,11 @@ def _read(directory: Path) -> dict[str, Stored]:
 
 
 def _apart(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
-    """Names the parts of stacked experts as files with a tensor for each expert name them. A directory whose
-    config.json cannot be read here is left as it is. Raises ConfigError for a stack of another shape than config.json
-    says."""
+    """Replaces stacked experts by their parts, named as in files that have one tensor per expert.
+
+    If config.json cannot be read, the tensors are returned unchanged. Raises ConfigError if the shape of a stacked
+    tensor does not match config.json.
+    """
     try:
         sizes = registry.read(json.loads((directory / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -111,7 +115,7 @@ def _apart(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
 def read_file(file: Path) -> dict[str, Stored]:
     """Returns every tensor of one safetensors file, by name.
 
-    Raises ConfigError, with the tensor concerned, for a file that was cut short or is not a safetensors file.
+    Raises ConfigError, with the tensor concerned, if the file was cut short or is not a safetensors file.
     """
     size = file.stat().st_size
     with file.open("rb") as source:

@@ -1,4 +1,4 @@
-"""Copies along rectangles: from Hugging Face tensors into a rank's parameters, and back."""
+"""Copies rectangles from Hugging Face tensors to a rank's parameters, and back."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from megatron_rl.models.rows import EXPERT, HF_LAYER
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.parameter_mapping import Rect, padding
 
-# Returns a rectangle of a Hugging Face tensor: [rows, columns], or [rows] of a 1-D tensor.
+# A function that returns a rectangle of a Hugging Face tensor: [rows, columns], or [rows] of a 1-D tensor.
 Read = Callable[[Rect], Tensor]
 
 
 def from_tensor(tensor: Tensor, rect: Rect) -> Tensor:
-    """Returns the view of a whole Hugging Face tensor that `rect` names."""
+    """Returns the view of `rect` in the whole Hugging Face tensor."""
     return _view(tensor, rect.row, rect.column, rect)
 
 
 def local(parameter: Tensor, rect: Rect) -> Tensor:
-    """Returns the view of a rank's parameter (1-D or 2-D) where `rect` lies."""
+    """Returns the view of `rect` in a rank's parameter (1-D or 2-D)."""
     return _view(parameter, rect.at_row, rect.at_column, rect)
 
 
 @torch.no_grad()
 def fill(parameter: Tensor, rects: Sequence[Rect], read: Read) -> None:
-    """Copies every rectangle into its place, cast to the parameter's dtype; padding becomes zero.
+    """Copies every rectangle into the parameter, cast to the parameter's dtype, and fills the padding with zeros.
 
-    Raises ValueError when the rectangles do not fit into the parameter.
+    Raises ValueError if a rectangle does not fit into the parameter.
     """
     shape = (parameter.shape[0], parameter.shape[1] if parameter.dim() > 1 else 1)
     if any(r.at_row + r.rows > shape[0] or r.at_column + r.columns > shape[1] for r in rects):
@@ -42,9 +42,9 @@ def fill(parameter: Tensor, rects: Sequence[Rect], read: Read) -> None:
 
 
 def assemble(shards: Iterable[tuple[Tensor, Sequence[Rect]]]) -> dict[str, Tensor]:
-    """Joins the ranks' parts of one parameter. Returns the whole Hugging Face tensors that it is made of, by name.
+    """Assembles whole Hugging Face tensors from the ranks' parts of one parameter. Returns the tensors by name.
 
-    The tensors are on the device of the parts.
+    `shards`: (a rank's part, its rectangles) of each rank. The result is on the device of the parts.
     """
     parts = [(part, rect) for part, rects in shards for rect in rects]
     sizes: dict[str, tuple[int, int]] = {}
@@ -60,11 +60,11 @@ def assemble(shards: Iterable[tuple[Tensor, Sequence[Rect]]]) -> dict[str, Tenso
 
 
 def by_expert(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
-    """Returns views of a transformers model's tensors in memory, under the names that its files have.
+    """Returns views of the in-memory tensors of a transformers model, under the names used in files.
 
-    transformers 5 stacks experts, gate_up_proj [E, 2 f, h] and down_proj [E, h, f], and gives their module and the
-    router one name in every family. Files hold one tensor per expert. Tensors that already have their file's name, as
-    in transformers 4, pass through.
+    In memory, transformers 5 stacks experts in gate_up_proj [E, 2 f, h] and down_proj [E, h, f], and uses the same
+    names for experts and router in every family. Files have one tensor per expert. Tensors that already have their
+    file's name, as in transformers 4, are returned unchanged.
     """
     out = dict(tensors)
     for layer in range(sizes.num_layers):
@@ -88,9 +88,9 @@ def _view(tensor: Tensor, row: int, column: int, rect: Rect) -> Tensor:
 
 
 def blocks(tensor: Tensor, elements: int = 1 << 24) -> Iterator[Tensor]:
-    """Yields the tensor as runs of rows of about `elements` elements.
+    """Yields the tensor as runs of rows with about `elements` elements each.
 
-    A computation on them needs no memory of a second tensor.
+    Computing block by block avoids temporaries as large as the tensor.
     """
     step = max(1, elements // max(1, tensor[0].numel())) if len(tensor) else 1
     for row in range(0, len(tensor), step):
@@ -98,10 +98,10 @@ def blocks(tensor: Tensor, elements: int = 1 << 24) -> Iterator[Tensor]:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Says whether every element is a finite number."""
+    """Checks whether every element is finite."""
     return all(bool(torch.isfinite(block).all()) for block in blocks(tensor))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Says whether two tensors are equal in shape, dtype and every element."""
+    """Checks whether two tensors are equal in shape, dtype and every element."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
