@@ -1,1 +1,1 @@
-"""Converts weights between Hugging Face directories and Megatron checkpoints, and recuts checkpoints."""
+"""Converts weights between Hugging Face directories and Megatron checkpoints, and reshards checkpoints."""

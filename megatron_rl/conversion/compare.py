@@ -1,4 +1,4 @@
-"""Compares two models tensor by tensor, whatever their form, with one tensor of each in memory."""
+"""Compares two models tensor by tensor, in any supported format, with one tensor of each in memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ from megatron_rl.weights.parameter_mapping import hf_shapes
 
 
 def compare(first: WeightSource, second: WeightSource) -> list[dict[str, Any]]:
-    """Returns a row per tensor: name, equal (bit for bit), relative = |a - b| / |a| (Frobenius norms), largest |a - b|.
+    """Returns one row per tensor, as a dict with these keys:
 
-    Raises ConfigError when names or shapes differ.
+    - `name`: the tensor's name.
+    - `equal`: whether the tensors are bit-identical.
+    - `relative`: |a - b| / |a|, with Frobenius norms.
+    - `largest`: the largest absolute difference of two elements.
+
+    Raises ConfigError if names or shapes differ.
     """
     rows = []
     total = len(first.shapes()) if first.checkpoint is None else len(hf_shapes(first.sizes))
@@ -37,8 +42,8 @@ def compare(first: WeightSource, second: WeightSource) -> list[dict[str, Any]]:
 def _pairs(first: WeightSource, second: WeightSource) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yields (name, first's tensor, second's tensor).
 
-    A checkpoint is read in its own order, and a directory's tensors by name as they are wanted. Raises ConfigError when
-    names or sizes differ.
+    A checkpoint is read in its stored order, and the tensors of a directory are looked up by name. Raises ConfigError
+    if names or sizes differ.
     """
     if first.checkpoint is not None and second.checkpoint is not None:
         if first.sizes != second.sizes:

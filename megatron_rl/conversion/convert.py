@@ -1,4 +1,5 @@
-"""Converts a checkpoint into a Hugging Face directory and back, with one parameter in memory, without ranks or GPU."""
+"""Converts between checkpoints and Hugging Face directories, one parameter at a time, without distributed ranks or
+GPU."""
 
 from __future__ import annotations
 
@@ -27,10 +28,11 @@ from megatron_rl.weights.dist_writer import FILE_BYTES, DistWriter
 from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned, plan_tensors
 from megatron_rl.weights.parameter_mapping import WHOLE, hf_shapes, kept_float32, megatron
 
-OF_CHECKPOINTS = ("metadata.json", "COMPLETE.json", "state.json")  # JSON files of a checkpoint, not of a model
-EMPTY = [None]  # what megatron-core keeps as extra state of a module that has none
-LOGITS = 1e-3  # largest difference of float32 logits, as a share of the largest logit
-MERGED = 1e-5  # largest difference of merged float32 weights, as a share of a tensor's largest number
+# JSON files that belong to a checkpoint, not to a model
+OF_CHECKPOINTS = ("metadata.json", "COMPLETE.json", "state.json")
+EMPTY = [None]  # value that megatron-core stores for a module without extra state
+LOGITS = 1e-3  # tolerance for float32 logits: largest difference relative to the largest logit
+MERGED = 1e-5  # tolerance for merged float32 weights: largest difference relative to a tensor's largest element
 T = TypeVar("T")
 
 
@@ -42,12 +44,17 @@ def to_hf(
     shard_bytes: int = SHARD_BYTES,
     verify: bool = False,
 ) -> str:
-    """Writes a Hugging Face directory with config and tokenizer, loadable as it stands.
+    """Writes a Hugging Face directory with weights, config and tokenizer, ready to load.
 
-    `verify` reads it back and compares bit for bit. Then it compares the logits of a checkpoint's Megatron model with
-    those of transformers, or merged weights with those that peft merges. Returns what that comparison gave, or why it
-    was not done; "" without `verify`. Raises ConfigError when something is at `target` already, for too little disk
-    space, for a tensor with numbers that are not finite, and when the comparison fails.
+    `dtype`: the dtype to cast to; None keeps the stored dtype.
+    `shard_bytes`: the maximum size of a file.
+    `verify`: whether to read the result back and compare it bit for bit. The logits of a checkpoint's Megatron model
+    are then compared with those of transformers. For an adapter, the merged weights are compared with peft's.
+
+    Returns the result of the last comparison, or why it was skipped; "" without `verify`.
+
+    Raises ConfigError if `target` exists, if there is too little disk space, if a tensor has non-finite values, or if a
+    comparison fails.
     """
     sizes = source.sizes
     if source.checkpoint is None:
@@ -81,9 +88,10 @@ def to_megatron(
     file_bytes: int = FILE_BYTES,
     verify: bool = False,
 ) -> None:
-    """Writes a Hugging Face directory as a distributed checkpoint, with its config and tokenizer beside it.
+    """Writes a Hugging Face directory as a Megatron distributed checkpoint, together with its config and tokenizer.
 
-    The checkpoint has no optimizer state. megatron-core loads it under any layout. Raises ConfigError as `to_hf` does.
+    The checkpoint has no optimizer state. megatron-core can load it under any layout. Raises ConfigError as `to_hf`
+    does.
     """
     if source.checkpoint is not None:
         raise ConfigError(f"{source.path} is a checkpoint already: give a Hugging Face directory")
@@ -106,7 +114,7 @@ def to_megatron(
                 writer.add(
                     place.key, (*counts(sizes, place), *parameter.shape), offsets, parameter[(None,) * len(place.at)]
                 )
-        empty = io.BytesIO()  # as megatron-core writes an empty extra state
+        empty = io.BytesIO()  # an empty extra state, as written by megatron-core
         torch.save(EMPTY, empty)
         for key in extra_states(sizes):
             writer.add_bytes(key, empty.getvalue())
@@ -116,7 +124,7 @@ def to_megatron(
 
 
 def _planned(source: WeightSource, sizes: Sizes, dtype: torch.dtype | None) -> list[Planned]:
-    """Returns the tensors of the result, in the order in which they will come."""
+    """Returns the tensors to write, in the order in which `source` yields them."""
     stored, kept = source.dtypes(), kept_float32(sizes)
     if source.checkpoint is not None:
         one = dtype or source.checkpoint.dtype(whole_names(sizes)[0])
@@ -130,7 +138,7 @@ def _planned(source: WeightSource, sizes: Sizes, dtype: torch.dtype | None) -> l
 def _parameter(
     source: WeightSource, sizes: Sizes, tensors: hf_model.DirectoryTensors, name: str, dtype: torch.dtype | None
 ) -> Tensor:
-    """Returns one whole Megatron parameter, vocabulary not padded. Raises ConfigError for non-finite numbers."""
+    """Returns one whole Megatron parameter, without vocabulary padding. Raises ConfigError for non-finite values."""
     (rows, columns), rects = megatron(sizes, name, WHOLE)
     for tensor in dict.fromkeys(rect.tensor for rect in rects):
         _check_finite(source, tensor, tensors.whole(tensor))
@@ -155,7 +163,7 @@ def _check_finite(source: WeightSource, name: str, tensor: Tensor) -> None:
 
 
 def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
-    """Writes the dtype, where weights were cast, into a config.json."""
+    """Sets the dtype in a config.json if the weights were cast."""
     config = read_object(file)
     if dtype is not None:
         config.pop("torch_dtype", None)
@@ -170,9 +178,9 @@ def _verify(
     *,
     cast: torch.dtype | None = None,
 ) -> None:
-    """Compares every tensor of `source`, cast to `dtype`, with the directory's, cast to `cast`, bit for bit.
+    """Compares every tensor of `source`, cast to `dtype`, with the tensor of `other`, cast to `cast`, bit for bit.
 
-    Raises ConfigError when one differs.
+    Raises ConfigError if a tensor differs.
     """
     wanted, names, kept = hf_shapes(source.sizes).keys(), set(), kept_float32(source.sizes)
     for name, tensor in _steps(source.tensors(), len(wanted), "verify"):
@@ -189,9 +197,10 @@ def _verify(
 
 
 def _compare_logits(source: WeightSource, sizes: Sizes, folder: Path, *, exact: bool) -> str:
-    """Compares the logits with those of transformers, and returns a line about it.
+    """Compares the logits of the Megatron model with those of transformers, and returns a line with the result.
 
-    `exact`: raises ConfigError for a difference above LOGITS. A cast model's difference is told and not judged.
+    `exact`: whether to raise ConfigError for a difference above LOGITS. It is False for a cast model, whose difference
+    is only reported.
     """
     if source.checkpoint is None:
         return "logits not compared: the source is no checkpoint"
@@ -209,9 +218,10 @@ def _compare_logits(source: WeightSource, sizes: Sizes, folder: Path, *, exact: 
 
 
 def _compare_merged(source: WeightSource, sizes: Sizes, folder: Path, *, exact: bool) -> str:
-    """Compares every merged tensor with what peft makes of the same base and adapter, and returns a line about it.
+    """Compares every merged tensor with peft's merge of the same base and adapter, and returns a line with the result.
 
-    `exact`: raises ConfigError for a difference beyond rounding. A cast model's difference is told and not judged.
+    `exact`: whether to raise ConfigError for a difference beyond rounding. It is False for a cast model, whose
+    difference is only reported.
     """
     if importlib.util.find_spec("peft") is None:
         return "not compared with peft, which is not installed"
@@ -238,5 +248,5 @@ def _compare_merged(source: WeightSource, sizes: Sizes, folder: Path, *, exact: 
 
 
 def _steps(items: Iterator[T], total: int, what: str) -> Iterator[T]:
-    """Yields `items` under a progress bar."""
+    """Yields `items` while showing a progress bar."""
     yield from track(items, description=what, total=total, transient=True)

@@ -1,4 +1,5 @@
-"""Makes the directory of a conversion, which appears only when it is complete, and copies a model's side files."""
+"""Creates the output directory of a conversion, which appears only when it is complete, and copies a model's side
+files."""
 
 from __future__ import annotations
 
@@ -15,18 +16,21 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.run import directory_lock
 from megatron_rl.run.atomic_files import push, push_tree
 
-SPARE = 1.02  # disk space that is wanted, as a multiple of the tensors' size
+SPARE = 1.02  # required free disk space, as a multiple of the tensors' size
 
 
 @contextlib.contextmanager
 def fresh(target: Path, *, wanted_bytes: int, replace: bool = False) -> Iterator[Path]:
-    """Yields an empty directory beside `target`, which is renamed to `target` at the end of the block, when all of its
-    files are on the disk.
+    """Context manager that yields an empty directory, which is renamed to `target` when the block ends.
 
-    A block that fails leaves nothing. A process that is killed leaves a directory .NAME.partial, which the next process
-    with the same target removes. With `replace` an older directory at `target` is removed before the rename. Raises
-    ConfigError when `target` exists and is not to be replaced, when another process is writing it, when the disk has
-    less than `wanted_bytes` free, and when writing fails.
+    The files are flushed to disk before the rename. If the block fails, nothing is left. If the process is killed, a
+    directory .NAME.partial is left, and the next process with the same target removes it.
+
+    `wanted_bytes`: the size of the result, which must be available on the disk.
+    `replace`: whether an existing directory at `target` is removed before the rename.
+
+    Raises ConfigError if `target` exists and `replace` is False, if another process is writing it, if the disk has less
+    than `wanted_bytes` free, or if writing fails.
     """
     if target.exists() and not replace:
         raise ConfigError(f"{target} exists: remove it, or give another place")
@@ -76,9 +80,9 @@ def fresh(target: Path, *, wanted_bytes: int, replace: bool = False) -> Iterator
 
 @contextlib.contextmanager
 def stoppable(target: Path) -> Iterator[None]:
-    """Ends the block through its own clean-up when SIGINT or SIGTERM comes, and raises SystemExit then.
+    """Context manager that lets the block clean up on SIGINT or SIGTERM, and then raises SystemExit.
 
-    Any error after the signal is taken for its consequence.
+    Any error after the signal is treated as its consequence.
     """
     asked: list[int] = []
 
@@ -100,7 +104,8 @@ def stoppable(target: Path) -> Iterator[None]:
 
 
 def copy_side_files(source: Path, target: Path, *, keep: tuple[str, ...] = ()) -> None:
-    """Copies the config, generation config and tokenizer files of a model directory, but for the names in `keep`."""
+    """Copies the config, generation config and tokenizer files of a model directory, except for the file names in
+    `keep`."""
     for pattern in ("*.json", "*.txt", "*.model", "*.jinja"):
         for file in source.glob(pattern):
             if not file.name.endswith(".index.json") and file.name not in keep:

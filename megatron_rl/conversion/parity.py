@@ -1,4 +1,4 @@
-"""Computes what a converted model is compared with: logits of Megatron and of transformers, and weights peft merges."""
+"""Computes the references for converted models: logits of Megatron and of transformers, and weights merged by peft."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megatron_rl.weights.parameter_mapping import hf_shapes
 from megatron_rl.weights.tensor_copies import by_expert
 
 POSITIONS = 8
-BYTES_PER_PARAMETER = 8  # of both models together, in float32
+BYTES_PER_PARAMETER = 8  # memory for both models together, in float32
 
 
 def obstacle(sizes: Sizes) -> str | None:
-    """Returns why the two cannot be compared here, or None when they can."""
+    """Returns why the two models cannot be compared on this machine, or None if they can."""
     if dist.is_initialized():
         return "this process is a rank of something else"
     wanted = BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in hf_shapes(sizes).values())
@@ -36,16 +36,16 @@ def obstacle(sizes: Sizes) -> str | None:
 
 
 def available_bytes() -> int:
-    """Returns the bytes that can be had without swapping (Linux); 0 where that is not known."""
+    """Returns the bytes of memory that are available without swapping (Linux); 0 if unknown."""
     info = Path("/proc/meminfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
 
 
 def logits_gap(checkpoint: Path, model: Path) -> tuple[float, float]:
-    """Returns (largest difference, largest logit) over POSITIONS positions.
+    """Returns (largest difference of the logits, largest logit) over POSITIONS positions.
 
-    The checkpoint is loaded by megatron-core and the directory by transformers, both in float32, in this process alone.
+    megatron-core loads the checkpoint and transformers loads the directory, both in float32, in this process.
     """
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokens = torch.arange(POSITIONS) * 7919 % reference.config.vocab_size
@@ -61,8 +61,9 @@ def logits_gap(checkpoint: Path, model: Path) -> tuple[float, float]:
 
 
 def merged_by_peft(base: Path, adapter: Path, sizes: Sizes) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a model, by the names of its files, into which peft has merged an adapter, in float32."""
-    from peft import PeftModel  # it is not needed otherwise
+    """Returns the float32 tensors of a model into which peft has merged an adapter, under the names of the model's
+    files."""
+    from peft import PeftModel  # only needed here
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     merged: Any = PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)
@@ -70,7 +71,7 @@ def merged_by_peft(base: Path, adapter: Path, sizes: Sizes) -> dict[str, torch.T
 
 
 def _logits(checkpoint: Path, model: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the Megatron model's logits, [POSITIONS, vocabulary]."""
+    """Returns the Megatron model's logits [POSITIONS, vocabulary]."""
     groups = parallel.create(Layout())
     policy = MegatronPolicy(RoleConfig(model=Model(path=str(model))), groups, trainable=False)
     policy.state.load(checkpoint)

@@ -1,9 +1,9 @@
-"""Cuts a checkpoint anew for another layout: model and optimizer, with one parameter in memory, without ranks.
+"""Reshards a checkpoint (model and optimizer) for another layout, one parameter at a time, without distributed ranks.
 
-megatron-core loads any layout's checkpoint by itself, but one that is cut for the reader's layout is read quicker:
-every rank has a file of its own and reads nothing else, while a rank of tp 8 that reads what tp 1 wrote reads eight
-times its share. Recutting also checks what megatron-core does not: that every tensor is known and of the model's
-shape, and that the optimizer's state is that of the weights.
+megatron-core can load a checkpoint under any layout, but it loads faster if the checkpoint was written for the reader's
+layout. Every rank then has a separate file and reads nothing else. For comparison, a rank of tp 8 reads eight times its
+share of a checkpoint written with tp 1. Resharding also checks what megatron-core does not check: that every tensor is
+known and has the model's shape, and that the optimizer state matches the weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_rl.weights.parameter_mapping import WHOLE, Shard, kept_float32, me
 from megatron_rl.weights.plain_data import COMMON, read_object
 from megatron_rl.weights.rank_layouts import TrainerLayout
 
-MASTER = OPTIMIZER + "param."  # the optimizer's own copy of a weight, in float32
+MASTER = OPTIMIZER + "param."  # prefix of the optimizer's float32 copies of the weights
 Cuts = dict[str, list[tuple[int, Piece]]]  # parameter -> (rank that writes the piece, piece)
 
 
@@ -38,11 +38,16 @@ def reshard(
     path: Path, target: Path, layout: TrainerLayout, *, experts: TrainerLayout | None = None,
     role: str | None = None, model: Path | None = None, trust: bool = False,
 ) -> list[Path]:  # fmt: skip
-    """Writes one role's directory, or without a `role` the whole checkpoint, into `target`, cut for `layout`.
+    """Writes one role's directory, or the whole checkpoint if `role` is None, to `target`, sharded for `layout`.
 
-    A whole checkpoint is every role and the run's state; it must be called iteration_N, as its source is, for a run to
-    go on from it. Models with experts are cut for the layout `experts`, where it is given. `trust`: pickled parts may
-    run code. Returns the directories that were read. Raises ConfigError.
+    A whole checkpoint consists of all roles and the state of the run. Its directory must have the same name as its
+    source (iteration_N), so that a run can resume from it.
+
+    `experts`: the layout for models with experts; None: `layout`.
+    `model`: the model directory, if it is not found from the run's config.
+    `trust`: whether pickled parts may run code.
+
+    Returns the directories that were read. Raises ConfigError.
     """
     path = Path(path)
     if role is not None or (path / ".metadata").is_file() or not path.is_dir():
@@ -111,13 +116,13 @@ def _recut(source: WeightSource, dense: TrainerLayout, experts: TrainerLayout | 
 
 
 def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:
-    """Returns every parameter's pieces, each with the first of the ranks that hold it."""
+    """Returns the pieces of every parameter, each with the first rank that holds the piece."""
     found: Cuts = {}
     for holding in rank_layouts.trainer(sizes, layout):
         rank = holding.ranks[0]
         for name in dict.fromkeys(name for name, _ in holding.parameters):
             if name == "output_layer.weight" and sizes.tied:
-                continue  # the last stage's copy of the embedding
+                continue  # a copy of the embedding on the last stage
             expert = ".experts." in name
             position = rank % (layout.ep * layout.etp) % layout.etp if expert else rank % layout.tp
             shard = Shard(expert_tp=layout.etp, expert_rank=position) if expert else Shard(layout.tp, position)
@@ -129,7 +134,8 @@ def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:
 def _write(
     writer: DistWriter, sizes: Sizes, tp: int, what: tuple[str, str, list[tuple[int, Piece]]], whole: Tensor
 ) -> None:
-    """Writes the pieces of one tensor, vocabulary padded. `what`: (optimizer state's prefix or "", name, pieces)."""
+    """Writes the pieces of one tensor, with vocabulary padding. `what`: (optimizer state's prefix or "", name,
+    pieces)."""
     prefix, name, cuts = what
     matrix = whole if whole.dim() > 1 else whole[:, None]
     shape = stored_shape(sizes, name, tp)
@@ -146,7 +152,7 @@ def _write(
 
 
 def _check_master(checkpoint: DistCheckpoint, sizes: Sizes, name: str, weight: Tensor, master: Tensor) -> None:
-    """Raises ConfigError when the optimizer's float32 copy does not round to the weight."""
+    """Raises ConfigError if the optimizer's float32 copy does not round to the weight."""
     rows = megatron(sizes, name, WHOLE)[0][0]
     if not all(
         torch.equal(a, b.to(a.dtype))

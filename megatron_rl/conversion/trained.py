@@ -1,4 +1,4 @@
-"""Exports trained models: Hugging Face directories, written shard by shard while all ranks stream their weights."""
+"""Exports trained models to Hugging Face directories, tensor by tensor, while all ranks stream their weights."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_rl.world import World
 def export_model(
     world: World, export: WeightExport, model: Model, target: Path, *, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes a Hugging Face directory: weights in shards, config, tokenizer, and the chat template of the training.
+    """Writes a Hugging Face directory with sharded weights, config, tokenizer, and the chat template used in training.
 
-    Rank 0 writes each tensor as it comes, so that no rank holds more than one whole tensor. A directory at `target` is
-    replaced when the new one is complete on the disk. Collective. Raises lines.DiskError when the disk does not take
-    the files.
+    Rank 0 writes each tensor when it arrives, so that no rank holds more than one whole tensor. An existing directory
+    at `target` is replaced once the new one is completely on disk. Collective: all ranks call it. Raises
+    json_lines.DiskError if the files cannot be written.
     """
     stream = export.weights(everywhere=False)
     failure: OSError | ConfigError | None = None
@@ -33,7 +33,7 @@ def export_model(
             _write(stream, export.planned(), model, target, shard_bytes)
         except (OSError, ConfigError) as error:
             failure = error
-    for _ in stream:  # the ranks that do not write, and rank 0 after a failure, take part in the stream
+    for _ in stream:  # other ranks, and rank 0 after a failure, must consume the stream
         pass
 
     def raise_failure() -> None:

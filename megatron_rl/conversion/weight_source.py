@@ -1,6 +1,5 @@
-"""Finds weights on disk by a path: a Hugging Face directory, one role of a checkpoint with its model directory, or an
-adapter (LoRA) with the model that it changes.
-"""
+"""Finds weights by path: a Hugging Face directory, one role of a checkpoint with its model directory, or a LoRA adapter
+with its base model."""
 
 from __future__ import annotations
 
@@ -25,16 +24,17 @@ from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Weights on disk: a Hugging Face directory, or one role of a checkpoint with the model it started from."""
+    """Weights on disk: a Hugging Face directory, or one role of a checkpoint together with the model it started
+    from."""
 
     path: Path
-    given_model: Path | None  # directory with config.json and tokenizer; None: where the run's config says
+    given_model: Path | None  # directory with config.json and tokenizer; None: resolved from the run's config
     checkpoint: DistCheckpoint | None  # None for a Hugging Face directory
-    adapter: Path | None = None  # directory of an adapter that is added to the weights at `path`
+    adapter: Path | None = None  # directory of an adapter that is merged into the weights at `path`
 
     @property
     def model(self) -> Path:
-        """Returns the directory with config.json and tokenizer. Raises ConfigError when it is not found."""
+        """Returns the directory with config.json and tokenizer. Raises ConfigError if it is not found."""
         return self.given_model or _model_of(self.path)
 
     @property
@@ -43,7 +43,7 @@ class WeightSource:
         return read_sizes(self.model)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, tensor), one at a time, an adapter merged into them."""
+        """Yields (Hugging Face name, tensor), one at a time. An adapter is merged into the tensors."""
         if self.checkpoint is not None:
             return self.checkpoint.tensors(self.sizes)
         found = hf_model.read_tensors(self.path)
@@ -53,11 +53,12 @@ class WeightSource:
         return lora_adapters.merged(found, self.sizes, settings, lora_adapters.read(self.adapter, self.sizes, settings))
 
     def file_of(self, name: str) -> Path:
-        """Returns the file that a Hugging Face tensor is read from; for a checkpoint its directory."""
+        """Returns the file that contains a Hugging Face tensor. For a checkpoint, returns its directory."""
         return self.path if self.checkpoint is not None else hf_model.tensor_files(self.path)[name]
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Returns every stored tensor's dtype by Hugging Face name; for a checkpoint Megatron's, layers stacked."""
+        """Returns the dtype of every stored tensor by Hugging Face name. For a checkpoint, the names are Megatron's and
+        layers are stacked."""
         if self.checkpoint is not None:
             return {name: dtype for name, (_, dtype) in self.checkpoint.shapes.items()}
         return {
@@ -66,7 +67,8 @@ class WeightSource:
         }
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Returns every stored tensor's (shape, dtype) by name; for a checkpoint Megatron's, optimizer included."""
+        """Returns (shape, dtype) of every stored tensor by name. For a checkpoint, the names are Megatron's and include
+        the optimizer state."""
         if self.checkpoint is not None:
             return {
                 name: (shape, str(dtype).removeprefix("torch."))
@@ -80,19 +82,22 @@ class WeightSource:
 def read_sizes(model: Path) -> Sizes:
     """Reads the sizes of a model directory.
 
-    Raises ConfigError for a config.json that is missing, damaged or of an unknown architecture.
+    Raises ConfigError if config.json is missing, is damaged, or describes an unknown architecture.
     """
     file = model / "config.json"
     return registry.read(read_object(file), str(file))
 
 
 def find(path: Path, *, role: str | None = None, model: Path | None = None, trust: bool = False) -> WeightSource:
-    """Finds the weights of a path.
+    """Finds the weights at a path.
 
-    `path`: a run directory (its newest checkpoint), a checkpoint iteration_N, a role's directory in one, an adapter's
-    directory, or a Hugging Face directory. `role` is needed where a checkpoint holds several roles, `model` where no
-    run's config.yaml stands above. `trust`: the pickled parts of a checkpoint may run code. Raises ConfigError, also
-    for files that are not those whose checksums were written.
+    `path`: a run directory (its newest checkpoint is used), a checkpoint iteration_N, a role's directory in a
+    checkpoint, an adapter's directory, or a Hugging Face directory.
+    `role`: the role, required if a checkpoint holds several roles.
+    `model`: the model directory, required if no parent directory has a run's config.yaml.
+    `trust`: whether the pickled parts of a checkpoint may run code.
+
+    Raises ConfigError, also if files do not match their recorded checksums.
     """
     path = Path(path)
     if not path.is_dir():
@@ -122,7 +127,7 @@ def find(path: Path, *, role: str | None = None, model: Path | None = None, trus
 
 
 def _checkpoint(path: Path, model: Path | None, trust: bool) -> WeightSource:
-    """Opens one role's directory, after a look at the checksums that a run wrote for it."""
+    """Opens one role's directory after checking its files against the checksums that the run recorded."""
     known = {name: value for name, value in known_digests(path.parent).items() if name.startswith(f"{path.name}/")}
     refuse(wrong(path.parent, known))
     if (path / lora_adapters.DIRECTORY).is_dir():
@@ -131,7 +136,7 @@ def _checkpoint(path: Path, model: Path | None, trust: bool) -> WeightSource:
 
 
 def _adapted(path: Path, base: Path) -> WeightSource:
-    """Returns an adapter with the model that it changes. Raises ConfigError when it was trained on another."""
+    """Returns an adapter together with its base model. Raises ConfigError if it was trained on a different model."""
     refuse(wrong_of(base))
     if (path / lora_adapters.BASE).is_file() and (other := lora_adapters.other_base(path, base)):
         raise ConfigError(other)
@@ -139,7 +144,10 @@ def _adapted(path: Path, base: Path) -> WeightSource:
 
 
 def iteration_directory(path: Path) -> Path:
-    """Returns the checkpoint directory itself, or a run's newest one. Raises ConfigError when it is not complete."""
+    """Returns the newest checkpoint of a run directory; any other path is returned unchanged.
+
+    Raises ConfigError if a run has no complete checkpoint, or if a checkpoint is not complete.
+    """
     if (path / "checkpoints").is_dir():
         newest = Checkpoints(path / "checkpoints").newest()
         if newest is None:
@@ -156,9 +164,10 @@ def roles(step: Path) -> list[str]:
 
 
 def _model_of(path: Path) -> Path:
-    """Returns the model directory of a role's checkpoint: the one its run started from, or the one its run wrote.
+    """Returns the model directory of a role's checkpoint: the model its run started from, or the model that its run
+    exported.
 
-    Raises ConfigError when there is neither.
+    Raises ConfigError if neither is found.
     """
     if (path / "config.json").is_file():
         return path
