@@ -1,7 +1,7 @@
-"""Attention of the project's torch layer spec, over packed or padded sequences, with or without a window.
+"""Attention of the project's torch layer spec, over packed or padded sequences, with or without a sliding window.
 
-It enters Megatron through its layer-spec extension point. Rotary embedding is applied here, from positions that were
-laid out once per micro-batch, because core's packed rotary loops over sequences in every layer.
+The attention is plugged into Megatron through a layer spec. Rotary embedding is applied here, from tables that are
+computed once per micro-batch, because core's rotary embedding of packed sequences loops over sequences in every layer.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
-MAX_PADDING = 1.15  # the most padded tokens per real token within one attention bucket
-# Keys of a bucket below which a CPU attends to bfloat16 in float32. Torch's backward pass takes up to three times as
-# long in bfloat16 with so few keys, and no longer from here on (benchmarks/attention.py).
+MAX_PADDING = 1.15  # maximum ratio of tokens with padding to tokens without padding in an attention bucket
+# A CPU computes bfloat16 attention in float32 if a bucket has fewer keys than this. With fewer keys, torch's backward
+# pass is up to three times slower in bfloat16 than in float32 (benchmarks/attention.py).
 WIDENED = 384
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A padded [S, L] grid, in which rows `source` of a flat tensor lie at positions `target`."""
+    """A padded [S, L] grid in which row `source[i]` of a flat tensor is placed at position `target[i]`."""
 
     shape: tuple[int, int]
-    source: Tensor  # [n] rows of the flat tensor
+    source: Tensor  # [n] row indices of the flat tensor
     target: Tensor  # [n] positions in the flattened grid
-    repeats: bool = False  # True: a row lies at several positions, and its gradient is the sum of theirs
+    repeats: bool = False  # True if a row may be at several positions; its gradient is then the sum of their gradients
 
     def spread(self, x: Tensor) -> Tensor:
-        """Returns [S, H, L, d] from flat rows [rows, H, d], with zeros where no row lies."""
+        """Returns the grid [S, H, L, d] filled with the flat rows [rows, H, d], and with zeros at empty positions."""
         rows, width = self.shape
         grid: Any = _Spread.apply(x, self.source, self.target, rows * width, self.repeats)
         return grid.view(rows, width, *x.shape[1:]).transpose(1, 2)
@@ -53,21 +53,21 @@ class Grid:
 
 @dataclass(frozen=True)
 class AttentionBucket:
-    """Sequences of similar length that attend in one call."""
+    """Sequences of similar length whose attention is computed in one call."""
 
     queries: Grid
-    keys: Grid  # its flat tensor has the rows of all context-parallel ranks, rank after rank
-    # By kind of attention: [S or 1, 1, L of queries, L of keys], True where a query sees a key. None: causal, with
-    # queries and keys alike.
+    keys: Grid  # grid over the concatenated rows of all context-parallel ranks, in order of the ranks
+    # One mask per kind of attention: [S or 1, 1, L of queries, L of keys], True where a query attends to a key. None
+    # means a causal mask, where queries and keys are the same tokens.
     masks: tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
 class Context:
-    """The context-parallel ranks of this rank.
+    """The context-parallel group of this rank.
 
-    Each sequence, padded to 2 * size equal chunks, is divided among them in a zig-zag: rank r has chunks r and 2 * size
-    - 1 - r. So causal attention costs every rank the same.
+    Each sequence is padded to 2 * size equal chunks, which are assigned in a zig-zag: rank r has the chunks r and
+    2 * size - 1 - r. Causal attention then costs the same on every rank.
     """
 
     size: int = 1
@@ -75,15 +75,19 @@ class Context:
     group: Any = None
 
     def multiple(self, others: int) -> int:
-        """Returns what a length must divide by, to be cut over these ranks and then into `others` parts."""
+        """Returns the number that a length must be a multiple of, to be split over these ranks and then into `others`
+        equal parts."""
         return math.lcm(2 * self.size, others * self.size) if self.size > 1 else others
 
     def chunks(self, rank: int) -> tuple[int, int]:
-        """Returns the numbers of a rank's chunks, in order."""
+        """Returns the indices of a rank's two chunks of a sequence, in order."""
         return rank, 2 * self.size - 1 - rank
 
     def own(self, lengths: Sequence[int]) -> Tensor:
-        """Returns where this rank's tokens lie in padded sequences that are joined end to end. [S] -> [sum / size]."""
+        """Returns the positions of this rank's tokens in the concatenation of padded sequences of the given lengths.
+
+        [S] -> [sum of lengths / size].
+        """
         ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
         if self.size == 1:
             return torch.arange(ends[-1])
@@ -99,26 +103,26 @@ ALONE = Context()
 
 @dataclass
 class SequenceLayout(PackedSeqParams):
-    """The arrangement of a micro-batch's tokens into sequences, with tables and masks of every kind of attention.
+    """The arrangement of a micro-batch's tokens into sequences, with rotary tables and masks per kind of attention.
 
-    `buckets` is empty for a padded micro-batch that one rank has whole, and where there are `runs`.
+    `buckets` is empty if `runs` is set, and for a padded micro-batch without context parallelism.
     """
 
     turns: tuple[
         tuple[Tensor, Tensor], ...
-    ] = ()  # by kind: cos and sin, [N, 1, d] packed, [L, 1, 1, d] padded, for this rank's tokens
-    masks: tuple[Tensor | None, ...] = ()  # of a micro-batch without buckets, like theirs: [1, 1, L, L]
+    ] = ()  # (cos, sin) of this rank's tokens per kind of attention: [N, 1, d] packed, [L, 1, 1, d] padded
+    masks: tuple[Tensor | None, ...] = ()  # masks [1, 1, L, L] of a padded micro-batch without buckets, as in a bucket
     buckets: tuple[AttentionBucket, ...] = ()
-    packed: Tensor | None = None  # [N] packed positions, in the order of the buckets' grids
+    packed: Tensor | None = None  # [N] packed positions of the queries, in the order of the buckets' grids
     gridded: Tensor | None = None  # [N] positions of the same tokens in the concatenated grids
-    runs: varlen.Segments | None = None  # in place of buckets, where one call attends for all sequences
+    runs: varlen.Segments | None = None  # used in place of buckets if one call computes the attention of all sequences
     context: Context = ALONE
 
 
 class RotaryTable:
-    """The cos and sin of all positions seen so far, by kind of attention, on the device of the model.
+    """A cache of the rotary cos and sin tables per kind of attention, on the device of the model.
 
-    It grows when a longer sequence comes.
+    The tables grow when a longer sequence is requested.
     """
 
     def __init__(self, arch: Architecture) -> None:
@@ -127,9 +131,9 @@ class RotaryTable:
         self._known = self._of(256)
 
     def at(self, positions: Tensor, like: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Returns cos and sin of positions [N] on the CPU, two tensors [N, d] for each kind of attention.
+        """Returns (cos, sin) of the given positions, two tensors [N, d] for each kind of attention.
 
-        They have the dtype and the device of `like`.
+        `positions` is [N] on the CPU. The result has the dtype and the device of `like`.
         """
         needed, known = int(positions.max()) + 1, self._known[0][0]
         if needed > len(known):
@@ -152,11 +156,12 @@ def packed_layout(
     like: Tensor,
     flash: bool = False,
 ) -> SequenceLayout:
-    """Returns the layout of sequences that lie end to end in one row.
+    """Returns the layout of sequences that are packed end to end in one row.
 
-    `lengths` [S] are all positive and padded to the context's multiple. `like` gives the dtype and device of the model.
-    `flash`: one call attends for all sequences (kernels/varlen.py). Without `rotary` it has what Transformer Engine's
-    layers need alone: they take lengths over all context-parallel ranks.
+    `lengths`: [S] lengths over all context-parallel ranks, positive and padded to the context's multiple.
+    `rotary`: if None, the layout has only the fields that Transformer Engine's layers need.
+    `like`: a tensor with the dtype and device of the model.
+    `flash`: one call computes the attention of all sequences (kernels/varlen.py).
     """
     cu = upload(torch.tensor([0, *lengths]).cumsum(0).int(), like.device)
     longest = max(lengths)
@@ -176,8 +181,8 @@ def packed_layout(
 def padded_layout(
     shape: tuple[int, int], rotary: RotaryTable | None, *, context: Context = ALONE, like: Tensor
 ) -> SequenceLayout:
-    """Returns the layout of a [S, L] micro-batch, padded on the right to the context's multiple. `rotary`: as for
-    `packed_layout`."""
+    """Returns the layout of a [S, L] micro-batch that is padded on the right to the context's multiple. `rotary` and
+    `like` are as in `packed_layout`."""
     if rotary is None:
         return SequenceLayout(qkv_format="sbhd", context=context)
     count, length = shape
@@ -189,15 +194,15 @@ def padded_layout(
     if context.size == 1:
         masks = (_window_mask(length, window) for window in rotary.windows)
         return replace(layout, masks=tuple(None if mask is None else upload(mask, like.device) for mask in masks))
-    rows = [torch.arange(i, count * length // context.size, count) for i in range(count)]  # the model has [L, S]
+    rows = [torch.arange(i, count * length // context.size, count) for i in range(count)]  # hidden states are [L, S, h]
     buckets = whole_buckets([length] * count, rows, rotary.windows, context)
     return replace(layout, **attention_fields(buckets, like.device), context=context)
 
 
 def _runs(lengths: Sequence[int], rows: Sequence[Tensor], context: Context, device: torch.device) -> varlen.Segments:
-    """Returns the runs of queries of sequences that attend to themselves alone. `rows`: as for `whole_buckets`.
+    """Returns the runs of queries of sequences without a shared prefix. `rows` is as in `whole_buckets`.
 
-    With context parallelism each of a rank's two chunks of a sequence is a run.
+    With context parallelism, each of a rank's two chunks of a sequence is a separate run.
     """
     if context.size == 1:
         return varlen.segments(lengths, None, device)
@@ -209,9 +214,9 @@ def _runs(lengths: Sequence[int], rows: Sequence[Tensor], context: Context, devi
 
 
 def _keys_up_to(last: int, own: Tensor, local: int, context: Context) -> Tensor:
-    """Returns the rows of a sequence's chunks up to `last` among those of all context-parallel ranks, rank after rank.
+    """Returns the indices of a sequence's chunks 0 to `last` in the concatenated rows of all context-parallel ranks.
 
-    `own` are the sequence's rows on a rank, of `local`.
+    `own` has the sequence's row indices on a rank, and `local` is the number of rows of a rank.
     """
     width, chunks = len(own) // 2, 2 * context.size
     places = [own[:width] if c < context.size else own[width:] for c in range(last + 1)]
@@ -221,9 +226,10 @@ def _keys_up_to(last: int, own: Tensor, local: int, context: Context) -> Tensor:
 def whole_buckets(
     lengths: Sequence[int], rows: Sequence[Tensor], windows: Sequence[int | None], context: Context
 ) -> list[AttentionBucket]:
-    """Returns the attention calls of sequences that attend to themselves alone.
+    """Returns the attention buckets of sequences without a shared prefix.
 
-    `rows[s]` are the rows of sequence s on a rank, the same on all ranks. `windows`: by kind of attention.
+    `rows[s]` has the row indices of sequence s on a rank, which are the same on all ranks. `windows` has one entry per
+    kind of attention.
     """
     return [
         bucket
@@ -233,7 +239,8 @@ def whole_buckets(
 
 
 def attention_fields(buckets: Sequence[AttentionBucket], device: torch.device) -> dict[str, Any]:
-    """Returns the fields of a SequenceLayout that describe the attention calls. Every row is in the queries of one."""
+    """Returns the fields of a SequenceLayout that describe the attention buckets. Each row must be a query of exactly
+    one bucket."""
     starts = torch.tensor([0] + [b.queries.shape[0] * b.queries.shape[1] for b in buckets]).cumsum(0).tolist()
     return dict(
         buckets=tuple(_to_device(bucket, device) for bucket in buckets),
@@ -245,7 +252,8 @@ def attention_fields(buckets: Sequence[AttentionBucket], device: torch.device) -
 
 
 def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Returns the numbers of the sequences, longest first, in groups that a common width pads little."""
+    """Groups sequences of similar length, longest first, so that padding stays within MAX_PADDING. Returns the indices
+    of the sequences in each group."""
     groups: list[list[int]] = []
     real = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -265,10 +273,10 @@ def _group_buckets(
     windows: Sequence[int | None],
     context: Context,
 ) -> list[AttentionBucket]:
-    """Returns the attention calls of one group of sequences.
+    """Returns the attention buckets of one group of sequences.
 
-    Without context parallelism there is one. With it there is one for each of this rank's two chunks, whose queries see
-    the keys up to their own position.
+    Without context parallelism there is one bucket. With context parallelism there is one bucket for each of this
+    rank's two chunks, whose queries attend to the keys up to their position.
     """
     if context.size == 1:
         both = grid([rows[i] for i in group])
@@ -290,21 +298,22 @@ def _group_buckets(
 
 
 def _causal_mask(width: int, widest: int, chunk: int, window: int | None = None) -> Tensor:
-    """Returns what the queries of a chunk of `width` tokens see, in a grid of width `widest`.
+    """Returns the attention mask of the queries of chunk `chunk` of `width` tokens, in a grid of width `widest`.
 
-    The mask is [widest, widest * (chunk + 1)]. With a `window` a query sees so many tokens, itself among them.
+    The mask is [widest, widest * (chunk + 1)]. With a `window`, a query attends to the last `window` tokens, including
+    itself.
     """
     keys, queries = torch.arange(widest * (chunk + 1)), torch.arange(widest)[:, None] + chunk * width
     return keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
 
 
 def _window_mask(length: int, window: int | None) -> Tensor | None:
-    """Returns the mask [1, 1, length, length] of whole sequences, or None where the window cuts off nothing."""
+    """Returns the mask [1, 1, length, length] of whole sequences, or None if the window does not exclude any key."""
     return None if window is None or window >= length else _causal_mask(length, length, 0, window)[None, None]
 
 
 def grid(rows: Sequence[Tensor], *, repeats: bool = False) -> Grid:
-    """Returns the grid of sequences whose flat rows are given. `repeats`: a row may be given several times."""
+    """Returns the grid of sequences with the given row indices. `repeats`: a row index may occur several times."""
     width = max(len(r) for r in rows)
     return Grid(
         (len(rows), width),
@@ -315,7 +324,7 @@ def grid(rows: Sequence[Tensor], *, repeats: bool = False) -> Grid:
 
 
 def _to_device(bucket: AttentionBucket, device: torch.device) -> AttentionBucket:
-    """Returns the bucket with its tensors on `device`. Queries and keys that are one grid stay one."""
+    """Returns the bucket with its tensors on `device`. Queries and keys that are the same grid object stay so."""
 
     def moved(own: Grid) -> Grid:
         return Grid(own.shape, upload(own.source, device), upload(own.target, device), own.repeats)
@@ -327,10 +336,10 @@ def _to_device(bucket: AttentionBucket, device: torch.device) -> AttentionBucket
 
 
 class _Spread(torch.autograd.Function):
-    """Puts rows of a tensor at positions of a zero tensor: out[target] = x[source].
+    """Scatters rows of a tensor into a zero tensor: out[target] = x[source].
 
-    All positions are distinct, so that the backward pass is a gather and not a sum, unless rows repeat. Their sums are
-    float32.
+    The target positions are distinct. If the source rows are distinct too, the backward pass is a gather. Otherwise the
+    backward pass sums the gradients of repeated rows in float32.
     """
 
     @staticmethod
@@ -353,10 +362,11 @@ class _Spread(torch.autograd.Function):
 
 
 class SDPAttention(Chosen, MegatronModule):
-    """Causal attention with rotary embedding, by torch's scaled_dot_product_attention, or one call for all sequences.
+    """Causal attention with rotary embedding, by torch's scaled_dot_product_attention or by one call of torch's
+    variable-length flash attention for all sequences.
 
-    Sequences are packed (thd) or padded (sbhd). `features` say of which kind the layer is. Queries and keys that are
-    made of latents come rotated.
+    Sequences are packed (thd) or padded (sbhd). `features` gives the kind of attention of each layer. With multi-latent
+    attention, queries and keys arrive already rotated.
     """
 
     def __init__(self, config: Any, layer_number: int, *, features: Features, **unused: Any) -> None:
@@ -377,8 +387,8 @@ class SDPAttention(Chosen, MegatronModule):
     ) -> Tensor:
         """Returns the attention's output, [N, H * v] or [L, S, H * v].
 
-        `query` is [N, H, d] or [L, S, H, d]; `key` and `value` have the key/value heads, of d and v elements. Raises
-        ValueError without a layout.
+        `query` is [N, H, d] or [L, S, H, d]. `key` and `value` have the key/value heads in place of H, with d and v
+        elements per head. Raises ValueError if `packed_seq_params` is not a complete SequenceLayout.
         """
         layout = packed_seq_params
         if layout is None or not layout.turns:
@@ -406,11 +416,13 @@ class SDPAttention(Chosen, MegatronModule):
         return _Spread.apply(torch.cat(grids), layout.gridded, layout.packed, len(rows[0]), False).view(*lead, -1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attends: query [S, H, L, d], key [S, H_kv, M, d], value [S, H_kv, M, v] -> [S, H, L, v]. Causal without a
-        mask."""
+        """Computes attention: query [S, H, L, d], key [S, H_kv, M, d], value [S, H_kv, M, v] -> [S, H, L, v].
+
+        Causal if `mask` is None.
+        """
         width, dtype = value.shape[-1], query.dtype
         if dtype == torch.bfloat16 and query.device.type == "cpu" and key.shape[-2] < WIDENED:
             query, key, value = query.float(), key.float(), value.float()
-        if width != key.shape[-1] and not value.is_cuda:  # else torch would keep all scores on a CPU
+        if width != key.shape[-1] and not value.is_cuda:  # otherwise torch would materialize all scores on a CPU
             value = F.pad(value, (0, key.shape[-1] - width))
         return sdpa.attend(query, key, value, mask=mask, scale=self.scale)[..., :width].to(dtype)

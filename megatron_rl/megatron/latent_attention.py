@@ -1,8 +1,8 @@
-"""Attention through a latent, of the project's torch layer spec.
+"""Multi-latent attention of the project's torch layer spec.
 
-The flow of the layer is core's (MultiLatentAttention). Its projections are made here, because core's own take the
-epsilon of the latents' norms from the layers', loop over packed sequences for the rotary embedding in every layer, and
-leave the gradient of the key's shared part unsummed over tensor ranks without Transformer Engine.
+The layer's forward pass is core's (MultiLatentAttention). Its projections are replaced here for three reasons: core
+uses the layer norms' epsilon for the norms of the latents, its rotary embedding loops over packed sequences in every
+layer, and without Transformer Engine it does not sum the gradient of the key's shared part over tensor ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 
 
 class SharedLinear(MegatronModule):
-    """A projection that every tensor rank holds whole.
+    """A linear projection whose weight is replicated on every tensor rank.
 
-    Under sequence parallelism each rank projects its own tokens, and core sums the weight's gradients over them.
+    Under sequence parallelism each rank projects only its tokens, and core sums the weight's gradients over the ranks.
     """
 
     def __init__(self, config: Any, inputs: int, outputs: int) -> None:
@@ -48,7 +48,8 @@ class SharedLinear(MegatronModule):
 
 
 class LatentAttention(Chosen, MultiLatentAttention):
-    """Self-attention whose keys and values, and where config.json says so queries too, are made of a latent."""
+    """Self-attention whose keys and values are projected from a latent vector, and whose queries are too if config.json
+    has a rank for the query's latent."""
 
     def __init__(
         self,
@@ -84,22 +85,24 @@ class LatentAttention(Chosen, MultiLatentAttention):
         inference_context: Any = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Makes queries, keys and values of [L, S, h], or of this rank's share of it under sequence parallelism.
+        """Computes queries, keys and values from hidden states [L, S, h], of which this rank has a part under sequence
+        parallelism.
 
-        Returns queries and keys [L, S, H, d], rotated, and values [L, S, H, v], for this rank's H heads; packed, where
-        S is 1, all without that dimension. Behind them come the vectors that queries and keys were made of.
+        Returns rotated queries and keys [L, S, H, d] and values [L, S, H, v] for this rank's H heads; then the vectors
+        from which the queries, and the keys and values, were projected. For packed sequences, where S is 1, queries,
+        keys and values have no dimension S.
         """
         assert packed_seq_params is not None, "the torch layer spec needs a SequenceLayout as packed_seq_params"
         config, (cos, sin) = self.config, packed_seq_params.turns[0]
         down = self.linear_kv_down_proj(hidden_states)
         latent, turned = down.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         latent, turned = self.kv_layernorm(latent), _halves(turned)
-        # all ranks' heads use the shared part of the key: its gradient is the sum of theirs
+        # The heads of all ranks use the shared part of the key, so its gradient is summed over the ranks.
         if config.sequence_parallel:
             turned = gather_from_sequence_parallel_region(turned, group=self.tp_group)
         else:
             turned = copy_to_tensor_model_parallel_region(turned, group=self.tp_group)
-            if turned.requires_grad:  # core all-reduces a copy of a non-contiguous gradient and drops it (0.16.1)
+            if turned.requires_grad:  # core all-reduces a copy of a non-contiguous gradient and discards it (0.16.1)
                 turned.register_hook(Tensor.contiguous)
         if config.q_lora_rank is None:
             low, made = hidden_states, self.linear_q_proj(hidden_states)[0]
@@ -119,7 +122,7 @@ class LatentAttention(Chosen, MultiLatentAttention):
         return query, key, value, low, latent
 
     def _up(self, kind: Any, inputs: int, outputs: int) -> Any:
-        """Returns a projection whose outputs are divided among tensor ranks by heads."""
+        """Returns a linear projection whose output heads are split over the tensor ranks."""
         return build_module(
             kind, inputs, outputs, config=self.config, init_method=self.config.init_method, gather_output=False,
             bias=False, skip_bias_add=False, is_expert=False, tp_group=self.tp_group,
@@ -127,8 +130,9 @@ class LatentAttention(Chosen, MultiLatentAttention):
 
 
 def _halves(x: Tensor) -> Tensor:
-    """Brings pairs of neighbours (x0, x1), (x2, x3), ... into halves [x0, x2, ..., x1, x3, ...]. [..., d] -> [..., d]
+    """Reorders interleaved pairs (x0, x1), (x2, x3), ... into halves [x0, x2, ..., x1, x3, ...]. [..., d] -> [..., d].
 
-    These models' rotary embedding turns neighbours. Queries and keys are reordered alike, so scores are the same.
+    The rotary embedding of these models rotates neighbouring elements. Queries and keys are reordered in the same way,
+    so attention scores do not change.
     """
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -1,9 +1,9 @@
-"""Makes what a rank writes of its optimizer's state to a checkpoint: the rows that begin in its own part of the state.
+"""Returns the rows of the optimizer state that each rank writes to a checkpoint: those that begin in the rank's part.
 
-Core's form `fully_reshardable` stores the state of a parameter under the parameter's own shape, so that any layout can
-load it. Core gathers it for this purpose on the first data-parallel rank, or on all of them. Here each rank writes its
-part as it lies in memory. A part may end within a row of a matrix; the rank in whose part the row begins gets the rest
-of that row from its neighbours. These rows are all that travels, and all that takes memory.
+Core's format `fully_reshardable` stores the optimizer state of a parameter with the parameter's shape, so that any
+layout can load it. Core gathers the state on the first data-parallel rank, or on all of them. Here each rank writes its
+part directly from memory. A part may end within a row of a matrix; the rank in whose part the row begins then receives
+the rest of the row from its neighbours. Only these rows are sent and need additional memory.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     apply_factories,
 )
 
-STATE = ("param", "exp_avg", "exp_avg_sq")  # core's names of what a checkpoint has of a parameter
+STATE = ("param", "exp_avg", "exp_avg_sq")  # core's names of the state tensors that a checkpoint has per parameter
 KEY = "optimizer.state.{}.{}"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of the checkpoint that a parameter, or a stretch of one, is stored in."""
+    """A checkpoint tensor that stores a parameter, or a contiguous range of a parameter."""
 
-    start: int  # of its first element, from the beginning of the parameter
+    start: int  # offset of the tensor's first element within the flattened parameter
     tensor: ShardedTensor
 
     @property
@@ -45,37 +45,37 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """Returns the elements of a row; 1 of a vector."""
+        """The number of elements of a row; 1 for a vector."""
         return self.tensor.data.numel() // self.rows if self.tensor.data is not None else 0
 
 
 @dataclass(frozen=True)
 class Torn:
-    """A row that more than one rank holds a part of."""
+    """A row of a parameter that is split over more than one rank."""
 
     parameter: Tensor
-    piece: int
-    row: int
-    start: int  # of the row in its bucket
-    end: int
+    piece: int  # index of the parameter's Piece that has the row
+    row: int  # index of the row in the piece
+    start: int  # offset of the row in its bucket
+    end: int  # offset of the row's end in its bucket
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket of a distributed optimizer, of which each rank holds one of `ranks` equal parts."""
+    """A bucket of a distributed optimizer, split into `ranks` equal parts, one for each rank."""
 
-    places: Mapping[Tensor, tuple[int, int]]  # parameter -> its first element in the bucket, and the one behind it
-    part: int  # elements of a rank
+    places: Mapping[Tensor, tuple[int, int]]  # parameter -> its start and end offset in the bucket
+    part: int  # number of elements of one rank's part
     ranks: int
 
     def torn(self, pieces: Mapping[Tensor, list[Piece]]) -> Iterator[Torn]:
-        """Yields the rows that an edge between two parts lies in, in the order of the bucket."""
+        """Yields the rows that a boundary between two ranks' parts splits, in the order of the bucket."""
         last = -1
         for parameter, (first, end) in sorted(self.places.items(), key=lambda item: item[1]):
             for rank in range(first // self.part + 1, -(-end // self.part)):
                 edge = rank * self.part
                 if edge < last:
-                    continue  # it lies in the same row as the edge before it
+                    continue  # in the same row as the previous boundary
                 number, piece = next(
                     (i, p) for i, p in enumerate(pieces[parameter]) if edge - first < p.start + p.rows * p.width
                 )
@@ -87,11 +87,11 @@ class Bucket:
 
 
 def sharded_rows(optimizer: Any, model_state: dict[str, Any]) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """Returns what this rank writes of a distributed optimizer's state, as core numbers its parameters. Collective over
-    the optimizer's data-parallel ranks.
+    """Returns the rows of a distributed optimizer's state that this rank writes: core's parameter index -> state name
+    -> tensors. Collective over the optimizer's data-parallel ranks.
 
-    `model_state` has what the model's own parameters are stored in. Every element is written by one of the ranks.
-    Raises ValueError for a parameter that is stored in tensors which do not lie in it in one piece each.
+    `model_state` is the model's sharded state dict. Each element is written by exactly one rank. Raises ValueError if a
+    parameter is stored in tensors that are not consecutive contiguous ranges of the parameter.
     """
     stored = {base.data: base for base in nested_values(model_state) if isinstance(base, ShardedBase)}
     group, found, number = optimizer.data_parallel_group_gloo, {}, 0
@@ -120,17 +120,18 @@ def sharded_rows(optimizer: Any, model_state: dict[str, Any]) -> dict[int, dict[
                     )
                     for i, name in enumerate(STATE)
                 }
-                if any(own_rows.values()):  # else this rank has the end of a row alone, which another one writes
+                if any(own_rows.values()):  # otherwise this rank has only the end of a row, which another rank writes
                     found[number] = own_rows
             number += 1
     return found
 
 
 def without_copies(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state to save whose tensors each seem to fill a storage of their own, in the memory where they are.
+    """Replaces the contiguous CPU tensors of a sharded state by aliases with separate storages, without copying data,
+    and returns the state.
 
-    Core's writer copies each tensor that is only a part of its storage, all of them before it writes the first. Pinned
-    memory is left as it is: the processes that write could not read it.
+    Core's writer copies every tensor that covers only a part of its storage, and does so before it writes the first
+    tensor. Tensors in pinned memory are not replaced, because the writer processes could not read pinned memory.
     """
     apply_factories(state)
     dict_list_map_inplace(_alone, state)
@@ -147,7 +148,7 @@ def _alone(value: Any) -> Any:
 
 
 def _buckets(buffer: Any, ranks: int) -> Iterator[Bucket]:
-    """Yields the buckets of a buffer whose `param_index_map` counts them without the padding between them."""
+    """Yields the buckets of a buffer. The offsets in `param_index_map` must not include the padding between buckets."""
     start = 0
     for number, bucket in enumerate(buffer.buckets):
         places = {
@@ -160,8 +161,8 @@ def _buckets(buffer: Any, ranks: int) -> Iterator[Bucket]:
 
 
 def _pieces(base: ShardedBase, name: str = STATE[0]) -> list[Piece]:
-    """Returns the tensors that a parameter's state of one name is stored in, in the order in which they lie in it. They
-    hold no values."""
+    """Returns the checkpoint tensors that store the state `name` of a parameter, ordered by offset. The tensors are on
+    the meta device and have no values. Raises ValueError if they do not cover the parameter by contiguous ranges."""
     assert isinstance(base, ShardedTensor | ShardedTensorFactory) and base.data is not None
     like = torch.empty(base.data.shape, dtype=torch.float32, device="meta")
     own: dict[str, Any] = {"key": KEY.format(name, base.key), "data": like}
@@ -178,14 +179,17 @@ def _pieces(base: ShardedBase, name: str = STATE[0]) -> list[Piece]:
 
 
 def _join(optimizer: Any, torn: Torn, part: int, own: Any, group: Any) -> Tensor | None:
-    """Brings a torn row together on the rank in whose part it begins. -> [names, width] there, None elsewhere."""
+    """Assembles a split row on the rank in whose part the row begins. All ranks of `group` must call it.
+
+    Returns [len(STATE), row width] on this rank and None on the other ranks.
+    """
     rank, first = dist.get_rank(group), torn.start // part
     holders = range(first, -(-torn.end // part))
     if rank not in holders:
         return None
     state = optimizer._get_main_param_and_optimizer_states(torn.parameter)
     row = torch.empty(len(STATE), torn.end - torn.start)
-    place = own["gbuf_local"].start + rank * part  # of what this rank has of the parameter, in the bucket
+    place = own["gbuf_local"].start + rank * part  # offset in the bucket of this rank's part of the parameter
     start, end = max(torn.start, rank * part), min(torn.end, (rank + 1) * part)
     mine = torch.stack([state[name].detach().view(-1)[start - place : end - place].cpu() for name in STATE])
     if rank != first:
@@ -203,8 +207,11 @@ def _join(optimizer: Any, torn: Torn, part: int, own: Any, group: Any) -> Tensor
 def _own_rows(
     base: ShardedBase, name: str, values: Tensor, span: tuple[int, int], torn: Mapping[tuple[int, int], Tensor]
 ) -> list[ShardedTensor]:
-    """Returns the rows of a parameter's state that this rank writes: `values` are its elements `span`, `torn` the rows
-    (piece, row) that begin in them and end behind them."""
+    """Returns the rows of a parameter's state `name` that this rank writes.
+
+    `values` has the parameter's elements from `span[0]` to `span[1]`, which this rank holds. `torn` maps (piece, row)
+    to the assembled row, for rows that begin within the span and end after it.
+    """
     found = []
     for number, piece in enumerate(_pieces(base, name)):
         start, end = (min(max(edge - piece.start, 0), piece.rows * piece.width) for edge in span)
@@ -220,12 +227,14 @@ def _own_rows(
 
 
 def _rows(piece: Piece, first: int, values: Tensor) -> ShardedTensor:
-    """Returns rows of a piece, from the row `first` on, as a tensor to store."""
+    """Returns a sharded tensor with `values` as the rows of a piece from row `first` on."""
     whole = piece.tensor
     axis = whole.prepend_axis_num
     offset = list(whole.global_offset)
     offset[axis] += first
-    data = values.view(*(1,) * axis, -1, *whole.local_shape[1:])  # core's uneven tensors name every axis
+    data = values.view(
+        *(1,) * axis, -1, *whole.local_shape[1:]
+    )  # without axis_fragmentations, core needs every axis here
     assert isinstance(whole.replica_id, tuple)
     return replace(
         whole,
@@ -234,5 +243,5 @@ def _rows(piece: Piece, first: int, values: Tensor) -> ShardedTensor:
         global_offset=tuple(offset),
         axis_fragmentations=None,
         prepend_axis_num=0,
-        replica_id=(*whole.replica_id[:-1], 0),  # no other data-parallel rank has these rows
+        replica_id=(*whole.replica_id[:-1], 0),  # no other data-parallel rank writes these rows
     )

@@ -1,4 +1,4 @@
-"""One pass of micro-batches through the pipeline schedule: summed losses come out, or statistics of every label."""
+"""Runs micro-batches through the pipeline schedule and returns summed losses, or fills in statistics of every label."""
 
 from __future__ import annotations
 
@@ -27,58 +27,64 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 
 @dataclass(frozen=True)
 class RankPart:
-    """The way in which the tokens of a micro-batch lie over the ranks of one replica."""
+    """The distribution of a micro-batch's tokens over the ranks of one replica."""
 
-    packed: bool  # sequences end to end; else a row for each, padded
-    parts: int = 1  # tensor ranks that share out a rank's tokens (sequence parallelism)
-    part: int = 0  # this rank's number among them
-    context: Context = ALONE
-    unit: int = 1  # tokens by which a rank's number of them must divide, as products of 8-bit numbers need it
-    flash: bool = False  # one call attends for all sequences that lie end to end (kernels/varlen.py)
+    packed: bool  # True: sequences are packed end to end in one row. False: each sequence has a padded row
+    parts: int = 1  # number of tensor ranks that the tokens are split over (sequence parallelism)
+    part: int = 0  # index of this rank among these tensor ranks
+    context: Context = ALONE  # context-parallel group of this rank
+    unit: int = 1  # each rank's token count must be a multiple of this number, for 8-bit matrix products
+    flash: bool = False  # True: one call computes the attention of all packed sequences (kernels/varlen.py)
 
     @property
     def multiple(self) -> int:
-        """Returns what the number of tokens over all context-parallel ranks must divide by."""
+        """The number that the token count over all context-parallel ranks must be a multiple of."""
         return math.lcm(self.context.multiple(self.parts), self.unit * self.parts * self.context.size)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The part of some sequences that this rank's model sees, and the way back to their positions."""
+    """This rank's model inputs for some sequences, with the indices that map the outputs back to packed positions."""
 
-    batch: Batch  # N tokens, the same on all context-parallel ranks
-    start: int  # place of its first token in the replica's work
-    size: int  # tokens of the work that it holds; 0: a dummy
-    # [1, N'] packed or [S, L] padded; N' counts alignment padding, and shared prefixes once; this rank's share
+    batch: Batch  # the sequences, N tokens; the same on all context-parallel ranks
+    start: int  # index of the first token of `batch` in the replica's work
+    size: int  # number of tokens of the work in `batch`; 0 for a dummy micro-batch
+    # This rank's tokens: [1, N'] packed or [S, L] padded. N' includes alignment padding, and a shared prefix only once.
     tokens: Tensor
-    positions: Tensor  # like tokens
-    labels: Tensor  # [n] those that are in the loss and that this rank answers
-    answers: Tensor  # [n] packed position of each of these labels
-    wanted: Tensor  # [n] the place in the flattened `tokens` of which the label is the next token
+    positions: Tensor  # position of each token in its sequence, in the shape of `tokens`
+    labels: Tensor  # [n] labels in the loss whose statistics this rank computes
+    answers: Tensor  # [n] packed position of each label
+    wanted: Tensor  # [n] index in the flattened `tokens` of the token whose next token is the label
     layout: SequenceLayout
-    told: SequenceLayout | None  # the layout that the model is told; Transformer Engine wants none of padded sequences
-    candidates: Tensor | None = None  # [n, k] of each label
-    experts: Tensor | None = None  # [N' / parts, layers, k] for the tokens that this rank's routers see, in their order
+    told: SequenceLayout | None  # layout that is passed to the model; None for padded sequences of Transformer Engine
+    candidates: Tensor | None = None  # [n, k] candidate token ids of each label
+    experts: Tensor | None = None  # [N' / parts, layers, k] expert ids for the tokens of this rank's routers, in order
 
 
 @dataclass(frozen=True)
 class Pass:
     """The purpose of a pass over micro-batches: the gradient of a loss, its value, or statistics of every label."""
 
-    names: tuple[str, ...] = ("logprobs",)  # statistics that the model is asked for
-    loss: BatchLoss | None = None  # None: statistics are written to `into`
-    scale: float = 1.0  # factor of the loss's gradient
-    backward: bool = False
-    into: Tensor | None = None  # [R, N of the work], R rows as batches.packed_batch.num_rows counts them
+    names: tuple[str, ...] = ("logprobs",)  # names of the statistics that the model computes
+    loss: BatchLoss | None = None  # loss to compute; if None, the statistics are written to `into`
+    scale: float = 1.0  # factor that the loss's gradient is multiplied by
+    backward: bool = False  # True if gradients are computed
+    into: Tensor | None = None  # [R, N of the work] output of the statistics, R as in batches.packed_batch.num_rows
 
 
 def make_micro_batch(
     batch: Batch, rotary: RotaryTable | None, *, cut: RankPart, like: Tensor, start: int = 0
 ) -> MicroBatch:
-    """Lays a batch out over the ranks of `cut`. `like` gives dtype and device of the model. `rotary`: None where core
-    and Transformer Engine turn queries and keys, and attend. A batch without sequences becomes a dummy without
-    labels, so that a rank with nothing to do still takes part. Sequences that share a prefix must be packed, on one
-    context-parallel rank and with `rotary`."""
+    """Returns this rank's micro-batch of a batch.
+
+    `rotary`: None if core and Transformer Engine compute rotary embedding and attention.
+    `cut`: the distribution of the tokens over the ranks.
+    `like`: a tensor with the dtype and device of the model.
+    `start`: index of the batch's first token in the replica's work.
+
+    A batch without sequences becomes a dummy micro-batch without labels, so that a rank without work still takes part
+    in collectives. Sequences with a shared prefix must be packed, without context parallelism and with `rotary`.
+    """
     part = batch if batch.num_sequences else batch.dummy(cut.multiple)
     if part.repeats:
         places, positions, layout = _sharing(part, rotary, cut, like)
@@ -111,11 +117,13 @@ def make_micro_batch(
 def run(
     chunks: Sequence[Any], micro_batches: Iterable[MicroBatch], *, count: int, longest: int, what: Pass
 ) -> list[dict]:
-    """Runs `count` micro-batches, the longest of so many tokens, through this rank's pipeline stage; each is made when
-    the first model chunk asks for it. Call with the layout's groups active.
+    """Runs `count` micro-batches through this rank's pipeline stage. Call it with the layout's groups active.
 
-    With `what.backward`, gradients of scale * (sum of the losses) accumulate in the chunks. Returns one dict of sums
-    per micro-batch on the last stage, `loss` among them (empty where there is no loss), and an empty list elsewhere.
+    `longest` is the token count of the longest micro-batch. The iterable is consumed lazily, by the first model chunk.
+    With `what.backward`, gradients of what.scale * (sum of the losses) accumulate in the chunks.
+
+    On the last stage, returns one dict of sums per micro-batch, which includes `loss`, or is empty without a loss. On
+    other stages, returns an empty list.
     """
     iterators = list(itertools.tee(micro_batches, len(chunks)))
     schedule = get_forward_backward_func()
@@ -129,7 +137,7 @@ def run(
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=count,
         seq_length=longest,
-        micro_batch_size=1,  # shapes vary: stages tell each other
+        micro_batch_size=1,  # not used: with variable shapes, pipeline stages exchange the shapes
         forward_only=not what.backward,
     )
 
@@ -139,7 +147,7 @@ def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, sca
     core = unwrap(model)
     core.wanted = micro.wanted
     router_replay.show(core, micro.experts, training=what.backward)
-    labels = micro.labels[:, None]  # core hands labels of any shape on
+    labels = micro.labels[:, None]  # core forwards labels of any shape to PolicyModel
     if "candidate_logprobs" in what.names:
         assert micro.candidates is not None
         labels = torch.cat([labels, micro.candidates], dim=-1)
@@ -148,13 +156,13 @@ def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, sca
 
 
 def _reduce(answer: Tensor, *, micro: MicroBatch, what: Pass, scale: float) -> tuple[Tensor, dict[str, Any]]:
-    """[R, n] answers of the last stage -> (scalar for the backward pass, sums). Core divides by the number of
-    micro-batches."""
+    """Converts the last stage's output [R, n] to (scalar for the backward pass, sums by name). Core then divides the
+    scalar by the number of micro-batches."""
     whole = torch.zeros(len(answer), len(micro.batch.tokens), device=answer.device)
     whole = whole.index_copy(1, micro.answers, answer.float())
     if (
         micro.layout.context.size > 1
-    ):  # every rank takes the loss of whole sequences; its gradient reaches the rank's own tokens alone
+    ):  # each rank computes the loss of whole sequences, and its gradient flows only to the rank's tokens
         whole = reduce_from_tensor_model_parallel_region(whole, group=micro.layout.context.group)
     if what.loss is None:
         assert what.into is not None
@@ -167,8 +175,11 @@ def _reduce(answer: Tensor, *, micro: MicroBatch, what: Pass, scale: float) -> t
 def _packed(
     part: Batch, rotary: RotaryTable | None, cut: RankPart, like: Tensor
 ) -> tuple[Tensor, Tensor, SequenceLayout]:
-    """Lays sequences end to end -> packed position of each of this rank's places [1, N'], -1 at padding; position of
-    each in its sequence; the layout."""
+    """Arranges sequences end to end in one row, with alignment padding.
+
+    Returns (packed position of each of this rank's tokens [1, N'], -1 at padding; position of each token in its
+    sequence [1, N']; the layout).
+    """
     context = cut.context
     unit = 2 * context.size if context.size > 1 else 1
     lengths = [n + -n % unit for n in part.lengths.tolist()]
@@ -183,7 +194,7 @@ def _packed(
 def _padded(
     part: Batch, rotary: RotaryTable | None, cut: RankPart, like: Tensor
 ) -> tuple[Tensor, Tensor, SequenceLayout]:
-    """Gives each sequence a row -> the same as `_packed`, [S, L]."""
+    """Arranges each sequence in a padded row. Returns the same as `_packed`, with shape [S, L]."""
     width, count = int(part.lengths.max()), part.num_sequences
     width += -width % cut.multiple
     own = cut.context.own([width])
@@ -194,7 +205,10 @@ def _padded(
 def _sharing(
     part: Batch, rotary: RotaryTable | None, cut: RankPart, like: Tensor
 ) -> tuple[Tensor, Tensor, SequenceLayout]:
-    """Lays sequences end to end, those with a shared prefix without it but for the first -> the same as `_packed`."""
+    """Arranges sequences end to end, with each shared prefix only in the first sequence that has it.
+
+    Returns the same as `_packed`.
+    """
     assert part.shared is not None and rotary is not None and cut.packed and cut.context.size == 1
     lengths, shared = part.lengths.tolist(), part.shared.tolist()
     extra = -(sum(lengths) - sum(shared)) % cut.multiple
@@ -207,7 +221,7 @@ def _sharing(
 
 
 def _places(part: Batch, lengths: list[int]) -> Tensor:
-    """Packed position of every place of sequences that are padded to `lengths`, -1 at padding. [sum of lengths]"""
+    """Returns the packed position of every token of sequences padded to `lengths`, -1 at padding. [sum of lengths]."""
     starts = part.cu_seqlens.tolist()
     places = [torch.full((n,), -1) for n in lengths]
     for place, a, b in zip(places, starts, starts[1:], strict=False):
@@ -216,8 +230,8 @@ def _places(part: Batch, lengths: list[int]) -> Tensor:
 
 
 def _rows(part: Batch, places: Tensor) -> Tensor:
-    """Returns the place of every packed position, [N], in the flattened `places`; that of the first sequence which has
-    it where a prefix is shared; -1 where another rank has it."""
+    """Returns the index in the flattened `places` of every packed position, [N]. Tokens of a shared prefix get the
+    index of the first sequence with the prefix. Tokens on another rank get -1."""
     flat = places.flatten()
     held = (flat >= 0).nonzero()[:, 0]
     rows = torch.full((len(part.tokens),), -1)
