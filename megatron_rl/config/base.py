@@ -1,4 +1,4 @@
-"""The foundation of the config's dataclasses: the decorator, the error, and types that several sections share."""
+"""The common base of the config dataclasses: the decorator, the error, and types that several sections use."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 import pydantic
 
 C = TypeVar("C")
-LONGEST_NAME = 200  # bytes of a file's name: file systems take 255, and some files add an ending
-_USER = re.compile(r"://[^/\s@'\"]+@")  # user and password of a URL
-MOST_JSON_BYTES = 64 << 20  # of a file that describes a model or an adapter
+# Maximum length of a file name, in bytes. File systems allow 255; the rest is for suffixes that are appended to names.
+LONGEST_NAME = 200
+_USER = re.compile(r"://[^/\s@'\"]+@")  # the user and password in a URL
+MOST_JSON_BYTES = 64 << 20  # maximum size of a JSON file that describes a model or an adapter
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]  # a fraction of a whole, 0 to 1
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used. The message names the key, the value and the cure."""
+    """A setting is invalid. The message names the setting, its value and how to correct it."""
 
 
 def check_path(setting: str, path: str) -> None:
-    """Raises ConfigError for a path that programs or file systems refuse or take for something else."""
+    """Raises ConfigError if a path is blank, has control characters, begins with `-` (as options do), or has a name of
+    more than LONGEST_NAME bytes. `setting`: the setting's name for the message."""
     if not path.isprintable() or not path.strip():
         raise ConfigError(f"{setting} = {path!r}: give a name without line breaks or other control characters")
     if path.startswith("-"):
@@ -36,13 +38,14 @@ def check_path(setting: str, path: str) -> None:
 
 
 def without_passwords(text: str) -> str:
-    """Returns the text with *** in the place of the user and the password of each URL in it."""
+    """Returns the text with the user and password of each URL replaced by ***."""
     return _USER.sub("://***@", text)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def config(cls: type[C]) -> type[C]:
-    """Makes a frozen keyword-only dataclass. When it is read from a file, unknown keys and wrong types are refused."""
+    """Class decorator: makes a frozen, keyword-only dataclass. When an instance is parsed from a config file, unknown
+    keys, wrong types, and NaN or infinite numbers are errors."""
     strict = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     cls.__pydantic_config__ = strict  # type: ignore[attr-defined]
     return dataclass(frozen=True, kw_only=True)(cls)
@@ -51,7 +54,7 @@ def config(cls: type[C]) -> type[C]:
 def read_object(file: Path) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
-    Raises ConfigError when the file cannot be read, is larger than MOST_JSON_BYTES, or holds anything else.
+    Raises ConfigError if the file cannot be read, is larger than MOST_JSON_BYTES, or is not a JSON object.
     """
     try:
         if (size := file.stat().st_size) > MOST_JSON_BYTES:
@@ -70,16 +73,16 @@ def _refuse_constant(name: str) -> None:
 
 @config
 class Use:
-    """A plug-in: the name of a Python object, and the arguments that it is built or called with."""
+    """A plug-in: the name of a Python object, and the arguments with which it is built or called."""
 
     target: str  # the object's name as package.module:name
-    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments for it
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the object
 
 
 def field_comments(schema: type) -> dict[str, str]:
-    """Returns the comment of each field of a config dataclass, by the field's name; `--help` prints them.
+    """Returns {field name: comment} of a config dataclass. `megatron-rl settings` and `--help` print the comments.
 
-    A field's comment stands behind it on the same line, or on the lines directly above it. Inherited fields are
+    A field's comment is at the end of the field's line, or on the lines directly above it. Inherited fields are
     included. Fields without a comment are left out.
     """
     comments: dict[str, str] = {}
@@ -90,7 +93,7 @@ def field_comments(schema: type) -> dict[str, str]:
 
 
 def _comments(source: str) -> dict[str, str]:
-    """Reads the comments of fields out of one class's source text."""
+    """Returns {field name: comment} from the source text of one class."""
     comments: dict[str, str] = {}
     above: list[str] = []
     for line in source.splitlines():

@@ -1,4 +1,4 @@
-"""Ready-made mappings from the fields of public data sets to ours. What a config sets itself wins over them."""
+"""Ready-made settings for public data sets (field names, filters, answer patterns). A config's values override them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import dataclasses
 
 from megatron_rl.config.schema import ConfigError, PromptSet
 
-_GENERATED = "reasoning_gym:"  # the beginning of a path of generated problems
+_GENERATED = "reasoning_gym:"  # prefix of the path of generated problems
 TRAIN, TEST, ALL = "train", "test", "all"  # splits of generated problems
 
 _BOXED_SUFFIX = "\n\nPresent the answer in LaTex format: \\boxed{Your answer}"
 
-# Settings with one value, which are null when a config leaves them open.
+# Settings with a single value, which are null if the config does not set them.
 _SINGLE = ("subset", "answer_pattern", "answer_commas", "remove_suffix")
 
 
 def settings_table() -> dict[str, PromptSet]:
-    """Returns the ready-made settings by name. Their path is left empty."""
+    """Returns {name: ready-made settings}. The path of each is empty."""
     return {
         "eurus2_rl": PromptSet(
             path="",
@@ -47,10 +47,11 @@ def settings_table() -> dict[str, PromptSet]:
 
 
 def resolve(source: PromptSet) -> PromptSet:
-    """Returns `source` with its ready-made settings filled in where it sets nothing itself. Where the config names a
-    conversation (fields.messages), their question is left out. Generated problems have settings of their own.
+    """Returns `source` completed with the ready-made settings that it names. Values that `source` sets are kept.
 
-    Raises ConfigError for an unknown name of settings.
+    If the config names the key of a conversation (fields.messages), the ready-made `question` field is left out.
+    Generated problems (`reasoning_gym:NAME`) get the fields `question` and `entry`. Raises ConfigError if
+    `source.settings` is unknown.
     """
     if generated_name(source.path) is not None:
         return dataclasses.replace(source, fields={"question": "question", "entry": "entry", **source.fields})
@@ -71,13 +72,13 @@ def resolve(source: PromptSet) -> PromptSet:
 
 
 def generated_name(path: str) -> str | None:
-    """Returns NAME of a path `reasoning_gym:NAME`; None for any other path."""
+    """Returns NAME if the path is `reasoning_gym:NAME`, otherwise None."""
     return path.removeprefix(_GENERATED) if path.startswith(_GENERATED) else None
 
 
 def generated_names(source: PromptSet) -> set[str]:
-    """Returns the data sets of reasoning-gym that make the problems of `source`: NAME, or those that a composite one
-    mixes; none of other problems."""
+    """Returns the names of the reasoning-gym data sets that generate the problems of `source`: NAME, or the data sets
+    that a composite data set mixes. Returns an empty set if the problems are not generated."""
     name = generated_name(source.path)
     parts = source.generated.args.get("datasets") if source.generated else None
     mixed = {str(part.get("name")) for part in parts if isinstance(part, dict)} if isinstance(parts, list) else set()

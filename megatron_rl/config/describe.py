@@ -1,4 +1,4 @@
-"""Describes a schema's settings as text, by their comments in the schema's source, and finds some by their names."""
+"""Lists the settings of a config schema with their defaults and source comments, and finds settings by name."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from megatron_rl.config.base import field_comments
 
 
 def describe(schema: Any) -> str:
-    """Returns every setting with its default and its comment in the schema's source, one a line."""
+    """Returns a text with one line per setting: its name, its default, and its comment in the schema's source."""
     return "\n".join(["settings, their defaults and what they mean:", *_lines(schema, "")])
 
 
 def settings_of(schema: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Returns (`name = default`, comment) of the settings whose dotted name begins with `prefix`, in which a role's own
-    name stands for NAME; where there are none, of those whose name holds it. Neither: an empty list."""
+    """Returns (`name = default`, comment) of the settings whose dotted name begins with `prefix`.
+
+    Any role name in `prefix` matches NAME, as in `roles.solver.lr` for `roles.NAME.lr`. If no setting's name begins
+    with `prefix`, returns the settings whose name contains it; if there are none either, returns an empty list.
+    """
     rows = [_row(line.strip()) for line in describe(schema).splitlines()[1:]]
     words = [word for word in prefix.split(".") if word]
     for fits in (_begins, _holds):
@@ -28,7 +31,7 @@ def settings_of(schema: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _row(line: str) -> tuple[str, str]:
-    """Parts a line of `describe` into the setting and its comment; a section has the form `name: comment`."""
+    """Splits a line of `describe` into (setting, comment). The line of a section has the form `name: comment`."""
     if section := re.match(r"([\w.]+): (.*)", line):
         return section[1], section[2]
     text, _, comment = line.partition("  # ")
@@ -47,9 +50,9 @@ def _holds(parts: list[str], words: list[str]) -> bool:
 
 
 def _lines(schema: Any, prefix: str, made: Any = None) -> list[str]:
-    """Returns a line for every setting of a section.
+    """Returns the lines of all settings of a section, including nested sections.
 
-    `made`: the instance that stands when the section is not given; None where each field has its own default.
+    `made`: the instance that is the default of the whole section; None if the defaults of its fields apply.
     """
     comments, hints, out = field_comments(schema), typing.get_type_hints(schema), []
     for field in dataclasses.fields(schema):

@@ -1,4 +1,4 @@
-"""The type of the setting `engine`: the embedded engine's settings, or the settings of one kind of servers."""
+"""The type of the setting `engine`: the settings of the embedded engine, or of one kind of servers (vLLM, SGLang)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pydantic
 
 from megatron_rl.config.engines import Embedded, Servers
 
-# The settings of each kind of servers, the default kind first. They are imported by name, because the folders of the
-# engines stand above the config. A new engine is a folder of megatron_rl/engines/ and one line here.
+# The settings class of each kind of servers, the default kind first. The classes are imported by name because the
+# engines' packages depend on the config. A new engine is a folder of megatron_rl/engines/ and one line here.
 KINDS = (
     "megatron_rl.engines.vllm.settings:Vllm",
     "megatron_rl.engines.sglang.settings:Sglang",

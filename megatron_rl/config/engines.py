@@ -1,4 +1,4 @@
-"""Settings of the engines that write rollouts, and of the refits that bring new weights to them."""
+"""Settings of the engines that generate rollouts, and of refits, which send new weights to the engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megatron_rl.config.base import ConfigError, Share, config
 if TYPE_CHECKING:
     from megatron_rl.config.model import RoleConfig
 
-# Words of engines' command lines for copies of the model inside one server. Refits know of a server's `tp` ranks alone.
+# Command-line options with which engines keep several copies of the model in one server. They are refused: a refit
+# updates only the `tp` ranks of one copy.
 DATA_PARALLEL = ("--data-parallel-size", "-dp", "--dp-size", "--dp")
 
 
@@ -22,81 +23,80 @@ class Embedded:
     """The engine inside the trainer's own ranks."""
 
     kind: Literal["embedded"] = "embedded"  # the engine inside the trainer's ranks
-    max_batch: PositiveInt = 256  # rows decoded together on one rank
-    # On a GPU, replay the decoding steps of a dense model as CUDA graphs: the tokens are the same, and the host no
-    # longer starts every kernel. It takes memory for a graph at a time.
+    max_batch: PositiveInt = 256  # maximum number of sequences that one rank decodes together
+    # On a GPU, replay the decoding steps of a dense model as CUDA graphs. The tokens are the same, and the host does
+    # not launch every kernel. One graph at a time is kept in GPU memory.
     cuda_graphs: bool = True
 
 
 @config
 class Servers:
-    """Inference servers, in processes of their own: `replicas` of them for each role.
+    """Inference servers in separate processes: `replicas` servers for each role.
 
-    Every engine has a subclass in megatron_rl/engines/NAME/settings.py, whose `kind` is the engine's name. The package
-    of the engine has the same name.
+    Every engine has a subclass in megatron_rl/engines/NAME/settings.py. `kind` of the subclass is NAME.
     """
 
     holds_tandems: ClassVar[bool] = False  # whether a server can hold a senior and a junior (roles.NAME.tandem)
-    tells_experts: ClassVar[bool] = False  # whether a server tells which experts it chose (roles.NAME.router_replay)
+    tells_experts: ClassVar[bool] = False  # whether a server returns the experts it chose (roles.NAME.router_replay)
 
-    kind: str = ""  # overridden by each engine
-    replicas: PositiveInt = 1  # servers of each role, or of the roles that share them
+    kind: str = ""  # name of the engine; overridden by each subclass
+    replicas: PositiveInt = 1  # number of servers of each role, or of the roles that share servers
     tp: PositiveInt = 1  # tensor-parallel ranks of one server
-    expert_parallel: bool = False  # give each of a server's ranks whole experts, instead of a part of every expert
-    # Addresses of servers that run already, by role. They share no directory with the run.
+    expert_parallel: bool = False  # true: each rank of a server holds whole experts; false: a part of every expert
+    # Addresses of servers that are already running, by role. They need no directory in common with the run.
     urls: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # File with the token that servers at `urls` ask for; null: the token in the run directory.
+    # File with the access token that the servers at `urls` require; null: the token in the run directory.
     token_file: str | None = None
-    # true: the run starts the servers on its first rank's host. false: `megatron-rl serve` starts them, in jobs of
-    # their own.
+    # true: the run starts the servers on the host of its first rank. false: `megatron-rl serve` starts them, in
+    # separate jobs.
     start: bool = True
-    # true: the servers stand in the trainer's GPUs, replica after replica in the next `tp` of them. They sleep while it
-    # trains, and all of the trainer leaves the GPUs while they generate. Servers of several roles stand in one GPU,
-    # each with `memory_share` of it. false: servers have GPUs of their own.
+    # true: the servers share the trainer's GPUs; each replica uses the next `tp` GPUs. They sleep during training, and
+    # the trainer releases all of its GPU memory while they generate. Servers of several roles share a GPU, each with
+    # the fraction `memory_share` of its memory. false: the servers have separate GPUs.
     colocate: bool = False
-    python: str | None = None  # Python interpreter of the environment that has the engine; null: that of the run
-    # Where servers and the refit store listen: an address, an interface (ib0), or auto for this host's own name.
+    python: str | None = None  # Python interpreter of the engine's environment; null: the interpreter of the run
+    # Where the servers and the refit store listen: an address, an interface (ib0), or auto for the name of this host.
     host: str = "127.0.0.1"
-    # GPUs of the servers that the run starts, counted among those that the run sees: the first `tp` are the first
-    # server's, and so on. Ranks of the trainer have the first ones. Empty: all of them, which is refused on GPUs, but
-    # for the only server of `eval` or `generate`.
+    # Indices of the GPUs of the servers that the run starts, among the GPUs that the run sees: the first `tp` GPUs are
+    # the first server's, and so on. The trainer's ranks use the first GPUs of the host. Empty: all GPUs; this is an
+    # error on GPUs, except for the only server of `eval` or `generate`.
     gpus: tuple[NonNegativeInt, ...] = ()
-    max_batch: PositiveInt = 256  # sequences that one server decodes together
-    max_model_len: PositiveInt | None = None  # longest prompt plus completion, in tokens; null: the model's own limit
+    max_batch: PositiveInt = 256  # maximum number of sequences that one server decodes together
+    max_model_len: PositiveInt | None = None  # maximum tokens of prompt plus completion; null: the limit of the model
     kv_cache_gib: PositiveFloat = 1.0  # key-value cache of one server without a GPU, in GiB
-    memory_share: Share = 0.85  # share of each GPU's memory that a server may use
+    memory_share: Share = 0.85  # fraction of each GPU's memory that a server may use
     threads: PositiveInt = 1  # CPU threads of one server without a GPU
-    args: tuple[str, ...] = ()  # further words for the server's command line, but none for data parallelism
-    # What becomes of a completion that a refit interrupts. continue: go on from its tokens with the new weights.
-    # restart: begin anew.
+    args: tuple[str, ...] = ()  # further command-line arguments of the server; none for data parallelism
+    # What happens to a completion that a refit interrupts. continue: generation continues after its tokens with the new
+    # weights. restart: the completion is generated from the beginning.
     partial: Literal["continue", "restart"] = "continue"
-    # What a refit does to requests under way. abort: they return what they have, see `partial`. wait: they end first.
-    # keep: they stop and go on after the refit.
+    # What a refit does with running requests. abort: they return the tokens they have, see `partial`. wait: they finish
+    # before the refit. keep: they are paused and continue after the refit.
     pause: Literal["abort", "wait", "keep"] = "abort"
-    # Sequences asked of one server at once; null: a quarter more than max_batch, so that the server never waits for
-    # requests.
+    # Maximum number of concurrent sequences per server; null: 1.25 x max_batch, so that the server always has requests
+    # in its queue.
     max_sequences: PositiveInt | None = None
-    attempts: PositiveInt = 3  # tries of a request that living servers fail, before the run gives up
-    request_timeout_s: PositiveFloat = 600.0  # seconds for one request
-    start_timeout_s: PositiveFloat = 600.0  # seconds from a server's start until it must answer
-    lost_after_s: PositiveFloat = 15.0  # seconds without a sign of life after which a server counts as lost
-    wait_s: PositiveFloat = 1800.0  # seconds to wait while no server can be used, before the run gives up
-    # Times in a row that a server which dies is started again: at once, then after 10 s, doubled each time up to five
-    # minutes. A death after an hour of answers is the first one in a row again. 0: never.
+    attempts: PositiveInt = 3  # tries of a request that fails on running servers, before the run ends with an error
+    request_timeout_s: PositiveFloat = 600.0  # timeout of one request, in seconds
+    start_timeout_s: PositiveFloat = 600.0  # seconds after its start within which a server must respond
+    lost_after_s: PositiveFloat = 15.0  # seconds without a sign of life after which a server is considered lost
+    wait_s: PositiveFloat = 1800.0  # seconds to wait while no server is usable, before the run ends with an error
+    # How often in a row a server that died is started again: at once, then after 10 s, doubled each time up to five
+    # minutes. The count starts again after an hour in which the server answered. 0: never.
     restarts: NonNegativeInt = 3
 
     @property
     def at_once(self) -> int:
-        """Returns how many sequences are asked of one server at once."""
+        """Returns the maximum number of concurrent sequences per server."""
         return self.max_sequences or self.max_batch + -(-self.max_batch // 4)
 
     @property
     def serves_adapters(self) -> bool:
-        """Whether servers compute with adapters beside a model, so that refits bring the adapters alone."""
+        """Returns whether servers apply adapters to an unchanged model, so that refits send only the adapters."""
         return False
 
     def role_problems(self, roles: Mapping[str, RoleConfig]) -> list[str]:
-        """Returns a sentence for each role that servers of this engine cannot serve as its settings ask."""
+        """Returns an error message for each role whose settings the servers of this engine do not support."""
         problems = [
             f"roles.{name}.tandem with engine.kind = {self.kind!r}: its servers hold one model; set engine.kind to "
             "vllm or embedded"
@@ -121,45 +121,47 @@ class Servers:
 
 @config
 class RefitConfig:
-    """The way the trainer's weights reach the engines after an update (docs/refit.md)."""
+    """How refits send the trainer's weights to the engines after an update (docs/refit.md)."""
 
-    # How tensors travel. auto: the fastest way that trainer and engine both have.
+    # Transport of the tensors. auto: the fastest transport that both the trainer and the engine support.
     transport: Literal["auto", "tcp", "gloo", "nccl", "shared_memory", "cuda_ipc", "disk"] = "auto"
-    bucket_mib: PositiveFloat = 64.0  # largest message, in MiB
-    # Compare checksums of sent and received bytes. sample: one slice in 16, other ones at every refit. full: all. off:
-    # none.
+    bucket_mib: PositiveFloat = 64.0  # maximum size of a message, in MiB
+    # Compare checksums of sent and received bytes. sample: of one slice in 16, other slices at every refit. full: of
+    # all slices. off: no checksums.
     verify: Literal["off", "sample", "full"] = "sample"
-    # Send only what changed, where that is smaller. It costs a copy of what is sent, and stops by itself where it saves
-    # no time.
+    # Send only the values that changed, if that is smaller. It needs memory for a copy of the sent weights, and is
+    # switched off automatically if it saves no time.
     delta: bool = False
-    timeout_s: PositiveFloat = 600.0  # seconds for a whole refit; an engine that takes longer is left out
-    message_timeout_s: PositiveFloat = 60.0  # seconds for one message
-    directory: str | None = None  # directory for transport = disk; all ranks must see it
+    timeout_s: PositiveFloat = 600.0  # timeout of a whole refit, in seconds; an engine that takes longer is left out
+    message_timeout_s: PositiveFloat = 60.0  # timeout of one message, in seconds
+    directory: str | None = None  # directory for transport = disk; all ranks must be able to access it
 
 
 @config
 class Rollouts:
-    """Settings of rollouts that are written while training goes on."""
+    """Settings of asynchronous rollouts, which are generated during training."""
 
-    # Iterations that may be collected before earlier ones are trained on. 0: rollouts and training alternate. Above 0,
-    # a role that sets no loss.correction has {kind: truncate, high: 2.0}.
+    # How many iterations the generation of rollouts may be ahead of training. 0: rollouts and training alternate. Above
+    # 0, the default of a role's loss.correction is {kind: truncate, high: 2.0}.
     max_staleness: NonNegativeInt = 0
-    # What to do with a rollout that several weight versions wrote. keep: use each token's log-prob as the engine gave
-    # it. rescore: compute all of them anew with the trainer. drop: leave the rollout out of the update.
+    # What to do with a rollout that was generated with several weight versions. keep: use the log-probs that the engine
+    # returned. rescore: recompute all of its log-probs with the trainer. drop: leave the rollout out of the update.
     mixed: Literal["keep", "rescore", "drop"] = "keep"
 
 
 @config
 class EndpointConfig:
-    """An OpenAI-compatible server that plays a role with weights of its own. The API key is never part of a config."""
+    """An OpenAI-compatible server that generates a role's answers with its own weights. The API key is never part of a
+    config."""
 
-    url: str  # with or without /v1 at its end
-    model: str  # name of the model that is asked
+    url: str  # address of the server, with or without /v1 at its end
+    model: str  # name of the model that is requested
     key_file: str | None = None  # file that holds the API key
     key_variable: str | None = None  # environment variable that holds the API key
-    token_prompts: bool = True  # true: it takes prompts as token ids; false: as text
-    # true: it knows, or ignores, parameters that are vLLM's (top_k, token ids in answers); false: it refuses them.
+    token_prompts: bool = True  # true: prompts are sent as token ids; false: as text
+    # true: the server accepts, or ignores, vLLM's additional parameters (top_k, token ids in answers); false: it
+    # rejects them.
     extensions: bool = True
-    at_once: PositiveInt = 64  # most sequences asked of it at the same time
-    attempts: PositiveInt = 6  # tries of a request that it fails
-    request_timeout_s: PositiveFloat = 600.0  # seconds to wait for one answer
+    at_once: PositiveInt = 64  # maximum number of concurrent sequences on the server
+    attempts: PositiveInt = 6  # tries of a request that fails
+    request_timeout_s: PositiveFloat = 600.0  # timeout of one answer, in seconds

@@ -1,4 +1,4 @@
-"""The estimate of a role's episodes that plans are made with."""
+"""The estimate of a role's episodes, from which `megatron-rl plan` computes times and memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from megatron_rl.config.base import ConfigError, config
 
 @config
 class EpisodeEstimate:
-    """An estimate of how often a role answers in an episode, and of what happens between two answers. Only plans read
-    it. The defaults are those of a role that answers once."""
+    """An estimate of how many answers a role gives in an episode, and of the time and tokens between two answers.
 
-    answers: PositiveInt = 1  # of an agent in one episode
-    told: NonNegativeInt = 0  # mean tokens that its environment puts before each answer but the first
-    tool_s: NonNegativeFloat = 0.0  # mean seconds that the environment, with its tools, takes for that
-    calls_at_once: PositiveInt = 64  # calls of the environment that run at the same time, over all episodes
-    # The role's max_prompt_tokens holds for all that stands before an answer. false: for the prompt alone.
+    Only `megatron-rl plan` uses it. The defaults describe a role that answers once.
+    """
+
+    answers: PositiveInt = 1  # number of answers of an agent in one episode
+    told: NonNegativeInt = 0  # mean number of tokens that the environment inserts before each answer but the first
+    tool_s: NonNegativeFloat = 0.0  # mean seconds that the environment and its tools take between two answers
+    calls_at_once: PositiveInt = 64  # maximum number of concurrent calls of the environment, over all episodes
+    # Whether the role's max_prompt_tokens limits all tokens before an answer. false: it limits only the first prompt.
     bounded: bool = False
 
     def __post_init__(self) -> None:

@@ -18,12 +18,12 @@ from megatron_rl.config.run import Launch
 
 @config
 class Evaluation:
-    """The evaluations on held-out problems during a training run."""
+    """Settings of the evaluations on held-out problems during a training run."""
 
     prompts: PromptSet | None = None  # the held-out problems; null: no evaluation
     every: NonNegativeInt = 0  # iterations between evaluations; 0: only at the end
-    at_start: bool = True  # evaluate before the first iteration, too
-    num_prompts: PositiveInt = 256  # problems of one evaluation
+    at_start: bool = True  # also evaluate before the first iteration
+    num_prompts: PositiveInt = 256  # number of problems of one evaluation
 
 
 @config
@@ -31,28 +31,28 @@ class Reward:
     """A reward function, (response, payload) -> float in `range`, and the worker processes that run it."""
 
     target: str = "megatron_rl.rewards.math_answer:grade"  # the function's name as package.module:name
-    args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments for it
-    # Least and greatest score that the function may return. Any other one is a failed grading, and refused at the
-    # preflight. A score above the middle counts as correct.
+    args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the function
+    # Lowest and highest score that the function may return. Any other score is a failed grading, and an error in the
+    # preflight. A score above the midpoint of the range is considered correct.
     range: tuple[float, float] = (0.0, 1.0)
-    workers: PositiveInt = 2  # worker processes
-    # Seconds for one answer; a worker that takes longer is killed. A function of batches has as many times that as the
-    # batch has answers, and answers of a batch that is late or raises are graded one by one.
+    workers: PositiveInt = 2  # number of worker processes
+    # Timeout of one answer in seconds; a worker that takes longer is killed. For a function that grades batches the
+    # timeout is multiplied by the batch size; if the batch times out or raises, its answers are graded one by one.
     timeout_s: PositiveFloat = 5.0
     memory_mib: PositiveInt = 2048  # memory limit of one worker, in MiB
-    # What becomes of an answer whose grading is cut off (by time, memory or a crash), although the problem's own answer
-    # is graded well. wrong: it gets the least score, as a text that nobody can check. drop: it leaves its group.
-    # Neither counts as a failure of the reward.
+    # What happens to an answer whose grading was cut off (by the time limit, the memory limit or a crash) although the
+    # problem's reference answer is graded without error. wrong: it gets the lowest score. drop: it is removed from its
+    # group. In both cases it is not a failure of the reward function.
     cut_off: Literal["wrong", "drop"] = "wrong"
-    max_failure_share: Share = 0.05  # stop the run when a larger share of an update's gradings fails
-    # an answer that is wrong for every problem; the preflight before training grades it
+    max_failure_share: Share = 0.05  # stop the run if a larger fraction of an update's gradings fails
+    # An answer that is wrong for every problem. The preflight before training grades it.
     wrong_answer: str = "-123456.789"
-    # The response that the preflight before training grades; {answer} is replaced by the answer.
+    # Format of the response that the preflight before training grades; {answer} is replaced by the answer.
     answer_format: str = "<answer>\\boxed{{answer}}</answer>"
 
     @property
     def threshold(self) -> float:
-        """Returns the score above which an answer counts as correct."""
+        """Returns the score above which an answer is considered correct: the midpoint of `range`."""
         return (self.range[0] + self.range[1]) / 2
 
     def __post_init__(self) -> None:
@@ -66,60 +66,61 @@ class Reward:
 
 @config
 class JudgingConfig:
-    """A verifier that weighs a generator's samples, for best of n and weighted votes."""
+    """A verifier model that scores the generator's samples, for best-of-n and weighted majority votes."""
 
-    model: Model  # the verifier
-    template: str = "tango_verifier"  # name or file of its prompt
-    chat: bool = False  # put the prompt as a user's message into the verifier's own chat template
-    votes: PositiveInt = 1  # verifications of each sample
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling of the verifications
+    model: Model  # the verifier model
+    template: str = "tango_verifier"  # name or file of the verifier's prompt template
+    chat: bool = False  # send the prompt as a user message in the verifier's chat template
+    votes: PositiveInt = 1  # number of verifications of each sample
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling parameters of the verifications
 
 
 @config
 class GradingConfig:
-    """Grade given completions: `megatron-rl eval --completions`."""
+    """The config of grading existing completions: `megatron-rl eval --completions`."""
 
-    benchmark: str | None = None  # name of the benchmark whose grader is used; null: `reward`
+    benchmark: str | None = None  # name of the benchmark whose grader is used; null: the function in `reward`
     reward: Reward = field(default_factory=lambda: Reward(workers=1))  # the grader and its worker processes
 
 
 @config
 class EvalConfig:
-    """Measure a model on problem sets: `megatron-rl eval`."""
+    """The config of `megatron-rl eval`, which measures a model on problem sets."""
 
-    # The measured model: the generator; for sets of solutions (processbench_*) the verifier; for handoff the one that
-    # begins.
+    # The model to measure: the generator; for sets of solutions (processbench_*) the verifier; for the handoff measure
+    # the model that begins.
     model: Model
     families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
     benchmarks: tuple[str, ...] = ()  # names of benchmarks, see docs/evaluation.md
-    # Directory with local files of the benchmarks: one of your own, or DIR/datasets of `megatron-rl fetch --to DIR`.
-    # null: the Hugging Face hub.
+    # Directory with local files of the benchmarks: your own, or DIR/datasets after `megatron-rl fetch --to DIR`. null:
+    # load the benchmarks from the Hugging Face hub.
     data_dir: str | None = None
     data: PromptSet | None = None  # a problem set of your own, graded by `reward`
-    limit: PositiveInt | None = None  # largest number of problems of each benchmark; null: all
-    template: str | None = None  # name or file of the prompt; null: the benchmark's own, and tango_generator for `data`
-    # Put the prompt as a user's message into the tokenizer's chat template. Conversations of `data` need no setting.
+    limit: PositiveInt | None = None  # maximum number of problems of each benchmark; null: all problems
+    # Name or file of the prompt template; null: the benchmark's template, and tango_generator for `data`.
+    template: str | None = None
+    # Send the prompt as a user message in the tokenizer's chat template. Conversations of `data` always use it.
     chat: bool = False
-    # NAME.json for the metrics. Beside it NAME.jsonl gets every sample, and NAME.html the report.
+    # File NAME.json for the metrics. The samples are written to NAME.jsonl and the report to NAME.html.
     output: str | None = None
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))  # sampling of the answers
-    # Most tokens of prompt and answer together; max_tokens is lowered to context - prompt - 8 where needed. null: no
-    # limit.
+    # Maximum number of tokens of prompt plus answer; max_tokens is lowered to context - prompt - 8 if necessary. null:
+    # no limit.
     context: PositiveInt | None = None
-    n: PositiveInt = 1  # samples of each problem
+    n: PositiveInt = 1  # number of samples of each problem
     k: tuple[PositiveInt, ...] = (1,)  # the values of k for which pass@k is reported
-    seed: int = 0  # seed of all draws
-    # What is measured. solve: answers to problems. handoff: answers that two models write in turns. legibility: how
-    # hard the junior finds the texts of solve to predict (cross-entropy). drift: how far junior and base are from the
-    # model on these texts (KL).
+    seed: int = 0  # seed of all random numbers
+    # What is measured. solve: the model's answers to problems. handoff: answers that two models write in turns.
+    # legibility: the junior's cross-entropy on the answers of solve. drift: the KL divergence of junior and base from
+    # the model on these answers.
     measures: tuple[Literal["solve", "handoff", "legibility", "drift"], ...] = ("solve",)
-    junior: Model | None = None  # the other model of handoff, legibility and drift
-    base: Model | None = None  # the model that training began from, for drift
-    max_rounds: PositiveInt = 150  # most rounds of one hand-off; in a round each of the two models has one turn
-    verifier: JudgingConfig | None = None  # a verifier that weighs the samples; null: none
-    # The grader of `data`. Its workers and limits are those of every benchmark's grader, too.
+    junior: Model | None = None  # the second model of handoff, legibility and drift
+    base: Model | None = None  # the model before training, for drift
+    max_rounds: PositiveInt = 150  # maximum number of rounds of one hand-off; each model has one turn in a round
+    verifier: JudgingConfig | None = None  # a verifier model that scores the samples; null: no verifier
+    # The reward function that grades `data`. Its `workers` and limits also apply to the graders of the benchmarks.
     reward: Reward = field(default_factory=Reward)
-    # The engine that writes the answers.
+    # The engine that generates the answers.
     engine: Engine = field(default_factory=Embedded)
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
 
@@ -152,17 +153,17 @@ class EvalConfig:
 
     @property
     def directory(self) -> Path:
-        """Returns the directory that the output lies in."""
+        """Returns the directory that contains `output`."""
         return Path(self.output or ".").parent
 
     @property
     def models(self) -> dict[str, Model]:
-        """Returns {setting: section} of the models that the evaluation reads."""
+        """Returns {setting: section} of the models that the evaluation loads."""
         judging = None if self.verifier is None else self.verifier.model
         found = {"model": self.model, "junior": self.junior, "verifier.model": judging, "base": self.base}
         return {name: model for name, model in found.items() if model is not None}
 
     @property
     def sets(self) -> dict[str, PromptSet]:
-        """Returns {setting: section} of the problem set of the user's own, where there is one."""
+        """Returns {setting: section} of the user's problem set; an empty dict if there is none."""
         return {} if self.data is None else {"data": self.data}

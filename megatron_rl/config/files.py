@@ -1,6 +1,7 @@
-"""Reads configs: defaults, then YAML files from left to right, then `a.b=c` overrides; later ones win.
+"""Loads configs: defaults, then YAML files from left to right, then `a.b=c` overrides. Later values override earlier.
 
-All problems of a config are reported at once, each with the value and the cure. Nothing here imports torch.
+All problems of a config are reported in one error, each with the value and how to correct it. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from megatron_rl.config.base import without_passwords
 from megatron_rl.config.schema import ConfigError
 
 T = TypeVar("T")
-MAX_DEPTH = 64  # of values within values
-MAX_VALUES = 50_000  # of one text, with its aliases written out
-MAX_BYTES = 2 << 20  # of one file
-MAX_FILES = 100  # that one config is made of
-MAX_INT = 2**63 - 1
+MAX_DEPTH = 64  # maximum nesting depth of values
+MAX_VALUES = 50_000  # maximum number of values in one YAML text after its aliases are expanded
+MAX_BYTES = 2 << 20  # maximum size of one file
+MAX_FILES = 100  # maximum number of files of one config, bases included
+MAX_INT = 2**63 - 1  # maximum absolute value of an integer
 
 
 class _Source(NamedTuple):
-    """The keys that one file or one override sets."""
+    """The settings of one file, tree or override, and the label that error messages give it."""
 
     label: str
     tree: dict[str, Any]
 
 
-# The scalars of YAML 1.2. PyYAML itself follows YAML 1.1, which reads 1e-6 as text, 12:30 as 750, 010 as 8, `no` as
-# false and 2024-01-01 as a date.
+# The scalars of YAML 1.2. PyYAML follows YAML 1.1, which parses 1e-6 as text, 12:30 as 750, 010 as 8, `no` as false and
+# 2024-01-01 as a date.
 _INT = re.compile(r"^[-+]?(0|[1-9][0-9_]*)$|^0x[0-9a-fA-F]+$")
 _FLOAT = re.compile(
     r"^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
@@ -48,15 +49,15 @@ _BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader of safe YAML in which 1e-6 is a number, a key is a text and may stand only once, and a short text is not
-    the beginning of a huge value."""
+    """A safe YAML loader with the scalars of YAML 1.2 (1e-6 is a number). Keys that are not text, duplicate keys, and
+    values that are too deep or too large after aliases are expanded are errors."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
 
     def compose_document(self) -> yaml.Node:
-        """Composes the document. Raises ConfigError for one that is too large once its aliases are written out."""
+        """Composes the document. Raises ConfigError if it has more than MAX_VALUES values with its aliases expanded."""
         root = super().compose_document()
         assert root is not None
         self._count(root, {}, set())
@@ -81,8 +82,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def _count(self, node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
-        """Returns the number of values in a node with its aliases written out. `known`: those of nodes that were
-        counted; `above`: the nodes that this one lies in."""
+        """Returns the number of values in a node with its aliases expanded. `known`: {id: count} of the nodes that were
+        counted already. `above`: ids of the nodes that contain this node."""
         if isinstance(node, yaml.ScalarNode):
             return 1
         if id(node) in above:
@@ -102,11 +103,11 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper of safe YAML that quotes every text which a reader, ours or another, would take for something else."""
+    """A safe YAML dumper that quotes every text which YAML 1.1 or 1.2 would parse as a number, boolean or date."""
 
 
 def _resolvers() -> dict[str, list[Any]]:
-    """Returns SafeLoader's table, first character -> [(tag, pattern)], with the scalars of YAML 1.2 in place of 1.1."""
+    """Returns SafeLoader's table {first character: [(tag, pattern)]} with the scalars of YAML 1.2 instead of 1.1."""
     ours = {
         "int": (_INT, "-+0123456789"),
         "float": (_FLOAT, "-+0123456789."),
@@ -134,20 +135,20 @@ def load(
     schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] = (),
     *, trees: Sequence[tuple[str, Mapping[str, Any]]] = (),
 ) -> T:  # fmt: skip
-    """Returns a validated `schema` from its defaults, YAML files, `trees` and `a.b=c` overrides.
+    """Returns a validated instance of `schema` from its defaults, YAML files, `trees` and `a.b=c` overrides.
 
-    A tree is (name, settings): nested mappings as a file would have them, and what messages call them.
+    A tree is (label, settings): `settings` are nested mappings as in a file; error messages use `label`.
 
-    A file's `base: other.yaml` (relative to the file; or a list) is read before it. Merging is by key. In a union of
-    dataclasses (`Annotated[A | B, Field(discriminator="kind")]`), a new `kind` drops the old variant's keys. Keys given
-    without a `kind` belong to the default's variant. Raises ConfigError that names every unknown key, wrong type and
-    bad value, with the file or override where it stands.
+    A file's `base: other.yaml` (relative to the file; or a list) is loaded before the file. Mappings are merged key by
+    key. In a union of dataclasses (`Annotated[A | B, Field(discriminator="kind")]`), a new `kind` drops the keys of the
+    old variant; keys without a `kind` belong to the default variant. Raises ConfigError with every unknown key, wrong
+    type and invalid value, and the file or override that contains it.
     """
     sources = _sources(files, trees, overrides)
     tree = _merged(schema, sources)
     _refuse_harmful(tree, "")
     try:
-        # JSON mode is strict about types and still takes lists for tuples.
+        # Strict validation of JSON accepts lists for tuples; strict validation of Python objects does not.
         made = _adapter(schema).validate_json(json.dumps(_with_defaults(schema, _with_kinds(tree, [schema]))))
     except pydantic.ValidationError as error:
         lines = sorted({_explain_error(schema, problem, sources) for problem in error.errors()})
@@ -161,8 +162,8 @@ def load(
 
 
 def _refuse_harmful(value: Any, where: str) -> None:
-    """Raises ConfigError for a URL with a user or a password, which the run's files and logs would show, and for a
-    whole number of more than 64 bits, which no setting can mean."""
+    """Raises ConfigError for a URL with a user or password, which the run's files and logs would expose, and for an
+    integer of more than 64 bits. `where`: dotted name of the value."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _refuse_harmful(inner, f"{where}.{key}" if where else key)
@@ -175,29 +176,29 @@ def _refuse_harmful(value: Any, where: str) -> None:
             "others read; take it out, and give the secret by a variable of the environment or a file"
         )
     elif type(value) is int and abs(value) > MAX_INT:
-        # Python writes no huge number in base 10.
+        # Python refuses to convert huge integers to base 10.
         told = str(value) if abs(value) < 10**40 else f"{value:#x}"[:40] + "..."
         raise ConfigError(f"{where} = {told}: give a number of at most 64 bits")
 
 
 @functools.cache
 def _adapter(schema: type[Any]) -> pydantic.TypeAdapter[Any]:
-    """Returns the validator of a schema, which takes a while to make: ranks that are forked share their parent's."""
+    """Returns the validator of a schema. It is cached because it is slow to build; forked ranks inherit the cache."""
     return pydantic.TypeAdapter(schema)
 
 
 def tree_of(settings: Any) -> dict[str, Any]:
-    """Returns a dataclass of settings, such as a whole config, as nested mappings and lists of plain values."""
+    """Converts a dataclass of settings, such as a whole config, to nested dicts and lists of JSON values."""
     return _adapter(type(settings)).dump_python(settings, mode="json")
 
 
 def dump(settings: Any) -> str:
-    """Returns a dataclass of settings, such as a whole config, as YAML. `load` reads it back as an equal value."""
+    """Converts a dataclass of settings, such as a whole config, to YAML. `load` of the YAML gives an equal value."""
     return dump_tree(tree_of(settings))
 
 
 def dump_tree(tree: Mapping[str, Any]) -> str:
-    """Returns settings, nested mappings of plain values, as YAML. Raises ConfigError for a value that YAML lacks."""
+    """Converts nested mappings of plain values to YAML. Raises ConfigError for a value that YAML cannot represent."""
     try:
         return yaml.dump(dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     except yaml.YAMLError as error:
@@ -210,18 +211,18 @@ def read_tree(
     schema: Any, files: Sequence[Path] = (), overrides: Sequence[str] = (),
     *, trees: Sequence[tuple[str, Mapping[str, Any]]] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns what YAML files, `trees` and overrides set together, merged as `load` does, without any default. Values
-    are not checked. Raises ConfigError for a file or an override that cannot be read."""
+    """Returns the settings of YAML files, `trees` and overrides, merged as in `load`, without defaults and without
+    validation. Raises ConfigError for a file or an override that cannot be parsed."""
     return _merged(schema, _sources(files, trees, overrides))
 
 
 def read_keys(files: Sequence[Path]) -> set[str]:
-    """Returns the top-level keys of YAML files and of their bases."""
+    """Returns the top-level keys of YAML files and of their base files."""
     return {key for source in _sources(files, (), ()) for key in source.tree}
 
 
 def read_yaml(path: Path) -> Any:
-    """Reads any YAML file, with numbers and texts as configs have them. Raises ConfigError when it cannot be read."""
+    """Returns the content of a YAML file, with the scalar rules of configs. Raises ConfigError if it cannot be read."""
     try:
         return parse(_text(path), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -231,7 +232,7 @@ def read_yaml(path: Path) -> Any:
 def _sources(
     files: Sequence[Path], trees: Sequence[tuple[str, Mapping[str, Any]]], overrides: Sequence[str]
 ) -> list[_Source]:  # fmt: skip
-    """Reads all places that set something, in the order in which later ones win."""
+    """Returns the settings of all files, trees and overrides, in order of increasing precedence."""
     found: list[_Source] = []
     for file in files:
         _read(Path(file), (), found)
@@ -246,15 +247,16 @@ def _merged(schema: Any, sources: Sequence[_Source]) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """Reads a YAML file. Raises ConfigError for a file that is too large, and what reading raises."""
+    """Returns the text of a YAML file. Raises ConfigError if it is too large; OSError and UnicodeDecodeError pass
+    through."""
     if path.stat().st_size > MAX_BYTES:
         raise ConfigError(f"{path} has {path.stat().st_size} bytes: a config has {MAX_BYTES} at most")
     return path.read_text(encoding="utf-8")
 
 
 def _read(file: Path, seen: tuple[Path, ...], out: list[_Source]) -> None:
-    """Reads the file's bases, then the file, and puts all of them behind `out`. `seen`: the files whose bases led
-    here."""
+    """Loads the file's bases, then the file, and appends all of them to `out`. `seen`: the chain of files whose `base`
+    led to this file, to detect cycles."""
     path = file.resolve()
     if path in seen:
         raise ConfigError(
@@ -296,7 +298,8 @@ def _override(text: str) -> _Source:
 
 
 def parse(text: str, label: str) -> Any:
-    """Returns the value of a YAML text. Raises ConfigError for one that is no YAML, too large or nested too deeply."""
+    """Returns the value of a YAML text. Raises ConfigError if the text is invalid, too large or too deeply nested.
+    `label`: name of the text for the message."""
     try:
         loader = _Loader(text)
         loader.name = label
@@ -308,9 +311,9 @@ def parse(text: str, label: str) -> Any:
 
 
 def _merge(old: Mapping[str, Any], new: Mapping[str, Any], kinds: Sequence[Any], default_kind: Any) -> dict[str, Any]:
-    """Merges `new` over `old`.
+    """Returns `old` recursively updated with `new`.
 
-    `kinds`: the types that this mapping may have; `default_kind`: the union's variant when the mapping names none.
+    `kinds`: the types that this mapping may have. `default_kind`: the variant of a union if the mapping has no `kind`.
     """
     if "kind" in new and default_kind is not None and new["kind"] != old.get("kind", default_kind):
         old = {}
@@ -327,7 +330,7 @@ def _merge(old: Mapping[str, Any], new: Mapping[str, Any], kinds: Sequence[Any],
 
 
 def _with_kinds(tree: Mapping[str, Any], kinds: Sequence[Any]) -> dict[str, Any]:
-    """Adds the default variant's `kind` where a union's keys are given without one."""
+    """Returns `tree` with the `kind` of the default variant added to every union that is given without a `kind`."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -338,9 +341,9 @@ def _with_kinds(tree: Mapping[str, Any], kinds: Sequence[Any]) -> dict[str, Any]
 
 
 def _with_defaults(schema: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Fills what a section leaves open from the schema's own default for that section.
+    """Returns `tree` with the missing keys of each section filled from the schema's default instance of the section.
 
-    This default may differ from the defaults of the section's class, e.g. SFT's own learning rate.
+    The default instance may differ from the defaults of the section's class, e.g. in SFT's learning rate.
     """
     out = dict(tree)
     for field in dataclasses.fields(schema):
@@ -376,7 +379,7 @@ def _explain_error(schema: Any, problem: Any, sources: Sequence[_Source]) -> str
         case "missing" | "missing_argument":
             return f"{said}: missing; it has no default, so give it in a file or as {name}=..."
         case "value_error":
-            # This is the message of a __post_init__, which may begin with its own section's name.
+            # The message is from a __post_init__ and may begin with the name of its section.
             message = problem["msg"].removeprefix("Value error, ")
             if place and message.startswith(f"{place[-1]}."):
                 return f"{_origin(place, sources)}: {'.'.join([*place[:-1], message])}"
@@ -408,7 +411,8 @@ def _cure(problem: Any) -> str:
 
 
 def _origin(place: Sequence[str], sources: Sequence[_Source]) -> str:
-    """Names the source of a key: the last of the files and overrides that reach deepest towards the dotted place."""
+    """Returns the label of the source that sets the key `place`, or the longest prefix of it; the last one if several
+    do."""
     best, label = 0, "no file or override sets it"
     for source in sources:
         depth, node = 0, source.tree
@@ -422,9 +426,9 @@ def _origin(place: Sequence[str], sources: Sequence[_Source]) -> str:
 
 
 def _locate(schema: Any, location: Sequence[str]) -> tuple[list[str], list[Any]]:
-    """Turns pydantic's location of an error into the keys that a user writes, without the names of a union's variants.
+    """Converts pydantic's location of an error to (keys as a user writes them, types that may contain the last key).
 
-    Returns (keys, the types that may hold the last key).
+    The names of a union's variants, which pydantic inserts into the location, are removed.
     """
     place: list[str] = []
     parents: list[Any] = [schema]
@@ -440,7 +444,7 @@ def _locate(schema: Any, location: Sequence[str]) -> tuple[list[str], list[Any]]
 
 
 def _inside(kinds: Sequence[Any], key: str) -> list[Any]:
-    """Returns the types that may stand at a key of these dataclasses or dicts; none when the key is unknown."""
+    """Returns the types that the value of `key` may have in these dataclasses or dicts; [] if the key is unknown."""
     found: list[Any] = []
     for kind in kinds:
         if dataclasses.is_dataclass(kind):
@@ -452,7 +456,7 @@ def _inside(kinds: Sequence[Any], key: str) -> list[Any]:
 
 
 def _default_kind(kinds: Sequence[Any], key: str) -> Any:
-    """Returns the `kind` of a key's default where the key holds a union's variant; None elsewhere."""
+    """Returns the `kind` of the default value of `key` if the key holds a variant of a union, otherwise None."""
     for kind in kinds:
         for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
             if field.name == key:
@@ -462,7 +466,7 @@ def _default_kind(kinds: Sequence[Any], key: str) -> Any:
 
 
 def _tag(kind: Any) -> Any:
-    """Returns a variant's `kind`, the default of the field with that name; None when there is no such field."""
+    """Returns the default of a dataclass's field `kind`, which identifies the variant; None without such a field."""
     fields = {f.name: f.default for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
     return fields.get("kind")
 

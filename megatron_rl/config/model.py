@@ -1,4 +1,4 @@
-"""Settings of one trained model: where it comes from, how it lies over the ranks, its optimizer, loss and sampling."""
+"""Settings of one model: its files, its layout on the ranks, and its optimizer, loss and sampling."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from megatron_rl.config.base import ConfigError, Share, config
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import EndpointConfig
 
-# algorithms/tandem_authors.py explains each
+# Rules by which two models take turns in writing a rollout; algorithms/tandem_authors.py explains each.
 Strategy = Literal["bernoulli", "alternating", "chunk", "sentence", "word"]
-# Names of the matrices that an adapter may change, as Hugging Face and peft have them.
+# Names of the matrices that can have an adapter, as in Hugging Face and peft.
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-MOST_RANKS = 1 << 16  # of one axis of a layout
+MOST_RANKS = 1 << 16  # maximum number of ranks along one axis of a layout
 
 
 @config
 class Layout:
-    """The way one role's model lies over the ranks. The data-parallel size is what remains: ranks / (tp x cp x pp)."""
+    """How the model of one role is divided among the ranks. The data-parallel size is ranks / (tp x cp x pp)."""
 
     tp: int = 1  # number of tensor-parallel ranks
     pp: int = 1  # number of pipeline stages
-    cp: int = 1  # number of context-parallel ranks; each holds its share of every sequence's tokens
+    cp: int = 1  # number of context-parallel ranks; each rank holds a part of every sequence's tokens
     vpp: int | None = None  # virtual pipeline stages on each rank (interleaved schedule); null: not interleaved
-    # Number of expert-parallel ranks; each holds its share of a layer's experts. They are taken from the tp x cp x dp
-    # ranks of a stage.
+    # Number of expert-parallel ranks; each rank holds a part of a layer's experts. They are taken from the tp x cp x dp
+    # ranks of a pipeline stage.
     ep: int = 1
-    # Number of tensor-parallel ranks of each expert; null: as many as tp, so that tp alone shards the whole model.
+    # Number of tensor-parallel ranks of each expert; null: the same as tp.
     etp: int | None = None
     sequence_parallel: bool = False  # shard norms and residuals along the sequence; needs tp above 1
-    overlap_p2p: bool = False  # overlap pipeline sends with computation; vpp needs it
+    overlap_p2p: bool = False  # overlap pipeline sends with computation; required by vpp
 
     def __post_init__(self) -> None:
         sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.expert_tp}
@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def expert_ranks(self) -> int:
-        """Returns the number of ranks that hold all experts once, over all pipeline stages."""
+        """Returns the number of ranks that together hold one copy of all experts: expert_tp x ep x pp."""
         return self.expert_tp * self.ep * self.pp
 
 
@@ -78,48 +78,48 @@ class Model:
 
     # A Hugging Face model directory or hub name: config.json, tokenizer, and safetensors when init is pretrained.
     path: str
-    tokenizer: str | None = None  # another tokenizer directory; null: `path`
-    chat_template: str | None = None  # file with a Jinja chat template; null: the tokenizer's own
-    # pretrained: load the weights from `path`. random: draw them from the seed.
+    tokenizer: str | None = None  # directory of another tokenizer; null: `path`
+    chat_template: str | None = None  # file with a Jinja chat template; null: the tokenizer's template
+    # pretrained: load the weights from `path`. random: initialize the weights at random from the seed.
     init: Literal["pretrained", "random"] = "pretrained"
-    dtype: Literal["float32", "bfloat16"] = "float32"  # number format of weights and activations
-    # Which activations are computed again in the backward pass instead of kept in memory. selective: those of
-    # recompute_modules.
+    dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and activations
+    # Which activations are recomputed in the backward pass to save memory. none: no activations. selective: the
+    # activations of recompute_modules. full: the activations of whole layers.
     recompute: Literal["none", "selective", "full"] = "none"
-    # Parts of a layer that recompute = selective computes again.
+    # Parts of a layer that recompute = selective recomputes.
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("core_attn",)
-    # Attention of packed rows, where layers are not Transformer Engine's. flash: torch's flash attention for variable
-    # lengths, one call for all sequences; it needs a GPU, bfloat16, and heads of a multiple of 8 elements, 256 at most.
-    # sdpa: a call for each group of sequences of similar length. auto: flash where it can be had.
+    # Attention over packed sequences if the layers are not Transformer Engine's. flash: torch's variable-length flash
+    # attention, one call for all sequences; it needs a GPU, bfloat16, and a head size that is a multiple of 8 and at
+    # most 256. sdpa: one call for each group of sequences of similar length. auto: flash if it is available.
     attention_backend: Literal["auto", "flash", "sdpa"] = "auto"
-    # Kernels of log-probs, gates and rotary embedding, and of sums of gradients on a GPU. triton: this project's own,
-    # which need a GPU and Triton, and are tried against torch's operations first. torch: torch's operations. auto:
-    # triton where it can be had on all ranks.
+    # Kernels for log-probs, gated activations and rotary embeddings, and for summing gradients on a GPU. triton: this
+    # project's kernels, which need a GPU and Triton, and are compared with torch's operations before they are used.
+    # torch: torch's operations. auto: triton if it is available on all ranks.
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    # Weight of the load-balancing loss of experts (as in Switch Transformer, computed per micro-batch); 0: none.
+    # Weight of the load-balancing loss of experts (as in Switch Transformer, computed per micro-batch); 0: no loss.
     router_aux_loss: NonNegativeFloat = 0.0
-    # Compute matrix products in 8 bits by Transformer Engine; needs a GPU with 8-bit floats (H100 or later, not A100).
+    # Compute matrix products in FP8 with Transformer Engine; needs a GPU that supports FP8 (H100 or later, not A100).
     fp8: bool = False
 
 
 @config
 class Optimizer:
-    """Adam with decoupled weight decay. The rate warms up linearly, then it is constant or falls to `min_lr`."""
+    """Adam with decoupled weight decay. After a linear warm-up the learning rate is constant or falls to `min_lr`."""
 
     lr: NonNegativeFloat = 1e-6  # learning rate after the warm-up
-    min_lr: NonNegativeFloat = 0.0  # learning rate at the end of a decay; exponential needs it above 0
+    min_lr: NonNegativeFloat = 0.0  # learning rate at the end of the decay; decay = exponential needs a value above 0
     betas: tuple[Share, Share] = (0.9, 0.999)  # Adam's decay rates of the first and second moment
-    eps: PositiveFloat = 1e-8  # Adam's small number in the denominator
+    eps: PositiveFloat = 1e-8  # Adam's epsilon, which is added to the denominator
     weight_decay: NonNegativeFloat = 0.01  # coefficient of the decoupled weight decay
-    decay_norms: bool = False  # true: weight decay acts on norms and biases, too, as torch's AdamW has it by default
-    clip_grad: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
-    warmup_steps: NonNegativeInt = 0  # optimizer steps over which the rate rises from 0 to lr
-    # Shape of the rate after the warm-up. exponential: every step lowers it by the same factor.
+    decay_norms: bool = False  # true: weight decay also applies to norms and biases, as in torch's AdamW by default
+    clip_grad: NonNegativeFloat = 1.0  # maximum global gradient norm; 0: no clipping
+    warmup_steps: NonNegativeInt = 0  # optimizer steps during which the learning rate rises from 0 to lr
+    # Schedule of the learning rate after the warm-up. exponential: every step multiplies it by the same factor.
     decay: Literal["constant", "linear", "cosine", "exponential"] = "constant"
-    # Optimizer steps until the rate is min_lr, warm-up included. Every decay needs it.
+    # Optimizer steps until the learning rate is min_lr, including the warm-up. Required unless decay = constant.
     decay_steps: PositiveInt | None = None
-    # Sum gradients over replicas during the last backward pass, and gather new weights during the next forward pass of
-    # the same update, instead of after each.
+    # Overlap communication with computation: reduce gradients over the data-parallel replicas during the last backward
+    # pass, and gather the new weights during the next forward pass of the same update.
     overlap: bool = False
 
     def __post_init__(self) -> None:
@@ -144,21 +144,22 @@ class Optimizer:
 
 @config
 class CorrectionConfig:
-    """Weights for tokens by the ratio r = p_old / p_engine between trainer and engine (algorithms/corrections.py).
+    """Importance weights of tokens, from the ratio r = p_old / p_engine between the trainer's and the engine's
+    probability of a token (algorithms/corrections.py).
 
-    `low` and `high` are the bounds of r, or of what `level` makes of it; a bound that is null does not bind. TIS:
-    {kind: truncate, high: 2.0}. IcePop: {kind: mask, low: 0.5, high: 5.0}. MIS: {kind: mask, level: sequence,
-    high: 3.0}. Geometric rejection: {kind: drop, level: geometric, low: 0.999, high: 1.001}.
+    `low` and `high` are the bounds of r; `level` says how r is combined over tokens. Examples: TIS is {kind: truncate,
+    high: 2.0}; IcePop is {kind: mask, low: 0.5, high: 5.0}; MIS is {kind: mask, level: sequence, high: 3.0}; geometric
+    rejection is {kind: drop, level: geometric, low: 0.999, high: 1.001}.
     """
 
-    # truncate: the weight is r, moved into the bounds. mask: it is r, and 0 outside the bounds. drop: it is 1, and 0
-    # outside the bounds. none: it is 1, whatever rollouts.max_staleness is.
+    # truncate: the weight is r, clamped to the bounds. mask: the weight is r within the bounds and 0 outside. drop: the
+    # weight is 1 within the bounds and 0 outside. none: the weight is 1, for any rollouts.max_staleness.
     kind: Literal["none", "truncate", "mask", "drop"]
-    # token: r of the token itself. sequence: product of r over the trained tokens of a rollout. geometric: geometric
-    # mean of r over them.
+    # token: the token's r. sequence: the product of r over the trained tokens of a rollout. geometric: the geometric
+    # mean of r over the trained tokens of a rollout.
     level: Literal["token", "sequence", "geometric"] = "token"
-    low: NonNegativeFloat | None = None  # lower bound, at most 1
-    high: PositiveFloat | None = None  # upper bound, at least 1
+    low: NonNegativeFloat | None = None  # lower bound of the ratio r, at most 1; null: no lower bound
+    high: PositiveFloat | None = None  # upper bound of the ratio r, at least 1; null: no upper bound
 
     def __post_init__(self) -> None:
         low, high = self.low, self.high
@@ -178,8 +179,8 @@ class CorrectionConfig:
             )
 
 
-# The correction of roles that name none, where rollouts are collected ahead of training (rollouts.max_staleness above
-# 0).
+# The correction of roles that set no `loss.correction`, if rollouts are collected ahead of training
+# (rollouts.max_staleness above 0).
 CORRECTION_AHEAD = CorrectionConfig(kind="truncate", high=2.0)
 
 
@@ -190,28 +191,28 @@ class LossConfig:
     # Loss of each token: clipped, gspo, gmpo, cispo, sapo, vespo, reinforce, rover, distilled, distilled_top_k,
     # rl_plus, or module:name (see algorithms/objectives.py).
     objective: str = "clipped"
-    objective_args: dict[str, Any] = field(default_factory=dict)  # arguments of the objective, by name
+    objective_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the objective
     clip_low: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability below 1 - clip_low are clipped
     clip_high: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability above 1 + clip_high are clipped
-    kl_coef: NonNegativeFloat = 0.001  # weight of the KL penalty towards the reference model; 0: no reference is kept
-    # Estimator of that KL per token (Schulman). k1: log-ratio. k2: half its square. k3: unbiased, low variance, never
-    # negative.
+    kl_coef: NonNegativeFloat = 0.001  # weight of the KL penalty to the reference model; 0: no reference model is kept
+    # Estimator of the KL divergence per token (Schulman). k1: the log-ratio. k2: half the squared log-ratio. k3:
+    # unbiased, low variance, never negative.
     kl: Literal["k1", "k2", "k3"] = "k3"
-    kl_clamp: PositiveFloat | None = None  # largest k3 of a token, beyond which it has no gradient; null: none
-    # Multiply a token's KL by the ratio p / p_old, through which the gradient flows too. The gradient is then that of
-    # the KL, also where an older policy wrote the rollouts (DeepSeek-V3.2).
+    kl_clamp: PositiveFloat | None = None  # largest k3 of a token; a clamped token has no KL gradient; null: no clamp
+    # Multiply a token's KL by the ratio p / p_old, through which the gradient flows too. The gradient is then the
+    # gradient of the KL even if an older policy generated the rollouts (DeepSeek-V3.2).
     kl_bias_correction: bool = False
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    # token_mean: every trained token counts the same. sequence_mean: every sequence counts the same. prompt_mean: every
-    # prompt counts the same, and within it every token. constant: the sum over tokens is divided by the number of
-    # sequences times max_tokens (Dr.GRPO).
+    # How the token losses are averaged. token_mean: every trained token has the same weight. sequence_mean: every
+    # sequence has the same weight. prompt_mean: every prompt has the same weight, and so has every token of one prompt.
+    # constant: the sum over tokens is divided by the number of sequences times max_tokens (Dr.GRPO).
     aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] = "token_mean"
-    max_tokens: PositiveInt | None = None  # tokens of a sequence for aggregation = constant; null: sampling.max_tokens
-    # Weights against the difference between trainer and engine. null: none, or {kind: truncate, high: 2.0} where
-    # rollouts.max_staleness is above 0.
+    max_tokens: PositiveInt | None = None  # sequence length for aggregation = constant; null: sampling.max_tokens
+    # Importance weights that correct the mismatch between trainer and engine. null: no weights, or {kind: truncate,
+    # high: 2.0} if rollouts.max_staleness is above 0.
     correction: CorrectionConfig | None = None
-    # Leave tokens of negative advantage out of the objective where the mean of log p_engine - log p over their rollout
-    # is above this (DeepSeek-V3.2's mask of off-policy sequences); null: no mask.
+    # Leave tokens with a negative advantage out of the objective if the mean of log p_engine - log p over their rollout
+    # is above this threshold (the off-policy sequence mask of DeepSeek-V3.2); null: no mask.
     off_policy_mask: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
@@ -228,51 +229,51 @@ class LossConfig:
 
 @config
 class SamplingConfig:
-    """The way one role's rollouts are drawn. The number of samples and the seed come from the recipe."""
+    """The sampling parameters of one role's rollouts. The number of samples and the seed come from the recipe."""
 
-    max_tokens: PositiveInt = 2048  # longest completion, in tokens
-    temperature: NonNegativeFloat = 1.0  # 0: always the likeliest token
-    # Draw among the likeliest tokens that have this total probability; 1: all.
+    max_tokens: PositiveInt = 2048  # maximum length of a completion, in tokens
+    temperature: NonNegativeFloat = 1.0  # sampling temperature; 0: greedy decoding
+    # Sample only from the most likely tokens whose total probability reaches this value; 1: all tokens.
     top_p: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
-    top_k: NonNegativeInt = 0  # draw among this many likeliest tokens; 0: all
-    min_p: Share = 0.0  # leave out tokens less likely than this share of the likeliest one's probability
+    top_k: NonNegativeInt = 0  # sample only from this many most likely tokens; 0: all tokens
+    min_p: Share = 0.0  # drop tokens whose probability is below this fraction of the most likely token's probability
     stop_strings: tuple[str, ...] = ()  # texts that end a completion
 
 
 @config
 class TandemConfig:
-    """Two models that write the rollouts together: a frozen junior, and the role itself as the senior (docs/tandem.md).
+    """Tandem RL: two models write each rollout in turns, a frozen junior and the trained senior (docs/tandem.md).
 
-    The senior is trained on its own tokens.
+    The senior is the role's model. It is trained on the tokens that it wrote itself.
     """
 
-    # The junior's model directory or hub name, with the same vocabulary; null: the model that the role starts from
+    # Model directory or hub name of the junior, which must have the same vocabulary; null: the role's initial model
     # (model.path).
     junior: str | None = None
-    strategy: Strategy = "word"  # rule by which the author of the next token changes
-    p: Share = 0.5  # probability that a draw makes the senior the author (strategies bernoulli and word)
-    max_gap: PositiveInt = 32  # the author is drawn anew after this many tokens without a new word (strategy word)
-    chunk_size: PositiveInt = 16  # tokens that one author writes in a row (strategy chunk)
+    strategy: Strategy = "word"  # rule that decides which model writes the next token
+    p: Share = 0.5  # probability that a random draw chooses the senior (strategies bernoulli and word)
+    max_gap: PositiveInt = 32  # draw the author again after this many tokens without a new word (strategy word)
+    chunk_size: PositiveInt = 16  # tokens that one model writes in a row (strategy chunk)
     junior_weight: Share = 0.0  # weight of the junior's tokens in the senior's loss; the paper's runs use 0
 
 
 @config
 class Lora:
-    """Low-rank adapters (LoRA, arXiv 2106.09685) that are trained in place of the model's own weights.
+    """Low-rank adapters (LoRA, arXiv 2106.09685) that are trained instead of the model's weights.
 
-    A matrix W computes as W + (alpha / rank) B A. W stays as it is (docs/lora.md).
+    A matrix W is replaced by W + (alpha / rank) B A, in which W is frozen (docs/lora.md).
     """
 
-    rank: PositiveInt = 16  # r: rows of A and columns of B
-    alpha: PositiveFloat = 32.0  # the product B A is multiplied by alpha / rank
-    # The matrices that get an adapter, by their Hugging Face names. Of a model with experts only those of the attention
-    # can: q_proj, k_proj, v_proj and o_proj.
+    rank: PositiveInt = 16  # rank r: the number of rows of A and of columns of B
+    alpha: PositiveFloat = 32.0  # scale: the product B A is multiplied by alpha / rank
+    # The matrices that get an adapter, by their Hugging Face names. In a model with experts, only the matrices of the
+    # attention can have an adapter: q_proj, k_proj, v_proj and o_proj.
     targets: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    # The way in which A is drawn from the seed; B is zero, so that training starts from the model itself. kaiming:
-    # uniform within 1 / sqrt(columns of W), peft's default. gaussian: normal, of the standard deviation 1 / rank.
+    # Random initialization of A; B is zero, so that training starts from the unchanged model. kaiming: uniform within
+    # +-1 / sqrt(columns of W), peft's default. gaussian: normal with standard deviation 1 / rank.
     init: Literal["kaiming", "gaussian"] = "kaiming"
-    # Directory of an adapter, as peft writes it, that training starts from; its rank, alpha and targets must be these.
-    # null: A is drawn.
+    # Directory of an adapter in peft's format from which training starts; its rank, alpha and targets must equal the
+    # settings above. null: a new adapter.
     path: str | None = None
 
     def __post_init__(self) -> None:
@@ -282,51 +283,51 @@ class Lora:
 
 @config
 class MeanTokens:
-    """The mean lengths of a role's prompts and answers, as a first run measured them. `megatron-rl plan` alone reads
-    them."""
+    """The mean lengths of a role's prompts and answers, for example as a first run measured them. Only `megatron-rl
+    plan` uses them."""
 
-    prompt: PositiveInt | None = None  # tokens of a prompt; null: half of max_prompt_tokens
-    answer: PositiveInt | None = None  # tokens of an answer; null: half of sampling.max_tokens
+    prompt: PositiveInt | None = None  # mean number of tokens of a prompt; null: half of max_prompt_tokens
+    answer: PositiveInt | None = None  # mean number of tokens of an answer; null: half of sampling.max_tokens
 
 
 @config
 class RoleConfig:
-    """One role: its model and how that is sampled and trained. Every batch size counts samples (rollouts)."""
+    """One role: its model, and how the model is sampled and trained. Batch sizes are in samples (rollouts)."""
 
-    model: Model = field(default_factory=lambda: Model(path=""))  # the files of the model; needed without same_as
-    # own: the role has a policy in the trainer, which its engines take weights from. none: its engines keep the weights
-    # of model.path, and it costs the trainer no memory; it cannot be trained.
+    model: Model = field(default_factory=lambda: Model(path=""))  # files of the model; required unless same_as is set
+    # own: the trainer holds a policy for this role, and sends its weights to the engines. none: the engines keep the
+    # weights of model.path; the role uses no memory of the trainer and cannot be trained.
     policy: Literal["own", "none"] = "own"
-    # Another role whose policy and engines this one shares. Its own are chat, sampling, max_prompt_tokens, tandem and
-    # data; the other role's are model, layout, optimizer, loss and all else that training needs.
+    # Another role, whose policy and engines this role shares. This role's settings chat, sampling, max_prompt_tokens,
+    # tandem, data and mean_tokens apply; model, layout, optimizer, loss and all others are those of the other role.
     same_as: str | None = None
-    # An OpenAI-compatible server that answers for this role; needs policy = none.
+    # An OpenAI-compatible server that generates this role's answers; needs policy = none.
     endpoint: EndpointConfig | None = None
-    layout: Layout = field(default_factory=Layout)  # division of the model over the ranks
-    # Train adapters (LoRA) in place of the model; null: train the model itself. Roles of the same model and layout that
-    # both have adapters share one copy of the model in the trainer.
+    layout: Layout = field(default_factory=Layout)  # how the model is divided among the ranks
+    # Train adapters (LoRA) instead of the model's weights; null: train the model's weights. Roles with adapters and the
+    # same model and layout share one copy of the model in the trainer.
     lora: Lora | None = None
     optimizer: Optimizer = field(default_factory=Optimizer)  # Adam and its learning rate
     loss: LossConfig = field(default_factory=LossConfig)  # the policy loss
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling of its rollouts
-    tandem: TandemConfig | None = None  # a junior that writes training rollouts along; evaluation is without it
-    # Put the texts that the recipe makes for this role, from its templates, as a user's message into the chat template.
-    # Conversations of the data set need no setting.
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling parameters of the role's rollouts
+    tandem: TandemConfig | None = None  # a junior model that writes a part of the training rollouts, not of evaluations
+    # Send the prompts that the recipe makes for this role from its templates as a user message in the chat template.
+    # Conversations of the data set always use the chat template.
     chat: bool = False
-    max_prompt_tokens: PositiveInt = 2048  # longer prompts are dropped, never cut
-    packed: bool = True  # true: sequences end to end without padding; false: one padded row per sequence
-    micro_batch_tokens: PositiveInt = 8192  # largest micro-batch, in tokens per context-parallel rank
-    samples_per_optimizer_step: PositiveInt | None = None  # B, samples in one optimizer step; null: one step per update
-    data: PromptSet | None = None  # problems for this role's iterations; null: the run's `data`
+    max_prompt_tokens: PositiveInt = 2048  # longer prompts are dropped, never truncated
+    packed: bool = True  # true: pack sequences end to end without padding; false: one padded row per sequence
+    micro_batch_tokens: PositiveInt = 8192  # maximum size of a micro-batch, in tokens per context-parallel rank
+    samples_per_optimizer_step: PositiveInt | None = None  # B, samples per optimizer step; null: one step per update
+    data: PromptSet | None = None  # problems of this role's iterations; null: the run's `data`
     # For models with experts: train each token with the experts that the engine chose for it. Not with sglang.
     router_replay: bool = False
     # Compute a prompt once for all samples that begin with it, forward and backward, in updates and log-probs
-    # (docs/layouts.md). Needs packed, and cp 1.
+    # (docs/layouts.md). Needs packed = true and cp = 1.
     shared_prefixes: bool = False
-    mean_tokens: MeanTokens = field(default_factory=MeanTokens)  # what `plan` takes for the mean lengths
+    mean_tokens: MeanTokens = field(default_factory=MeanTokens)  # mean lengths that `megatron-rl plan` assumes
     sleep: bool = False  # move optimizer state and gradients to CPU memory between this role's iterations
 
     @property
     def has_policy(self) -> bool:
-        """Returns whether the trainer holds a model for this role alone."""
+        """Returns whether the trainer holds a policy for this role that is not another role's (`same_as`)."""
         return self.policy == "own" and self.same_as is None

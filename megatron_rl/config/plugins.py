@@ -1,6 +1,6 @@
-"""Turns names in a config, `package.module:name`, into Python objects.
+"""Resolves names in a config, `package.module:name`, to Python objects.
 
-Built-in parts are named exactly as a user's own.
+Built-in components are named in the same way as a user's.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megatron_rl.config.schema import ConfigError, Use
 
 
 def find(target: str) -> Any:
-    """Returns the object named by `package.module:name`.
+    """Imports the module and returns the object named by `package.module:name`.
 
-    Installed modules come first, then those in the current directory. Raises ConfigError with the cure. Whatever else
-    than ImportError the module raises while it is imported passes through.
+    Installed modules have precedence over modules in the current directory. Raises ConfigError if the object is not
+    found. Exceptions other than ImportError that the module raises during its import pass through.
     """
     module_name, _, name = target.partition(":")
     if not is_target(target):
@@ -49,8 +49,7 @@ def find(target: str) -> Any:
 
 
 def find_function(target: str) -> Any:
-    """Returns the function named by `package.module:name`. Raises ConfigError as `find` does, and for what cannot be
-    called."""
+    """Returns the function named by `package.module:name`. Raises ConfigError if it is not found or not callable."""
     found = find(target)
     if not callable(found):
         raise ConfigError(f"plug-in {target!r} is a {type(found).__name__}: name a function")
@@ -58,10 +57,10 @@ def find_function(target: str) -> Any:
 
 
 def look_at(use: Use) -> None:
-    """Looks for the function `package.module:name` in its file, without importing it, and at its arguments' names.
+    """Checks without an import that the file of `package.module:name` defines the name and accepts the arguments.
 
-    What the file does not define itself, or by other means than `def`, is found when it is imported. Raises ConfigError
-    as `build` does.
+    The argument names are checked for plain functions only. A name that a star import may define is accepted. A module
+    that is imported already, or has no .py file, is checked by `build`. Raises ConfigError as `build` does.
     """
     if problems := [*_not_finite(use.args, "args")]:
         raise _refusal(use, problems)
@@ -92,8 +91,11 @@ def look_at(use: Use) -> None:
 
 
 def _definitions(file: Path) -> dict[str, ast.AST]:
-    """Returns {name: the statement} of what a module defines outside of functions and classes; `*` stands for the names
-    of a star import, and of a file that cannot be parsed: whoever imports the file says why."""
+    """Returns {name: AST node} of the names that a module defines outside of functions and classes.
+
+    The key `*` means that there may be other names: the file has a star import or cannot be parsed. The import of the
+    file reports the parse error.
+    """
     try:
         waiting: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
     except (OSError, ValueError, SyntaxError):
@@ -119,15 +121,15 @@ def is_target(text: str) -> bool:
 
 
 def look_here() -> str:
-    """Lets Python find modules in the current directory, and returns it."""
+    """Appends the current directory to `sys.path`, so that its modules can be imported, and returns the directory."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # last: a folder called `datasets` here must not hide the library of that name
+        sys.path.append(here)  # at the end: a local folder called `datasets` must not hide the library
     return here
 
 
 def module_file(name: str) -> Path | None:
-    """Returns the file of a module; None where there is no such file. The packages that it lies in are imported."""
+    """Returns the file of a module, or None if there is no such file. The module's parent packages are imported."""
     look_here()
     try:
         spec = importlib.util.find_spec(name)
@@ -137,9 +139,10 @@ def module_file(name: str) -> Path | None:
 
 
 def build(use: Use) -> Any:
-    """Builds a plug-in. A dataclass is made from its arguments, checked strictly; a function gets its arguments bound.
+    """Builds a plug-in: an instance of a dataclass, with strictly validated arguments, or a function with the arguments
+    bound by `functools.partial`.
 
-    Raises ConfigError for a target or arguments that cannot be used. It names all wrong arguments at once.
+    Raises ConfigError for an invalid target or invalid arguments. The message names all invalid arguments.
     """
     if problems := [*_not_finite(use.args, "args")]:
         raise _refusal(use, problems)
@@ -151,7 +154,7 @@ def build(use: Use) -> Any:
 
 
 def _not_finite(value: Any, place: str) -> Iterator[str]:
-    """Yields a line for every number in the arguments that is not finite."""
+    """Yields an error message for every number in the arguments that is not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         yield f"{place} = {value}: give a finite number"
     parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
@@ -163,7 +166,7 @@ def _validated(use: Use, found: Any) -> Any:
     known = [field.name for field in dataclasses.fields(found) if field.init]
     problems = _unknown(use, known)
     try:
-        # JSON mode is strict about types and still takes lists for tuples.
+        # Strict validation of JSON accepts lists for tuples; strict validation of Python objects does not.
         text = json.dumps({name: value for name, value in use.args.items() if name in known})
         made = pydantic.TypeAdapter(found).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
@@ -179,9 +182,9 @@ def _validated(use: Use, found: Any) -> Any:
 
 
 def _check_function(use: Use, found: Any) -> None:
-    """Raises ConfigError for arguments that the function does not take by name.
+    """Raises ConfigError if `found` is not callable, is a class with arguments, or lacks a parameter that `use` names.
 
-    Missing ones are given by its caller.
+    Parameters that `use` does not set are passed by the function's caller.
     """
     if not callable(found):
         raise ConfigError(f"plug-in {use.target!r} is a {type(found).__name__}: name a function or a dataclass")

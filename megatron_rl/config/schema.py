@@ -1,6 +1,6 @@
-"""The whole config of each command, as frozen dataclasses; and every section of it, under one name.
+"""The config of each command as frozen dataclasses. This module also re-exports the class of every section.
 
-files.py reads configs, checks.py checks settings against each other. Nothing here imports torch or Megatron, so that a
+files.py reads configs; checks.py checks settings against each other. Nothing here imports torch or Megatron, so a
 config can be checked on a login node.
 """
 
@@ -74,19 +74,19 @@ __all__ = [
     "config",
 ]
 
-HELD_OUT = "evaluation.prompts"  # the setting of the held-out problems
+HELD_OUT = "evaluation.prompts"  # the setting that names the held-out problems
 
-# Settings that a role has of its own where it shares another role's policy (`same_as`).
+# Settings that a role keeps for itself when it shares another role's policy (`same_as`).
 OF_A_SHARED_ROLE = ("same_as", "chat", "sampling", "max_prompt_tokens", "tandem", "data", "mean_tokens")
 
 
 @config
 class TrainConfig:
-    """Reinforcement learning: `megatron-rl train`."""
+    """The config of reinforcement learning: `megatron-rl train`."""
 
-    roles: dict[str, RoleConfig]  # the models that write, by the names that the recipe gives their roles
+    roles: dict[str, RoleConfig]  # the models that generate rollouts, by the role names that the recipe uses
     families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
-    recipe: Use  # the algorithm: which role writes and learns when
+    recipe: Use  # the algorithm: which role generates and which role is trained in each iteration
     data: PromptSet  # the problems to train on
     evaluation: Evaluation = field(default_factory=Evaluation)  # measurements on held-out problems
     # The engine that writes rollouts.
@@ -95,16 +95,17 @@ class TrainConfig:
     run: Run = field(default_factory=Run)  # length, directory and checkpoints
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
     refit: RefitConfig = field(default_factory=RefitConfig)  # transfer of new weights to the engines
-    rollouts: Rollouts = field(default_factory=Rollouts)  # rollouts that are written while training goes on
+    rollouts: Rollouts = field(default_factory=Rollouts)  # generation of rollouts during training
     preflight: Preflight = field(default_factory=Preflight)  # checks before the first update
-    debug: Debug = field(default_factory=Debug)  # replaying of rollouts
-    sinks: Sinks = field(default_factory=Sinks)  # further places that receive the metrics
+    debug: Debug = field(default_factory=Debug)  # training on the saved rollouts of an earlier run
+    sinks: Sinks = field(default_factory=Sinks)  # destinations of the metrics in addition to metrics.jsonl
     job: JobConfig = field(default_factory=JobConfig)  # the Slurm job
 
     def __post_init__(self) -> None:
-        """Gives roles that share another one's policy its model and training settings.
+        """Copies the model and training settings of a policy's owner to the roles that share the policy (`same_as`).
 
-        Raises ConfigError for an unknown role.
+        Raises ConfigError if `same_as` names an unknown role or a role that itself shares a policy, or if only the
+        sharing role has a junior (`tandem`).
         """
         roles = dict(self.roles)
         for name, role in self.roles.items():
@@ -131,7 +132,7 @@ class TrainConfig:
 
     @property
     def models(self) -> dict[str, Model]:
-        """Returns {setting: section} of the models whose files the run reads."""
+        """Returns {setting: section} of the models whose files the run reads, such as `roles.solver.model`."""
         return {
             f"roles.{name}.model": role.model
             for name, role in self.roles.items()
@@ -148,24 +149,25 @@ class TrainConfig:
 
 @config
 class SftConfig:
-    """Supervised fine-tuning: `megatron-rl sft`. Writes a Hugging Face directory at dir/name/model."""
+    """The config of supervised fine-tuning: `megatron-rl sft`. The trained model is saved as a Hugging Face directory
+    at dir/name/model."""
 
     model: Model  # the model to train
     families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
     data: SftData  # prompt/response pairs
-    layout: Layout = field(default_factory=Layout)  # division of the model over the ranks
-    # Train adapters (LoRA) in place of the model; null: train the model itself. The adapter is written to
-    # dir/name/adapter, the merged model to dir/name/model.
+    layout: Layout = field(default_factory=Layout)  # how the model is divided among the ranks
+    # Train adapters (LoRA) instead of the model's weights; null: train the model's weights. The adapter is saved in
+    # dir/name/adapter, the merged model in dir/name/model.
     lora: Lora | None = None
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=5e-6))  # Adam and its learning rate
     samples_per_step: PositiveInt = 64  # pairs in one optimizer step
     steps: PositiveInt | None = None  # optimizer steps; null: `epochs` passes over the data
-    epochs: PositiveFloat = 1.0  # passes over the data, where `steps` is null
+    epochs: PositiveFloat = 1.0  # passes over the data if `steps` is null
     validate_every: NonNegativeInt = 100  # optimizer steps between validations; 0: only at the end
     micro_batch_tokens: PositiveInt = 8192  # largest micro-batch, in tokens; at least data.max_tokens
     run: Run = field(default_factory=lambda: Run(name="sft", save_every=100))  # directory and checkpoints
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
-    sinks: Sinks = field(default_factory=Sinks)  # further places that receive the metrics
+    sinks: Sinks = field(default_factory=Sinks)  # destinations of the metrics in addition to metrics.jsonl
     job: JobConfig = field(default_factory=JobConfig)  # the Slurm job
 
     @property
@@ -180,7 +182,7 @@ class SftConfig:
 
     @property
     def trained(self) -> RoleConfig:
-        """The model with what trains it, as a role of reinforcement learning has them."""
+        """Returns the model and its training settings as the config of a reinforcement-learning role."""
         return RoleConfig(
             model=self.model,
             layout=self.layout,
@@ -193,39 +195,41 @@ class SftConfig:
 
 @config
 class GenerateConfig:
-    """Make SFT data with a teacher: `megatron-rl generate`. Writes train.parquet and validation.parquet."""
+    """The config of `megatron-rl generate`, which makes SFT data with a teacher model: train.parquet and
+    validation.parquet."""
 
     model: Model  # the teacher
     families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
-    data: PromptSet  # the problems that it answers
-    # Text file of the prompt, with {question} in it, or the name of a packaged prompt; problems that are conversations
-    # need none.
+    data: PromptSet  # the problems that the teacher answers
+    # Text file with the prompt template, which contains {question}, or the name of a packaged prompt. Problems that are
+    # conversations need no template.
     template: str | None = None
-    # Put the prompt as a user's message into the teacher's own chat template. The pairs hold the prompt without it.
+    # Send the prompt as a user message in the teacher's chat template. The saved pairs hold the prompt without it.
     chat: bool = False
-    max_prompt_tokens: PositiveInt | None = None  # longer prompts, as they are asked, are left out; null: no limit
-    output: str  # directory that gets the two files
+    # Longer prompts, measured with the chat template, are left out; null: no limit.
+    max_prompt_tokens: PositiveInt | None = None
+    output: str  # directory of the two files
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling of the answers
     n: PositiveInt = 1  # answers to each problem
-    seed: int = 0  # seed of all draws
-    validation_share: Share = 0.02  # share of the problems whose answers go into validation.parquet
-    # What becomes of answers that were cut at sampling.max_tokens. false: they are set aside in truncated.parquet.
-    # true: they are pairs like the others, as in the release of RL Tango.
+    seed: int = 0  # seed of all random numbers
+    validation_share: Share = 0.02  # fraction of the problems whose answers go into validation.parquet
+    # What happens to answers that were truncated at sampling.max_tokens. false: they go into truncated.parquet. true:
+    # they are treated as the other answers are, as in the release of RL Tango.
     keep_truncated: bool = False
-    # The function that grades the answers: wrong ones go to wrong.parquet, and those that could not be graded to
-    # ungraded.parquet. null: nothing is graded, wrong answers are among the pairs.
+    # The function that grades the answers. Wrong answers go into wrong.parquet, answers that could not be graded into
+    # ungraded.parquet. null: no answer is graded, so that wrong answers are among the pairs.
     reward: Reward | None = None
-    # The engine that writes the answers: the embedded one holds the whole teacher on every rank.
+    # The engine that generates the answers. The embedded engine holds the whole teacher on every rank.
     engine: Engine = field(default_factory=Embedded)
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for an output that is no usable path."""
+        """Raises ConfigError if `output` is not a usable path."""
         check_path("output", self.output)
 
     @property
     def directory(self) -> Path:
-        """Returns the directory that the output lies in."""
+        """Returns the directory that contains `output`."""
         return Path(self.output).parent
 
     @property
@@ -235,5 +239,5 @@ class GenerateConfig:
 
     @property
     def sets(self) -> dict[str, PromptSet]:
-        """Returns {setting: section} of the problems."""
+        """Returns {setting: section} of the problem set."""
         return {"data": self.data}

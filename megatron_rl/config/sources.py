@@ -1,5 +1,5 @@
-"""Finds the files that a run of a config reads: plug-ins with what they import, prompts, templates, data, models, and
-this package's own code.
+"""Finds the files that a run of a config reads: plug-ins and the modules that they import, prompts, templates, data,
+models, and the code of this package.
 """
 
 from __future__ import annotations
@@ -20,29 +20,28 @@ from typing import Any
 from megatron_rl.config.plugins import is_target, look_here, module_file
 
 PACKAGE = Path(__file__).parents[1]
-# Rooms of this package that only start, watch and describe runs: a change there makes no rollout another one.
+# Subpackages that only start, watch and describe runs. A change in them cannot change a rollout.
 WATCHING = ("api", "commands", "conversion", "jobs", "planning", "run")
 CODE = (".py", ".txt", ".jinja")
-MODULE = "module "  # before a module's name, in the names of sources
-# Sections of a config whose texts name nothing that is trained on.
+MODULE = "module "  # prefix of a module's name in the names of sources
+# Sections of a config that name no training inputs.
 NOT_READ = ("run", "output", "engine", "launch", "job", "sinks", "debug", "data_dir")
 MODELS = ("path", "tokenizer", "junior")  # settings that name directories of models, tokenizers and adapters
-READ = (  # endings of the files of such a directory that are read; data of a directory are compared row by row
+READ = (  # suffixes of the files that are read in a model directory; data directories are compared row by row
     "config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", ".index.json",
     "merges.txt", "vocab.txt", ".jinja", ".model", ".tiktoken", ".safetensors",
 )  # fmt: skip
-_LONGEST_PATH = 4096  # a longer text names no file
+_LONGEST_PATH = 4096  # maximum length of a path; a longer text is not a file name
 
 
 def sources(tree: Any) -> dict[str, Path]:
     """Returns {name: file} of the files that a run of a config reads. `tree`: the config as JSON values.
 
-    Files that a setting names, such as data, a prompt, a chat template or a corpus, have the setting's name; files of
-    models and adapters SETTING/FILE; and modules "module NAME". Modules are those of plug-ins and of pickled
-    functions, and those that they import in turn as far as they lie outside the standard library, this package, and
-    other packages that were installed. Not found are files that a plug-in opens by a name of its own, and directories
-    that an argument of a plug-in names, which it may write to. Nothing is imported but the packages that plug-ins lie
-    in.
+    The name of a file that a setting names (data, a prompt, a chat template, a corpus) is the setting's name. Files of
+    models and adapters are named SETTING/FILE, and modules "module NAME". Modules are those of plug-ins and of pickled
+    functions, and the modules that they import, except those of the standard library, this package, and other installed
+    packages. Not included: files whose names are in the code of a plug-in, and directories that an argument of a
+    plug-in names. Only the packages that contain plug-ins are imported.
     """
     texts = {setting: text for setting, text in _texts(tree, "") if setting.partition(".")[0] not in NOT_READ}
     found = {name: file for setting, text in texts.items() for name, file in _files(setting, text)}
@@ -52,12 +51,12 @@ def sources(tree: Any) -> dict[str, Path]:
 
 
 def is_code(name: str) -> bool:
-    """Returns whether a source, by its name, is a program and no data."""
+    """Returns whether the name of a source is the name of a Python module, not of data."""
     return name.startswith(MODULE)
 
 
 def own_code() -> list[tuple[str, bytes]]:
-    """Returns (path, contents) of this package's code and prompts, without the rooms that no rollout depends on."""
+    """Returns [(path, contents)] of this package's code and prompts, without the subpackages in WATCHING."""
     files = sorted(file for file in PACKAGE.rglob("*") if file.suffix in CODE)
     named = [(file.relative_to(PACKAGE), file) for file in files]
     return [(str(path), file.read_bytes()) for path, file in named if path.parts[0] not in WATCHING]
@@ -73,7 +72,7 @@ def _texts(tree: Any, setting: str) -> Iterator[tuple[str, str]]:
 
 
 def _files(setting: str, text: str) -> Iterator[tuple[str, Path]]:
-    """Yields (name, file) of the file or directory that a setting names."""
+    """Yields (name, file) of the file that a setting names, or of the model files in the directory that it names."""
     place = Path(text)
     if not 0 < len(text) <= _LONGEST_PATH or "\n" in text or "\0" in text:
         return
@@ -86,16 +85,16 @@ def _files(setting: str, text: str) -> Iterator[tuple[str, Path]]:
 
 
 def _names_in(pickled: Path) -> set[str]:
-    """Returns the texts in a pickled function that may name modules which it uses. Nothing is unpickled."""
+    """Returns the texts in a pickled function that may be names of modules. Nothing is unpickled."""
     found: set[str] = set()
-    with contextlib.suppress(ValueError):  # whoever unpickles it says what is wrong with it
+    with contextlib.suppress(ValueError):  # unpickling the file reports the error
         found |= {text for _, text, _ in pickletools.genops(pickled.read_bytes()) if isinstance(text, str)}
     return {text for text in found if all(part.isidentifier() for part in text.split("."))}
 
 
 def _modules(targets: set[str], others: set[str]) -> Iterator[tuple[str, Path]]:
-    """Yields (module, file) of plug-ins' modules, of `others` that are the user's own, and of what these import, each
-    once."""
+    """Yields (module, file) of the plug-ins' modules (`targets`), of the user's modules in `others`, and of the user's
+    modules that they import, each once."""
     look_here()
     tops = {target.partition(".")[0] for target in targets}
     waiting = [(name, module_file(name)) for name in sorted(targets)]
@@ -113,9 +112,9 @@ def _modules(targets: set[str], others: set[str]) -> Iterator[tuple[str, Path]]:
 
 
 def _imports(source: bytes, package: str) -> set[str]:
-    """Returns the modules that a source may import, with the packages that they lie in; none of one that is no Python.
+    """Returns the modules that a source text may import and their parent packages; an empty set if it is not Python.
 
-    `from a import b` may import a.b. `package`: the one that relative imports count from.
+    `from a import b` may import a.b. `package`: the package against which relative imports are resolved.
     """
     try:
         nodes = [*ast.walk(ast.parse(source))]
@@ -134,8 +133,8 @@ def _imports(source: bytes, package: str) -> set[str]:
 
 
 def _own_file(name: str, tops: set[str]) -> Path | None:
-    """Returns the file of a module that belongs to the user: neither Python's, nor this package's, nor one of another
-    installed package than those of the plug-ins (`tops`). Nothing is imported."""
+    """Returns the file of a user's module. Returns None for a module of the standard library, of this package, or of an
+    installed package that is not among the plug-ins' packages (`tops`). Nothing is imported."""
     top, *rest = name.split(".")
     if top == PACKAGE.name:
         return None
@@ -144,7 +143,7 @@ def _own_file(name: str, tops: set[str]) -> Path | None:
         for part in rest:
             if spec is None or spec.submodule_search_locations is None:
                 return None
-            # by the last part of its name: a package without __init__.py asks for its parent, which is not imported
+            # By the last part of the name: with the full name, a namespace package would need its parent imported.
             spec = importlib.machinery.PathFinder.find_spec(part, [*spec.submodule_search_locations])
     except (ImportError, ValueError):
         return None
@@ -160,6 +159,6 @@ def _own_file(name: str, tops: set[str]) -> Path | None:
 
 @functools.cache
 def _installed(folder: Path) -> frozenset[str]:
-    """Returns the top-level names of the packages that pip installed into a folder, such as one of `--target`."""
+    """Returns the top-level names of the packages that pip installed into a folder, e.g. by `pip install --target`."""
     records = [file.read_text(encoding="utf-8").splitlines() for file in folder.glob("*.dist-info/RECORD")]
     return frozenset(re.split("[/,]", row)[0].removesuffix(".py") for rows in records for row in rows)
