@@ -1,7 +1,7 @@
-"""Grades what a model says about a Python function (CRUXEval).
+"""Grades answers to questions about the input or the output of a Python function (CRUXEval).
 
-Model output is read as literals and never run. The data set's own function is run in the sandbox, where the answer is
-an input.
+Model output is parsed as Python literals and never run. To grade an input, the function of the data set is run on it
+in the sandbox.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.sandbox import SandboxFailure, SandboxSettings
 from megatron_rl.rewards.tags import answer_text
 
-MAX_CHARACTERS = 10_000  # longer answers are not read
-_NO_LITERAL = object()  # stands for a text that is not a Python literal
+MAX_CHARACTERS = 10_000  # longer answers are ignored
+_NO_LITERAL = object()  # sentinel value of a text that is not a Python literal
 
 
 def grade_output(response: str, payload: Mapping[str, Any]) -> float:
-    """Returns 1.0 when the literal in the response equals payload["answer"], as Python compares, else 0.0.
+    """Returns 1.0 if the literal in the response equals payload["answer"] by Python's ==, else 0.0.
 
     A known answer that is not a literal is compared by its syntax tree.
     """
@@ -29,9 +29,10 @@ def grade_output(response: str, payload: Mapping[str, Any]) -> float:
 
 
 def grade_input(response: str, payload: Mapping[str, Any]) -> float:
-    """Returns 1.0 when payload["code"]'s function f returns payload["answer"] for the response's arguments, else 0.0.
+    """Returns 1.0 if f of payload["code"] returns payload["answer"] for the arguments in the response, else 0.0.
 
-    Raises SandboxFailure when the known input does not give the known answer either: then the fault is not the model's.
+    Raises SandboxFailure if f does not return the known answer for the known input payload["input"] either, because the
+    error is then not the model's.
     """
     settings = SandboxSettings(timeout_s=3.0)
     known = str(payload["answer"])
@@ -54,9 +55,9 @@ def _returns(code: str, arguments: tuple[list[Any], dict[str, Any]], known: str,
 
 
 def _stated_answers(response: str) -> list[str]:
-    r"""Returns the answers that a response may mean: its last \boxed{}, as it stands and without LaTeX's escapes.
+    r"""Returns the possible answers of a response: the content of its last \boxed{}, with and without LaTeX escapes.
 
-    Without a box, the last <answer> block is taken.
+    Without a box, the content of the last <answer> block is used. Answers over MAX_CHARACTERS are left out.
     """
     found = (answer_text(response) or "").strip().strip("`").strip()
     for wrapper in (r"\text{", r"\texttt{", r"\mathrm{"):
@@ -69,7 +70,7 @@ def _stated_answers(response: str) -> list[str]:
 def _literal(text: str) -> Any:
     """Returns the value of a Python literal; _NO_LITERAL for any other text."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # warnings about escapes that Python does not know
+        with warnings.catch_warnings(action="ignore"):  # warnings about invalid escape sequences
             return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return _NO_LITERAL
@@ -87,7 +88,7 @@ def _same(text: str, known: str) -> bool:
 
 
 def _syntax_tree(text: str) -> str | None:
-    """Returns an expression's syntax tree as text, which spacing and quotes do not change; None for no expression."""
+    """Returns the syntax tree of an expression as text, independent of spacing and quotes; None for any other text."""
     try:
         return ast.dump(ast.parse(text.strip(), mode="eval"))
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -95,7 +96,7 @@ def _syntax_tree(text: str) -> str | None:
 
 
 def _arguments(text: str) -> tuple[list[Any], dict[str, Any]] | None:
-    """Reads `1, 'a', n=2` or `f(1, 'a', n=2)` and returns the arguments; None unless all are literals."""
+    """Parses `1, 'a', n=2` or `f(1, 'a', n=2)`. Returns (arguments, keywords), or None if any is not a literal."""
     own = text[2:-1] if text.startswith("f(") and text.endswith(")") else text
     try:
         node = ast.parse(f"f({own})", mode="eval").body

@@ -1,23 +1,23 @@
-"""Grades programs by running them on known cases, as APPS, TACO, LiveCodeBench and PRIME (verl's `prime_code`) do.
+"""Grades programs by running them on test cases, as APPS, TACO, LiveCodeBench and PRIME (verl's `prime_code`) do.
 
-The answer is the last code block of a response. It runs in the sandbox (sandbox.py), once for each case. A case has
-either a standard input and the output that must be printed, or the arguments of a function and its value. A payload has
-them in one of three forms, as JSON texts or as what such texts stand for:
+The program is the last code block of a response. It runs in the sandbox (sandbox.py), once for each case. A case has
+either a standard input and the expected printed output, or the arguments of a function and its expected value. A
+payload has the cases in one of these formats, as JSON texts or as parsed JSON values:
 
 - `input_output` (APPS, TACO), or `answer` (PRIME's data in verl, where it is `reward_model.ground_truth`):
   `{"inputs": [...], "outputs": [...], "fn_name": "name"}`. Without `fn_name`, inputs and outputs are texts, or lists of
-  lines. With it, an input is a list of arguments and an output the value, or a list of one value; or, as in PRIME's
-  data, both are texts, an input with one JSON value in a line for each argument.
-- `public_test_cases`, `private_test_cases` (LiveCodeBench), of which one may be missing:
+  lines. With `fn_name`, an input is a list of arguments, and an output is the value or a list of one value. In PRIME's
+  data both are texts instead: an input has one JSON value a line for each argument, and an output is one JSON value.
+- `public_test_cases` and `private_test_cases` (LiveCodeBench), or only one of them:
   `[{"input": ..., "output": ..., "testtype": "stdin"}, ...]`. With the testtype "functional", input and output are
-  texts of JSON as above, and the function's name is `metadata`'s `func_name`. The private ones may be packed as they
-  are on the hub (base64, zlib, a pickled text).
+  JSON texts as above, and the function's name is `func_name` in `metadata`. Private test cases may be packed as on the
+  hub (base64, zlib, a pickled text).
 
-Printed text is compared as LiveCodeBench does (lcb_runner/evaluation/testing_util.py, grade_stdio): space at the ends
-of the text and of its lines does not count, and a line that differs must have equal numbers in its words, as decimals.
-Values are compared by ==, where a tuple is a list. PRIME's grader (verl/utils/reward_score/prime_code/testing_util.py)
-also accepts numbers that differ by 1e-5 of their size (numpy's allclose): set `tolerance` for that. It leaves out empty
-lines, too; this module does not.
+Printed text is compared as in LiveCodeBench (lcb_runner/evaluation/testing_util.py, grade_stdio): whitespace at the
+ends of the text and of its lines is ignored, and two different lines are equal if all their words are equal decimal
+numbers. Values are compared by ==, and tuples are equal to lists. PRIME's grader
+(verl/utils/reward_score/prime_code/testing_util.py) also accepts numbers with a relative error of 1e-5 (numpy's
+allclose); set `tolerance` for this. PRIME's grader also ignores empty lines; this module does not.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.sandbox import Ran, SandboxFailure, SandboxSettings
 from megatron_rl.safe_pickle import refuse_bombs
 
-MEMORY_MIB = 1024  # of one process of an answer; reward.memory_mib, if that is less
+MEMORY_MIB = 1024  # memory limit of one process of a program; a lower reward.memory_mib takes precedence
 OUTPUT_BYTES = 16 << 20
-MOST_BYTES = 256 << 20  # of unpacked test cases
+MOST_BYTES = 256 << 20  # maximum size of unpacked test cases
 _BLOCK = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 _MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
             "itertools", "functools", "operator", "io", "sys", "json")  # fmt: skip
-# What LiveCodeBench puts before every answer, here before those alone that fail without: LeetCode's answers have no
-# imports of their own.
+# Imports that LiveCodeBench puts before every program, because LeetCode programs have no imports. Here they are only
+# put before programs that fail without them.
 IMPORTS = "".join(
     [
         *(f"from {name} import *\n" for name in (*_MODULES, "builtins", "typing")),
         f"import {', '.join(_MODULES)}\nsys.setrecursionlimit(50000)\n",
     ]
 )
-_NO_VALUE = object()  # stands for a text that is no Python literal
+_NO_VALUE = object()  # sentinel value of a text that is not a Python literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One case: a text that is printed for a standard input, or the value of a function for arguments."""
+    """A test case: the output that a program must print for an input, or the value of a function for its arguments."""
 
-    given: Any  # standard input; of a function: the list of its arguments
-    wanted: Sequence[Any]  # any of these is correct
+    given: Any  # the standard input, or the list of a function's arguments
+    wanted: Sequence[Any]  # all accepted outputs or values
     function: str | None = None
 
 
@@ -75,12 +75,15 @@ def grade(
     total_s: float = 4.0,
     tolerance: float = 0.0,
 ) -> float:
-    """Returns 1.0 when the code in `response` passes all cases, else 0.0. It stops at the first that fails.
+    """Returns 1.0 if the code in `response` passes all test cases, else 0.0. Grading stops at the first failed case.
 
-    `timeout_s` is for one case and `total_s` for all; `reward.timeout_s` must be a second more than that. A code that
-    takes most of `total_s` itself has failed the cases that are left. `tolerance` is how much numbers may differ, as a
-    share of their size, and absolutely below 1. Raises ValueError for a payload that cannot be read, and
-    SandboxFailure when no verdict was possible.
+    `timeout_s`: time limit in seconds for one case. `total_s`: time limit in seconds for all cases together;
+    `reward.timeout_s` must be at least one second longer. `tolerance`: maximum difference of two numbers, relative to
+    the expected number if its absolute value is above 1, otherwise absolute.
+
+    If `total_s` is over and the code itself used at least half of it, the remaining cases fail. If the code used less,
+    raises SandboxFailure, because the machine was too slow for a verdict. Raises ValueError for a payload whose cases
+    cannot be parsed.
     """
     cases = read_cases(payload)
     passed = _passed(response, cases, timeout_s=timeout_s, total_s=total_s, tolerance=tolerance, stop=True)
@@ -95,14 +98,15 @@ def grade_share(
     total_s: float = 4.0,
     tolerance: float = 0.0,
 ) -> float:
-    """Returns the share of cases that the code in `response` passes. Arguments and errors are those of `grade`."""
+    """Returns the share of test cases that the code in `response` passes. Arguments and errors are those of `grade`."""
     cases = read_cases(payload)
     passed = _passed(response, cases, timeout_s=timeout_s, total_s=total_s, tolerance=tolerance, stop=False)
     return passed / len(cases)
 
 
 def last_code(response: str) -> str | None:
-    """Returns the last block of Python code in a response, else its last block of no named language, else None."""
+    """Returns the last code block of a response that is marked as Python; without one, the last code block without a
+    language; None if the response has neither."""
     blocks = [(words.strip().lower(), code) for words, code in _BLOCK.findall(response)]
     for languages in (_PYTHON, ("",)):
         found = [code for language, code in blocks if language in languages]
@@ -112,7 +116,7 @@ def last_code(response: str) -> str | None:
 
 
 def read_cases(payload: Mapping[str, Any]) -> list[Case]:
-    """Returns a payload's cases, at least one. Raises ValueError for a payload that has none, or broken ones."""
+    """Returns the test cases of a payload, at least one. Raises ValueError if the payload has no or malformed cases."""
     try:
         if "public_test_cases" in payload or "private_test_cases" in payload:
             cases = _livecodebench_cases(payload)
@@ -135,7 +139,7 @@ def read_cases(payload: Mapping[str, Any]) -> list[Case]:
 
 
 def same_output(printed: str, wanted: str, tolerance: float = 0.0) -> bool:
-    """Returns whether a program printed the wanted text, apart from spaces at line ends and the format of numbers."""
+    """Returns whether a program printed the wanted text, ignoring spaces at the ends of lines and number formats."""
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, wanted))
     return len(ours) == len(theirs) and all(
         one == other or _same_numbers(one, other, tolerance) for one, other in zip(ours, theirs, strict=True)
@@ -155,7 +159,7 @@ def same_value(value: Any, wanted: Any, tolerance: float = 0.0) -> bool:
 def _passed(
     response: str, cases: Sequence[Case], *, timeout_s: float, total_s: float, tolerance: float, stop: bool
 ) -> int:  # fmt: skip
-    """Returns how many cases the code in a response passes; with `stop`, up to the first that fails."""
+    """Returns the number of cases that the code in a response passes. With `stop`, stops at the first failed case."""
     code = last_code(response)
     if code is None:
         return 0
@@ -168,7 +172,7 @@ def _passed(
             left = ends_at - time.monotonic()
             ran = _run(code, case, min(timeout_s, left))
         spent += ran.seconds if ran is not None else 0.0
-        if ran is None or (ran.late and left < timeout_s):  # the time of all cases is over
+        if ran is None or (ran.late and left < timeout_s):  # total_s is over
             if spent < total_s / 2:
                 raise SandboxFailure(
                     f"{len(cases)} cases did not get done in {total_s:g} s, and the code is not to blame: it took "
@@ -183,7 +187,7 @@ def _passed(
 
 
 def _run(code: str, case: Case, timeout_s: float) -> Ran | None:
-    """Runs one case. Returns None if there is no time left."""
+    """Runs the code on one case in the sandbox. Returns None if there is no time left."""
     if timeout_s <= 0:
         return None
     settings = SandboxSettings(timeout_s=timeout_s, memory_mib=MEMORY_MIB, output_bytes=OUTPUT_BYTES)
@@ -201,11 +205,11 @@ def _is_correct(ran: Ran, case: Case, tolerance: float) -> bool:
         value = ast.literal_eval(ran.output)
         return any(same_value(value, wanted, tolerance) for wanted in case.wanted)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, OverflowError):
-        return False  # it is not a value that JSON has
+        return False  # the function returned a value that JSON cannot represent
 
 
 def _same_numbers(one: str, other: str, tolerance: float) -> bool:
-    """Returns whether the words of two lines are equal decimal numbers."""
+    """Returns whether two lines consist of equal decimal numbers, up to the tolerance."""
     try:
         ours, theirs = ([Decimal(word) for word in line.split()] for line in (one, other))
         if len(ours) != len(theirs):
@@ -215,7 +219,7 @@ def _same_numbers(one: str, other: str, tolerance: float) -> bool:
             a == b or (tolerance and abs(a - b) <= allowed * max(Decimal(1), abs(b)))
             for a, b in zip(ours, theirs, strict=True)
         )
-    except ArithmeticError:  # a word that is no number, or one too large to subtract
+    except ArithmeticError:  # a word that is not a number, or a number that is too large to subtract
         return False
 
 
@@ -223,13 +227,13 @@ def _function_case(name: str, given: Any, wanted: Any) -> Case:
     if isinstance(given, str):
         values = [json.loads(line) for line in given.split("\n")]
         return Case(function=name, given=values, wanted=[json.loads(wanted) if isinstance(wanted, str) else wanted])
-    # APPS has most values in a list of one, and some as they are.
+    # APPS stores most values in a list of length one, and some directly.
     alone = [wanted[0]] if isinstance(wanted, list) and len(wanted) == 1 else []
     return Case(function=name, given=list(given), wanted=[wanted, *alone])
 
 
 def _livecodebench_cases(payload: Mapping[str, Any]) -> list[Case]:
-    """Reads the lists of {"input", "output", "testtype"}."""
+    """Returns the cases of a payload in LiveCodeBench's format: lists of {"input", "output", "testtype"}."""
     name = (_plain(payload.get("metadata")) or {}).get("func_name") or payload.get("fn_name")
     cases = []
     for key in ("public_test_cases", "private_test_cases"):
@@ -244,9 +248,9 @@ def _livecodebench_cases(payload: Mapping[str, Any]) -> list[Case]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns the value of a JSON text or of a text packed as LiveCodeBench packs it.
+    """Returns the parsed value of a JSON text, or of a text that is packed in LiveCodeBench's format.
 
-    Other values are returned as is.
+    Values that are not texts, and the empty text, are returned unchanged.
     """
     if not isinstance(value, str) or not value:
         return value
@@ -271,7 +275,7 @@ def _plain(value: Any) -> Any:
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """An unpickler that only accepts texts, so that no code can run."""
+    """An unpickler that refuses all classes and functions, so that no code can run."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"packed cases are texts, not {module_name}.{global_name}")

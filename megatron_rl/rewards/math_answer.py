@@ -1,4 +1,4 @@
-"""Grades mathematical answers with math-verify, and corrects cases in which math-verify's verdict is wrong."""
+"""Grades mathematical answers with math-verify, and corrects known errors of math-verify."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from megatron_rl.rewards.math_parts import WORDS, Parts, plain, rows, split
 from megatron_rl.rewards.math_text import BASED, canonical, stated, told_apart
 from megatron_rl.rewards.math_units import clash, split_unit
 
-TAIL = 20_000  # characters at the end of a response that are searched for the answer
-NO_LIMIT: Any = None  # math-verify takes None for no time limit, but declares an int
-DECIMALS = 6  # to which math-verify compares decimals
-SMALL = 1e-3  # numbers below this are compared to DIGITS significant digits, as six decimals may be too few
+TAIL = 20_000  # number of characters at the end of a response that are searched for the answer
+NO_LIMIT: Any = None  # math-verify accepts None as no time limit, but declares the parameter as int
+DECIMALS = 6  # decimal places to which math-verify compares numbers
+SMALL = 1e-3  # smaller numbers are compared to DIGITS significant digits, because six decimal places may be too few
 DIGITS = 4
 INFINITIES = (sympy.oo, -sympy.oo, sympy.Mul(-1, sympy.oo, evaluate=False))
 
-# math-verify's own handling of units takes any trailing letter for one.
+# math-verify's handling of units is off, because it treats any trailing letter as a unit.
 _LATEX = LatexExtractionConfig(
     try_extract_without_anchor=False,
     boxed_match_priority=0,
     normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all"),
 )
-_NO_VALUE = (ArithmeticError, TypeError, ValueError)  # what sympy raises for an expression that is not a real number
+_NO_VALUE = (ArithmeticError, TypeError, ValueError)  # errors of sympy for an expression that is not a real number
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)")
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 _TEXTS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
@@ -48,13 +48,14 @@ _DATE = re.compile(r"\d{1,4}([-/])\d{1,2}\1\d{1,4}")
 
 
 def grade(response: str, payload: Mapping[str, Any]) -> float:
-    r"""Returns 1.0 when the answer in `response` equals payload["answer"], else 0.0.
+    r"""Returns 1.0 if the answer in `response` equals payload["answer"], else 0.0.
 
-    The answer is the last \boxed{}, together with those close before it (`\boxed{1} and \boxed{2}` is the list of
-    both); without a box, what math-verify finds in the text. math-verify's own time-outs are off, because they need the
-    main thread's alarm; the worker that runs this is killed instead. An answer that would cost too much is wrong
-    (`cheap.too_costly`), and so is one that cannot be read or compared, as a model may write anything. Raises
-    ValueError when the known answer cannot be read.
+    The answer is the content of the last \boxed{}, joined with the boxes close before it (`\boxed{1} and \boxed{2}` is
+    the list 1,2). Without a box, math-verify extracts the answer from the text. An answer that is too costly to parse
+    (`math_cost_limit.too_costly`), or that cannot be parsed or compared, is wrong.
+
+    math-verify's time-outs are off, because they need the alarm signal of the main thread; a worker of
+    rewards.grading_pool that runs this function is killed instead. Raises ValueError if the known answer is empty.
     """
     known = str(payload["answer"])
     if not known.strip():
@@ -62,20 +63,21 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
     found = _answer(response[-TAIL:])
     if found is None:
         return 0.0
-    if too_costly_anywhere(known):  # then only texts are compared
+    if too_costly_anywhere(known):  # only texts are compared in this case
         return float(plain(known) == plain(found))
     return float(not too_costly(found, known) and _same(canonical(known), canonical(found)))
 
 
 def grade_released(response: str, payload: Mapping[str, Any]) -> float:
-    """Returns the score that the grader of RL Tango's release gives: math-verify's, on the whole response.
+    """Returns the score of RL Tango's released grader: 1.0 if math-verify accepts the response, else 0.0.
 
-    Its source is compute_score of kaiwenzha/RL-Tango 411ed83, verl/utils/reward_score/math_verify.py. What would run
-    into the release's time limits is wrong here too, where its text says so (`cheap.too_costly`). Raises ValueError
-    when the known answer cannot be read.
+    The source is compute_score of kaiwenzha/RL-Tango 411ed83, verl/utils/reward_score/math_verify.py. It parses the
+    response with math-verify's defaults; here, the last TAIL characters. An answer that is too costly to parse
+    (`math_cost_limit.too_costly`) would exceed the time limits of the released grader and is wrong here, too. Raises
+    ValueError if the known answer cannot be parsed.
     """
     known = str(payload["answer"])
-    gold: list[Any] = [known]  # compared as text where it would cost too much
+    gold: list[Any] = [known]  # compared as text if it is too costly to parse
     if not too_costly_anywhere(known):
         gold = parse(f"\\boxed{{{known}}}", [LatexExtractionConfig()], parsing_timeout=NO_LIMIT)
     if not gold:
@@ -90,7 +92,7 @@ def grade_released(response: str, payload: Mapping[str, Any]) -> float:
 
 
 def _answer(end: str) -> str | None:
-    """Returns the text of the answer at the end of a response, or None."""
+    """Returns the text of the answer in the end of a response; None if there is no answer."""
     box = stated(end)
     if box is not None:
         return box
@@ -104,7 +106,7 @@ def _answer(end: str) -> str | None:
 
 
 def _same(gold: str, answer: str) -> bool:
-    """Returns whether two canonical texts are the same answer. Units count if both units are known."""
+    """Returns whether two canonical texts are the same answer. Units are compared if both units are known."""
     if plain(gold) == plain(answer):
         return True
     said = [text.strip() for text in _TEXTS.findall(answer)]
@@ -117,7 +119,7 @@ def _same(gold: str, answer: str) -> bool:
 
 
 def _equal(gold: str, answer: str) -> bool:
-    """Returns whether two canonical texts are the same answer, part by part where they have parts."""
+    """Returns whether two canonical texts are the same answer. Lists, sets and tables are compared part by part."""
     known, found = _decimal(gold), _decimal(answer)
     if known is not None:
         if found is None and _DECIMAL_COMMA.fullmatch(answer):
@@ -132,22 +134,23 @@ def _equal(gold: str, answer: str) -> bool:
     counts = len(one.elements), len(two.elements)
     if min(counts) > 1:
         return _same_parts(one, two)
-    if max(counts) > 1 and "\\cup" in gold + answer:  # `x < 1 \\text{ or } x > 2` for a union of intervals
+    if max(counts) > 1 and "\\cup" in gold + answer:  # `x < 1 \\text{ or } x > 2` may match a union of intervals
         unions = [text.split("\\cup") if "\\cup" in text else split(text).elements for text in (gold, answer)]
         return _paired(unions[0], unions[1])
     if max(counts) > 1 and (two.kind if counts[0] == 1 else one.kind) == "":
-        return False  # a list is no single answer
+        return False  # a list is not equal to a single answer
     return _same_single(gold, answer)
 
 
 def _same_parts(gold: Parts, answer: Parts) -> bool:
     """Returns whether two lists, sets, tuples or intervals have the same elements.
 
-    A set is no tuple, and an interval's brackets count. A bare list is a set with repetitions, but its order counts
-    against a tuple, and where one of two lists has names (`x = 1, y = 2` and `1, 2`).
+    A set is not equal to a tuple, and the brackets of intervals are compared. A list without brackets is compared as a
+    multiset, except in two cases in which the order matters: against a tuple, and if only one of two lists has names
+    for its elements (`x = 1, y = 2` and `1, 2`).
     """
     kinds = {gold.kind, answer.kind}
-    if kinds == {"{}"}:  # repetitions say nothing
+    if kinds == {"{}"}:  # repetitions in a set are ignored
         return _covers(gold.elements, answer.elements) and _covers(answer.elements, gold.elements)
     if kinds <= {"", "{}"}:
         named = [
@@ -169,7 +172,7 @@ def _covers(golds: list[str], answers: list[str]) -> bool:
 
 
 def _paired(golds: list[Any], answers: list[Any], same: Callable[[Any, Any], bool] = _same) -> bool:
-    """Returns whether the known elements and the answers can be paired one to one."""
+    """Returns whether the known elements and the answers can be paired one to one so that each pair is the same."""
     left = list(answers)
     if len(golds) != len(answers):
         return False
@@ -182,13 +185,13 @@ def _paired(golds: list[Any], answers: list[Any], same: Callable[[Any, Any], boo
 
 
 def _same_single(gold: str, answer: str) -> bool:
-    """Returns whether two answers that are not lists are the same."""
+    """Returns whether two canonical texts that are not lists are the same answer."""
     words = WORDS.fullmatch(plain(gold)) and WORDS.fullmatch(plain(answer))
     time = _TIME.fullmatch(gold)
     if words or _DATE.fullmatch(gold) or (time and math.gcd(int(time[1]), int(time[2])) > 1):
-        return False  # equal as texts or not at all: `stop` is no product of letters, and 10:30 is not 1/3
+        return False  # only equal as texts: `stop` is not a product of letters, and 10:30 is not 1/3
     based, own = BASED.fullmatch(gold), BASED.fullmatch(answer)
-    if based or own:  # 52 is right for 52_9, where the problem names the base; 52_9 is not for 52
+    if based or own:  # 52 is correct if 52_9 is known, as the problem may name the base; not the reverse
         return bool(based and not own and based[1] == answer) or bool(own and own[2] == "10" and own[1] == gold)
     ratio, other = gold.split(":"), answer.split(":")
     if max(len(ratio), len(other)) > 2:
@@ -207,7 +210,7 @@ def _verified(gold: str, answer: str) -> bool:
     if known is None or found is None:
         return False
     symbols = {symbol.name: symbol for symbol in known.free_symbols | found.free_symbols}
-    if functions[0] and functions[1] and functions[0][1] == functions[1][1]:  # f(x) = 2x is f(t) = 2t
+    if functions[0] and functions[1] and functions[0][1] == functions[1][1]:  # f(x) = 2x equals f(t) = 2t
         one, other = symbols.get(functions[0][2]), symbols.get(functions[1][2])
         found = found.xreplace({one: other, other: one})
     if _digits_verified(known, found, interval=bool(_SURELY_INTERVAL.search(gold))):
@@ -217,21 +220,23 @@ def _verified(gold: str, answer: str) -> bool:
 
 
 def _digits_verified(known: Any, found: Any, *, interval: bool) -> bool:
-    """Returns math-verify's verdict, with as many decimals as the smaller numbers need. `interval`: an inequality may
-    stand for the interval that is known."""
+    """Returns whether math-verify accepts `found`, compared to enough decimal places for the smallest number.
+
+    `interval`: whether an inequality is accepted if the known answer is an interval.
+    """
     smallest = min((value for part in (known, found) for value in _sizes(part) if value), default=1.0)
     decimals = DECIMALS if smallest >= SMALL else DIGITS + math.ceil(-math.log10(smallest))
     return verify(
         known, found, decimals, decimals + 9, timeout_seconds=None, allow_set_relation_comp=interval
-    )  # 15 digits for six decimals, as by default
+    )  # math-verify's default is 15 digits and 6 decimal places
 
 
 @lru_cache(maxsize=256)
 def _read(text: str) -> Any:
-    """Returns math-verify's reading of a canonical text; None where it cannot read it.
+    """Parses a canonical text with math-verify. Returns a sympy object; None if the text cannot be parsed.
 
-    None also stands for what latex2sympy reads as infinite or undefined (`\\gamma^2 - 1`), or reckons with infinity
-    (`\\infty!! / 3`): such readings would equal each other, the last ones any number.
+    Also returns None if latex2sympy parses the text as infinite or undefined (`\\gamma^2 - 1`), or as a calculation
+    with infinity (`\\infty!! / 3`), because such values compare as equal to each other or to any number.
     """
     found = parse(f"\\boxed{{{text}}}", [_LATEX], "no_fallback", parsing_timeout=NO_LIMIT)
     part = found[0] if found else None
@@ -241,9 +246,10 @@ def _read(text: str) -> Any:
 
 
 def _positive(known: Any) -> dict[Any, Any]:
-    r"""Returns positive symbols for those of which a known answer takes the root or the logarithm: n in \sqrt{1/n}.
+    r"""Returns {symbol: positive symbol} for the symbols that must be positive, as n in a known answer \sqrt{1/n}.
 
-    A root of n^2 or of n + 1 implies nothing about n.
+    They are factors with an odd power in an even root or a logarithm. A root of n^2 or of n + 1 does not imply that n
+    is positive.
     """
     found: dict[Any, Any] = {}
     for part in known.atoms(sympy.Pow, sympy.log):
@@ -255,7 +261,7 @@ def _positive(known: Any) -> dict[Any, Any]:
 
 
 def _sizes(part: Any) -> Iterator[float]:
-    """Yields the absolute values of the numbers that an expression, a relation, a set or a matrix has as its parts."""
+    """Yields the absolute values of the numeric terms and factors in an expression, a relation, a set or a matrix."""
     if isinstance(part, sympy.MatrixBase):
         parts = part.flat()
     elif part.is_Add or isinstance(part, (sympy.Set, Relational, Boolean, sympy.Tuple)):
@@ -275,7 +281,11 @@ def _decimal(text: str) -> Decimal | None:
 
 
 def _near(known: Decimal, found: Decimal) -> bool:
-    """Returns whether two decimals are equal to as many digits as math-verify, or the known one, has."""
+    """Returns whether two decimals are equal up to rounding.
+
+    They are compared to DECIMALS decimal places, or to more places if `known` has more places or is small. A `known`
+    without decimal places, or 0, must be equal exactly.
+    """
     exponent = known.as_tuple().exponent
     if known == found or not isinstance(exponent, int) or exponent >= 0 or known == 0:
         return known == found

@@ -1,7 +1,7 @@
-r"""Tells from the text of a mathematical answer whether it would cost a computer algebra system too much to read.
+r"""Checks the text of a mathematical answer for expressions that are too costly for a computer algebra system to parse.
 
-A model may write `10^{10000000}`, `100!!` or ten thousand letters in a box: sympy computes what it reads, for minutes
-or until the memory is full. Such an answer is refused before anything reads it.
+A model may generate `10^{10000000}`, `100!!` or ten thousand letters in a box. sympy evaluates expressions while it
+parses them, which can take minutes or all memory. Such an answer is rejected before it is parsed.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 import re
 
-LONGEST = 1_000  # characters of an answer
-DIGITS = 400  # of one number
-DEPTH = 24  # of brackets within brackets
-POWERS = 4  # of powers within powers
+LONGEST = 1_000  # maximum number of characters of an answer
+DIGITS = 400  # maximum number of digits of one number
+DEPTH = 24  # maximum depth of nested brackets
+POWERS = 4  # maximum depth of nested powers
 EXPONENT = 10_000  # largest number in an exponent
-FACTORIAL = 9_999  # largest number before an exclamation mark, and largest of a binomial
-SUM_POWER = 60  # largest power of a sum with letters or roots: it would be written out
-TERMS = 2_500  # largest number in a text with a sum, as it may be its bound
-FACTORS = 100  # largest number in a text with a product, and largest below a binomial of something else than a number
-CELLS = 20  # of a determinant
-BARS = 20  # of absolute values, which the grammar tries to pair in every way
-SETS = 6  # of sets within sets, whose brackets the grammar tries to read in every way
-LETTERS = 60  # subscripts, and letters next to each other without a word of LaTeX: each would be a factor
+FACTORIAL = 9_999  # largest number before an exclamation mark, and largest number in a binomial coefficient
+SUM_POWER = 60  # largest exponent of a sum with letters or roots, because sympy would expand the power
+TERMS = 2_500  # largest number in a text with a sum, because it may be a bound of the sum
+# Largest number in a text with a product, and largest lower index of a binomial coefficient whose upper index is not a
+# number.
+FACTORS = 100
+CELLS = 20  # maximum number of cell separators in a determinant
+BARS = 20  # maximum number of bars of absolute values, because the parser tries all ways to pair them
+SETS = 6  # maximum depth of nested sets, because the parser tries all ways to pair their brackets
+LETTERS = 60  # maximum number of subscripts, and of consecutive letters outside LaTeX commands: each would be a factor
 
 _RUN = re.compile(r"\d[\d,_]*")
 _EXPONENT = re.compile(r"(?:\^|\*\*)\s*[{(\[]*\s*[-+]?\s*(\d+)")
@@ -42,9 +44,10 @@ _LETTERS = re.compile(rf"(?:[a-zA-Z]\s*){{{LETTERS},}}")
 
 
 def too_costly(answer: str, known: str = "") -> bool:
-    """Returns whether the text of an answer would cost sympy too much.
+    """Returns whether the text of an answer is too costly for sympy to parse.
 
-    `known`: the right answer. An answer may be twice as long, and has many letters where the known one has.
+    `known`: the known answer. The answer may have up to twice its length (at least LONGEST characters), and may have
+    many letters if the known answer has many letters.
     """
     many_letters = _many_letters(answer) and not _many_letters(known)
     return len(answer) > max(LONGEST, 2 * len(known)) or many_letters or too_costly_anywhere(answer)
@@ -55,7 +58,7 @@ def _many_letters(text: str) -> bool:
 
 
 def too_costly_anywhere(text: str) -> bool:
-    """Returns whether some part of a text would cost sympy too much."""
+    """Returns whether any part of a text is too costly for sympy to parse."""
     depth, powers = _depths(text)
     limits = ((_EXPONENT, EXPONENT), (_FACTORIAL, FACTORIAL), (_BINOMIAL, FACTORIAL), (_FLOAT, EXPONENT))
     return (
@@ -71,7 +74,8 @@ def too_costly_anywhere(text: str) -> bool:
 
 
 def _costly_formula(text: str) -> bool:
-    """Returns whether one formula has too many bars, braces or cells for the grammar, or a bound that explodes."""
+    """Returns whether a formula has too many bars, braces or cells for the parser, or too large a bound of a sum, a
+    product or a binomial coefficient."""
     if text.count("|") > BARS or _SETS.search(text):
         return True
     if text.count("&") > CELLS and ("vmatrix" in text or "\\det" in text):
@@ -84,11 +88,11 @@ def _costly_formula(text: str) -> bool:
 
 
 def _depths(answer: str) -> tuple[int, int]:
-    """Returns how deep brackets lie in brackets, and powers in the exponents of powers."""
-    deepest = powers = above = 0  # above: open brackets that are exponents
-    opened: list[bool] = []  # by open bracket: whether it is an exponent
-    exponent = False  # whether the next thing is one
-    chain = 0  # powers without brackets: 2^3^4
+    """Returns (depth of nested brackets, depth of nested powers) of a text."""
+    deepest = powers = above = 0  # above: number of open brackets that are exponents
+    opened: list[bool] = []  # for each open bracket: whether it is an exponent
+    exponent = False  # whether the next character is an exponent
+    chain = 0  # number of powers in a chain without brackets, such as 2^3^4
     for character in answer.replace("**", "^"):
         if character in "{[(":
             opened.append(exponent)
@@ -107,7 +111,7 @@ def _depths(answer: str) -> tuple[int, int]:
 
 
 def _tower(answer: str) -> bool:
-    """Returns whether some power of numbers that stands in an exponent is above EXPONENT."""
+    """Returns whether an exponent in the text is a power of numbers with a value above EXPONENT."""
     for match in _POWER_IN_POWER.finditer(answer):
         before = answer[: match.start()].rstrip("{([ +-")
         base, exponent = float(match[1]), int(match[2])

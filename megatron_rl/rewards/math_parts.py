@@ -24,14 +24,16 @@ WORDS = re.compile(r"(?:\\(?:angle|triangle))?[A-Za-z'(). -]*[A-Za-z]{3}[A-Za-z'
 class Parts(NamedTuple):
     """The elements of an answer, and the brackets around them."""
 
-    kind: str  # the brackets: "{}", "()", "[)", ...; "" for a bare list, or a single answer
+    kind: str  # the brackets, such as "{}", "()" or "[)"; "" for a list without brackets, or a single answer
     elements: list[str]
-    dots: bool  # whether some elements are left out by dots
+    dots: bool  # whether an element has an ellipsis, as in 1, 2, \ldots, 10
 
 
 def plain(text: str) -> str:
-    """Returns a text without LaTeX's spacing and fonts, in lower case where it has only words. Texts with the same
-    plain form are the same answer."""
+    """Returns a text without LaTeX spacing and font commands; in lower case, if the text only has words.
+
+    Texts with the same plain form are the same answer.
+    """
     text = _SPACE.sub(" ", _SIZES.sub("", _WRAPPER.sub(r"\1", text)))
     text = re.sub(r"(?<!\d) | (?!\d)", "", text.strip())
     text = _ELLIPSIS.sub(r"\\ldots", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
@@ -42,13 +44,13 @@ def plain(text: str) -> str:
 
 
 def split(text: str) -> Parts:
-    r"""Returns the parts of an answer. An element with \pm counts as two."""
+    r"""Returns the parts of an answer. An element with \pm or \mp is split into two elements."""
     text = _ELLIPSIS.sub(r"\\ldots ", _JOINED.sub(", ", _SIZES.sub("", text))).strip()
     elements, kind = _at_commas(text), ""
     if len(elements) == 1 and (inner := _within(text)):
         kind, elements = inner[0], _at_commas(inner[1])
         if len(elements) == 1 and kind != "{}":
-            kind, elements = "", [text]  # brackets around one thing
+            kind, elements = "", [text]  # brackets around a single element
     signs = []
     for element in elements:
         upper = re.sub(r"\\pm(?![a-z])", "+", re.sub(r"\\mp(?![a-z])", "-", element))
@@ -58,7 +60,7 @@ def split(text: str) -> Parts:
 
 
 def rows(text: str) -> list[list[str]] | None:
-    r"""Returns the cells of each row of \begin{cases} or of an array with a brace; None for another text."""
+    r"""Returns the cells of each row of a `cases` or `array` environment; None for any other text."""
     found = _ROWS.fullmatch(_SIZES.sub("", text).strip())
     if not found:
         return None
@@ -67,7 +69,7 @@ def rows(text: str) -> list[list[str]] | None:
 
 
 def _at_commas(text: str) -> list[str]:
-    """Splits a text at the commas and semicolons that no brackets enclose."""
+    """Splits a text at the commas and semicolons that are not inside brackets."""
     if "," not in text and ";" not in text:
         return [text]
     parts, depth = [""], 0
@@ -81,7 +83,7 @@ def _at_commas(text: str) -> list[str]:
 
 
 def _within(text: str) -> tuple[str, str] | None:
-    """Returns the brackets that enclose all of a text, and what is between them."""
+    """Returns (brackets, content) of a text that is enclosed in one pair of brackets; None for any other text."""
     tokens = _TOKEN.findall(text)
     if (
         len(tokens) < 2

@@ -1,7 +1,7 @@
-r"""Rewrites mathematical text, as models and data sets write it, into LaTeX that math-verify reads rightly.
+r"""Rewrites mathematical text of models and data sets into LaTeX that math-verify parses correctly.
 
-math-verify 0.9 multiplies the parts of `1\,234`, drops the base of `52_9` and the prime of `x'`, reads `A` and `a` as
-one symbol, and cannot read `½`, `0.\overline{3}`, `2 1/4` or `\sin 30^\circ`.
+math-verify 0.9 parses `1\,234` as a product, drops the base of `52_9` and the prime of `x'`, parses `A` and `a` as the
+same symbol, and cannot parse `½`, `0.\overline{3}`, `2 1/4` or `\sin 30^\circ`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SYMBOLS = {
     "∠": r"\angle ", "△": r"\triangle ", "→": r"\to ", "∶": ":", "⁄": "/", "∖": r"\setminus ", "≡": r"\equiv ",
     **{symbol: rf"\mathbb{{{letter}}}" for symbol, letter in zip("ℝℤℕℚℂ", "RZNQC", strict=True)},
 }  # fmt: skip
-_UP, _DOWN, _END = "\ue000", "\ue001", "\ue002"  # around superscripts and subscripts, until neighbours are joined
+_UP, _DOWN, _END = "\ue000", "\ue001", "\ue002"  # temporary marks of superscripts and subscripts
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|\\[A-Za-z]+|[A-Za-z]))")
 _DECORATION = re.compile(
     r"`|\*\*|(?<!\\)\$|(?<!\\)\\[()]|^\s*\\\[|\\\]\s*$|\\(?:displaystyle|boldsymbol|bm|limits)(?![a-z])|\\(?:text)?color\{[a-z]+\}"
@@ -46,7 +46,7 @@ _BASED = re.compile(
     r"(?<![\w^.\\}_])(?:\\(?:text|mathrm)\{\s*([0-9A-F]+)\s*\}|\(\s*(\d[0-9A-F]*)\s*\)|(\d[0-9A-F]*))\s*_\s*"
     r"(?:(\d)(?!\d)|\{\s*\(?(\d{1,2}|[a-z]{3,7})\)?\s*\}|\{\s*\\(?:text|mathrm)\{\s*([a-z]{3,7})\s*\}\s*\})"
 )
-BASED = re.compile(r"\\Psi_\{(\w+)b(\d+)\}")  # what `canonical` writes for a number that names its base
+BASED = re.compile(r"\\Psi_\{(\w+)b(\d+)\}")  # result of `canonical` for a number with a base
 _TO = re.compile(r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)")
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _CIRCLE = r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z]))|\\degree(?![a-z]))"
@@ -60,15 +60,18 @@ _COMMAND = re.compile(r"\\(?:mathbb|text|textbf|mathrm|operatorname|mbox|begin|e
 
 
 def stated(response: str) -> str | None:
-    r"""Returns the content of the last \boxed{} or \fbox{} of a response, and of those close before it, with commas
-    between (`\boxed{1} and \boxed{2}` states `1,2`), as math-verify joins them; None without a box."""
+    r"""Returns the content of the last \boxed{} or \fbox{} of a response; None without a box.
+
+    As in math-verify, boxes close before the last are included, separated by commas: `1,2` for `\boxed{1} and
+    \boxed{2}`.
+    """
     if "\\boxed" not in response and "\\fbox" not in response:
         return None
     return extract_boxed_content(response, mode="last")
 
 
 def canonical(text: str) -> str:
-    """Returns LaTeX of the same meaning as `text` that math-verify reads."""
+    """Returns LaTeX with the same meaning as `text` that math-verify parses correctly."""
     if not text.isascii():
         text = _in_ascii(text)
     text = _DECORATION.sub("", text).strip().rstrip(".,;").rstrip()
@@ -80,9 +83,10 @@ def canonical(text: str) -> str:
 
 
 def told_apart(gold: str, answer: str) -> tuple[str, str]:
-    """Returns two texts in which no letter is in upper and in lower case: math-verify takes `R - r` for 0.
+    """Renames letters in two texts so that no letter occurs in both upper and lower case. Returns the two texts.
 
-    An upper-case letter that also is there in lower case becomes a letter that is in neither text.
+    math-verify treats `R` and `r` as the same symbol, so that `R - r` would be 0. An upper-case letter that also occurs
+    in lower case is replaced by a letter that occurs in neither text, if there is one.
     """
     upper = {match[1] for text in (gold, answer) for match in _COMMAND.finditer(text) if match[1]}
     lower = {character for text in (gold, answer) for character in text if character.islower()}
@@ -105,7 +109,7 @@ def _in_ascii(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _ascii(character: str) -> str:
-    """Returns LaTeX for one character: `\u00bd` becomes `\\frac{1}{2}`, and a digit of any script the ASCII digit."""
+    """Returns LaTeX for one character: `\\frac{1}{2}` for `\u00bd`, and the ASCII digit for a digit of any script."""
     if character in _SYMBOLS:
         return _SYMBOLS[character]
     name, plain = unicodedata.name(character, ""), unicodedata.normalize("NFKC", character)
@@ -130,7 +134,7 @@ def _numbers(text: str) -> str:
         return text
     text = _GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     if not re.search(r"[(\[]|\\\{", text):
-        text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)  # in brackets they may be two elements
+        text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)  # in brackets, 1,234 may be two elements
     text = _TO.sub(":", _DECIMAL_COMMA.sub(r"\1.\2", text))
     if "\\" in text:
         text = _OVERLINE.sub(lambda match: _recurring(match[1], match[2], match[3] or match[4]), text)
@@ -149,20 +153,20 @@ def _numbers(text: str) -> str:
 
 
 def _whole(match: re.Match[str]) -> str:
-    r"""Writes `5.1 \times 10^{22}` as `51 \times 10^{21}`, which is exact."""
+    r"""Rewrites `5.1 \times 10^{22}` as `51 \times 10^{21}`, which sympy evaluates exactly."""
     shift = int(match[4]) - len(match[2])
     return match[0] if shift < 0 else f"{match[1]}{match[2]}{match[3]}{shift}"
 
 
 def _recurring(whole: str, fixed: str, repeated: str) -> str:
-    r"""Returns the fraction of a recurring decimal: 0.1\overline{6} is 1/6."""
+    r"""Returns a recurring decimal as a fraction in LaTeX: \frac{1}{6} for 0.1\overline{6}."""
     shift = 10 ** len(fixed)
     value = Fraction(int(whole + fixed), shift) + Fraction(int(repeated), shift * (10 ** len(repeated) - 1))
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _based(match: re.Match[str]) -> str:
-    r"""Returns a number that names its base as a symbol of its digits and its base: `52_9` is \Psi_{52b9}."""
+    r"""Returns a symbol that encodes the digits and the base of a number: \Psi_{52b9} for `52_9`."""
     digits, base = match[1] or match[2] or match[3], match[4] or match[5] or match[6]
     number = _BASES.get(base) if base.isalpha() else int(base)
     if number is None:
@@ -193,7 +197,10 @@ def _notation(text: str) -> str:
 
 
 def _braced(match: re.Match[str]) -> str:
-    r"""Writes `\frac\pi2` as `\frac{\pi}{2}`. Two digits are left alone, as math-verify reads `\frac123` as 1/23."""
+    r"""Adds the braces of a short fraction: `\frac{\pi}{2}` for `\frac\pi2`.
+
+    A fraction of two digits is unchanged, because math-verify parses `\frac123` as 1/23.
+    """
     name, above, below = match.groups()
     if name.endswith("frac") and above.isalnum() and below.isalnum():
         return match[0]

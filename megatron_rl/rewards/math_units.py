@@ -1,10 +1,10 @@
-r"""Separates a mathematical answer from its unit (`15\text{ cm}^2`, `\$15`, `3:45 pm`), and tells units apart."""
+r"""Separates a mathematical answer from its unit (`15\text{ cm}^2`, `\$15`, `3:45 pm`), and compares units."""
 
 from __future__ import annotations
 
 import re
 
-# Each group has the names of one unit, without the plural's s.
+# Each string has the names of one unit, without the plural s, separated by spaces.
 _UNITS = {
     name: names.split()[0]
     for names in (
@@ -32,11 +32,10 @@ _ENDS_OPEN = re.compile(r"(?:[-=+^_(,<>|*/&:;]|\\[a-zA-Z]+)\s*$")
 
 
 def split_unit(text: str, *, letters: bool = False) -> tuple[str, str]:
-    r"""Returns an answer without its unit, and the unit: `9.8 \text{ m}/\text{s}^2` gives `9.8` and `m/s^2`.
+    r"""Splits an answer into (value, unit): `9.8 \text{ m}/\text{s}^2` into `9.8` and `m/s^2`.
 
-    The unit is "" where there is none.
-
-    A single letter without \text is a unit only with `letters`, and behind a space: it may be a variable.
+    The unit is "" if the answer has no unit. A single letter without \text may be a variable. It is only parsed as a
+    unit if `letters` is True and there is a space before the letter.
     """
     money = _MONEY.search(text)
     if money:
@@ -61,19 +60,19 @@ def split_unit(text: str, *, letters: bool = False) -> tuple[str, str]:
 
 
 def clash(one: str, other: str) -> bool:
-    """Returns whether two units are known, and not the same."""
+    """Returns whether both units are known and they are different."""
     first, second = _spelled(one), _spelled(other)
     return first is not None and second is not None and first != second
 
 
 def _name(unit: str) -> str:
-    """Returns a unit without LaTeX: `\\text{ m}/\\text{s}^{2}` is `m/s^2`."""
+    """Returns a unit without LaTeX commands: `m/s^2` for `\\text{ m}/\\text{s}^{2}`."""
     unit = re.sub(r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox|rm|operatorname)\s*\{([^{}]*)\}", r"\1", unit)
     return re.sub(r"\s*([/^])\s*", r"\1", re.sub(r"\\cdot|\\[,;:! ]|[~{}]", " ", unit)).strip()
 
 
 def _spelled(unit: str) -> str | None:
-    """Returns a unit in one spelling (`square meters` is `m^2`); None where a part of it is not known."""
+    """Returns a unit in its normal form (`m ^ 2` for `square meters`); None if a part of the unit is not known."""
     unit = re.sub(r"\b(?:sq\.?|square)\s+([A-Za-z]+)", r"\1^2", re.sub(r"\bper\b", "/", unit))
     unit = re.sub(r"\bcubic\s+([A-Za-z]+)", r"\1^3", unit)
     words = []

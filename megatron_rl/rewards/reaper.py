@@ -1,9 +1,10 @@
-"""Runs a reward's worker as a child, and sees to it that nothing which the worker started is left.
+"""The parent process of a reward worker, which kills all processes that the worker leaves behind.
 
-A process that calls setsid, or whose parent ends, leaves the worker's process group and cannot be killed with it. On
-Linux such an orphan becomes the reaper's child (PR_SET_CHILD_SUBREAPER, prctl(2)), which every user may ask for. When
-the worker ends, when the pool says so, and when the run's process is gone, the reaper kills all processes below it,
-whatever session they are in, and ends as the worker did.
+A process that calls setsid leaves the worker's process group, and a process whose parent ends leaves the worker's
+process tree. Such processes cannot be killed together with the worker. On Linux an orphan becomes a child of the reaper
+(PR_SET_CHILD_SUBREAPER, prctl(2), which needs no privileges). The reaper kills all of its descendants, in any session,
+when the worker ends, when the pool sends LEAVE, and when the process of the run is gone. It then ends with the exit
+status of the worker.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ import sys
 from megatron_rl import processes
 from megatron_rl.rewards import grading_worker as worker_script
 
-LEAVE = signal.SIGHUP  # asks the reaper to end all; Linux sends it too when the thread that started the reaper ends
-TRACKER_S = 2.0  # for the process that removes the shared memory of a reward
+LEAVE = signal.SIGHUP  # asks the reaper to kill all and end; also sent by Linux when the reaper's parent thread ends
+TRACKER_S = 2.0  # time limit in seconds for multiprocessing's resource tracker to remove shared memory and end
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # numbers of prctl options of Linux
 
 
 def main() -> None:
     """Runs the worker's main function in a child process, and ends with the exit status of the child.
 
-    The child has the standard input and output of this process.
+    The child inherits standard input and output. On systems other than Linux, the worker runs in this process.
     """
     if sys.platform != "linux":
         worker_script.main(None)
         return
     heard = {LEAVE, signal.SIGCHLD}
-    signal.signal(LEAVE, signal.SIG_DFL)  # nohup(1) has it ignored
+    signal.signal(LEAVE, signal.SIG_DFL)  # nohup(1) ignores it
     signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -42,9 +43,9 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
         worker_script.main(reaper)
         return
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # they are for the run itself
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # handled by the run itself
         signal.signal(number, signal.SIG_IGN)
-    for descriptor in (0, 1):  # the worker's end must be seen at the other end of its pipes
+    for descriptor in (0, 1):  # so that the pipes close when the worker ends
         os.close(descriptor)
     status = _wait(worker)
     processes.end_below(TRACKER_S)
@@ -52,7 +53,10 @@ def main() -> None:
 
 
 def _wait(worker: int) -> int:
-    """Waits for the end of the worker or for the signal to end it. Returns its exit status, negative for a signal."""
+    """Waits until the worker ends; kills the worker at the signal LEAVE.
+
+    Returns the worker's exit status, or -N if signal N ended it.
+    """
     while True:
         number = signal.sigwait({LEAVE, signal.SIGCHLD})
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

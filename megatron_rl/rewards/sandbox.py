@@ -1,13 +1,13 @@
-"""Runs Python code that nobody has read, a program or one function of it, in a bubblewrap sandbox.
+"""Runs untrusted Python code, a program or one of its functions, in a bubblewrap sandbox.
 
-The code has no network, sees only Python and shared libraries of the machine's files, writes only to a small /tmp of
-its own, sees no other process, and has limits on memory, time, processes, files and output. When its main process ends
-or its time is over, the kernel kills all processes that the code started. docs/tools.md says how the sandbox is built,
-what a machine must allow, and what is not kept out.
+The code has no network access. Of the machine's files it only sees Python and shared libraries, and it can only write
+to a small private /tmp. It sees no other process, and has limits on memory, time, processes, files and output. When its
+main process ends or its time is over, the kernel kills all processes that the code started. docs/tools.md describes how
+the sandbox is built, what the machine must allow, and what the sandbox does not protect against.
 
-A run ends in one of three ways: the code ended (`Ran` without `why`), the code failed (`Ran.why`, a text that a model
-can be told), or the sandbox failed (SandboxFailure, which must never become a reward of 0). Calls may come from many
-threads and processes at a time.
+A run has one of three results: the code ended (`Ran` with an empty `why`), the code failed (`Ran.why` is a message that
+can be shown to a model), or the sandbox failed (SandboxFailure, which must never become a reward of 0). The functions
+may be called from many threads and processes concurrently.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from typing import IO, Any
 
 from megatron_rl.rewards import sandbox_walls
 
-START_TIMEOUT_S = 30.0  # time for a sandbox to start, and to end, on a busy machine
-ERROR_BYTES = 1 << 20  # limit of standard error; more ends the code
-KEPT_ERROR_BYTES = 4096  # of standard error, from its end
-# The whole environment of the code. The fixed hash seed makes the order of a set of texts the same in every run.
+START_TIMEOUT_S = 30.0  # time limit in seconds for a sandbox to start, and for it to end, even on a busy machine
+ERROR_BYTES = 1 << 20  # limit of standard error; the code is ended if it prints more
+KEPT_ERROR_BYTES = 4096  # number of bytes that are kept from the end of standard error
+# All environment variables of the code. The fixed hash seed makes the order of a set of strings the same in every run.
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONUTF8": "1",
     "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "1",  # each arena takes 64 MiB of the memory limit, used or not
+    "MALLOC_ARENA_MAX": "1",  # each malloc arena reserves 64 MiB of the memory limit
 }  # fmt: skip
 
 
 class SandboxFailure(RuntimeError):
-    """A sandbox could not be built, was lost, or did not answer. Nothing is known of the code in it."""
+    """A sandbox could not be built, ended unexpectedly, or did not answer. The result of the code is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxSettings:
-    """Limits of what code in a sandbox may use."""
+    """The resource limits of code in a sandbox."""
 
-    timeout_s: float = 10.0  # wall-clock time, from the start of the code to its end
-    memory_mib: int = 512  # of one process; /tmp is counted separately
-    processes: int = 16  # processes and threads at a time, the first included
-    scratch_mib: int = 32  # size of /tmp, which is in memory, and of the largest file
+    timeout_s: float = 10.0  # wall-clock time limit, from the start of the code to its end
+    memory_mib: int = 512  # memory limit of one process, without /tmp
+    processes: int = 16  # maximum number of concurrent processes and threads, including the first
+    scratch_mib: int = 32  # size of /tmp, which is in memory, and maximum size of a file
     open_files: int = 64
-    output_bytes: int = 1 << 20  # limit of standard output; more ends the code
-    packages: Sequence[str] = ()  # directories of modules beside the standard library that the code may import
+    output_bytes: int = 1 << 20  # limit of standard output; the code is ended if it prints more
+    packages: Sequence[str] = ()  # directories of modules that the code may import, besides the standard library
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "memory_mib", "processes", "scratch_mib", "open_files", "output_bytes"):
@@ -68,13 +68,13 @@ DEFAULTS = SandboxSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """The end of code that ran in a sandbox."""
+    """The result of code that ran in a sandbox."""
 
-    output: str  # what a program printed, up to the limit; of a call: the repr of the returned value
-    why: str = ""  # one line that says what went wrong: the last line of the traceback, or a limit; "": nothing
-    late: bool = False  # the code was ended because its time was over
-    cut: bool = False  # the code was ended because it printed more than the limit
-    seconds: float  # from the start of the code to its end
+    output: str  # the printed text of a program, up to the limit; the repr of the returned value of a call
+    why: str = ""  # error message of one line, such as the last line of the traceback; empty if there was no error
+    late: bool = False  # whether the code was ended because its time was over
+    cut: bool = False  # whether the code was ended because it printed more than the limit
+    seconds: float  # time from the start of the code to its end
 
 
 def run_program(
@@ -85,9 +85,10 @@ def run_program(
     show_value: bool = False,
     settings: SandboxSettings = DEFAULTS,
 ) -> Ran:
-    """Runs `code` as Python runs a file, with `stdin` as its standard input and `arguments` in sys.argv.
+    """Runs `code` as a Python script, with `stdin` as its standard input and `arguments` in sys.argv.
 
-    With `show_value`, the value of a last expression is printed if the code printed nothing. Raises SandboxFailure.
+    With `show_value`, the value of the script's last expression is printed if the script printed nothing. Raises
+    SandboxFailure if the sandbox failed.
     """
     require()
     return _run(code, stdin, settings, {"arguments": list(arguments), "show_value": show_value})
@@ -101,9 +102,10 @@ def call(
     name: str = "f",
     settings: SandboxSettings = DEFAULTS,
 ) -> Ran:
-    """Runs `code` and calls its function `name`, or the method `name` of its class Solution, with plain values.
+    """Runs `code` and calls its function `name`, or the method `name` of its class Solution.
 
-    A plain value is what a Python literal can be. What the code prints is thrown away. Raises SandboxFailure.
+    The arguments and keyword arguments are values that can be written as Python literals. Printed text is discarded.
+    Raises SandboxFailure if the sandbox failed.
     """
     require()
     what = {"function": name, "values": list(arguments), "keywords": dict(keywords or {})}
@@ -116,9 +118,9 @@ def call(
     return Ran(output="" if raised else ran.output[1:], why=raised, seconds=ran.seconds)
 
 
-@functools.cache  # remembers a success; a failure is tried again
+@functools.cache  # only a success is cached; a failed check is repeated
 def require() -> None:
-    """Checks that this machine can build a sandbox. Raises SandboxFailure, which says what is missing."""
+    """Checks that this machine can build a sandbox. Otherwise raises SandboxFailure with the cause and a cure."""
     try:
         ran = _run("import math, random\nprint(math.factorial(5))\n", "", SandboxSettings(timeout_s=20.0), {})
     except SandboxFailure as error:
@@ -128,13 +130,13 @@ def require() -> None:
 
 
 def _request(code: str, settings: SandboxSettings, what: Mapping[str, Any]) -> bytes:
-    """Returns what sandbox_inside.py reads: the code, how to run it, and its resource limits by name."""
+    """Returns the marshalled request for sandbox_inside.py: the code, how to run it, and resource limits by name."""
     limits = {
         "RLIMIT_AS": settings.memory_mib << 20,
         "RLIMIT_CPU": math.ceil(settings.timeout_s) + 1,
         "RLIMIT_FSIZE": settings.scratch_mib << 20,
         "RLIMIT_NOFILE": settings.open_files,
-        "RLIMIT_NPROC": settings.processes + 1,  # bubblewrap's own process counts, too
+        "RLIMIT_NPROC": settings.processes + 1,  # plus the process of bubblewrap
         "RLIMIT_CORE": 0,
         "RLIMIT_MSGQUEUE": 0,
     }
@@ -144,7 +146,10 @@ def _request(code: str, settings: SandboxSettings, what: Mapping[str, Any]) -> b
 
 
 def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, Any]) -> Ran:
-    """Starts a sandbox, has it run the code, and returns when all of its processes are gone."""
+    """Runs the code in a new sandbox, and returns when all processes of the sandbox have ended.
+
+    `what`: items of the request that override the defaults of `_request`.
+    """
     with contextlib.ExitStack() as stack:
         output, errors = (stack.enter_context(tempfile.TemporaryFile("a+b", buffering=0)) for _ in range(2))
         passed = {
@@ -169,7 +174,7 @@ def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, An
         except (OSError, subprocess.SubprocessError) as error:
             raise SandboxFailure(f"no process could be started for it: {error}") from error
         stack.enter_context(process)
-        stack.callback(process.kill)  # the end of bubblewrap is the end of the sandbox
+        stack.callback(process.kill)  # when bubblewrap ends, the sandbox ends
         for file in passed.values():
             file.close()
         first = _let_in(info, mapped, stack)
@@ -180,7 +185,7 @@ def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, An
         if first is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
-            if not _readable(first, START_TIMEOUT_S):  # it becomes readable when the kernel has killed all
+            if not _readable(first, START_TIMEOUT_S):  # readable when the kernel has killed all processes
                 raise SandboxFailure(f"its processes did not end within {START_TIMEOUT_S:g} s")
         status, told = process.wait(), _end_of(errors).splitlines()
         if begun is None:
@@ -196,10 +201,11 @@ def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, An
 
 
 def _let_in(info: IO[bytes], mapped: IO[bytes], stack: contextlib.ExitStack) -> int | None:
-    """Waits for bubblewrap's report of the sandbox's first process, maps its users, and lets bubblewrap go on.
+    """Waits for bubblewrap to report the first process of the sandbox, maps its users, and lets bubblewrap continue.
 
-    Returns a pidfd of that process, whose end is the end of all others in the sandbox; None where bubblewrap failed.
-    The first process waits until its users are mapped, so that its process id cannot belong to another process yet.
+    Returns a pidfd of the first process; None if bubblewrap failed. When the first process ends, all other processes of
+    the sandbox end. The first process waits until its users are mapped, so its process id is still valid here. Raises
+    SandboxFailure if the users cannot be mapped.
     """
     report = info.read()
     if not report:
@@ -215,19 +221,19 @@ def _let_in(info: IO[bytes], mapped: IO[bytes], stack: contextlib.ExitStack) -> 
 
 
 def _fault(status: int, errors: Sequence[str]) -> str:
-    """Returns the fault of code that ended with this exit status, in one line; "" without a fault.
+    """Returns an error message of one line for code that ended with this exit status; "" if there was no error.
 
-    Raises SandboxFailure where a signal ended bubblewrap itself.
+    `errors`: the lines of standard error. Raises SandboxFailure if a signal ended bubblewrap itself.
     """
     if status < 0:
         raise SandboxFailure("it was lost: something else than its code ended it")
-    if status - 128 in signal.valid_signals():  # as shells count signals
+    if status - 128 in signal.valid_signals():  # 128 + signal number, as in shells
         return f"it was killed ({signal.strsignal(status - 128)})"
     return "" if status == 0 else errors[-1].strip() if errors else f"it ended with status {status}"
 
 
 def _readable(file: IO[bytes] | int, timeout_s: float) -> bool:
-    """Waits until a pipe or a pidfd is readable. Returns whether it is."""
+    """Waits until a pipe or a pidfd is readable. Returns False if it is not after `timeout_s` seconds."""
     poller = select.poll()
     poller.register(file, select.POLLIN)
     return bool(poller.poll(timeout_s * 1000))
@@ -244,13 +250,13 @@ def _size(file: IO[bytes]) -> int:
 
 
 def _end_of(file: IO[bytes]) -> str:
-    """Returns the last characters of a file."""
+    """Returns the last KEPT_ERROR_BYTES bytes of a file, as text without surrounding whitespace."""
     file.seek(max(0, _size(file) - KEPT_ERROR_BYTES))
     return file.read().decode("utf-8", "replace").strip()
 
 
 def _file_of(data: bytes, stack: contextlib.ExitStack) -> IO[bytes]:
-    """Returns a read-only file that holds `data`."""
+    """Returns a read-only temporary file with the content `data`."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
@@ -258,6 +264,6 @@ def _file_of(data: bytes, stack: contextlib.ExitStack) -> IO[bytes]:
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-    """Returns the two ends of a pipe, to be read and to be written."""
+    """Returns the read end and the write end of a new pipe."""
     read, write = os.pipe()
     return stack.enter_context(open(read, "rb", 0)), stack.enter_context(open(write, "wb", 0))

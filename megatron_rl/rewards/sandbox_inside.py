@@ -1,7 +1,7 @@
-"""Runs a program, or calls one function of the program, inside the sandbox that sandbox.py has built around it.
+"""Runs a program, or calls one function of the program, inside the sandbox that sandbox.py has built.
 
-sandbox.py passes the text of this file to `python -c`. The file imports little, and the standard library alone, because
-every call of a tool waits for these imports.
+sandbox.py passes the text of this file to `python -c`. The file only imports a few modules of the standard library,
+because every sandboxed call waits for these imports.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any, NoReturn
 
-NOBODY = 65534  # user and group that the program runs as
+NOBODY = 65534  # id of the user and the group that the program runs as
 FILE = "main.py"  # the program's name in tracebacks
 MAX_FRAMES = 50  # number of frames in a printed traceback, counted from its end
 
 
 def main() -> None:
-    """Gives up the rights of root, reports that the sandbox stands, and runs the program.
+    """Drops the privileges of root, reports that the sandbox is ready, and runs the program.
 
-    sys.argv has two descriptors: a pipe, to which the line "ready" is written before it is closed, and a file with the
-    request, a marshalled dictionary (see `sandbox._request`).
+    sys.argv has two file descriptors: a pipe, to which the line "ready" is written before it is closed, and a file with
+    the request, a marshalled dictionary (see `sandbox._request`).
     """
     report, request_file = int(sys.argv[1]), int(sys.argv[2])
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)  # all capabilities go, too
+        os.setresuid(NOBODY, NOBODY, NOBODY)  # drops all capabilities, too
     os.write(report, b"ready\n")
     os.close(report)
     with os.fdopen(request_file, "rb") as file:
@@ -58,14 +58,14 @@ def _run_program(code: str, show_value: bool) -> int:
             exec(compile(code, FILE, "exec"), space)
     except SystemExit:
         raise
-    except BaseException as error:  # a border: whatever the program raises is printed as Python prints it
+    except BaseException as error:  # user code: any error is printed as Python prints it
         _print_traceback(error, code)
         return 1
     return 0
 
 
 def _new_module(name: str) -> dict[str, Any]:
-    """Returns the namespace of a new module. The module stands in sys.modules, where dataclasses and pickle look."""
+    """Returns the namespace of a new module, which is added to sys.modules because dataclasses and pickle need it."""
     module = type(sys)(name)
     sys.modules[name] = module
     return module.__dict__
@@ -109,9 +109,10 @@ def _print_traceback(error: BaseException, code: str) -> None:
 
 
 def _call_function(request: Mapping[str, Any]) -> NoReturn:
-    """Calls the function and ends the process. Writes "=" and the value's repr, or "!" and what the function raised.
+    """Calls the function, writes its result to standard output, and ends the process.
 
-    The function may be a method of a class `Solution`, as on LeetCode. What the program prints is thrown away.
+    The result is "=" and the repr of the returned value, or "!" and the error that the code raised. The function may be
+    a method of a class `Solution`, as on LeetCode. The output of the program is discarded.
     """
     answers = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -128,7 +129,7 @@ def _call_function(request: Mapping[str, Any]) -> NoReturn:
         else:
             raise AttributeError(f"the code has no function {request['function']}")
         answer = "=" + repr(function(*request["values"], **request["keywords"]))
-    except BaseException as error:  # a border: whatever the program raises, SystemExit included, is its answer
+    except BaseException as error:  # user code: any error, including SystemExit, is the answer
         answer = f"!{type(error).__name__}: {str(error)[:200]}"
     data = memoryview(answer.encode("utf-8", "backslashreplace"))
     while data:

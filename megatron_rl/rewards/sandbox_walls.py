@@ -1,4 +1,4 @@
-"""The walls of the sandbox: the command line of bubblewrap, the filter of system calls, and whether they work here."""
+"""Isolation of the sandbox: bubblewrap's command line, the system call filter, and the message if they do not work."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-NOBODY = 65534  # user and group of a program in the sandbox
+NOBODY = 65534  # id of the user and the group of a program in the sandbox
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/nix/store")  # where shared libraries lie
+SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/nix/store")  # paths of shared libraries
 RUNNER = Path(__file__).with_name("sandbox_inside.py").read_text()
-# Linux settings that forbid user namespaces: the file, the value that forbids them, and the cure.
+# Linux settings that can forbid user namespaces: the file, the value that forbids them, and the command to allow them.
 SYSCTLS = (
     ("proc/sys/user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
     ("proc/sys/kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
@@ -30,13 +30,14 @@ SYSCTLS = (
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 REFUSE, MISSING, NO_FAMILY = (0x00050000 | number for number in (errno.EPERM, errno.ENOSYS, errno.EAFNOSUPPORT))
 ALLOW = 0x7FFF0000
-CALL_NUMBER, MACHINE, FIRST_ARGUMENT = 0, 4, 16  # offsets in the data that a filter reads
+CALL_NUMBER, MACHINE, FIRST_ARGUMENT = 0, 4, 16  # byte offsets in the input of a filter, struct seccomp_data
 ALL_NAMESPACES = 0x7E020000  # flags of clone(2): mount, cgroup, UTS, IPC, user, PID and network namespaces
-FAMILIES = (1, 2, 10)  # socket families that a network namespace keeps in: unix, inet, inet6
+FAMILIES = (1, 2, 10)  # socket families that a network namespace isolates: unix, inet, inet6
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # index into the pairs below, number in audit.h
 SOCKET, CLONE, CLONE3 = (41, 198), (56, 220), (435, 435)
-# System calls that are refused, with their numbers on x86-64 and on aarch64. Some lead out of a sandbox if the kernel
-# has a bug, or to another process's memory; some take memory that no process limit counts (memfd, shm, msg, sem, mq).
+# System calls that are refused, with their numbers on x86-64 and on aarch64. Some of them may allow an escape from the
+# sandbox if the kernel has a bug, or access to another process's memory. Others (memfd, shm, msg, sem, mq) allocate
+# memory that is not covered by the limits of a process.
 REFUSED = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "setns": (308, 268),
@@ -52,11 +53,12 @@ REFUSED = {
 
 
 def command(scratch_bytes: int, packages: Sequence[str], fds: Mapping[str, int]) -> list[str]:
-    """Returns bubblewrap's command line, which ends with the Python that runs sandbox_inside.py.
+    """Returns bubblewrap's command line, which ends with the Python command that runs sandbox_inside.py.
 
-    `fds` has descriptors by name. Bubblewrap writes the sandbox's first process to `info`, waits for a byte from
-    `mapped` (see `map_users`), and reads `call_filter` from `seccomp`; `ready` and `request` are for sandbox_inside.py.
-    Raises FileNotFoundError where bubblewrap is not installed.
+    `scratch_bytes`: size of /tmp. `packages`: directories of modules that the code may import. `fds`: file descriptors
+    by name. Bubblewrap writes the id of the sandbox's first process to `info`, waits for a byte from `mapped` (see
+    `map_users`), and reads the output of `call_filter` from `seccomp`; `ready` and `request` are for sandbox_inside.py.
+    Raises FileNotFoundError if bubblewrap is not installed.
     """
     program = shutil.which("bwrap")
     if program is None:
@@ -69,7 +71,7 @@ def command(scratch_bytes: int, packages: Sequence[str], fds: Mapping[str, int])
     out += ["--perms", "1777", "--size", str(scratch_bytes), "--tmpfs", "/tmp"]
     shown = shown_paths(packages)
     for parent in sorted({str(parent) for path in (*DEVICES, *dict(shown)) for parent in Path(path).parents}):
-        out += ["--dir", parent]  # only root may enter the directories that bubblewrap makes unasked
+        out += ["--dir", parent]  # only root may enter directories that bubblewrap creates implicitly
     for path, link in shown:
         out += ["--symlink", link, path] if link else ["--ro-bind", path, path]
     for path in DEVICES:
@@ -82,9 +84,11 @@ def command(scratch_bytes: int, packages: Sequence[str], fds: Mapping[str, int])
 
 
 def map_users(process: int) -> None:
-    """Maps the users of a sandbox's user namespace: root and nobody for root, else nobody to the user who runs this.
+    """Writes the user and group id maps of a sandbox's user namespace. `process`: id of the sandbox's first process.
 
-    Root needs both: its Python may lie where nobody else can read it, and the program must not own the machine's files.
+    If this process is root, the users root and nobody are mapped to themselves; otherwise nobody is mapped to the
+    current user. Root needs both: its Python may be in a directory that only root can read, and the program must not
+    run as the owner of the machine's files.
     """
     place = Path(f"/proc/{process}")
     if not _may_map_two():
@@ -95,15 +99,15 @@ def map_users(process: int) -> None:
 
 
 def _may_map_two() -> bool:
-    """Returns whether this process is root and the user nobody exists in its own user namespace."""
+    """Returns whether this process is root and the user nobody exists in its user namespace."""
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     return os.geteuid() == 0 and any(int(first) <= NOBODY < int(first) + int(count) for first, _, count in ranges)
 
 
 def shown_paths(packages: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns the paths that a program may read: Python, shared libraries and `packages`.
+    """Returns the paths that a program may read, as (path, link): Python, shared libraries and `packages`.
 
-    Each path comes with the target of the symbolic link that it is, or with "". A path below another one is left out.
+    `link` is the target if the path is a symbolic link, otherwise "". A path below another returned path is left out.
     """
     wanted = {}
     for path in (*SYSTEM, sys.base_prefix, sys.base_exec_prefix, sysconfig.get_path("stdlib"), *packages):
@@ -120,7 +124,10 @@ def shown_paths(packages: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def refusal(why: str, root: Path = Path("/")) -> str:
-    """Returns the error message for a machine without a sandbox, with the cures that its settings below `root` need."""
+    """Returns the error message for a machine that cannot build a sandbox, with commands to change its settings.
+
+    `why`: the cause, from bubblewrap. `root`: directory in which the files of SYSCTLS are checked.
+    """
     cures = [
         f"`{cure}` (as root, on every node)"
         for file, forbids, cure in SYSCTLS
@@ -133,16 +140,17 @@ def refusal(why: str, root: Path = Path("/")) -> str:
 
 
 def call_filter() -> bytes:
-    """Returns the seccomp program that refuses REFUSED, new namespaces, and socket families other than FAMILIES.
+    """Returns a seccomp program that refuses the system calls in REFUSED, new namespaces, and socket families that are
+    not in FAMILIES.
 
-    Returns b"" on machines other than x86-64 and aarch64, where no system call is refused.
+    On machines other than x86-64 and aarch64, returns b"" and no system call is refused.
     """
     if os.uname().machine not in MACHINES:
         return b""
     index, machine = MACHINES[os.uname().machine]
     lines = [
         (LOAD, 0, 0, MACHINE),
-        (EQUAL, 1, 0, machine),  # 32-bit calls have other numbers
+        (EQUAL, 1, 0, machine),  # system calls of 32-bit programs have other numbers
         (RETURN, 0, 0, REFUSE),
         (LOAD, 0, 0, CALL_NUMBER),
     ]
