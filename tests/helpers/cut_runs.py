@@ -123,12 +123,12 @@ def shared(base: Path, name: str) -> dict[str, Any]:
 
 def rubric(base: Path, name: str) -> dict[str, Any]:
     own = {"updates": 3, "group_size": 4, "judgements": 4, "train_judge": True, "labels": "open_centre_rewards:gold"}
-    return _judged(base, name, "rubric:Rubric", own)
+    return _judged(base, name, "megatron_rl.contrib.rubric:Rubric", own)
 
 
 def pairwise(base: Path, name: str) -> dict[str, Any]:
     own = {"updates": 2, "group_size": 4, "judgements": 4, "judge_iterations": 1}
-    return _judged(base, name, "pairwise:Pairwise", own)
+    return _judged(base, name, "megatron_rl.contrib.pairwise:Pairwise", own)
 
 
 def self_play(base: Path, name: str) -> dict[str, Any]:
@@ -288,4 +288,4 @@ def _evolve(base: Path, name: str, roles: Mapping[str, Any]) -> dict[str, Any]:
 def _judged(base: Path, name: str, target: str, own: Mapping[str, Any]) -> dict[str, Any]:
     roles = {"generator": _player(base, 0), "judge": _player(base, 1, sampling={"max_tokens": 2})}
     args = {**own, "generator_template": f"{base}/plain.txt", "judge_template": f"{base}/judged.txt"}
-    return config(base, name, f"megatron_rl.recipes.{target}", roles, args=args, prompts_per_iteration=8)
+    return config(base, name, target, roles, args=args, prompts_per_iteration=8)

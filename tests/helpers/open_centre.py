@@ -5,7 +5,9 @@ them through the real loop).
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +25,16 @@ from megatron_rl.text import decode_all
 from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext
 from megatron_rl.types import Prompt, Rollout
 
-LINES: dict[str, tuple[int, int]] = {}  # name of a toy: the lines that it has, and the most that it may have
+LINES: dict[str, tuple[int, int]] = {}  # name of a toy: its lines of code, and the most that it may have
+
+
+def lines_of_code(source: str) -> int:
+    """Returns the number of lines of a Python source that are neither blank nor of a comment or docstring."""
+    lines = {i for i, line in enumerate(source.splitlines(), 1) if line.strip() and not line.strip().startswith("#")}
+    for node in ast.walk(ast.parse(textwrap.dedent(source))):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(lines)
 
 
 def within(lines: int) -> Any:
@@ -31,7 +42,7 @@ def within(lines: int) -> Any:
 
     def note(toy: Any) -> Any:
         source = toy.function if isinstance(toy, Objective) else toy
-        LINES[source.__name__] = (len(inspect.getsource(source).splitlines()), lines)
+        LINES[source.__name__] = (lines_of_code(inspect.getsource(source)), lines)
         return toy
 
     return note

@@ -453,7 +453,7 @@ def test_the_page_on_data_shows_the_example_and_settings_that_there_are(tmp_path
     assert (shown.data, shown.evaluation, shown.recipe) == (example.data, example.evaluation, example.recipe)
     assert (shown.run, shown.reward) == (example.run, example.reward)
     mapped = config_files.load(TrainConfig, [run, fields]).data
-    assert mapped.fields == {"messages": "chat.iterations", "answer": "labels.gold"}
+    assert mapped.fields == {"messages": "chat.turns", "answer": "labels.gold"}
     assert config_files.load(SftConfig, [sft]).model.chat_template == "chatml.jinja"
     with GradePool(shown.reward) as pool:
         prompts = [Prompt(id="0", tokens=[1], payload={"answer": "72"})]

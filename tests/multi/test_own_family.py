@@ -148,7 +148,7 @@ try:
     engine_parameters(sizes, EngineLayout(), 0)
 except KeyError as error:
     print(error)
-own_families.learn()
+user_families.learn()
 print(len(engine_parameters(sizes, EngineLayout(), 0)))
 """
     sizes = {"num_layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "ffn": 64, "vocab": 97}

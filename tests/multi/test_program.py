@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron_rl.cluster.host_address import free_port
 from megatron_rl.session.launch_ranks import Place, place_from
+from megatron_rl.training.rollout_parquet import from_table
 
 
 def test_help_names_every_command_and_the_list_of_settings_every_setting():
@@ -130,10 +131,10 @@ def test_verls_parquet_is_trained_on_in_the_chat_template(tmp_path):
     ]  # fmt: skip
     program("train", *settings)
     [iteration] = (tmp_path / "chat/rollouts").glob("iteration_*.parquet")
-    rollouts = pq.read_table(iteration, columns=["tokens", "spans"]).to_pylist()
+    rollouts = from_table(pq.read_table(iteration))
     tokenizer.chat_template = CHATML
     expected = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
-    assert sorted(row["tokens"][: row["spans"][1]] for row in rollouts) == sorted(expected * 2)
+    assert sorted(rollout.tokens[: rollout.start].tolist() for rollout in rollouts) == sorted(expected * 2)
     assert AutoTokenizer.from_pretrained(tmp_path / "chat/models/generator").chat_template == CHATML
 
 

@@ -16,7 +16,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-RECIPES = "megatron_rl.recipes"
 SOLVER = [  # a solution's pieces, answers, and the scores of a judge
     *("<eos>", "a", "b", "<step>a</step>", "<step>b</step>", "<answer>\\boxed{a}</answer>"),
     *("<answer>\\boxed{b}</answer>", "<question>a</question>", "<question>b</question>", "<score>9</score>"),
@@ -59,7 +58,7 @@ def configs(base: Path, urls: Sequence[str]) -> dict[str, dict[str, Any]]:
     dapo = solve | {"dynamic_sampling": {"rounds": 4}, "overlong": {"cache": 2, "penalty": 0.25}}
 
     def grpo(name: str, **layout: int) -> dict[str, Any]:
-        return _config(base, name, "grpo:Grpo", {"generator": _role(base, "a", layout=layout)}, solve)
+        return _config(base, name, "recipes.grpo:Grpo", {"generator": _role(base, "a", layout=layout)}, solve)
 
     ahead = grpo("staleness") | {"engine": servers, "rollouts": {"max_staleness": 2}}
     adapters = {"generator": _role(base, "a", lora={"rank": 4, "alpha": 8})}
@@ -67,14 +66,14 @@ def configs(base: Path, urls: Sequence[str]) -> dict[str, dict[str, Any]]:
     agents = {"updates": 3, "group_size": 4, "environment": world}
     found = [
         grpo("grpo"),
-        _config(base, "dapo", "dapo:Dapo", {"generator": _role(base, "a")}, dapo),
-        _config(base, "tango", "tango:Tango", pair, tango),
-        _config(base, "lean_tango", "tango:Tango", pair, tango),
-        _config(base, "tandem", "tandem:Tandem", tandem, solve),
-        _config(base, "distil", "distil:Distil", students, solve | {"top_k": 4}),
-        _config(base, "agents", "agents:Agents", {"agent": _role(base, "caller")}, agents),
-        _config(base, "lora", "grpo:Grpo", adapters, solve),
-        _config(base, "evolve", "evolve:Evolve", {n: _role(base, m) for n, m in _CAST.items()}, evolve),
+        _config(base, "dapo", "recipes.dapo:Dapo", {"generator": _role(base, "a")}, dapo),
+        _config(base, "tango", "recipes.tango:Tango", pair, tango),
+        _config(base, "lean_tango", "recipes.tango:LeanTango", pair, tango),
+        _config(base, "tandem", "recipes.tandem:Tandem", tandem, solve),
+        _config(base, "distil", "recipes.distil:Distil", students, solve | {"top_k": 4}),
+        _config(base, "agents", "recipes.agents:Agents", {"agent": _role(base, "caller")}, agents),
+        _config(base, "lora", "recipes.grpo:Grpo", adapters, solve),
+        _config(base, "evolve", "contrib.evolve:Evolve", {n: _role(base, m) for n, m in _CAST.items()}, evolve),
         ahead,
         grpo("tp2", tp=2),
         grpo("pp2", pp=2),
@@ -89,7 +88,7 @@ def _config(base: Path, name: str, recipe: str, roles: Mapping[str, Any], args: 
     data = {"path": f"{base}/data.jsonl", "fields": {n: n for n in ("question", "answer")}}
     return {
         "roles": roles,
-        "recipe": {"target": f"{RECIPES}.{recipe}", "args": args},
+        "recipe": {"target": f"megatron_rl.{recipe}", "args": args},
         "data": data,
         "evaluation": {"prompts": data | {"shuffle": False}, "num_prompts": 16, "every": 0},
         "reward": {"target": "golden_rewards:grade", "workers": 1, "timeout_s": 120.0},
