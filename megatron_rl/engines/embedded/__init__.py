@@ -1,2 +1,3 @@
-"""The embedded engine: batched generation with a key/value cache inside the trainer's process, for CPU and one GPU
-per rank."""
+"""The embedded engine: batched generation with a KV cache inside the trainer's process, on CPU or with one GPU per
+rank.
+"""

@@ -1,8 +1,8 @@
-"""Replays a decoding step as one CUDA graph, so that a GPU does not wait for the host to start hundreds of kernels.
+"""Replays a decoding step as one CUDA graph, so that the GPU does not wait for the host to launch hundreds of kernels.
 
-A graph knows addresses and shapes. So a step works on memory that stays where it is: the first rows of a batch's state,
-of which there are only certain numbers, and all columns of its cache, which grows by 64 at a time. Rows and columns
-beyond those in use are computed too, and looked at by nobody.
+A graph has fixed addresses and shapes, so a step works on memory that does not move. It uses the first rows of a
+batch's state (the row count is padded to one of a few values) and all columns of its cache, which grows by 64 columns
+at a time. Unused rows and columns are computed too, and the results are ignored.
 """
 
 from __future__ import annotations
@@ -21,45 +21,52 @@ from megatron_rl.engines.embedded.decoder import Decoder
 from megatron_rl.engines.protocol import Sampling
 
 _log = logging.getLogger(__name__)
-ROW_UNIT = 8  # numbers of rows are 1, 2, 4 and the multiples of this
+ROW_UNIT = 8  # padded row counts are 1, 2, 4 and the multiples of this number
 
 
 class Recorder(Protocol):
-    """Records steps: functions that do the same, whenever they are called, with what their memory holds then."""
+    """Records steps. A step is a function without arguments that performs the same operations on the current contents
+    of its memory each time.
+    """
 
     def rehearse(self, step: Callable[[], None]) -> None:
-        """Runs a step for the first time. This also makes what libraries keep for themselves."""
+        """Runs a step for the first time, which also initializes the internal memory of libraries."""
         ...
 
     def record(self, step: Callable[[], None]) -> Callable[[], None] | None:
-        """Records a step that was rehearsed, without running it. Returns its replay; None: run the step as it is."""
+        """Records a rehearsed step without running it. Returns a function that replays it, or None if the step must be
+        run directly.
+        """
         ...
 
 
 def padded_rows(rows: int) -> int:
-    """Returns the number of rows that a step for `rows` rows has, were there as many slots."""
+    """Returns the padded number of rows of a step for `rows` rows. The caller caps it at the number of slots."""
     return next((few for few in (1, 2, 4) if rows <= few), -(-rows // ROW_UNIT) * ROW_UNIT)
 
 
 class GraphRecorder:
-    """A recorder of CUDA graphs, which share a stream and a pool of memory: they are replayed one after the other, and
-    what they draw is copied out of the pool.
+    """A recorder of CUDA graphs. All graphs share one stream and one memory pool, because they are replayed one after
+    the other and their results are copied out of the pool.
 
-    Where a step cannot be captured, it says so once, and this step and all later ones are run without a graph.
+    If a step cannot be captured, logs a warning once, and runs this and all later steps without a graph.
     """
 
     def __init__(self) -> None:
-        self._stream: Any = None  # on which steps are rehearsed and captured
-        self._pool: Any = None  # of the graphs that are alive
-        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()  # those alive: each is held by its step
+        self._stream: Any = None  # stream on which steps are rehearsed and captured
+        self._pool: Any = None  # memory pool of the graphs that are alive
+        # Graphs that are alive; each step holds a reference to its graph.
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
         self._refused = False
-        # The graph that was not captured, and one that mended what it left, kept while others live: from torch 2.12 a
-        # graph that ends frees cuBLAS's memory for its stream, which the others still use (pytorch issue 193402).
+        # The graph whose capture failed, and the graph that repaired the random generator. They are kept while other
+        # graphs are alive: from torch 2.12, destroying a graph frees cuBLAS's workspace for its stream, which the other
+        # graphs still use (pytorch issue 193402).
         self._failed: tuple[torch.cuda.CUDAGraph, ...] = ()
 
     def rehearse(self, step: Callable[[], None]) -> None:
-        """Runs a step for the first time, on the stream of the captures: the memory that cuBLAS keeps for this stream
-        then lies outside of the graphs' pool, which could not be freed with it (until torch 2.11)."""
+        """Runs a step for the first time, on the capture stream. cuBLAS then allocates its workspace for this stream
+        outside the graphs' memory pool; otherwise the pool could not be freed (until torch 2.11).
+        """
         if self._refused:
             self._failed = self._failed if self._graphs else ()
             step()
@@ -75,18 +82,19 @@ class GraphRecorder:
             current.wait_stream(self._stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None] | None:
-        """Captures a step that was rehearsed, without running it. Returns the graph's replay, or None.
+        """Captures a rehearsed step without running it. Returns the graph's replay function, or None.
 
-        Raises RuntimeError when the step cannot be captured and the GPU cannot be used after that.
+        Raises RuntimeError if the step cannot be captured and the GPU is unusable afterwards.
         """
         if self._refused:
             return None
-        if not self._graphs:  # torch refuses a pool whose graphs have all ended, but has not been freed
+        if not self._graphs:  # torch refuses a pool if all its graphs have ended but its memory has not been freed
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             _capture(graph, step, pool=self._pool, stream=self._stream)
-        except RuntimeError as error:  # as torch raises for a wait, for memory that is not there, and otherwise
+        # Torch raises it for a synchronization, for lack of memory, and for other reasons.
+        except RuntimeError as error:
             self._refused, self._failed = True, (graph,)
             self._failed = graph, _mend_generator()
             _log.warning("decoding goes on without CUDA graphs (engine.cuda_graphs): a step is not captured: %s", error)
@@ -96,34 +104,36 @@ class GraphRecorder:
 
 
 def _capture(graph: torch.cuda.CUDAGraph, step: Callable[[], None], *, pool: Any, stream: Any) -> None:
-    """Captures a step. Raises RuntimeError where it cannot be; the current stream, and where tensors are allocated on
-    the GPU, are then as before."""
+    """Captures a step. Raises RuntimeError if the capture fails; the current stream and the GPU memory allocator's pool
+    are then restored.
+    """
     current = torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             step()
     except RuntimeError:
-        with contextlib.suppress(RuntimeError):  # it was done, or had not begun
-            # CUDAGraph.capture_end does this behind the call that fails; without it empty_cache fails from then on.
+        with contextlib.suppress(RuntimeError):  # it was done already, or the allocation had not begun
+            # If an earlier call in CUDAGraph.capture_end fails, it skips these two calls, and empty_cache fails from
+            # then on.
             device = torch.cuda.current_device()
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)
         raise
     finally:
-        # torch.cuda.graph leaves its stream in this place where a capture fails to begin or to end.
+        # torch.cuda.graph does not restore the current stream if a capture fails to begin or to end.
         torch.cuda.set_stream(current)
 
 
 def _mend_generator() -> torch.cuda.CUDAGraph:
-    """Makes random numbers on the GPU drawable again after a capture that failed. What is drawn next is the same.
-    Returns the graph that did it.
+    """Repairs the GPU's random generator after a failed capture. The sequence of random numbers does not change.
+    Returns the graph that repaired it.
 
-    As a capture begins, torch until 2.11 marks the state of the default generator as capturing, and takes the mark off
-    at the capture's very end alone. Another draw then raises "Offset increment outside graph capture encountered
-    unexpectedly". A small capture that succeeds takes the mark off, also for the graphs that are alive and know this
-    state. Where it fails, too, a copy of the state, which has no mark, takes the state's place.
+    At the beginning of a capture, torch until 2.11 marks the state of the default generator as capturing, and removes
+    the mark only at the very end of the capture. Otherwise the next sampling raises "Offset increment outside graph
+    capture encountered unexpectedly". A small successful capture removes the mark, also for the live graphs that share
+    this state. If this capture fails too, the state is replaced by a copy without the mark.
 
-    Raises RuntimeError when random numbers, memory or the GPU itself cannot be used all the same.
+    Raises RuntimeError if random numbers, memory or the GPU itself are still unusable.
     """
     try:
         small, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
@@ -149,12 +159,14 @@ def _small_step() -> None:
 
 
 class Step:
-    """A decoding step of `rows` rows over memory that stays where it is. A call reads the rows' newest tokens, and
-    draws the next ones in place.
+    """A decoding step of `rows` rows on memory that does not move. A call reads the rows' newest tokens, and samples
+    the next tokens in place.
 
-    `state` [3, rows]: newest tokens, their positions, keys of the random streams; `layers`: a cache as
-    `Decoder.new_layer_cache` has it, with at least as many rows. What is drawn is in `state`, `logprobs` and
-    `model_logprobs` until the next call. The first call has the step rehearsed, the second one has it recorded.
+    `state`: [3, rows], the newest tokens, their positions, and the keys of the random streams.
+    `layers`: a cache in the format of `Decoder.new_layer_cache`, with at least `rows` rows.
+
+    The sampled values are in `state`, `logprobs` and `model_logprobs` until the next call. The first call rehearses the
+    step, the second call records it.
     """
 
     def __init__(
@@ -163,9 +175,11 @@ class Step:
         self._decoder, self._layers, self._state, self._sampling = decoder, list(layers), state, sampling
         self._window = layers[0].shape[3]
         self.logprobs, self.model_logprobs = torch.zeros(2, state.shape[1], device=state.device)  # [rows] each
-        self._held = decoder.turns_up_to(self._window)  # a graph reads this table, though the decoder may make a longer
+        # Keeps the table alive that the graph reads, even if the decoder creates a longer one.
+        self._held = decoder.turns_up_to(self._window)
         self._recorder, self._calls = recorder, 0
-        self._replay: Callable[[], None] | None = None  # not `run`: a step that held itself would outlive its use
+        # Not `self.run`: a reference cycle would keep the step alive after its use.
+        self._replay: Callable[[], None] | None = None
 
     def __call__(self) -> None:
         self._calls += 1
@@ -180,9 +194,9 @@ class Step:
             self._replay()
 
     def run(self) -> None:
-        """Does the step: no wait for the device, no shape that depends on values, no result at a new address."""
+        """Runs the step without device synchronization, value-dependent shapes, or results at new addresses."""
         tokens, positions, keys = self._state
-        # A row that has ended, or that nobody uses, goes on being counted: it must stay within the window.
+        # The position of a finished or unused row is still incremented, so clamp it to the window.
         inside = positions.clamp(max=self._window - 1)
         hidden, _ = self._decoder.decode(tokens, inside, self._layers, self._window)
         positions.add_(1)
@@ -192,20 +206,21 @@ class Step:
 
 
 class Steps:
-    """The steps of one batch by their number of rows, for as long as its cache stays where it is."""
+    """The steps of one batch, by padded row count. They are valid until the cache is reallocated."""
 
     def __init__(self, decoder: Decoder, state: Tensor, sampling: Sampling, recorder: Recorder) -> None:
         self._decoder, self._state, self._sampling, self._recorder = decoder, state, sampling, recorder
         self._width, self._steps = 0, dict[int, Step]()
 
     def clear(self) -> None:
-        """Forgets all steps, which hold the cache's layers."""
+        """Drops all steps, which hold references to the cache's layers."""
         self._steps.clear()
 
     def draw(self, layers: Sequence[Tensor], rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Decodes one token of the first `rows` rows. -> their tokens, log-probs, and the model's log-probs, [rows]
-        each, in memory of their own."""
-        if layers[0].shape[3] != self._width:  # the cache has grown: it lies elsewhere now
+        """Decodes one token of the first `rows` rows. Returns their tokens, log-probs, and the model's log-probs, each
+        [rows] in newly allocated memory.
+        """
+        if layers[0].shape[3] != self._width:  # the cache has grown and was reallocated
             self._width = layers[0].shape[3]
             self.clear()
         padded = min(padded_rows(rows), layers[0].shape[1])

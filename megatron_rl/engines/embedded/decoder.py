@@ -1,12 +1,12 @@
-"""The decoder of the embedded engine in plain torch, with a key/value cache and fused projections.
+"""The decoder of the embedded engine in plain torch, with a KV cache and fused projections.
 
 B rows   P prompt width   L cache columns   k experts of one token   H query heads   KV key/value heads
 d head size   h hidden size   V vocabulary
 
-With attention through a latent the cache holds, in place of keys and values, one vector of a token: its latent of r
-elements, and the e rotated elements of the key, which all heads share. A prompt's keys and values are made of it. A
-step does not make those of all columns anew: it takes the projection up into the query, and out of what is attended
-to, so that all heads attend to the same vectors.
+With latent attention (MLA), the cache holds one vector per token instead of keys and values: its latent of r elements,
+and the e rotated elements of the key, which all heads share. A prompt's keys and values are computed from these
+vectors. A decoding step does not recompute the keys and values of all columns: it folds the up-projection into the
+query and into the attention output, so that all heads attend to the same vectors.
 """
 
 from __future__ import annotations
@@ -25,32 +25,36 @@ from megatron_rl.weights.hf_model import Architecture
 
 
 class Decoder:
-    """A model that runs forward over `weights`; the key/value cache is the caller's."""
+    """A model that computes the forward pass with `weights`. The caller provides the KV cache."""
 
     def __init__(self, arch: Architecture, weights: Weights) -> None:
         self.arch, self.weights = arch, weights
         self.device, self.dtype = weights.norm.device, weights.norm.dtype
         self._kinds = [arch.features.kind_of(layer) for layer in range(arch.num_layers)]
         self._turns = self._rotary(512)
-        scale = torch.tensor(arch.features.embedding_scale, dtype=self.dtype)  # rounded, as the trainer rounds it
+        scale = torch.tensor(arch.features.embedding_scale, dtype=self.dtype)  # rounded to the dtype, as in the trainer
         self._embedding_scale = float(scale)
         self._scale = arch.features.softmax_scale or arch.head_dim**-0.5
-        self._plain = arch.head_dim - arch.rotated  # features of a head that are not rotated
-        # what the cache holds of a token: of keys and values, or of neither, so many heads of so many elements
+        self._plain = arch.head_dim - arch.rotated  # number of elements of a head that are not rotated
+        # Cache of one token: (2 for keys and values, or 1 for latents; number of heads; elements per head).
         self._cached = (1, 1, arch.kv_rank + arch.rope_dim) if arch.kv_rank else (2, arch.kv_heads, arch.head_dim)
         self._eps = {eps: torch.tensor(eps) for eps in (arch.features.norm_eps, arch.features.latent_eps)}
         self._routing = arch.features.routing
 
     def new_layer_cache(self, rows: int, width: int) -> Tensor:
-        """Makes the cache of a layer: [2, B, KV, L, d], keys then values, or with latents [1, B, 1, L, r + e]. Zeros:
-        what is masked out is still multiplied, so it must be finite."""
+        """Allocates the cache of one layer: [2, B, KV, L, d] with keys, then values; or [1, B, 1, L, r + e] with
+        latents. It is filled with zeros, because masked values are still multiplied and must be finite.
+        """
         kinds, heads, size = self._cached
         return torch.zeros((kinds, rows, heads, width, size), dtype=self.dtype, device=self.device)
 
     def prefill(self, tokens: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Reads right-padded prompts. [B, P] -> hidden states [B, P, h] before the last norm, per layer a cache as
-        `new_layer_cache` has it, and per layer the experts that were chosen [B P, k], FREE in a dense layer; none in a
-        dense model."""
+        """Processes right-padded prompts [B, P].
+
+        Returns three values: the hidden states [B, P, h] before the last norm; a cache per layer, in the format of
+        `new_layer_cache`; and the chosen experts per layer [B P, k] (FREE in a dense layer; an empty list for a dense
+        model).
+        """
         rows, width = tokens.shape
         turns = [one[:width].repeat(rows, 1)[:, None] for one in self.turns_up_to(width)]  # [B P, 1, d / 2] by kind
         masks = [self._prompt_mask(width, kind.window) for kind in self.arch.features.kinds]
@@ -68,11 +72,12 @@ class Decoder:
     def decode(
         self, tokens: Tensor, positions: Tensor, cache: Sequence[Tensor], window: int
     ) -> tuple[Tensor, list[Tensor]]:
-        """Reads one token per row. Tokens and positions [B] -> hidden states [B, h] before the last norm, and per layer
-        the experts that were chosen [B, k], FREE in a dense layer; none in a dense model.
+        """Processes one token per row. `tokens` and `positions`: [B].
 
-        The first B rows and `window` columns of the cache are looked at; the token's keys and values are written to it
-        in place.
+        Returns the hidden states [B, h] before the last norm, and the chosen experts per layer [B, k] (FREE in a dense
+        layer; an empty list for a dense model).
+
+        Reads the first B rows and `window` columns of the cache, and writes the token's keys and values to it in place.
         """
         turns = [one[positions][:, None] for one in self.turns_up_to(window)]  # [B, 1, d / 2] by kind
         index = torch.arange(len(tokens), device=self.device)
@@ -85,16 +90,18 @@ class Decoder:
         return x, chosen
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Turns hidden states before the last norm into scores of the next token. [..., h] -> [..., V]"""
+        """Computes the logits of the next token [..., V] from hidden states [..., h] before the last norm."""
         return F.linear(self._norm(hidden, self.weights.norm), self.weights.head)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Returns the embeddings of tokens, which some families scale. [N] -> [N, h]"""
+        """Returns the embeddings [N, h] of tokens [N]. Some model families scale them."""
         x = F.embedding(tokens, self.weights.embedding)
         return x if self._embedding_scale == 1.0 else x.mul_(self._embedding_scale)
 
     def _prompt_mask(self, width: int, reach: int | None) -> Tensor | None:
-        """Returns what places of a prompt see, [P, P], where a place reaches back so far; None: all before them."""
+        """Returns a mask [P, P], True where a position of a prompt attends to itself or to an earlier position, at most
+        `reach` - 1 positions back. Returns None if every position attends to all earlier positions.
+        """
         if reach is None or reach >= width:
             return None
         places = torch.arange(width, device=self.device)
@@ -102,7 +109,9 @@ class Decoder:
         return (back >= 0) & (back < reach)
 
     def _bias(self, positions: Tensor, window: int, reach: int | None) -> Tensor:
-        """Returns 0 for columns that the rows' tokens see and -inf for others, in the shape that `_attend` needs."""
+        """Returns an additive mask: 0 for columns that a row's token attends to and -inf for the others, in the shape
+        that `_attend` needs.
+        """
         columns = torch.arange(window, device=self.device)
         hidden = columns > positions[:, None]
         if reach is not None:
@@ -113,8 +122,9 @@ class Decoder:
         return bias[:, None].expand(-1, self._cached[1], -1).reshape(-1, 1, window)
 
     def _project(self, x: Tensor, layer: Layer, turns: Tensor) -> tuple[Tensor, Tensor]:
-        """Makes queries, keys and values. [N, h] -> rotated queries [N, H, d]; rotated keys, and values, [N, 2, KV,
-        d], or with latents what the cache holds of them, [N, 1, 1, r + e]."""
+        """Computes queries, keys and values from [N, h]. Returns rotated queries [N, H, d], and rotated keys with
+        values [N, 2, KV, d]. With latents, the second value is the cache entry [N, 1, 1, r + e].
+        """
         if isinstance(layer.qkv, Latents):
             return self._project_latents(x, layer.norm, layer.qkv, turns)
         arch, turned = self.arch, self.arch.heads + self.arch.kv_heads
@@ -129,8 +139,9 @@ class Decoder:
         return fused[:, : arch.heads], fused[:, arch.heads :].unflatten(1, (2, arch.kv_heads))
 
     def _project_latents(self, x: Tensor, norm: Tensor | None, own: Latents, turns: Tensor) -> tuple[Tensor, Tensor]:
-        """Makes queries and a latent. [N, h] -> rotated queries [N, H, d]; the normed latent and the key's rotated
-        elements, [N, 1, 1, r + e]."""
+        """Computes queries and a latent from [N, h]. Returns rotated queries [N, H, d], and the normalized latent with
+        the key's rotated elements [N, 1, 1, r + e].
+        """
         low, eps = self._norm(x, norm), self.arch.features.latent_eps
         latent, shared = F.linear(low, own.down).split([self.arch.kv_rank, self.arch.rope_dim], dim=-1)
         if own.query_down is not None and own.query_norm is not None:
@@ -142,7 +153,7 @@ class Decoder:
         return q, held[:, None, None]
 
     def _expand(self, held: Tensor, own: Latents) -> tuple[Tensor, Tensor]:
-        """Makes keys [B, H, P, d] and values [B, H, P, v] of what the cache holds, [B, P, r + e]."""
+        """Computes keys [B, H, P, d] and values [B, H, P, v] from the cached latents [B, P, r + e]."""
         latent, shared = held.split([self.arch.kv_rank, self.arch.rope_dim], dim=-1)
         both = F.linear(latent, own.up).unflatten(-1, (self.arch.heads, -1)).transpose(1, 2)  # [B, H, P, n + v]
         keys, values = both.split([self._plain, self.arch.value_dim], dim=-1)
@@ -163,9 +174,9 @@ class Decoder:
         """Attends from one query per row and head to the window. Queries [B, H, d], keys [B, KV, L, d] and values
         [B, KV, L, v] -> [B, H v].
 
-        In float32 two products with a softmax between them are the fastest on CPU. In fewer bits they would round
-        every score, so that the log-probs would miss the trainer's by more than they must: the fused kernel keeps
-        scores in float32.
+        In float32, two matrix products with a softmax between them are fastest on CPU. In lower precision they would
+        round every score, and the log-probs would differ too much from the trainer's. The fused kernel keeps scores in
+        float32.
         """
         rows, kv_heads, window = len(q), keys.shape[1], bias.shape[-1]
         if self.dtype == torch.float32:
@@ -174,14 +185,17 @@ class Decoder:
             scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self._scale)
             return torch.bmm(scores.softmax(dim=-1), values).view(rows, -1)
         keys, values = keys[:, :, :window], values[:, :, :window]
-        # The H / KV queries that share a key head stand as so many places of one sequence: their mask is the same.
+        # The H / KV queries that share a key head are arranged as positions of one sequence, because they have the same
+        # mask.
         q, mask = q.unflatten(1, (kv_heads, -1)), bias[:, None, None]
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self._scale)
         return y.reshape(rows, -1)
 
     def _finish(self, x: Tensor, attended: Tensor, layer: Layer) -> list[Tensor]:
-        """Adds the attention's output [N, H v], then the feed-forward's, to x [N, h]. Returns the experts that were
-        chosen, one [N, k], FREE in a dense layer; none in a dense model."""
+        """Adds the attention output, computed from `attended` [N, H v], and then the feed-forward output to x [N, h] in
+        place. Returns a list with the chosen experts [N, k] (FREE in a dense layer), or an empty list for a dense
+        model.
+        """
         if layer.out_after is None:
             x.addmm_(attended, layer.out.T)
         else:
@@ -199,13 +213,15 @@ class Decoder:
         return [add_experts(x, y, layer.mlp, self._routing)]
 
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Norms every head, or all heads at once where the weight is as wide as all of them. [N, H, d] -> [N, H, d]"""
+        """Normalizes every head separately, or all heads together if the weight covers all of them. [N, H, d] ->
+        [N, H, d]
+        """
         return self._norm(x.flatten(1).unflatten(1, (-1, len(weight))), weight).view(x.shape)
 
     def _norm(self, x: Tensor, weight: Tensor | None, eps: float | None = None) -> Tensor:
-        """Norms the last dimension. Without a weight there is no norm, and x itself is returned.
+        """Normalizes the last dimension. Returns x itself if `weight` is None.
 
-        `eps`: None is that of the model's layers.
+        `eps`: epsilon of the norm; None uses the epsilon of the model's layers.
         """
         if weight is None:
             return x
@@ -214,14 +230,15 @@ class Decoder:
             return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).type_as(x)
         if x.is_cuda:
             return F.rms_norm(x, weight.shape, weight, eps)
-        # On CPU torch runs rms_norm as nine small operations; these are five.
+        # On CPU, torch runs rms_norm as nine small operations. The code below needs five.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps[eps], length, length, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).to(x.dtype).mul_(weight)
 
     def _rotary(self, length: int) -> list[Tensor]:
-        """Computes e^(i angle) of every position: complex64 [length, d / 2], d of the rotated part, for each kind of
-        attention."""
+        """Computes e^(i angle) for every position and each kind of attention: complex64 [length, d / 2], where d is the
+        size of the rotated part.
+        """
         half, out = self.arch.rotated // 2, []
         for kind in range(len(self.arch.features.kinds)):
             cos, sin = self.arch.rotary(torch.arange(length), kind)
@@ -229,14 +246,15 @@ class Decoder:
         return out
 
     def turns_up_to(self, length: int) -> list[Tensor]:
-        """Returns tables of e^(i angle), one for each kind of attention, of at least so many positions."""
+        """Returns tables of e^(i angle) for at least `length` positions, one for each kind of attention."""
         if length > len(self._turns[0]):
             self._turns = self._rotary(2 * length)
         return self._turns
 
 
 def _turned(x: Tensor, turns: Tensor) -> Tensor:
-    """Turns pairs of neighbours by a rotary embedding's angles. [N, heads, d], [N, 1, d / 2] -> [N, heads, d]
-    float32"""
+    """Applies a rotary embedding to pairs of adjacent elements. [N, heads, d], [N, 1, d / 2] -> [N, heads, d]
+    float32
+    """
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2)

@@ -1,4 +1,4 @@
-"""The embedded engine of one rank: takes weights, answers asks by rounds, and scores texts."""
+"""The embedded engine of one rank: loads weights, answers requests in rounds, and scores sequences."""
 
 from __future__ import annotations
 
@@ -26,20 +26,24 @@ from megatron_rl.engines.protocol import Completion, EngineError, Sampling, Tand
 from megatron_rl.host_to_device import upload
 from megatron_rl.weights import hf_model
 
-SCORE_TOKENS = 1024  # positions whose logits are held at once
-SCORED_TOGETHER = 2048  # tokens, padding included, of the texts that are read at once
+SCORE_TOKENS = 1024  # number of positions whose logits are in memory at once
+SCORED_TOGETHER = 2048  # number of tokens, including padding, that are scored in one forward pass
 
 
 class EmbeddedEngine:
-    """An engine that generates on this rank with its own copy of the weights.
-
-    Implements engines.protocol.Engine for a world of one rank.
+    """An engine that generates on this rank with a separate copy of the weights. Implements engines.protocol.Engine for
+    a world of one rank.
 
     Greedy output equals transformers' `generate`. A sequence ends at the end-of-sequence tokens of the model directory
-    and of `tokenizer`, which stop strings need. `max_batch` rows are decoded together. `junior`: a frozen model that
-    writes along where `Sampling.tandem` says so; its weights are read now, from its directory. `tells_experts`:
-    completions name the experts that the model chose (the senior of two), for router replay; ValueError for a model
-    without experts. `cuda_graphs`: on a GPU steps of a dense model without a junior are replayed (cuda_graphs.py).
+    and of `tokenizer`.
+
+    `max_batch`: maximum number of rows that are decoded together.
+    `tokenizer`: required for stop strings and for Tandem RL.
+    `junior`: a frozen model that generates some of the tokens if `Sampling.tandem` is set. Its weights are loaded now.
+    `tells_experts`: completions contain the experts that the model (the senior of Tandem RL) chose, for router replay.
+    Raises ValueError for a model without experts.
+    `cuda_graphs`: on a GPU, decoding steps of a dense model without a junior use CUDA graphs (cuda_graphs.py).
+
     Raises ConfigError for a model that is not supported.
     """
 
@@ -71,7 +75,7 @@ class EmbeddedEngine:
             self._eos |= {tokenizer.eos_token_id}
         self._decoder: Decoder | None = None
         self._landing: tuple[Decoder, WeightSlots] | None = None
-        self._boundaries = functools.cache(functools.partial(boundaries, tokenizer))  # by strategy of a tandem
+        self._boundaries = functools.cache(functools.partial(boundaries, tokenizer))  # by Tandem RL strategy
         self._junior: Decoder | None = None
         if junior is not None:
             directory = hf_model.local_directory(junior)
@@ -84,24 +88,26 @@ class EmbeddedEngine:
 
     @property
     def targets(self) -> WeightSlots:
-        """The storage that a refit writes to. It is made now; it serves from the first `commit_refit` on."""
+        """The storage that a refit writes to. It is allocated at the first access, and is used from the first
+        `commit_refit` on.
+        """
         if self._landing is None:
             weights, slots = storage(self.arch, self._dtype, self._device)
             self._landing = Decoder(self.arch, weights), WeightSlots(slots)
         return self._landing[1]
 
     def begin_refit(self) -> None:
-        """Marks the weights as mixed: nothing is generated until `commit_refit`."""
+        """Marks the weights as incomplete: the engine cannot generate until `commit_refit`."""
         self._decoder, self.version = None, -1
 
     def commit_refit(self, version: int) -> None:
-        """Serves what was written to `targets`, which is whole and of this version."""
+        """Uses the weights in `targets`, which must be complete and of this version."""
         assert self._landing is not None, "nothing was written"
         self._decoder, self.version = self._landing[0], version
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Takes a whole weight stream of full tensors under Hugging Face names; on any error the old weights and
-        version stay.
+        """Loads a complete stream of full tensors under Hugging Face names. On an error, the engine keeps the old
+        weights and version.
 
         Raises ValueError for unknown, missing, repeated or misshapen tensors.
         """
@@ -109,19 +115,24 @@ class EmbeddedEngine:
         self.version = version
 
     def load_pretrained(self) -> None:
-        """Loads the model directory's own weights, as version 0. Raises FileNotFoundError when it has none."""
+        """Loads the weights of the model directory, as version 0. Raises FileNotFoundError if the directory has no
+        weights.
+        """
         self.load(hf_model.read_tensors(self._directory), version=0)
 
     def session(self) -> BatchedSession:
-        """Opens a session whose asks raise as `check_ask` does, and whose answers raise as `generate_rows` does."""
+        """Returns a new session. Its `ask` raises the errors of `check_ask`, and its `answers` raises those of
+        `generate_rows`.
+        """
         return BatchedSession(self.generate_rows, self.check_ask, self._full)
 
     def tend(self) -> None:
         """No-op: there are no servers."""
 
     def check_ask(self, tokens: np.ndarray, sampling: Sampling, key: int) -> None:
-        """Raises ValueError for an empty prompt, a token or stop token outside the vocabulary, an impossible sampling
-        setting, stop strings without a tokenizer, and a tandem without a junior."""
+        """Raises ValueError for an empty prompt, a token or stop token outside the vocabulary, an invalid sampling
+        setting, stop strings without a tokenizer, and Tandem RL settings without a junior or a tokenizer.
+        """
         sampling_seeds.check(sampling)
         if sampling.stop_strings and self._tokenizer is None:
             raise ValueError(f"stop_strings {sampling.stop_strings} need a tokenizer: give one to EmbeddedEngine")
@@ -133,11 +144,11 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:
-        """Draws one completion per row, in order. [R] -> [R]. Rows whose samplings differ in seed, length and n alone
-        share a batch.
+        """Samples one completion per row. Returns [R] completions in the order of the [R] rows. Rows whose sampling
+        settings differ only in seed, length and n share a batch.
 
-        A row that fills the model's context ends with Stop.LENGTH. Raises RuntimeError before the first load,
-        FloatingPointError when the model's log-probs are not finite. What `check_ask` refuses must not come here.
+        A row that fills the model's context ends with Stop.LENGTH. Raises RuntimeError before the first load, and
+        FloatingPointError if the model's log-probs are not finite. Every row must have passed `check_ask`.
         """
         decoder = self._loaded()
         batches: dict[Sampling, list[int]] = {}
@@ -151,18 +162,19 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-        """Computes the model's log-probability of every token given those before it, at temperature 1; 0 for the
-        first. [S][T] -> [S] arrays [T] float32.
+        """Returns the model's log-prob of every token given the tokens before it, at temperature 1: one float32 array
+        [T] for each of the [S][T] sequences. The log-prob of the first token is 0.
 
-        Raises ValueError for an empty sequence and for a token outside the vocabulary, RuntimeError before the first
+        Raises ValueError for an empty sequence or a token outside the vocabulary, and RuntimeError before the first
         load.
         """
         return [scores.logprobs for scores in self._scored(sequences, 0)]
 
     @torch.inference_mode()
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
-        """See engines.protocol.Engine. Raises EngineError for more tokens than the model has, and what `score`
-        raises."""
+        """See engines.protocol.Engine. Raises EngineError if k exceeds the vocabulary size, and the errors of
+        `score`.
+        """
         if k > self.arch.vocab:
             raise EngineError(
                 f"the {k} likeliest tokens were asked for: {self._directory} has {self.arch.vocab} in all"
@@ -171,9 +183,9 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def distributions(self, tokens: Tokens) -> Iterator[Tensor]:
-        """Yields log-probabilities of every token that may come after each one but the last, at temperature 1.
+        """Yields the log-probs of all candidates for the next token after each token except the last, at temperature 1.
 
-        [T] -> [T - 1, V] float32, in parts of some rows. Raises as `score` does.
+        [T] -> [T - 1, V] float32, in chunks of rows. Raises the same errors as `score`.
         """
         decoder, array = self._loaded(), np.asarray(tokens, np.int64)
         self._check_tokens(array, "a sequence")
@@ -211,14 +223,16 @@ class EmbeddedEngine:
         return [found[i] for i in range(len(arrays))]
 
     def _score_together(self, decoder: Decoder, sequences: Sequence[np.ndarray], k: int) -> list[TopScores]:
-        """Scores some sequences in one pass, the longest of them first, with the k likeliest tokens at every place."""
+        """Scores sequences, sorted by descending length, in one forward pass. Returns the k most likely tokens at every
+        position too.
+        """
         if not sequences:
             return []
         lengths = np.array([len(tokens) for tokens in sequences])
         padded = np.zeros((len(sequences), lengths[0]), np.int64)
         inside = np.arange(lengths[0]) < lengths[:, None]
         padded[inside] = np.concatenate(sequences)
-        own = np.nonzero(inside[:, 1:])  # rows and columns of the positions that predict a token of the text
+        own = np.nonzero(inside[:, 1:])  # rows and columns of the positions that predict a token of a sequence
         rows, columns, labels, tokens = (
             upload(torch.from_numpy(one), self._device) for one in (*own, padded[:, 1:][own][:, None], padded)
         )
@@ -229,7 +243,7 @@ class EmbeddedEngine:
             top = every.topk(k, dim=-1)
             found.append(torch.cat([every.gather(1, next_ids), top.values], dim=1))
             likeliest.append(top.indices.int())
-        # Nothing predicts the first token of a text: it has zeros.
+        # The first token of a sequence is not predicted: its scores stay zero.
         scores, ids = np.zeros((*padded.shape, 1 + k), np.float32), np.zeros((*padded.shape, k), np.int32)
         scores[:, 1:][own], ids[:, 1:][own] = torch.cat(found).cpu().numpy(), torch.cat(likeliest).cpu().numpy()
         rows_of = zip(scores, ids, lengths.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""The embedded engine's copy of a model's weights: fused storage, and where each Hugging Face tensor lies in it.
+"""The embedded engine's copy of a model's weights: fused storage, and the location of each Hugging Face tensor in it.
 
 H query heads   KV key/value heads   d head size   h hidden size   f width of a feed-forward or an expert   E experts
 V vocabulary
@@ -23,7 +23,7 @@ _PAIRED = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weig
 
 @dataclass(frozen=True)
 class FeedForward:
-    """A dense feed-forward layer; gate and up are fused by rows."""
+    """A dense feed-forward layer. Gate and up projections are concatenated along the rows."""
 
     gate_up: Tensor  # [2 f, h]
     down: Tensor  # [h, f]
@@ -31,7 +31,7 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """An expert that every token goes through; a gate of its own weighs what it gives, in families that have one."""
+    """An expert that processes every token. In some model families a separate gate weights its output."""
 
     gate: Tensor | None  # [1, h]
     layer: FeedForward
@@ -39,46 +39,50 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """A layer's router, and its experts in two tensors; gate and up of one expert are fused by rows."""
+    """The weights of a layer's router and experts. All experts are stacked. Gate and up projections of an expert are
+    concatenated along the rows.
+    """
 
     router: Tensor  # [E, h]
     gate_up: Tensor  # [E, 2 f, h]
     down: Tensor  # [E, h, f]
     shared: SharedExpert | None
-    bias: Tensor | None = None  # [E] float32, of the choice of experts
+    bias: Tensor | None = None  # [E] float32, bias that is used only to choose experts
 
 
 @dataclass(frozen=True)
 class Latents:
-    """The projections of attention through a latent of r elements. A head has n features that are not rotated, and e
-    that are; those of the key are shared by all heads."""
+    """The projections of latent attention (MLA) with a latent of r elements. A head has n elements that are not
+    rotated, and e rotated elements. All heads share the rotated elements of the key.
+    """
 
     down: Tensor  # [r + e, h]
     norm: Tensor  # [r]
     up: Tensor  # [H (n + v), r]
-    query_down: Tensor | None  # [q, h]; None: queries are made of the hidden state
+    query_down: Tensor | None  # [q, h]; None if queries are computed from the hidden state
     query_norm: Tensor | None  # [q]
     query: Tensor  # [H (n + e), q or h]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One block's weights; q, k and v are fused by rows.
+    """The weights of one transformer block. The q, k and v projections are concatenated along the rows.
 
-    The rows of q and k (and q_norm, k_norm) stand so that the two features which a rotary angle turns are neighbours:
-    attention is the same, and turning them is one complex product. In families with latents they are so in files too.
+    The rows of q and k (and q_norm, k_norm) are ordered so that the two elements of a rotary pair are adjacent. The
+    attention result is the same, and the rotation is one complex product. In families with latents, checkpoints already
+    have this order.
     """
 
-    norm: Tensor | None  # [h], of what attention reads
+    norm: Tensor | None  # [h], norm of the attention's input
     qkv: Tensor | Latents  # [(H + 2 KV) d, h]
     qkv_bias: Tensor | None  # [(H + 2 KV) d]
-    q_norm: Tensor | None  # [d] of one head, or [H d] of all at once
+    q_norm: Tensor | None  # [d] for separate heads, or [H d] for all heads together
     k_norm: Tensor | None  # [d], or [KV d]
     out: Tensor  # [h, H d], or with latents [h, H v]
-    out_after: Tensor | None  # [h], of what attention adds
-    mlp_norm: Tensor | None  # [h], of what the feed-forward reads
+    out_after: Tensor | None  # [h], norm of the attention's output
+    mlp_norm: Tensor | None  # [h], norm of the feed-forward's input
     mlp: FeedForward | ExpertWeights
-    mlp_after: Tensor | None  # [h], of what the feed-forward adds
+    mlp_after: Tensor | None  # [h], norm of the feed-forward's output
 
 
 @dataclass(frozen=True)
@@ -93,17 +97,19 @@ class Weights:
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """The part of the fused storage in which one Hugging Face tensor lies."""
+    """The part of the fused storage that holds one Hugging Face tensor."""
 
     rows: Tensor  # [rows, columns] or [rows], a view
-    head_dim: int | None = None  # rows of whole heads whose halves [first, second] stand as pairs; None: as they are
+    # If set, each head's rows are stored as pairs (one row of the first half, one of the second half). None: same order
+    # as in the Hugging Face tensor.
+    head_dim: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.rows.shape)
 
     def order(self, first: int, count: int) -> Tensor | slice:
-        """Tells where rows [first, first + count) of the Hugging Face tensor lie."""
+        """Returns the storage indices of rows [first, first + count) of the Hugging Face tensor."""
         if self.head_dim is None:
             return slice(first, first + count)
         row, half = torch.arange(first, first + count, device=self.rows.device), self.head_dim // 2
@@ -111,7 +117,7 @@ class WeightSlot:
         return row - within + within % half * 2 + within // half
 
     def fill(self, tensor: Tensor) -> None:
-        """Writes the whole tensor at once."""
+        """Copies the whole tensor to its place in the storage."""
         if self.head_dim is None:
             self.rows.copy_(tensor)
         else:
@@ -120,8 +126,8 @@ class WeightSlot:
 
 
 class WeightSlots:
-    """The storage by Hugging Face names, for a refit to write parts of it. A part is (row, column, number of rows,
-    number of columns).
+    """The storage by Hugging Face names, to which a refit writes parts of tensors. A part is (row, column, number of
+    rows, number of columns).
 
     Implements refit.transport.Parameters.
     """
@@ -151,10 +157,10 @@ class WeightSlots:
 def gather_weights(
     stream: Iterable[tuple[str, Tensor]], arch: Architecture, dtype: torch.dtype, device: torch.device
 ) -> Weights:
-    """Reads a whole stream of (name, tensor) into new storage. Raises ValueError for unknown, missing, repeated or
-    misshapen tensors.
+    """Copies a complete stream of (name, tensor) to newly allocated storage. Raises ValueError for unknown, missing,
+    repeated or misshapen tensors.
 
-    A tied model may bring lm_head.weight; it is not read.
+    The stream of a model with tied embeddings may contain lm_head.weight, which is ignored.
     """
     weights, slots = storage(arch, dtype, device)
     seen: set[str] = set()
@@ -184,7 +190,7 @@ def gather_weights(
 
 
 def storage(arch: Architecture, dtype: torch.dtype, device: torch.device) -> tuple[Weights, dict[str, WeightSlot]]:
-    """Makes uninitialised weights, and tells where every Hugging Face tensor of the model goes in them."""
+    """Allocates uninitialized weights. Returns the weights, and the location of every Hugging Face tensor in them."""
     made = _Storage(arch, dtype, device)
     layers = tuple(made.layer(number) for number in range(arch.num_layers))
     first, last = ends(arch)
@@ -195,14 +201,14 @@ def storage(arch: Architecture, dtype: torch.dtype, device: torch.device) -> tup
 
 
 class _Storage:
-    """Storage under construction; `slots` has all that was made so far."""
+    """Storage under construction. `slots` has the locations of all tensors allocated so far."""
 
     def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
         self._arch, self._dtype, self._device = arch, dtype, device
         self.slots: dict[str, WeightSlot] = {}
 
     def layer(self, number: int) -> Layer:
-        """Makes layer `number`. Megatron's names of its rows are the same in every family."""
+        """Allocates layer `number`. Megatron's parameter names are the same in every model family."""
         prefix = HF_LAYER.format(number)
         made = {row.name: self.row(row, prefix) for row in layer_rows(self._arch, number)}
         return Layer(
@@ -219,9 +225,9 @@ class _Storage:
         )
 
     def row(self, row: Row, prefix: str) -> Tensor:
-        """Makes one parameter: the row's tensors joined end to end, and of all experts stacked.
+        """Allocates one parameter: the concatenated tensors of the row, stacked for all experts.
 
-        The rows of queries and keys, and the elements of their norms, are paired.
+        The rows of queries and keys, and the elements of their norms, are stored in rotary pairs.
         """
         rows, columns = [source.rows for source in row.sources], row.sources[0].columns
         shape = [*([row.experts] if row.experts else []), sum(rows), *([columns] if columns > 1 else [])]
@@ -236,12 +242,12 @@ class _Storage:
 
 
 def _feed_forward(made: Mapping[str, Tensor], module: str) -> FeedForward:
-    """Returns the gated feed-forward layer of a module among a layer's parameters."""
+    """Returns the gated feed-forward layer of the module `module`, given a layer's parameters."""
     return FeedForward(made[f"{module}.linear_fc1.weight"], made[f"{module}.linear_fc2.weight"])
 
 
 def _experts(made: Mapping[str, Tensor]) -> ExpertWeights:
-    """Returns router and experts among a layer's parameters, and the shared expert where there is one."""
+    """Returns the router and the experts, given a layer's parameters, and the shared expert if there is one."""
     fc1, fc2 = (made[f"mlp.experts.local_experts.{EXPERT}.linear_{fc}.weight"] for fc in ("fc1", "fc2"))
     shared = None
     if "mlp.shared_experts.linear_fc1.weight" in made:
@@ -251,7 +257,7 @@ def _experts(made: Mapping[str, Tensor]) -> ExpertWeights:
 
 
 def _latents(made: Mapping[str, Tensor]) -> Latents:
-    """Returns the projections to and from latents among a layer's parameters."""
+    """Returns the projections of latent attention, given a layer's parameters."""
     whole = made.get("self_attention.linear_q_proj.weight")
     return Latents(
         down=made["self_attention.linear_kv_down_proj.weight"],

@@ -1,4 +1,4 @@
-"""Keeps the experts that a model chose for the tokens of a batch's rows, until the rows' completions are made.
+"""Stores the experts that a model chose for the tokens of a batch's rows, until the completions are built.
 
 R rows of a call   B rows of a step   L layers   k experts of one token
 """
@@ -13,19 +13,20 @@ from torch import Tensor
 
 
 class ExpertChoices:
-    """The choices for every token that was read: those of prompts, and those of drawn tokens.
+    """The expert choices for every token that the model processed: prompt tokens and sampled tokens.
 
-    The last token of a completion is read by nobody, so nothing is known of it.
+    The model does not process the last token of a completion, so this token has no expert choices.
     """
 
     def __init__(self, rows: int) -> None:
         self._prompts: list[np.ndarray | None] = [None] * rows  # [P, L, k] int16 each
-        self._drawn: list[tuple[np.ndarray, np.ndarray, Tensor]] = []  # places [B], offsets [B], choices [B, L, k]
+        # Rows [B], token indices [B] in the completions, choices [B, L, k].
+        self._drawn: list[tuple[np.ndarray, np.ndarray, Tensor]] = []
 
     def read_prompts(self, chosen: Sequence[Tensor], width: int, places: Sequence[tuple[int, int, int]]) -> None:
-        """Takes the choices of a prefill of prompts padded to `width`: [prompts * width, k] of each layer.
+        """Stores the choices of a prefill of prompts padded to `width`: [prompts * width, k] of each layer.
 
-        `places` has of every row its place in the call, the number of its prompt in the prefill, and the prompt's
+        `places`: for every row, the row's index in the call, the index of its prompt in the prefill, and the prompt's
         length.
         """
         told = _stacked(chosen).cpu().numpy()
@@ -34,14 +35,15 @@ class ExpertChoices:
             self._prompts[place] = told[number, :length]
 
     def read_drawn(self, chosen: Sequence[Tensor], places: np.ndarray, offsets: np.ndarray) -> None:
-        """Takes the choices of a step, [B, k] of each layer. The tokens that it read stand at `offsets` [B] of the
-        completions of rows `places` [B]; rows that had ended before are among them."""
+        """Stores the choices of a decoding step, [B, k] of each layer. The processed tokens have the indices `offsets`
+        [B] in the completions of the rows `places` [B]. Rows that have already ended may be included.
+        """
         self._drawn.append((places, offsets, _stacked(chosen)))
 
     def of_rows(self, lengths: np.ndarray) -> list[np.ndarray | None]:
-        """Returns [prompt + T - 1, L, k] int16 of every row whose completion has T tokens, None where T is 0.
+        """Returns [prompt + T - 1, L, k] int16 for every row whose completion has T tokens, or None if T is 0.
 
-        `lengths` [R] are the completions'.
+        `lengths`: [R], the lengths of the completions.
         """
         read = np.maximum(lengths - 1, 0)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(read)])
@@ -60,5 +62,5 @@ class ExpertChoices:
 
 
 def _stacked(chosen: Sequence[Tensor]) -> Tensor:
-    """Joins the choices of all layers. L tensors [N, k] -> [N, L, k] int16."""
+    """Stacks the choices of all layers. L tensors [N, k] -> [N, L, k] int16."""
     return torch.stack(list(chosen), dim=1).short()

@@ -1,5 +1,5 @@
-"""The feed-forward layers of the embedded engine. With experts a router sends every token to some of them, and where
-the family has a shared expert, every token goes through that one too.
+"""The feed-forward layers of the embedded engine. In a layer with experts, a router sends every token to some of them.
+If the model family has a shared expert, every token is also processed by the shared expert.
 
 N tokens   h hidden size   E experts   k experts of one token   f width of a feed-forward or an expert
 """
@@ -15,11 +15,13 @@ from megatron_rl.models.sizes import Routing
 
 
 def add_experts(x: Tensor, y: Tensor, layer: ExpertWeights, routing: Routing) -> Tensor:
-    """Adds the layer's output for normed states `y` [N, h] to `x` [N, h]. Returns the chosen experts [N, k]."""
+    """Adds the layer's output for normalized states `y` [N, h] to `x` [N, h] in place. Returns the chosen experts
+    [N, k].
+    """
     weights, chosen = route(y, layer, routing)
-    experts, order = chosen.flatten().sort(stable=True)  # [N k] each: (token, expert) pairs stand expert by expert
+    experts, order = chosen.flatten().sort(stable=True)  # [N k] each: the (token, expert) pairs sorted by expert
     numbers = torch.arange(len(layer.router), device=y.device)
-    ends = torch.searchsorted(experts, numbers, right=True).int()  # [E], where the pairs of each expert end
+    ends = torch.searchsorted(experts, numbers, right=True).int()  # [E], end index of the pairs of each expert
     rows = y.index_select(0, order // routing.chosen)
     inner = gated(F.grouped_mm(rows, layer.gate_up.mT, offs=ends))
     made = F.grouped_mm(inner, layer.down.mT, offs=ends)  # [N k, h]
@@ -34,11 +36,11 @@ def add_experts(x: Tensor, y: Tensor, layer: ExpertWeights, routing: Routing) ->
 
 
 def route(y: Tensor, layer: ExpertWeights, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Chooses the experts of every token. [N, h] -> their weights [N, k] float32, their numbers [N, k] int64,
-    likeliest first.
+    """Chooses the experts of every token [N, h]. Returns their weights [N, k] float32 and their indices [N, k] int64,
+    with the highest score first.
 
-    The weights are scores of a softmax over all experts, or sigmoids, as in transformers' routers. Logits are float32
-    in a bfloat16 model too, as the trainer's are: rounded ones would send tokens near a tie to other experts.
+    The weights are softmax scores over all experts, or sigmoid scores, as in transformers' routers. Logits are float32
+    also in a bfloat16 model, as in the trainer: rounded logits would send tokens near a tie to other experts.
     """
     logits = F.linear(y.float(), layer.router.float())
     scores = logits.softmax(dim=-1) if routing.scores == "softmax" else logits.sigmoid()
@@ -53,9 +55,9 @@ def route(y: Tensor, layer: ExpertWeights, routing: Routing) -> tuple[Tensor, Te
 
 
 def _within_groups(liked: Tensor, routing: Routing) -> Tensor:
-    """Makes the scores [N, E] of experts outside of a token's best groups -inf.
+    """Sets the scores [N, E] of experts outside a token's best groups to -inf.
 
-    A group is as good as the sum of its `group_best` largest scores.
+    The score of a group is the sum of its `group_best` largest expert scores.
     """
     by_group = liked.unflatten(-1, (routing.groups, -1))  # [N, groups, E / groups]
     best = by_group.topk(routing.group_best, dim=-1).values.sum(dim=-1).topk(routing.groups_chosen, dim=-1).indices
@@ -64,7 +66,7 @@ def _within_groups(liked: Tensor, routing: Routing) -> Tensor:
 
 
 def gated(fused: Tensor, activation: str = "silu") -> Tensor:
-    """Multiplies the activated gate with up. [N, 2 f] -> [N, f]"""
+    """Multiplies the activated gate projection by the up projection. [N, 2 f] -> [N, f]"""
     gate, up = fused.chunk(2, dim=-1)
     active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return active.mul_(up)

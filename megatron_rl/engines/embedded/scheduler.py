@@ -1,4 +1,4 @@
-"""Continuous batching: rows that end leave their slot, waiting ones take it.
+"""Continuous batching: a row that ends frees its slot for a waiting row.
 
 R rows of a call   B rows in use   V vocabulary   h hidden size
 """
@@ -26,41 +26,44 @@ from megatron_rl.engines.protocol import Completion
 from megatron_rl.host_to_device import upload
 from megatron_rl.types import Stop
 
-COMPACT_BELOW = 0.95  # share of living rows under which the slots are packed together
-REFILL = 4  # waiting rows are prefilled when 1 / REFILL of the slots are free, many at once
-PREFILL_TOKENS = 2048  # prompt tokens, padding included, that go through the model at once
+COMPACT_BELOW = 0.95  # minimum share of live rows; below it, the live rows are moved together
+REFILL = 4  # waiting rows are prefilled when 1 / REFILL of the slots are free, to prefill many at once
+PREFILL_TOKENS = 2048  # number of prompt tokens, including padding, in one forward pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Request:
-    """One row of a call, as it waits."""
+    """One waiting row of a call."""
 
-    place: int  # in the call
+    place: int  # index of the row in the call
     tokens: np.ndarray
     prompt: bytes  # the tokens' bytes: equal prompts are prefilled once
-    key: int  # of its random stream
+    key: int  # key of the row's random stream
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Draw:
-    """The tokens drawn in one step. Rows that had ended before are among them."""
+    """The tokens sampled in one step. Rows that have already ended may be included."""
 
-    places: np.ndarray  # [B], of the rows in the call
-    offsets: np.ndarray  # [B], of the tokens in their completions
+    places: np.ndarray  # [B], indices of the rows in the call
+    offsets: np.ndarray  # [B], indices of the tokens in their completions
     tokens: Tensor  # [B]
     logprobs: Tensor  # [B]
     model_logprobs: Tensor  # [B]
-    authors: np.ndarray | None  # [B] bool, of a tandem
+    authors: np.ndarray | None  # [B] bool, True for the senior; only for Tandem RL
 
 
 class ContinuousBatch:
-    """The rows of one call with the same sampling but for seed and length. `run` draws their completions.
+    """The rows of one call that have the same sampling settings except for seed and length. `run` samples their
+    completions.
 
-    Slots 0 .. size - 1 are in use: by living rows and, until the next packing, by dead ones. With `writers` there are
-    two decoders: both read every token, each with a cache of its own, and the one whose turn it is gives the next
-    token's logits. With `tells_experts` completions name the experts that the first decoder chose. What the host must
-    know of a row (its length, whether it lives) is counted on the host, so that a step waits for the device once.
-    `recorder`: how steps of a single dense decoder are replayed (cuda_graphs.py); None: they are not.
+    Slots 0 .. size - 1 are in use, by live rows and, until the next packing, by ended rows. The host tracks what it
+    needs of a row (its length, whether it is live), so that a step synchronizes with the device only once.
+
+    `writers`: for Tandem RL with two decoders. Both decoders process every token, each with a separate cache; the
+    logits of the next token come from the model whose turn it is.
+    `tells_experts`: completions contain the experts that the first decoder chose.
+    `recorder`: replays the steps of a single dense decoder as CUDA graphs (cuda_graphs.py); None runs steps directly.
     """
 
     def __init__(
@@ -79,25 +82,25 @@ class ContinuousBatch:
         context = min(decoder.arch.config.max_position_embeddings for decoder in decoders)
         self._prompt_lengths = np.array([len(row.tokens) for row in rows])  # [R]
         most = np.array([row.sampling.max_tokens for row in rows])
-        self._limits = np.minimum(
-            most, context - self._prompt_lengths
-        )  # [R] tokens of each completion; 0 or less: no room
-        self._lengths = np.zeros(len(rows), np.int64)  # [R] of each completion, when it has ended
+        # [R], maximum number of tokens of each completion; 0 or less if the prompt fills the context.
+        self._limits = np.minimum(most, context - self._prompt_lengths)
+        self._lengths = np.zeros(len(rows), np.int64)  # [R], length of each completion that has ended
         self._stops = [Stop.LENGTH] * len(rows)
         requests = [
             _Request(i, r.tokens, r.tokens.tobytes(), sampling_seeds.stream_key(r.sampling.seed, r.key, r.sample))
             for i, r in enumerate(rows)
             if self._limits[i] > 0
         ]
-        # Long prompts first: rows of similar length live together, and samples of one prompt are prefilled together.
+        # Long prompts first, so that rows of similar length are decoded together and equal prompts are prefilled
+        # together.
         self._waiting = deque(sorted(requests, key=lambda r: (-len(r.tokens), r.prompt, r.place)))
         self._slots, self._size = min(max_batch, len(requests)), 0
         self._caches = [Cache(decoder, self._slots) for decoder in decoders]
         state = torch.zeros(3, self._slots, dtype=torch.int64, device=self._device)
         self._state = state
-        self._tokens, self._positions, self._keys = state  # [slots] each; positions: of `tokens`
-        self._places = np.zeros(self._slots, np.int64)  # [slots], in the call
-        self._counts = np.zeros(self._slots, np.int64)  # [slots], tokens drawn
+        self._tokens, self._positions, self._keys = state  # [slots] each; positions: the positions of `tokens`
+        self._places = np.zeros(self._slots, np.int64)  # [slots], index of the row in the call
+        self._counts = np.zeros(self._slots, np.int64)  # [slots], number of sampled tokens
         self._alive = np.zeros(self._slots, bool)
         self._tails = np.full((self._slots, ends.window), NO_TOKEN, np.int64)  # last tokens of each completion
         self._drawn: list[_Draw] = []
@@ -107,8 +110,9 @@ class ContinuousBatch:
             self._steps = Steps(decoders[0], state, self._sampling, recorder)
 
     def run(self) -> list[Completion]:
-        """Draws all completions. -> [R], in the order of the call. Raises FloatingPointError for log-probs that are
-        not finite."""
+        """Samples all completions. Returns [R] completions in the order of the call. Raises FloatingPointError if
+        log-probs are not finite.
+        """
         living = 0
         while self._waiting or living:
             free = self._slots - living
@@ -123,7 +127,7 @@ class ContinuousBatch:
         return self._completions()
 
     def _admit(self, count: int) -> None:
-        """Prefills the next `count` rows, each distinct prompt once, and draws their first tokens."""
+        """Prefills the next `count` rows, each distinct prompt once, and samples their first tokens."""
         self._reserve(len(self._waiting[0].tokens) + 1)
         chunk: list[_Request] = []
         prompts: dict[bytes, int] = {}
@@ -136,7 +140,9 @@ class ContinuousBatch:
         self._prefill(chunk, prompts)
 
     def _prefill(self, new: list[_Request], prompts: dict[bytes, int]) -> None:
-        """Puts `new` rows behind those in use; `prompts` numbers their distinct prompts."""
+        """Prefills the `new` rows and puts them into the slots after the rows in use. `prompts`: index of each distinct
+        prompt.
+        """
         part = slice(self._size, self._size + len(new))
         padded = np.zeros((len(prompts), len(new[0].tokens)), np.int64)
         for request in new:
@@ -169,7 +175,7 @@ class ContinuousBatch:
         if self._steps is not None:
             self._take(part, *self._steps.draw(self._caches[0].layers, self._size))
             return
-        # A row that has ended goes on being counted: it must stay within the window.
+        # The position of an ended row is still incremented, so clamp it to the window.
         tokens, positions = self._tokens[part], self._positions[part].clamp(max=window - 1)
         pairs = zip(self._decoders, self._caches, strict=True)
         read = [decoder.decode(tokens, positions, cache.layers, window) for decoder, cache in pairs]
@@ -178,7 +184,7 @@ class ContinuousBatch:
         self._draw([states for states, _ in read], part)
 
     def _draw(self, states: list[Tensor], part: slice) -> None:
-        """Draws the next token of the rows in slots `part` from their hidden states [B, h]."""
+        """Samples the next token of the rows in slots `part` from their hidden states [B, h]."""
         places = self._places[part]
         logits = self._decoders[0].logits(states[0]) if self._writers is None else self._writers.logits(states, places)
         positions = self._positions[part].add_(1)
@@ -187,10 +193,10 @@ class ContinuousBatch:
         self._take(part, *drawn)
 
     def _take(self, part: slice, tokens: Tensor, logprobs: Tensor, model_logprobs: Tensor) -> None:
-        """Counts the tokens drawn for the rows in slots `part`, [B], and ends those that they finish."""
+        """Stores the tokens [B] sampled for the rows in slots `part`, and ends the rows that these tokens complete."""
         places, offsets = self._places[part].copy(), self._counts[part].copy()
         self._counts[part] += 1
-        told = tokens.cpu().numpy()  # the step's only wait for the device
+        told = tokens.cpu().numpy()  # the step's only synchronization with the device
         ended = self._ends.table[told] | (self._counts[part] >= self._limits[places])
         by_text = self._by_text(told, part) if self._ends.window else np.zeros(len(places), bool)
         authors = None if self._writers is None else self._writers.write(places, told)
@@ -200,8 +206,7 @@ class ContinuousBatch:
             self._finish(finished, part, told, by_text)
 
     def _by_text(self, tokens: np.ndarray, part: slice) -> np.ndarray:
-        """Tells which of the rows in slots `part` have completed a stop string with their new tokens [B]. -> bool
-        [B]"""
+        """Returns a bool array [B]: whether the new tokens [B] of the rows in slots `part` complete a stop string."""
         tails = self._tails[part]
         tails[:, :-1] = tails[:, 1:].copy()
         tails[:, -1] = tokens
@@ -210,7 +215,7 @@ class ContinuousBatch:
         return found
 
     def _finish(self, rows: np.ndarray, part: slice, tokens: np.ndarray, by_text: np.ndarray) -> None:
-        """Ends the `rows` of slots `part` behind their new `tokens` [B]."""
+        """Ends the `rows` of slots `part` after their new `tokens` [B]."""
         places = self._places[part][rows]
         self._lengths[places] = self._counts[part][rows]
         for row, place, last in zip(rows.tolist(), places.tolist(), tokens[rows].tolist(), strict=True):
@@ -218,7 +223,7 @@ class ContinuousBatch:
         self._alive[part.start + rows] = False
 
     def _pack(self) -> None:
-        """Moves the last living rows into the slots of dead ones, so that the living stand in front."""
+        """Moves the last live rows into the slots of ended rows, so that the live rows occupy the first slots."""
         living = np.flatnonzero(self._alive)
         to = np.flatnonzero(~self._alive[: len(living)])
         if len(to):
@@ -233,23 +238,23 @@ class ContinuousBatch:
         self._alive[:] = np.arange(self._slots) < self._size
 
     def _reserve(self, width: int) -> None:
-        """Makes the caches at least `width` columns wide, and without slots that no row will come to."""
+        """Makes the caches at least `width` columns wide, without slots that no row will use."""
         rows = self._size if self._steps is None else min(self._slots, padded_rows(self._size))
         slots = self._slots if self._waiting else rows
         if self._steps is not None and width > self._caches[0].width:
-            self._steps.clear()  # they hold the old layers, which would be there beside all new ones
+            self._steps.clear()  # the steps hold the old layers, which would stay in memory beside the new layers
         for cache in self._caches:
             cache.reserve(width, used=self._size, slots=slots)
 
     def _completions(self) -> list[Completion]:
-        """Puts every row's draws together. -> [R], in the order of the call."""
+        """Builds the completions from the tokens of all steps. Returns [R] completions in the order of the call."""
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
         tokens, logprobs, model_logprobs = (np.zeros(starts[-1], kind) for kind in (np.int32, np.float32, np.float32))
         authors = None if self._writers is None else np.zeros(starts[-1], bool)
         if self._drawn:
             places = np.concatenate([draw.places for draw in self._drawn])
             offsets = np.concatenate([draw.offsets for draw in self._drawn])
-            kept = offsets < self._lengths[places]  # a dead row may have been drawn a few times more
+            kept = offsets < self._lengths[places]  # tokens may have been sampled for a row after its end
             into = starts[places[kept]] + offsets[kept]
             for column, parts in (
                 (tokens, [draw.tokens for draw in self._drawn]),

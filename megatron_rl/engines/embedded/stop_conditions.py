@@ -1,4 +1,4 @@
-"""Where completions end: by token, looked up for all rows at once, and by text."""
+"""Detects the end of completions: by token, with one table lookup for all rows, and by stop string."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ import numpy as np
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.types import Stop
 
-PARTIAL = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer shows for a character whose bytes are not all there
-MARGIN = 4  # tokens of a window beyond the stop string's bytes: at its edges a character may be cut or a space dropped
-NO_TOKEN = -1  # in a window that the completion does not fill yet
+PARTIAL = "\N{REPLACEMENT CHARACTER}"  # decoded text of a character whose bytes are incomplete
+# Tokens of the window in addition to the stop string's bytes: a character may be cut, or a space dropped, at its edges.
+MARGIN = 4
+NO_TOKEN = -1  # placeholder in a window that the completion does not fill yet
 _UNKNOWN, _NO, _MAYBE = 0, 1, 2
 
 
 class Ends:
-    """The ends of one sampling's completions under one model."""
+    """The stop conditions of one sampling setting under one model."""
 
     def __init__(self, eos: frozenset[int], sampling: Sampling, tokenizer: Any, vocab: int) -> None:
         self._eos, self._stop_tokens = eos, frozenset(sampling.stop_tokens)
         self._strings, self._tokenizer = sampling.stop_strings, tokenizer
         self.table = np.zeros(vocab, bool)  # [V], True for tokens that end a completion
         self.table[[t for t in (*eos, *sampling.stop_tokens) if 0 <= t < vocab]] = True
-        # A token has a byte at least, so that a stop string lies within as many of the last tokens as it has bytes.
+        # A token has at least one byte, so a stop string lies within as many of the last tokens as it has bytes.
         longest = max((len(s.encode()) for s in self._strings), default=0)
-        self.window = longest + MARGIN if self._strings else 0  # last tokens that `by_text` needs
+        self.window = longest + MARGIN if self._strings else 0  # number of last tokens that `by_text` needs
         self._last_characters = {s[-1] for s in self._strings}
         self._could_complete = np.full(vocab if self._strings else 0, _UNKNOWN, np.int8)
 
     def by_text(self, tails: np.ndarray) -> np.ndarray:
-        """Tells which rows' newest token completes a stop string. [B, window] last tokens of each completion ->
-        bool [B]"""
+        """Returns a bool array [B]: whether each row's newest token completes a stop string. `tails`: [B, window], the
+        last tokens of each completion.
+        """
         ended = np.zeros(len(tails), bool)
         newest = tails[:, -1]
         for token in np.unique(newest[self._could_complete[newest] == _UNKNOWN]).tolist():
@@ -43,7 +45,7 @@ class Ends:
         return ended
 
     def reason(self, last: int, by_text: bool) -> Stop:
-        """Names why a completion with this last token ended."""
+        """Returns the reason why a completion with the last token `last` ended."""
         if last in self._eos:
             return Stop.EOS
         return Stop.STOP if by_text or last in self._stop_tokens else Stop.LENGTH

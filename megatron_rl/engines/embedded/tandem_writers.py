@@ -1,4 +1,4 @@
-"""Two models that write one text: whose turn it is in each row of a batch."""
+"""Tandem RL with two models that generate one text: determines whose turn it is in each row of a batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.engines.protocol import TandemSampling
 
 
 def pens_of(rows: Sequence[Row], tandem: TandemSampling, boundaries: frozenset[int]) -> list[Pen]:
-    """Gives every row its pen, which says who writes the row's next token. [R] -> [R]"""
+    """Returns a pen for each of the [R] rows. The pen determines which model generates the row's next token."""
     pens = []
     for row in rows:
         own = sampling_seeds.request_seed(row.sampling.seed, row.key) + row.sample
@@ -28,14 +28,15 @@ def pens_of(rows: Sequence[Row], tandem: TandemSampling, boundaries: frozenset[i
 
 
 class Writers:
-    """The pens of a batch's rows, and both models' decoders: the senior's and the junior's."""
+    """The pens of a batch's rows, and the decoders of the senior and the junior model."""
 
     def __init__(self, decoders: tuple[Decoder, Decoder], pens: Sequence[Pen]) -> None:
         self._decoders, self._pens = decoders, pens
 
     def logits(self, states: Sequence[Tensor], places: np.ndarray) -> Tensor:
-        """Turns both decoders' hidden states [B, h] into logits [B, V], each row's by the model that writes its
-        next token."""
+        """Computes logits [B, V] from both decoders' hidden states [B, h]. Each row uses the model that generates its
+        next token.
+        """
         senior = torch.tensor([self._pens[place].senior for place in places.tolist()], device=states[0].device)
         shape = (len(senior), self._decoders[0].arch.vocab)
         logits = torch.empty(shape, dtype=states[0].dtype, device=states[0].device)
@@ -44,6 +45,6 @@ class Writers:
         return logits
 
     def write(self, places: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Records the rows' new tokens. [B] each -> bool [B], True where the senior wrote the token."""
+        """Records the rows' new tokens. [B] each -> bool [B], True if the senior generated the token."""
         written = zip(places.tolist(), tokens.tolist(), strict=True)
         return np.fromiter((self._pens[place].write(token) for place, token in written), bool, len(places))

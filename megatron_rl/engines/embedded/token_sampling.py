@@ -1,4 +1,4 @@
-"""Drawing tokens: temperature and truncation, each row from a random stream of its own.
+"""Samples tokens with temperature and truncation. Each row has a separate random stream.
 
 B rows   V vocabulary
 """
@@ -15,10 +15,11 @@ from megatron_rl.engines.sampling_seeds import GOLDEN, MULTIPLIERS, signed
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Returns one uniform in [0, 1) per row, a function of its key and position alone. int64 [B] each -> float64 [B].
+    """Returns one uniform random number in [0, 1) per row, which depends only on the row's key and position. int64 [B]
+    each -> float64 [B].
 
-    It is the position-th output of splitmix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195) seeded with
-    the key.
+    It is the position-th output of splitmix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195) with the key as
+    seed.
     """
     x = keys + positions * signed(GOLDEN)
     x = (x ^ _shift(x, 30)) * signed(MULTIPLIERS[0])
@@ -28,12 +29,13 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, sampling: Sampling, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws the next token of every row. -> tokens [B], log-probs under the distribution drawn from [B], those of the
-    model [B] (float32).
+    """Samples the next token of every row. Returns tokens [B], their log-probs under the sampling distribution [B], and
+    their log-probs under the model [B] (float32).
 
-    `logits` are [B, V], `keys` and `positions` int64 [B] name the random number.
+    `logits`: [B, V].
+    `keys`, `positions`: int64 [B]; they select the random number of each row.
 
-    Greedy (temperature 0) draws from a point mass: its log-prob is 0. Otherwise the order is temperature, top-k,
+    Greedy sampling (temperature 0) uses a point mass: its log-prob is 0. Otherwise the order is temperature, top-k,
     top-p, min-p.
     """
     model = logits.float().log_softmax(dim=-1)
@@ -49,10 +51,11 @@ def draw(logits: Tensor, sampling: Sampling, keys: Tensor, positions: Tensor) ->
 
 
 def processed(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Returns log-probabilities of the distribution sampled from, temperature above 0. [B, V] -> [B, V], -inf where
-    cut.
+    """Returns the log-probs of the sampling distribution for a temperature above 0. [B, V] -> [B, V], -inf for removed
+    tokens.
 
-    Ties at the edge of top-k all stay; top-p keeps the fewest most likely tokens whose sum reaches it.
+    Top-k keeps all tokens tied at its threshold. Top-p keeps the fewest most likely tokens whose probabilities sum to
+    at least top_p.
     """
     scaled = (logits.float() / sampling.temperature).log_softmax(dim=-1)
     if sampling.top_k and sampling.top_k < scaled.shape[-1]:
@@ -74,5 +77,5 @@ def _pick(logprobs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Shifts int64 right; zeros come in."""
+    """Shifts int64 right, filling with zeros (a logical shift)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
