@@ -1,1 +1,1 @@
-"""Holds the command line: the parser, and for each command a module that reads its arguments and calls the parts."""
+"""The command line: the argument parser, and one module for each command."""

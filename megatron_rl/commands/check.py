@@ -1,7 +1,6 @@
-"""`megatron-rl check`: refuses a config that its command would refuse, without starting it, and says what its numbers
-mean.
+"""`megatron-rl check`: validates a config without starting its command, and explains what its numbers mean.
 
-Torch is not imported, unless a plug-in of the config does so, and no tokenizer is loaded: `--deep` does both.
+Without `--deep`, torch is not imported, unless a plug-in of the config imports it, and no tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from megatron_rl.spec.server_gpus import device_problems
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what the config's numbers mean. Returns 0; raises ConfigError for a wrong config."""
+    """Validates a config and prints what its numbers mean. Returns 0. Raises ConfigError for an invalid config."""
     command, config = load(args.settings, args.schema)
     ranks = args.ranks or config.launch.nproc
-    # Of ranks that another launcher starts only the first one's GPU is known.
+    # If another launcher starts the ranks, only the GPU of the first rank is known.
     host = Host(config.launch.nproc if ranks == config.launch.nproc else 1, has_gpu(os.environ))
     spec = resolve(config, ranks, to_come=args.elsewhere, here=None if args.elsewhere else host)
     if isinstance(config, EvalConfig):
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(spec, RunSpec):
         lines += explain_recipe(spec)
     if args.deep:
-        from megatron_rl.commands.check_models import check_models  # it imports torch
+        from megatron_rl.commands.check_models import check_models  # imports torch
 
         if spec.reward is not None:
             plugins.build(Use(target=spec.reward.target, args=spec.reward.args))
@@ -55,8 +54,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _gpu_notes(spec: Spec, host: Host) -> list[str]:
-    """Returns a note on GPUs of servers that would be refused on a host with GPUs, where this host has none: the run
-    may be for another host."""
+    """Returns notes about server GPU indices that would be rejected on a host with GPUs.
+
+    They are notes and not errors, because the run may be intended for another host."""
     if isinstance(spec, RunSpec) and not getattr(spec.engine.settings, "gpus", ()):
-        return []  # correct on a CPU, and a site's profile may start the servers elsewhere
+        return []  # correct without GPUs, and a site's profile may start the servers on other hosts
     return [f"note: refused on a host with GPUs: {one}" for one in device_problems(spec.engine, host.ranks)]

@@ -1,4 +1,4 @@
-"""Says what `megatron-rl check` finds in the data on this machine, and refuses what the command would refuse."""
+"""Checks the data sets on this machine for `megatron-rl check`, and describes them."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ from megatron_rl.training.prompts import (
 )
 from megatron_rl.vocabulary import vocabulary_of
 
-ROWS = 1000  # problems of a set that are read without --deep
+ROWS = 1000  # maximum number of problems that are read from a set without --deep
 
 
 def data_lines(spec: Spec, *, deep: bool) -> list[str]:
-    """Returns a line for each set of data that is here: where its prompts and answers were found, and what becomes of
-    them. With `deep` all rows are read, not the first ROWS alone, and chat templates are tried where the tokenizer is
-    here.
+    """Returns a line for each data set on this machine: where its prompts and answers are, and how they are rendered.
 
-    Raises ConfigError for data that the command of this config would refuse.
+    `deep`: reads all rows instead of the first ROWS, and tries the chat templates if the tokenizer is on this machine.
+    Raises ConfigError for data that the config's command would reject.
     """
     try:
         return _lines(spec, deep, None if deep else ROWS)
     except DataError as error:
         if deep:
             raise ConfigError(str(error)) from error
-    try:  # a set may have too many bad rows at its beginning, and few in all
+    try:  # the share of bad rows may be too high among the first ROWS, and acceptable in the whole set
         return _lines(spec, deep, None)
     except DataError as error:
         raise ConfigError(str(error)) from error
@@ -90,7 +89,7 @@ def _asked_lines(spec: EvalSpec | GenerateSpec, source: PromptSet, deep: bool, r
 
         try_prompts("data", problems, encode, vocabulary_of(config.model, tokenizer))
         if isinstance(spec, GenerateSpec):
-            from megatron_rl.commands.generate import asked_of  # it imports torch
+            from megatron_rl.commands.generate import asked_of  # imports torch
 
             asked_of(spec, tokenizer, problems)
     return [f"data: {_prompts(source, problems, config.model, chat=config.chat, tried=tried)}"]
@@ -112,7 +111,9 @@ def _sft_lines(spec: SftSpec, deep: bool) -> list[str]:
 
 
 def _trained_share(data: SftData, model: Model, samples: Sequence[SftSample]) -> str:
-    """Tokenises samples. Raises ConfigError or DataError for those that training would refuse."""
+    """Tokenizes samples and describes the share of trained tokens.
+
+    Raises ConfigError or DataError for samples that training would reject."""
     tokenizer = tokenizer_of(model)
     vocabulary = vocabulary_of(model, tokenizer)
     rollouts = sft_rollouts(
@@ -129,7 +130,7 @@ def _trained_share(data: SftData, model: Model, samples: Sequence[SftSample]) ->
 
 
 def _prompts(source: PromptSet, problems: Sequence[Problem], model: Model, *, chat: bool, tried: bool) -> str:
-    """Describes the prompts and answers of a set. Raises DataError for one without problems."""
+    """Describes the prompts and answers of a prompt set. Raises DataError if the set has no usable problem."""
     if not problems:
         raise DataError(f"{source.path} has no usable problem: look at data.path and data.filters")
     fields = fields_of(source)
@@ -151,12 +152,14 @@ def _prompts(source: PromptSet, problems: Sequence[Problem], model: Model, *, ch
 
 
 def _has_rows(source: PromptSet) -> bool:
-    """Says whether the problems of a set can be read on this machine."""
+    """Returns whether the problems of a prompt set can be read on this machine."""
     return generated_name(source.path) is not None or Path(source.path).exists()
 
 
 def _first(source: PromptSet, rows: int | None) -> PromptSet:
-    """Returns the set, or its first `rows` problems: a large one takes longer to read than all else of a check."""
+    """Returns the prompt set limited to its first `rows` problems, because large sets are slow to read.
+
+    If `rows` is None, keeps the limit of the set."""
     limits = [limit for limit in (source.limit, rows) if limit is not None]
     return dataclasses.replace(source, limit=min(limits, default=None))
 

@@ -1,4 +1,4 @@
-"""Compares the files of models on this machine for `megatron-rl check --deep`, as a command does when it starts."""
+"""Checks the model files on this machine for `megatron-rl check --deep`, as a command does when it starts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron_rl.weights import hf_model, lora_adapters
 
 
 def check_models(spec: Spec) -> None:
-    """Raises ConfigError for weights that are not those of the config.json beside them, and for an adapter that is not
-    the settings'."""
+    """Raises ConfigError if a model's weights do not match its config.json, or if an adapter does not match the
+    settings."""
     models = [(role.model, role.lora) for role in spec.roles.values() if role.endpoint is None]
     juniors = [role.tandem.junior for role in spec.roles.values() if role.tandem is not None]
     models += [(Model(path=path), None) for path in juniors if path is not None]

@@ -1,4 +1,4 @@
-"""`megatron-rl submit`, `doctor`, `status`, `stop`, `logs` and `slice`: their arguments, and the calls they make."""
+"""Arguments and implementation of `megatron-rl submit`, `doctor`, `status`, `stop`, `logs` and `slice`."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _add_submit(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one of NAMES. Returns the exit status, 1 when a command of Slurm's fails. Raises ConfigError."""
+    """Runs one of the commands in NAMES. Returns the exit status, 1 if a Slurm command fails. Raises ConfigError."""
     from megatron_rl.cluster.slurm_commands import SlurmError
 
     try:
@@ -135,7 +135,7 @@ def _submit(args: argparse.Namespace) -> int:
 
 
 def _planned(args: argparse.Namespace) -> tuple[Any, TrainConfig | SftConfig | None]:
-    """Returns the submission that the arguments ask for, and the config of the run where it is a single run."""
+    """Returns (the submission for the arguments, the config of the run or None if it is not a single run)."""
     from megatron_rl.cluster import profile
     from megatron_rl.jobs import submit
 
@@ -159,7 +159,7 @@ def _planned(args: argparse.Namespace) -> tuple[Any, TrainConfig | SftConfig | N
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    """Prints the checks. Returns 1 when something is wrong."""
+    """Runs and prints the checks of `megatron-rl doctor`. Returns 1 if a check fails, otherwise 0."""
     from rich.console import Console
 
     from megatron_rl.cluster import profile
@@ -204,14 +204,16 @@ def _logs(args: argparse.Namespace) -> int:
 
     for line in status.tails(args.run, args.of, args.lines):
         print(line)
-    with contextlib.suppress(KeyboardInterrupt):  # how --follow ends
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends --follow
         for line in status.follow(args.run, args.of) if args.follow else ():
             print(line, flush=True)
     return 0
 
 
 def _slice(args: argparse.Namespace) -> int:
-    """Answers slurm/job.sh: prints the run directory, whether the run is over, or `ACTION: why`."""
+    """Implements `megatron-rl slice` for slurm/job.sh.
+
+    Prints the run directory (`where`), whether the run is over (`over`), or `ACTION: why` (`begin`, `end`)."""
     from megatron_rl.cluster import job_slices
     from megatron_rl.cluster.slurm_job import job_from
 

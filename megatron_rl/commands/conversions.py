@@ -1,4 +1,4 @@
-"""`megatron-rl convert` and the scripts in tools/: their arguments, read without torch, and the calls they make."""
+"""Arguments, parsed without torch, and implementation of `megatron-rl convert` and of the scripts in tools/."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def add_family_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds --family, whose values go to `registry.add`."""
+    """Adds the argument --family, whose values are passed to `registry.add`."""
     parser.add_argument(
         "--family", action="append", default=[], metavar="MODULE:NAME",
         help="a model family of your own, as in a config's `families`; may be given several times",
@@ -78,7 +78,7 @@ def add_family_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def run(command: str, args: argparse.Namespace) -> int:
-    """Runs a command and prints what it did. Returns 0. Raises ConfigError, and SystemExit after SIGINT or SIGTERM."""
+    """Runs a conversion and prints the result. Returns 0. Raises ConfigError; SystemExit after SIGINT or SIGTERM."""
     with stoppable(args.target):
         return _run(command, args)
 
@@ -115,7 +115,7 @@ def _run(command: str, args: argparse.Namespace) -> int:
 
 
 def script(command: str, text: str, arguments: Sequence[str] | None = None) -> int:
-    """Runs one of the commands as a script of its own, with `text` as its help. Returns the exit status."""
+    """Runs one of the conversions as a standalone script, with `text` as its help. Returns the exit status."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, command)
     args = parser.parse_args(arguments)

@@ -41,14 +41,18 @@ from megatron_rl.spec.run_spec import EvalSpec, Spec
 from megatron_rl.text import read_template
 from megatron_rl.vocabulary import check_vocabularies, vocabulary_of
 
-CHUNK = 256  # number of problems that are asked at once
-ASKED = ("question", "messages")  # of a problem, what its prompt is made of
-Measure = Callable[[ProblemSet, Sequence[int]], list[list[Sample]]]  # indexes of problems -> the samples of each
+CHUNK = 256  # number of problems per batch of requests
+ASKED = ("question", "messages")  # fields of a problem from which its prompt is built
+# (problem set, problem indices) -> samples of each problem
+Measure = Callable[[ProblemSet, Sequence[int]], list[list[Sample]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A set of problems as prompts, and the reward that grades it."""
+    """A set of problems with their prompts, and the reward that grades the responses.
+
+    `judged`: whether the model judges given solutions instead of solving the problems.
+    """
 
     problems: ProblemSet
     reward: Reward
@@ -57,13 +61,13 @@ class Task:
 
 @dataclass
 class Graders:
-    """The pools of worker processes, one for each grader that is needed, kept until the end."""
+    """The worker pools of the graders, one for each distinct reward. They are open until `stack` closes."""
 
     stack: contextlib.ExitStack
     pools: dict[str, GradePool] = field(default_factory=dict)
 
     def of(self, reward: Reward) -> Grade:
-        """Returns the function that grades by `reward`; starts its pool at the first call."""
+        """Returns the grading function of a reward. The first call for a reward starts its worker pool."""
         key = f"{reward.target} {reward.args}"
         if key not in self.pools:
             self.pools[key] = self.stack.enter_context(GradePool(reward))
@@ -71,11 +75,11 @@ class Graders:
 
 
 def run(spec: EvalSpec, place: Place, environment: Mapping[str, str] | None = None) -> int:
-    """Evaluates and prints the metrics. Every rank runs it. Returns 0.
+    """Runs an evaluation and prints the metrics. Every rank calls it. Returns 0.
 
-    `environment`: the environment of servers that it starts.
+    `environment`: the environment variables of the servers that are started.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: finished problems are kept
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once: the samples of finished problems are kept
     with open_world_for(spec, place) as world, contextlib.ExitStack() as stack:
         config = spec.config
         read = [config.model, config.junior, config.base] if DRIFT in config.measures else []
@@ -87,13 +91,13 @@ def run(spec: EvalSpec, place: Place, environment: Mapping[str, str] | None = No
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation, with its models, on the driver."""
+    """One evaluation and its opened models, used on the driver."""
 
     config: EvalConfig
     models: OpenModels
 
     def run(self, spec: EvalSpec) -> None:
-        """Measures every set, prints the metrics and writes the output. The driver runs it."""
+        """Measures every problem set, prints the metrics and writes the output files. The driver calls it."""
         config, start = self.config, time.monotonic()
         tasks = [self.task(source) for source in read_sets(spec)]
         output = None if config.output is None else Path(config.output)
@@ -126,9 +130,9 @@ class Evaluation:
         check_failures(gradings(samples, sets), config.reward.max_failure_share)
 
     def task(self, source: GradedSet) -> Task:
-        """Returns a set with its prompts.
+        """Returns a problem set with its tokenized prompts.
 
-        Raises ConfigError for a template that is not there, DataError for a token that the model has no row for.
+        Raises ConfigError if the template file is missing, and DataError for a token id outside the model's vocabulary.
         """
         config = self.config
         tokenizer = self.models.tokenizers[config.model]
@@ -147,7 +151,7 @@ class Evaluation:
         return Task(problems=problems, reward=source.reward, judged=source.judged)
 
     def measures(self, task: Task, graders: Graders, samples: Samples) -> Iterator[tuple[str, Measure]]:
-        """Yields (name, measure) for a set, in an order in which each finds what it needs of those before."""
+        """Yields (name, measure) for a task, ordered so that each measure follows the measures that it depends on."""
         config, models = self.config, self.models
         tokenizer, sampling = (
             models.tokenizers[config.model],
@@ -191,7 +195,7 @@ class Evaluation:
             yield DRIFT, self.on_texts(samples, functools.partial(drift, models.readers[config.model], others))
 
     def weigher(self) -> Weigher | None:
-        """Returns the verifier that weighs samples; None where the config names none."""
+        """Returns the verifier that weights samples for voting, or None if the config has no verifier."""
         config, models = self.config, self.models
         judging = config.verifier
         if judging is None:
@@ -205,7 +209,7 @@ class Evaluation:
         )  # fmt: skip
 
     def on_texts(self, samples: Samples, score: Callable[..., list[list[Sample]]]) -> Measure:
-        """Returns a measure that scores the texts which the measure `solve` has written."""
+        """Returns a measure that applies `score` to the responses generated by the measure `solve`."""
 
         def measure(problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
             written = {group[0]["id"]: group for group in samples.rows(problems.name, SOLVE)}
@@ -216,9 +220,10 @@ class Evaluation:
 
 
 def _read(spec: Spec, output: Path) -> Mapping[str, Any]:
-    """Returns what is read, and says what has changed since a part of the samples was drawn."""
+    """Returns the digests of the input files, and prints the inputs that changed since some samples were generated."""
     begun = Path(f"{output.with_suffix('.jsonl')}{PARTIAL}").exists()
-    place = output.with_suffix(".inputs")  # not .json: a folder of evaluations has one such file for each result
+    # not .json, because the .json files of a folder of evaluations are the results
+    place = output.with_suffix(".inputs")
     record = InputRecord(place, done="a part of the samples" if begun else None, accept=True)
     found = input_digests.read_files(spec.settings) | input_digests.read_revisions(spec.models)
     for change in record.compare(input_digests.FILES, found):
@@ -227,8 +232,8 @@ def _read(spec: Spec, output: Path) -> Mapping[str, Any]:
 
 
 def _digest(settings: Mapping[str, Any], tasks: Sequence[Task], read: Mapping[str, Any]) -> str:
-    """Returns a hash of everything that the samples depend on: the settings, the files that are read, and the
-    problems."""
+    """Returns a hash of everything that the samples depend on: the settings, the input files (`read`: their digests)
+    and the problems."""
     asked = {name: value for name, value in settings.items() if name not in ("output", "launch")}
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     digest.update(json.dumps(read, sort_keys=True).encode())
@@ -239,7 +244,7 @@ def _digest(settings: Mapping[str, Any], tasks: Sequence[Task], read: Mapping[st
 
 
 def _ask(problems: ProblemSet, name: str, measure: Measure, samples: Samples) -> None:
-    """Measures the problems that have no samples yet, chunk by chunk."""
+    """Measures the problems that have no samples yet, in chunks of CHUNK problems."""
     missing = samples.missing(problems.name, name, range(len(problems.problems)))
     for start in range(0, len(missing), CHUNK):
         part = missing[start : start + CHUNK]

@@ -1,4 +1,4 @@
-"""`megatron-rl fetch`: models and data sets from the hub into a folder that the nodes of a cluster see."""
+"""`megatron-rl fetch`: downloads models and data sets from the Hugging Face Hub to a shared folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ the tokenizer's files of models are fetched."""
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the parser of the command."""
+    """Adds the parser of `megatron-rl fetch`."""
     parser = commands.add_parser(
         "fetch", help=HELP, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fetches everything, one after the other. Returns 0; raises ConfigError for the first that cannot be had."""
+    """Downloads the models and data sets, one after the other. Returns 0. Raises ConfigError if a download fails."""
     from megatron_rl.data import hub_fetch
 
     settings = [word for word in args.what if "=" in word or Path(word).suffix in (".yaml", ".yml")]
@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _benchmark_sets(names: Sequence[str], data_dir: str | None) -> list[str]:
-    """Returns the hub's names of the data sets that some benchmarks are read from, each once.
+    """Returns the Hugging Face Hub names of the data sets of the benchmarks `names`, without duplicates.
 
-    Returns none where `data_dir` has all of them. Raises ConfigError for an unknown benchmark.
+    Returns an empty list if `data_dir` is set and has all of them. Raises ConfigError for an unknown benchmark.
     """
     from megatron_rl.evaluation.benchmarks import benchmark, source_of
 

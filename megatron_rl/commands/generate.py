@@ -1,8 +1,9 @@
-"""`megatron-rl generate`: asks a teacher a problem set, and writes SFT pairs to train.parquet and validation.parquet.
+"""`megatron-rl generate`: generates SFT data from a teacher model's responses to a problem set.
 
-Answers that were truncated at sampling.max_tokens go to truncated.parquet, unless keep_truncated is set: training on
-them would teach to stop in the middle. With a `reward`, wrong answers go to wrong.parquet, and those that it cannot
-grade to ungraded.parquet.
+Prompt/response pairs are written to train.parquet and validation.parquet. Responses that were truncated at
+sampling.max_tokens are written to cut.parquet instead, unless keep_truncated is set: training on them would teach the
+model to stop in the middle. With a `reward`, wrong responses are written to wrong.parquet, and responses that cannot be
+graded to ungraded.parquet.
 """
 
 from __future__ import annotations
@@ -39,44 +40,45 @@ from megatron_rl.text import read_template
 from megatron_rl.types import Outcome
 from megatron_rl.vocabulary import vocabulary_of
 
-CHUNK = 512  # prompts answered between two moves of the progress bar
+CHUNK = 512  # number of prompts per batch, after which partial results are saved
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One problem as the teacher is asked it."""
+    """One problem with its prompt for the teacher."""
 
     problem: Problem
-    prompt: str  # the template with the question in it; the question alone of a conversation
-    tokens: Sequence[int]  # in the teacher's chat template, where `chat` is set or the problem is a conversation
+    prompt: str  # the text template filled with the question; for a conversation, only the question
+    # token ids of the prompt, rendered with the chat template if `chat` is set or the problem is a conversation
+    tokens: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Answered:
-    """One answer to one problem."""
+    """One response of the teacher to a problem."""
 
     problem: Problem
     prompt: str
     text: str
-    finished: bool  # not cut at sampling.max_tokens
-    graded: Graded | None = None  # where there is a reward
+    finished: bool  # False if the response was truncated at sampling.max_tokens
+    graded: Graded | None = None  # None if the config has no reward
 
     @property
     def fault(self) -> str | None:
-        """Returns the name of the file that the answer is set aside in for its grade; None for one that is not."""
+        """Returns the output file stem, `wrong` or `ungraded`, of a rejected response; None for other responses."""
         if self.graded is None or self.graded.correct:
             return None
         return "wrong" if self.graded.outcome is Outcome.SCORE else "ungraded"
 
 
 def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None = None) -> int:
-    """Asks the teacher and writes its answers. Every rank runs it. Returns 0.
+    """Generates the teacher's responses and writes the pairs. Every rank calls it. Returns 0.
 
-    A row has prompt, response, and every mapped field of the problem. Both are messages where the problem is a
-    conversation, else texts. `environment`: the environment of servers that it starts. The teacher is not asked where
-    the output has its answers already.
+    A row has `prompt`, `response`, and every mapped field of the problem. Prompt and response are lists of messages if
+    the problem is a conversation, otherwise strings. Nothing is generated if the output is already complete.
+    `environment`: the environment variables of the servers that are started.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: nothing but the chunk at hand is lost
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once: only the current chunk is lost
     config, made = spec.config, list[_Generation]()  # on the driver
 
     def done() -> bool:
@@ -103,7 +105,7 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
 
 
 def _read(spec: GenerateSpec) -> Mapping[str, Any]:
-    """Returns what is read, and prints what has changed since a part of the answers was written."""
+    """Returns the digests of the input files, and prints the inputs that changed since the first responses."""
     output = spec.engine.directory
     begun = (output / generation_progress.MARK).exists() or (output / generation_progress.PARTS).exists()
     record = InputRecord(output / input_digests.FILE, done="a part of the answers" if begun else None, accept=True)
@@ -114,9 +116,11 @@ def _read(spec: GenerateSpec) -> Mapping[str, Any]:
 
 
 def asked_of(spec: GenerateSpec, tokenizer: Any, problems: Sequence[Problem]) -> list[Asked]:
-    """Returns the problems that are asked: all but those whose prompt is longer than max_prompt_tokens, which a warning
-    names. Raises ConfigError for `chat` without a chat template, DataError when they are more than data.max_bad_share
-    or no problem is left."""
+    """Returns the problems with their prompts, without problems whose prompt is longer than max_prompt_tokens.
+
+    Warns about the dropped problems. Raises ConfigError if `template` is null and a problem is not a conversation, or
+    if `chat` is set without a chat template. Raises DataError if the share of dropped problems is above
+    data.max_bad_share, if no problem is left, or if a prompt has a token id outside the model's vocabulary."""
     config = spec.config
     if config.template is None and any("messages" not in problem.values for problem in problems):
         raise ConfigError("template is null, and the problems are no conversations: name a text file with {question}")
@@ -143,8 +147,9 @@ def asked_of(spec: GenerateSpec, tokenizer: Any, problems: Sequence[Problem]) ->
 
 
 def _row(answered: Answered) -> dict[str, Any]:
-    """Returns a pair with the problem's fields. An assistant's turn that the prompt began becomes part of the
-    response."""
+    """Returns an output row: prompt, response and the problem's fields.
+
+    If the conversation ends with an assistant message, which the model continued, it becomes part of the response."""
     values, text = dict(answered.problem.values), answered.text
     prompt = list(values.pop("messages", ()))
     if not prompt:
@@ -156,31 +161,33 @@ def _row(answered: Answered) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Generation:
-    """The asking of one problem set, on the driver."""
+    """The generation of responses to one problem set, on the driver."""
 
     config: GenerateConfig
-    settings: Mapping[str, Any]  # the config as plain values
+    settings: Mapping[str, Any]  # the resolved config as plain values
     asked: Sequence[Asked]
     read: Mapping[str, Any]  # digests of the files that are read
 
     @property
     def parts(self) -> Path:
-        """Returns the directory of the answers that are written, until all are."""
+        """Returns the directory of the partial results, which is deleted when the output is complete."""
         return Path(self.config.output) / generation_progress.PARTS
 
     @functools.cached_property
     def digest(self) -> str:
-        """Returns the digest of the answers."""
+        """Returns the digest of everything that determines the responses."""
         return generation_progress.parts_digest(self.settings, self.read, [a.tokens for a in self.asked], CHUNK)
 
     @functools.cached_property
     def problems(self) -> str:
-        """Returns the digest of the problems, as the mark of completion has it."""
+        """Returns the digest of the problems and responses, which the completion mark contains."""
         return generation_progress.problems_digest(self.read, [a.problem.values for a in self.asked], self.digest)
 
     def answer(self, engine: Engine, tokenizer: Any) -> list[Answered]:
-        """Asks all problems, with a progress bar. Every CHUNK of prompts that is done is kept in the directory `parts`,
-        from which the same command, given again, goes on."""
+        """Generates the responses to all problems, with a progress bar.
+
+        Saves the responses of each finished chunk of CHUNK prompts in the directory `parts`. A restarted command
+        resumes from there."""
         config, asked, digest, parts = self.config, self.asked, self.digest, self.parts
 
         def one_chunk(start: int) -> list[list[tuple[str, bool]]]:
@@ -206,7 +213,7 @@ class _Generation:
         return out
 
     def grade(self, found: list[Answered]) -> list[Answered]:
-        """Grades the answers where there is a reward. Raises RewardFailure when too many gradings fail."""
+        """Grades the responses if the config has a reward. Raises RewardFailure if too many gradings fail."""
         reward = self.config.reward
         if reward is None:
             return found
@@ -216,8 +223,9 @@ class _Generation:
         return [replace(a, graded=one) for a, one in zip(found, graded, strict=True)]
 
     def write(self, found: list[Answered]) -> None:
-        """Writes the pairs, marks them as complete, and prints how many there are. Whole problems are held out, so that
-        no second sample leaks."""
+        """Writes the pairs to Parquet files, marks the output as complete, and prints the counts.
+
+        The validation split holds out whole problems, so that no problem has responses in both splits."""
         config, rows = self.config, [_row(a) for a in found]
         problems = sorted({a.problem.row for a in found})
         chosen = set(random.Random(config.seed).sample(problems, round(config.validation_share * len(problems))))
@@ -229,7 +237,8 @@ class _Generation:
             kept = "validation" if a.problem.row in chosen else "train"
             files["cut" if aside else a.fault or kept].append(row)
         output = Path(config.output)
-        (output / generation_progress.MARK).unlink(missing_ok=True)  # it speaks of the files that are now replaced
+        # the old mark is invalid, because the files are now replaced
+        (output / generation_progress.MARK).unlink(missing_ok=True)
         for name, part in files.items():
             (output / f"{name}.parquet").unlink(missing_ok=True)
             if part:

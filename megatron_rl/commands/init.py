@@ -1,4 +1,4 @@
-"""`megatron-rl init KIND FILE`: writes a commented config to begin with."""
+"""`megatron-rl init KIND FILE`: writes a commented starter config."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from megatron_rl.config.base import ConfigError
 
 STARTS = Path(__file__).parent / "starts"
 KINDS = ("grpo", "tango", "agents")
-# What stands in a config where neither a model nor data is named: names at the Hugging Face hub.
+# Defaults for the model and the data: names on the Hugging Face Hub.
 HUB = {"model": "Qwen/Qwen2.5-0.5B-Instruct", "data": "openai/gsm8k"}
-PROBLEMS = {"train": 64, "test": 16}  # of --tiny
+PROBLEMS = {"train": 64, "test": 16}  # number of problems of each split with --tiny
 _BLOCK = re.compile(r"^ *# if (\w+)\n(.*?)^ *# end\n", re.DOTALL | re.MULTILINE)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the config, and with `tiny` a model and problems. Returns 0; raises ConfigError for a file that is there.
+    """Writes a starter config, and with `--tiny` a tiny model and problems. Returns 0.
 
-    The config that stands in the package has blocks `# if WORD ... # end`: `tiny` is for the tiny model, `real` for any
-    other, `hub` for data at the hub, `own` for data that was named.
+    The config templates in the package have conditional blocks `# if WORD ... # end`. The words are `tiny` for the tiny
+    model, `real` for any other model, `hub` for the default data on the hub, and `own` for data given by `--data`.
+    Raises ConfigError if the file exists, unless `--force` is given.
     """
     target = Path(args.file)
     if target.exists() and not args.force:
@@ -39,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def config_text(kind: str, model: str, data: str, kinds: set[str], *, name: str, file: str) -> str:
-    """Returns the text of a config of one kind, with the blocks that are for `kinds` alone."""
+    """Returns the text of the config template `kind`, with only those conditional blocks whose word is in `kinds`.
+
+    `model`, `data`, `name` and `file` replace the placeholders of the template."""
     text = (STARTS / f"{kind}.yaml").read_text(encoding="utf-8")
     text = _BLOCK.sub(lambda block: block[2] if block[1] in kinds else "", text)
     for mark, value in (("MODEL", model), ("DATA", data), ("NAME", name)):
@@ -48,8 +51,8 @@ def config_text(kind: str, model: str, data: str, kinds: set[str], *, name: str,
 
 
 def _tiny(directory: Path) -> tuple[str, str]:
-    """Makes the tiny model and its problems -> their paths."""
-    from megatron_rl.data.tiny import write_tiny_model, write_tiny_problems  # they need torch
+    """Creates a tiny model and its problems in `directory`. Returns (path of the model, path of the data)."""
+    from megatron_rl.data.tiny import write_tiny_model, write_tiny_problems  # imports torch
 
     model = write_tiny_model(directory / "model")
     for seed, (split, count) in enumerate(PROBLEMS.items()):

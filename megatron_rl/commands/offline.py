@@ -13,11 +13,11 @@ from megatron_rl.commands.settings import split
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, GradingConfig
 
-SAY_S = 10.0  # time between two lines on how many rows are done
+SAY_S = 10.0  # interval in seconds between progress lines
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0, or 1 when grading itself fails. Raises ConfigError."""
+    """Grades completions or compares evaluations. Returns 0, or 1 if grading as a whole fails. Raises ConfigError."""
     from megatron_rl.rewards.grading_pool import RewardFailure
 
     if args.out is None or (args.completions and args.compare):
@@ -33,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def grade_completions(config: GradingConfig, source: Path, directory: Path) -> int:
-    """Writes DIR/graded.jsonl and DIR/summary.json. Returns 0, also when single rows could not be graded.
+    """Grades the completions in the file `source`. Writes graded.jsonl and summary.json to `directory`.
 
-    Such a row's outcome says so.
+    Returns 0, even if some rows could not be graded; the outcome field of such a row states the reason.
     """
     from megatron_rl.evaluation import completions
     from megatron_rl.evaluation.benchmarks import benchmark
@@ -65,7 +65,9 @@ def grade_completions(config: GradingConfig, source: Path, directory: Path) -> i
 
 
 def compare_results(files: Sequence[Path], directory: Path) -> int:
-    """Writes DIR/comparison.json and .html, and prints the table. Returns 0."""
+    """Compares evaluation results. Writes comparison.json and comparison.html to `directory` and prints the table.
+
+    Returns 0."""
     from rich.console import Console
 
     from megatron_rl.report import evaluation_comparison as compare

@@ -35,7 +35,9 @@ HELP = {
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Returns the parser of one command, or of all where that is none of them: what the others import is left out."""
+    """Returns the parser of one command, or of all commands if `command` is None or unknown.
+
+    For one command, the modules of the other commands are not imported."""
     parser = argparse.ArgumentParser(
         prog="megatron-rl", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -90,7 +92,8 @@ def _add_run_command(commands: Any, name: str) -> None:
         parser.add_argument(
             "--fresh", action="store_true", help="collect the iterations again that a run had collected when it stopped"
         )
-        parser.add_argument("--events", help=argparse.SUPPRESS)  # the socket of a program that is told of the run
+        # socket of a parent program that receives the run's events
+        parser.add_argument("--events", help=argparse.SUPPRESS)
 
 
 def _add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -211,5 +214,5 @@ def _add_serve(commands: Any) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Reads `0,1`; argparse turns what int() raises into its own error."""
+    """Parses comma-separated integers such as `0,1`. argparse converts a ValueError into a usage error."""
     return tuple(int(word) for word in text.split(","))

@@ -1,4 +1,4 @@
-"""`megatron-rl plan`: estimates memory, time and bottleneck of a run on a named cluster, and finds faster layouts."""
+"""`megatron-rl plan`: estimates memory, time and bottleneck of a run on a given cluster, and finds faster layouts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Devices: {", ".join(DEVICES)}. Exit status 1: it does not fit. docs/plan.md says
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the parser of `plan`."""
+    """Adds the parser of `megatron-rl plan`."""
     parser = commands.add_parser(
         "plan",
         help="memory, time and bottleneck of a run on a named cluster, before any job",
@@ -83,9 +83,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan. Returns 0 when the run fits (with --search: when any proposal fits), else 1.
+    """Prints the plan of a run. Returns 0 if the run fits in memory, otherwise 1.
 
-    Raises ConfigError.
+    With `--search`, returns 0 if any proposed layout fits. Raises ConfigError.
     """
     command, config = load(args.settings)
     if not isinstance(config, TrainConfig):

@@ -1,4 +1,4 @@
-"""Runs `train`, `drift`, `sft`, `generate` or `eval` on this process's rank, or starts the ranks first."""
+"""Runs `train`, `drift`, `sft`, `generate` or `eval` on this rank, or starts the ranks if no launcher did."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from megatron_rl.spec.resolve import resolve
 from megatron_rl.spec.run_spec import Host, Spec, TrainingSpec
 from megatron_rl.user_code import told
 
-LEFT = 130  # exit status of a run that was asked to save and leave
-DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # where NVIDIA's driver is: on Linux, on Linux in Windows
-# Environment variables that make the libraries under torch deterministic.
+LEFT = 130  # exit status of a run that was asked to save and exit
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # device files of NVIDIA's driver: on Linux, on WSL
+# Environment variables that make cuBLAS, NCCL and Transformer Engine deterministic.
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -36,9 +36,9 @@ DETERMINISTIC = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command and returns the exit status. The ranks that it starts here run it too.
+    """Runs the command and returns the exit status. Ranks that it starts as child processes also call it.
 
-    Raises ConfigError before any work; later errors in errors.EXPECTED are printed.
+    Raises ConfigError before any work begins. Later errors of the types in errors.EXPECTED are printed.
     """
     files, overrides = settings.split(args.settings)
     schema = settings.SCHEMAS["train" if args.command == "drift" else args.command]
@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{config.output} is there: nothing to do")
         return 0
     if args.command == "drift":
-        config = dataclasses.replace(config, debug=configs.Debug())  # it asks the engines, whatever is replayed
+        # the drift test uses the engines, even if the config sets a replay
+        config = dataclasses.replace(config, debug=configs.Debug())
     host = None
     if place is None or place.rank == 0:
         host = Host(
@@ -59,18 +60,18 @@ def run(args: argparse.Namespace) -> int:
         )
     spec = resolve(config, place.world_size if place else config.launch.nproc, here=host)
     if host is not None:
-        if isinstance(spec, TrainingSpec):  # its directory may refuse it: before imports that take half a minute
+        if isinstance(spec, TrainingSpec):  # checks the run directory before imports that take half a minute
             job = job_from(os.environ)
             check_start(spec.run, config_files.dump_tree(spec.settings))
             with only_one(spec.directory, job="" if job is None else job.id, restart=job.restart if job else 0):
                 pass
-        if "torch" not in sys.modules:  # a rank that was started here has the modules of its parent
+        if "torch" not in sys.modules:  # a forked rank has the modules of its parent
             tell(args.command, "importing torch, transformers and megatron-core")
     if place is None and config.launch.nproc > 1:
         os.environ["OMP_NUM_THREADS"] = "1"
-        fork = not has_driver()  # a driver that was touched before a fork does not work after it
+        fork = not has_driver()  # a GPU driver that was initialized before a fork does not work after the fork
         if fork:
-            _command(args)  # its imports, once for all ranks
+            _command(args)  # imports the modules once, before the fork, for all ranks
         tell(args.command, f"starting {config.launch.nproc} ranks")
         return launch_ranks.start_ranks(functools.partial(run, args), config.launch.nproc, fork=fork)
     if isinstance(spec, TrainingSpec) and spec.run.deterministic:
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def has_driver() -> bool:
-    """Tells whether NVIDIA's driver is on this host. Imports that ask torch for a GPU touch it."""
+    """Returns whether NVIDIA's driver is on this host. Imports that query torch for a GPU initialize the driver."""
     return any(driver.exists() for driver in DRIVERS)
 
 
@@ -91,7 +92,7 @@ def _run_on_rank(args: argparse.Namespace, spec: Spec, place: launch_ranks.Place
     try:
         status = command(spec, place)
         in_step = place.job is not None and place.job.step is not None
-        # srun ends the other ranks for any status but 0, and slurm/job.sh would see a fault
+        # for any nonzero status, srun would kill the other ranks, and slurm/job.sh would treat it as an error
         return 0 if status == LEFT and in_step else status
     except errors.EXPECTED as error:
         if place.local_rank == 0 and not isinstance(error, errors.DriverError):
@@ -99,7 +100,7 @@ def _run_on_rank(args: argparse.Namespace, spec: Spec, place: launch_ranks.Place
             print(f"megatron-rl {args.command}: {where}{without_passwords(str(error))}", file=sys.stderr)
             _tell(args, error, str(error))
         return 2 if isinstance(error, configs.ConfigError) else 1
-    except BaseException as error:  # Python prints its traceback
+    except BaseException as error:  # Python prints the traceback
         if place.local_rank == 0:
             print(f"megatron-rl {args.command}: {without_passwords(told(error))}", file=sys.stderr)
             _tell(args, error, told(error))
@@ -107,18 +108,18 @@ def _run_on_rank(args: argparse.Namespace, spec: Spec, place: launch_ranks.Place
 
 
 def _tell(args: argparse.Namespace, error: BaseException, why: str) -> None:
-    """Tells the program that started this one, where there is such a one, why the run ended."""
+    """Reports the error that ended the run to the parent program, if `--events` names its socket."""
     if args.command != "train" or args.events is None:
         return
     from megatron_rl.session.parent_events import Listener
 
-    with contextlib.suppress(OSError):  # it is gone
+    with contextlib.suppress(OSError):  # the parent program has exited
         Listener.at(args.events).failed(error, why)
 
 
 def _command(args: argparse.Namespace) -> Callable[[Any, launch_ranks.Place], int]:
-    """Imports the command, and torch with it, and returns its function (specification, place) -> exit status."""
-    gc.disable()  # imports make many objects and hardly any garbage: looking for it took a sixth of their time
+    """Imports the command's module, and with it torch. Returns its function (spec, place) -> exit status."""
+    gc.disable()  # garbage collection takes a sixth of the import time and frees almost nothing
     try:
         return _imported(args)
     finally:

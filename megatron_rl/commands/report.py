@@ -1,4 +1,4 @@
-"""`megatron-rl report`: writes the page of a run, of a sweep, or of several runs and evaluations."""
+"""`megatron-rl report`: writes the HTML report of a run, of a sweep, or of several runs and evaluations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFAULT_OUT = Path("comparison.html")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the path of every file that it writes. Returns 0; raises ConfigError where there is no run."""
+    """Writes the report and prints the path of each written file. Returns 0. Raises ConfigError if a run is missing."""
     from megatron_rl.report.pages import write_comparison, write_report
     from megatron_rl.report.reading import is_run, read_run
     from megatron_rl.report.shown_rollouts import MAX_ROLLOUTS

@@ -1,4 +1,4 @@
-"""`megatron-rl serve`: starts one server of a run's rollouts and keeps it alive."""
+"""`megatron-rl serve`: starts one inference server of a run and restarts it if it dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from megatron_rl.spec.resolve import engine_of
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the server's exit status, or 1 when it cannot be started. Raises ConfigError."""
+    """Runs one server. Returns the exit status of `run_server.run`, or 1 if the server cannot be started.
+
+    Raises ConfigError."""
     from megatron_rl.engines.protocol import EngineError
     from megatron_rl.session import run_server
 

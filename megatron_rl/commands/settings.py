@@ -1,4 +1,4 @@
-"""Reads the settings of a command line, YAML files and then a.b=c arguments, into a config."""
+"""Parses the settings on a command line, YAML files followed by a.b=c overrides, into a config."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ SCHEMAS: dict[str, Any] = {
 
 
 def load(settings: Sequence[str], command: str | None = None) -> tuple[str, Any]:
-    """Returns the command that the settings are for (None: found from the files' keys), and the config.
+    """Returns (name of the command that the settings are for, config).
 
-    Raises ConfigError for a file that is not there, for keys that no command takes, and for a wrong config.
+    If `command` is None, it is inferred from the keys of the files. Raises ConfigError for a missing file, for keys
+    that no command has, and for an invalid config.
     """
     files, overrides = split(settings)
     command = command or _command_of(files)
@@ -32,8 +33,9 @@ def load(settings: Sequence[str], command: str | None = None) -> tuple[str, Any]
 
 
 def split(settings: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Splits settings into files and overrides. Raises ConfigError for a file that is not there."""
-    overrides = [s for s in settings if "=" in s and not os.path.isfile(s)]  # runs/lr=1e-3/config.yaml is a file
+    """Splits settings into (YAML files, overrides). Raises ConfigError for a missing file."""
+    # a path such as runs/lr=1e-3/config.yaml is a file
+    overrides = [s for s in settings if "=" in s and not os.path.isfile(s)]
     files = [Path(s) for s in settings if s not in overrides]
     missing = [str(f) for f in files if not f.exists()]
     if missing:
@@ -42,14 +44,14 @@ def split(settings: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def positive(text: str) -> int:
-    """Reads a whole number of 1 or more, as the type of an argument."""
+    """Parses an integer of at least 1. For use as the `type` of an argparse argument."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 1 or more")
     return int(text)
 
 
 def _command_of(files: Sequence[Path]) -> str:
-    """Returns the first command whose schema has all the files' keys. Raises ConfigError when there is none."""
+    """Returns the first command whose schema has all keys of the files. Raises ConfigError if no command has them."""
     keys = config_files.read_keys(files)
     for name, schema in SCHEMAS.items():
         if keys <= {f.name for f in dataclasses.fields(schema)}:

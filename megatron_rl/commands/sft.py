@@ -1,4 +1,4 @@
-"""`megatron-rl sft`: fine-tunes one model on conversations or pairs, by the same actor as reinforcement learning."""
+"""`megatron-rl sft`: fine-tunes one model on conversations or pairs, with the same policy class as RL training."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from megatron_rl.world import TorchWorld
 
 
 def run(spec: SftSpec, place: Place) -> int:
-    """Trains, validates and saves; writes the model to dir/name/model, and with `lora` the adapter to dir/name/adapter.
-    Every rank runs it.
+    """Runs supervised fine-tuning with validation and checkpoints. Every rank calls it.
 
-    Returns 0 when all steps are done, 130 when a signal asked to leave (everything is saved).
+    Writes the model to `model` in the run directory, and with `lora` the adapter to `adapter`. Returns 0 if all steps
+    are done, and 130 if a signal asked to exit (everything is saved).
     """
     with open_world_for(spec, place) as world:
         return _run(spec, place, world)
 
 
 def _run(spec: SftSpec, place: Place, world: TorchWorld) -> int:
-    samples: list[Rollout] = []  # on the driver alone, as those for validation
+    samples: list[Rollout] = []  # filled on the driver only, like `validation`
     validation: list[Rollout] = []
     role = spec.roles["model"]
     steps, validates = world.from_driver(_read, spec, samples, validation)
@@ -74,8 +74,10 @@ def _train(
     spec: SftSpec, world: TorchWorld, driver: Driver, policy: MegatronPolicy,
     plan: tuple[tuple[list[Rollout], list[Rollout]] | None, bool, range], interrupts: Interrupts,
 ) -> bool:  # fmt: skip
-    """Trains the steps of `plan`: samples and validation on the driver, whether there is validation, steps to do. False
-    when a signal asked to leave (after saving).
+    """Runs the training steps of `plan`.
+
+    `plan`: ((training samples, validation samples) on the driver and None on other ranks, whether there is validation
+    data, range of steps to do). Returns True if all steps are done, and False if a signal asked to exit (after saving).
     """
     own, validates, todo = plan
     steps, trainee = (
@@ -102,7 +104,9 @@ def _train(
 
 
 def _read(spec: SftSpec, samples: list[Rollout], validation: list[Rollout]) -> tuple[int, bool]:
-    """Reads samples into both lists, on the driver. -> number of steps, whether there is validation."""
+    """Reads the training and validation samples into the two lists, on the driver.
+
+    Returns (number of optimizer steps, whether there is validation data). Raises ConfigError if there are no steps."""
     data, model = spec.data, spec.roles["model"].model
     tokenizer = tokenizer_of(model)
     make = functools.partial(
@@ -123,7 +127,7 @@ def _read(spec: SftSpec, samples: list[Rollout], validation: list[Rollout]) -> t
 
 
 def _told(data: SftData, samples: Sequence[Rollout], validation: Sequence[Rollout]) -> dict[str, dict[str, Any]]:
-    """Returns path, rows and sha256 of each data set by its setting, for the record of inputs."""
+    """Returns the path, row count and sha256 of each data set, keyed by `rows of SETTING`, for the input record."""
     told = {}
     for name, path, rows in (("train", data.train, samples), ("validation", data.validation, validation)):
         digest = hashlib.sha256()
@@ -134,7 +138,7 @@ def _told(data: SftData, samples: Sequence[Rollout], validation: Sequence[Rollou
 
 
 def _samples_of(samples: Sequence[Rollout], step: int, spec: SftSpec) -> list[Rollout]:
-    """Returns the samples of one step. Epochs follow each other, each in its own deterministic order."""
+    """Returns the samples of one optimizer step. Each epoch has a different, deterministic order of the samples."""
     wanted = range(step * spec.samples_per_step, (step + 1) * spec.samples_per_step)
     orders = {epoch: _order(len(samples), epoch, spec) for epoch in {i // len(samples) for i in wanted}}
     return [samples[orders[i // len(samples)][i % len(samples)]] for i in wanted]

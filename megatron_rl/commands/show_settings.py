@@ -1,4 +1,4 @@
-"""`megatron-rl settings [PREFIX]`: lists settings with their defaults and what they mean."""
+"""`megatron-rl settings [PREFIX]`: lists settings with their defaults and descriptions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from megatron_rl.commands.settings import SCHEMAS
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.describe import settings_of
 
-WIDEST = 100  # columns of a comment, however wide the terminal is
+WIDEST = 100  # maximum line width of a description in columns, also in a wider terminal
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the settings of a command that begin with the prefix, or have it in their name. Returns 0; raises
-    ConfigError where there are none."""
+    """Prints the settings of a command whose name begins with the prefix or contains it.
+
+    Returns 0. Raises ConfigError if no setting matches."""
     rows = settings_of(SCHEMAS[args.schema], args.prefix)
     if not rows:
         raise ConfigError(f"no setting of {args.schema} has {args.prefix!r} in its name; without a word all are listed")
