@@ -1,1 +1,1 @@
-"""How planned slices reach an engine: transports, and the transaction around them."""
+"""Refit: sends the trainer's weights to the engines over a transport, as one transaction."""

@@ -1,4 +1,4 @@
-"""Keeps the memory of messages, to use it again."""
+"""A pool of reusable message buffers."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from torch import Tensor
 
 
 class Buffers:
-    """A pool of message buffers. Safe to use from many threads.
+    """A thread-safe pool of message buffers.
 
-    Buffers grow to the largest message, and there are never more than are in use at one time.
+    The pool replaces buffers that are too small, and never holds more buffers than were in use at the same time.
     """
 
     def __init__(self) -> None:
         self._free, self._change = list[Tensor](), threading.Lock()
 
     def take(self, size: int, device: torch.device) -> Tensor:
-        """Returns uint8 [size] on `device`."""
+        """Returns a buffer on `device`: a kept one if it is large enough, otherwise a new one. uint8 [size]."""
         with self._change:
             for i, kept in enumerate(self._free):
                 if len(kept) >= size and kept.device == device:
                     return self._free.pop(i)[:size]
             if self._free:
-                self._free.pop(0)  # it is too small
+                self._free.pop(0)  # drops a buffer that is too small or on another device
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def give_back(self, message: Tensor) -> None:
-        """Takes back what `take` returned, or a part of it."""
+        """Returns a buffer to the pool. `message` is a tensor that `take` returned, or a view of a part of it."""
         whole = torch.empty(0, dtype=torch.uint8, device=message.device).set_(message.untyped_storage())
         with self._change:
             self._free.append(whole)
 
     def clear(self) -> None:
-        """Forgets all buffers that are not in use."""
+        """Drops all buffers that are not in use."""
         with self._change:
             self._free.clear()
 
 
 def parts(message: Tensor, pieces: Sequence[Tensor | int]) -> list[Tensor]:
-    """Splits a received stream into the places where it goes, in order.
+    """Returns the uint8 tensors to receive a message and its pieces into, in the order in which they arrive.
 
-    The first place is `message` without its last bytes. Then each piece has one: a tensor is a place itself, and a
-    number stands for that many of the last bytes of `message`.
+    The first tensor is the start of `message`. It is followed by one tensor per piece. If a piece is a tensor, it is
+    filled itself. If a piece is an int, it is a number of bytes, and the piece is received into that many bytes at the
+    end of `message`; the bytes of all such pieces are consecutive.
     """
     place = len(message) - sum(piece for piece in pieces if isinstance(piece, int))
     out = [message[:place]]

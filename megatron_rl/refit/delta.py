@@ -1,8 +1,9 @@
-"""Encodes what changed between two messages of equal layout, exactly, as a bit mask or as a list of positions.
+"""Lossless delta encoding: encodes the elements that differ between two messages of the same layout.
 
-After an update at the learning rates of reinforcement learning most bfloat16 weights round to what they were. An
-encoded message is a header [kind, count] of two int64, and then one of three bodies: all values; a bit per element and
-the changed values; or the changed positions (int32) and values.
+At the learning rates of reinforcement learning, most bfloat16 weights are unchanged after an optimizer step, because
+the update is lost in rounding. An encoded message is a header [kind, count] of two int64, followed by one of three
+bodies: all values (FULL); one bit per element and the changed values (MASK); or the indices of the changed elements
+(int32) and their values (POSITIONS).
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-HEADER = 16  # bytes of the header
+HEADER = 16  # size of the header in bytes
 FULL, MASK, POSITIONS = range(3)
 
 
 def encode(new: Tensor, old: Tensor | None, out: Tensor) -> int:
-    """Writes to `out` what turns `old` into `new` (integers [n]); without `old`, all of `new`.
+    """Encodes the difference of `new` from `old` into `out` and returns the number of bytes written.
 
-    Returns the number of bytes written.
+    Chooses the smallest of the three encodings. If `old` is None, writes all of `new`.
 
-    `out` is uint8 [at least HEADER + bytes of `new`]. `new` may lie in out[HEADER:].
+    `new`, `old`: integers [n]. `out`: uint8, at least HEADER bytes longer than `new`. `new` may be a view of
+    out[HEADER:].
     """
     size, width = new.numel(), new.element_size()
     kind, count, body = FULL, size, None
@@ -30,7 +32,7 @@ def encode(new: Tensor, old: Tensor | None, out: Tensor) -> int:
         costs = {FULL: size * width, MASK: (size + 7) // 8 + count * width, POSITIONS: count * (4 + width)}
         kind = min(costs, key=lambda k: costs[k])
         if kind == FULL:
-            count = size  # also where some values are as they were
+            count = size  # a full message holds the unchanged values too
         else:
             values, positions = _pick(new, changed)
             marks = (
@@ -47,11 +49,11 @@ def encode(new: Tensor, old: Tensor | None, out: Tensor) -> int:
 
 
 def decode(message: Tensor, current: Tensor) -> Tensor:
-    """Returns the new values, from an encoded message and the receiver's present values.
+    """Applies an encoded message to the receiver's current values and returns the new values, integers [n].
 
-    `message` is uint8 [bytes]; bytes after its end are not read. `current` is integers [n]. It is changed and returned,
-    unless the message is full: then the result is a view of the message. Raises ValueError for a message that does not
-    fit.
+    `message`: uint8 [bytes]; bytes after the end of the encoded message are ignored. `current`: integers [n]. For a
+    delta, `current` is changed in place and returned. For a full message, the result is a view of `message` if the
+    alignment allows it. Raises ValueError for a message that does not fit `current`.
     """
     size, width = current.numel(), current.element_size()
     kind, count = message[:HEADER].cpu().view(torch.int64).tolist()
@@ -78,12 +80,12 @@ def decode(message: Tensor, current: Tensor) -> Tensor:
 
 
 def _changed(new: Tensor, old: Tensor) -> Tensor:
-    """Returns bool [n], true where the values differ. On a CPU numpy compares several times as fast as torch."""
+    """Returns a mask of the elements that differ, bool [n]. On a CPU, numpy is several times faster than torch."""
     return new != old if new.is_cuda else torch.from_numpy(np.not_equal(new.numpy(), old.numpy()))
 
 
 def _pick(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (the values under the mask, their positions). On a CPU numpy picks several times as fast as torch."""
+    """Returns (the values selected by the mask, their indices). On a CPU, numpy is several times faster than torch."""
     if values.is_cuda:
         positions = mask.nonzero()[:, 0]
         return values[positions], positions
@@ -92,14 +94,14 @@ def _pick(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """Returns numbers as uint8."""
-    if not len(values):  # torch cannot view an empty tensor in another width
+    """Returns the memory of `values` as uint8 [bytes]."""
+    if not len(values):  # torch cannot view an empty tensor as a dtype of another width
         return torch.empty(0, dtype=torch.uint8, device=values.device)
     return values.contiguous().view(torch.uint8)
 
 
 def _as_numbers(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns bytes as numbers of `dtype`; a copy where they do not lie at a multiple of their width."""
+    """Returns `part` (uint8) as numbers of `dtype`: a view, or a copy if the bytes are not aligned for `dtype`."""
     if not len(part):
         return torch.empty(0, dtype=dtype, device=part.device)
     return (part.clone() if part.storage_offset() % dtype.itemsize else part).view(dtype)

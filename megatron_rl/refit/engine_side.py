@@ -1,4 +1,4 @@
-"""Runs the engine's side of a refit: takes part when the trainer calls, and serves only committed versions."""
+"""The engine's side of a refit: receives the trainer's weights, and serves only committed versions."""
 
 from __future__ import annotations
 
@@ -21,31 +21,34 @@ _log = logging.getLogger(__name__)
 
 
 class Endpoint(Protocol):
-    """The interface that an engine offers to a refit."""
+    """The interface through which a refit updates an engine."""
 
     @property
     def targets(self) -> Parameters:
-        """Returns the parameters that the refit writes to."""
+        """Returns the engine's parameters, which the refit overwrites."""
         ...
 
     def begin_refit(self) -> None:
-        """Stops serving until `commit_refit`: from now on the weights are a mixture of two versions."""
+        """Stops serving until `commit_refit` is called. Until then the weights may be a mixture of two versions."""
         ...
 
     def commit_refit(self, version: int) -> None:
-        """Allows serving again: the weights are complete and of this version."""
+        """Resumes serving: all weights are those of `version`."""
         ...
 
 
 class EngineSide:
-    """One rank of an engine that runs in a process of its own.
+    """One rank of an engine that runs in a separate process from the trainer.
 
-    It joins a trainer's store under its rank, counted over all replicas. After an error it joins again. The trainer
-    then treats it as an engine that needs all weights.
+    The rank is counted over all replicas. The engine rank registers on the trainer's store, and registers again after
+    a failed refit. The next refit then sends it all weights instead of a delta.
     """
 
     def __init__(self, store: RefitStore, rank: int, endpoint: Endpoint, device: torch.device) -> None:
-        """Joins the trainer's store. Raises TransportError when the trainer does not answer."""
+        """Registers engine rank `rank` on the trainer's store.
+
+        Raises TransportError when the trainer does not answer, and ValueError when the trainer does not expect `rank`.
+        """
         setup = store.get("setup", SETUP_TIMEOUT_S)
         self.topology, self._settings = Topology.from_json(setup["topology"]), RefitConfig(**setup["settings"])
         if not 0 <= rank < self.topology.engines.world:
@@ -59,12 +62,12 @@ class EngineSide:
         self._join()
 
     def take_part(self, idle_s: float) -> int | None:
-        """Waits up to `idle_s` for a refit and takes part in it. Returns the version that was committed.
+        """Waits up to `idle_s` seconds for a refit and takes part in it. Returns the version that was committed.
 
-        Returns None when no refit came in that time, when it was not for this engine, or when it failed (the engine
-        then holds no version). Raises TransportError when the trainer is gone.
+        Returns None if no refit began in that time, if the refit did not include this engine, or if it failed. After a
+        failed refit the engine holds no version. Raises TransportError when the trainer is gone.
         """
-        # Another value, or none, means that the trainer has given this process up, because it was late or lost.
+        # If the key is missing or has another value, the trainer has dropped this process as late or lost.
         if self._store.peek(f"hello/{self._rank}") != self._incarnation:
             self._leave()
             self._join()
@@ -98,7 +101,7 @@ class EngineSide:
         self._leave()
 
     def _vote(self, go: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """Moves the weights. Returns this rank's vote: what the trainer is told of it."""
+        """Receives the weights. Returns this rank's vote: the error (or None), the outcome, and the link probe."""
         outcome, error, probe = ExchangeOutcome(), None, (0, 0.0)
         try:
             if go["epoch"] != self._epoch:
@@ -115,7 +118,7 @@ class EngineSide:
         return {"error": error, "outcome": asdict(outcome), "probe": probe}
 
     def _connect(self, go: dict[str, Any]) -> None:
-        """Makes the plan and the transports for the engines that take part now."""
+        """Creates the plan and the transports for the engines that take part in this refit."""
         self._leave()
         locations = {int(rank): RankLocation(*location) for rank, location in go["engines"].items()}
         locations = RankLocations([RankLocation(*location) for location in go["trainer"]], locations)
@@ -128,14 +131,18 @@ class EngineSide:
         self._epoch = go["epoch"]
 
     def _await_value(self, number: int, what: str) -> Any:
-        """Returns what the trainer puts on the store for refit `number`; None when that refit ends without it."""
+        """Waits for the value that the trainer stores under `what` for refit `number`, and returns it.
+
+        Returns None if the refit ends without the value.
+        """
         self._patient_deadline(number).until(lambda seconds: self._store.has(f"{number}/{what}", seconds))
         return self._store.peek(f"{number}/{what}")
 
     def _patient_deadline(self, number: int) -> Deadline:
-        """Returns a deadline for waits in refit `number` that lasts while the trainer waits for an engine that is lost.
+        """Returns a deadline for this engine's waits in refit `number`.
 
-        While it waits, this engine tells on the store that it lives. The wait ends when the refit is over.
+        A wait lasts up to `timeout_s`, because the trainer may itself be waiting for a lost engine. A wait ends early
+        when the refit is over. During a wait, this engine updates a counter on the store to show that it is alive.
         """
 
         def over() -> bool:
@@ -146,19 +153,19 @@ class EngineSide:
         return Deadline.start(self._settings.timeout_s, self._settings.timeout_s, over)
 
     def _join(self) -> None:
-        """Puts a new mark on the store, by which the trainer sees this engine."""
+        """Registers this engine rank on the store under a new random id, so that the trainer finds it."""
         self._incarnation = uuid.uuid4().hex
         self._store.put(f"hello/{self._rank}", self._incarnation)
 
     def _leave(self) -> None:
-        """Closes the transports; the next refit makes them anew."""
+        """Closes the transports. The next refit opens new ones."""
         if self._wiring is not None:
             self._wiring.close()
         self._wiring, self._exchange, self._epoch = None, None, -1
 
 
 def order_from_json(value: dict[str, Any]) -> RefitOrder:
-    """Returns the order that the trainer sent as JSON, whose keys are text."""
+    """Returns a RefitOrder from its JSON form, in which the integer keys of `base` are strings."""
     return RefitOrder(
         version=value["version"],
         verify=value["verify"],

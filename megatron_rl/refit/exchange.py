@@ -1,4 +1,4 @@
-"""Runs one rank's part of a planned refit: packs and sends what it has, receives, writes and checks what it needs."""
+"""Runs one rank's part of a planned refit: packs and sends weights, and receives, writes and verifies weights."""
 
 from __future__ import annotations
 
@@ -37,52 +37,54 @@ from megatron_rl.refit.transport import (
 )
 from megatron_rl.weights.refit_plan import RefitBucket, RefitPlan
 
-ALONE_PART_BYTES = 1 << 16  # slices of at least so many bytes are not packed for a transport that joins pieces
-PROBE_BYTES = 256 << 20  # size of the messages, of all ranks together, that measure the links
-# (source rank, destination rank) -> (transport, number of the other side in it)
+# On a streaming transport, the slices of a long run are sent without packing if they have this average size in bytes.
+ALONE_PART_BYTES = 1 << 16
+PROBE_BYTES = 256 << 20  # total size in bytes, over all ranks, of the messages that measure the bandwidth of the links
+# (source rank, destination rank) -> (transport, index of the other side in the transport)
 Route = Callable[[int, int], tuple[Transport, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSide:
-    """The part of this rank in a plan: a source, a destination, or both."""
+    """The role of this process in a refit plan: a source (trainer rank), a destination (engine rank), or both."""
 
-    source: int | None = None  # number of this trainer rank
-    sources: Readable | None = None  # the parameters that it sends from
-    destination: int | None = None  # number of this engine rank
-    targets: Parameters | None = None  # the parameters that it receives into
+    source: int | None = None  # trainer rank of this process; None if it is not a source
+    sources: Readable | None = None  # parameters to send
+    destination: int | None = None  # engine rank of this process; None if it is not a destination
+    targets: Parameters | None = None  # parameters to receive into
     device: torch.device = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefitOrder:
-    """The instructions for one refit, the same on all ranks."""
+    """The settings of one refit, the same on all ranks."""
 
     version: int
     verify: Verify = "sample"
     sums_on: Place = "host"  # where checksums are computed
-    base: dict[int, int] = field(default_factory=dict)  # destination -> version that it holds, for deltas to build on
-    keeps_sent: bool = False  # whether sources keep what they send, to find the changes against it in the next refit
+    # engine rank -> the version that it holds, to which a delta may be applied
+    base: dict[int, int] = field(default_factory=dict)
+    keeps_sent: bool = False  # whether sources keep a copy of the sent values, to compute the next refit's delta from
 
 
 @dataclass(kw_only=True)
 class ExchangeOutcome:
-    """The result of one rank's part in a refit. Sizes are bytes."""
+    """The result of one rank's part in a refit. Sizes are in bytes."""
 
     sent: int = 0
-    full: int = 0  # what `sent` would be without deltas
+    full: int = 0  # the value that `sent` would have without delta encoding
     received: int = 0
-    local: int = 0  # copied within this process
-    checked: int = 0  # slices whose checksum was compared
-    delta_seconds: float = 0.0  # time that finding changes and applying them took
+    local: int = 0  # bytes copied within this process
+    checked: int = 0  # number of slices whose checksum was compared
+    delta_seconds: float = 0.0  # time spent on encoding and applying deltas
     seconds: float = 0.0
-    lost_destinations: dict[int, str] = field(default_factory=dict)  # rank that a message did not reach -> why
-    lost_sources: dict[int, str] = field(default_factory=dict)  # rank from which a message did not come -> why
-    mismatch: str | None = None  # the first parameter that holds other values than the source
+    lost_destinations: dict[int, str] = field(default_factory=dict)  # engine rank that a message did not reach -> error
+    lost_sources: dict[int, str] = field(default_factory=dict)  # trainer rank whose message did not arrive -> error
+    mismatch: str | None = None  # error message for the first parameter that differs from the source
 
 
 class Exchange:
-    """One rank's exchange of messages under a plan. Made once and used for every refit under that plan."""
+    """The message exchange of one rank under a refit plan. One instance serves every refit under the plan."""
 
     def __init__(
         self,
@@ -93,13 +95,14 @@ class Exchange:
         dtype: torch.dtype,
         pulse: Callable[[int], Any] = lambda destination: None,
     ) -> None:
-        """Prepares this rank's messages.
+        """Prepares the messages of this rank.
 
-        `route` gives the transport of a message. `pulse(engine rank)` returns a value that changes while that rank
-        waits.
+        `route`: returns the transport of a message.
+        `dtype`: the dtype in which weights are sent.
+        `pulse`: takes an engine rank and returns a value that changes while the engine rank is alive and waiting.
         """
         self._side, self._route, self._dtype, self._pulse = side, route, dtype, pulse
-        # What a transport may read from, and write into, without a copy.
+        # Parameters that a transport may read from and write to directly, without a copy; None if it may not.
         self._readable, self._writable = (
             parameters if isinstance(parameters, Reachable) else None for parameters in (side.sources, side.targets)
         )
@@ -114,7 +117,10 @@ class Exchange:
         self._last: dict[int, tuple[int, Tensor]] = {}  # bucket -> (version, values sent)
 
     def run(self, order: RefitOrder, deadline: Deadline, out: ExchangeOutcome) -> None:
-        """Moves the weights and fills `out`. A rank that does not answer is noted there and left out from then on."""
+        """Transfers the weights and fills `out`.
+
+        A rank that does not answer is recorded in `out`, and its remaining messages are skipped.
+        """
         start = time.perf_counter()
         if not order.keeps_sent:
             self._last.clear()
@@ -122,20 +128,21 @@ class Exchange:
         inside, each = iter(self._inside), -(-len(self._inside) // max(1, len(self._rounds)))
         for sending, receiving in self._rounds:
             begun = self._start_round(sending, receiving, order, deadline, out)
-            for message in itertools.islice(inside, each):  # while messages are on their way
+            for message in itertools.islice(inside, each):  # while messages are in flight
                 self._copy_locally(message, order, out)
             _finish(waiting)
             waiting = begun
-        for message in inside:  # a rank without any round has all of them left
+        for message in inside:  # a rank without any round copies all its messages here
             self._copy_locally(message, order, out)
         _finish(waiting)
         _synchronize(self._side.device)
         out.seconds = time.perf_counter() - start
 
     def probe(self, deadline: Deadline, out: ExchangeOutcome) -> tuple[int, float]:
-        """Measures the links: sends empty messages of the sizes in the plan's first rounds. Returns (bytes, seconds).
+        """Measures the bandwidth of the links with dummy messages, sized like the messages of the plan's first rounds.
 
-        Fills `out.lost_sources` and `out.lost_destinations`.
+        Returns (bytes sent and received by this rank, seconds). Records ranks that do not answer in `out.lost_sources`
+        and `out.lost_destinations`.
         """
         total, waiting, start = 0, list[Callable[[], None]](), time.perf_counter()
         for sending, receiving in self._probed:
@@ -152,7 +159,10 @@ class Exchange:
     def _start_probe(
         self, message: BucketMessage, out: bool, lost: dict[int, str], deadline: Deadline
     ) -> Callable[[], None]:
-        """Starts an empty message of the bucket's size. Returns a function that finishes it."""
+        """Starts to send (if `out`) or receive a dummy message of the bucket's size.
+
+        Returns a function that waits for the message and records a failure in `lost`.
+        """
         bucket, size = message.bucket, message.bucket.elements * self._dtype.itemsize
         transport, peer = self._route(bucket.source, bucket.destination)
         other = bucket.destination if out else bucket.source
@@ -173,7 +183,7 @@ class Exchange:
         return finish
 
     def _copy_locally(self, message: BucketMessage, order: RefitOrder, out: ExchangeOutcome) -> None:
-        """Copies a message whose source and destination are both in this process, and checks it."""
+        """Copies and verifies the slices of a message whose source and destination are both in this process."""
         sources, targets = self._side.sources, self._side.targets
         assert sources is not None and targets is not None
         quick = (sources, targets) if isinstance(sources, Tensors) and isinstance(targets, Tensors) else None
@@ -207,21 +217,24 @@ class Exchange:
         deadline: Deadline,
         out: ExchangeOutcome,
     ) -> list[Callable[[], None]]:
-        """Starts the messages that this rank sends and receives in a round. Returns functions that finish them."""
+        """Starts the messages that this rank sends and receives in a round.
+
+        Returns a function per message that waits for the message and completes it.
+        """
         starts: list[tuple[int, Callable[[], Callable[[], None]]]] = []
         if sending is not None and sending.bucket.destination not in out.lost_destinations:
             starts.append((sending.bucket.source, lambda: self._send(sending, order, deadline, out)))
         if receiving is not None and receiving.bucket.source not in out.lost_sources:
             starts.append((receiving.bucket.source, lambda: self._receive(receiving, order, deadline, out)))
-        # Both sides of a pair start their messages in one order: NCCL needs that.
+        # NCCL requires that both sides of a pair start their messages in the same order.
         begun = {start: start() for _, start in sorted(starts, key=lambda item: item[0])}
-        # What comes is taken first, because the other side waits for that.
+        # Receives are completed before sends, because the sender on the other side waits for them.
         return [begun[start] for _, start in reversed(starts)]
 
     def _send(
         self, message: BucketMessage, order: RefitOrder, deadline: Deadline, out: ExchangeOutcome
     ) -> Callable[[], None]:
-        """Packs a message and starts to send it. Returns a function that waits until it is sent."""
+        """Packs a message and starts to send it. Returns a function that waits until the message has been sent."""
         bucket, width, checked = message.bucket, self._dtype.itemsize, message.checked(order.verify, order.version)
         base, sums = order.base.get(bucket.destination), CHECKSUM_BYTES * len(checked)
         head, size = delta.HEADER if base is not None else 0, bucket.elements * width
@@ -268,7 +281,10 @@ class Exchange:
     def _receive(
         self, message: BucketMessage, order: RefitOrder, deadline: Deadline, out: ExchangeOutcome
     ) -> Callable[[], None]:
-        """Starts to receive a message. Returns a function that waits for it and writes it to the parameters."""
+        """Starts to receive a message.
+
+        Returns a function that waits for the message and writes it to the parameters.
+        """
         bucket, checked = message.bucket, message.checked(order.verify, order.version)
         size_known = order.base.get(bucket.destination) is None
         transport, peer = self._route(bucket.source, bucket.destination)
@@ -296,7 +312,7 @@ class Exchange:
             except Mismatch as error:
                 out.mismatch = out.mismatch or str(error)
             else:
-                _synchronize(self._side.device)  # the other side writes to that memory next
+                _synchronize(self._side.device)  # after the release, the sender may overwrite the memory
                 handle.release()
 
         return finish
@@ -312,10 +328,11 @@ class Exchange:
         sums_on: Place,
         out: ExchangeOutcome,
     ) -> None:
-        """Writes a received message to the parameters and checks it.
+        """Writes a received message to the parameters and verifies its checksums.
 
-        `whole` holds the values of `joined`, the checksums of `checked`, and then the values of `loose`: runs that came
-        alone and have no memory that a transport can write to.
+        `whole` holds the values of `joined`, then the checksums of `checked`, then the values of `loose`. `loose` are
+        the runs that were sent as pieces, but whose parameters the transport cannot write to directly. Raises Mismatch
+        for a wrong checksum and ValueError for an invalid delta.
         """
         assert self._side.targets is not None
         sums, width = CHECKSUM_BYTES * len(checked), self._dtype.itemsize
@@ -335,7 +352,7 @@ class Exchange:
         self._compare(checked, whole[end : end + sums], message.bucket, sums_on)
 
     def _write(self, runs: Sequence[SliceRun], values: Tensor) -> None:
-        """Writes values that lie end to end to the runs they belong to."""
+        """Writes concatenated values to the parameters of the runs, in order."""
         assert self._side.targets is not None
         place = 0
         for run in runs:
@@ -344,9 +361,10 @@ class Exchange:
             place += run.part.elements
 
     def _pieces(self, runs: Sequence[SliceRun], buffer: Tensor, streams: bool) -> Iterator[Tensor]:
-        """Yields the bytes of each run when its turn to be sent comes.
+        """Yields the bytes of the runs in order, packing each run only when it is requested.
 
-        The bytes are those of the parameters themselves, or, where a transport cannot read these, packed into `buffer`.
+        Yields views of the parameters' memory if the transport can read it directly. Otherwise, packs the run into
+        `buffer` and yields the packed bytes.
         """
         for run in runs:
             size, found = run.part.elements * self._dtype.itemsize, list[Tensor | None]()
@@ -361,7 +379,10 @@ class Exchange:
             yield from lying
 
     def _pack(self, runs: Sequence[SliceRun], buffer: Tensor) -> Tensor:
-        """Puts the values of the runs end to end, in `buffer` where that is aligned. Returns them as integers."""
+        """Concatenates the values of the runs and returns them viewed as integers.
+
+        The values are written to `buffer` if it is aligned for the dtype, otherwise to new memory.
+        """
         assert self._side.sources is not None
         aligned = buffer.storage_offset() % self._dtype.itemsize == 0
         values = (
@@ -373,7 +394,10 @@ class Exchange:
         return values.view(INTEGERS[self._dtype.itemsize])
 
     def _encode(self, number: int, values: Tensor, base: int | None, whole: Tensor) -> int:
-        """Writes the message as a delta to what the receiver holds, where that is known. Returns its bytes."""
+        """Encodes `values` into `whole`, as a delta if the values of the receiver's version `base` were kept.
+
+        Returns the encoded size in bytes.
+        """
         version, old = self._last.get(number, (None, None))
         return delta.encode(values, old if version == base else None, whole)
 
@@ -388,7 +412,10 @@ class Exchange:
             place.copy_(own.view(torch.uint8))
 
     def _compare(self, checked: Sequence[SliceMove], wanted: Tensor, bucket: RefitBucket, sums_on: Place) -> None:
-        """Raises Mismatch unless the slices in this rank's parameters have the `wanted` checksums, uint8 [8 * n]."""
+        """Raises Mismatch unless the `checked` slices of this rank's parameters have the checksums `wanted`.
+
+        `wanted`: uint8 [8 * slices].
+        """
         if not checked:
             return
         targets = self._side.targets
@@ -408,7 +435,7 @@ class Exchange:
 
 
 def _gather(parameters: Readable, parts: Sequence[NamedPart], out: Tensor) -> None:
-    """Writes the parts one after the other into `out` [elements], cast to its dtype."""
+    """Concatenates the parts of the parameters in `out` [elements], cast to the dtype of `out`."""
     whole, place, dtype, width = as_words(out[None]), 0, out.dtype, out.element_size()
     cut = parameters.words if isinstance(parameters, Tensors) and whole is not None else None
     for name, part in parts:
@@ -421,12 +448,12 @@ def _gather(parameters: Readable, parts: Sequence[NamedPart], out: Tensor) -> No
 
 
 def _synchronize(device: torch.device) -> None:
-    """Waits until everything that was started on a GPU is done."""
+    """Waits until all work on the current CUDA stream of `device` is done. A no-op on a CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def _finish(waiting: Sequence[Callable[[], None]]) -> None:
-    """Finishes messages in order."""
+    """Calls the functions, which complete messages, in order."""
     for finish in waiting:
         finish()

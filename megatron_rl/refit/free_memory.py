@@ -1,4 +1,4 @@
-"""Gives freed memory back to the operating system."""
+"""Returns freed memory to the operating system."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import ctypes
 
 
 def trim() -> None:
-    """Returns the free pages of all of glibc's arenas to the system; where there is another C library, nothing happens.
+    """Returns the free pages of all glibc arenas to the system. A no-op with another C library.
 
-    glibc gives each of a process's threads one of up to eight arenas a core, and returns only what is free at an
-    arena's end. A server that dies and comes back is asked by many threads, so that one arena after the other grows to
-    its own peak, though the objects are gone. It takes milliseconds, and 0.2 s where 100 MiB are free.
+    glibc assigns each thread one of up to eight arenas per core, and by itself returns only the free memory at the end
+    of an arena. When a server dies and comes back, many threads send requests to it, and one arena after another grows
+    to its peak size and stays there although its objects are freed. A call takes milliseconds, or 0.2 s if 100 MiB are
+    free.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):

@@ -1,4 +1,4 @@
-"""Cuts the buckets of a plan into the slices that one rank sends or receives, and says which are packed or checked."""
+"""Divides the buckets of a plan into slices, and decides which slices are packed together or carry a checksum."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from megatron_rl.refit.transport import ParameterPart
 from megatron_rl.weights.refit_plan import RefitBucket, RefitPlan
 
 Verify = Literal["off", "sample", "full"]
-NamedPart = tuple[str, ParameterPart]  # a parameter's name and a part of it
-SAMPLE_EVERY = 16  # with verify = sample, one slice of so many carries a checksum
+NamedPart = tuple[str, ParameterPart]  # (parameter name, part of the parameter)
+SAMPLE_EVERY = 16  # with verify = sample, one in this many slices carries a checksum
 CHECKSUM_BYTES = 8
-# A run of slices of at least so many bytes may travel outside of the joined message, which saves a copy.
+# A run of slices of at least this many bytes may be sent separately from the packed message, which saves a copy.
 ALONE_BYTES = 1 << 20
 
 
 class SliceMove(NamedTuple):
-    """One slice: the part of a source parameter that goes to a part of a destination parameter."""
+    """One slice: a part of a source parameter, and the part of a destination parameter that it is copied to."""
 
     source_name: str
     source: ParameterPart
@@ -27,30 +27,33 @@ class SliceMove(NamedTuple):
 
 
 class SliceRun(NamedTuple):
-    """A run of slices that follow each other in a destination parameter."""
+    """Slices whose destinations are consecutive rows of one destination parameter."""
 
     moves: list[SliceMove]
     name: str
-    part: ParameterPart  # the whole run
+    part: ParameterPart  # the part of the destination parameter that the whole run covers
 
     @property
     def sources(self) -> list[NamedPart]:
-        """Returns where the slices lie in the source's parameters."""
+        """Returns the (name, part) of each slice in the source's parameters."""
         return [(move.source_name, move.source) for move in self.moves]
 
 
 class BucketMessage(NamedTuple):
     """A bucket of the plan with its slices."""
 
-    number: int  # the position of the bucket in the plan
+    number: int  # index of the bucket in the plan
     bucket: RefitBucket
     moves: list[SliceMove]
     runs: list[SliceRun]
 
     def split(self, pieces: bool, width: int) -> tuple[list[SliceRun], list[SliceRun]]:
-        """Returns (runs that travel joined in one message, runs that travel alone). Both sides come to the same result.
+        """Returns (runs that are packed into one message, runs that are sent as separate pieces).
 
-        `pieces`: the transport sends from any memory. `width`: bytes of an element.
+        The result is the same on both sides of a message.
+
+        `pieces`: whether the transport can send from any memory.
+        `width`: size of an element in bytes.
         """
         alone = [run.part.elements * width >= ALONE_BYTES for run in self.runs] if pieces else [False] * len(self.runs)
         joined = [run for run, by_itself in zip(self.runs, alone, strict=True) if not by_itself]
@@ -59,7 +62,7 @@ class BucketMessage(NamedTuple):
     def checked(self, verify: Verify, version: int) -> list[SliceMove]:
         """Returns the slices that carry a checksum in the refit to `version`.
 
-        With verify = sample they change each time.
+        With verify = sample, the selection changes from version to version.
         """
         if verify == "off":
             return []
@@ -74,7 +77,7 @@ class BucketMessage(NamedTuple):
 
 
 def elements_of(runs: Sequence[SliceRun]) -> int:
-    """Returns the number of elements of the runs."""
+    """Returns the total number of elements in the runs."""
     return sum(run.part.elements for run in runs)
 
 
@@ -86,9 +89,11 @@ def rounds(
     destination: int | None,
     width: int,
 ) -> list[tuple[BucketMessage | None, BucketMessage | None]]:
-    """Returns (what this rank sends, what it receives) for every round in which it has a part.
+    """Returns (message to send, message to receive) for each round in which this process sends or receives.
 
-    `source` and `destination` are its numbers as trainer rank and as engine rank; `width` is bytes of an element.
+    `buckets`: (index in the plan, bucket).
+    `source`, `destination`: trainer rank and engine rank of this process, or None.
+    `width`: size of an element in bytes.
     """
     found: dict[int, list[BucketMessage | None]] = {}
     for number, bucket in buckets:
@@ -100,7 +105,8 @@ def rounds(
 
 
 def buckets_in_first_rounds(plan: RefitPlan, elements: int) -> int:
-    """Returns the number of buckets in the first rounds, as many rounds as make more than `elements` elements."""
+    """Returns the number of buckets in the first rounds of the plan, up to the round in which the total number of
+    elements exceeds `elements`."""
     total = 0
     for number, bucket in enumerate(plan.buckets):
         if total > elements and bucket.round_number != plan.buckets[number - 1].round_number:
@@ -110,7 +116,10 @@ def buckets_in_first_rounds(plan: RefitPlan, elements: int) -> int:
 
 
 def bucket_message(plan: RefitPlan, number: int, bucket: RefitBucket, width: int) -> BucketMessage:
-    """Returns a bucket of the plan with its slices, grouped by run. `width`: bytes of an element."""
+    """Returns a bucket of the plan with its slices, grouped into runs.
+
+    `number`: index of the bucket in the plan. `width`: size of an element in bytes.
+    """
     s, part = plan.slices, slice(bucket.first, bucket.last)
     columns = (
         *(s.source_parameter, s.source_row, s.source_column),
@@ -128,12 +137,12 @@ def bucket_message(plan: RefitPlan, number: int, bucket: RefitBucket, width: int
 
 
 def _runs(moves: Sequence[SliceMove], long: int) -> list[SliceRun]:
-    """Joins slices of fewer than `long` elements that follow each other.
+    """Groups slices with consecutive destination rows into runs. Only slices of fewer than `long` elements are joined.
 
-    A longer slice stays by itself, because it may lie in one piece in the source too.
+    A longer slice is a run by itself, because it may be contiguous in the source too and then needs no copy.
     """
     runs: list[SliceRun] = []
-    last: dict[str, int] = {}  # destination parameter -> position in `runs`
+    last: dict[str, int] = {}  # destination parameter -> index of its latest run in `runs`
     for move in moves:
         part, at = move.destination, last.get(move.destination_name)
         if at is not None and max(part.elements, runs[at].moves[0].destination.elements) < long:

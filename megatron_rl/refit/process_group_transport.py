@@ -1,4 +1,4 @@
-"""Carries messages over a torch process group: gloo between hosts without fast links, NCCL between GPUs."""
+"""A transport over a torch process group: gloo between hosts without fast links, or NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from megatron_rl.refit.buffers import Buffers, parts
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.transport import Deadline, TransportError
 
-POLL_S = 0.0002  # the pause between two looks whether NCCL is done
-JOIN_S = 5.0  # the longest wait for a thread that is told to end
-# NCCL's own limit of a message, past any refit's: torch ends the whole process where it is passed.
+POLL_S = 0.0002  # interval in seconds at which NCCL operations are polled for completion
+JOIN_S = 5.0  # longest wait in seconds for a thread to end
+# NCCL's timeout of a message, longer than that of any refit: when it expires, torch ends the whole process.
 NCCL_TIMEOUT = timedelta(days=30)
-ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # torch reads it when it makes a group
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # environment variable that torch reads when it creates a group
 
 
 class PointToPoint:
-    """A transport over a process group of its own, of `size` members numbered by `rank`. Implements base.Transport.
+    """A transport over a separate process group of `size` ranks. Implements transport.Transport.
 
-    gloo closes all its connections when one wait times out. So a wait that may time out happens in a thread. When time
-    is up that thread is left alone with its buffer, until the group's own time-out. The next refit that leaves somebody
-    out makes a new group.
+    gloo closes all connections of a group when one wait times out. Therefore waits run in a thread without the message
+    timeout. When a message is late, the thread is abandoned together with its buffer until the group's long timeout.
+    The next refit that leaves out a rank creates a new group.
 
-    NCCL connects two members at their first message, and the call waits for the other side. So messages are started in
-    a thread too, one after the other; a message that is not started in time counts as one that did not come.
+    NCCL connects two ranks at their first message, and the call blocks until the other side has called too. Therefore
+    messages are started in a thread, one after another. A message that is not started in time is treated as lost.
     """
 
     def __init__(self, store: RefitStore, rank: int, size: int, *, backend: str, settings: RefitConfig) -> None:
-        """Makes the group. Collective over the members.
+        """Creates the process group. Collective over its ranks.
 
-        Raises TransportError unless all of them come within `message_timeout_s`.
+        `backend`: "gloo" or "nccl". Raises TransportError unless all ranks join within `message_timeout_s`.
         """
         self._rank, self._backend, self.buffers = rank, backend, Buffers()
         come = settings.message_timeout_s
         try:
-            self._store = store.rank_store(timedelta(seconds=come))  # torch holds the C++ half of it alone
+            self._store = store.rank_store(timedelta(seconds=come))  # kept: torch refers to its C++ half only
             prefixed = dist.PrefixStore(store.prefix, self._store)
             self._group = _make(backend, prefixed, store.way()[0], (rank, size), timedelta(seconds=come))
         except RuntimeError as error:
@@ -58,8 +58,8 @@ class PointToPoint:
         self._long = timedelta(seconds=settings.timeout_s)
         self._starter = _Starter() if backend == "nccl" else None
         self._waiter: _Waiter | None = None
-        self._left: list[tuple[_Waiter, Sequence[Any]]] = []  # threads left alone, with what they wait for
-        # Message counters, by peer.
+        self._left: list[tuple[_Waiter, Sequence[Any]]] = []  # abandoned threads, with the works that they wait for
+        # Number of messages sent to and received from each peer.
         self._sent, self._came = ([itertools.count() for _ in range(size)] for _ in range(2))
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
@@ -67,7 +67,7 @@ class PointToPoint:
 
     @property
     def takes_pieces(self) -> bool:
-        return self._backend == "gloo"  # on a GPU a copy costs less than starting a message
+        return self._backend == "gloo"  # on a GPU, a copy costs less than a further message
 
     @property
     def streams(self) -> bool:
@@ -102,36 +102,42 @@ class PointToPoint:
         self.buffers.clear()
         for waiter, works in self._left:
             self.abort(works)
-            waiter.end()  # Python must not exit while it waits: torch aborts the process then
+            waiter.end()  # torch aborts the process if Python exits while the thread waits
         if self._waiter is not None:
             self._waiter.end()
         if self._backend == "nccl":
-            self._group.abort()  # kernels that wait for a dead peer would spin on
+            self._group.abort()  # otherwise, kernels that wait for a dead peer would spin forever
         if self._starter is not None:
             self._starter.end()
 
     def _start(self, way: str, message: Tensor, peer: int, tag: int) -> Any:
-        """Starts one send or receive. Returns the work, or the error where the connection is already lost. With NCCL it
-        returns a Future of these."""
+        """Starts one send or receive. Returns the torch Work, or the RuntimeError if the connection is already lost.
+
+        With NCCL, returns a Future of the Work or error. `way`: "send" or "receive".
+        """
         if self._starter is not None:
             return self._starter.submit(lambda: self._start_now(way, message, peer, tag))
         return self._start_now(way, message, peer, tag)
 
     def _start_now(self, way: str, message: Tensor, peer: int, tag: int) -> Any:
         if message.is_cuda:
-            torch.cuda.set_device(message.device)  # of this thread
+            torch.cuda.set_device(message.device)  # the current device is per thread
         try:
             return self._group.send([message], peer, tag) if way == "send" else self._group.recv([message], peer, tag)
         except RuntimeError as error:
             return error
 
     def receive_after_length(self, length: Tensor, peer: int, number: int, device: torch.device) -> tuple[Tensor, Any]:
-        """Starts to receive message `number` of a peer, whose length has come. Returns (its memory, the work)."""
+        """Starts to receive message `number` of a peer after its length has been received.
+
+        `length`: the length in bytes as uint8 [8]. Returns (memory of the message, the torch Work as `_start` returns
+        it).
+        """
         message = self.buffer(int(length.cpu().view(torch.int64)[0]), device)
         return message, self._start("receive", message, peer, 2 * number + 1)
 
     def finish(self, works: Sequence[Any], deadline: Deadline) -> str | None:
-        """Waits for all works. Returns None, or what went wrong."""
+        """Waits for all works. Returns None if all are done, otherwise the reason of the failure."""
         if self._starter is not None:
             if late := deadline.until(lambda seconds: not futures.wait(works, seconds).not_done):
                 return late
@@ -154,9 +160,9 @@ class PointToPoint:
         return late or (failures[0] if failures else None)
 
     def abort(self, works: Sequence[Any]) -> None:
-        """Ends all connections, by a wait that times out.
+        """Closes all connections of the group, by a wait that times out.
 
-        After that nothing is written to the memory of these works.
+        After the call, nothing is written to the memory of `works`.
         """
         for work in works:
             with contextlib.suppress(RuntimeError):
@@ -165,7 +171,7 @@ class PointToPoint:
 
 
 class _Waiter:
-    """A thread that waits for the works of one message after another."""
+    """A thread that waits for the works of queued messages, one message after another."""
 
     def __init__(self, longest: timedelta) -> None:
         self._tasks: queue.SimpleQueue[tuple[Sequence[Any], list[str], threading.Event] | None] = queue.SimpleQueue()
@@ -173,7 +179,10 @@ class _Waiter:
         self._thread.start()
 
     def start(self, works: Sequence[Any], failures: list[str]) -> threading.Event:
-        """Returns an event that is set when all works are done or one has failed. `failures` then holds the error."""
+        """Queues the works of a message. Returns an event that is set when all works are done or one has failed.
+
+        An error is appended to `failures` before the event is set.
+        """
         done = threading.Event()
         self._tasks.put((works, failures, done))
         return done
@@ -195,20 +204,20 @@ class _Waiter:
 
 
 class _Starter:
-    """A thread that starts one message after another. It ends with the process, also when a start never returns."""
+    """A thread that starts messages one after another. It does not keep the process alive if a start never returns."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[tuple[futures.Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
 
     def submit(self, start: Callable[[], Any]) -> futures.Future[Any]:
-        """Returns the Future of what `start` returns. It must not raise."""
+        """Queues a call of `start`, which must not raise. Returns the Future of its result."""
         future: futures.Future[Any] = futures.Future()
         self._tasks.put((future, start))
         return future
 
     def end(self) -> None:
-        """Ends the thread, unless a start holds it."""
+        """Ends the thread after the queued starts, without waiting for it."""
         self._tasks.put(None)
 
     def _work(self) -> None:
@@ -218,16 +227,19 @@ class _Starter:
 
 
 class _GroupHandle:
-    """A message on its way in a process group. Implements base.Handle."""
+    """A message in flight in a process group. Implements transport.Handle."""
 
     def __init__(
         self, transport: PointToPoint, works: Sequence[Any], message: Tensor, what: str, *,
         after_length: tuple[int, int, torch.device] | None = None, into_pieces: bool = False,
     ) -> None:  # fmt: skip
-        """Holds the works of one message.
+        """Stores the works of one message.
 
-        `after_length`: the works bring a length, after which the message itself is received. `into_pieces`: the works
-        write to memory that is not a buffer, so that after a failure nothing may be written there any more.
+        `what`: name of the message in errors.
+        `after_length`: (peer, message index, device) if the works receive only the length of the message, after which
+        the message itself is received.
+        `into_pieces`: whether the works write to memory outside of the buffers. If so, the works are aborted after a
+        failure, so that nothing is written there afterwards.
         """
         self._transport, self._works, self._message, self._what = transport, works, message, what
         self._after_length, self._into_pieces = after_length, into_pieces
@@ -243,11 +255,11 @@ class _GroupHandle:
         self._transport.buffers.give_back(self._message)
 
     def _finish(self, works: Sequence[Any], deadline: Deadline) -> None:
-        """Waits for the works. Raises TransportError."""
+        """Waits for the works. Raises TransportError when one fails or is late."""
         failure = "given up"
         try:
             failure = self._transport.finish(works, deadline)
-        finally:  # also when the deadline's questions to the store raise
+        finally:  # also when a callback of the deadline raises
             if failure is not None and self._into_pieces:
                 self._transport.abort(self._works)
         if failure is not None:
@@ -255,7 +267,10 @@ class _GroupHandle:
 
 
 def _make(backend: str, store: Any, address: str, place: tuple[int, int], timeout: timedelta) -> Any:
-    """Makes a process group on the store's store. gloo listens at `address` alone. `place`: (rank, size)."""
+    """Creates a process group whose ranks find each other through `store`.
+
+    `address`: the only address at which gloo listens. `place`: (rank, size of the group).
+    """
     if backend == "gloo":
         options = cast(Any, dist.ProcessGroupGloo)._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
@@ -269,9 +284,9 @@ def _make(backend: str, store: Any, address: str, place: tuple[int, int], timeou
 
 @contextlib.contextmanager
 def _errors_left_alone() -> Iterator[None]:
-    """Makes torch leave errors of a group that is made in the block to those who wait for its messages.
+    """Makes torch report errors of an NCCL group that is created in the block only to callers that wait for messages.
 
-    By default a thread of torch's ends the whole process when a peer is lost, or a message late.
+    By default, a thread of torch ends the whole process when a peer is lost or a message is late.
     """
     before = os.environ.get(ERROR_HANDLING)
     os.environ[ERROR_HANDLING] = "0"
@@ -288,7 +303,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _poll(works: Sequence[Any], seconds: float) -> bool:
-    """Says whether all works are done within `seconds`."""
+    """Waits up to `seconds` for all works. Returns whether all works are done."""
     end = time.monotonic() + seconds
     while not all(work.is_completed() for work in works):
         if time.monotonic() > end:

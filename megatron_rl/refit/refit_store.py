@@ -1,4 +1,4 @@
-"""Carries small messages between a trainer and its engines, over a key-value store on the trainer's first rank."""
+"""A store for small messages between a trainer and its engines: JSON values in a key-value store on trainer rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.refit.transport import TransportError
 
 
 class Address(NamedTuple):
-    """The address of a store, with the secret that whoever joins it needs."""
+    """The address of a store, and the secret that is required to join the store."""
 
     host: str
     port: int
@@ -30,9 +30,9 @@ class Address(NamedTuple):
 
 
 class RefitStore:
-    """JSON values under keys, on a store that only those reach who know its secret.
+    """A client of a key-value store with JSON values. Only processes that know the store's secret can access it.
 
-    Nothing that comes from the store is ever executed.
+    Values are parsed as JSON only, and are never executed.
     """
 
     def __init__(self, client: KeyValueClient, secret: bytes, prefix: str = "") -> None:
@@ -40,9 +40,10 @@ class RefitStore:
 
     @classmethod
     def host(cls, address: str) -> tuple[RefitStore, Address]:
-        """Opens a store on this host that listens at `address` only, for as long as a RefitStore of it is held.
+        """Starts a store on this host that listens at `address` only. Returns (client, address of the store).
 
-        Raises TransportError.
+        The store is closed once the returned client, its views and its rank stores are garbage collected. Raises
+        TransportError when the store cannot listen at `address`.
         """
         secret = secrets.token_bytes(32)
         try:
@@ -56,7 +57,10 @@ class RefitStore:
 
     @classmethod
     def join(cls, address: Address, timeout_s: float = 60) -> RefitStore:
-        """Joins the store at `address`. Raises TransportError when nobody answers there, or not with its secret."""
+        """Connects to the store at `address`.
+
+        Raises TransportError when no store answers within `timeout_s`, or when the store has another secret.
+        """
         host, port, secret = address
         try:
             return cls(KeyValueClient(host, port, bytes.fromhex(secret), timeout_s), bytes.fromhex(secret))
@@ -66,40 +70,44 @@ class RefitStore:
             raise TransportError(f"no refit store at {host}:{port}: does the trainer run there? ({error})") from error
 
     def way(self) -> tuple[str, int]:
-        """Returns (this host's own address on the interface that leads to the store, the address family)."""
+        """Returns (IP address of this host on the interface that routes to the store, address family)."""
         family, kind, _, _, place = socket.getaddrinfo(self._client.host, self._client.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)  # this sends nothing
             return probe.getsockname()[0], family
 
     def under(self, prefix: str) -> RefitStore:
-        """Returns a view of this store whose keys all begin with `prefix`."""
+        """Returns a view of this store that prepends `prefix` and "/" to all keys."""
         return RefitStore(self._client, self._secret, f"{self._prefix}{prefix}/")
 
     def sign(self, text: bytes) -> bytes:
-        """Returns a signature of `text`, 32 bytes, that only those who know the secret can make."""
+        """Returns the HMAC-SHA256 of `text` under the secret of the store, 32 bytes."""
         return hmac.digest(self._secret, text, "sha256")
 
     def rank_store(self, timeout: timedelta) -> RankStore:
-        """Returns a torch store on this store, for a process group. Its keys do not begin with this store's prefix."""
+        """Returns a torch.distributed store backed by this store, for a process group. It does not prepend the prefix
+        of this view to its keys. `timeout` is the default timeout of its waits."""
         return RankStore(self._client, timeout)
 
     @property
     def prefix(self) -> str:
-        """Returns what all keys of this view begin with."""
+        """Returns the prefix of all keys of this view."""
         return self._prefix
 
     def put(self, key: str, value: Any) -> None:
-        """Stores `value` under `key`. Raises TransportError when the store is gone."""
+        """Stores a JSON-serializable `value` under `key`. Raises TransportError when the store is gone."""
         self.put_together({key: value})
 
     def put_together(self, values: Mapping[str, Any]) -> None:
-        """Stores values by key so that nobody sees some of them without the others. Raises as `put` does."""
+        """Stores several values atomically. Raises TransportError when the store is gone."""
         with _gone():
             self._client.set({self._prefix + key: json.dumps(value).encode() for key, value in values.items()})
 
     def get(self, key: str, timeout_s: float) -> Any:
-        """Waits for the value under `key` and returns it. Raises TransportError when none comes in time."""
+        """Waits for a value under `key` and returns it.
+
+        Raises TransportError when there is no value after `timeout_s`, or when the store is gone.
+        """
         name = self._prefix + key
         try:
             with _gone():
@@ -108,7 +116,10 @@ class RefitStore:
             raise TransportError(f"no {name!r} on the refit store within {timeout_s:.1f} s") from error
 
     def has(self, key: str, timeout_s: float) -> bool:
-        """Says whether the key is there, or comes within `timeout_s`. Raises TransportError when the store is gone."""
+        """Waits up to `timeout_s` until `key` exists. Returns whether it exists.
+
+        Raises TransportError when the store is gone.
+        """
         try:
             with _gone():
                 self._client.wait([self._prefix + key], timeout_s)
@@ -117,7 +128,10 @@ class RefitStore:
         return True
 
     def peek(self, key: str) -> Any:
-        """Returns the value under `key`, or None when there is none now."""
+        """Returns the current value under `key` without waiting, or None if the key does not exist.
+
+        Raises TransportError when the store is gone.
+        """
         try:
             with _gone():
                 return json.loads(self._client.get([self._prefix + key], 0.0)[0])
@@ -125,7 +139,7 @@ class RefitStore:
             return None
 
     def remove(self, key: str) -> None:
-        """Removes `key`, if it is there."""
+        """Removes `key` if it exists."""
         with _gone():
             self._client.remove(self._prefix + key)
 
@@ -137,7 +151,7 @@ class RefitStore:
 
 @contextlib.contextmanager
 def _gone() -> Iterator[None]:
-    """Turns an error of the store into a TransportError. That a key is late is left to the caller."""
+    """Converts errors of the store in the block to TransportError. KeyValueTimeout is left to the caller."""
     try:
         yield
     except KeyValueTimeout:

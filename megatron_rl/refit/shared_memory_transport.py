@@ -1,8 +1,8 @@
-"""Carries messages through memory or files that both sides can open.
+"""A transport through memory or files that both sides can open.
 
-There are three media: POSIX shared memory, safetensors files on disk, and CUDA IPC between GPUs of a host. The sender
-writes a message into a slot and announces it on the store. The receiver opens the slot, uses it, and says that it is
-free.
+There are three media: POSIX shared memory, safetensors files on disk, and CUDA IPC between GPUs of one host. The sender
+writes a message into a slot and announces it on the store. The receiver opens the slot, reads the message, and marks
+the slot as free.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.transport import Deadline, TransportError
 
 SHARED_MEMORY = Path("/dev/shm")
-SMALLEST_SLOT = 1 << 16  # bytes
+SMALLEST_SLOT = 1 << 16  # minimum size of a slot in bytes
 
 
 class Medium(Protocol):
-    """A place where slots are made. A slot's address is a JSON value."""
+    """A kind of memory in which slots are allocated. The address of a slot is a JSON value."""
 
     def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
-        """Makes a slot. Returns (its address, uint8 [at least size])."""
+        """Allocates a slot. Returns (address of the slot, memory of the slot as uint8 [at least size])."""
         ...
 
     def publish(self, address: Any, message: Tensor) -> Any:
-        """Makes what is written in a slot visible to the other side. Returns the address that this opens."""
+        """Makes the message in a slot visible to the receiver. Returns the address that the receiver must open."""
         ...
 
     def open(self, address: Any, device: torch.device) -> Tensor:
-        """Returns what was published at `address`, uint8. Raises OSError or RuntimeError."""
+        """Returns the memory of the slot at a published `address`, uint8. Raises OSError or RuntimeError."""
         ...
 
     def free(self, address: Any) -> None:
@@ -49,26 +49,26 @@ class Medium(Protocol):
 
 
 class SharedMemory:
-    """Slots in files in /dev/shm, mapped by both sides.
+    """A medium whose slots are files in /dev/shm, mapped into memory by both sides.
 
-    Files that a dead process left are removed by the next process that comes.
+    A new instance removes the files that dead processes of the same user left behind.
     """
 
     def __init__(self) -> None:
         self._prefix = f"megatron_rl-{os.getuid()}-"
         self._open: dict[str, Tensor] = {}
-        self._held: dict[str, int] = {}  # descriptors of this process's own slots, locked while it lives
+        self._held: dict[str, int] = {}  # slot name -> descriptor, locked while this process lives
         for left in SHARED_MEMORY.glob(f"{self._prefix}*"):
             _remove_if_unlocked(left)
 
     def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
         path = SHARED_MEMORY / f"{self._prefix}{uuid.uuid4().hex[:16]}"
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        with contextlib.suppress(OSError):  # without flock nobody can tell that it was left, and it stays
+        with contextlib.suppress(OSError):  # if flock is not supported, a file left behind is never removed
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         self._held[path.name] = descriptor
         try:
-            # A lack of memory is found here, and not by a bus error at the first write.
+            # Reserves the memory, so that a lack of memory is an error here rather than a bus error at the first write.
             os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
             self.free([path.name])
@@ -95,7 +95,10 @@ class SharedMemory:
 
 
 class Disk:
-    """Slots in safetensors files in a directory that all ranks see. Each file is written under another name first."""
+    """A medium whose slots are safetensors files in a directory that all ranks share.
+
+    Each file is written under a temporary name and then renamed, so that no partial file is read.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -127,7 +130,7 @@ class Disk:
 
 
 class CudaIpc:
-    """Slots in a GPU's memory, which another process of the same host opens through an IPC handle."""
+    """A medium whose slots are in GPU memory. Other processes of the same host open a slot by its CUDA IPC handle."""
 
     def __init__(self) -> None:
         self._open: dict[str, Tensor] = {}
@@ -145,7 +148,7 @@ class CudaIpc:
         key = str(address)
         if key not in self._open:
             parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in address]
-            parts[0] = device.index  # the sender may number the GPUs in another way
+            parts[0] = device.index  # the sender may use another index for the same GPU
             storage = torch.UntypedStorage._new_shared_cuda(*parts)
             self._open[key] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return self._open[key]
@@ -155,9 +158,9 @@ class CudaIpc:
 
 
 class Slots:
-    """A transport through the slots of a medium. Implements base.Transport.
+    """A transport through the slots of a medium. Implements transport.Transport.
 
-    `rank` is this side's number among the peers; `store` must be used by these peers only.
+    `rank` is the index of this process among the peers. No other processes may use `store`.
     """
 
     def __init__(self, store: RefitStore, rank: int, medium: Medium) -> None:
@@ -173,7 +176,7 @@ class Slots:
             for s in free:
                 self._medium.free(s.address)
                 self._slots.remove(s)
-            # There are few sizes, because the other side keeps open what it opened.
+            # Sizes are rounded up to powers of two to limit the number of slots: the receiver keeps slots open.
             room = max(SMALLEST_SLOT, 1 << (size - 1).bit_length())
             slot = _Slot(*self._medium.allocate(room, device))
         else:
@@ -183,7 +186,7 @@ class Slots:
 
     @property
     def takes_pieces(self) -> bool:
-        return False  # copying into the slot is the sending
+        return False  # a message is sent by copying it into the slot
 
     @property
     def streams(self) -> bool:
@@ -223,16 +226,17 @@ class Slots:
 
 
 class _Slot:
-    """A slot of this sender, and the message in it."""
+    """A slot of this sender, and its state."""
 
     def __init__(self, address: Any, memory: Tensor) -> None:
         self.address, self.memory = address, memory
-        self.key: str | None = None  # the key of a message in it that the receiver has not taken yet
+        self.key: str | None = None  # store key of the message that the receiver has not read yet
         self.what = ""
 
 
 class _Announced:
-    """The handle of a sent message. Implements base.Handle: waits until the receiver has taken the message."""
+    """The handle of a sent message. Implements transport.Handle. `wait` returns when the receiver has read the message.
+    """
 
     def __init__(self, taken: Callable[[Deadline], None], message: Tensor) -> None:
         self._taken, self._message = taken, message
@@ -246,7 +250,7 @@ class _Announced:
 
 
 class _Awaited:
-    """The handle of a message that is to come. Implements base.Handle."""
+    """The handle of a message to be received. Implements transport.Handle."""
 
     def __init__(self, store: RefitStore, medium: Medium, key: str, what: str, device: torch.device) -> None:
         self._store, self._medium, self._key, self._what, self._device = store, medium, key, what, device
@@ -266,23 +270,23 @@ class _Awaited:
 
 
 def _remove_if_unlocked(path: Path) -> None:
-    """Removes a slot's file unless a living process holds its lock."""
+    """Removes the file of a slot unless a live process holds the lock on the file."""
     try:
         descriptor = os.open(path, os.O_RDWR)
-    except OSError:  # it is gone, or belongs to another user
+    except OSError:  # the file is gone, or belongs to another user
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_size:  # an empty file has just been made and will be locked
             path.unlink(missing_ok=True)
-    except OSError:  # a living process holds it
+    except OSError:  # a live process holds the lock
         pass
     finally:
         os.close(descriptor)
 
 
 def _await(store: RefitStore, key: str, deadline: Deadline) -> str | None:
-    """Waits for `key`. Returns None, or a text that says why it did not come."""
+    """Waits until `key` exists. Returns None if it exists, otherwise the reason why the wait failed."""
     try:
         return deadline.until(lambda seconds: store.has(key, seconds))
     except TransportError as error:

@@ -1,7 +1,7 @@
-"""Carries messages over TCP between hosts without fast links. Long slices are not copied on the way.
+"""A transport over TCP between hosts without fast links, which sends long slices without a copy.
 
-gloo sends one block of memory at a time, so that what a message joins has to be copied together first. A socket takes a
-list of blocks: long slices go out of the weights' own memory and into it.
+gloo sends one block of memory at a time, so the slices of a message must first be copied into one block. A socket can
+send a list of blocks, so long slices are sent directly from, and received directly into, the memory of the weights.
 """
 
 from __future__ import annotations
@@ -27,34 +27,37 @@ from megatron_rl.refit.buffers import Buffers, parts
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.transport import RECHECK_S, Deadline, TransportError
 
-# A sender's first bytes: a signature of the receiver's challenge and the sender's number, and then that number.
+# A sender's first bytes: a signature of the receiver's challenge and the sender's rank, followed by the rank.
 HELLO = struct.Struct("<32sI")
-LENGTH = struct.Struct("<Q")  # comes before each message: its bytes without its pieces
-JOIN_S = 1.0  # the longest wait for a thread that has no connection yet, and so touches no message
-PAUSE_S = 0.1  # the pause after a connection could not be accepted
-IDLE_S = 60  # after so long without traffic the kernel asks whether the other side is alive
-HELLO_S = 5.0  # a caller that has not said hello after so long is refused
-MAX_CALLERS = 256  # callers that have not said hello yet, each with a thread and a descriptor
-MERCY_S = 1.0  # one that is older makes room for another when all places are taken
-BLOCKS_PER_CALL = 256
-START_BYTES = 1 << 20  # the sending thread begins as soon as so many bytes are collected
+LENGTH = struct.Struct("<Q")  # header of each message: size of the message in bytes, without its pieces
+JOIN_S = 1.0  # longest wait for the end of a thread that has no connection yet, and so does not access any message
+PAUSE_S = 0.1  # pause in seconds after a connection could not be accepted
+IDLE_S = 60  # seconds without traffic after which the kernel probes whether the other side is alive
+HELLO_S = 5.0  # a caller that has not sent its hello within this time is refused
+MAX_CALLERS = 256  # maximum number of callers that have not sent their hello, each with a thread and a descriptor
+MERCY_S = 1.0  # when MAX_CALLERS is reached, the oldest caller is disconnected if it has been waiting longer than this
+BLOCKS_PER_CALL = 256  # maximum number of memory blocks per sendmsg call
+START_BYTES = 1 << 20  # the sending thread starts as soon as this many bytes of pieces are collected
 
 
 class Tcp:
-    """A transport with one connection per pair and direction. Implements base.Transport.
+    """A transport with one TCP connection per pair of peers and direction. Implements transport.Transport.
 
-    A connection opens with its first message and is worked by a thread of its own. A receiver listens on the interface
-    that leads to the store, and puts its address and a challenge on the store. Peers are numbers.
+    A connection is opened at its first message and is served by a separate thread. A receiver listens on the interface
+    that routes to the store, and publishes its address and a random challenge on the store.
     """
 
     takes_pieces = streams = True
 
     def __init__(self, store: RefitStore, rank: int, settings: RefitConfig) -> None:
-        """Opens the port. Raises TransportError when the store is gone, or no port is free."""
+        """Starts to listen on a free port and publishes the address under `rank` on the store.
+
+        Raises TransportError when the store is gone, or when no port is free.
+        """
         self._store, self._rank, self._timeout_s = store, rank, settings.message_timeout_s
         self._buffers, self._lanes, self._closed = Buffers(), dict[tuple[str, int], _Lane](), False
         self._change = threading.Lock()
-        self._callers: dict[socket.socket, float] = {}  # those that have not said hello, oldest first, and since when
+        self._callers: dict[socket.socket, float] = {}  # connections without a hello -> connection time; oldest first
         self._challenge = secrets.token_bytes(16)
         try:
             host, family = store.way()
@@ -108,7 +111,10 @@ class Tcp:
         self._buffers.clear()
 
     def _lane(self, way: str, peer: int) -> _Lane:
-        """Returns the lane to or from a peer, which is made at its first use."""
+        """Returns the lane to or from a peer, and creates it at its first use. `way`: "to" or "from".
+
+        Raises TransportError if the transport is closed.
+        """
         with self._change:
             if self._closed:
                 raise TransportError(f"no messages {way} {peer} any more: closed")
@@ -117,7 +123,10 @@ class Tcp:
             return self._lanes[way, peer]
 
     def _connect(self, lane: _Lane, peer: int) -> socket.socket:
-        """Opens the connection to a peer as soon as its address is on the store."""
+        """Waits until the address of a peer is on the store, and returns a new connection to the peer.
+
+        Raises TransportError when the address does not appear in time, and OSError when the connection fails.
+        """
         end = time.monotonic() + self._timeout_s
         while not self._store.has(str(peer), RECHECK_S):
             if lane.ended or time.monotonic() > end:
@@ -133,7 +142,7 @@ class Tcp:
         return made
 
     def _accept(self) -> None:
-        """Takes callers until the transport is closed."""
+        """Accepts connections until the transport is closed."""
         while True:
             if not self._has_place():
                 time.sleep(PAUSE_S)
@@ -143,7 +152,7 @@ class Tcp:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(PAUSE_S)  # perhaps the process has no descriptor left
+                time.sleep(PAUSE_S)  # the process may have run out of file descriptors
                 continue
             with self._change:
                 self._callers[made] = time.monotonic()
@@ -154,7 +163,10 @@ class Tcp:
                 made.close()
 
     def _has_place(self) -> bool:
-        """Says whether another caller may come. When there is no place, the oldest one is cut, if it is late."""
+        """Returns whether another connection may be accepted.
+
+        If MAX_CALLERS is reached, disconnects the oldest caller without a hello if it is older than MERCY_S.
+        """
         with self._change:
             full = len(self._callers) >= MAX_CALLERS and not self._closed
             oldest, since = next(iter(self._callers.items())) if full else (None, 0.0)
@@ -168,7 +180,7 @@ class Tcp:
             self._callers.pop(made, None)
 
     def _greet(self, made: socket.socket) -> None:
-        """Reads a caller's hello, and gives the connection to the lane of the peer that it is."""
+        """Checks the hello of a new connection, and passes the connection to the lane of its peer."""
         try:
             said, end = bytearray(), time.monotonic() + HELLO_S
             while len(said) < HELLO.size:
@@ -189,14 +201,17 @@ class Tcp:
 
 
 def hello(store: RefitStore, challenge: str, rank: int) -> bytes:
-    """Returns the bytes with which peer `rank` shows a receiver that it belongs to this run."""
+    """Returns the hello with which peer `rank` proves to a receiver that it knows the secret of this run.
+
+    `challenge`: the receiver's challenge in hexadecimal.
+    """
     return HELLO.pack(store.sign(f"hello {challenge} {rank}".encode()), rank)
 
 
 class _Lane:
-    """A queue of messages in one direction between two peers, with its thread.
+    """A queue of messages in one direction between two peers, with the thread that transfers them.
 
-    After a failure it takes no more of them.
+    After a failure, all further messages fail.
     """
 
     def __init__(self, open_: Callable[[_Lane], socket.socket]) -> None:
@@ -208,20 +223,20 @@ class _Lane:
         self._thread.start()
 
     def give(self, made: socket.socket) -> None:
-        """Gives the connection to a lane that the other side opens."""
+        """Passes a connection that the other side has opened to this lane."""
         self._given.put(made)
         if self.ended:
             self._refuse()
 
     def given(self) -> socket.socket:
-        """Waits for the connection that the other side opens."""
+        """Waits for a connection that the other side opens, and returns it. Raises TransportError when closed."""
         made = self._given.get()
         if made is None:
             raise TransportError("closed")
         return made
 
     def start(self, task: _Sending | _Receiving, done: _TaskResult | None = None) -> None:
-        """Queues a task. `done` gets its result."""
+        """Queues a task. `done`, if given, receives the result of the task."""
         if not self.ended:
             self._tasks.put((task, done))
         elif done is not None:
@@ -229,18 +244,18 @@ class _Lane:
 
     def stop(self) -> None:
         """Asks the thread to end."""
-        self.ended = True  # a thread without a connection checks this before it touches any message
+        self.ended = True  # a thread without a connection checks the flag before it accesses a message
         self._shut()
         self._given.put(None)
         self._tasks.put(None)
 
     def end(self) -> None:
-        """Ends the lane: after this the memory of no message is read or written."""
+        """Ends the lane. After the call, its thread does not read or write the memory of any message."""
         self.stop()
         self._thread.join(JOIN_S if self._socket is None else None)
 
     def _refuse(self) -> None:
-        """Closes connections that nobody uses."""
+        """Closes the connections that were passed to this lane but are not used."""
         with contextlib.suppress(queue.Empty):
             while True:
                 made = self._given.get_nowait()
@@ -263,7 +278,7 @@ class _Lane:
                     if self.ended:
                         raise TransportError("given up")
                     task.run(self._socket)
-            except Exception as error:  # torch raises its own kinds, such as for lack of memory
+            except Exception as error:  # torch raises errors of other types, such as for lack of memory
                 failure = str(error) or type(error).__name__
                 self._shut()  # so that the other side notices
             if done is not None:
@@ -275,7 +290,7 @@ class _Lane:
 
 
 class _TaskResult:
-    """The result of a task: a message, or the reason of a failure."""
+    """The result of a task: a message, or the reason of a failure. `event` is set when the task has ended."""
 
     def __init__(self, message: Tensor | None) -> None:
         self.message, self.failure, self.event = message, None, threading.Event()
@@ -321,7 +336,7 @@ class _Receiving:
 
 
 class _TcpHandle:
-    """A message on its way over TCP. Implements base.Handle."""
+    """A message in flight over TCP. Implements transport.Handle."""
 
     def __init__(self, lane: _Lane, done: _TaskResult, what: str, buffers: Buffers) -> None:
         self._lane, self._done, self._what, self._buffers = lane, done, what, buffers
@@ -330,7 +345,7 @@ class _TcpHandle:
         failure = "given up"
         try:
             failure = deadline.until(self._done.event.wait) or self._done.failure
-        finally:  # also when the deadline's questions to the store raise
+        finally:  # also when a callback of the deadline raises
             if failure is not None:
                 self._lane.end()
         if failure is not None:
@@ -344,10 +359,10 @@ class _TcpHandle:
 
 
 def _configure(made: socket.socket) -> None:
-    """Sets a connection's options: no waiting to fill packets, and probes while it is idle."""
+    """Sets the options of a connection: no send delay (TCP_NODELAY), and keepalive probes while it is idle."""
     made.settimeout(None)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # nothing else is sent between refits
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # needed because nothing is sent between refits
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
 
 
@@ -356,7 +371,7 @@ def _memory(block: Tensor) -> memoryview:
 
 
 def _fill(of: socket.socket, memory: memoryview) -> None:
-    """Receives until the memory is full."""
+    """Receives into `memory` until it is full. Raises TransportError when the other side closes the connection."""
     while memory:
         came = of.recv_into(memory, 0, socket.MSG_WAITALL)
         if not came:

@@ -1,4 +1,4 @@
-"""Holds what trainer and engines must know alike, so that each of them computes the same plan by itself."""
+"""The model sizes and layouts that trainer and engines share, so that each process computes the same refit plan."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ P = TypeVar("P", bound=Parameters)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The model and both layouts between which weights move."""
+    """The sizes of the model, and the trainer's and the engines' layouts between which a refit moves its weights."""
 
     sizes: Sizes
     trainer: TrainerLayout
     engines: EngineLayout
-    dtype: str  # the dtype in which weights travel, as torch spells it
+    dtype: str  # name of the torch dtype in which weights are sent, such as "bfloat16"
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Returns the dtype in which weights travel."""
+        """Returns the dtype in which weights are sent."""
         return getattr(torch, self.dtype)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns this topology as values that JSON can hold."""
+        """Returns this topology as JSON-serializable values."""
         parts = {name: dataclasses.asdict(getattr(self, name)) for name in ("trainer", "engines")}
-        # A subclass of Sizes may have more fields, which are left out.
+        # The additional fields of a subclass of Sizes are left out.
         sizes = {f.name: getattr(self.sizes, f.name) for f in dataclasses.fields(Sizes)}
         return {"sizes": sizes, "dtype": self.dtype, **parts}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Returns the topology that `to_json` wrote."""
+        """Returns the topology from the output of `to_json`."""
         trainer = value["trainer"] | {"stages": tuple(value["trainer"]["stages"])}
         return cls(
             sizes=Sizes(**value["sizes"]),
@@ -52,7 +52,7 @@ class Topology:
         )
 
     def plan(self, locations: RankLocations, bucket_mib: float) -> RefitPlan:
-        """Returns the plan for the engine ranks that are in `locations`, in messages of up to `bucket_mib` MiB."""
+        """Returns the refit plan for the engine ranks in `locations`, with messages of up to `bucket_mib` MiB."""
         trainer, engine = locations.placements(self.engines.world)
         return refit_plan.plan(
             self._carried(rank_layouts.trainer(self.sizes, self.trainer)),
@@ -63,12 +63,18 @@ class Topology:
         )
 
     def carried(self, parameters: P) -> P:
-        """Returns a rank's parameters as the plan counts them: those that are always float32 travel bit for bit."""
+        """Returns the parameters of a rank in the form that the plan uses.
+
+        Parameters that are float32 in every model dtype are viewed bit for bit as the dtype in which weights are sent.
+        """
         kept = kept_float32(self.sizes)
         return parameters.carried(kept, self.torch_dtype) if kept and self._words > 1 else parameters
 
     def _carried(self, holdings: Iterable[Holding]) -> Iterator[Holding]:
-        """Yields what ranks hold, in which a number that is always float32 counts as several of the wire's dtype."""
+        """Yields the holdings with wider rectangles for parameters that are float32 in every model dtype.
+
+        Each float32 element is counted as several elements of the dtype in which weights are sent.
+        """
         kept = kept_float32(self.sizes)
         for holding in holdings:
             wide = [
@@ -79,11 +85,11 @@ class Topology:
 
     @property
     def _words(self) -> int:
-        """Returns how many numbers of the wire's dtype take as much room as one float32."""
+        """Returns the number of elements of the sent dtype that have the size of one float32: 2 for bfloat16."""
         return torch.float32.itemsize // self.torch_dtype.itemsize
 
     def check_trainer(self, rank: int, names: Collection[str]) -> None:
-        """Raises ValueError unless trainer rank `rank` has exactly the parameters `names` in this layout."""
+        """Raises ValueError unless `names` are exactly the parameters of trainer rank `rank` in this layout."""
         wanted = {
             name for h in rank_layouts.trainer(self.sizes, self.trainer) if rank in h.ranks for name, _ in h.parameters
         }

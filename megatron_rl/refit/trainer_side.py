@@ -1,6 +1,6 @@
-"""Runs the trainer's side of a refit, a transaction of four steps: roll call, transfer, vote, verdict.
+"""The trainer's side of a refit, a transaction of four steps: roll call, transfer, vote, verdict.
 
-An engine ends at the new version or at none.
+After a refit, an engine that took part holds either the new version or no version.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megatron_rl.refit.transport import Added, Deadline, Mismatch, RefitError, S
 from megatron_rl.refit.transport_choice import RankLocation, RankLocations, Wiring
 from megatron_rl.world import all_gather, broadcast
 
-ROLL_CALL_S = 10.0  # an engine that does not answer for so long is left out
-REJOIN_S = 5.0  # living engines have joined again so long after a refit that failed for all
-VERDICTS = 16  # of refits that stay on the store; one of each would stay for all of a long run
+ROLL_CALL_S = 10.0  # an engine that does not answer the roll call within this time is left out of the refit
+REJOIN_S = 5.0  # longest wait for live engines to join again after a refit that failed for all engines
+VERDICTS = 16  # number of the latest refits whose verdicts stay on the store
 _log = logging.getLogger(__name__)
 
 
@@ -37,10 +37,10 @@ _log = logging.getLogger(__name__)
 class _RollCall:
     """The engines that take part in a refit. The same on every trainer rank."""
 
-    number: int
-    locations: dict[int, RankLocation]  # by engine rank
-    versions: dict[int, int | None]  # the version that each engine rank holds
-    lost: dict[int, str]  # engine ranks that did not answer -> why
+    number: int  # index of the refit
+    locations: dict[int, RankLocation]  # engine rank -> location
+    versions: dict[int, int | None]  # engine rank -> weight version that it holds; None if it holds none
+    lost: dict[int, str]  # engine rank that did not answer -> reason
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,20 @@ class _RefitReport:
     """The result of a refit."""
 
     committed: list[int]  # engine ranks that hold the new version
-    failed: dict[int, str]  # replica -> why
-    mismatch: str | None
-    sides: list[tuple[ExchangeOutcome, tuple[int, float]]]  # the result of every process, and of its probe
+    failed: dict[int, str]  # replica index -> reason
+    mismatch: str | None  # error message for the first parameter with a wrong checksum
+    sides: list[tuple[ExchangeOutcome, tuple[int, float]]]  # each process's outcome and link probe (bytes, seconds)
 
 
-TRAVELLERS = (RankLocation, Address, ExchangeOutcome, _RollCall, _RefitReport)  # what the ranks tell each other
+TRAVELLERS = (RankLocation, Address, ExchangeOutcome, _RollCall, _RefitReport)  # types sent between trainer ranks
 
 
 class TrainerSide:
-    """Brings engines to the trainer's weights. Every trainer rank makes one and calls it; both are collective.
+    """The trainer's side of the weight synchronization. Creating and calling an instance are collective over all
+    trainer ranks.
 
-    `endpoint`: an engine inside this process (engine rank = trainer rank). Without one, engines are processes of their
-    own, which join the store at `address`.
+    `endpoint` is an engine inside this process, whose engine rank is the trainer rank. If `endpoint` is None, the
+    engines are separate processes, which join the store at `address`.
     """
 
     def __init__(
@@ -74,12 +75,16 @@ class TrainerSide:
         host: str = "127.0.0.1",
         added: Added | None = None,
     ) -> None:
-        """Opens the store on the first rank, and joins it on the others.
+        """Opens the store on rank 0 and joins it on the other ranks.
 
-        `parameters`: this rank's parameters, by names with global layer and expert numbers. `group`: a gloo group of
-        all trainer ranks. `host`: name or address of the first rank's host, for the other ranks and the engines; the
-        default is enough where all run on one host. `added`: what engines get on top of the parameters. Raises
-        ValueError when the ranks or the parameters are not those of the topology.
+        `parameters`: the parameters of this rank, by names that contain global layer and expert indices.
+        `group`: a gloo process group of all trainer ranks.
+        `endpoint`: the engine inside this process, or None if the engines are separate processes.
+        `host`: name or address of rank 0's host, at which the other ranks and the engines reach the store. The default
+        suffices if all of them run on one host.
+        `added`: returns the values to add to the parameters that are sent, such as a LoRA delta.
+
+        Raises ValueError when the group or the parameters do not match the topology.
         """
         self.topology, self._settings, self._group, self._endpoint = topology, settings, group, endpoint
         self._rank = dist.get_rank(group)
@@ -94,27 +99,31 @@ class TrainerSide:
         self._trainer_locations: list[RankLocation] = self._gather(RankLocation.new(self._device))
         self._store, self.address = self._open_store(host)
         self._number, self._epoch = 0, 0
-        self._awaited: set[int] = set()  # engine ranks that a second try waits for
+        self._awaited: set[int] = set()  # engine ranks that the retry of a failed refit waits for
         self._locations: RankLocations | None = None
         self._wiring: Wiring | None = None
         self._exchange: Exchange | None = None
-        self._versions: dict[int, int | None] = {}  # the versions that endpoints inside the trainer hold, by rank
+        self._versions: dict[int, int | None] = {}  # engine rank -> version, for endpoints inside the trainer
         self._probes: list[tuple[int, float]] = []
         self._copy_rate = _copy_rate(self._device)
         self._delta_pays = settings.delta
 
     def __call__(self, version: int, replicas: Collection[int] | None = None) -> dict[str, float]:
-        """Moves the weights. Returns metrics (refit/seconds, refit/gigabytes, ...), the same on every rank.
+        """Sends weights `version` to the engines. Returns metrics (refit/seconds, refit/gigabytes, ...), the same on
+        every rank.
 
-        `replicas`: the engines to refit, which must all have joined. None: those that have joined, at least one.
-        Replicas that fail are left out and named in the first rank's log. Raises, on every rank, RefitError when no
-        engine came to the new version, and Mismatch when an engine holds other values than were sent.
+        `replicas`: indices of the engine replicas to refit, which must all have joined. If None, refits all replicas
+        that have joined, and waits for at least one.
+
+        A replica that fails is left out, and rank 0 logs a warning. Raises RefitError on every rank when no engine
+        received the new version, or when any engine inside the trainer failed. Raises Mismatch on every rank when an
+        engine's values differ from the values that were sent.
         """
         start = time.perf_counter()
         deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
         report = self._transfer(self._roll_call(deadline, replicas), version, deadline)
         again = not report.committed and not report.mismatch and self._endpoint is None and replicas is None
-        if again:  # an engine may have died between roll call and first message
+        if again:  # an engine may have died between the roll call and its first message
             deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
             report = self._transfer(self._roll_call(deadline, None), version, deadline)
         self._awaited = set()
@@ -132,16 +141,17 @@ class TrainerSide:
         self._disconnect()
 
     def _roll_call(self, deadline: Deadline, replicas: Collection[int] | None) -> _RollCall:
-        """Returns who takes part. Engines inside the trainer always do."""
+        """Returns the engines that take part in the refit. Engines inside the trainer always take part."""
         self._number += 1
         if self._endpoint is not None:
             return _RollCall(self._number, dict(enumerate(self._trainer_locations)), self._versions, {})
         return self._on_first_rank(lambda: self._call_engines(deadline, replicas))
 
     def _call_engines(self, deadline: Deadline, replicas: Collection[int] | None) -> _RollCall:
-        """Finds out, on the first rank, which of the joined engines answer now.
+        """Returns the joined engines that answer now. Called on rank 0.
 
-        Waits for the first whole replica. In a second try it waits up to REJOIN_S for all that were there in the first.
+        Waits until at least one replica has joined with all its ranks. In the retry of a failed refit, it also waits up
+        to REJOIN_S for all engines of the first try. Raises RefitError when no engine joins before the deadline.
         """
         tp, world = self.topology.engines.tp, self.topology.engines.world
         patience = time.monotonic() + REJOIN_S
@@ -164,7 +174,7 @@ class TrainerSide:
                 ready = self._store.get(f"{self._number}/ready/{rank}", max(0.05, end - time.monotonic()))
             except TransportError:
                 call.lost[rank] = f"engine rank {rank} did not answer the roll call within {ROLL_CALL_S:.0f} s"
-                self._store.remove(f"hello/{rank}")  # it joins again when it sees that
+                self._store.remove(f"hello/{rank}")  # an engine that finds its key removed joins again
                 continue
             call.locations[rank], call.versions[rank] = RankLocation(*ready["location"]), ready["version"]
         for rank in [r for r in call.locations if not all(q in call.locations for q in _replica(r, tp))]:
@@ -173,7 +183,7 @@ class TrainerSide:
         return call
 
     def _transfer(self, call: _RollCall, version: int, deadline: Deadline) -> _RefitReport:
-        """Moves the weights to the engines of a roll call, collects the votes, and gives the verdict."""
+        """Transfers the weights to the engines of a roll call, collects their votes, and publishes the verdict."""
         fresh = self._locations is None or self._locations.engines != call.locations
         if fresh:
             self._disconnect()
@@ -184,7 +194,7 @@ class TrainerSide:
             else {}
         )
         if self._wiring is not None and "nccl" in self._wiring.kinds:
-            self._delta_pays = False  # NCCL must know sizes before, and is too fast for deltas to pay
+            self._delta_pays = False  # NCCL needs the sizes in advance, and is too fast for deltas to pay
         order = RefitOrder(
             version=version,
             verify=self._settings.verify,
@@ -232,7 +242,7 @@ class TrainerSide:
         return report
 
     def _connect(self, call: _RollCall) -> None:
-        """Makes the plan and the transports for the engines of a roll call."""
+        """Creates the plan and the transports for the engines of a roll call."""
         locations = RankLocations(self._trainer_locations, call.locations)
         self._wiring = Wiring(
             self._store.under(f"epoch{self._epoch}"), locations, self._trainer_locations[self._rank], self._settings
@@ -249,16 +259,15 @@ class TrainerSide:
         self._locations = locations
 
     def _pulse(self, rank: int) -> Any:
-        """Returns a value that changes while engine rank `rank` waits for messages."""
+        """Returns a counter that engine rank `rank` increments while it waits for messages."""
         return self._store.peek(f"pulse/{rank}")
 
     def _judge(
         self, call: _RollCall, sides: list[tuple[ExchangeOutcome, tuple[int, float], str | None]], deadline: Deadline
     ) -> _RefitReport:
-        """Decides which replicas hold the new version.
+        """Decides which replicas hold the new version, from the outcomes of all trainer ranks and the engines' votes.
 
-        Called on the first rank. With engines inside the trainer's ranks every rank calls it and comes to the same
-        result.
+        Called on rank 0. If the engines are inside the trainer, every rank calls it and gets the same result.
         """
         wrong = dict(call.lost)
         mismatch = next((outcome.mismatch for outcome, _, _ in sides if outcome.mismatch), None)
@@ -292,13 +301,12 @@ class TrainerSide:
         return _RefitReport(committed, failed, mismatch, done)
 
     def _close_call(self, call: _RollCall, report: _RefitReport) -> None:
-        """Gives the engines the verdict, and removes from the store what the roll calls before left there.
+        """Publishes the verdict to the engines, and removes the keys of earlier refits from the store.
 
-        The last VERDICTS verdicts stay, for an engine that comes late to read them. Of older refits and of
-        location_prefixes that are over everything goes, also what an engine that was stopped for a while has put there
-        since.
+        The last VERDICTS verdicts stay on the store for engines that read them late. All other keys of older refits and
+        of earlier transport epochs are removed, including keys that a suspended engine has written since.
         """
-        # An engine that read the verdict and the old number would take part in the same refit once more.
+        # Stored atomically: an engine that saw the verdict but the old number would take part in the same refit again.
         verdict = {"committed": report.committed}
         self._store.put_together({"next": call.number + 1, f"{call.number}/verdict": verdict})
         for rank in range(self.topology.engines.world):
@@ -311,7 +319,7 @@ class TrainerSide:
         self._store.clear([*refits, *location_prefixes])
 
     def _figures(self, report: _RefitReport, seconds: float) -> dict[str, float]:
-        """Returns the metrics of a refit, with the least time that its links allow."""
+        """Returns the metrics of a refit. `floor_seconds` is the shortest time that the measured bandwidths allow."""
         floors = [0.0]
         for (outcome, _), (size, probed) in zip(report.sides, self._probes, strict=False):
             wire = (outcome.sent + outcome.received) * probed / size if size else 0.0
@@ -333,7 +341,7 @@ class TrainerSide:
         return {f"refit/{name}": value for name, value in metrics.items()}
 
     def _weigh_delta(self, report: _RefitReport) -> None:
-        """Turns deltas off when finding the changes took longer than sending everything would, as on a fast link."""
+        """Turns delta encoding off if it took longer than the sending time that it saved, as on a fast link."""
         for (outcome, _), (size, seconds) in zip(report.sides, self._probes, strict=False):
             saved = (outcome.full - outcome.sent) * seconds / size if size else 0.0
             if self._delta_pays and outcome.full > outcome.sent and outcome.delta_seconds > saved:
@@ -346,7 +354,7 @@ class TrainerSide:
                     )
 
     def _open_store(self, host: str) -> tuple[RefitStore, Address]:
-        """Opens a store on the first rank's host, which every rank joins. Returns (store, its address)."""
+        """Opens a store on rank 0, which the other ranks join. Returns (client of the store, address of the store)."""
         opened: list[RefitStore] = []
 
         def open_() -> Address:
@@ -361,17 +369,17 @@ class TrainerSide:
         return opened[0] if opened else RefitStore.join(address), address
 
     def _disconnect(self) -> None:
-        """Closes the transports; the next refit makes its plan, groups and slots anew."""
+        """Closes the transports. The next refit creates a new plan and new transports."""
         if self._wiring is not None:
             self._wiring.close()
         self._locations, self._wiring, self._exchange = None, None, None
 
     def _gather(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, on every rank."""
+        """Gathers `value` from all ranks. Returns the list of values, indexed by rank, on every rank."""
         return all_gather(value, self._group, travellers=TRAVELLERS)
 
     def _on_first_rank(self, function: Callable[[], Any]) -> Any:
-        """Calls `function` on the first rank. Returns its result, or raises its RefitError, on every rank."""
+        """Calls `function` on rank 0 only. Returns its result, or raises its RefitError, on every rank."""
         result, failure = None, None
         if self._rank == 0:
             try:
@@ -385,12 +393,12 @@ class TrainerSide:
 
 
 def _replica(rank: int, tp: int) -> Collection[int]:
-    """Returns the engine ranks of the same replica."""
+    """Returns the engine ranks of the replica that engine rank `rank` belongs to."""
     return range(rank // tp * tp, rank // tp * tp + tp)
 
 
 def _copy_rate(device: torch.device) -> float:
-    """Measures a copy within this device, in bytes a second."""
+    """Measures the speed of a copy within `device`. Returns bytes per second."""
     source, target = (torch.ones(16 << 20, dtype=torch.uint8, device=device) for _ in range(2))
     target.copy_(source)
     start = time.perf_counter()

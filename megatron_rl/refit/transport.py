@@ -1,4 +1,4 @@
-"""Defines what a refit is made of: parameters that are read and written in parts, transports, deadlines, errors."""
+"""Interfaces and errors of a refit: parameters that are read and written in parts, transports, and deadlines."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import torch
 from torch import Tensor
 
 WORD_BYTES = 8
-RECHECK_S = 0.5  # a wait checks this often whether it is still worth waiting
+RECHECK_S = 0.5  # interval in seconds at which a wait checks whether the refit has ended
 
 
 class RefitError(RuntimeError):
     """Raised when a refit did not bring an engine to the new version.
 
-    The message names the rank, and the bucket where there is one.
+    The message names the rank, and the bucket if the failure belongs to one.
     """
 
 
 class TransportError(RefitError):
-    """Raised when a message did not get through: the other side is dead, too slow, or takes part in another refit."""
+    """Raised when a message was not delivered: the other side is dead, too slow, or takes part in another refit."""
 
 
 class Mismatch(RefitError):
-    """Raised when an engine holds other values than the trainer sent.
+    """Raised when the values in an engine differ from the values that the trainer sent.
 
-    The message names the parameter. Only a bug or broken memory can cause it.
+    The message names the parameter. Only a bug or faulty memory can cause this error.
     """
 
 
 class ParameterPart(NamedTuple):
-    """A rectangle of a parameter.
+    """A rectangle of a parameter seen as a matrix.
 
-    A 1-D parameter counts as [n, 1]. A parameter of more than two dimensions has all of them but the last joined to
-    rows.
+    A 1-D parameter is seen as [n, 1]. For a parameter of more than two dimensions, all dimensions but the last are
+    flattened into rows.
     """
 
     row: int
@@ -51,43 +51,43 @@ class ParameterPart(NamedTuple):
 
 
 class Readable(Protocol):
-    """Parameters of a rank that can be read part by part."""
+    """The parameters of one rank, which can be read part by part."""
 
     def read(self, name: str, part: ParameterPart) -> Tensor:
-        """Returns the values of the part, [rows, columns]; a view where that is possible."""
+        """Returns the values of a part of the parameter `name`, [rows, columns]; a view if possible."""
         ...
 
 
 class Parameters(Readable, Protocol):
-    """Parameters of a rank that can be read and written part by part."""
+    """The parameters of one rank, which can be read and written part by part."""
 
     def write(self, name: str, part: ParameterPart, values: Tensor) -> None:
-        """Writes [rows, columns] `values` to the part, cast to the parameter's dtype."""
+        """Writes `values` [rows, columns] to a part of the parameter `name`, cast to the dtype of the parameter."""
         ...
 
     def carried(self, names: Collection[str], dtype: torch.dtype) -> Self:
-        """Returns the same parameters, in which those called `names`, of n float32 each, are seen as their bits.
+        """Returns the same parameters with the parameters in `names` viewed bit for bit as `dtype`.
 
-        These are [n, 4 / width] numbers of a `dtype` of that width, so that they travel with others of it and lose
-        nothing.
+        Each parameter in `names` has n float32 values. It is viewed as [n, 4 / itemsize of `dtype`], so that it can be
+        sent together with parameters of `dtype` without loss of precision.
         """
         ...
 
 
 @runtime_checkable
 class Reachable(Protocol):
-    """Parameters whose own memory a transport may read, or may write into in place of calling `write`."""
+    """Parameters whose memory a transport may read directly, or write to directly instead of calling `write`."""
 
     def memory(self, name: str, part: ParameterPart, dtype: torch.dtype) -> Tensor | None:
-        """Returns the memory of the part as uint8 [bytes].
+        """Returns the memory of a part of the parameter `name` as uint8 [bytes].
 
-        Returns None unless the part lies in one piece, on a CPU, and has this dtype.
+        Returns None unless the part is contiguous, is on a CPU, and has the dtype `dtype`.
         """
         ...
 
 
 class Tensors:
-    """Parameters that lie in plain tensors, found by name. Implements Parameters and Reachable."""
+    """Parameters in a mapping from names to tensors. Implements Parameters and Reachable."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._given = tensors
@@ -98,7 +98,7 @@ class Tensors:
         self._words = {name: as_words(t) for name, t in self._tensors.items()}
         self._cut: dict[
             tuple[str, ParameterPart, torch.dtype], np.ndarray | None
-        ] = {}  # every refit asks for the same parts
+        ] = {}  # cached, because every refit asks for the same parts
         self._whole: dict[tuple[str, ParameterPart, torch.dtype], Tensor | None] = {}
 
     def read(self, name: str, part: ParameterPart) -> Tensor:
@@ -126,9 +126,9 @@ class Tensors:
         return self._whole[key]
 
     def words(self, name: str, part: ParameterPart, dtype: torch.dtype) -> np.ndarray | None:
-        """Returns the part's own memory as 64-bit words, [rows, words].
+        """Returns the memory of a part of the parameter `name` as 64-bit words, [rows, words].
 
-        Returns None where the part is not made of whole words, does not lie on a CPU, or has another dtype.
+        Returns None if the part does not consist of whole words, is not on a CPU, or has another dtype than `dtype`.
         """
         found, width, key = self._words[name], dtype.itemsize, (name, part, dtype)
         if found is None or self._tensors[name].dtype != dtype:
@@ -142,14 +142,14 @@ class Tensors:
         return self._cut[key]
 
 
-# Returns what is to be added to a part of a parameter, [rows, columns] float32; None: nothing.
+# (parameter name, part) -> the values to add to the part, float32 [rows, columns], or None to add nothing.
 Added = Callable[[str, ParameterPart], Tensor | None]
 
 
 class Sums:
-    """Parameters to whose parts something is added when they are read. Implements Readable.
+    """A read-only view of parameters that adds values (such as a LoRA delta) to each part that is read.
 
-    The sum is made in float32 and rounded to the parameter's dtype; no sum is kept.
+    Implements Readable. The sum is computed in float32 and rounded to the dtype of the parameter. Sums are not cached.
     """
 
     def __init__(self, tensors: Readable, added: Added) -> None:
@@ -161,9 +161,9 @@ class Sums:
 
 
 def float32_bits(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the memory of a float32 tensor [n] as numbers of another dtype, [n, 4 / width].
+    """Returns a float32 tensor [n] viewed bit for bit as `dtype`, [n, 4 / itemsize of `dtype`].
 
-    Raises ValueError for a tensor of another dtype.
+    Raises ValueError if `tensor` is not float32. `name` is the name of the parameter in the error message.
     """
     if tensor.dtype != torch.float32:
         raise ValueError(f"{name} is {tensor.dtype}: it must be float32, whatever the model's dtype is")
@@ -171,10 +171,10 @@ def float32_bits(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_words(tensor: Tensor) -> np.ndarray | None:
-    """Returns the memory of a [rows, columns] tensor as 64-bit words, or None where that is not possible.
+    """Returns the memory of a [rows, columns] tensor as 64-bit words, or None if it cannot be viewed as words.
 
-    The tensor must be on a CPU, and its rows must be whole words. For short rows of two-byte numbers numpy copies words
-    in half the time that torch takes. The tensor cannot be resized any more.
+    The tensor must be on a CPU, and each row must consist of whole words. For short rows of two-byte numbers, numpy
+    copies words in half the time that torch takes. The tensor cannot be resized afterwards.
     """
     whole = all(
         n * tensor.element_size() % WORD_BYTES == 0
@@ -185,29 +185,29 @@ def as_words(tensor: Tensor) -> np.ndarray | None:
 
 @dataclass(frozen=True)
 class Deadline:
-    """The limits of time within one refit: for the whole of it, and for the wait for one message."""
+    """The time limits of one refit: one for the whole refit, and one for each message."""
 
-    end: float  # when the whole refit must be is_over, as time.monotonic() counts
-    message_s: float  # how long one message may take
-    # Called now and then during a wait; true once the refit has ended without this side.
+    end: float  # time.monotonic() value at which the whole refit must have ended
+    message_s: float  # longest wait for one message, in seconds
+    # Called every RECHECK_S during a wait. Returns true once the refit has ended without this side.
     is_over: Callable[[], bool] = lambda: False
-    # Returns a value that changes while the other side is itself waiting for others, and so is not lost. The wait then
-    # goes on.
+    # Returns a value that changes while the other side is alive but itself waiting. If the value has changed when a
+    # wait times out, the wait goes on.
     pulse: Callable[[], Any] = lambda: None
 
     @classmethod
     def start(cls, total_s: float, message_s: float, is_over: Callable[[], bool] = lambda: False) -> Deadline:
-        """Returns the deadline of a refit that begins now."""
+        """Returns the deadline of a refit that begins now and may take `total_s` seconds."""
         return cls(time.monotonic() + total_s, message_s, is_over)
 
     def wait_s(self) -> float:
-        """Returns the seconds that one wait may take from now, at least 0.01."""
+        """Returns the longest time in seconds that one wait may take from now, at least 0.01."""
         return max(0.01, min(self.message_s, self.end - time.monotonic()))
 
     def until(self, done: Callable[[float], bool]) -> str | None:
-        """Calls `done` with the seconds that it may wait, until it returns true.
+        """Calls `done` repeatedly, with the number of seconds that it may block, until it returns true.
 
-        Returns None, or a text that says why it did not come to that.
+        Returns None once `done` has returned true. Returns the reason as text if the wait timed out or the refit ended.
         """
         allowed = self.wait_s()
         end, pulse = time.monotonic() + allowed, self.pulse()
@@ -223,58 +223,66 @@ class Deadline:
 
 
 class Handle(Protocol):
-    """A message on its way."""
+    """A message whose transfer has been started."""
 
     def wait(self, deadline: Deadline) -> Tensor:
-        """Waits until the message is sent or has come. Returns it, uint8 [size]. Raises TransportError."""
+        """Waits until the message has been sent or received, and returns the message, uint8 [size].
+
+        Raises TransportError if the message was not delivered before the deadline.
+        """
         ...
 
     def release(self) -> None:
-        """Says that the memory of the message may be used again. Called after the last use of a received message."""
+        """Releases the memory of the message for reuse. Call it after the last use of the message."""
         ...
 
 
 class Transport(Protocol):
-    """Carries messages between numbered peers.
+    """A channel that carries messages between peers, which are identified by integers.
 
     Messages from one peer to another arrive in the order in which they were sent.
     """
 
     @property
     def takes_pieces(self) -> bool:
-        """Says whether this transport sends straight from any memory.
+        """Returns whether this transport can send directly from any memory.
 
-        If so, long slices are not copied into the message: both sides then give them as `pieces`.
+        If true, long slices are not copied into the message. Sender and receiver pass them as `pieces` instead.
         """
         ...
 
     @property
     def streams(self) -> bool:
-        """Says whether the receiver may take several of the sender's pieces as one."""
+        """Returns whether the receiver may receive several consecutive pieces of the sender as a single piece."""
         ...
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
-        """Returns uint8 [size] to write a message into, for `send` to take."""
+        """Returns a buffer to write a message into before it is passed to `send`, uint8 [size]."""
         ...
 
     def send(
         self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
     ) -> Handle:
-        """Starts to send a message that was written to what `buffer` returned, or to the first bytes of that.
+        """Starts to send `message` to a peer.
 
-        `size_known`: the receiver knows the size of the message. `pieces`: further bytes that follow the message, each
-        piece sent by itself as soon as the iterable yields it. Nobody may change them before the wait is over.
+        `message`: a tensor that `buffer` returned, or the first bytes of one.
+        `label`: the name of the message in errors.
+        `size_known`: whether the receiver knows the size of the message.
+        `pieces`: further uint8 tensors to send after the message. Each piece may be sent as soon as the iterable
+        yields it. The pieces must not be changed before the handle's `wait` has returned.
         """
         ...
 
     def receive(
         self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
     ) -> Handle:
-        """Starts to receive a message.
+        """Starts to receive a message from a peer.
 
-        `size`: its bytes, or None where the sender tells them. `pieces`: where the sender's pieces go, in order. A
-        tensor is the memory to fill; a number stands for that many of the last bytes of `size`. After a wait that
-        failed nothing is written to that memory any more.
+        `label`: the name of the message in errors.
+        `size`: size of the message in bytes, or None if the sender sends the size along.
+        `pieces`: the destinations of the sender's pieces, in order. A tensor is filled itself. An int is a number of
+        bytes: the piece is received into that many of the last bytes of the message.
+        After a failed wait, the transport does not write to any of this memory.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Chooses the transport between two ranks, and opens the transports that a process needs."""
+"""Selects the transport between each pair of ranks, and opens the transports of a process."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _log = logging.getLogger(__name__)
 
 
 class RankLocation(NamedTuple):
-    """The place where a rank runs."""
+    """The host, process and device of a rank."""
 
     host: str
-    process: str  # a name for the life of this process; a process number would come back in another container
-    device: str  # "cpu", or the GPU's UUID
-    nccl: str = ""  # the version of NCCL that this process would use; empty without a GPU, or without NCCL
+    process: str  # random id of the process; a pid would not be unique across containers
+    device: str  # "cpu", or the UUID of the GPU
+    nccl: str = ""  # NCCL version of the process; empty without a GPU or without NCCL
 
     @classmethod
     def new(cls, device: torch.device) -> RankLocation:
-        """Returns the location of this process. Each call names another process, so call it once."""
+        """Returns the location of this process. Each call creates a new process id, so call it once per process."""
         process = uuid.uuid4().hex
         if device.type == "cpu":
             return cls(socket.gethostname(), process, "cpu")
@@ -45,24 +45,24 @@ class RankLocation(NamedTuple):
 
     @property
     def place(self) -> tuple[str, str]:
-        """Returns the memory that the rank shares: its GPU, or without one its process.
+        """Returns an id of the memory that the rank uses: (host, GPU), or (host, process) for a rank on a CPU.
 
-        Ranks of one place copy without a link.
+        Weights are copied without a network link between ranks of the same place.
         """
         return self.host, self.device if self.device != "cpu" else self.process
 
 
 @dataclass(frozen=True)
 class RankLocations:
-    """The locations of all trainer ranks (by number), and of the engine ranks that take part in a refit."""
+    """The locations of all trainer ranks (indexed by rank), and of the engine ranks that take part in a refit."""
 
     trainer: Sequence[RankLocation]
     engines: dict[int, RankLocation]
 
     def placements(self, engine_world: int) -> tuple[RankPlacement, RankPlacement]:
-        """Returns (trainer ranks, engine ranks) for the planner.
+        """Returns the placements of (all trainer ranks, all `engine_world` engine ranks) for the planner.
 
-        An engine rank that does not take part is on node and device -1.
+        Node and device are -1 for an engine rank that does not take part.
         """
         locations = [*self.trainer, *self.engines.values()]
         hosts = {host: i for i, host in enumerate(dict.fromkeys(s.host for s in locations))}
@@ -75,15 +75,19 @@ class RankLocations:
 
     @property
     def members(self) -> list[RankLocation]:
-        """Returns every process once, trainer first."""
+        """Returns the location of every process once, trainer processes first."""
         return [*dict.fromkeys((*self.trainer, *self.engines.values()))]
 
 
 class Wiring:
-    """The transports of one process to the other members of a locations."""
+    """The open transports of one process to the other processes of a refit."""
 
     def __init__(self, store: RefitStore, locations: RankLocations, here: RankLocation, settings: RefitConfig) -> None:
-        """Opens the transports that this locations needs. Raises TransportError when not all members come in time."""
+        """Opens the transports that the pairs of ranks in `locations` need. `here` is the location of this process.
+
+        Raises TransportError when a process of `locations` does not connect in time, and ConfigError for an unusable
+        setting of the transport.
+        """
         self._locations, self._here, self._settings = locations, here, settings
         _check_nccl(locations, settings)
         members = locations.members
@@ -101,7 +105,7 @@ class Wiring:
             self._transports[kind] = made
 
     def route(self, source: int, destination: int) -> tuple[Transport, int]:
-        """Returns (transport, number of the other side in it) for a message. Implements exchange.Route."""
+        """Returns (transport, index of the other side in the transport) for a message. Implements exchange.Route."""
         trainer, engine = self._locations.trainer[source], self._locations.engines[destination]
         other = engine if trainer == self._here else trainer
         return self._transports[self._kind(trainer, engine)], self._numbers[other]
@@ -112,7 +116,7 @@ class Wiring:
             transport.close()
 
     def _kind(self, trainer: RankLocation, engine: RankLocation) -> str:
-        """Returns the name of the transport between two locations."""
+        """Returns the name of the transport between a trainer rank and an engine rank."""
         if self._settings.transport != "auto":
             return self._settings.transport
         if "cpu" in (trainer.device, engine.device):
@@ -123,9 +127,9 @@ class Wiring:
 
 
 def _check_nccl(locations: RankLocations, settings: RefitConfig) -> None:
-    """Says when weights go over TCP because the versions of NCCL differ: NCCL does not connect them.
+    """Logs a warning if weights are sent over TCP because the NCCL versions of trainer and engine differ.
 
-    Raises ConfigError where NCCL is asked for.
+    NCCL cannot connect processes with different versions. Raises ConfigError if the settings require NCCL.
     """
     pairs = [
         (trainer.nccl or "none", engine.nccl or "none")
@@ -143,7 +147,10 @@ def _check_nccl(locations: RankLocations, settings: RefitConfig) -> None:
 
 
 def _medium(kind: str, settings: RefitConfig) -> SharedMemory | Disk | CudaIpc:
-    """Returns where the slots of a transport of this name lie. Raises ConfigError when a setting is missing."""
+    """Returns the medium that holds the slots of the transport named `kind`.
+
+    Raises ConfigError if the transport is "disk" and no directory is set.
+    """
     if kind == "shared_memory":
         return SharedMemory()
     if kind == "cuda_ipc":
