@@ -1,1 +1,1 @@
-"""Adapts runs to Slurm: job scripts, time limits, addresses, and the record of a run's starts in its directory."""
+"""Support for running under Slurm: job scripts, time limits, addresses, and the log of a run's starts."""

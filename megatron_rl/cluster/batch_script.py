@@ -1,4 +1,4 @@
-"""Writes batch scripts: templates of slurm/ with the #SBATCH lines and settings of one run on one site."""
+"""Generates batch scripts from the templates in slurm/, with the #SBATCH lines and settings of one run on one site."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ SETTINGS, END = "# --- settings", "# --- end of settings"
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptShape:
-    """The nodes, time and array that one batch script asks for."""
+    """The resources that one batch script requests: nodes, ranks, GPUs, time limit and array."""
 
     template: str  # train, engines, roles, sweep, generate or eval
-    name: str  # the job's name without its ending -TEMPLATE
+    name: str  # job name without the suffix -TEMPLATE
     nodes: int = 1
     ranks: int  # ranks on each node
     gpus: int  # GPUs on each node
     time: str
-    array: str | None  # the value of --array
+    array: str | None  # value of --array; None for a job without an array
     warning_s: int | None = None
     exclusive: bool = False
-    logs: Path  # directory for the batch script's own output
+    logs: Path  # directory for the output of the batch script itself
 
 
 def script(
     shape: ScriptShape, profile: Profile, values: Mapping[str, str | int | Sequence[str]], directory: Path
 ) -> str:
-    """Returns the template with its header and settings replaced.
+    """Returns the text of a batch script: the template of `shape` with its #SBATCH header and settings replaced.
 
-    `values`: the settings by name; lists become bash arrays. `directory`: the one that the job starts in, from which
-    relative paths of the config count. Raises ConfigError for a setting that the template does not have, and for a
-    value that would become a line of its own.
+    `values`: settings by name; lists become bash arrays.
+    `directory`: working directory of the job, against which relative paths in the config are resolved.
+
+    Raises ConfigError for a setting that the template does not have, for an invalid variable name in the profile's
+    environment, and for an #SBATCH value that contains a line break or another control character.
     """
     lines = (SHIPPED / f"{shape.template}.sbatch").read_text(encoding="utf-8").splitlines()
     body = [line for line in lines[1:] if not line.startswith("#SBATCH")]
@@ -54,7 +56,10 @@ def script(
 
 
 def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
-    """Returns the #SBATCH lines: only what the site or the run asks for. The rest is the cluster's default."""
+    """Returns the #SBATCH lines of the options that the site or the run sets. Other options keep the cluster's default.
+
+    Raises ConfigError for a value that contains a line break or another control character.
+    """
     gpus = f"{profile.gpu_type}:{shape.gpus}" if profile.gpu_type else str(shape.gpus)
     output = f"{str(shape.logs).replace('%', '%%')}/{shape.template}-{'%A_%a' if shape.array else '%j'}.out"
     words = {
@@ -66,7 +71,7 @@ def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
         "ntasks-per-node": shape.ranks,
         "gpus-per-node": gpus if shape.gpus else None,
         "cpus-per-task": profile.cpus_per_rank * max(1, shape.gpus // shape.ranks),
-        # a part of a node takes the default memory of its share
+        # a job on a part of a node gets the default memory for its share of the node
         "mem": profile.memory if shape.gpus == profile.gpus_per_node else None,
         "constraint": profile.constraint,
         "time": shape.time,
@@ -75,7 +80,7 @@ def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
         "chdir": directory,
         "output": output,
         "open-mode": "append",
-        "propagate": "NONE",  # limits of the submitting shell (ulimit) do not hold in the job
+        "propagate": "NONE",  # limits (ulimit) of the submitting shell are not applied to the job
     }
     given = {f"#SBATCH --{name}": value for name, value in words.items() if value is not None}
     for option, value in (*given.items(), *(("sbatch of the profile", word) for word in profile.sbatch)):
@@ -87,9 +92,10 @@ def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
 
 
 def common_settings(profile: Profile, root: Path, directory: Path | None = None) -> dict[str, str | Sequence[str]]:
-    """Returns the settings that all templates have.
+    """Returns the settings that all templates have, by name.
 
-    `directory`: the one that the program starts in inside a container; None is the image's own.
+    `root`: root directory of the checkout.
+    `directory`: working directory of the program inside a container. None uses the working directory of the image.
     """
     srun, words = [*profile.srun], []
     if profile.container is not None and profile.container.runtime == "pyxis":

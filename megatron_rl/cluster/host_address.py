@@ -1,4 +1,4 @@
-"""Finds the address at which the other hosts of a job reach this one, and a port to listen on."""
+"""Finds the address at which other hosts of a job reach this host, and a free port to listen on."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ import psutil
 from megatron_rl.config.schema import ConfigError
 
 AUTO = "auto"
-PORTS, TRIES = (10_000, 20_000), 100  # of `free_port`
-_NOWHERE = ("192.0.2.1", 9)  # a documentation address: no packet is sent, only the route is asked for
+PORTS, TRIES = (10_000, 20_000), 100  # range of ports and number of attempts of `free_port`
+_NOWHERE = ("192.0.2.1", 9)  # an address reserved for documentation: only the route to it is looked up
 
 
 def address_among_ranks(environment: Mapping[str, str]) -> str:
-    """Returns this machine's address on the interface that gloo was told to take (GLOO_SOCKET_IFNAME)."""
+    """Returns the IPv4 address of this machine on the first interface in GLOO_SOCKET_IFNAME.
+
+    If the variable is not set, returns the address that `own_address` finds for "auto".
+    """
     return own_address(environment.get("GLOO_SOCKET_IFNAME", AUTO).partition(",")[0])
 
 
 def address_of_first_rank(host: str, environment: Mapping[str, str]) -> str:
-    """Returns the address at which rank 0 listens, for the host name or address that a launcher gave it.
+    """Returns the IPv4 address at which rank 0 listens. `host` is the name or address in the launcher's MASTER_ADDR.
 
-    Many systems give a host's own name an address that no other host reaches (127.0.1.1): then it is that of
-    `address_among_ranks`. Raises ConfigError for a name that nobody knows.
+    Many systems resolve a host's own name to a loopback address (127.0.1.1), which no other host can reach. In this
+    case, returns `address_among_ranks(environment)` instead. Raises ConfigError for a name that cannot be resolved.
     """
     found = _address_of_name(host)
     if found is None:
@@ -38,7 +41,7 @@ def address_of_first_rank(host: str, environment: Mapping[str, str]) -> str:
 
 
 def loopback_interface() -> str | None:
-    """Returns the name of the interface that reaches this machine alone; None where there is none."""
+    """Returns the name of the loopback interface, such as "lo", or None if there is none."""
     for name, found in psutil.net_if_addrs().items():
         if any(a.family is socket.AF_INET and a.address.startswith("127.") for a in found):
             return name
@@ -46,10 +49,11 @@ def loopback_interface() -> str | None:
 
 
 def own_address(host: str) -> str:
-    """Returns the IPv4 address of this machine that `host` stands for.
+    """Resolves `host` to an IPv4 address of this machine.
 
-    `host` is an address of this machine, the name of one of its interfaces (ib0), or "auto": the address of its own
-    name, else that of its default route. Raises ConfigError for anything else, and for an interface without an address.
+    `host` is one of: an address of this machine; the name of an interface, such as "ib0"; or "auto". For "auto",
+    returns the address that the host name of this machine resolves to or, if it is a loopback address, the address of
+    the default route. Raises ConfigError for a name that cannot be resolved, and for an interface without an address.
     """
     interfaces = {
         name: [a.address for a in found if a.family is socket.AF_INET] for name, found in psutil.net_if_addrs().items()
@@ -87,10 +91,10 @@ def _address_of_default_route() -> str | None:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on now, for a process that is started next.
+    """Returns a currently free port at address `host`, for a process that is about to be started.
 
-    It lies below the ports that the system gives to outgoing connections: one of those could be taken in the seconds
-    until the process listens. Raises ConfigError for a host that is not this machine's.
+    If possible, the port is below the range that the system assigns to outgoing connections, because a port in that
+    range could be taken before the process listens. Raises ConfigError if `host` is not an address of this machine.
     """
     candidates = range(*PORTS) if _first_outgoing_port() >= PORTS[1] else ()
     for port in [*random.SystemRandom().sample(candidates, k=min(TRIES, len(candidates))), 0]:

@@ -1,4 +1,4 @@
-"""Records the starts and ends of a run's trainer in RUN/slices.jsonl, and decides from them what its job does next."""
+"""Records the starts and ends of a run's trainer in RUN/slices.jsonl, and decides what the job does next."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from megatron_rl.run.run_directory import RunDirectory
 
 FILE = "slices.jsonl"
 WRONG_CONFIG = 2  # exit status of `megatron-rl train` for a wrong config
-HUNG = 86  # exit status of a rank that ended itself because nothing moved
-# Starts that ended without a word (a crashed node, a preemption) are borne this many times as long as others.
+HUNG = 86  # exit status of a rank that ended itself because the run made no progress
+# The limit on starts without progress is this many times higher if starts ended silently (crashed node, preemption).
 SILENT_SHARE = 3
 SILENT = "ended without a word: a node or the batch script was killed, or the time limit came before it had saved"
 
 
 class NextAction(StrEnum):
-    """An order to the batch script: what it does now."""
+    """The next action of the batch script."""
 
     GO = "go"  # start the ranks
-    DONE = "done"  # the target is reached: cancel what waits
-    STOPPED = "stopped"  # somebody asked for it, or trying again cannot help: cancel what waits
-    SLICE = "slice"  # the run left in time: the next element of the array goes on
-    AGAIN = "again"  # there was a fault: the same element starts once more
+    DONE = "done"  # the run is finished: cancel the waiting jobs
+    STOPPED = "stopped"  # a user stopped the run, or a retry cannot help: cancel the waiting jobs
+    SLICE = "slice"  # the run saved and left in time: the next element of the job array continues it
+    AGAIN = "again"  # an error occurred: start the same element of the job array again
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """One start of the trainer. Its `iterations` are counted in complete checkpoints."""
+    """One start of the trainer. Its iteration counts are those of the newest complete checkpoint."""
 
     job: str
     restart: int
@@ -48,19 +48,19 @@ class Slice:
 
     @property
     def refused(self) -> bool:
-        """Returns whether this start was refused, without any rank, because starts before it had made no progress."""
+        """Returns whether this start was refused before it started any rank, because earlier starts made no progress."""
         return self.ended is not None and self.status is None
 
 
 def read(directory: Path, *, alive: bool = True) -> list[Slice]:
-    """Returns the starts in order.
+    """Returns the starts of the run in `directory`, in order.
 
-    A start that ended without a word gets SILENT as its cause. The last one may still run, and gets it only where the
-    run is not `alive`.
+    A start whose end was not recorded gets the cause SILENT. The last start may still be running, so it gets SILENT
+    only if `alive` is False.
     """
     found = {
         (one.job, one.restart): one for one in json_lines.read(directory / FILE, _decoded).values
-    }  # half a line is no start
+    }  # incomplete lines are skipped
     slices = [*found.values()]
     out = [s if s.ended is not None else _silent(s, after) for s, after in zip(slices, slices[1:], strict=False)]
     last = slices[-1:]
@@ -70,10 +70,12 @@ def read(directory: Path, *, alive: bool = True) -> list[Slice]:
 
 
 def begin(directory: Path, job: SlurmJob, nodes: str, stalled: int) -> tuple[NextAction, str]:
-    """Records a start. Returns what the batch script does now, and why.
+    """Records a start of the trainer. Returns (next action of the batch script, reason).
 
-    `stalled`: the chain stops after this many starts of one submission in a row without a new checkpoint, or after
-    three times as many that ended without a word. Whoever submits again has mended something: it is counted anew.
+    `nodes`: nodes of the job.
+    `stalled`: maximum number of consecutive failed starts without a new checkpoint before the run is stopped. The limit
+    is three times higher if starts that ended silently are included. Only starts of the same submission are counted,
+    because a user who submits again has presumably fixed the problem.
     """
     if finished(directory):
         return NextAction.DONE, f"{directory} is finished"
@@ -100,9 +102,9 @@ def begin(directory: Path, job: SlurmJob, nodes: str, stalled: int) -> tuple[Nex
 
 
 def end(directory: Path, job: SlurmJob, status: int) -> tuple[NextAction, str]:
-    """Records an end. Returns what the batch script does now, and why.
+    """Records the end of a start. Returns (next action of the batch script, cause of the end).
 
-    `status` is srun's; ranks that were asked to leave, and saved, end with 0 too.
+    `status`: exit status of srun. It is also 0 if the ranks were asked to leave and have saved a checkpoint.
     """
     iterations, own = (
         iterations_done(directory),
@@ -119,23 +121,23 @@ def end(directory: Path, job: SlurmJob, status: int) -> tuple[NextAction, str]:
 
 
 def over(directory: Path) -> bool:
-    """Returns whether nothing of this run is to go on: it is finished, or somebody stopped it."""
+    """Returns whether the run is over: it is finished, or its directory contains a stop file."""
     return finished(directory) or (directory / STOP).exists()
 
 
 def finished(directory: Path) -> bool:
-    """Returns whether the run has done all its iterations."""
+    """Returns whether the run has completed all its iterations."""
     return bool(RunDirectory(directory).read_summary().get("finished"))
 
 
 def iterations_done(directory: Path) -> int:
-    """Returns the number of iterations in the newest complete checkpoint."""
+    """Returns the number of iterations completed in the newest complete checkpoint, or 0 if there is none."""
     newest = Checkpoints(RunDirectory(directory).checkpoints).newest()
     return newest.number if newest else 0
 
 
 def _decoded(raw: Any) -> Slice:
-    """Returns the start of a line. Raises TypeError for a line that is none."""
+    """Converts a parsed line of slices.jsonl to a Slice. Raises TypeError if the line is not a valid Slice."""
     one = Slice(**raw)
     numbers = (one.restart, one.began, one.iterations_before, one.ended, one.iterations_after, one.status)
     texts = (one.job, one.nodes, one.cause or "")
@@ -145,7 +147,7 @@ def _decoded(raw: Any) -> Slice:
 
 
 def _submission(job: str) -> str:
-    """Returns the id of a job's submission: 17 for 17_3."""
+    """Returns the id of the submission that a job belongs to, for example 17 for element 17_3 of an array."""
     return job.partition("_")[0]
 
 

@@ -1,4 +1,4 @@
-"""Reads a site's profile: one YAML file with what a cluster's Slurm wants, apart from the configs of runs."""
+"""Reads the profile of a site: a YAML file with the Slurm settings of a cluster, separate from the configs of runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHIPPED = Path(__file__).parent.parent.parent / "slurm"  # batch scripts and pro
 
 @config
 class Container:
-    """The container in which a site runs the program."""
+    """The container in which the program runs at a site."""
 
     runtime: Literal["pyxis", "apptainer"]
     image: str  # for pyxis an .sqsh file or docker://..., for apptainer a .sif file
@@ -26,34 +26,39 @@ class Container:
 
 @config
 class Profile:
-    """A site's settings. null leaves an option out of the batch scripts, so that the cluster's default holds."""
+    """The Slurm settings of a site. An option that is null is omitted from the batch scripts, so that the cluster's
+    default applies."""
 
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     time: str = "04:00:00"  # time limit of one slice
-    warning_s: PositiveInt = 600  # seconds before the limit at which the run is asked to save and leave
+    warning_s: PositiveInt = 600  # number of seconds before the time limit at which the run is asked to save and leave
     ranks_per_node: PositiveInt = 8
-    gpus_per_node: NonNegativeInt = 8  # 0 asks for none
+    gpus_per_node: NonNegativeInt = 8  # 0 requests no GPUs
     gpu_type: str | None = None
     cpus_per_rank: PositiveInt = 12
-    memory: str | None = None  # --mem; "0" takes all of a node's memory
-    exclusive: bool = False  # true lets no other job onto the trainer's nodes
+    memory: str | None = None  # value of --mem; "0" requests all memory of a node
+    exclusive: bool = False  # whether no other job may share the trainer's nodes
     constraint: str | None = None
-    host: str = "auto"  # interface at which servers, refits and ranks listen
+    host: str = "auto"  # address or interface at which servers, refits and ranks listen
     environment: Mapping[str, str] = field(default_factory=dict)
-    setup: tuple[str, ...] = ()  # shell lines before the program
-    python: str = ".venv/bin/python"  # absolute, or from the checkout's root; inside the container
-    # Interpreter that has the engine, in the place of the config's engine.python. null: that one, else the checkout's
-    # .venv-vllm or .venv-sglang. With a container it must be set, to the interpreter inside.
+    setup: tuple[str, ...] = ()  # shell lines to execute before the program
+    # Python interpreter, inside the container if there is one: absolute path, or relative to the root of the checkout.
+    python: str = ".venv/bin/python"
+    # Interpreter with the engine installed; overrides engine.python of the config. If null, engine.python is used, or
+    # otherwise .venv-vllm or .venv-sglang of the checkout. Required with a container: an interpreter in the container.
     engine_python: str | None = None
     container: Container | None = None
-    sbatch: tuple[str, ...] = ()  # further options for #SBATCH lines
-    srun: tuple[str, ...] = ()  # further options of srun
+    sbatch: tuple[str, ...] = ()  # additional options for #SBATCH lines
+    srun: tuple[str, ...] = ()  # additional options of srun
 
 
 def read(name: str) -> Profile:
-    """Reads a profile. `name`: a profile in slurm/profiles, or a YAML file. Raises ConfigError when there is none."""
+    """Reads a profile.
+
+    `name`: name of a profile in slurm/profiles, or path of a YAML file. Raises ConfigError if the file does not exist.
+    """
     if not SHIPPED.is_dir():
         raise ConfigError(f"{SHIPPED} is not there: install megatron_rl from a checkout, with pip install -e")
     path = Path(name) if name.endswith((".yaml", ".yml")) else SHIPPED / "profiles" / f"{name}.yaml"

@@ -1,5 +1,5 @@
-"""Lets the ranks of a job find each other: rank 0 opens a key-value store at a free port, and writes its address and a
-new secret to a shared file that this user alone can read.
+"""Rendezvous of the ranks of a job. Rank 0 starts a key-value store at a free port, and writes its address and a new
+secret to a file on a shared file system that only this user can read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.key_value_store.store_client import KeyValueClient, KeyValueErr
 from megatron_rl.key_value_store.store_server import KeyValueServer
 
 POLL_S = 0.05
-JOIN_S = 2.0  # the longest try to reach a store: the file may be of a start that has ended, and a new one comes
+JOIN_S = 2.0  # timeout of one attempt to reach the store; short, because the file may be left from an earlier start
 SECRET_BYTES = 32
 NOT_OURS = (
     "rank 0 writes it as the same user; if nobody of this job wrote it, remove it, and let only this user write to the "
@@ -28,15 +28,20 @@ NOT_OURS = (
 
 
 class MeetingError(RuntimeError):
-    """Raised when the ranks do not find each other; the message says which file was looked for, and what is wrong."""
+    """Raised when the ranks do not find each other. The message names the file and the problem."""
 
 
 def meet(file: Path, *, rank: int, address: str, timeout: timedelta) -> RankStore:
-    """Returns the store that a process group starts from. Every rank calls it, and keeps it as long as the group.
+    """Returns the torch store through which the ranks of a process group find each other.
 
-    `file` belongs to this start of the ranks alone. Rank 0 listens at `address`, which is that of its host, and nowhere
-    else. Raises MeetingError when rank 0 cannot listen, when another rank does not reach it within `timeout`, and when
-    somebody else owns `file` or can read it.
+    Every rank calls it, and must keep the store for the lifetime of the group.
+
+    `file`: file for the address and secret of the store. Each start of the ranks must use a different file.
+    `address`: address of rank 0's host; rank 0 listens only there.
+    `timeout`: longest wait for rank 0, and default timeout of the store.
+
+    Raises MeetingError when rank 0 cannot listen at `address`, when another rank does not reach rank 0 within
+    `timeout`, and when another user owns `file` or can read it.
     """
     if rank == 0:
         secret = secrets.token_bytes(SECRET_BYTES)
@@ -54,14 +59,14 @@ def meet(file: Path, *, rank: int, address: str, timeout: timedelta) -> RankStor
     why = f"rank 0 did not write {file}: is this directory on a file system that all hosts share?"
     while True:
         try:
-            # a listing looks past what NFS remembers of single files
+            # listing the directory bypasses the NFS cache of single files
             if file.parent.exists() and file.name in os.listdir(file.parent):
                 found = read_private(file)
                 client = KeyValueClient(found["address"], found["port"], bytes.fromhex(found["secret"]), JOIN_S)
                 return RankStore(client, timeout)
         except MeetingError:
             raise
-        except (KeyValueError, OSError, ValueError, KeyError, TypeError) as error:  # it is old, or just being replaced
+        except (KeyValueError, OSError, ValueError, KeyError, TypeError) as error:  # an old or changing file
             why = f"{file} does not lead to rank 0 ({error})"
         if time.monotonic() > end:
             raise MeetingError(f"{why} (waited {timeout.total_seconds():.0f} s)")
@@ -69,7 +74,7 @@ def meet(file: Path, *, rank: int, address: str, timeout: timedelta) -> RankStor
 
 
 def write_private(file: Path, value: Any) -> None:
-    """Writes JSON to a file that this user alone can read. Whoever reads it sees all of it, or the file before."""
+    """Writes `value` as JSON to a file that only this user can read (mode 0600). Replaces the file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     pending = file.with_name(f".{file.name}.{os.getpid()}")
     pending.unlink(missing_ok=True)
@@ -81,8 +86,10 @@ def write_private(file: Path, value: Any) -> None:
 
 
 def read_private(file: Path) -> Any:
-    """Returns the JSON of a file that `write_private` wrote. Raises MeetingError when another user owns the file or can
-    read it, OSError when it is not there, ValueError when it is no JSON.
+    """Returns the value in a JSON file that `write_private` wrote.
+
+    Raises MeetingError when another user owns the file or can read it, OSError when the file does not exist, and
+    ValueError when the file is not valid JSON.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)

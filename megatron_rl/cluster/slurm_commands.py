@@ -1,4 +1,4 @@
-"""Calls Slurm's own commands: sbatch, squeue, sacct and scancel."""
+"""Wrappers of the Slurm commands sbatch, squeue, sacct and scancel."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from pathlib import Path
 
 from megatron_rl.config.schema import ConfigError
 
-ANSWER_S = 60.0  # a command that has not answered by then has failed
-# Variables of the calling shell that neither Slurm's commands nor the jobs get. Places (CUDA_HOME, TRITON_CACHE_DIR)
-# stay, and so does what says which Slurm is meant.
+ANSWER_S = 60.0  # timeout of a command in seconds
+# Environment variables that are not passed to Slurm's commands and to jobs. Variables that hold paths (CUDA_HOME,
+# TRITON_CACHE_DIR), and variables that select a Slurm cluster, are passed.
 _LEFT_OUT = re.compile(
-    # another job's or another launcher's; options of Slurm's commands, which would override #SBATCH lines
+    # variables of another job or launcher, and options of Slurm's commands, which would override #SBATCH lines
     r"(?!SLURM_(CONF(_SERVER)?|CLUSTERS|JWT)$)_?(SLURM|SPANK|SBATCH_|SRUN_|SALLOC_|SQUEUE_|SINFO_|SCANCEL_|SACCT_"
     r"|SCONTROL_|PYXIS_|APPTAINER|SINGULARITY|PMI|PRTE_|PALS_|OMPI_|OPAL_|I_MPI_|MPI|HYD|MV2_|TORCHELASTIC_|MASTER_"
     r"|MEGATRON_RL_).*"
     r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|NODE_RANK|\w+_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK"
-    # settings of libraries, of Python and of bash, which change what a run computes or how its script is read
+    # settings of libraries, Python and bash, which change the results of a run or the interpretation of its script
     r"|(NCCL|GLOO|UCX|UCC|FI|CUDA|CUBLAS|CUDNN|NVIDIA|NVTE|TORCH\w*|PYTORCH|TRITON|VLLM|SGLANG|SGL|OMP|GOMP|KMP|MKL"
     r"|OPENBLAS)_(?!\w*(HOME|ROOT|PATH|DIR|CACHE|VERSION)$).*"
     r"|PYTHON.*|LD_PRELOAD|BASH_ENV|ENV|SHELLOPTS|BASHOPTS|CDPATH"
-    # directories of the calling host, and settings of slurm/job.sh
+    # temporary directories of the calling host, and settings of slurm/job.sh
     r"|TMPDIR|TMP|TEMP|XDG_RUNTIME_DIR|WARNING_S|MAX_FAULTS|RETRY_S"
 )
-_FIELDS = ("%i", "%j", "%T", "%N", "%L", "%r", "%S")  # squeue's: id, name, state, nodes, time left, reason, start
+_FIELDS = ("%i", "%j", "%T", "%N", "%L", "%r", "%S")  # squeue format: id, name, state, nodes, time left, reason, start
 
 
 class SlurmError(RuntimeError):
-    """Raised when a command of Slurm's fails; the message is its own."""
+    """Raised when a Slurm command fails or times out. The message contains the error output of the command."""
 
 
 @dataclass(frozen=True)
 class Queued:
-    """One line of squeue: a job that waits or runs."""
+    """One line of squeue's output: a pending or running job. All fields have squeue's format."""
 
-    id: str  # 17_3 for an element of an array; 17_[4-7] for elements that have not begun
+    id: str  # 17, 17_3 for an element of an array, or 17_[4-7] for pending elements
     name: str
     state: str
     nodes: str
@@ -49,12 +49,12 @@ class Queued:
 
 
 def present() -> bool:
-    """Returns whether this host has Slurm's commands."""
+    """Returns whether Slurm's commands are installed on this host."""
     return shutil.which("sbatch") is not None
 
 
 def require() -> None:
-    """Raises ConfigError where there is no Slurm."""
+    """Raises ConfigError if Slurm's commands are not installed on this host."""
     if not present():
         raise ConfigError(
             "there is no sbatch here: run this on a login node of the cluster, or print the scripts with --dry-run"
@@ -62,16 +62,19 @@ def require() -> None:
 
 
 def left_out(environment: Mapping[str, str]) -> list[str]:
-    """Returns the names of those variables of a shell that jobs do not get, so that a job depends on the profile and
-    the config and not on the shell that submits it: variables of another job or launcher, options of Slurm's commands,
-    settings of libraries, and places on this host alone."""
+    """Returns the sorted names of the environment variables that are not passed to jobs.
+
+    They are variables of another job or launcher, options of Slurm's commands, settings of libraries, and paths that
+    are specific to this host. A job should depend on the profile and the config, not on the submitting shell.
+    """
     return sorted(name for name in environment if _LEFT_OUT.fullmatch(name))
 
 
 def submit(script: Path, *, dependency: str | None = None) -> str:
-    """Submits a batch script and returns the job's id. Raises SlurmError.
+    """Submits a batch script and returns the id of the job. Raises SlurmError when sbatch fails.
 
-    `dependency`: sbatch's, such as after:17_0 or afterok:17. A job whose dependency cannot come true is cancelled.
+    `dependency`: value of sbatch's --dependency, such as "after:17_0" or "afterok:17". Slurm cancels a job whose
+    dependency can never be satisfied.
     """
     words = [
         "sbatch",
@@ -83,22 +86,26 @@ def submit(script: Path, *, dependency: str | None = None) -> str:
 
 
 def queue(jobs: Sequence[str]) -> list[Queued]:
-    """Returns those of the jobs that wait or run. Raises SlurmError."""
+    """Returns the pending and running jobs among `jobs` (job ids). Raises SlurmError when squeue fails.
+
+    Returns an empty list on a host without Slurm.
+    """
     if not jobs or not present():
         return []
     try:
         text = run(["squeue", "--noheader", f"--jobs={','.join(jobs)}", f"--format={'|'.join(_FIELDS)}"])
     except SlurmError as error:
-        if "Invalid job id" in str(error):  # all of them ended long ago
+        if "Invalid job id" in str(error):  # all jobs ended long ago
             return []
         raise
     return [Queued(*line.split("|")) for line in text.splitlines() if line.count("|") == len(_FIELDS) - 1]
 
 
 def states(jobs: Sequence[str]) -> dict[str, str]:
-    """Returns {job: state}, or {job_index: state} for an array, of jobs that ended too. Raises SlurmError.
+    """Returns the states of jobs, including ended jobs: {job: state}, or {job_index: state} for elements of an array.
 
-    Slurm forgets a job after its MinJobAge, usually 300 s.
+    Slurm forgets an ended job after MinJobAge, usually 300 s; forgotten jobs are left out. Raises SlurmError when
+    squeue fails.
     """
     found = dict[str, str]()
     for job in jobs:
@@ -113,9 +120,9 @@ def states(jobs: Sequence[str]) -> dict[str, str]:
 
 
 def accounted(jobs: Sequence[str]) -> dict[tuple[str, int], str]:
-    """Returns how Slurm's accounting says that each start ended: {(job or job_index, number of the start): state}.
+    """Returns the final state of each start of the jobs from Slurm's accounting.
 
-    It is empty where there is no accounting.
+    The keys are (job or job_index, index of the start, from 0). The result is empty if there is no accounting.
     """
     if not jobs or shutil.which("sacct") is None:
         return {}
@@ -140,9 +147,10 @@ def accounted(jobs: Sequence[str]) -> dict[tuple[str, int], str]:
 
 
 def cancel(jobs: Sequence[str], *, pending: bool = False) -> None:
-    """Cancels those of the jobs that wait or run; with `pending` those that wait. Raises SlurmError.
+    """Cancels the pending and running jobs among `jobs` or, if `pending` is True, only the pending jobs.
 
-    A job that Slurm has forgotten, or that began meanwhile, is no error.
+    Jobs that Slurm has forgotten, or that have started in the meantime, are ignored. Raises SlurmError when a command
+    fails otherwise.
     """
     for job in sorted({one.id.partition("_")[0] for one in queue(jobs) if one.state == "PENDING" or not pending}):
         try:
@@ -153,8 +161,10 @@ def cancel(jobs: Sequence[str], *, pending: bool = False) -> None:
 
 
 def run(words: Sequence[str]) -> str:
-    """Runs a command without the variables in `left_out`, and returns its output. Raises SlurmError when it fails or
-    does not answer."""
+    """Runs a command and returns its output. The environment variables that `left_out` returns are removed.
+
+    Raises SlurmError when the command fails or does not end within ANSWER_S seconds.
+    """
     own = {name: value for name, value in os.environ.items() if not _LEFT_OUT.fullmatch(name)}
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S, env=own)

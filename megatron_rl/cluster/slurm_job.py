@@ -1,4 +1,4 @@
-"""Reads this process's Slurm job from its environment, and decides when a run has to leave the job."""
+"""Reads the Slurm job of this process from its environment, and decides when a run must save and leave the job."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 END, WARNING = "MEGATRON_RL_JOB_END", "MEGATRON_RL_WARNING_S"  # environment variables that slurm/job.sh sets
-STOP = "stop"  # a file of this name in the run directory asks the run to save, leave, and not start again
-SPARE_S = 60.0  # Slurm may act this much before its time
-MARGIN = 1.2  # the next iteration may take longer than the longest so far
+STOP = "stop"  # name of the file in the run directory that asks the run to save, leave, and not start again
+SPARE_S = 60.0  # safety margin in seconds before the time limit
+MARGIN = 1.2  # safety factor on the longest iteration and save so far
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """One start of a Slurm job. Its `name` differs from restart to restart of the same job."""
+    """One start of a Slurm job. Each restart of the same job has a different `name`."""
 
-    id: str  # as Slurm's commands take it: 17, or 17_3 for an element of an array
+    id: str  # job id in the format of Slurm's commands: 17, or 17_3 for an element of an array
     restart: int
     node: str
-    step: str | None  # number of the srun step; None in the batch script
-    end: float | None  # the time limit in seconds since the epoch
-    warning_s: float | None  # how long before the end the batch script asks the run to leave
-    scripted: bool = False  # a batch script of ours runs it, and reads the stop file when the run has left
+    step: str | None  # id of the srun step; None in the batch script
+    end: float | None  # time at which the time limit is reached, in seconds since the epoch
+    warning_s: float | None  # number of seconds before `end` at which the batch script asks the run to leave
+    scripted: bool = False  # whether the job runs a batch script of this project, which handles the stop file
 
     @property
     def name(self) -> str:
@@ -31,7 +31,7 @@ class SlurmJob:
 
 
 def job_from(environment: Mapping[str, str]) -> SlurmJob | None:
-    """Reads the job of an environment. Returns None outside of Slurm."""
+    """Returns the Slurm job that the environment variables describe, or None outside of Slurm."""
     if "SLURM_JOB_ID" not in environment:
         return None
     array = environment.get("SLURM_ARRAY_JOB_ID")
@@ -48,38 +48,44 @@ def job_from(environment: Mapping[str, str]) -> SlurmJob | None:
 
 
 class Leave:
-    """The decision whether a run should save and leave now. The driver calls it after every iteration and evaluation.
+    """Decides whether a run should save and leave its job. The driver calls it after every iteration and evaluation.
 
-    The run should leave when a file asks it to: `stop`, or `leave.JOB`, which the batch script makes when Slurm's
-    warning comes. It should also leave when another iteration and a save, as long as the longest so far, would not end
-    before the job's time limit.
+    The run should leave when the run directory contains the file `stop`, or the file `leave.JOB`, which the batch
+    script creates at Slurm's warning before the time limit. It should also leave when another iteration and save, each
+    as long as the longest so far plus a margin, would not end before the time limit.
     """
 
     def __init__(
         self, directory: Path, job: SlurmJob | None, say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        """`clock` gives seconds that never jump. `wall`, the time of day in which Slurm gives a job's end, is looked at
-        once: setting the clock of a node ends no run."""
+        """`directory`: the run directory.
+        `say`: callback that reports a message.
+        `clock`: returns monotonic time in seconds.
+        `wall`: returns the time of day in seconds since the epoch, as in `job.end`. It is read only once, so that a
+        later change of the node's clock does not end the run.
+        """
         self._directory, self._job, self._say, self._clock = directory, job, say, clock
         self._end = None if job is None or job.end is None else clock() + job.end - wall()
         self._last, self._longest_iteration, self._longest_save = clock(), 0.0, 0.0
         self._warned = False
 
     def begin(self) -> None:
-        """Starts the clock of the first iteration. Loading models and waiting for queued engines is no part of an
-        iteration."""
+        """Starts to measure the first iteration. Call it after models are loaded and engines have started, because this
+        time is not part of an iteration."""
         self._last = self._clock()
 
     def asked(self) -> bool:
-        """Returns whether a file asks the run to leave. It is cheap enough for a loop that waits."""
+        """Returns whether the stop file or the leave file exists. Cheap enough to call in a polling loop."""
         return (self._directory / STOP).exists() or (
             self._job is not None and leave_file(self._directory, self._job).exists()
         )
 
     def __call__(self) -> bool:
-        """Returns whether the run should leave now, and says why. The time since the last call counts as an iteration,
-        also that of an evaluation."""
+        """Returns whether the run should leave now, and reports the reason.
+
+        The time since the last call is recorded as the duration of an iteration, including an evaluation.
+        """
         now = self._clock()
         self._longest_iteration, self._last = max(self._longest_iteration, now - self._last), now
         if self._job is not None:
@@ -102,12 +108,15 @@ class Leave:
         return True
 
     def saved(self, seconds: float) -> None:
-        """Notes how many seconds a checkpoint took."""
+        """Records the duration of a checkpoint save in seconds."""
         self._longest_save = max(self._longest_save, seconds)
 
     def done(self) -> None:
-        """Removes the stop file when the run leaves, so that the next start is not stopped at once. A batch script
-        reads the file after the run; there `megatron-rl submit` removes it."""
+        """Removes the stop file when the run leaves, so that the next start does not stop immediately.
+
+        Keeps the file in a job with a batch script of this project, because the script reads the file after the run.
+        In this case, `megatron-rl submit` removes the file.
+        """
         if self._job is None or not self._job.scripted:
             (self._directory / STOP).unlink(missing_ok=True)
 
@@ -125,5 +134,5 @@ class Leave:
 
 
 def leave_file(directory: Path, job: SlurmJob) -> Path:
-    """Returns the file that the batch script makes when Slurm's warning comes."""
+    """Returns the path of the file that the batch script creates when Slurm's warning signal arrives."""
     return directory / f"leave.{job.name}"

@@ -1,4 +1,4 @@
-"""Ends a run in which nothing moves any more, after it has written the stacks of all its ranks."""
+"""A watchdog that ends a hanging run after writing the stack traces of all its ranks."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ from pathlib import Path
 from megatron_rl.cluster.job_slices import HUNG
 
 POLL_S = 2.0
-GRACE_S = 10.0  # time for all ranks to write their stacks
+GRACE_S = 10.0  # time in seconds for all ranks to write their stack traces
 
 
 class Watchdog:
-    """A rank's guard against hanging. Every rank has one.
+    """The watchdog of one rank, which ends the rank when the run hangs. Every rank has one.
 
-    The driver's decides: it beats whenever a part of the run ends, and a rank that hangs keeps it waiting. It also
-    beats while the run waits for something under a limit of its own that ends the wait, such as a server
-    (`engine.wait_s`). The others see from a file that the driver itself still runs.
+    The driver (rank 0) calls `beat` whenever a step of the run ends. If any rank hangs, the driver waits for it and the
+    beats stop. The driver also calls `beat` during waits that have a separate timeout, such as the wait for a server
+    (`engine.wait_s`). The other ranks watch a file that the driver touches regularly to show that it is running.
     """
 
     def __init__(self, directory: Path, session: str, rank: int, after_s: float) -> None:
-        """`session` names this start of the ranks. `after_s`: seconds without a beat that end the run; 0 is never."""
+        """`directory`: the run directory.
+        `session`: id of this start of the ranks.
+        `after_s`: number of seconds without a beat after which the run is ended; 0 disables the watchdog.
+        """
         self._file, self._alive = directory / f"hang.{session}", directory / f"alive.{session}"
         self._stacks = directory / "logs" / f"stacks_{session}_rank{rank}.txt"
         self._rank, self._after_s = rank, after_s
         self._last, self._done = time.monotonic(), threading.Event()
-        self._left = _changed_at(self._file)  # by an earlier start
+        self._left = _changed_at(self._file)  # modification time of a file left by an earlier start
 
     def beat(self) -> None:
-        """Notes that the run has moved, or that it waits under another limit than this one. Any thread may call it."""
+        """Records that the run has made progress, or that it waits with a separate timeout. Any thread may call it."""
         self._last = time.monotonic()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches the run in a thread while the block runs."""
+        """Context manager that watches the run in a background thread while the block is executed."""
         if self._after_s == 0:
             yield
             return
@@ -55,7 +58,7 @@ class Watchdog:
                 self._alive.unlink(missing_ok=True)
 
     def _remove_other_files(self) -> None:
-        """Removes the files of earlier starts that were killed; a run directory has one trainer at a time."""
+        """Removes the watchdog files of earlier starts that were killed. A run directory has one trainer at a time."""
         for kind in (self._file, self._alive):
             for path in kind.parent.glob(f"{kind.name.partition('.')[0]}.*"):
                 if path != kind:
@@ -79,8 +82,11 @@ class Watchdog:
         return _changed_at(self._alive)
 
     def _told_to_end(self) -> bool:
-        """Returns whether another rank asks all to end. A file that was there before belongs to an earlier
-        start. No clock is asked, as those of two hosts differ and may be set."""
+        """Returns whether another rank has asked all ranks to end, by touching the hang file.
+
+        A file with its initial modification time is left from an earlier start. No times of different hosts are
+        compared, because their clocks may differ.
+        """
         return _changed_at(self._file) not in (None, self._left)
 
     def _end(self) -> None:
@@ -98,13 +104,13 @@ class Watchdog:
 
 
 def _changed_at(file: Path) -> float | None:
-    """Returns the time at which a file was changed; None where there is none."""
+    """Returns the modification time of a file, or None if the file does not exist."""
     with contextlib.suppress(OSError):
         return file.stat().st_mtime
     return None
 
 
 def _touch(file: Path) -> None:
-    """Touches a file if it can: a full disk must neither end this thread nor keep it from ending the rank."""
+    """Touches a file and ignores errors: a full disk must not prevent the watchdog thread from ending the rank."""
     with contextlib.suppress(OSError):
         file.touch()

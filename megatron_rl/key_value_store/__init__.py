@@ -1,1 +1,1 @@
-"""A key-value store in one process of a job, for all that know the job's secret."""
+"""A key-value store in one process of a job, for all processes that know the secret of the job."""

@@ -1,4 +1,4 @@
-"""A torch.distributed store over a key-value store: process groups of gloo and NCCL find their ranks through it."""
+"""A torch.distributed store backed by the key-value store. gloo and NCCL process groups use it for rendezvous."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megatron_rl.key_value_store.store_client import KeyValueClient
 
 
 class RankStore(dist.Store):
-    """A torch store whose keys lie in a key-value store. torch calls the methods from C++, by these names.
+    """A torch.distributed store whose keys are in a key-value store. torch calls the methods by name from C++.
 
-    Whoever makes a process group on it, or on a PrefixStore over it, keeps this object as long as the group lives,
-    because torch holds its C++ half alone.
+    The creator of a process group on this store, or on a PrefixStore over it, must keep a reference to this object for
+    the lifetime of the group, because torch keeps only the C++ half of the object alive.
     """
 
     def __init__(self, client: KeyValueClient, timeout: timedelta) -> None:
-        """`timeout`: the longest wait for a key, where none is given."""
+        """`timeout`: default timeout of waits for a key."""
         super().__init__()
         self._client = client
         self.set_timeout(timeout)
 
     def clone(self) -> RankStore:
-        """Returns this store: many threads may use it."""
+        """Returns this store itself, because it is thread-safe."""
         return self
 
     def set(self, key: str, value: Any) -> None:
@@ -62,13 +62,13 @@ class RankStore(dist.Store):
         self._client.set({key: _bytes(value) for key, value in zip(keys, values, strict=True)})
 
     def has_extended_api(self) -> bool:
-        """Says that there are `append`, `multi_get` and `multi_set`."""
+        """Returns True: `append`, `multi_get` and `multi_set` are implemented."""
         return True
 
-    deleteKey, getNumKeys = delete_key, num_keys  # as torch's C++ calls them
+    deleteKey, getNumKeys = delete_key, num_keys  # the names that torch's C++ code calls
 
     def _patience(self) -> float:
-        return cast(Any, self).timeout.total_seconds()  # which torch's list of its attributes leaves out
+        return cast(Any, self).timeout.total_seconds()  # cast, because torch's type stubs lack `timeout`
 
 
 def _bytes(value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""A client of a store: shows the secret, checks that the key-value store knows it too, and asks."""
+"""A client of the key-value store. Client and store prove to each other that they know the secret."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from megatron_rl.key_value_store import store_wire_format
 from megatron_rl.key_value_store.store_server import configure
 from megatron_rl.key_value_store.store_wire_format import Reply, Seal, Verb, WireError
 
-GREETING_S = 10.0  # the longest greeting
-ANSWER_S = 60.0  # the longest wait for an answer beyond what was asked for: the store's process may be busy
-RETRY_S = 0.2  # the pause before a key-value store is called again that could not be reached
+GREETING_S = 10.0  # timeout of the greeting in seconds
+ANSWER_S = 60.0  # longest wait for an answer, in addition to the timeout of the request: the store may be busy
+RETRY_S = 0.2  # pause in seconds before the next attempt to connect
 
 
 class KeyValueError(RuntimeError):
-    """Raised when the store cannot be reached, has gone, or refuses a request."""
+    """Raised when the store cannot be reached, has closed the connection, or refuses a request."""
 
 
 class KeyValueStranger(KeyValueError):
-    """Raised when this side and the store do not have the same secret."""
+    """Raised when the client and the store have different secrets."""
 
 
 class KeyValueTimeout(KeyValueError):
-    """Raised when keys did not come in time."""
+    """Raised when keys were not stored before the timeout of a request."""
 
 
 class KeyValueClient:
-    """Connections to one store. Many threads may use it: each request has a connection to itself while it lasts."""
+    """A thread-safe client of one store. Each request has a connection for itself, from a pool of connections."""
 
     def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
-        """Connects. Raises KeyValueError when nobody answers within `timeout_s`, KeyValueStranger when the secret
-        differs."""
+        """Connects to the store at `host`:`port`, and retries for `timeout_s` seconds.
+
+        Raises KeyValueError when no store answers within `timeout_s`, and KeyValueStranger when the store has another
+        secret.
+        """
         self.host, self.port, self._secret = host, port, secret
         self._lock, self._idle = threading.Lock(), list[_Connection]()
         end = time.monotonic() + timeout_s
@@ -50,40 +53,42 @@ class KeyValueClient:
             time.sleep(RETRY_S)
 
     def set(self, values: Mapping[str, bytes]) -> None:
-        """Stores values."""
+        """Stores several values by key, atomically."""
         self._ask(Verb.SET, [part for key, value in values.items() for part in (key.encode(), value)])
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        """Waits until all keys are there, and returns their values. Raises KeyValueTimeout when they do not come in
-        time."""
+        """Waits until all keys exist, and returns their values in order. Raises KeyValueTimeout after `timeout_s`."""
         return self._ask(Verb.GET, [_milliseconds(timeout_s), *(key.encode() for key in keys)], timeout_s)
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> None:
-        """Waits until all keys are there. Raises KeyValueTimeout when they do not come in time."""
+        """Waits until all keys exist. Raises KeyValueTimeout after `timeout_s`."""
         self._ask(Verb.WAIT, [_milliseconds(timeout_s), *(key.encode() for key in keys)], timeout_s)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Says whether all keys are there now."""
+        """Returns whether all keys exist now."""
         return self._ask(Verb.CHECK, [key.encode() for key in keys]) == [b"1"]
 
     def add(self, key: str, number: int) -> int:
-        """Adds to the number under a key, 0 at first. Returns the sum."""
+        """Adds `number` to the integer under `key`, which is 0 if the key does not exist. Returns the sum."""
         return int(self._ask(Verb.ADD, [key.encode(), str(number).encode()])[0])
 
     def remove(self, key: str) -> bool:
-        """Removes a key. Says whether it was there."""
+        """Removes a key. Returns whether the key existed."""
         return self._ask(Verb.REMOVE, [key.encode()]) == [b"1"]
 
     def clear(self, prefixes: Sequence[str]) -> int:
-        """Removes all keys that begin with one of the prefixes. Returns their number."""
+        """Removes all keys that begin with one of the prefixes. Returns the number of removed keys."""
         return int(self._ask(Verb.CLEAR, [prefix.encode() for prefix in prefixes])[0])
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Stores `desired` where `expected` is, or where nothing is and `expected` is empty. Returns the value now."""
+        """Stores `desired` if the value under `key` is `expected`. A missing key has the empty value.
+
+        Returns the value under `key` afterwards, or `expected` if the key still does not exist.
+        """
         return self._ask(Verb.COMPARE_SET, [key.encode(), expected, desired])[0]
 
     def append(self, key: str, value: bytes) -> None:
-        """Puts `value` behind what is under the key."""
+        """Appends `value` to the value under `key`. A missing key has the empty value."""
         self._ask(Verb.APPEND, [key.encode(), value])
 
     def num_keys(self) -> int:
@@ -91,14 +96,18 @@ class KeyValueClient:
         return int(self._ask(Verb.NUM_KEYS, [])[0])
 
     def close(self) -> None:
-        """Ends the connections that no request uses."""
+        """Closes the idle connections."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
 
     def _ask(self, verb: Verb, arguments: Sequence[bytes], wait_s: float = 0.0) -> list[bytes]:
-        """Returns the byte strings of the answer."""
+        """Sends a request and returns the byte strings of the answer, without the status.
+
+        `wait_s`: timeout of the request itself. Raises KeyValueTimeout when the store reports that the keys are late,
+        and KeyValueError for any other failure.
+        """
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         try:
@@ -122,10 +131,13 @@ class KeyValueClient:
 
 
 class _Connection:
-    """One connection that has been greeted."""
+    """One connection to the store on which the greeting has been completed."""
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
-        """Raises OSError when nobody answers as a key-value store does, KeyValueStranger when the secret differs."""
+        """Connects and exchanges greetings.
+
+        Raises OSError when no key-value store answers, and KeyValueStranger when the store has another secret.
+        """
         end = time.monotonic() + GREETING_S
         self._socket = socket.create_connection((host, port), timeout=GREETING_S)
         try:
@@ -149,7 +161,10 @@ class _Connection:
         self._up, self._down = Seal(secret, b"up", theirs + own), Seal(secret, b"down", theirs + own)
 
     def ask(self, request: Sequence[bytes], timeout_s: float) -> list[bytes]:
-        """Returns the answer to a request. Raises OSError or WireError; the connection is of no use then."""
+        """Sends a request and returns its answer.
+
+        Raises OSError or WireError when the exchange fails. The connection is unusable afterwards.
+        """
         end = time.monotonic() + timeout_s
         frame = self._up.frame(request)
         self._socket.settimeout(timeout_s)
@@ -167,7 +182,7 @@ class _Connection:
             self._socket.close()
 
     def _receive(self, size: int, end: float) -> bytes:
-        """Returns so many bytes. Raises TimeoutError when they have not all come at `end`."""
+        """Receives exactly `size` bytes. Raises TimeoutError if they have not arrived at `end` (time.monotonic())."""
         found = bytearray()
         while len(found) < size:
             left = end - time.monotonic()

@@ -1,7 +1,8 @@
-"""Serves a store: values under keys in memory, for clients that know the secret. One thread serves all of them.
+"""A server of the key-value store: values by key in memory, for clients that know the secret. One thread serves all.
 
-Strangers can connect, and that is all: they hold at most `MAX_STRANGERS` connections of a few hundred bytes for a few
-seconds each, can neither read nor write, and never take the descriptors that the process needs to save.
+Clients without the secret ("strangers") can neither read nor write. They hold at most `MAX_STRANGERS` connections of a
+few hundred bytes for a few seconds each, and cannot use up the file descriptors that the process needs to save a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -19,22 +20,24 @@ from collections.abc import Sequence
 from megatron_rl.key_value_store import store_wire_format
 from megatron_rl.key_value_store.store_wire_format import Reply, Seal, Verb, WireError
 
-MAX_STRANGERS = 256  # connections that have not shown the secret yet
-STRANGER_S = 5.0  # the longest time that a connection may take to show the secret
-MERCY_S = 1.0  # an older stranger makes room for a new connection when all places are taken
-# descriptors that the key-value store leaves to the rest of the process: a checkpoint has to be written
+MAX_STRANGERS = 256  # maximum number of connections that have not proved yet that they know the secret
+STRANGER_S = 5.0  # longest time in seconds that a connection may take to prove that it knows the secret
+MERCY_S = 1.0  # when no further connection is possible, the oldest stranger is dropped if it is older than this
+# Number of file descriptors that the store leaves to the rest of the process, for example to write a checkpoint.
 KEPT_BACK = 256
-BACKLOG = 4096  # the kernel allows less: /proc/sys/net/core/somaxconn
-PAUSE_S = 0.1  # without new connections when the process or the key-value store has no descriptor left
-LONGEST_MS = 10**9  # of one wait
-MAX_BYTES = 1 << 30  # of all keys and values: an engine that lies must not fill the driver's memory
-MAX_UNREAD_BYTES = 4 * store_wire_format.MAX_BODY  # of answers that a client does not read; a connection with more ends
+BACKLOG = 4096  # the kernel may limit it to less: /proc/sys/net/core/somaxconn
+PAUSE_S = 0.1  # pause in seconds before the next accept when the process or the store has no descriptor left
+LONGEST_MS = 10**9  # maximum timeout of a request in milliseconds
+MAX_BYTES = 1 << 30  # maximum total size of keys and values, so that a faulty client cannot fill the driver's memory
+MAX_UNREAD_BYTES = 4 * store_wire_format.MAX_BODY  # a client with more unread bytes of answers is disconnected
 IDLE_S = 60  # seconds without traffic after which the kernel probes whether the other side is alive
 
 
 class KeyValueServer:
-    """A key-value store that listens at one address, at a port of the system's choice. Raises OSError when it
-    cannot."""
+    """A key-value store that listens at one address, at a port that the system chooses.
+
+    The constructor raises OSError if the store cannot listen at `address`.
+    """
 
     def __init__(self, address: str, secret: bytes) -> None:
         family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -42,10 +45,10 @@ class KeyValueServer:
         self._listener.setblocking(False)
         self.address, self.port = address, int(self._listener.getsockname()[1])
         self._secret, self._values = secret, dict[str, bytes]()
-        self._bytes = 0  # of all keys and values
+        self._bytes = 0  # total size of all keys and values
         self._peers: dict[_Peer, _Peer] = {}
         self._strangers: dict[_Peer, _Peer] = {}  # oldest first
-        self._waits: dict[str, set[asyncio.Future[None]]] = {}  # by a key that is missed
+        self._waits: dict[str, set[asyncio.Future[None]]] = {}  # missing key -> futures of the waits for it
         self._room = descriptors() - KEPT_BACK
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -53,14 +56,14 @@ class KeyValueServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the store; clients see their connections end."""
-        with contextlib.suppress(RuntimeError):  # the key-value store has been closed before
+        """Ends the store and closes all connections."""
+        with contextlib.suppress(RuntimeError):  # the store is already closed
             self._loop.call_soon_threadsafe(self._closing.set)
         if threading.current_thread() is not self._thread:  # a garbage collector may call this in any thread
             self._thread.join()
 
     def _run(self) -> None:
-        """Serves until `close`."""
+        """Serves requests until `close` is called."""
         self._loop.run_until_complete(self._serve())
         self._loop.close()
 
@@ -75,7 +78,7 @@ class KeyValueServer:
             await asyncio.sleep(0)  # lets the transports close their sockets
 
     async def _accept(self) -> None:
-        """Accepts connections one by one while there is room for them."""
+        """Accepts connections while the limits on strangers and descriptors allow it."""
         while True:
             oldest = next(iter(self._strangers), None)
             if len(self._strangers) >= MAX_STRANGERS or len(self._peers) >= self._room:
@@ -87,21 +90,24 @@ class KeyValueServer:
                 continue
             try:
                 made, _ = await self._loop.sock_accept(self._listener)
-            except OSError:  # no descriptor is left, or the caller has gone already
+            except OSError:  # no descriptor is left, or the client has already disconnected
                 if oldest is not None:
                     oldest.drop()
                 await asyncio.sleep(PAUSE_S)
                 continue
-            with contextlib.suppress(OSError):  # the caller has gone already
+            with contextlib.suppress(OSError):  # the client has already disconnected
                 configure(made)
             await self._loop.connect_accepted_socket(lambda: _Peer(self), made)
 
     def admit(self, peer: _Peer) -> None:
-        """Lists a new connection as a stranger's."""
+        """Registers a new connection as a stranger, which has not proved yet that it knows the secret."""
         self._peers[peer] = self._strangers[peer] = peer
 
     def greet(self, peer: _Peer, nonce: bytes, signature: bytes) -> bytes:
-        """Checks a client's proof, and returns the store's. Raises WireError for a stranger's."""
+        """Checks the signature of a client and returns the signature of the store.
+
+        Raises WireError if the client does not know the secret.
+        """
         if not hmac.compare_digest(signature, store_wire_format.client_signature(self._secret, peer.nonce, nonce)):
             raise WireError("a stranger")
         del self._strangers[peer]
@@ -110,12 +116,12 @@ class KeyValueServer:
         return store_wire_format.store_signature(self._secret, peer.nonce, nonce)
 
     def forget(self, peer: _Peer) -> None:
-        """Takes a connection that has ended off the lists."""
+        """Unregisters a connection that has ended."""
         self._peers.pop(peer, None)
         self._strangers.pop(peer, None)
 
     async def answer(self, request: Sequence[bytes]) -> list[bytes]:
-        """Returns the answer to a request, for GET and WAIT when the keys are there or their time is over."""
+        """Returns the answer to a request. GET and WAIT are answered when the keys exist or the timeout is over."""
         try:
             verb, arguments = Verb(request[0][0]), request[1:]
             if verb not in (Verb.GET, Verb.WAIT):
@@ -127,11 +133,11 @@ class KeyValueServer:
             except TimeoutError:
                 return [bytes([Reply.LATE])]
             return [bytes([Reply.DONE]), *(self._values.get(key, b"") for key in keys if verb is Verb.GET)]
-        except (IndexError, ValueError) as error:  # a client of another edition, or with a bug
+        except (IndexError, ValueError) as error:  # a client of another version, or with a bug
             return [bytes([Reply.REFUSED]), f"{type(error).__name__}: {error}".encode()]
 
     async def _wait(self, keys: Sequence[str]) -> None:
-        """Waits until each key has been there."""
+        """Waits for each key in turn until it exists."""
         for key in keys:
             while key not in self._values:
                 came = self._loop.create_future()
@@ -145,7 +151,7 @@ class KeyValueServer:
                         del self._waits[key]
 
     def _at_once(self, verb: Verb, arguments: Sequence[bytes]) -> list[bytes]:
-        """Does what needs no waiting. Returns the answer's byte strings."""
+        """Executes a request that needs no waiting. Returns the byte strings of the answer."""
         values = self._values
         if verb is Verb.SET:
             pairs = [(key.decode(), value) for key, value in zip(arguments[::2], arguments[1::2], strict=True)]
@@ -172,14 +178,13 @@ class KeyValueServer:
         if verb is Verb.APPEND:
             self._set(key, values.get(key, b"") + arguments[1])
             return []
-        expected, desired = arguments[1:]  # of COMPARE_SET, as torch's stores do it
+        expected, desired = arguments[1:]  # arguments of COMPARE_SET, which behaves as in torch's stores
         if values.get(key, b"") == expected:
             self._set(key, desired)
         return [values.get(key, expected)]
 
     def _set(self, key: str, value: bytes) -> None:
-        """Stores a value, and wakes the requests that wait for its key. Raises ValueError when the key-value store is
-        full."""
+        """Stores a value and wakes the requests that wait for its key. Raises ValueError when the store is full."""
         self._refuse_too_much(len(key) + len(value) - self._size(key))
         self._remove(key)
         self._values[key] = value
@@ -189,31 +194,35 @@ class KeyValueServer:
                 came.set_result(None)
 
     def _refuse_too_much(self, size: int) -> None:
-        """Raises ValueError when `size` more bytes are more than the store may hold."""
+        """Raises ValueError if `size` further bytes would exceed the limit MAX_BYTES of the store."""
         if self._bytes + size > MAX_BYTES:
             raise ValueError(
                 f"the key-value store holds {self._bytes} bytes, and {size} more are above its limit of {MAX_BYTES}"
             )
 
     def _remove(self, key: str) -> bool:
-        """Removes a key with its value. Returns whether the key was there."""
+        """Removes a key and its value. Returns whether the key existed."""
         self._bytes -= self._size(key)
         return self._values.pop(key, None) is not None
 
     def _size(self, key: str) -> int:
-        """Returns the bytes of a key and its value; 0 for a key that is not there."""
+        """Returns the size of a key and its value in bytes, or 0 if the key does not exist."""
         return len(key) + len(self._values[key]) if key in self._values else 0
 
 
 class _Peer(asyncio.Protocol):
-    """One connection. `up` and `down` are None until the other side has shown the secret."""
+    """One connection of the store to a client.
+
+    `up` (frames from the client) and `down` (frames to the client) are None until the client has proved that it knows
+    the secret.
+    """
 
     def __init__(self, server: KeyValueServer) -> None:
         self._server, self.since = server, time.monotonic()
         self.nonce, self.inbox = secrets.token_bytes(store_wire_format.NONCE_BYTES), bytearray()
         self.up: Seal | None = None
         self.down: Seal | None = None
-        self._work: asyncio.Task[None] | None = None  # on one request at a time
+        self._work: asyncio.Task[None] | None = None  # the one request that is being answered
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -246,14 +255,17 @@ class _Peer(asyncio.Protocol):
             self.drop()
 
     def drop(self) -> None:
-        """Ends the connection, and the work on its request."""
+        """Closes the connection and cancels its current request."""
         self._late.cancel()
         if self._work is not None:
             self._work.cancel()
         self._transport.abort()
 
     def _request(self) -> list[bytes] | None:
-        """Takes the next request out of the inbox; None when it has not come whole. Raises WireError."""
+        """Removes the next request from the inbox and returns it, or None if it has not arrived completely.
+
+        Raises WireError for a frame that is too long or has a wrong tag, or that arrives during another request.
+        """
         if self.up is None or len(self.inbox) < store_wire_format.HEAD.size:
             return None
         length, tag = store_wire_format.HEAD.unpack_from(self.inbox)
@@ -267,7 +279,7 @@ class _Peer(asyncio.Protocol):
         return self.up.open(tag, body)
 
     async def _answer(self, request: list[bytes]) -> None:
-        """Answers a request. A client that does not read its answers is dropped."""
+        """Answers a request. Disconnects a client that does not read its answers."""
         answer = await self._server.answer(request)
         assert self.down is not None
         self._work = None
@@ -280,15 +292,16 @@ class _Peer(asyncio.Protocol):
 
 
 def configure(made: socket.socket) -> None:
-    """Sets a connection's options: no waiting to fill packets, and probes while it is idle."""
+    """Sets the options of a connection: no send delay (TCP_NODELAY), and keepalive probes while it is idle."""
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
 
 
 def descriptors() -> int:
-    """Allows this process as many descriptors as it may have, and returns their number. A rank or two thousand clients
-    need more than the 1,024 that many systems begin with.
+    """Raises the limit of open file descriptors of this process as far as allowed, up to 65,536. Returns the limit.
+
+    A rank, or a store with two thousand clients, needs more than the 1,024 that are the default on many systems.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)

@@ -1,13 +1,12 @@
-"""The bytes between a key-value store and its clients: a greeting that proves the secret on both sides, then frames
-with tags.
+"""The wire protocol between a key-value store and its clients: a mutual proof of the secret, then authenticated frames.
 
-Greeting: the store sends `HELLO` and a nonce. The client sends a nonce and a signature of both; the store checks it and
-sends a signature of its own. Each direction then has a key of its own, made of the secret and the nonces, and every
-frame carries a tag under that key and the frame's number. So nothing that was recorded counts a second time, neither in
-this connection nor in another, and nobody without the secret can put a frame into a connection.
+Greeting: the store sends `HELLO` and a nonce. The client sends its nonce and a signature of both nonces. The store
+checks the signature and answers with its signature. Each direction then has a separate key, derived from the secret and
+the nonces. Every frame carries a tag, computed with the key from the body and the index of the frame. Therefore
+recorded frames cannot be replayed, in this connection or another, and nobody without the secret can inject a frame.
 
-A frame is: bytes of the body (4), tag (16), body. A body is a list of byte strings: their number (4), their lengths (4
-each), the strings. Nothing of it is ever executed.
+A frame is: length of the body (4 bytes), tag (16 bytes), body. A body is a list of byte strings: their number (4
+bytes), their lengths (4 bytes each), the strings. Received bytes are never executed.
 """
 
 from __future__ import annotations
@@ -19,38 +18,41 @@ from collections.abc import Sequence
 
 HELLO = b"megatron_rl store 1\n"
 NONCE_BYTES, SIGNATURE_BYTES, TAG_BYTES = 32, 32, 16
-ANSWER_BYTES = NONCE_BYTES + SIGNATURE_BYTES  # a client's part of the greeting
-HEAD = struct.Struct(f"<I{TAG_BYTES}s")  # of a frame
+ANSWER_BYTES = NONCE_BYTES + SIGNATURE_BYTES  # size of the client's part of the greeting
+HEAD = struct.Struct(f"<I{TAG_BYTES}s")  # header of a frame: length of the body, tag
 NUMBER = struct.Struct("<I")
 COUNT = struct.Struct("<Q")
-MAX_BODY = 256 << 20  # bytes; a longer frame is no frame
+MAX_BODY = 256 << 20  # maximum length of a body in bytes
 
 
 class WireError(ValueError):
-    """Raised for bytes that are not of this protocol, or not of somebody who knows the secret."""
+    """Raised for bytes that violate this protocol, or whose sender does not know the secret."""
 
 
 class Verb(enum.IntEnum):
-    """The requests of a client. Behind the verb stand its arguments; `keys` are one or several."""
+    """The type of a client's request. The comments list the arguments that follow it, and the answer after `->`.
+
+    `keys` are one or more keys.
+    """
 
     SET = 1  # key, value, key, value, ...
     GET = 2  # milliseconds to wait, keys -> values
     WAIT = 3  # milliseconds to wait, keys
-    CHECK = 4  # keys -> 1 where all are there, else 0
-    ADD = 5  # key, number -> the sum, which is the new value as text
-    REMOVE = 6  # key -> 1 where it was there, else 0
-    COMPARE_SET = 7  # key, expected value, desired value -> the value now
-    APPEND = 8  # key, what is put behind its value
-    NUM_KEYS = 9  # -> the number of keys
-    CLEAR = 10  # prefixes -> the number of keys that began with one of them; they are removed
+    CHECK = 4  # keys -> 1 if all keys exist, else 0
+    ADD = 5  # key, number -> the sum as decimal text, which is the new value
+    REMOVE = 6  # key -> 1 if the key existed, else 0
+    COMPARE_SET = 7  # key, expected value, desired value -> the value after the operation
+    APPEND = 8  # key, bytes to append to the value
+    NUM_KEYS = 9  # no arguments -> number of keys
+    CLEAR = 10  # prefixes -> number of removed keys, which began with one of the prefixes
 
 
 class Reply(enum.IntEnum):
-    """The first byte string of an answer."""
+    """The status of an answer, sent as its first byte string."""
 
     DONE = 1
-    LATE = 2  # the keys did not come in time
-    REFUSED = 3  # the request makes no sense; a text says why
+    LATE = 2  # the keys did not exist before the timeout
+    REFUSED = 3  # the request is invalid; an error message follows
 
 
 def client_signature(secret: bytes, store_nonce: bytes, client_nonce: bytes) -> bytes:
@@ -64,20 +66,26 @@ def store_signature(secret: bytes, store_nonce: bytes, client_nonce: bytes) -> b
 
 
 class Seal:
-    """One direction of a connection: makes its frames on one side, and checks them on the other."""
+    """The authentication of one direction of a connection: creates frames on one side, and checks them on the other.
+
+    Each instance counts its frames, so frames must be opened in the order in which they were created.
+    """
 
     def __init__(self, secret: bytes, direction: bytes, nonces: bytes) -> None:
-        """`direction`: b"up" to the store, b"down" from it. `nonces`: the store's, then the client's."""
+        """`direction`: b"up" for frames to the store, b"down" for frames from the store.
+
+        `nonces`: the nonce of the store followed by the nonce of the client.
+        """
         self._key = hmac.digest(secret, b"frames " + direction + nonces, "sha256")
         self._count = 0
 
     def frame(self, parts: Sequence[bytes]) -> bytes:
-        """Returns the next frame."""
+        """Returns the next frame, with `parts` as its body. Raises WireError when the body is too long."""
         body = join(parts)
         return HEAD.pack(len(body), self._tag(body)) + body
 
     def open(self, tag: bytes, body: bytes) -> list[bytes]:
-        """Returns the byte strings of the next frame. Raises WireError when it is not of the other side."""
+        """Returns the byte strings of the next frame. Raises WireError if the tag is wrong or the body is malformed."""
         if not hmac.compare_digest(tag, self._tag(body)):
             raise WireError("a frame has a wrong tag")
         return split(body)
@@ -88,7 +96,7 @@ class Seal:
 
 
 def join(parts: Sequence[bytes]) -> bytes:
-    """Returns the body of some byte strings. Raises WireError when it is too long."""
+    """Encodes byte strings as a body. Raises WireError when the body is longer than MAX_BODY."""
     body = b"".join([NUMBER.pack(len(parts)), *(NUMBER.pack(len(part)) for part in parts), *parts])
     if len(body) > MAX_BODY:
         raise WireError(f"{len(body)} bytes are more than a key-value store takes at once ({MAX_BODY})")
@@ -96,7 +104,7 @@ def join(parts: Sequence[bytes]) -> bytes:
 
 
 def split(body: bytes) -> list[bytes]:
-    """Returns the byte strings of a body. Raises WireError for bytes that are none."""
+    """Decodes a body into its byte strings. Raises WireError for a malformed body."""
     if len(body) < NUMBER.size:
         raise WireError(f"{len(body)} bytes are no body")
     (count,) = NUMBER.unpack_from(body)

@@ -235,8 +235,7 @@ class _Slot:
 
 
 class _Announced:
-    """The handle of a sent message. Implements transport.Handle. `wait` returns when the receiver has read the message.
-    """
+    """The handle of a sent message, whose `wait` blocks until the receiver has read it. Implements transport.Handle."""
 
     def __init__(self, taken: Callable[[Deadline], None], message: Tensor) -> None:
         self._taken, self._message = taken, message
