@@ -48,7 +48,7 @@ class Slice:
 
     @property
     def refused(self) -> bool:
-        """Returns whether this start was refused before it started any rank, because earlier starts made no progress."""
+        """Returns whether this start was refused before any rank started, because earlier starts made no progress."""
         return self.ended is not None and self.status is None
 
 
