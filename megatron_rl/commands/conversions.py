@@ -23,7 +23,7 @@ SHARD_GB = 4.0
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    """Adds the arguments of one of the commands in HELP."""
+    """Adds the arguments of one of the conversions in HELP to a parser."""
     source = {"to-megatron": "a Hugging Face directory"}.get(
         command, "a run directory (its newest checkpoint), a checkpoint, or a role's directory in one"
     )

@@ -127,9 +127,9 @@ def start_servers(
 ) -> list[Supervisor]:
     """Starts the servers of this rank's GPU and returns their supervisors.
 
-    Servers of different roles start one after the other, because vLLM attributes memory that other processes allocate
-    during its start to itself. `make(role, replica, gpus)` starts one server on GPUs of this host. Raises ConfigError
-    for a server whose GPUs are not all on this host.
+    Servers of different roles start one after the other, because vLLM counts memory that other processes allocate on
+    the GPU during its start as its own. `make(role, replica, gpus)` starts one server on GPUs of this host. Raises
+    ConfigError for a server whose GPUs are not all on this host.
     """
     started = []
     for name in engines.server_roles:

@@ -40,7 +40,7 @@ class ControlChannel:
 
     @contextlib.contextmanager
     def start(self) -> Iterator[None]:
-        """Waits until a server may be started or `stop` is set. The server runs inside the `with` block."""
+        """Context manager in which the server runs. Entering it waits until a server may start or `stop` is set."""
         with self._change:
             while self._held and not self.stop.is_set():
                 self._change.wait(1.0)

@@ -120,7 +120,9 @@ def measure(counts: np.ndarray, engine: np.ndarray, trainer: np.ndarray, *, vers
 
 
 def judge(gaps: Sequence[Gap], limit: float) -> Verdict:
-    """Returns the verdict on one role's gaps, [refits], at least two. `limit`: largest allowed mean gap in nats."""
+    """Returns the verdict on a role.
+
+    `gaps`: the role's gaps, in the order of the refits, at least two. `limit`: largest allowed mean gap in nats."""
     middle = (len(gaps) - 1) / 2
     spread = sum((i - middle) ** 2 for i in range(len(gaps)))
     # weight of each mean gap in the rise of the least-squares line

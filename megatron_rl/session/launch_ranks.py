@@ -97,7 +97,7 @@ def has_gpu(environment: Mapping[str, str]) -> bool:
 def start_ranks(rank: Callable[[], int], nproc: int, *, fork: bool) -> int:
     """Runs `rank` in `nproc` child processes, the ranks of one run, and waits for them.
 
-    Returns 0, or the exit status of the first failure. `fork`: if true, the children inherit the modules that this
+    Returns 0, or the exit status of a failed rank. `fork`: if true, the children inherit the modules that this
     process has imported; do not use it if this process may have initialized a GPU. If false, each child imports its
     modules itself, and `rank` must be picklable.
 

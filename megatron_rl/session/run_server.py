@@ -152,9 +152,9 @@ class _Serving:
 
 
 def _asked_to_leave(with_parent: bool, over: Callable[[], bool]) -> threading.Event:
-    """Returns an event that is set by SIGTERM, SIGINT or SIGHUP, or when the run is over.
+    """Returns an event that is set by SIGTERM, SIGINT or SIGHUP, or when `over()` returns True.
 
-    `with_parent`: the run is not polled, because the end of the parent's orders sets the event."""
+    If `with_parent` is true, `over` is not called: the end of the parent's orders sets the event."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())

@@ -203,7 +203,7 @@ def _sft_problems(spec: SftSpec) -> Iterator[str]:
 
 
 def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -> list[str]:
-    """Returns the problems of a trained model: with its parallel layout, and with settings that it does not support."""
+    """Returns the problems of a trained model: an invalid parallel layout, and settings that it does not support."""
     found, read = _read_model(place, role.model.path, to_come)
     if read is not None:
         (sizes, features), path = read, role.model.path

@@ -143,7 +143,7 @@ class EvalSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSpec(Spec):
-    """The specification of `megatron-rl generate`. The role `model` is the model that generates the responses."""
+    """The specification of `megatron-rl generate`. The role `model` is the teacher, which generates the responses."""
 
     engine: EngineSpec
     config: GenerateConfig  # which prompts are sent, and how the responses are stored
