@@ -114,7 +114,7 @@ class Exchange:
         rounds = functools.partial(messages.rounds, plan, source=side.source, destination=side.destination, width=width)
         self._rounds = rounds(between) + rounds(sent)
         self._probed = rounds(sent[: messages.buckets_in_first_rounds(plan, PROBE_BYTES // width)])
-        self._last: dict[int, tuple[int, Tensor]] = {}  # bucket -> (version, values sent)
+        self._last: dict[int, tuple[int, Tensor]] = {}  # bucket index -> (version, values sent)
 
     def run(self, order: RefitOrder, deadline: Deadline, out: ExchangeOutcome) -> None:
         """Transfers the weights and fills `out`.

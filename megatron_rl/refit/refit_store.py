@@ -23,7 +23,7 @@ class Address(NamedTuple):
 
     host: str
     port: int
-    secret: str  # hexadecimal
+    secret: str  # hexadecimal text
 
     def __repr__(self) -> str:
         return f"{self.host}:{self.port}"
