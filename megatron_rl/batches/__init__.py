@@ -1,1 +1,1 @@
-"""From rollouts to what a rank trains on: how they are cut, how they travel, and the packed batch that a loss sees."""
+"""Batches: how rollouts are split over replicas, sent to the ranks, and packed into the batch that a loss reads."""

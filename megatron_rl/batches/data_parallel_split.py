@@ -1,5 +1,6 @@
-"""Splits an update's rollouts out to replicas: optimizer steps, micro-batches, weights in the loss; on the driver, from
-spans and lengths."""
+"""Splits an update's rollouts into optimizer steps, micro-batches and replicas, and computes their loss weights. Runs
+on the driver and uses only spans and lengths.
+"""
 
 from __future__ import annotations
 
@@ -17,38 +18,39 @@ from megatron_rl.types import FREE, Author, Rollout
 
 
 class Partitioner(Protocol):
-    """The parts of a policy that dealing asks."""
+    """The methods of a policy that splitting rollouts over replicas uses."""
 
     @property
     def replays(self) -> bool:
-        """True when it trains tokens with the experts that the engine chose."""
+        """True if the policy trains tokens with the experts that the engine chose (routing replay)."""
         ...
 
     @property
     def shares_prefixes(self) -> bool:
-        """True when it computes the prompt that rollouts of a micro-batch begin with once for all of them."""
+        """True if the policy computes a prompt only once for all rollouts of a micro-batch that begin with it."""
         ...
 
     def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None) -> Shares:
-        """Cuts sequences of [S] lengths into micro-batches for its replicas. `prefixes` are given where it shares them.
-        A function of these alone; not collective."""
+        """Splits sequences of [S] lengths into micro-batches for the policy's replicas. `prefixes` is given if the
+        policy shares prefixes. A pure function of its arguments; not collective.
+        """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaShares:
-    """An update's rollouts by replica, on the driver."""
+    """An update's rollouts split over replicas, on the driver."""
 
     outline: Outline
     rollouts: Sequence[Rollout]
-    orders: Sequence[np.ndarray]  # by replica: numbers of its rollouts, in the order of its micro-batches
-    micro_batches: Sequence[Sequence[int]]  # by replica: rollouts of each micro-batch
+    orders: Sequence[np.ndarray]  # by replica: indices of its rollouts, in the order of its micro-batches
+    micro_batches: Sequence[Sequence[int]]  # by replica: number of rollouts in each micro-batch
     weights: np.ndarray  # [S] float32
     rescored: np.ndarray  # [S] bool
-    shared: np.ndarray  # [S] int64, leading tokens in common with the rollout before in the same micro-batch
+    shared: np.ndarray  # [S] int64, number of leading tokens shared with the previous rollout of the same micro-batch
 
     def buffer(self, replica: int) -> np.ndarray:
-        """The bytes that a replica gets."""
+        """Returns the bytes that are sent to a replica."""
         order, outline = self.orders[replica], self.outline
         out = np.empty(outline.sizes[replica], np.uint8)
         own = {
@@ -64,22 +66,24 @@ class ReplicaShares:
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """Counts of rollouts, [S] each; the first token of a rollout is nobody's label and does not count."""
+    """Counts per rollout, [S] each. The first token of a rollout is not predicted by any position, so it is not counted
+    as a label.
+    """
 
     lengths: np.ndarray  # int64
     spans: np.ndarray  # int64
-    trained: np.ndarray  # float64, labels that the policy sampled
-    weighted: np.ndarray  # float64, labels in the loss by weight
-    mixed: np.ndarray  # bool, True where several versions of the policy wrote
-    groups: np.ndarray  # int64, a number for each role and group
+    trained: np.ndarray  # float64, number of labels that the policy sampled
+    weighted: np.ndarray  # float64, sum of the weights of the labels in the loss
+    mixed: np.ndarray  # bool, True if several weight versions of the policy generated tokens
+    groups: np.ndarray  # int64, index that identifies role and group
 
     def counts_of(self, numbers: np.ndarray, micro_batches: int) -> Counts:
-        """Returns the counts of a buffer that holds the rollouts of these numbers."""
+        """Returns the counts of a buffer that holds the rollouts with the indices `numbers`."""
         return Counts(len(numbers), int(self.spans[numbers].sum()), int(self.lengths[numbers].sum()), micro_batches)
 
 
 def tally(rollouts: Sequence[Rollout]) -> Tally:
-    """Counts what the rollouts hold from their spans."""
+    """Computes the counts of the rollouts from their spans."""
     size = len(rollouts)
     counts = np.fromiter((len(r.spans) for r in rollouts), np.int64, size)
     spans = np.concatenate([r.spans for r in rollouts] or [np.empty((0, 4), np.int32)])
@@ -111,12 +115,12 @@ def split_over_replicas(
     samples_per_step: int | None = None,
     rescore: bool = False,
 ) -> ReplicaShares:
-    """Cuts [S] rollouts into ceil(S / samples_per_step) optimizer steps of nearly equal size, in order, and each into
-    micro-batches.
+    """Splits [S] rollouts into ceil(S / samples_per_step) consecutive optimizer steps of nearly equal size, and each
+    step into micro-batches.
 
-    Without a loss (log-probs alone) neither advantages nor trained tokens are asked for. Raises ValueError for no
-    rollouts, for a step without a trained token, for a rollout longer than a micro-batch and for one that lacks what
-    the loss asks for.
+    Without a loss (to compute log-probs only), advantages and trained tokens are not required. Raises ValueError if
+    there are no rollouts, if a step has no trained token, if a rollout is longer than a micro-batch, and if a rollout
+    lacks an input of the loss.
     """
     if not rollouts:
         raise ValueError("no rollouts: nothing to train on")
@@ -154,9 +158,10 @@ def split_over_replicas(
 
 
 def prefixes_of(rollouts: Sequence[Rollout]) -> Prefixes:
-    """Tells which of [S] rollouts begin with the same prompt, token for token, whatever their group is.
+    """Finds which of [S] rollouts begin with the same prompt tokens, regardless of their group.
 
-    The prompt is what stands before the first token that a model wrote. At least one token of a rollout is not in it.
+    The prompt consists of the tokens before the first token that a model generated. It never includes the last token of
+    a rollout.
     """
     lengths = np.fromiter((max(0, min(r.start, len(r.tokens) - 1)) for r in rollouts), np.int64, len(rollouts))
     known: dict[bytes | int, int] = {}
@@ -168,14 +173,17 @@ def prefixes_of(rollouts: Sequence[Rollout]) -> Prefixes:
 
 
 def split(sequences: int, size: int | None) -> list[range]:
-    """S sequences -> ceil(S / size) consecutive ranges whose lengths are at most one apart; all in one when `size` is
-    None."""
+    """Splits S sequences into ceil(S / size) consecutive ranges whose lengths differ by at most 1; into one range if
+    `size` is None.
+    """
     count = 1 if size is None else -(-sequences // size)
     return [range(i * sequences // count, (i + 1) * sequences // count) for i in range(count)]
 
 
 def _repeated(shares: Shares, prefixes: Prefixes) -> np.ndarray:
-    """Returns how many leading tokens a rollout has in common with the one before it in its micro-batch. [S] int64"""
+    """Returns the number of leading tokens that each rollout shares with the previous one in its
+    micro-batch. [S] int64
+    """
     out = np.zeros(len(prefixes.lengths), np.int64)
     for micro in (micro for share in shares.sequences for micro in share):
         before, here = np.array(micro[:-1], np.int64), np.array(micro[1:], np.int64)

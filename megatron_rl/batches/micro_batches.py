@@ -1,5 +1,7 @@
-"""Cuts a batch of sequences into micro-batches by token budget, balanced over micro-batches and data-parallel replicas
-by cost. Sequences that begin with the same prompt stay together where that prompt is computed once for all of them."""
+"""Splits a batch of sequences into micro-batches within a token budget, and balances the computational cost over
+micro-batches and data-parallel replicas. Sequences with the same prompt stay together if the prompt is computed once
+for all of them.
+"""
 
 from __future__ import annotations
 
@@ -13,50 +15,54 @@ import numpy as np
 
 from megatron_rl.models.sizes import Sizes
 
-# The sequences of one prefix that are assigned together cost about one part in so many of a replica's mean cost, or
-# less. All are tried where there are several replicas. 0: no limit but the budget.
+# Candidate divisors: sequences with one prefix that are assigned together cost at most about 1 / n of a replica's mean
+# cost. All candidates are tried if there are several replicas. 0 means no limit except the token budget.
 PIECES = (0, 1, 2, 4)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of training on a sequence, in tokens that attend to nothing: L + L^2 / balance. `balance` 0: its
-    tokens."""
+    """The cost model for training on a sequence of length L: L + L^2 / balance, in tokens without attention. With
+    `balance` 0 the cost is L.
+    """
 
     balance: float = 0.0
 
     @classmethod
     def of_model(cls, sizes: Sizes, experts_per_token: int) -> Self:
-        """The balance is the length at which a layer's causal attention (L^2 x heads x (head size + value size) FLOPs)
-        costs as much as its products with the weights that a token meets (2 L x their number), in the mean of all
-        layers."""
+        """Returns the cost model of a transformer, averaged over its layers.
+
+        `balance` is the length at which a layer's causal attention (L^2 x heads x (head size + value size) FLOPs) costs
+        as much as the matrix products with its active weights (2 L x their number).
+        """
         sparse = sizes.expert_layers / sizes.num_layers
         wide = sparse * (sizes.expert_ffn * experts_per_token + sizes.shared_ffn) + (1 - sparse) * sizes.ffn
         weights = sizes.attention_weights + 3 * sizes.hidden * wide
         return cls(balance=weights / (sizes.heads * (sizes.head_dim + sizes.value_width) / 2))
 
     def of(self, lengths: np.ndarray) -> np.ndarray:
-        """[S] -> [S] float64."""
+        """Returns the cost of sequences of the given lengths. [S] -> [S] float64"""
         sizes = np.asarray(lengths, np.float64)
         return sizes + (sizes * sizes / self.balance if self.balance else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prefixes:
-    """The leading tokens that sequences have in common, [S] each. Sequences of one number begin with the same tokens;
-    their lengths here are equal."""
+    """The leading tokens that sequences share, [S] each. Sequences with the same number begin with the same prefix, and
+    have the same entry in `lengths`.
+    """
 
     numbers: np.ndarray  # int64
-    lengths: np.ndarray  # int64, shorter than the sequence
+    lengths: np.ndarray  # int64, length of the prefix; less than the length of the sequence
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Sequence numbers by replica and micro-batch, and how uneven they are."""
+    """The indices of sequences by replica and micro-batch, and the imbalance of their costs."""
 
     sequences: list[list[list[int]]]  # [replicas][M]
-    replica_imbalance: float  # cost of the dearest replica over the mean, minus 1
-    micro_batch_imbalance: float  # of the dearest micro-batch, likewise: what pipeline stages wait for
+    replica_imbalance: float  # maximum cost of a replica divided by the mean, minus 1
+    micro_batch_imbalance: float  # the same for micro-batches; pipeline stages wait for the most expensive one
 
 
 def micro_batches(
@@ -68,16 +74,17 @@ def micro_batches(
     cost: Cost | None = None,
     prefixes: Prefixes | None = None,
 ) -> Shares:
-    """[S] lengths -> M micro-batches for each of the replicas, each within `max_tokens`.
+    """Splits sequences of [S] lengths into M micro-batches per replica, each with at most `max_tokens` tokens.
 
-    The number of micro-batches is the smallest multiple of `multiple` that the budget allows (beyond 64 of them, within
-    a sixty-fourth of it); sequences are assigned dearest first to the cheapest micro-batch that has room, then
-    micro-batches are assigned to replicas the same way. A list is empty only when there are fewer sequences than lists.
+    The number of micro-batches is the smallest multiple of `multiple` that the budget allows (approximately, within
+    1/64, if there are more than 64). Sequences are assigned in order of decreasing length, each to the cheapest
+    micro-batch with enough free tokens. Micro-batches are then assigned to replicas in the same way, by cost. A
+    micro-batch is empty only if there are fewer sequences than micro-batches.
 
-    With `prefixes` a micro-batch counts a prefix once for all its sequences that begin with it, and has them one after
-    the other. Sequences with one prefix are assigned together. They are divided where the budget does not hold all of
-    them, and where the dearest replica becomes cheaper although the prefix is then computed several times.
-    Raises ValueError when one sequence alone exceeds the budget.
+    With `prefixes`, a micro-batch counts a prefix once for all its sequences that begin with it, and these sequences
+    are adjacent. Sequences with one prefix are assigned together, unless they exceed the budget, or unless splitting
+    them makes the most expensive replica cheaper although the prefix is then computed several times.
+    Raises ValueError if a single sequence exceeds the budget.
     """
     sizes, cost = np.asarray(lengths, np.int64), cost or Cost()
     if sizes.max() > max_tokens:
@@ -106,17 +113,18 @@ def micro_batches(
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """Sequences that begin with one prefix, and what they cost when it is computed once."""
+    """Sequences that begin with the same prefix, and their cost if the prefix is computed once."""
 
-    number: int  # of the prefix
+    number: int  # number of the prefix
     sequences: list[int]
     tokens: int
     cost: float
 
 
 def _families(sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, max_tokens: int, pieces: int) -> list[_Family]:
-    """Groups sequences of [S] sizes by prefix, each group within `max_tokens`. With `pieces` above 0 a group costs no
-    more than about one part in so many of all."""
+    """Groups sequences of [S] sizes by prefix, each group within `max_tokens`. If `pieces` is above 0, a group costs at
+    most about 1 / pieces of the total cost.
+    """
     shared, prefix_costs = prefixes.lengths, cost.of(prefixes.lengths)
     own, own_costs = sizes - shared, cost.of(sizes) - prefix_costs
     order = np.lexsort((np.arange(len(sizes)), -own, prefixes.numbers))
@@ -146,7 +154,7 @@ def _families(sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, max_tokens: 
 
 
 def _cut(sizes: np.ndarray, costs: np.ndarray, *, max_tokens: int, replicas: int, multiple: int) -> Shares:
-    """Splits units of [U] tokens and costs to micro-batches, and these to replicas."""
+    """Assigns U units with the given token counts and costs to micro-batches, and the micro-batches to replicas."""
     order = np.argsort(-sizes, kind="stable")
     falling = sizes[order].tolist(), costs[order].tolist()
     least = max(-(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum()), 1)
@@ -166,8 +174,9 @@ def _cut(sizes: np.ndarray, costs: np.ndarray, *, max_tokens: int, replicas: int
 def _over_replicas(
     bins: list[list[int]], weights: Sequence[float], replicas: int
 ) -> tuple[list[list[list[int]]], list[float]]:
-    """Gives every replica one bin of each size class, the least loaded one the dearest. -> [replicas][M] bins and the
-    replicas' loads."""
+    """Assigns bins to replicas in order of decreasing cost; each round gives one bin to every replica, the most
+    expensive one to the least loaded replica. Returns the bins by replica ([replicas][M]) and the replicas' loads.
+    """
     by_weight = sorted(range(len(bins)), key=lambda b: (-weights[b], b))
     shares: list[list[list[int]]] = [[] for _ in range(replicas)]
     loads = [0.0] * replicas
@@ -184,14 +193,14 @@ def _imbalance(loads: Sequence[float]) -> float:
 
 
 def _deal(lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens: int) -> list[int] | None:
-    """Splits sequences, longest first, each to the cheapest of `count` bins that has room. [S] -> [S] bins; None where
-    there is no room.
+    """Assigns sequences, longest first, each to the cheapest of `count` bins with enough free tokens. Returns the bin
+    of each sequence, [S], or None if a sequence fits into no bin.
 
-    A bin without room for a sequence waits aside until a sequence comes that is short enough: lengths fall, so that
-    each bin is put aside at most once per sequence that it holds.
+    A bin with too few free tokens for a sequence is set aside until a sequence is short enough. Lengths decrease, so
+    each bin is set aside at most once per sequence that it holds.
     """
     open_bins = [(0.0, b) for b in range(count)]
-    aside: list[tuple[int, float, int]] = []  # (-room, weight, bin)
+    aside: list[tuple[int, float, int]] = []  # (-free tokens, weight, bin)
     filled = [0] * count
     places = []
     for length, cost in zip(lengths, costs, strict=True):

@@ -1,4 +1,6 @@
-"""The packed batch that a loss sees, the statistics that a model gives of it, and the protocol of losses."""
+"""The packed batch that a loss reads, the statistics that a model computes for the batch, and the protocol
+of losses.
+"""
 
 from __future__ import annotations
 
@@ -19,44 +21,44 @@ if TYPE_CHECKING:
 else:
     torch, Tensor = LazyModule("torch"), Any
 
-CANDIDATES = "candidates"  # the name of the Rollout.values that `candidate_logprobs` are asked for: token ids [T, k]
-# What a model can tell of a label's distribution. The last has k numbers a label, the others one.
+CANDIDATES = "candidates"  # key in Rollout.values of the token ids [T, k] for which `candidate_logprobs` are computed
+# Statistics that a model can compute for a label. The last one has k values per label, the others have one.
 STATISTICS = ("logprobs", "entropy", "vocab_mean", "candidate_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rollouts packed end to end. Position i predicts token i + 1 of the same rollout: what is said of position i is
-    said of its label.
+    """Rollouts packed end to end. Position i predicts token i + 1 of the same rollout, its label. The per-position
+    tensors refer to the label of the position.
 
-    The last position of a rollout has no label. What stands at a place whose weight is 0 means nothing.
+    The last position of a rollout has no label. Values at positions with weight 0 are undefined.
     """
 
     tokens: Tensor  # [N] int64
     labels: Tensor  # [N] int64, the next token
-    mask: Tensor  # [N] bool, True where the role's policy sampled the label
-    weights: Tensor  # [N] float32, weight of the label's loss; 0 where it is not in the loss
-    engine_logprobs: Tensor  # [N] float32, of the author that sampled the label
-    advantages: Tensor  # [N] float32; zeros for a loss that uses none
+    mask: Tensor  # [N] bool, True if the role's policy sampled the label
+    weights: Tensor  # [N] float32, weight of the label's loss; 0 if the label is not in the loss
+    engine_logprobs: Tensor  # [N] float32, log-prob of the label under the distribution that it was sampled from
+    advantages: Tensor  # [N] float32; zeros if the loss does not use advantages
     cu_seqlens: Tensor  # [S + 1] int64
-    old_logprobs: Tensor | None = None  # [N] float32, the trainer's own at the start of the update; None: the live ones
-    reference_logprobs: Tensor | None = None  # [N] float32, the frozen reference's; None: not asked for
+    # [N] float32, log-probs of the trainer at the start of the update; None means the live log-probs
+    old_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None  # [N] float32, log-probs of the frozen reference; None if not requested
     values: Mapping[str, Tensor] = field(
         default_factory=dict
-    )  # [N] or [N, k], float32 or int32: what else the loss asked for by name
-    experts: Tensor | None = None  # [N, L, k] int16: the experts that the engine chose, FREE where that is not known
-    # [S] int64, leading tokens in common with the sequence before, which the model computes once for both
+    )  # further inputs of the loss by name: [N] or [N, k], float32 or int32
+    experts: Tensor | None = None  # [N, L, k] int16: ids of the experts that the engine chose, FREE if unknown
+    # [S] int64, number of leading tokens shared with the previous sequence, which the model computes once for both
     shared: Tensor | None = None
 
     @property
     def counted(self) -> Tensor:
-        """[N] bool, True where the label is in the loss: what is trained, and what a partner wrote if that has a
-        weight."""
+        """[N] bool, True if the label is in the loss: trained labels, and labels of a partner if they have a weight."""
         return self.weights > 0
 
     @property
     def old(self) -> Tensor:
-        """The trainer's log-probs at the start of the update, [N]; a loss fills them in for its objective."""
+        """The trainer's log-probs at the start of the update, [N]. A loss sets them before it calls its objective."""
         if self.old_logprobs is None:
             raise ValueError("this batch has no old log-probs: take the live ones, as PolicyLoss does")
         return self.old_logprobs
@@ -67,13 +69,14 @@ class Batch:
 
     @property
     def lengths(self) -> Tensor:
-        """[S] int64, tokens of each rollout."""
+        """[S] int64, number of tokens of each rollout."""
         return self.cu_seqlens.diff()
 
     @property
     def repeats(self) -> list[tuple[int, int, int]]:
-        """Lists the prefixes that stand here again and are not computed again: (position of the first sequence that
-        has it, position of the sequence that begins with it too, number of tokens)."""
+        """The repeated prefixes, which are not computed again: (start of the first sequence with the prefix, start of a
+        later sequence with the same prefix, number of tokens).
+        """
         if self.shared is None:
             return []
         out, first = [], 0
@@ -85,16 +88,17 @@ class Batch:
         return out
 
     def sequence_sums(self, values: Tensor) -> Tensor:
-        """Sums values [N] over each rollout. -> [S], with gradient."""
+        """Sums values [N] over each rollout. Returns [S], differentiable."""
         return torch.segment_reduce(values, "sum", lengths=self.lengths.to(values.device), unsafe=True)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Repeats one value per rollout at each of its positions. [S] -> [N], with gradient."""
+        """Repeats one value per rollout at each position of the rollout. [S] -> [N], differentiable."""
         return values.repeat_interleave(self.lengths.to(values.device))
 
     def cleaned(self) -> Batch:
-        """Puts 0 wherever the label is not in the loss, so that nothing which stands there, nan included, reaches a sum
-        or a gradient."""
+        """Returns a copy with 0 at all positions whose label is not in the loss, so that undefined values (also nan)
+        affect no sum and no gradient.
+        """
         names = ("engine_logprobs", "advantages", "old_logprobs", "reference_logprobs")
         own = {name: value for name in names if (value := _field(self, name)) is not None}
         clean = {name: at(self.counted, value) for name, value in own.items()}
@@ -102,7 +106,7 @@ class Batch:
         return replace(self, values=values, **clean)  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on another device."""
+        """Returns the same batch on another device."""
         if self.tokens.device == device:
             return self
         moved = {f.name: _field(self, f.name) for f in fields(self) if f.name != "values"}
@@ -111,7 +115,7 @@ class Batch:
         return Batch(values=values, **own)  # type: ignore[arg-type]
 
     def dummy(self, length: int) -> Batch:
-        """A batch of one sequence without labels that has the same optional fields as this one."""
+        """Returns a batch of one sequence without labels that has the same optional fields as this batch."""
         none = torch.zeros(length)
         empty = torch.zeros(length, dtype=torch.int64)
         return Batch(
@@ -130,36 +134,42 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics that a model gives of the labels of a batch, [N] each; None where it was not asked."""
+    """Statistics that a model computes for the labels of a batch, [N] each; None if not requested."""
 
     logprobs: Tensor  # log p(label)
-    entropy: Tensor | None = None  # of the label's distribution
-    vocab_mean: Tensor | None = None  # mean over the vocabulary of log p; without gradient
-    candidate_logprobs: Tensor | None = None  # [N, k] log p of the tokens in the batch's values `candidates`
+    entropy: Tensor | None = None  # entropy of the label's distribution
+    vocab_mean: Tensor | None = None  # mean of log p over the vocabulary, without gradient
+    candidate_logprobs: Tensor | None = None  # [N, k] log p of the tokens in batch.values["candidates"]
 
     def at(self, mask: Tensor) -> Statistics:
-        """The same with 0 where `mask` [N] is False."""
+        """Returns the statistics with 0 where `mask` [N] is False."""
         every = (self.logprobs, self.entropy, self.vocab_mean, self.candidate_logprobs)
         return Statistics(*(None if one is None else at(mask, one) for one in every))  # type: ignore[arg-type]
 
 
 class BatchLoss(Protocol):
-    """A loss over packed positions. It returns sums, never means: a batch may be cut into micro-batches anywhere
-    between rollouts."""
+    """A loss over packed positions. The loss returns sums, never means, so a batch may be split into micro-batches at
+    any rollout boundary.
+    """
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of what it reads beside log-probs: others of STATISTICS, old, reference, or names of Rollout.values."""
+        """Names of the inputs that the loss reads besides log-probs: other names in STATISTICS, "old", "reference", or
+        names in Rollout.values.
+        """
         ...
 
     @property
     def uses_advantages(self) -> bool:
-        """False: it trains on rollouts that have none."""
+        """Whether the loss reads advantages. If False, rollouts need not have any."""
         ...
 
     def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
-        """[S] weighted numbers of labels and group numbers of an optimizer step's rollouts -> ([S] float32 weights,
-        denominator)."""
+        """Returns the weights and the denominator of an optimizer step's rollouts.
+
+        `counts`: [S] weighted number of labels of each rollout. `groups`: [S] group index of each rollout.
+        Returns ([S] float32 weights, denominator).
+        """
         ...
 
     def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -168,8 +178,9 @@ class BatchLoss(Protocol):
 
 
 def batch_of(flat: Flat, first: int, last: int) -> Batch:
-    """Packs rollouts first .. last - 1. This is the only place where a token becomes the label of the position before
-    it."""
+    """Packs rollouts first .. last - 1. This is the only function that shifts tokens to the labels of the previous
+    position.
+    """
     start, end = int(flat.starts[first]), int(flat.starts[last])
     after = slice(start + 1, end + 1)
     mask, weights = _shares(flat, first, last)
@@ -189,9 +200,10 @@ def batch_of(flat: Flat, first: int, last: int) -> Batch:
 
 
 def pack(rollouts: Sequence[Rollout]) -> Batch:
-    """Packs rollouts in order into one batch that weighs all of them alike, with the values that they all have.
+    """Packs rollouts in order into one batch. All rollouts have the same weight. The batch has those values that all
+    rollouts have.
 
-    Raises ValueError for no rollouts and for a rollout without advantages.
+    Raises ValueError for an empty list and for a rollout without advantages.
     """
     if not rollouts:
         raise ValueError("cannot pack an empty list of rollouts")
@@ -205,30 +217,34 @@ def pack(rollouts: Sequence[Rollout]) -> Batch:
 
 
 def at(mask: Tensor, values: Tensor) -> Tensor:
-    """Values [N] or [N, k] where `mask` [N] is True, 0 elsewhere: what stands elsewhere reaches no sum and no gradient,
-    not even nan."""
+    """Returns values [N] or [N, k] where `mask` [N] is True, and 0 elsewhere. Masked values, also nan, affect no sum
+    and no gradient.
+    """
     return torch.where(mask if values.dim() == 1 else mask[:, None], values, 0)
 
 
 def statistics_needed(needs: frozenset[str]) -> tuple[str, ...]:
-    """Names of the statistics that a model is asked for, in the order of STATISTICS."""
+    """Returns the names of the statistics that a model must compute, in the order of STATISTICS."""
     return tuple(name for name in STATISTICS if name == "logprobs" or name in needs)
 
 
 def values_needed(needs: frozenset[str]) -> tuple[str, ...]:
-    """Names of Rollout.values among the needs of a loss."""
+    """Returns the names of Rollout.values among the needs of a loss."""
     ids = {CANDIDATES} if "candidate_logprobs" in needs else set()
     return tuple(sorted((needs | ids) - {*STATISTICS, "old", "reference"}))
 
 
 def num_rows(names: Sequence[str], candidates: int) -> int:
-    """Number of rows [N] that statistics of these names have, of which `candidate_logprobs` has k."""
+    """Returns the number of rows [N] of the named statistics. `candidate_logprobs` has `candidates` rows, other
+    statistics have one.
+    """
     return sum(candidates if name == "candidate_logprobs" else 1 for name in names)
 
 
 def by_name(names: Sequence[str], rows: Tensor) -> dict[str, Tensor]:
-    """Tells apart the rows [R, N] of statistics, which stand in the order of `names`: [N] each, and [N, k] of
-    `candidate_logprobs`, the last."""
+    """Splits the rows [R, N] of statistics, in the order of `names`: [N] each, and [N, k] for `candidate_logprobs`, the
+    last one.
+    """
     out = dict(zip(names, rows, strict=False))
     if "candidate_logprobs" in out:
         out["candidate_logprobs"] = rows[len(names) - 1 :].T
@@ -240,11 +256,11 @@ def _field(batch: Batch, name: str) -> Tensor | None:
 
 
 def _shares(flat: Flat, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which labels of rollouts first .. last - 1 are trained and what each label weighs, [n] bool and [n]
+    """Returns which labels of rollouts first .. last - 1 are trained, [n] bool, and the weight of each label, [n]
     float32.
 
-    Spans are repeated as often as they have labels: the first loses its first token, which nothing predicts, and the
-    last gains the place behind it. Positions that end a rollout are then put to 0.
+    The values of each span are repeated once per label. The first span loses its first token, which no position
+    predicts, and the last span gains the position after it. The last position of each rollout is then set to 0.
     """
     spans = slice(int(flat.span_starts[first]), int(flat.span_starts[last]))
     counts = flat.span_lengths[spans].copy()
@@ -258,7 +274,7 @@ def _shares(flat: Flat, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _advantages(flat: Flat, first: int, last: int) -> np.ndarray:
-    """[n] float32 of the labels of rollouts first .. last - 1."""
+    """Returns the advantages of the labels of rollouts first .. last - 1, [n] float32."""
     start, end = int(flat.starts[first]), int(flat.starts[last])
     if flat.advantages is None:
         return np.zeros(end - start, np.float32)

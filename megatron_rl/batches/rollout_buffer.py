@@ -1,5 +1,6 @@
-"""Rollouts laid end to end in one buffer of bytes: the form in which they travel, and from which a batch is made when
-its turn comes."""
+"""The byte buffer that holds rollouts end to end. Rollouts are sent to the ranks in this form, and batches are created
+from views of it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from megatron_rl.types import FREE, Author, Rollout
 
 
 class Counts(NamedTuple):
-    """The numbers of what one buffer holds."""
+    """The numbers of items in one buffer."""
 
     sequences: int
     spans: int
@@ -24,26 +25,26 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """The kind of a value of a token."""
+    """The dtype and shape of a per-token value."""
 
     dtype: type = np.float32  # or np.int32
-    shape: tuple[int, ...] = ()  # (k,): every token has k numbers
+    shape: tuple[int, ...] = ()  # shape per token; (k,) means k numbers per token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The arrays that the buffers of one update hold, the same for all replicas."""
+    """The layout of an update's buffers: which arrays they hold. It is the same for all replicas."""
 
     advantages: Literal["none", "rollout", "token"] = "rollout"
-    values: Mapping[str, Value] = field(default_factory=dict)  # by name, out of Rollout.values
-    experts: tuple[int, int] | None = None  # layers, experts of a token
-    shared: bool = False  # how many tokens a rollout has in common with the one before it is told
+    values: Mapping[str, Value] = field(default_factory=dict)  # per-token values from Rollout.values, by name
+    experts: tuple[int, int] | None = None  # (number of layers, experts per token)
+    shared: bool = False  # True if the buffer has the number of tokens that each rollout shares with the previous one
 
     def sections(self, counts: Counts) -> Iterator[tuple[str, type, tuple[int, ...]]]:
-        """Yields (name, dtype, shape) of the arrays in the order in which they stand, wider types first so that all are
+        """Yields (name, dtype, shape) of the arrays in buffer order. Wider types come first, so that all arrays are
         aligned.
 
-        Arrays of tokens have one place more than tokens: a batch that begins one place later is then a view.
+        Arrays over tokens have one extra entry, so that a batch shifted by one position is a view.
         """
         sequences, spans, tokens, micro_batches = counts
         yield "tokens", np.int32, (tokens + 1,)
@@ -64,41 +65,42 @@ class Form:
         yield "rescored", np.bool_, (sequences,)
 
     def size(self, counts: Counts) -> int:
-        """Number of bytes of a buffer."""
+        """Returns the size of a buffer in bytes."""
         return sum(math.prod(shape) * np.dtype(kind).itemsize for _, kind, shape in self.sections(counts))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Flat:
-    """Arrays over one buffer: what belongs to token j of a rollout stands at token j, not yet shifted to the position
-    that predicts it."""
+    """Array views of one buffer. The values of token j are at index j, not yet shifted to the position that predicts
+    the token.
+    """
 
     form: Form
     tokens: np.ndarray  # [N + 1] int32
     logprobs: np.ndarray  # [N + 1] float32
     advantages: np.ndarray | None  # [S] or [N + 1] float32
     values: Mapping[str, np.ndarray]  # [N + 1] or [N + 1, k], float32 or int32
-    weights: np.ndarray  # [S] float32, of a rollout's tokens in the loss
+    weights: np.ndarray  # [S] float32, loss weight of each rollout's tokens
     partner_weights: np.ndarray  # [S] float32
     lengths: np.ndarray  # [S] int32
     span_counts: np.ndarray  # [S] int32
-    numbers: np.ndarray  # [S] int32, the rollout's place in the driver's list
+    numbers: np.ndarray  # [S] int32, index of the rollout in the driver's list
     span_lengths: np.ndarray  # [K] int32
-    micro_batches: np.ndarray  # [M] int32, rollouts of each micro-batch
+    micro_batches: np.ndarray  # [M] int32, number of rollouts in each micro-batch
     experts: np.ndarray | None  # [N, L, k] int16
     span_authors: np.ndarray  # [K] int8
-    rescored: np.ndarray  # [S] bool, True where the trainer's log-probs shall stand for the engine's
-    # [S] int32, leading tokens that the rollout has in common with the one before it in its micro-batch, which are
-    # computed once for both; None: all rollouts are computed whole
+    rescored: np.ndarray  # [S] bool, True if the trainer's log-probs replace the engine's
+    # [S] int32, number of leading tokens shared with the previous rollout of the micro-batch, which are
+    # computed once for both; None if all rollouts are computed completely
     shared: np.ndarray | None
-    starts: np.ndarray  # [S + 1] int64, place of each rollout's first token
+    starts: np.ndarray  # [S + 1] int64, index of each rollout's first token, then the total
     span_starts: np.ndarray  # [S + 1] int64
-    span_trained: np.ndarray  # [K] bool, True where the role's policy wrote
-    span_weights: np.ndarray  # [K] float32, of the span's tokens in the loss
+    span_trained: np.ndarray  # [K] bool, True if the role's policy generated the span
+    span_weights: np.ndarray  # [K] float32, loss weight of the span's tokens
 
     @classmethod
     def over(cls, buffer: np.ndarray, form: Form, counts: Counts) -> Self:
-        """Arrays that are views of `buffer` [form.size(counts)] uint8, which has been filled."""
+        """Returns views of a filled `buffer` [form.size(counts)] uint8."""
         arrays = views(buffer, form, counts)
         trained = arrays["span_authors"] == Author.POLICY
         partner = np.repeat(arrays["partner_weights"], arrays["span_counts"])
@@ -121,7 +123,7 @@ class Flat:
 
 
 def views(buffer: np.ndarray, form: Form, counts: Counts) -> dict[str, np.ndarray]:
-    """Arrays by name over `buffer` [form.size(counts)] uint8."""
+    """Returns arrays by name that are views of `buffer` [form.size(counts)] uint8."""
     out, place = {}, 0
     for name, kind, shape in form.sections(counts):
         size = math.prod(shape) * np.dtype(kind).itemsize
@@ -133,8 +135,11 @@ def views(buffer: np.ndarray, form: Form, counts: Counts) -> dict[str, np.ndarra
 def fill(
     buffer: np.ndarray, form: Form, counts: Counts, rollouts: Sequence[Rollout], own: Mapping[str, np.ndarray]
 ) -> None:
-    """Writes rollouts in order into `buffer`; `own` holds the arrays [S] or [M] that are not theirs: weights, numbers,
-    rescored, micro_batches, and shared where the form has it."""
+    """Writes rollouts in order into `buffer`.
+
+    `own`: arrays [S] or [M] that are not part of the rollouts: weights, numbers, rescored, micro_batches, and shared if
+        the form has it.
+    """
     arrays = views(buffer, form, counts)
     for name, values in own.items():
         arrays[name][...] = values
@@ -165,10 +170,10 @@ def fill(
 def form_of(
     rollouts: Sequence[Rollout], *, values: tuple[str, ...] = (), advantages: bool = True, experts: bool = False
 ) -> Form:
-    """Returns what buffers of these rollouts hold: `values` by name, advantages and the engine's experts where they are
-    wanted.
+    """Returns the form of buffers for these rollouts: with the named `values`, and with advantages and the engine's
+    experts if requested.
 
-    Raises ValueError for a rollout that lacks what is wanted, for values of different widths, and for experts of
+    Raises ValueError if a rollout lacks requested data, if widths of a value differ, and if the experts are those of
     different models.
     """
     for r in rollouts:
@@ -192,7 +197,7 @@ def form_of(
 
 
 def _value_of(name: str, rollouts: Sequence[Rollout]) -> Value:
-    """Returns the kind of a value that all rollouts have. Raises ValueError where they differ."""
+    """Returns the dtype and shape of a value that all rollouts have. Raises ValueError if the rollouts differ."""
     kinds = {(r.values[name].dtype.kind in "iu", r.values[name].shape[1:]) for r in rollouts}
     if len(kinds) > 1:
         raise ValueError(
@@ -204,14 +209,14 @@ def _value_of(name: str, rollouts: Sequence[Rollout]) -> Value:
 
 
 def _join(out: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-    """Writes [S][T, ...] arrays end to end into [N + 1, ...], and 0 behind them."""
+    """Concatenates [S] arrays [T, ...] into `out` [N + 1, ...] and sets its last entry to 0."""
     if parts:
         np.concatenate(parts, out=out[:-1])
     out[-1] = 0
 
 
 def _cumulated(counts: np.ndarray) -> np.ndarray:
-    """[S] -> [S + 1] int64, from 0."""
+    """Returns cumulative sums that start at 0. [S] -> [S + 1] int64"""
     out = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=out[1:])
     return out

@@ -1,2 +1,3 @@
-"""The training loop: iterations, the collector that makes rollouts, the preflight, and the way of a batch to the
-ranks."""
+"""The training loop: iterations, the collector that generates rollouts, the preflight checks, and the scatter of
+batches to the ranks.
+"""

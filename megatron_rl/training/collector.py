@@ -1,8 +1,9 @@
-"""Gives the loop its iterations: collected when they are due or ahead of training, or read from another run's record.
+"""Provides the rollouts of each iteration to the training loop. Rollouts are generated on demand, generated ahead of
+training, or read from the record of another run.
 
-An iteration is collected when at most `max_staleness` iterations before it are not trained yet, so that no token is
-written by weights that miss more updates than that. What was collected is in the store until a complete checkpoint
-holds it: a killed run collects no iteration twice.
+An iteration is collected when at most `max_staleness` earlier iterations are still untrained. So the weights that
+generate a token lack at most that many updates. Collected iterations stay in the store until a complete checkpoint
+covers them, so a killed run does not collect an iteration twice.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from megatron_rl.training.rollouts import measure, without_signal
 from megatron_rl.training.store import IterationStore, State
 from megatron_rl.types import Prompt, Rollout, Stop
 
-LOOK_S = 0.5  # between two calls of `idle`
+LOOK_S = 0.5  # seconds between two calls of `idle`
 
 
 class RolloutError(RuntimeError):
-    """A recipe returned rollouts that cannot be trained on; the message says what is wrong with which."""
+    """A recipe returned rollouts that cannot be trained on. The message names the rollout and the problem."""
 
 
 class Reader(Protocol):
-    """An endless stream of prompts with a place in it: data.problems.PromptReader."""
+    """An endless stream of prompts with a position that can be saved; implemented by data.problems.PromptReader."""
 
-    dropped: int  # prompts so far that were too long, and left out
+    dropped: int  # number of prompts skipped so far because they were too long
 
     def take(self, count: int) -> list[Prompt]: ...
 
@@ -41,23 +42,26 @@ class Reader(Protocol):
 
 
 class IterationMaker(Protocol):
-    """Makes iterations, or reads them from a record. `make` is called for one iteration at a time, in order."""
+    """Generates the rollouts of iterations, or reads them from a record. `make` is called for one iteration at a time,
+    in order.
+    """
 
     def make(self, iteration: Iteration) -> Collected: ...
 
     def state(self) -> State:
-        """Returns what making rollouts changes, as JSON values: where the readers stand, and what the recipe
-        remembers."""
+        """Returns the state that generating rollouts changes, as JSON values: the positions of the readers and the
+        recipe's state.
+        """
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state` gave."""
+        """Restores a state returned by `state`."""
         ...
 
 
 @dataclass(frozen=True)
 class ReaderSource:
-    """The problems of one iteration: implements iterations.PromptSource over a reader."""
+    """The source of the problems of one iteration: implements iteration.PromptSource with a reader."""
 
     reader: Reader
     prompts_per_iteration: int
@@ -68,8 +72,9 @@ class ReaderSource:
 
 @dataclass(frozen=True, kw_only=True)
 class _Position:
-    """The state that making rollouts changes: the recipe's, and the place of the readers, by role; roles may share a
-    reader."""
+    """The state that generating rollouts changes: the recipe's state, and the position of each role's reader. Roles may
+    share a reader.
+    """
 
     recipe: Recipe
     readers: Mapping[str, Reader]
@@ -86,19 +91,20 @@ class _Position:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMaker(_Position):
-    """Makes iterations with the recipe, on problems from the reader of an iteration's first role and a fresh
-    context."""
+    """Generates iterations with the recipe. Each iteration gets a fresh context, and problems from the reader of its
+    first role.
+    """
 
     context: RolloutContext
     prompts_per_iteration: int
-    uncredited: frozenset[str] = frozenset()  # roles whose loss reads no advantages: their rollouts may lack them
-    # for iterations collected beside training: their times go with the iteration's first role
+    uncredited: frozenset[str] = frozenset()  # roles whose loss does not use advantages: their rollouts may have none
+    # separate stopwatch for iterations collected in parallel with training; its times are logged for the first role
     own_watch: Stopwatch | None = None
 
     def make(self, iteration: Iteration) -> Collected:
-        """Returns the recipe's rollouts, and by role their metrics and what the recipe added.
+        """Returns the recipe's rollouts by role, and the metrics by role, including those that the recipe added.
 
-        Raises RolloutError for rollouts that cannot be trained on.
+        Raises RolloutError if the rollouts cannot be trained on.
         """
         context = replace(self.context, metrics={}, watch=self.own_watch or self.context.watch)
         reader = self.readers[iteration.role]
@@ -111,7 +117,7 @@ class RolloutMaker(_Position):
         for role in iteration.roles:
             _check_rollouts(iteration, role, rollouts[role], credited=role not in self.uncredited)
         metrics = {role: self._figures(role, rollouts[role]) for role in iteration.roles}
-        for role, added in context.metrics.items():  # also those of roles that the iteration does not train
+        for role, added in context.metrics.items():  # may include roles that the iteration does not train
             metrics[role] = {**metrics.get(role, {}), **added}
         if self.own_watch is not None:
             metrics[iteration.role].update(self.own_watch.take())
@@ -124,13 +130,16 @@ class RolloutMaker(_Position):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayMaker(_Position):
-    """Reads iterations that another run kept. Recipe and readers move to where that run had them after the
-    iteration."""
+    """Reads iterations that another run recorded. After each iteration, the recipe and the readers are set to the state
+    that the other run had after it.
+    """
 
     recorded: IterationStore
 
     def make(self, iteration: Iteration) -> Collected:
-        """Raises what IterationStore.read raises. The record's times are left out: they were another run's."""
+        """Returns the recorded iteration without its timings, which belong to the other run. Raises the errors of
+        IterationStore.read.
+        """
         collected, state = self.recorded.read(iteration)
         self.restore(state)
         metrics = {
@@ -142,42 +151,46 @@ class ReplayMaker(_Position):
 
 @dataclass(frozen=True)
 class _CollectedIteration:
-    """An iteration that was collected."""
+    """An iteration with its rollouts and the state after it."""
 
     iteration: Iteration
     collected: Collected
-    state: State  # after it
+    state: State  # state of the maker after the iteration
 
 
 @dataclass
 class _Exchange:
-    """The news between the thread that collects and the one that trains. Both hold `change` while they look or
-    write."""
+    """The state shared by the collecting thread and the training thread. Both hold `change` while they read or write
+    it.
+    """
 
     change: threading.Condition = field(default_factory=threading.Condition)
     ready: list[_CollectedIteration] = field(default_factory=list)
     failure: BaseException | None = None
-    trained: int = 0  # iterations done since the collector began
+    trained: int = 0  # number of iterations trained since the collector started
     closed: bool = False
 
 
 class Collector:
-    """Gives the loop its iterations, on the driver. `upcoming` yields every iteration from where the run stands, in
-    order.
+    """Provides the iterations to the loop, on the driver. `upcoming` yields every iteration in order, beginning at the
+    run's current position.
 
-    With `max_staleness` 0 an iteration is collected in the caller's thread when it is due; else a thread collects
-    ahead.
+    If `max_staleness` is 0, an iteration is collected in the caller's thread when it is due. Otherwise a background
+    thread collects ahead.
     """
 
     def __init__(
         self, maker: IterationMaker, upcoming: Iterator[Iteration], store: IterationStore, *, max_staleness: int,
         watch: Stopwatch | None = None, idle: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`watch` measures how long `take` waits for the thread. `idle` is called now and then meanwhile, so that what
-        needs all ranks has its chance."""
+        """Creates a collector.
+
+        `watch`: measures how long `take` waits for the background thread.
+        `idle`: callback that `take` calls about every LOOK_S seconds while it waits, for work that involves all ranks.
+        """
         self._maker, self._upcoming, self._store, self._max = maker, upcoming, store, max_staleness
         self._watch, self._idle = watch or Stopwatch(), idle
-        self._state = _as_json(maker.state())  # after the last iteration that was taken
+        self._state = _as_json(maker.state())  # state of the maker after the last iteration that was taken
         self._exchange = _Exchange()
         self._disk = threading.Lock()  # held while the store reads or writes
         self._thread: threading.Thread | None = None
@@ -185,7 +198,7 @@ class Collector:
     def take(self, iteration: Iteration) -> Collected:
         """Returns the rollouts of the iteration that is due.
 
-        Raises what making the rollouts raised, and ValueError when another iteration comes next in the schedule.
+        Raises any error of generating the rollouts, and ValueError if the schedule's next iteration is a different one.
         """
         if self._max > 0:
             with self._watch("wait"):
@@ -201,24 +214,27 @@ class Collector:
         return done.collected
 
     def trained(self) -> None:
-        """Tells that the iteration taken last is done and its engines have the new weights: one more may be
-        collected."""
+        """Reports that the iteration taken last has been trained and the engines have the new weights, so one more
+        iteration may be collected.
+        """
         with self._exchange.change:
             self._exchange.trained += 1
             self._exchange.change.notify_all()
 
     def state(self) -> State:
-        """Returns what a checkpoint needs: the maker's state after the last iteration taken, whatever was collected
-        since."""
+        """Returns the state for a checkpoint: the maker's state after the last iteration taken, regardless of
+        iterations collected ahead.
+        """
         return self._state
 
     def saved(self, number: int) -> None:
-        """Tells that a complete checkpoint holds all iterations before `number`."""
+        """Reports that a complete checkpoint covers all iterations before `number`, so their files can be dropped."""
         self._store.drop(number)
 
     def close(self) -> None:
-        """Ends collecting ahead. It waits for an iteration that is being written; one that is still being collected is
-        given up."""
+        """Stops collecting ahead. Waits until an iteration that is being written to disk is complete. An iteration that
+        is still being generated is discarded.
+        """
         with self._exchange.change:
             self._exchange.closed = True
             self._exchange.change.notify_all()
@@ -232,7 +248,8 @@ class Collector:
         return iteration
 
     def _await(self) -> _CollectedIteration:
-        if self._thread is None:  # only now: what came before, like an evaluation at the start, is not disturbed
+        # started lazily, so that earlier work such as the evaluation at the start is not disturbed
+        if self._thread is None:
             self._thread = threading.Thread(target=self._produce, name="rollouts", daemon=True)
             self._thread.start()
         exchange = self._exchange
@@ -258,13 +275,15 @@ class Collector:
                     exchange.ready.append(done)
                     exchange.change.notify_all()
             raise ValueError("an iteration is due after the last one of the schedule")
-        except BaseException as error:  # raised where the iteration is taken
+        except BaseException as error:  # re-raised by `take`
             with exchange.change:
                 exchange.failure = error
                 exchange.change.notify_all()
 
     def _one(self, iteration: Iteration) -> _CollectedIteration:
-        """Makes the rollouts of an iteration, or takes it from the store where a run that was killed left it."""
+        """Returns an iteration with its rollouts: from the store if a killed run left it there, otherwise newly
+        generated.
+        """
         with self._disk:
             kept = self._store.get(iteration)
         if kept is not None:
@@ -273,13 +292,13 @@ class Collector:
         collected = self._maker.make(iteration)
         state = _as_json(self._maker.state())
         with self._disk:
-            if not self._exchange.closed:  # a process that ends must not do so in the middle of a write
+            if not self._exchange.closed:  # the process must not exit in the middle of a write
                 self._store.put(iteration, collected, state)
         return _CollectedIteration(iteration, collected, state)
 
 
 def upcoming(schedule: Schedule, progress: Mapping[str, Any]) -> Iterator[Iteration]:
-    """Yields every iteration from a loop's progress (its state_dict) to the last cycle, as the loop asks for them."""
+    """Yields every iteration from a loop's progress (its state_dict) to the end of the last cycle."""
     number, done = progress["number"], dict(progress["iterations"])
     for cycle in range(progress["cycle"], len(schedule)):
         first = progress["index"] if cycle == progress["cycle"] else 0
@@ -292,7 +311,9 @@ def upcoming(schedule: Schedule, progress: Mapping[str, Any]) -> Iterator[Iterat
 
 
 def _as_json(state: State) -> State:
-    """Returns a copy that later iterations do not change, as a checkpoint will give it back."""
+    """Returns a copy of the state after a JSON round trip: as a checkpoint will restore it, and unaffected by later
+    iterations.
+    """
     return json.loads(json.dumps(state))
 
 
@@ -306,7 +327,7 @@ def _check_roles(iteration: Iteration, found: Mapping[str, Sequence[Rollout]]) -
 
 
 def _check_rollouts(iteration: Iteration, role: str, rollouts: Sequence[Rollout], *, credited: bool) -> None:
-    """Raises RolloutError for the first rollout that no update could train on."""
+    """Raises RolloutError for the first rollout that cannot be trained on."""
     for place, rollout in enumerate(rollouts):
         wrong = _fault(rollout, role, credited)
         if wrong is not None:
@@ -316,7 +337,9 @@ def _check_rollouts(iteration: Iteration, role: str, rollouts: Sequence[Rollout]
 
 
 def _fault(rollout: Rollout, role: str, credited: bool) -> str | None:
-    """Returns what is wrong with a rollout, as the end of a sentence, beyond what Rollout itself checks."""
+    """Returns the problem of a rollout as the end of a sentence, or None if there is none. Covers only what Rollout
+    itself does not check.
+    """
     length = len(rollout.tokens)
     if rollout.stop is Stop.ABORTED:
         return "was cut off by its engine, and is no answer: a session gives completions that are written to their end"

@@ -1,12 +1,12 @@
-"""Says who has the memory of the trainer's devices: the policy that trains, weights that travel to engines, or, where
-these stand in the trainer's devices, the engines while they generate.
+"""Manages which component uses the memory of the trainer's devices: the policy that trains, weights that are sent to
+engines, or colocated engines while they generate.
 
-With engines elsewhere policies have it always, and those that are set to sleep leave it between their iterations. With
-engines in the trainer's devices the order is
+If the engines run on other devices, policies keep the memory; policies configured to sleep are off-loaded between their
+iterations. If the engines share the trainer's devices, the phases are
 
-    generate    policies are away with all they have; engines are awake
-    train       engines sleep; one policy is there with weights, gradients and optimizer
-    refit       its gradients and optimizer are away; its engine takes its weights back, and no cache yet
+    generate    policies are off-loaded completely; engines are awake
+    train       engines sleep; one policy is on the device with weights, gradients and optimizer state
+    refit       gradients and optimizer state are off-loaded; the engine loads the weights, still without a cache
 """
 
 from __future__ import annotations
@@ -19,36 +19,45 @@ from megatron_rl.training.update import Trainee
 
 
 class ColocatedEngines(Protocol):
-    """The engines that stand in the trainer's devices. Both verbs are collective, and may follow each other in any
-    order."""
+    """The engines that run on the trainer's devices. Both methods are collective and may be called in any order."""
 
     def sleep(self, refitted: Collection[str]) -> None:
-        """Has no engine hold memory on return. `refitted`: the policies whose weights a refit brings before their
-        engines are woken, so that these need not keep them.
+        """Puts all engines to sleep, so that no engine holds device memory on return.
 
-        Raises EngineError where an engine may still hold some.
+        `refitted`: policies whose weights a refit will send before the engines wake, so that their engines need not
+            keep the old weights.
+
+        Raises EngineError if an engine may still hold memory.
         """
         ...
 
     def wake(self) -> None:
-        """Has all engines answer again, after those that missed a refit have taken the weights."""
+        """Wakes all engines, so that they answer requests again. Engines that missed a refit load the current weights
+        first.
+        """
         ...
 
 
 class DeviceMemory:
-    """The memory of the trainer's devices over a run. Every verb is collective, and the same on every rank.
+    """The state of the memory of the trainer's devices. Every method is collective and is called with the same
+    arguments on every rank.
 
-    `engines`: None where no engine stands in the trainer's devices; all but the sleep of policies does nothing then.
+    `engines`: the colocated engines; None if no engine runs on the trainer's devices. With None, only the sleep of
+        policies has an effect.
     """
 
     def __init__(self, trainees: Mapping[str, Trainee], engines: ColocatedEngines | None = None) -> None:
         self.trainees, self._engines = trainees, engines
-        self._generating = engines is not None  # engines are awake when they have been started
-        self._refitted: set[str] = set()  # policies whose engines have their newest weights since these slept
-        self._weights_there = False  # of an engine that took its weights and was not put to sleep again
+        self._generating = engines is not None  # engines are awake after their start
+        # policies whose engines got the newest weights since the engines were put to sleep
+        self._refitted: set[str] = set()
+        # True while an engine holds weights from a refit without having been put to sleep again
+        self._weights_there = False
 
     def start(self) -> None:
-        """Has policies leave that sleep between their iterations."""
+        """Off-loads policies at the start of the run: all of them if engines are colocated, otherwise those that sleep
+        between their iterations.
+        """
         for trainee in self.trainees.values():
             if self._engines is not None:
                 trainee.policy.memory.sleep(weights=True)
@@ -56,7 +65,9 @@ class DeviceMemory:
                 trainee.policy.memory.sleep()
 
     def generate(self) -> None:
-        """Gives the devices to the engines: they may be asked from here on."""
+        """Gives the devices to the engines: off-loads all policies and wakes the engines. Engines accept requests
+        afterwards.
+        """
         if self._engines is None or self._generating:
             return
         for trainee in self.trainees.values():
@@ -66,15 +77,19 @@ class DeviceMemory:
         self._refitted.clear()
 
     def clear(self, refitted: Collection[str] = ()) -> None:
-        """Takes the devices from the engines: weights may come. `refitted`: as of ColocatedEngines.sleep."""
+        """Puts the engines to sleep, so that weights can be loaded on the devices. `refitted`: as in
+        ColocatedEngines.sleep.
+        """
         if self._engines is not None and (self._generating or self._weights_there):
             self._engines.sleep([name for name in refitted if name not in self._refitted])
             self._generating = self._weights_there = False
 
     @contextlib.contextmanager
     def train(self, name: str, refitted: Collection[str]) -> Iterator[None]:
-        """Has a policy there with all that an update needs. `refitted`: all policies that get an update now, before
-        anything is generated again."""
+        """Keeps a policy on the device with its weights, gradients and optimizer state inside the block.
+
+        `refitted`: all policies that are updated before the engines generate again.
+        """
         trainee = self.trainees[name]
         self.clear(refitted)
         if self._engines is not None or trainee.sleeps:
@@ -85,7 +100,9 @@ class DeviceMemory:
 
     @contextlib.contextmanager
     def weights(self, name: str) -> Iterator[None]:
-        """Has a policy's weights there, beside engines that sleep: for a checkpoint, log-probs, a refit."""
+        """Keeps a policy's weights on the device inside the block, while engines sleep: for a checkpoint or for
+        log-probs.
+        """
         if self._engines is None:
             yield
             return
@@ -96,8 +113,9 @@ class DeviceMemory:
 
     @contextlib.contextmanager
     def refit(self, name: str) -> Iterator[None]:
-        """Has a policy's weights there while its engine takes them. What engines took stays on the device, beside
-        further refits, until a policy trains or something else than a refit needs it."""
+        """Keeps a policy's weights on the device inside the block, while its engine loads them. The engine's copy stays
+        on the device, also during further refits, until a policy trains or `weights` needs the memory.
+        """
         if self._engines is None:
             yield
             return

@@ -1,5 +1,5 @@
-"""What a recipe is given to make rollouts with: the iteration, the source of prompts, and the context with engines and
-graders.
+"""The interface of recipes: the iteration, the source of prompts, the context with engines and graders, and the base
+class Recipe.
 """
 
 from __future__ import annotations
@@ -17,61 +17,68 @@ from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.types import Prompt, Rollout
 
-Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]  # [B] responses and payloads -> [B]
-# cycles of the run -> iterations of the cycle -> roles that the iteration trains
+# ([B] responses, [B] payloads) -> [B] gradings
+Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
+# schedule[cycle][index of the iteration in the cycle] = roles that the iteration trains
 Schedule = Sequence[Sequence[tuple[str, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """One round of rollouts and training to come: `roles` are trained, in this order, on rollouts made for it."""
+    """One upcoming round of rollouts and training. The `roles` are trained in this order on the rollouts of the
+    iteration.
+    """
 
-    cycle: int  # index of the cycle in the schedule
-    index: int  # place among the iterations of that cycle
+    cycle: int  # index of the cycle (item of the schedule)
+    index: int  # index of the iteration within the cycle
     roles: tuple[str, ...]
-    number: int  # iterations before this one, over the run
-    updates: Mapping[str, int] = field(
-        default_factory=dict
-    )  # by role: iterations of that role before this one, over the run
+    number: int  # number of earlier iterations in the run
+    updates: Mapping[str, int] = field(default_factory=dict)  # number of earlier iterations of each role in the run
 
     @property
     def role(self) -> str:
-        """The first role that the iteration trains; the only one of most recipes."""
+        """The first role that the iteration trains. In most recipes it is the only role."""
         return self.roles[0]
 
     def update(self, role: str) -> int:
-        """Number of iterations of `role` before this one."""
+        """Returns the number of iterations of `role` before this one."""
         return self.updates.get(role, 0)
 
 
 class PromptSource(Protocol):
-    """The problems of an iteration. Its position is exact in checkpoints, however many prompts an iteration takes."""
+    """The source of an iteration's problems. Checkpoints hold its exact position, no matter how many prompts an
+    iteration takes.
+    """
 
     def take(self, count: int | None = None) -> list[Prompt]:
-        """The next `count` prompts; None: run.prompts_per_iteration of them."""
+        """Returns the next `count` prompts; run.prompts_per_iteration prompts if `count` is None."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutContext:
-    """Everything a recipe makes rollouts with, on the driver. The mappings have the role's name as key."""
+    """The engines, tokenizers, settings and grader with which a recipe generates rollouts, on the driver. The keys of
+    the mappings are role names.
+    """
 
     engines: Mapping[str, Engine]
     tokenizers: Mapping[str, Any]
     samplings: Mapping[str, Sampling]  # the recipe sets `n` and `seed`
     max_prompt_tokens: Mapping[str, int]
     grade: Grade
-    partner_weights: Mapping[str, float] = field(default_factory=dict)  # by role: Rollout.partner_weight of its tandem
+    partner_weights: Mapping[str, float] = field(default_factory=dict)  # Rollout.partner_weight of each role's tandem
     watch: Stopwatch = field(default_factory=Stopwatch)
-    seed: int = 0  # of the run
-    threshold: float = 0.5  # the reward above which an answer or an episode is correct: the middle of reward.range
-    max_failure_share: float = 1.0  # of the gradings of one iteration that may time out or raise
-    # by role: the iteration's metrics so far, see `add_metrics`
+    seed: int = 0  # random seed of the run
+    # an answer or episode is correct if its reward is above this threshold, the middle of reward.range
+    threshold: float = 0.5
+    max_failure_share: float = 1.0  # maximum share of the gradings of an iteration that may time out or raise
+    # metrics of the iteration so far, by role; see `add_metrics`
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)  # JSON values that an evaluation keeps for the run's later ones
+    # JSON values that an evaluation stores for later evaluations of the run
+    kept: dict[str, Any] = field(default_factory=dict)
 
     def session(self, role: str) -> Session:
-        """A new session with the role's engine."""
+        """Returns a new session with the role's engine."""
         return self.engines[role].session()
 
     def add_metrics(self, role: str, metrics: Mapping[str, float]) -> None:
@@ -79,8 +86,8 @@ class RolloutContext:
         self.metrics.setdefault(role, {}).update(metrics)
 
     def seed_for(self, *names: object) -> int:
-        """Returns a seed in [0, 2^63) that is a function of the run's seed and `names` alone, so that a resumed run
-        draws the same.
+        """Returns a seed in [0, 2^63). The seed depends only on the run's seed and `names`, so a resumed run samples
+        the same.
         """
         digest = hashlib.blake2b("/".join(map(str, (self.seed, *names))).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
@@ -88,8 +95,8 @@ class RolloutContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """The material that an iteration trains on: rollouts with advantages by role, in the order of training; and metrics
-    by role.
+    """The data that an iteration trains on: rollouts with advantages by role, in the order of training, and metrics by
+    role.
     """
 
     rollouts: Mapping[str, list[Rollout]]
@@ -98,69 +105,79 @@ class Collected:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeRole:
-    """The description that a recipe gives of one of its roles."""
+    """A recipe's description of one of its roles."""
 
     trained: bool = True
-    samples: int = 1  # of each problem, that an update of this role trains on
+    samples: int = 1  # samples per problem that an update of this role trains on
     drawn: Mapping[str, int] = field(
         default_factory=dict
-    )  # samples per problem that each role draws in an iteration of this one; for plans
-    per_prompt: Mapping[str, int] = field(default_factory=dict)  # of these, samples with one prompt; without it: 1
-    episode: EpisodeEstimate = field(default_factory=EpisodeEstimate)  # of a role that answers several times; for plans
+    )  # samples per problem that each role generates in an iteration that trains this role; used for plans
+    # by role: number of the `drawn` samples that share one prompt; 1 for roles not in the mapping
+    per_prompt: Mapping[str, int] = field(default_factory=dict)
+    # estimated size of an episode, if the role answers several times; used for plans
+    episode: EpisodeEstimate = field(default_factory=EpisodeEstimate)
 
 
 class Recipe(ABC):
     """A training method. A subclass is a dataclass whose fields are the recipe's arguments in the config.
 
-    `rollout` and `evaluate` run on the driver alone. The other members are pure functions of the arguments.
+    `rollout` and `evaluate` run on the driver only. All other methods, except those for the state, are pure functions
+    of the arguments.
     """
 
-    needs_shares: ClassVar[bool] = False  # it understands rewards from 0 to 1 alone, whatever reward.range says
+    # True if the recipe supports only rewards from 0 to 1, regardless of reward.range
+    needs_shares: ClassVar[bool] = False
 
     @abstractmethod
     def roles(self) -> Mapping[str, RecipeRole]:
-        """Every role that the method needs a model for.
+        """Returns every role that the method needs a model for.
 
-        The first one's tokenizer and prompt length hold for the data set's prompts.
+        The first role's tokenizer and prompt length apply to the prompts of the data set.
         """
         ...
 
     @abstractmethod
     def schedule(self) -> Schedule:
-        """All cycles of the run with their iterations."""
+        """Returns all cycles of the run with their iterations."""
         ...
 
     @abstractmethod
     def prompt(self, payload: Mapping[str, Any]) -> str:
-        """The text that a problem is put to the first role with."""
+        """Returns the text with which a problem is presented to the first role."""
         ...
 
     @abstractmethod
     def rollout(
         self, iteration: Iteration, source: PromptSource, context: RolloutContext
     ) -> Mapping[str, Sequence[Rollout]]:
-        """Rolls out, rewards and assigns advantages. -> rollouts to train on by role, in the order of training."""
+        """Generates rollouts, computes their rewards and assigns advantages. Returns the rollouts to train on by role,
+        in the order of training.
+        """
         ...
 
     def check(self, spec: RunSpec) -> None:
-        """Raises ConfigError for settings of the run, beside the recipe's own arguments, that the method does not work
-        with. The roles of `spec` are those of the recipe."""
+        """Raises ConfigError if the method does not support a setting of the run other than the recipe's arguments. The
+        roles of `spec` are those of the recipe.
+        """
         return None
 
     def files(self) -> Mapping[str, str]:
-        """Returns {key of the config: path} of the files beside data and models that must be there before a run."""
+        """Returns {config key: path} of the files, besides data and models, that must exist before a run starts."""
         return {}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Returns metrics on held-out problems, named `role/metric`; none by default. What later evaluations of the run
-        shall find, also after a resume, goes into `context.kept`."""
+        """Returns metrics on held-out problems, named `role/metric`; none by default.
+
+        Values that later evaluations of the run need, also after a resume, are stored in `context.kept`.
+        """
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what later iterations need of earlier ones, as JSON values. It is taken on the driver after every
-        iteration."""
+        """Returns the state that later iterations need from earlier ones, as JSON values. Called on the driver after
+        every iteration.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave."""
+        """Restores a state returned by `state_dict`."""
         return None

@@ -1,5 +1,5 @@
-"""The preflight: the reward tells correct from wrong, and every engine agrees with its trainer, before anything is
-learned.
+"""Checks before training: the reward must distinguish correct from wrong answers, and the log-probs of every engine
+must match those of its trainer.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from megatron_rl.training.update import Policy, policy_logprobs
 from megatron_rl.types import Outcome, Prompt, Rollout
 from megatron_rl.world import World
 
-PROBE_TOKENS = 64  # sampled per prompt for the comparison of log-probs
-# Of the way from the least to the greatest score: known correct answers get this much at least, wrong ones at most.
+PROBE_TOKENS = 64  # maximum number of tokens sampled per prompt for the comparison of log-probs
+# Fractions of the range from the lowest to the highest score: minimum for correct answers, maximum for wrong answers.
 CORRECT_SHARE, WRONG_SHARE = 0.75, 0.25
 
 
 class PreflightFailure(RuntimeError):
-    """Training would learn from wrong numbers; the message gives both values."""
+    """A preflight check failed, so training would learn from wrong rewards or log-probs. The message gives the compared
+    values.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightPlan:
-    """The settings and prompts that the preflight is tried on; `prompts` of the driver count."""
+    """The settings and prompts of the preflight checks. `prompts` is used on the driver only."""
 
     settings: Preflight
     prompts: Sequence[Prompt]
@@ -48,13 +50,14 @@ def check_reward(
     grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, answer_format: str,
     *, bounds: tuple[float, float] = (0.0, 1.0),
 ) -> dict[str, float]:  # fmt: skip
-    """Grades `answer_format` with each problem's own answer and with `wrong_answer` in it; `bounds` is reward.range.
+    """Grades responses with each problem's gold answer, and responses with `wrong_answer`, both inserted into
+    `answer_format`.
 
-    Returns the mean scores; called on the driver.
+    `bounds`: the lowest and highest score (reward.range). Called on the driver. Returns the mean scores.
 
-    Raises PreflightFailure when less than CORRECT_SHARE of the correct ones or more than WRONG_SHARE of the wrong ones
-    is accepted, when the reward raises or returns something that is no score, and for a problem without an answer. A
-    grading that times out counts neither way, unless all do.
+    Raises PreflightFailure if the mean score of correct answers is below CORRECT_SHARE of the range, or the mean score
+    of wrong answers is above WRONG_SHARE of it. Also raises PreflightFailure if the reward raises an error or returns
+    no score, and for a problem without an answer. Gradings that time out are ignored, unless all of them time out.
     """
     payloads = [p.payload for p in prompts]
     low, high = bounds
@@ -86,8 +89,9 @@ def check_reward(
 def _mean_score(
     name: str, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]], graded: Sequence[Graded]
 ) -> float:
-    """Returns the mean over the gradings that gave a score. Raises PreflightFailure for one that raised or gave
-    something else, and when all timed out."""
+    """Returns the mean of the gradings that have a score. Raises PreflightFailure if a grading raised an error or
+    returned no score, or if all gradings timed out.
+    """
     for place, one in enumerate(graded):
         if one.outcome is Outcome.ERROR or all(g.outcome is Outcome.TIMEOUT for g in graded):
             raise PreflightFailure(
@@ -101,15 +105,15 @@ def _mean_score(
 def check_logprobs(
     world: World, context: RolloutContext, memory: DeviceMemory, *, texts: Sequence[str], limit: float
 ) -> dict[str, float]:
-    """Mean |engine - trainer| log-prob over tokens sampled after `texts`, per policy.
+    """Returns, for each policy with an engine, the mean |engine - trainer| log-prob over tokens sampled after `texts`.
 
-    Collective; engines hold the policies' weights.
+    Collective. The engines must already hold the policies' weights.
 
-    Raises PreflightFailure for the first role whose gap is above `limit`, DriverError on the other ranks.
+    Raises PreflightFailure for the first role whose gap is above `limit`, and DriverError on the other ranks.
     """
     gaps = {}
     for role, trainee in memory.trainees.items():
-        if trainee.refit is not None:  # else it has no engine: a replay
+        if trainee.refit is not None:  # None if the policy has no engine, as in a replay
             pair = engine_and_trainer(world, context, memory, role, texts)
             gaps[f"preflight/logprob_gap_{role}"] = world.from_driver(_judge_gap, role, pair, limit)
     return gaps
@@ -118,9 +122,9 @@ def check_logprobs(
 def engine_and_trainer(
     world: World, context: RolloutContext, memory: DeviceMemory, role: str, texts: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probs of short samples after `texts`, by the role's engine and by its policy.
+    """Returns the log-probs of short samples after `texts`, from the role's engine and from its policy.
 
-    Returns [N] float32 each, empty but on the driver.
+    Returns two arrays [N] float32, empty on ranks other than the driver.
     """
     drawn: list[Rollout] = []
     memory.generate()
@@ -130,8 +134,10 @@ def engine_and_trainer(
 
 
 def both_logprobs(world: World, policy: Policy, drawn: Sequence[Rollout]) -> tuple[np.ndarray, np.ndarray]:
-    """The engine's and the trainer's log-probs of the sampled tokens of `drawn`, which counts on the driver.
-    Collective. -> [number of sampled tokens] float32 each; empty on the other ranks.
+    """Returns the engine's and the trainer's log-probs of the sampled tokens of `drawn`. Collective; `drawn` is used on
+    the driver only.
+
+    Returns two arrays [number of sampled tokens] float32, empty on the other ranks.
     """
     found = policy_logprobs(world, policy, list(drawn) if world.rank == 0 else None)
     if found is None:
@@ -143,11 +149,12 @@ def both_logprobs(world: World, policy: Policy, drawn: Sequence[Rollout]) -> tup
 def check(
     world: World, context: RolloutContext, recipe: Recipe, memory: DeviceMemory, plan: PreflightPlan
 ) -> dict[str, float]:
-    """Tries the reward where that is asked for, and the log-probs of every policy given. Collective; raises
-    PreflightFailure on rank 0 and DriverError on the others."""
+    """Runs the preflight: tests the reward, if configured, and the log-probs of every policy. Collective. Raises
+    PreflightFailure on rank 0 and DriverError on the other ranks.
+    """
     if not plan.settings.enabled:
         return {}
-    chosen = list(plan.prompts[: plan.settings.num_prompts])  # the driver has them
+    chosen = list(plan.prompts[: plan.settings.num_prompts])  # non-empty on the driver only
     if not world.broadcast(len(chosen)):
         raise PreflightFailure("no prompts for the preflight: give some, or set preflight.enabled=false")
     scores: dict[str, float] = {}
@@ -159,7 +166,7 @@ def check(
 
 
 def probe(context: RolloutContext, role: str, texts: Sequence[str], sampling: Sampling) -> list[Rollout]:
-    """Completions of `texts` by the role's engine, with advantages of 0. On the driver."""
+    """Returns one rollout per sample of `texts` by the role's engine, with advantages of 0. Called on the driver."""
     limit = context.max_prompt_tokens[role]
     tokenizer = context.tokenizers[role]
     prompts = [Prompt(id=str(i), tokens=tokenize(tokenizer, text)[:limit]) for i, text in enumerate(texts)]
@@ -167,7 +174,7 @@ def probe(context: RolloutContext, role: str, texts: Sequence[str], sampling: Sa
 
 
 def _judge_gap(role: str, pair: tuple[np.ndarray, np.ndarray], limit: float) -> float:
-    """Returns the mean gap, on the driver. Raises PreflightFailure when it is above `limit`."""
+    """Returns the mean gap, on the driver. Raises PreflightFailure if the gap is above `limit`."""
     engine, trainer = pair
     gaps = np.abs(engine - trainer)
     gap = float(gaps.mean()) if len(gaps) else 0.0
@@ -184,8 +191,8 @@ def _judge_gap(role: str, pair: tuple[np.ndarray, np.ndarray], limit: float) -> 
 
 
 def _short_probe(context: RolloutContext, role: str, texts: Sequence[str]) -> list[Rollout]:
-    """One short completion per text, drawn by `role` from its whole distribution (a truncated one has other
-    log-probs).
+    """Returns one short rollout per text, sampled by `role` from its full distribution. A truncated distribution would
+    have other log-probs.
     """
     own = context.samplings[role]
     sampling = replace(

@@ -1,4 +1,4 @@
-"""Reads the problems of a run, and turns each into the tokens that the recipe's first role is asked with."""
+"""Reads the problems of a run and converts each problem to the prompt tokens for the recipe's first role."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from megatron_rl.data.rows import DataError
 from megatron_rl.training.iteration import Recipe
 from megatron_rl.vocabulary import Vocabulary, check_vocabularies
 
-Encode = Callable[[Mapping[str, Any]], list[int]]  # a problem's values -> its prompt's tokens
+Encode = Callable[[Mapping[str, Any]], list[int]]  # values of a problem -> tokens of its prompt
 
 
 def asked_tokenizers(roles: Mapping[str, RoleConfig], tokenizers: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tokenizers that prompts are made with: those of roles with `chat` put texts into the chat template.
-    Raises ConfigError for such a role whose tokenizer has none."""
+    """Returns the tokenizers for prompts. The tokenizer of a role with `chat` is wrapped so that it renders texts with
+    the chat template. Raises ConfigError if the tokenizer of such a role has no chat template.
+    """
     out = dict(tokenizers)
     for name, tokenizer in tokenizers.items():
         if roles[name].chat:
@@ -33,7 +34,9 @@ def asked_tokenizers(roles: Mapping[str, RoleConfig], tokenizers: Mapping[str, A
 
 
 def check_juniors(roles: Mapping[str, RoleConfig], tokenizers: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a tandem's junior that has other tokens than its senior, as far as tokenizers are here."""
+    """Raises ConfigError if a tandem's junior model has a different vocabulary than its senior. Checks only tokenizers
+    that are available locally.
+    """
     for name, role in roles.items():
         junior = None if role.tandem is None else role.tandem.junior
         if junior is not None and name in tokenizers and (Path(junior) / "tokenizer.json").is_file():
@@ -42,7 +45,7 @@ def check_juniors(roles: Mapping[str, RoleConfig], tokenizers: Mapping[str, Any]
 
 
 def encoder(recipe: Recipe, tokenizer: Any) -> Encode:
-    """Returns the function that makes a problem the prompt of the recipe's first role."""
+    """Returns the function that converts a problem to the prompt tokens of the recipe's first role."""
     return lambda values: tokenize(tokenizer, recipe.prompt(values))
 
 
@@ -54,13 +57,16 @@ def read_sets(
     held_out: str | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> dict[str, list[Problem]]:
-    """Reads the problem sets of a run, by the names of their settings, and tries one prompt of each form: each sequence
-    of roles. Without a tokenizer no prompt is tried.
+    """Reads the problem sets of a run, returned by the names of their settings. With a tokenizer, encodes one prompt of
+    each form (sequence of message roles) as a test.
 
-    Raises what read_problems raises; ConfigError for a tokenizer without a chat template, for conversations where the
-    recipe makes its prompts of texts alone, and where `held_out` is asked in another form than the others; DataError
-    for a conversation that the chat template does not render, and for a token that the model of `vocabulary` has no row
-    for.
+    `held_out`: name of the set for evaluation.
+    `vocabulary`: vocabulary of the model, to detect tokens without an embedding row.
+
+    Raises the errors of read_problems. Raises ConfigError if the tokenizer has no chat template, if a set holds
+    conversations but the recipe builds prompts from plain text, or if `held_out` has another form (texts or
+    conversations) than the other sets. Raises DataError if the chat template does not render a conversation, or if a
+    prompt has a token without an embedding row.
     """
     problems = {name: read_problems(source) for name, source in sets.items()}
     for name, own in problems.items():
@@ -87,10 +93,10 @@ def readers_of(
     recipe: Recipe, tokenizer: Any, sets: Mapping[str, PromptSet], problems: Mapping[str, Sequence[Problem]], *,
     max_prompt_tokens: int, seed: int,
 ) -> dict[str, PromptReader]:  # fmt: skip
-    """Returns a reader for each problem set, by the names of their settings.
+    """Returns a prompt reader for each problem set, by the names of their settings.
 
-    `max_prompt_tokens`: the longest prompt of the recipe's first role. Raises DataError for a set in which a larger
-    share of prompts than its max_bad_share is longer.
+    `max_prompt_tokens`: maximum prompt length of the recipe's first role. Raises DataError if the share of longer
+        prompts in a set is above its max_bad_share.
     """
     role, encode = next(iter(recipe.roles())), encoder(recipe, tokenizer)
     readers = {
@@ -105,8 +111,9 @@ def readers_of(
 
 
 def try_prompts(name: str, problems: Sequence[Problem], encode: Encode, vocabulary: Vocabulary | None) -> None:
-    """Encodes one problem of each form of conversation: each sequence of roles; all problems where the tokenizer has
-    tokens that the model of `vocabulary` has no row for. Raises what `read_sets` raises."""
+    """Encodes one problem of each conversation form (sequence of message roles). Encodes all problems if the tokenizer
+    has tokens for which the model of `vocabulary` has no embedding row. Raises the same errors as `read_sets`.
+    """
     tried = {shape_of(problem.values): problem for problem in reversed(problems)}
     all_of_them = vocabulary is not None and vocabulary.without_row
     for problem in problems if all_of_them else [one for shape, one in tried.items() if shape]:

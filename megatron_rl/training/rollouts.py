@@ -1,4 +1,4 @@
-"""Turns prompts and completions of an engine into rollouts, and computes the metrics that are logged of rollouts."""
+"""Converts prompts and completions of an engine to rollouts, and computes the metrics that are logged for rollouts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from megatron_rl.engines.protocol import Completion, EngineError, Sampling, Tand
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, spans_of
 
-SHARE_SLACK = 0.2  # by which the senior's share of a tandem's tokens may miss what is expected
-SHARE_DEVIATIONS = 3.0  # standard deviations that it may miss it by, where few tokens make these larger
-ROUNDING = 1e-6  # advantages below it are what rounding leaves of equal rewards
+SHARE_SLACK = 0.2  # allowed deviation of the senior's share of a tandem's tokens from the expected share
+SHARE_DEVIATIONS = 3.0  # allowed deviation in standard deviations, if that is larger because there are few tokens
+ROUNDING = 1e-6  # smaller advantages are rounding errors of equal rewards
 
 
 def sample(context: RolloutContext, role: str, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
-    """Draws n rollouts for each of P prompts. Returns [P * n] rollouts; the n rollouts of one prompt are adjacent
-    and form a group of their own, even if two prompts have the same id."""
+    """Samples n rollouts for each of P prompts. Returns [P * n] rollouts. The n rollouts of one prompt are adjacent and
+    form a separate group, even if two prompts have the same id.
+    """
     draws = Draws(context, role, sampling)
     for i, prompt in enumerate(prompts):
         draws.ask(i, prompt)
@@ -30,7 +31,9 @@ def sample(context: RolloutContext, role: str, prompts: Sequence[Prompt], sampli
 
 
 class Draws:
-    """Rollouts of prompts that become known one after the other, drawn in one session with a role's engine."""
+    """A stream of rollouts for prompts that are submitted one after the other, sampled in one session with a role's
+    engine.
+    """
 
     def __init__(self, context: RolloutContext, role: str, sampling: Sampling) -> None:
         self._engine, self._role, self._sampling = context.engines[role], role, sampling
@@ -39,13 +42,16 @@ class Draws:
         self.session = context.session(role)
 
     def ask(self, index: int, prompt: Prompt) -> None:
-        """Asks for the n rollouts of a prompt. `index` names their group and must differ between calls."""
+        """Requests the n rollouts of a prompt. `index` identifies their group and must differ between calls."""
         self._prompts[index] = prompt
         self.session.ask(index, prompt.tokens, self._sampling)
 
     def answers(self) -> Iterator[tuple[int, list[Rollout]]]:
-        """Yields (index, the prompt's n rollouts), each when it is done. Raises EngineError for a tandem's completion
-        that does not say who wrote what: it would be trained on as the senior's own."""
+        """Yields (index, the n rollouts of the prompt) whenever a prompt is finished.
+
+        Raises EngineError for a completion of a tandem without an author for each token: its tokens would all be
+        trained on as the senior's.
+        """
         for index, completions in self.session.answers():
             if self._sampling.tandem is not None and any(c.authors is None for c in completions):
                 raise EngineError(
@@ -68,11 +74,11 @@ class Draws:
 def from_completion(
     prompt: Prompt, completion: Completion, *, role: str, group: str, version: int, partner_weight: float = 0.0
 ) -> Rollout:
-    """Makes a rollout of a prompt and what an engine wrote after it. Token ids and log-probs are the engine's,
-    untouched.
+    """Returns the rollout of a prompt and an engine's completion. Token ids and log-probs are those of the engine,
+    unchanged.
 
-    `version`: of the engine's weights, where the completion does not tell. Raises EngineError for another number of
-    authors than tokens.
+    `version`: weight version of the engine, used if the completion does not contain versions. Raises EngineError if the
+        number of authors differs from the number of tokens.
     """
     prompt_tokens = np.asarray(prompt.tokens, np.int32)
     authors, written = completion.authors, len(completion.tokens)
@@ -94,9 +100,10 @@ def from_completion(
 
 
 def continued(rollout: Rollout, turn: Rollout) -> Rollout:
-    """Joins a rollout with the next turn of its conversation, whose prompt begins with all of the rollout's tokens.
+    """Joins a rollout with the next turn of its conversation. The prompt of the turn must begin with all tokens of the
+    rollout.
 
-    The experts are those that the engine told of the last turn, which cover the whole.
+    The expert ids are those that the engine returned for the last turn, which cover the whole sequence.
     """
     ended, began = len(rollout.tokens), turn.start
     between = [(ended, began, Author.ENVIRONMENT, NO_VERSION)] if began > ended else []
@@ -109,8 +116,9 @@ def continued(rollout: Rollout, turn: Rollout) -> Rollout:
 
 
 def _spans(before: int, completion: Completion, version: int) -> np.ndarray:
-    """Returns the spans [K, 4] of a prompt of `before` tokens and a completion. What a partner wrote has no version of
-    the policy's."""
+    """Returns the spans [K, 4] of a prompt of `before` tokens and a completion. Tokens of a partner have no weight
+    version of the policy.
+    """
     written = len(completion.tokens)
     if completion.authors is None and len(completion.versions) <= 1:
         own = completion.versions[0][1] if completion.versions else version
@@ -131,20 +139,24 @@ def _spans(before: int, completion: Completion, version: int) -> np.ndarray:
 
 
 def greedy(sampling: Sampling, *, seed: int) -> Sampling:
-    """Returns the sampling for one completion of the most likely tokens, by the model alone."""
+    """Returns sampling settings for one greedy completion by the model alone (without a tandem's junior)."""
     return replace(sampling, temperature=0.0, n=1, seed=seed, tandem=None)
 
 
 def plain(sampling: Sampling, *, seed: int) -> Sampling:
-    """Returns the sampling for one completion from the model's own distribution: the model alone, at temperature 1,
-    untruncated."""
+    """Returns sampling settings for one completion from the model's unmodified distribution: temperature 1, no
+    truncation, no tandem.
+    """
     return replace(sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, n=1, seed=seed, tandem=None)
 
 
 def measure(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Returns the means that are logged of every role: reward/*, length (tokens that models wrote), finished (share not
-    cut), samples and tokens; where a partner wrote along also senior_share (of the written tokens) and switches (of the
-    author, per sample)."""
+    """Returns the metrics that are logged for every role, averaged over rollouts where not stated otherwise.
+
+    reward/*, length (number of tokens generated by models), finished (share of completions that were not cut off),
+    samples (count), tokens (total count). If a partner generated tokens: senior_share (share of generated tokens) and
+    switches (changes of the author per sample).
+    """
     if not rollouts:
         return {"samples": 0.0, "tokens": 0.0}
     lengths = [rollout.length for rollout in rollouts]
@@ -163,13 +175,14 @@ def measure(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def mean_reward(rollouts: Sequence[Rollout], reward: str) -> float:
-    """Returns the mean of one reward; 0.0 for no rollouts."""
+    """Returns the mean of one reward; 0.0 if there are no rollouts."""
     return fmean(rollout.rewards[reward] for rollout in rollouts) if rollouts else 0.0
 
 
 def check_senior_share(rollouts: Sequence[Rollout], tandem: TandemSampling | None) -> None:
-    """Raises EngineError when the senior wrote a share of the tokens that its strategy does not give texts of these
-    lengths: the mask is wrong then."""
+    """Raises EngineError if the senior's share of the tokens differs too much from the share expected for the tandem's
+    strategy and these text lengths. Then the engine's author mask is wrong.
+    """
     lengths = np.array([rollout.length for rollout in rollouts], np.int64)
     share = None if tandem is None else tandem.rule.senior_share(lengths)
     if tandem is None or share is None:
@@ -184,9 +197,13 @@ def check_senior_share(rollouts: Sequence[Rollout], tandem: TandemSampling | Non
 
 
 def without_signal(rollouts: Sequence[Rollout], reward: str | None = None) -> float:
-    """Returns the share of groups with nothing to learn from: whose `reward` is the same for all members, or (None)
-    whose advantages are all 0. 0.0 for no groups."""
-    signal: dict[str, list[Any]] = defaultdict(list)  # of the members of each group
+    """Returns the share of groups with nothing to learn from; 0.0 if there are no groups.
+
+    A group has nothing to learn from if all members have the same `reward`, or, with `reward` None, if all advantages
+    are 0.
+    """
+    # by group: reward, or whether there is an advantage, of each member
+    signal: dict[str, list[Any]] = defaultdict(list)
     for rollout in rollouts:
         own = 0.0 if rollout.advantages is None else np.abs(rollout.advantages).max(initial=0.0) > ROUNDING
         signal[rollout.group].append(own if reward is None else rollout.rewards[reward])
@@ -195,6 +212,6 @@ def without_signal(rollouts: Sequence[Rollout], reward: str | None = None) -> fl
 
 
 def _senior_share(rollouts: Sequence[Rollout]) -> float:
-    """Returns the share of the written tokens that the policies wrote; 0.0 without any."""
+    """Returns the share of generated tokens that the policies generated; 0.0 if there are no generated tokens."""
     written = sum(rollout.length for rollout in rollouts)
     return sum(rollout.num_trainable for rollout in rollouts) / written if written else 0.0

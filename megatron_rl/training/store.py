@@ -1,5 +1,6 @@
-"""Keeps the iterations of a run on disk, one Parquet file each: for a killed run, collecting ahead, replays and the
-report."""
+"""Stores the iterations of a run on disk, one Parquet file each. The files serve resumed runs, collecting ahead,
+replays and the report.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +35,15 @@ from megatron_rl.training.rollout_parquet import (
 )
 from megatron_rl.types import STEP, Rollout
 
-FORMAT = 4  # of a file; a file of another format is not read
-ROLLOUTS = "rollouts"  # the directory of the iterations within a run's
-CHUNK_BYTES = 32 << 20  # of arrays that are written at once
+FORMAT = 4  # version of the file format; files of other versions are not read
+ROLLOUTS = "rollouts"  # name of the subdirectory of a run directory that holds the iterations
+CHUNK_BYTES = 32 << 20  # approximate size of the arrays that are written in one chunk
 State = dict[str, Any]  # JSON values
-Decode = Callable[[str, np.ndarray], "TokenText"]  # (role, tokens [T]) -> their text
+Decode = Callable[[str, np.ndarray], "TokenText"]  # (role, tokens [T]) -> decoded text
 _NAME = re.compile(r"iteration_[0-9]{1,18}\.parquet")
-_HEAD = b"megatron_rl"  # key of the file's metadata
-_DIGEST_BYTES, _TAIL_BYTES = 16, 8  # before the footer, and after it: its length and Parquet's magic number
+_HEAD = b"megatron_rl"  # key of the project's entry in the file's metadata
+# size of the digest before the footer; size of the footer's length and Parquet's magic number after it
+_DIGEST_BYTES, _TAIL_BYTES = 16, 8
 _UNREADABLE = (
     OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError, RecursionError,
     AttributeError, pa.ArrowException, SafetensorError,
@@ -50,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class TokenText(Protocol):
-    """The text of some tokens: a text.Decoded."""
+    """The decoded text of some tokens; implemented by text.Decoded."""
 
     @property
     def text(self) -> str: ...
@@ -59,61 +61,64 @@ class TokenText(Protocol):
 
 
 class StoreError(RuntimeError):
-    """An iteration that cannot be read or must not be; the message names the file and the cure."""
+    """An iteration cannot be read or must not be used. The message names the file and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FileHead:
-    """The metadata of a file: its iteration, the settings it was collected under, and what is not in its rows. JSON
-    values."""
+    """The metadata of a file as JSON values: the iteration, the settings under which it was collected, and other data
+    outside the rows.
+    """
 
     format: int
-    number: int  # of the iteration
-    roles: tuple[str, ...]  # that the iteration trains, in order
-    fingerprint: str  # of the settings that it was collected under
-    kept: bool  # with readable texts, for the report
+    number: int  # number of the iteration
+    roles: tuple[str, ...]  # roles that the iteration trains, in order
+    fingerprint: str  # fingerprint of the settings under which the iteration was collected
+    kept: bool  # True if the file has decoded texts for the report
     rows: Mapping[str, int]  # number of rollouts by role, in the order of training
-    metrics: Mapping[str, Mapping[str, float]]  # by role
-    state: State  # of the collector after the iteration
+    metrics: Mapping[str, Mapping[str, float]]  # metrics by role
+    state: State  # state of the collector after the iteration
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The number of iterations that a stopped run had collected ahead of its checkpoint: those that are kept for the
-    run that goes on, and those that were removed."""
+    """Counts of the iterations that a stopped run had collected ahead of its checkpoint: `kept` for the resumed run,
+    and `dropped` (removed).
+    """
 
     kept: int
     dropped: int
 
 
 class IterationStore:
-    """The files iteration_000012.parquet in one directory, written and removed by one driver.
+    """The iteration files (iteration_000012.parquet, ...) of one directory, written and removed by one driver.
 
-    A file stays until a complete checkpoint holds its iteration, so that a killed run collects no iteration twice.
-    Afterwards the file stays when its number is a multiple of `keep_every` (0: never). The texts of such an iteration
-    are decoded, by `decode`, for the report.
+    A file is kept until a complete checkpoint covers its iteration, so a killed run does not collect an iteration
+    twice. Afterwards the file is kept only if its number is a multiple of `keep_every` (0: never). The texts of
+    permanently kept iterations are decoded with `decode`, for the report.
     """
 
     def __init__(
         self, directory: Path, fingerprint: str = "", *, keep_every: int = 1, decode: Decode | None = None
     ) -> None:
-        """`fingerprint` stands for the settings of the run: `get` passes over iterations that were collected under
-        others."""
+        """Opens the store of a directory. `fingerprint` identifies the settings of the run; `get` ignores iterations
+        collected under other settings.
+        """
         self.directory = Path(directory)
         self._fingerprint, self._every, self._decode = fingerprint, keep_every, decode
-        self._dropped = 0  # iterations before this number were looked at by `drop`
+        self._dropped = 0  # `drop` has already processed all iterations before this number
 
     def path(self, number: int) -> Path:
         return self.directory / f"iteration_{number:06d}.parquet"
 
     def keeps(self, number: int) -> bool:
-        """Returns whether the iteration's file stays when a checkpoint holds it."""
+        """Returns whether the iteration's file is kept after a checkpoint covers it."""
         return self._every > 0 and number % self._every == 0
 
     def put(self, iteration: Iteration, collected: Collected, state: State) -> Path:
-        """Writes the iteration, whole or not at all. `state` is the collector's after the iteration.
+        """Writes the iteration atomically. `state` is the collector's state after the iteration.
 
-        Raises TypeError for a payload, metric or state that is not JSON, and DiskError when the disk does not take it.
+        Raises TypeError if a payload, metric or the state is not JSON, and DiskError if the file cannot be written.
         """
         kept = self._decode is not None and self.keeps(iteration.number)
         head = {
@@ -136,10 +141,10 @@ class IterationStore:
         return path
 
     def get(self, iteration: Iteration) -> tuple[Collected, State] | None:
-        """Returns what `put` was given for the iteration; None when the iteration is to be collected.
+        """Returns the data given to `put` for this iteration, or None if the iteration must be collected.
 
-        An iteration is to be collected when it has no file, when it was collected under other settings or for other
-        roles, and, with a warning, when its file is damaged.
+        An iteration must be collected if it has no file, if it was collected under other settings or for other roles,
+        or, with a warning, if its file is damaged.
         """
         path = self.path(iteration.number)
         if not path.is_file():
@@ -160,9 +165,9 @@ class IterationStore:
             return None
 
     def read(self, iteration: Iteration) -> tuple[Collected, State]:
-        """Returns the iteration whatever settings it was collected under, for a replay.
+        """Returns the iteration for a replay, regardless of the settings under which it was collected.
 
-        Raises FileNotFoundError when it is not there, and StoreError when it is damaged or trained other roles.
+        Raises FileNotFoundError if there is no such file, and StoreError if the file is damaged or trained other roles.
         """
         path = self.path(iteration.number)
         if not path.is_file():
@@ -186,9 +191,10 @@ class IterationStore:
         )
 
     def drop(self, before: int) -> None:
-        """Removes files of iterations before number `before`, which a complete checkpoint holds, unless they are kept.
+        """Removes the files of iterations before number `before`, which a complete checkpoint covers, except
+        permanently kept ones.
 
-        A file that was written to be kept stays also when the run went on with another `keep_every`.
+        A file written as a kept file also stays if the run was resumed with another `keep_every`.
         """
         for path in iteration_files(self.directory):
             number = iteration_number(path)
@@ -199,9 +205,11 @@ class IterationStore:
         self._dropped = max(self._dropped, before)
 
     def clean(self, number: int, *, fresh: bool = False) -> Waiting:
-        """Removes what nobody will read when a run goes on at iteration `number`: iterations from there on that were
-        collected under other settings or are damaged (where the run is to be `fresh`, all of them), and files not
-        written to their end. Returns how many iterations from there on were kept and removed.
+        """Removes files that are useless when a run resumes at iteration `number`: temporary files of interrupted
+        writes, and iterations from `number` on that are damaged or were collected under other settings.
+
+        With `fresh`, removes all iterations from `number` on. Returns how many iterations from `number` on were kept
+        and removed.
         """
         kept = dropped = 0
         for path in self.directory.glob(".iteration_*.tmp"):
@@ -219,10 +227,11 @@ class IterationStore:
 
 
 def open_replay(place: Path, *, own: Path) -> IterationStore:
-    """Returns the store to replay from. `place` is a run directory or its rollouts, `own` this run's directory.
+    """Returns the store to replay from. `place`: a run directory or its rollouts directory. `own`: the directory of
+    this run.
 
-    Raises FileNotFoundError when no iteration is there, and StoreError for the run's own iterations, which it would
-    write over.
+    Raises FileNotFoundError if `place` has no iterations, and StoreError if `place` belongs to this run, which would
+    overwrite the files.
     """
     place = Path(place)
     directory = place / ROLLOUTS if (place / ROLLOUTS).is_dir() else place
@@ -237,12 +246,12 @@ def open_replay(place: Path, *, own: Path) -> IterationStore:
 
 
 def fingerprint(settings: str) -> str:
-    """Returns a short text that differs where the settings or the files' format do."""
+    """Returns a short hash of the settings and the file format version."""
     return hashlib.sha256(f"{FORMAT}\n{settings}".encode()).hexdigest()[:16]
 
 
 def iteration_files(directory: Path) -> list[Path]:
-    """Returns the files of the iterations in a run's directory of rollouts, by iteration."""
+    """Returns the iteration files in a run's rollouts directory, sorted by iteration."""
     found = Path(directory).glob("iteration_*.parquet")
     return sorted((path for path in found if _NAME.fullmatch(path.name)), key=iteration_number)
 
@@ -252,14 +261,16 @@ def iteration_number(path: Path) -> int:
 
 
 def read_rows(path: Path, role: str | None = None) -> list[dict[str, Any]]:
-    """Returns the columns for people of one file, a mapping per rollout; of one role if it is named.
+    """Returns the human-readable columns of one file, one mapping per rollout. If `role` is given, returns only
+    rollouts of that role.
 
-    `rewards` is a mapping too. The texts are None in a file that was not kept for the report. Raises StoreError for a
+    `rewards` is a mapping as well. The texts are None if the file was not kept for the report. Raises StoreError for a
     damaged file.
     """
     try:
         with _opened(path) as file:
-            table = file.read(columns=READABLE.names, use_threads=False)  # threads take memory, and files are small
+            # files are small, and threads would use more memory
+            table = file.read(columns=READABLE.names, use_threads=False)
         if table.num_columns < len(READABLE.names):
             raise ValueError("it lacks columns, as another version wrote it")
         rows = table.to_pylist()
@@ -269,7 +280,7 @@ def read_rows(path: Path, role: str | None = None) -> list[dict[str, Any]]:
 
 
 def _tables(number: int, collected: Collected, decode: Decode | None) -> Iterator[pa.Table]:
-    """Yields the rows role by role, in pieces of about CHUNK_BYTES, so that writing takes little memory."""
+    """Yields the rows role by role, in chunks of about CHUNK_BYTES, which limits the memory needed for writing."""
     for role, rollouts in collected.rollouts.items():
         first, size = 0, 0
         for end, rollout in enumerate(rollouts, start=1):
@@ -281,7 +292,7 @@ def _tables(number: int, collected: Collected, decode: Decode | None) -> Iterato
 
 
 def _texts(role: str, rollouts: Sequence[Rollout], decode: Decode) -> list[RolloutText]:
-    prompts: dict[bytes, str] = {}  # a group has one prompt
+    prompts: dict[bytes, str] = {}  # cache: the rollouts of a group share one prompt
     out = []
     for rollout in rollouts:
         start = rollout.start
@@ -299,7 +310,7 @@ def _texts(role: str, rollouts: Sequence[Rollout], decode: Decode) -> list[Rollo
 
 
 def _write(path: Path, head: str, tables: Iterator[pa.Table]) -> None:
-    """Writes a file atomically, through a temporary file and a rename, and flushes it to the disk before the rename."""
+    """Writes a file atomically: writes a temporary file, flushes it to disk, and renames it."""
     temporary = path.with_name(f".{path.name}.tmp")
     schema = SCHEMA.with_metadata({_HEAD: head.encode()})
     try:
@@ -325,8 +336,9 @@ def _write(path: Path, head: str, tables: Iterator[pa.Table]) -> None:
 
 
 def _seal(path: Path) -> None:
-    """Inserts a digest of a Parquet file's footer before the footer, where Parquet readers do not look. Pages have
-    checksums of their own; footers have none."""
+    """Inserts a digest of a Parquet file's footer before the footer, at a position that Parquet readers ignore. Parquet
+    has checksums for pages, but not for the footer.
+    """
     with path.open("r+b") as file:
         footer = _footer(file)
         file.seek(-len(footer), os.SEEK_END)
@@ -334,7 +346,7 @@ def _seal(path: Path) -> None:
 
 
 def _footer(file: BinaryIO) -> bytes:
-    """Returns the footer with the bytes after it. Raises OSError or ValueError for a file too short to have one."""
+    """Returns the footer and the bytes after it. Raises OSError or ValueError if the file is too short."""
     file.seek(-_TAIL_BYTES, os.SEEK_END)
     length = int.from_bytes(file.read(4), "little") + _TAIL_BYTES
     file.seek(-length, os.SEEK_END)
@@ -342,7 +354,7 @@ def _footer(file: BinaryIO) -> bytes:
 
 
 def _opened(path: Path) -> pq.ParquetFile:
-    """Opens a file and checks the digest of its footer. Raises ValueError when the digest is missing or wrong."""
+    """Opens a file after checking the digest of its footer. Raises ValueError if the digest is missing or wrong."""
     with path.open("rb") as file:
         footer = _footer(file)
         file.seek(-len(footer) - _DIGEST_BYTES, os.SEEK_END)
@@ -352,7 +364,7 @@ def _opened(path: Path) -> pq.ParquetFile:
 
 
 def _head(file: pq.ParquetFile) -> _FileHead:
-    """Returns the metadata of a file. Raises ValueError for another format, and for a file with missing rows."""
+    """Returns the metadata of a file. Raises ValueError if the file has another format version or lacks rows."""
     values = json.loads(file.metadata.metadata[_HEAD])
     if values["format"] != FORMAT:
         raise ValueError(f"its format is {values['format']}, and this version reads {FORMAT}")
@@ -363,7 +375,7 @@ def _head(file: pq.ParquetFile) -> _FileHead:
 
 
 def _head_of(path: Path, consequence: str) -> _FileHead | None:
-    """Returns the metadata of a file; None, with a warning, for a file that cannot be read."""
+    """Returns the metadata of a file, or None with a warning if the file cannot be read."""
     try:
         with _opened(path) as file:
             return _head(file)
@@ -373,7 +385,7 @@ def _head_of(path: Path, consequence: str) -> _FileHead | None:
 
 
 def _rollouts(file: pq.ParquetFile, head: _FileHead) -> dict[str, list[Rollout]]:
-    """Returns the rollouts by role, in the order that they were collected in."""
+    """Returns the rollouts by role, in the order in which they were collected."""
     by_role: dict[str, list[Rollout]] = {role: [] for role in head.rows}
     for group in range(file.num_row_groups):
         for rollout in from_table(file.read_row_group(group, _EXACTLY)):

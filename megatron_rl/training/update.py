@@ -1,5 +1,6 @@
-"""One update of a policy: its rollouts are scattered, scored by earlier weights where the loss asks, and trained on
-step by step."""
+"""One update of a policy: scatters its rollouts to the ranks, computes log-probs under earlier weights if the loss
+needs them, and runs the optimizer steps.
+"""
 
 from __future__ import annotations
 
@@ -26,49 +27,57 @@ SUMMED = (
     "packed_tokens",
     "shared_tokens",
     "micro_batches",
-)  # over an update's optimizer steps; other metrics are averaged
+)  # metrics that are summed over the optimizer steps of an update; other metrics are averaged
 
 
 class PolicyMemory(Protocol):
-    """What a policy holds on its device."""
+    """The device memory of a policy."""
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Frees gradients and moves the optimizer's state to host memory until `wake`; the `weights` too if asked."""
+        """Frees gradients and moves the optimizer state to host memory until `wake`. With `weights`, moves the weights
+        too.
+        """
         ...
 
     def wake(self) -> None: ...
 
     def present(self) -> AbstractContextManager[None]:
-        """Has the weights on the device in the block; they leave again where they were away."""
+        """Keeps the weights on the device inside the block. Weights that were off-loaded before are off-loaded again
+        afterwards.
+        """
         ...
 
 
 class Policy(Partitioner, Protocol):
-    """A trained model. Every method but those of `Partitioner` is collective; `work` is that of the rank's own
-    replica."""
+    """A trained model. Every method except those of `Partitioner` is collective. `work` is the work of the rank's
+    replica.
+    """
 
     @property
     def replicas(self) -> Replicas: ...
 
     @property
     def timer(self) -> Timer:
-        """The watch over the parts of an update on this rank."""
+        """The timer for the parts of an update on this rank."""
         ...
 
     def update(self, work: Work, step: int, loss: BatchLoss) -> dict[str, float]:
-        """One optimizer step on `work.steps[step]` -> metrics over all replicas. Those in COUNTED are its operations,
-        where the policy counts them."""
+        """Runs one optimizer step on `work.steps[step]` and returns metrics over all replicas.
+
+        The metrics named in COUNTED are counts of floating-point operations, if the policy counts them.
+        """
         ...
 
     def statistics(
         self, work: Work, names: Sequence[str] = ("logprobs",), *, reference: bool = False
     ) -> dict[str, Tensor]:
-        """Statistics of every label in the loss, 0 elsewhere, [N] float32 on CPU by name; nothing on ranks that take no
-        loss."""
+        """Returns statistics of each label by name: [N] float32 on CPU, 0 for labels that are not in the loss. Returns
+        an empty mapping on ranks that do not compute the loss.
+        """
         ...
 
     def loss(self, work: Work, loss: BatchLoss) -> float:
-        """Mean loss of all of `work`, which is one step, without an update."""
+        """Returns the mean loss of `work`, which must consist of one step, without an update."""
         ...
 
     @property
@@ -79,29 +88,33 @@ class Policy(Partitioner, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Trainee:
-    """A model and what it is trained with. A frozen role has a policy too; it is never updated."""
+    """A policy with its loss and training settings. A frozen role has a policy too, which is never updated."""
 
     policy: Policy
     loss: BatchLoss
     refit: Callable[[int], None] | None = (
-        None  # (version): brings its engine to the policy's weights; collective. None: it has no engine
+        None  # refit(version) sends the policy's weights to its engine; collective. None if the policy has no engine
     )
-    samples_per_optimizer_step: int | None = None  # None: one optimizer step per update
-    sleeps: bool = False  # off-load between this role's iterations
-    peak_flops: float | None = None  # operations a second of one device that its MFU is a share of; None: not known
+    samples_per_optimizer_step: int | None = None  # None means one optimizer step per update
+    sleeps: bool = False  # off-load the policy between its iterations
+    # peak floating-point operations per second of one device, for the MFU; None if unknown
+    peak_flops: float | None = None
 
 
 def update(
     world: World, trainee: Trainee, rollouts: Sequence[Rollout] | None, *, rescore: bool = False
 ) -> dict[str, float]:
-    """Trains on [S] rollouts of the driver, None on other ranks, in ceil(S / B) optimizer steps of nearly equal size.
+    """Trains a policy on [S] rollouts in ceil(S / samples_per_optimizer_step) optimizer steps of nearly equal size.
     Collective.
 
-    `rescore`: rollouts that several weight versions wrote count as written by the trainer as it is now. Returns the
-    policy's metrics, the same on every rank: means over the optimizer steps, sums of those in SUMMED; and with the
-    prefix SPEED how fast it was, by this rank's watch (see `_speed`).
-    Raises ValueError for rollouts that cannot be trained on, there and DriverError elsewhere, before any rank has
-    begun.
+    `rollouts`: the rollouts on the driver, None on other ranks.
+    `rescore`: use the trainer's current log-probs instead of the engine's for rollouts generated by several weight
+        versions.
+
+    Returns the policy's metrics, the same on every rank: sums over the optimizer steps for names in SUMMED, means for
+    other names. Adds speed metrics with the prefix SPEED, measured on this rank (see `_speed`).
+    Raises ValueError on the driver for rollouts that cannot be trained on, and DriverError on the other ranks, before
+    training starts on any rank.
     """
     policy, loss, timer, start = trainee.policy, trainee.loss, trainee.policy.timer, time.perf_counter()
     timer.clear()
@@ -109,7 +122,7 @@ def update(
         work = scatter(
             world, policy, rollouts, loss=loss, samples_per_step=trainee.samples_per_optimizer_step, rescore=rescore
         )
-    passes = 0  # over all rollouts, with earlier weights
+    passes = 0  # number of forward passes over all rollouts with earlier weights
     if "reference" in loss.needs:
         with timer("reference_logprobs"):
             found = policy.statistics(work, reference=True)
@@ -130,7 +143,7 @@ def update(
 
 
 def _with_old(work: Work, policy: Policy, loss: BatchLoss) -> Work:
-    """Returns the work with what the policy as it is now says of it. Collective."""
+    """Returns the work with statistics of the current policy added, to be used as the old policy. Collective."""
     old = len(work.steps) > 1 or "old" in loss.needs
     names = ("logprobs", "vocab_mean") if old and "vocab_mean" in loss.needs else ("logprobs",)
     found = policy.statistics(work, names)
@@ -145,9 +158,10 @@ def _with_old(work: Work, policy: Policy, loss: BatchLoss) -> Work:
 def _speed(
     seconds: float, parts: Mapping[str, float], *, ranks: int, flops: float | None, peak: float | None
 ) -> dict[str, float]:
-    """Returns how fast an update was: seconds of its parts on this rank, the rest as `waiting`, and rates of a rank.
+    """Returns speed metrics of an update: seconds of each part on this rank, the remaining seconds as `waiting`, and
+    rates per rank.
 
-    `flops`: the model's operations on all ranks, which are as many devices; None: not counted.
+    `flops`: floating-point operations of the model on all ranks, with one device per rank; None if not counted.
     """
     spent = {**parts, "waiting": max(0.0, seconds - sum(parts.values()))}
     found = {f"{SPEED}seconds/{name}": value for name, value in spent.items()}
@@ -167,9 +181,9 @@ def mean_loss(world: World, trainee: Trainee, rollouts: Sequence[Rollout] | None
 def policy_logprobs(
     world: World, policy: Policy, rollouts: Sequence[Rollout] | None, *, reference: bool = False
 ) -> list[np.ndarray] | None:
-    """Log-probs of the driver's rollouts under the policy as it is now, or under its reference. Collective.
+    """Returns log-probs of the driver's rollouts under the current policy, or under its reference. Collective.
 
-    -> [S] arrays [T] float32 on the driver, 0 for tokens that are not in the loss; None elsewhere.
+    Returns [S] arrays [T] float32 on the driver, with 0 for tokens that are not in the loss, and None on other ranks.
     """
     kept: list[ReplicaShares] = []
     work = scatter(world, policy, rollouts, keep=kept)
@@ -198,10 +212,10 @@ def scatter(
     rescore: bool = False,
     keep: list[ReplicaShares] | None = None,
 ) -> Work:
-    """Gives every rank the work of its replica out of the driver's rollouts. Collective.
+    """Distributes the driver's rollouts: returns on every rank the work of its replica. Collective.
 
-    What the driver finds wrong is raised on every rank before anything is sent. `keep` takes the driver's table of who
-    got what.
+    Errors found by the driver are raised on every rank before any data is sent. `keep`: a list to which the driver
+    appends its table of which replica got which rollouts.
     """
     shares: list[ReplicaShares] = [] if keep is None else keep
 
