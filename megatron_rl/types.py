@@ -184,8 +184,8 @@ class Rollout:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Weight versions of the policy that generated tokens of this rollout, oldest first. Empty if the policy
-        generated none.
+        """Weight versions of the policy that generated tokens of this rollout, oldest first. Empty if there are no such
+        tokens.
         """
         if len(self.spans) <= FEW_SPANS:
             return tuple(sorted({version for _, _, author, version in self.spans.tolist() if author == Author.POLICY}))
@@ -193,7 +193,7 @@ class Rollout:
 
     @property
     def version(self) -> int:
-        """The oldest weight version of the policy that generated a token; NO_VERSION if the policy generated no token."""
+        """The oldest weight version of the policy that generated a token; NO_VERSION if the policy generated none."""
         return min(self.versions, default=NO_VERSION)
 
     def annotations_of(self, label: str) -> Annotations:

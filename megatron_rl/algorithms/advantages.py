@@ -1,4 +1,6 @@
-"""From rewards to advantages: outcomes compared by an estimator, mixed with Tango's advantages of reasoning steps."""
+"""Computes advantages from rewards: outcomes are compared by an estimator, and can be mixed with Tango's step
+advantages.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,19 @@ from megatron_rl.algorithms.estimators import (
 from megatron_rl.config.schema import ConfigError, config
 from megatron_rl.types import STEP, Rollout
 
-TRAINED = "trained"  # name of the reward that advantages compare
-RLOO_STEP_SCALE = 10.0  # hard-coded factor of the released Tango code on its RLOO step advantages
+TRAINED = "trained"  # name of the reward from which advantages are computed
+RLOO_STEP_SCALE = 10.0  # factor on RLOO step advantages, hard-coded in the released Tango code
 
 
 @config
 class StepCredit:
-    """The way from rewards of reasoning steps to advantages of tokens. The defaults are Tango's (arXiv 2505.15034, eq.
-    3, 5 and 6).
+    """The conversion of reasoning-step rewards to token advantages. The defaults are Tango's (arXiv 2505.15034, eq. 3,
+    5, 6).
 
-    span: a token gets the rewards of its own step and of all later ones (rest), or of its own step alone (own), which
-    are then not divided by the number of steps. baseline: a step is compared with all steps of its group's solutions
-    (group), or with the steps of the same number in them (step), where one without others gets 0.
+    `span`: which step rewards a token gets. rest: the sum over its step and all later steps. own: the reward of its
+        step only; step rewards are then not divided by the number of steps.
+    `baseline`: what a step is compared with. group: all steps of its group's solutions. step: the steps with the same
+        index in these solutions; a step without a counterpart gets 0.
     """
 
     span: Literal["rest", "own"] = "rest"
@@ -53,18 +56,23 @@ def assign_advantages(
     steps: StepCredit = PAPER_CREDIT,
     weights: Sequence[float] | None = None,
 ) -> list[Rollout]:
-    """Fills `advantages` of [B] rollouts, compared within role and group: one number each, or [T] float32 where tokens
-    differ, exactly 0 where a token is not in the loss.
+    """Computes the `advantages` of [B] rollouts, compared within role and group. Each rollout gets one number, or [T]
+    float32 if tokens differ, with exactly 0 for tokens that are not in the loss.
 
-    The outcome is `rewards[reward]`, or the sum of `weight * rewards[name]` over a mapping {name: weight}; it is kept
-    as the reward TRAINED, whose mean is logged as reward/trained. `estimator`: see algorithms.estimators. With `alpha`,
-    one number or [B], Tango's mixture (arXiv 2505.15034, eq. 7): (1 - alpha) outcome + alpha steps, where `steps` says
-    how step rewards become the advantages of tokens; when no rollout has scores on its reasoning steps, the outcome
-    alone. `weights` [B] multiply a rollout's advantages (the verifier's class weights, eq. 9). A rollout that is the
-    only one of its group, such as one whose siblings' gradings failed, gets 0 from every estimator but those in
-    UNGROUPED, also from one of a user's own, and no other rollout is compared with it. Raises ValueError for a
-    missing or non-finite reward, an alpha outside [0, 1], and another number of weights or alphas than rollouts;
-    ConfigError for an estimator that cannot be, or that knows no step rewards where `alpha` asks for them.
+    `reward`: name of the outcome reward, or a mapping {name: weight} for a weighted sum. The outcome is stored as the
+        reward TRAINED, whose mean is logged as reward/trained.
+    `estimator`: see algorithms.estimators.
+    `alpha`: one number or [B]. If given, Tango's mixture (arXiv 2505.15034, eq. 7): (1 - alpha) outcome + alpha steps.
+        If no rollout has scores on its reasoning steps, only the outcome is used.
+    `steps`: how step rewards are converted to token advantages.
+    `weights`: [B] factors on the advantages (the verifier's class weights, eq. 9).
+
+    A rollout that is alone in its group, for instance because the gradings of the others failed, gets 0 from every
+    estimator except those in UNGROUPED, and no other rollout is compared with it. This also holds for user-defined
+    estimators.
+    Raises ValueError if a reward is missing or not finite, if an alpha is outside [0, 1], and if the number of weights
+    or alphas differs from the number of rollouts. Raises ConfigError for an invalid estimator, and for an estimator
+    that does not support step rewards if `alpha` is given.
     """
     if weights is not None and len(weights) != len(rollouts):
         raise ValueError(f"{len(weights)} weights for {len(rollouts)} rollouts: give one per rollout")
@@ -94,8 +102,10 @@ def step_rewards(
     *,
     credit: StepCredit = PAPER_CREDIT,
 ) -> np.ndarray | None:
-    """Turns verdicts on K reasoning steps into y_k / K with y = +1 or -1 (eq. 3), [K] float64. None when the counts
-    differ or there is no step: the count gate. With `credit.span` own there is no division by K.
+    """Converts verdicts on K reasoning steps to step rewards y_k / K with y = +1 or -1 (eq. 3), [K] float64.
+
+    Returns None if the number of verdicts differs from the number of steps, or if there is no step (Tango's count
+    gate). If `credit.span` is "own", the rewards are not divided by K.
     """
     if num_steps == 0 or len(verdicts) != num_steps:
         return None
@@ -110,17 +120,18 @@ def step_advantages(
     credit: StepCredit = PAPER_CREDIT,
     rloo_scale: float = RLOO_STEP_SCALE,
 ) -> list[np.ndarray | float]:
-    """Returns the step advantages of [B] rollouts: [T] float64 each, or one number where all tokens of a rollout have
-    the same.
+    """Returns the step advantages of [B] rollouts: [T] float64 each, or one number if all tokens of a rollout have the
+    same.
 
-    All step rewards of a group's rollouts are one set, treated by the estimator apart from the outcomes (eq. 5; tokens
-    without a step reward are not in the set); a token then gets the sum over the steps whose last token is at or after
-    it (eq. 6), so exactly 0 after the last step. An estimator sees each step as one token. `credit` says otherwise for
-    the set or the sum. rloo: times `rloo_scale`. A set with the steps of one rollout alone gives 0, as
-    `assign_advantages` says of groups.
+    The step rewards of a group's rollouts form one set, to which the estimator is applied separately from the outcomes
+    (eq. 5). Each step counts as one token; tokens without a step reward are not in the set. A token then gets the sum
+    over the steps whose last token is at or after it (eq. 6), so exactly 0 after the last step. `credit` can change the
+    set and the sum. A set that contains the steps of only one rollout gives 0, as in `assign_advantages`.
+    rloo: the result is multiplied by `rloo_scale`.
     reinforce_pp: undiscounted reverse sums of the raw step rewards over the tokens, whitened over the batch's trained
-    tokens (those without a step to come, and rollouts without steps, included with return 0), sample std (n - 1)
-    + 1e-6. Steps without rewards, whose verification failed, leave their rollout out, with 0. Raises ValueError for a
+    tokens with sample std (n - 1) + 1e-6. Tokens after the last step and rollouts without steps are included with
+    return 0.
+    A rollout whose steps have no rewards because verification failed is left out and gets 0. Raises ValueError for a
     step that ends outside its rollout.
     """
     return [*_step_advantages(rollouts, estimator=estimator, credit=credit, rloo_scale=rloo_scale)]
@@ -129,7 +140,7 @@ def step_advantages(
 def _step_advantages(
     rollouts: Sequence[Rollout], *, estimator: EstimatorName, credit: StepCredit, rloo_scale: float
 ) -> Iterable[np.ndarray | float]:
-    """Gives the step advantages one rollout after the other: those of all at once would be 8 bytes a token."""
+    """Yields the step advantages one rollout at a time; all at once would need 8 bytes per token."""
     estimate = find_estimator(estimator)
     scores = [rollout.annotations_of(STEP).scores for rollout in rollouts]
     if estimate is reinforce_pp:
@@ -142,7 +153,8 @@ def _step_advantages(
     rewards = np.concatenate([np.empty(0), *(own for own in scores if own is not None)])
     own_groups = _groups(rollouts)
     groups = np.repeat(own_groups, sizes)
-    members = np.bincount(own_groups[np.array(sizes) > 0])[groups]  # rollouts of each group that have step rewards
+    # for each step: number of rollouts in its group that have step rewards
+    members = np.bincount(own_groups[np.array(sizes) > 0])[groups]
     if credit.baseline == "step":
         numbers = np.concatenate([np.arange(size) for size in sizes])
         groups = np.unique(np.stack([groups, numbers]), axis=1, return_inverse=True)[1].reshape(-1)
@@ -155,7 +167,9 @@ def _step_advantages(
 
 
 def _alphas(alpha: float | Sequence[float], count: int) -> np.ndarray:
-    """Returns the weight of each rollout's step advantages, [B]."""
+    """Returns the weight of each rollout's step advantages, [B]. Raises ValueError for a wrong count or a value outside
+    [0, 1].
+    """
     alphas = np.full(count, alpha) if isinstance(alpha, float | int) else np.asarray(alpha, np.float64)
     if len(alphas) != count:
         raise ValueError(f"{len(alphas)} alphas for {count} rollouts: give one number, or one per rollout")
@@ -166,7 +180,7 @@ def _alphas(alpha: float | Sequence[float], count: int) -> np.ndarray:
 
 
 def _groups(rollouts: Sequence[Rollout]) -> np.ndarray:
-    """Numbers the groups. [B] rollouts -> [B] int64."""
+    """Returns an index of each rollout's role and group. [B] rollouts -> [B] int64"""
     numbers: dict[tuple[str, str], int] = {}
     return np.array([numbers.setdefault((r.role, r.group), len(numbers)) for r in rollouts], np.int64)
 
@@ -174,8 +188,12 @@ def _groups(rollouts: Sequence[Rollout]) -> np.ndarray:
 def _estimated(
     named: EstimatorName, rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray, *, members: np.ndarray
 ) -> np.ndarray:
-    """Calls an estimator for [B] rewards. One that compares within groups never sees a reward whose group has less than
-    two of [B] `members`, which gets 0. Raises ValueError unless it gives one finite number per reward."""
+    """Applies an estimator to [B] rewards.
+
+    `members`: [B] number of rollouts in the group of each reward. An estimator that compares within groups does not see
+        rewards with less than two members; they get 0. Raises ValueError unless the estimator returns one finite number
+        per reward.
+    """
     chosen = (members > 1) | (word_of(named) in UNGROUPED)
     if not chosen.any():
         return np.zeros(len(rewards))
@@ -193,7 +211,9 @@ def _estimated(
 
 
 def _outcome(rollout: Rollout, reward: str | Mapping[str, float]) -> float:
-    """Returns one reward, or the weighted sum of several."""
+    """Returns one reward, or the weighted sum of several rewards. Raises ValueError for a missing or
+    non-finite reward.
+    """
     total = 0.0
     for name, weight in ({reward: 1.0} if isinstance(reward, str) else reward).items():
         if name not in rollout.rewards:
@@ -208,8 +228,11 @@ def _outcome(rollout: Rollout, reward: str | Mapping[str, float]) -> float:
 
 
 def _spread(rollout: Rollout, scores: np.ndarray | None, credit: StepCredit) -> np.ndarray | float:
-    """Gives each token the sum of the [K] scores of the reasoning steps that end at or after it, or of the first of
-    them alone. -> [T] float64; 0.0 without scores."""
+    """Returns the advantage of each token from the [K] scores of the reasoning steps, [T] float64; 0.0 without scores.
+
+    A token gets the sum of the scores of all steps that end at or after it. If `credit.span` is "own", it gets the
+    score of the first such step only.
+    """
     if scores is None or not len(scores):
         return 0.0
     ends, length = rollout.annotations_of(STEP).ranges[:, 1], len(rollout.tokens)
@@ -224,13 +247,13 @@ def _spread(rollout: Rollout, scores: np.ndarray | None, credit: StepCredit) -> 
 
 
 def _whitened(values: Sequence[np.ndarray | float | None], rollouts: Sequence[Rollout]) -> list[np.ndarray | float]:
-    """Returns (v - mean) / (std + 1e-6), mean and sample std over the trained tokens of the batch; 0 for None."""
+    """Returns (v - mean) / (std + 1e-6), with mean and sample std over the trained tokens of the batch; 0 for None."""
     trained = [
         np.broadcast_to(v, len(r.tokens))[r.trainable] for v, r in zip(values, rollouts, strict=True) if v is not None
     ]
     count = sum(map(len, trained))
     extremes = {float(edge) for own in trained if len(own) for edge in (own.min(), own.max())}
-    if len(extremes) <= 1:  # exactly 0 where all are equal: the rounded mean may not be the value
+    if len(extremes) <= 1:  # return exactly 0 if all values are equal: the rounded mean may differ from the value
         return [0.0] * len(values)
     mean = math.fsum(float(own.sum()) for own in trained) / count
     std = math.sqrt(math.fsum(float(((own - mean) ** 2).sum()) for own in trained) / (count - 1))
@@ -242,7 +265,7 @@ def _credited(rollout: Rollout, reward: float, advantages: np.ndarray | float) -
 
 
 def _in_loss(rollout: Rollout, advantages: np.ndarray | float) -> np.ndarray | float:
-    """Sets advantages to 0 where a token is not in the loss. -> [T] float32, or the one number."""
+    """Sets advantages to 0 for tokens that are not in the loss. Returns [T] float32, or the single number unchanged."""
     if not isinstance(advantages, np.ndarray):
         return float(advantages)
     return np.where(rollout.weights != 0, advantages, 0.0).astype(np.float32)

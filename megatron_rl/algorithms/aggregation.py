@@ -1,4 +1,4 @@
-"""Weights of rollouts in the loss of an optimizer step, and the number that the sum is divided by."""
+"""Computes the loss weights of the rollouts of an optimizer step, and the denominator of the summed loss."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
 def aggregate(
     kind: Aggregation, counts: np.ndarray, groups: np.ndarray, *, max_tokens: int | None = None
 ) -> tuple[np.ndarray, float]:
-    """[S] numbers of labels in the loss, by weight, and [S] group numbers -> ([S] float32 weight of a rollout's tokens,
-    denominator).
+    """Returns the loss weights of an optimizer step's rollouts, [S] float32, and the denominator.
 
     The loss of the optimizer step is sum over tokens of (weight x loss of the token) / denominator.
-    token_mean     all tokens alike: the denominator is their number (DAPO, arXiv 2503.14476)
-    sequence_mean  mean over rollouts of their token means (GRPO, arXiv 2402.03300)
-    prompt_mean    mean over prompts of the token means of their groups (ScaleRL, arXiv 2510.13786)
-    constant       sum over tokens / (S x max_tokens), so that no rollout's length counts (Dr.GRPO, arXiv 2503.20783)
-    A rollout or group without a label in the loss is in no mean. Raises ValueError for `constant` without `max_tokens`.
+
+    `counts`: [S] weighted number of labels in the loss of each rollout.
+    `groups`: [S] group index of each rollout.
+    `kind`: the aggregation.
+        token_mean     mean over all tokens: the denominator is their number (DAPO, arXiv 2503.14476)
+        sequence_mean  mean over rollouts of their token means (GRPO, arXiv 2402.03300)
+        prompt_mean    mean over prompts of the token means of their groups (ScaleRL, arXiv 2510.13786)
+        constant       sum over tokens / (S x max_tokens), independent of rollout lengths (Dr.GRPO, arXiv 2503.20783)
+    Rollouts and groups without a label in the loss are excluded from the means. Raises ValueError for `constant`
+    without `max_tokens`.
     """
     counts = np.asarray(counts, np.float64)
     match kind:
@@ -39,5 +43,5 @@ def aggregate(
 
 
 def _shares(counts: np.ndarray) -> np.ndarray:
-    """1 / counts as float32, 0 for 0."""
+    """Returns 1 / counts as float32, with 0 for a count of 0."""
     return np.divide(1.0, counts, out=np.zeros_like(counts), where=counts > 0).astype(np.float32)

@@ -1,4 +1,6 @@
-"""Weights of the verifier's advantages by the class of the solution that was judged (arXiv 2505.15034, eq. 9)."""
+"""Weights of the verifier's advantages by the class (correct or wrong) of the judged solution (arXiv 2505.15034, eq.
+9).
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,18 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class ClassCounts:
-    """Moving counts of rows whose solution is correct and wrong; None before the first batch.
+    """Moving counts of rows whose solution is correct or wrong. The counts are None before the first batch.
 
-    The state a checkpoint holds: `dataclasses.asdict(counts)` and `ClassCounts(**state)`.
+    Checkpoints store `dataclasses.asdict(counts)`; `ClassCounts(**state)` restores the counts.
     """
 
     correct: float | None = None
     wrong: float | None = None
 
     def updated(self, labels: Sequence[bool], decay: float) -> ClassCounts:
-        """Returns decay * old + (1 - decay) * count of the [B] labels, this batch included; the first batch
-        initialises, an empty one changes nothing. Raises ValueError for a decay outside [0, 1)."""
+        """Returns new counts: decay * old + (1 - decay) * count of the [B] labels. The first batch initialises the
+        counts. An empty batch changes nothing. Raises ValueError for a decay outside [0, 1).
+        """
         if not 0 <= decay < 1:
             raise ValueError(f"decay = {decay} of the class counts: give a number from 0 (this batch alone) to below 1")
         if not labels:
@@ -33,10 +36,10 @@ class ClassCounts:
         return ClassCounts(decay * self.correct + (1 - decay) * correct, decay * self.wrong + (1 - decay) * wrong)
 
     def weights(self, labels: Sequence[bool]) -> list[float]:
-        """Turns [B] labels into [B] weights 1 / (sqrt(count of the class) + 1e-6), rescaled to average 1 over the rows
-        given.
+        """Converts [B] labels to [B] weights 1 / (sqrt(count of the class) + 1e-6), rescaled to a mean of 1 over the
+        given rows.
 
-        With one class in the batch all weights are 1. Raises ValueError before the first `updated`.
+        If the batch has only one class, all weights are 1. Raises ValueError before the first `updated`.
         """
         if not labels:
             return []

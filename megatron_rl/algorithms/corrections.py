@@ -1,11 +1,11 @@
-"""Corrections of a loss whose tokens were sampled by an engine that gives them other probabilities than the trainer.
+"""Corrections of a policy loss for tokens sampled by an engine whose probabilities differ from the trainer's.
 
-The ratio of a token is r = p_old / p_engine: the trainer's probability at the start of the update over that of the
-engine (or of the older weights) that sampled it. TIS truncates r (Yao et al., Your Efficient RL Framework Secretly
-Brings You Off-Policy RL Training, 2025), MIS and IcePop set it to 0 outside bounds (Liu et al., When Speed Kills
-Stability, 2025; Zhao et al., Small Leak Can Sink a Great Ship, 2025), and geometric rejection does so for whole
-rollouts by the mean of log r. With the objective `clipped`, whose ratio is p / p_old, a correction is decoupled PPO
-(AReaL, arXiv 2505.24298): p_old is the proximal policy and r the weight of the behaviour policy.
+The ratio of a token is r = p_old / p_engine: the trainer's probability at the start of the update, divided by the
+probability under the engine (or older weights) that sampled the token. TIS truncates r (Yao et al., Your Efficient RL
+Framework Secretly Brings You Off-Policy RL Training, 2025). MIS and IcePop set the weight to 0 outside bounds (Liu et
+al., When Speed Kills Stability, 2025; Zhao et al., Small Leak Can Sink a Great Ship, 2025). Geometric rejection does
+the same for whole rollouts, based on the mean of log r. With the objective `clipped`, whose ratio is p / p_old, a
+correction is decoupled PPO (AReaL, arXiv 2505.24298): p_old is the proximal policy, and r weighs the behaviour policy.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 else:
     torch, Tensor = LazyModule("torch"), Any
 
-LOG_LIMIT = 20.0  # |log r| is bounded so, as in verl: exp of more may be inf, and inf times an advantage of 0 is nan
-EXP_LIMIT = 40.0  # largest argument of exp in a loss: float32 also holds the square of the result, for gradient norms
+LOG_LIMIT = 20.0  # bound of |log r|, as in verl: a larger exponent may give inf, and inf times an advantage of 0 is nan
+# largest argument of exp in a loss; the square of the result, needed for gradient norms, fits into float32
+EXP_LIMIT = 40.0
 
 
 def bounded_exp(values: Tensor, limit: float | Tensor = EXP_LIMIT) -> Tensor:
-    """Returns exp(values), [N]. Beyond `limit`, a number or [N], exp goes on as its tangent there, so that value and
-    gradient stay finite and keep their direction; up to `limit` both are exactly those of exp."""
+    """Returns exp(values), [N], continued linearly (along the tangent) above `limit`, a number or [N].
+
+    Value and gradient stay finite and keep their direction. Up to `limit` both are exactly those of exp.
+    """
     held = torch.clamp(values, max=limit)  # type: ignore[call-overload]
     return held.exp() * (1 + (values - held))
 
@@ -36,16 +39,17 @@ def bounded_exp(values: Tensor, limit: float | Tensor = EXP_LIMIT) -> Tensor:
 def correction_weights(
     config: CorrectionConfig | None, gap: Tensor, batch: Batch
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Turns gap [N] = log r of trained labels, 0 elsewhere, into weights of the labels' losses and metrics, [N] each.
+    """Returns the loss weights of the labels, [N], and metrics, [N] each. `gap`: [N] log r of trained labels, 0
+    elsewhere.
 
-    A weight has no gradient, and is 1 where the label was not sampled by the policy. The metrics are 1 where r of the
-    label, or of its rollout, lies outside the bounds: `correction_truncated` where it was moved into them,
-    `correction_masked` where the weight is 0. No correction gives (None, {}).
+    A weight has no gradient, and is 1 for labels that the policy did not sample. The metrics are 1 for labels whose r
+    (or whose rollout's r) is outside the bounds: `correction_truncated` if r was clamped to the bounds,
+    `correction_masked` if the weight is 0. Without a correction, returns (None, {}).
 
-    As in TRL 1.x and AReaL a masked label still counts in the mean, and its KL and entropy stay in the loss. verl takes
-    it out of all three; its weights are otherwise these (for GMPO it takes their geometric mean over a rollout). The
-    bounds of verl's rejection (`token_k1`, `seq_sum_k1`, `seq_mean_k1`) are those of 1 / r: its 0.5_5.0 is low 0.2,
-    high 2.0 here. AReaL's level `sequence` is `geometric` here.
+    As in TRL 1.x and AReaL, a masked label still counts in the mean, and its KL and entropy stay in the loss. verl
+    removes the label from all three; otherwise its weights are the same (for GMPO it uses their geometric mean over a
+    rollout). The bounds of verl's rejection (`token_k1`, `seq_sum_k1`, `seq_mean_k1`) apply to 1 / r: 0.5_5.0 in verl
+    is low 0.2, high 2.0 here. AReaL's level `sequence` is `geometric` here.
     """
     if config is None or config.kind == "none":
         return None, {}
@@ -68,12 +72,13 @@ def correction_weights(
 
 
 def off_policy_mask(threshold: float | None, logprobs: Tensor, batch: Batch) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Masks rollouts that the policy has moved away from and that are worse than others: the off-policy sequence mask
-    of DeepSeek-V3.2 (arXiv 2512.02556; TRL's off_policy_mask_threshold).
+    """Returns weights that mask rollouts with negative advantage from which the policy has moved away: the off-policy
+    sequence mask of DeepSeek-V3.2 (arXiv 2512.02556; TRL's off_policy_mask_threshold).
 
-    A rollout's distance is the mean of log p_engine - log p over its trained labels, with the live p; it estimates KL.
-    The weights, [N] without gradient, are 0 at trained labels whose advantage is negative where that is above
-    `threshold`, and 1 elsewhere; the metric `off_policy_masked` counts the zeros. No threshold gives (None, {}).
+    The distance of a rollout is the mean of log p_engine - log p (live p) over its trained labels, an estimate of the
+    KL divergence. The weights, [N] without gradient, are 0 at trained labels with negative advantage if the distance is
+    above `threshold`, and 1 elsewhere. The metric `off_policy_masked` marks the zeros. Without a threshold, returns
+    (None, {}).
     """
     if threshold is None:
         return None, {}

@@ -1,6 +1,6 @@
-"""Estimators compare rewards to give advantages: pure functions, named in the config by a word or `module:name`.
+"""Advantage estimators: pure functions that compare rewards. The config names one by a word or as `module:name`.
 
-Where one has arguments (keyword-only), the config names it as `{target: asymre, args: {baseline_shift: -0.2}}`.
+An estimator with (keyword-only) arguments is configured as `{target: asymre, args: {baseline_shift: -0.2}}`.
 """
 
 from __future__ import annotations
@@ -14,66 +14,80 @@ import numpy as np
 from megatron_rl.config.plugins import build, find_function
 from megatron_rl.config.schema import ConfigError, Use
 
-# (rewards [B] float64, group numbers [B] int64, trained tokens [B] int64) -> advantages [B] float64
+# (rewards [B] float64, group indices [B] int64, numbers of trained tokens [B] int64) -> advantages [B] float64
 Estimator = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-EstimatorName = str | Use  # what a config names an estimator by; Use where it has arguments
+EstimatorName = str | Use  # how the config names an estimator: a string, or Use for an estimator with arguments
 
 EPSILON = 1e-6  # added to every standard deviation, as in Tango's released code (verl: 1e-6; TRL: 1e-4)
 
 
 def grpo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns (r - mean of group) / (std of group + 1e-6); sample std (n - 1), as Tango's code (arXiv 2402.03300)."""
+    """Returns (r - mean of group) / (std of group + 1e-6), with sample std (n - 1) as in Tango's code (arXiv
+    2402.03300).
+    """
     centred, std, _ = compare(rewards, groups)
     return centred / (std + EPSILON)
 
 
 def dr_grpo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns r - mean of group; no std (arXiv 2503.20783)."""
+    """Returns r - mean of group, without dividing by the std (arXiv 2503.20783)."""
     return compare(rewards, groups)[0]
 
 
 def batch(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns (r - mean of group) / (std of all rewards of the batch + 1e-6); sample std (n - 1), and 1 when all are
-    equal."""
+    """Returns (r - mean of group) / (std of all rewards of the batch + 1e-6), with sample std (n - 1). The std is 1 if
+    all rewards of the batch are equal.
+    """
     _, std, _ = compare(rewards, np.zeros_like(groups))
     return compare(rewards, groups)[0] / (np.where(std == 0.0, 1.0, std) + EPSILON)
 
 
 def rloo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns r - mean of the *other* rewards of the group = (r - mean of group) n / (n - 1); no std (arXiv
-    2402.14740). A reward without others has 0, as in Tango's released code (verl leaves it as it is)."""
+    """Returns r - mean of the *other* rewards of the group = (r - mean of group) n / (n - 1), without std (arXiv
+    2402.14740).
+
+    The only reward of a group gets 0, as in Tango's released code (verl returns it unchanged).
+    """
     centred, _, sizes = compare(rewards, groups)
     return centred * sizes / np.maximum(1, sizes - 1)
 
 
 def reinforce_pp(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns the rewards whitened over the trained tokens of the batch, each of which has its rollout's reward as
-    undiscounted return: (r - mean) / (std + 1e-6), sample std (n - 1). Long answers count more; groups play no part."""
+    """Returns the rewards whitened over the trained tokens of the batch: (r - mean) / (std + 1e-6), with sample std (n
+    - 1).
+
+    Each token has its rollout's reward as undiscounted return, so long answers have more weight. Groups are ignored.
+    """
     total, own = tokens.sum(), rewards[tokens > 0]
-    if len(own) == 0 or own.min() == own.max():  # the rounded mean may not be the value
+    if len(own) == 0 or own.min() == own.max():  # the rounded mean may differ from the value
         return np.zeros_like(rewards)
     centred = rewards - (rewards * tokens).sum() / total
     return centred / (np.sqrt((centred**2 * tokens).sum() / (total - 1)) + EPSILON)
 
 
 def reinforce_pp_baseline(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns r - mean of group, whitened over the trained tokens of the batch as `reinforce_pp` does (arXiv
-    2501.03262; verl takes the root of the variance + 1e-8). A group of equal rewards may so have a small advantage."""
+    """Returns r - mean of group, whitened over the trained tokens of the batch like `reinforce_pp` (arXiv 2501.03262;
+    verl uses the root of the variance + 1e-8). A group of equal rewards may therefore have a small advantage.
+    """
     return reinforce_pp(compare(rewards, groups)[0], groups, tokens)
 
 
 def opo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns r - sum(tokens r) / sum(tokens) of the group, the baseline of least variance where a gradient's size
-    grows with the answer's length (OPO, arXiv 2505.23585); no std."""
+    """Returns r - sum(tokens r) / sum(tokens) of the group, without std (OPO, arXiv 2505.23585). This baseline has
+    minimal variance if the gradient norm grows with the answer's length.
+    """
     return rewards - _means(rewards, groups, tokens.astype(np.float64))[groups]
 
 
 def opmd(
     rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray, *, baseline: str = "mean", tau: float = 1.0
 ) -> np.ndarray:
-    """Returns r - b: b is the group's mean, or with `log_mean_exp` its tau log mean exp(r / tau) (OPMD, arXiv
-    2501.12599 and 2509.24203). The method's factor 1 / (1 + tau) scales the whole loss; the learning rate has it
-    here."""
+    """Returns r - b, where b is the group's mean, or with `log_mean_exp` its tau log mean exp(r / tau) (OPMD, arXiv
+    2501.12599 and 2509.24203).
+
+    The method's factor 1 / (1 + tau) scales the whole loss; here it must be included in the learning rate. Raises
+    ConfigError for an invalid argument.
+    """
     if baseline not in ("mean", "log_mean_exp"):
         raise ConfigError(f"estimator opmd: baseline = {baseline!r}: give mean or log_mean_exp")
     if not tau > 0:
@@ -87,21 +101,25 @@ def opmd(
 
 
 def asymre(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray, *, baseline_shift: float = -0.1) -> np.ndarray:
-    """Returns r - (mean of group + baseline_shift): below 0 the shift makes correct answers weigh more than wrong ones,
-    for data of older policies (AsymRE, arXiv 2506.20520); no std. It is meant for a loss without ratio and clip."""
+    """Returns r - (mean of group + baseline_shift), without std (AsymRE, arXiv 2506.20520).
+
+    A negative shift gives correct answers more weight than wrong ones, for data of older policies. Intended for a loss
+    without ratio and clipping.
+    """
     return compare(rewards, groups)[0] - baseline_shift
 
 
 def w_reinforce(
     rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray, *, positive_weight: float = 0.1
 ) -> np.ndarray:
-    """Returns `positive_weight` for a correct answer, whose reward is above 0.5, and -1 for a wrong one; no baseline
-    (W-REINFORCE, arXiv 2506.01347). With positive_weight 0 wrong answers alone are trained on (NSR)."""
+    """Returns `positive_weight` for a correct answer (reward above 0.5) and -1 for a wrong one, without baseline
+    (W-REINFORCE, arXiv 2506.01347). With positive_weight 0, only wrong answers are trained on (NSR).
+    """
     return np.where(rewards > 0.5, float(positive_weight), -1.0)
 
 
 def reinforce(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns the rewards as they are, for recipes that take a baseline of their own off."""
+    """Returns the rewards unchanged, for recipes that subtract their own baseline."""
     return np.array(rewards)
 
 
@@ -112,14 +130,15 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
         "w_reinforce": w_reinforce, "reinforce": reinforce,
     }
 )  # fmt: skip
-# Words that may give a rollout that is alone in its group something to learn from: they compare over the batch, or not
-# at all. All others, and functions of a user's own, are not asked about such a rollout (advantages.assign_advantages).
+# Estimators that can give a nonzero advantage to the only rollout of a group: they compare over the batch, or do not
+# compare. All others, and user-defined functions, never see such a rollout (see advantages.assign_advantages).
 UNGROUPED = frozenset({"reinforce_pp", "w_reinforce", "reinforce"})
 
 
 def find_estimator(named: EstimatorName) -> Estimator:
-    """Returns the estimator with this name: one of this file's words, or a function of yours as `module:name`; its
-    arguments are bound. Raises ConfigError."""
+    """Returns the estimator with this name, with its arguments bound: a key of ESTIMATORS, or a user's function given
+    as `module:name`. Raises ConfigError if it is unknown or does not accept the arguments.
+    """
     use = Use(target=named) if isinstance(named, str) else named
     if ":" in use.target:
         return build(use) if use.args else find_function(use.target)
@@ -130,7 +149,7 @@ def find_estimator(named: EstimatorName) -> Estimator:
     if not use.args:
         return ESTIMATORS[use.target]
     made = build(replace(use, target=f"{__name__}:{use.target}"))
-    try:  # an argument that cannot be is found before the run begins
+    try:  # test call, so that an invalid argument is detected before the run starts
         made(np.array([0.0, 1.0]), np.zeros(2, np.int64), np.ones(2, np.int64))
     except TypeError as error:
         raise ConfigError(f"estimator {use.target!r} with {use.args}: {error}") from error
@@ -138,14 +157,15 @@ def find_estimator(named: EstimatorName) -> Estimator:
 
 
 def word_of(named: EstimatorName) -> str:
-    """Returns the word or the `module:name` of an estimator without its arguments."""
+    """Returns the name of an estimator (a word or `module:name`) without its arguments."""
     return named if isinstance(named, str) else named.target
 
 
 def compare(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compares rewards with those of their group. -> [B] r - mean, [B] sample std (n - 1) of the group, [B] its size n.
+    """Compares rewards with those of their group. Returns r - mean [B], the sample std (n - 1) of the group [B], and
+    the group size n [B].
 
-    Equal rewards have exactly 0 and std 0, whatever rounding does to their mean, and so has a group of one.
+    Equal rewards give exactly 0 and std 0 regardless of rounding. The same holds for a group of one.
     """
     count = np.bincount(groups)
     centred = rewards - _means(rewards, groups)[groups]
@@ -154,8 +174,9 @@ def compare(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _means(values: np.ndarray, groups: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """Returns the mean of each group by its number, weighted by [B] `weights`: the value itself where all are equal,
-    and 0 where the weights are."""
+    """Returns the mean of each group, weighted by [B] `weights`. If all values are equal, returns exactly that value;
+    if all weights are 0, returns 0.
+    """
     weights = np.ones(len(values)) if weights is None else weights
     total = np.bincount(groups, weights=weights)
     sums = np.bincount(groups, weights=weights * values)

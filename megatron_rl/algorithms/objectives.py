@@ -1,8 +1,8 @@
 """Objectives of policy losses: functions from log-probs and advantages to a loss per token, named in the config.
 
-A new one is a function (live, batch, **args) -> [N] per-token loss, or that and detached metrics [N] by name. What it
-reads is 0 wherever a label is not in the loss; `batch.old` are the log-probs at the start of the update
-(the live ones' in a first optimizer step).
+A user-defined objective is a function (live, batch, **args) that returns the per-token loss [N], or a tuple of the loss
+and detached metrics [N] by name. All its inputs are 0 at labels that are not in the loss. `batch.old` holds the
+log-probs at the start of the update (in the first optimizer step: the live log-probs, detached).
 """
 
 from __future__ import annotations
@@ -33,18 +33,21 @@ NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 AboveOne = Annotated[float, pydantic.Field(gt=1, allow_inf_nan=False)]
-LEAST_WEIGHT = 1e-8  # the least product of ratios and the least weight of a correction that VESPO takes a log of
+LEAST_WEIGHT = 1e-8  # lower bound of a product of ratios and of a correction weight before VESPO computes their log
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A function that gives the loss of every token, and what it asks for."""
+    """A function that computes the loss of every token, with a description of its inputs."""
 
     function: Callable[..., Answer]
-    needs: frozenset[str] = frozenset()  # others of batch.STATISTICS, old, reference, or names of Rollout.values
+    # other names of packed_batch.STATISTICS, "old", "reference", or names of Rollout.values
+    needs: frozenset[str] = frozenset()
     uses_advantages: bool = True
     reads_correction: bool = (
-        False  # the correction's weights by token are its values["correction"]; they do not weigh it
+        # True: the function reads the correction weights from values["correction"], and its loss is not multiplied by
+        # them
+        False
     )
 
     def __call__(self, live: Statistics, batch: Batch, **args: Any) -> Answer:
@@ -54,14 +57,18 @@ class Objective:
 def objective(
     *, needs: Sequence[str] = (), uses_advantages: bool = True, reads_correction: bool = False
 ) -> Callable[[Callable[..., Answer]], Objective]:
-    """Decorates a function that asks for more than log-probs, that does without advantages, or that has a place of its
-    own for the correction's weights."""
+    """Returns a decorator for an objective that needs more inputs than log-probs, that does not use advantages, or that
+    applies the correction weights itself.
+    """
     return lambda function: Objective(function, frozenset(needs), uses_advantages, reads_correction)
 
 
 def find(name: str, args: Mapping[str, Any]) -> Objective:
-    """Returns the objective of a word of WORDS or of `module:name`. Raises ConfigError for an unknown one, for
-    arguments that it does not take, and for values outside the bounds that a packaged one annotates."""
+    """Returns the objective with this name: a key of WORDS, or `module:name`.
+
+    Raises ConfigError for an unknown name, for unknown arguments, and for argument values outside the annotated bounds
+    of a built-in objective.
+    """
     if ":" not in name and name not in WORDS:
         raise ConfigError(f"loss.objective = {name!r}: it is one of {', '.join(sorted(WORDS))}, or module:name")
     found = WORDS[name] if name in WORDS else plugins.find(name)
@@ -97,13 +104,13 @@ def clipped(
     dual_clip: AboveOne | None = None,
     ratio_bound: AboveOne | None = None,
 ) -> Answer:
-    """PPO's clipped ratio (arXiv 1707.06347) in GRPO's per-token form; clip_frac counts tokens whose loss the clip
-    decides.
+    """PPO's clipped ratio (arXiv 1707.06347) in GRPO's per-token form. Metric clip_frac: tokens whose loss is
+    determined by the clip.
 
-    `dual_clip` c: where the advantage A is negative the loss is at most -c A (dual clip, arXiv 1912.09729;
-    verl's clip_ratio_c = 3.0, TRL's delta); dual_clip_frac counts the tokens that it decides. `ratio_bound` b: the
-    log-ratio is held within +-log b before exp, and has no gradient beyond (pre-clip of StableReinforce, arXiv
-    2505.02835: b = 1000; verl: b = exp(20)).
+    `dual_clip`: c, an upper bound -c A of the loss for negative advantages A (dual clip, arXiv 1912.09729; verl's
+        clip_ratio_c = 3.0, TRL's delta). Metric dual_clip_frac: tokens whose loss is determined by this bound.
+    `ratio_bound`: b, clamps the log-ratio to +-log b before exp, without gradient beyond (pre-clip of StableReinforce,
+        arXiv 2505.02835: b = 1000; verl: b = exp(20)).
     """
     log_ratio = live.logprobs - batch.old
     if ratio_bound is not None:
@@ -124,12 +131,13 @@ def gspo(
     clip_high: NotNegative = 4e-4,
     ratio_cap: AboveOne | None = None,
 ) -> Answer:
-    """Clips the geometric mean of a rollout's ratios (GSPO, arXiv 2507.18071); its gradient is shared out over the
-    tokens (the paper's GSPO-token, which is GSPO where a rollout has one advantage).
+    """Clips the geometric mean of a rollout's ratios (GSPO, arXiv 2507.18071). The gradient is distributed over the
+    tokens (the paper's GSPO-token, which equals GSPO if a rollout has one advantage).
 
-    The paper's mean is the aggregation sequence_mean; then it is TRL's importance_sampling_level = sequence. With the
-    aggregation constant and max_tokens 1 it is TRL's luspo. `ratio_cap`: the mean ratio is at most that, and has no
-    gradient beyond (verl: exp(10) = 22026; TRL and the paper: none).
+    The paper averages with the aggregation sequence_mean; this corresponds to TRL's importance_sampling_level =
+    sequence. With the aggregation constant and max_tokens 1 it corresponds to TRL's luspo.
+    `ratio_cap`: upper bound of the mean ratio, without gradient beyond (verl: exp(10) = 22026; TRL and the paper:
+        none).
     """
     log_ratio = live.logprobs - batch.old
     mean = batch.sequence_sums(log_ratio.detach()) / _label_counts(batch, log_ratio.dtype)
@@ -140,12 +148,12 @@ def gspo(
 
 
 def gmpo(live: Statistics, batch: Batch, *, clip_low: NotNegative = 0.4, clip_high: NotNegative = 0.4) -> Answer:
-    """Weighs a rollout by the geometric mean of its clipped ratios (GMPO, arXiv 2507.20673); clip_frac counts the
-    tokens that are clipped, which have no gradient.
+    """Weighs a rollout by the geometric mean of its clipped ratios (GMPO, arXiv 2507.20673). Metric clip_frac: clipped
+    tokens, which have no gradient.
 
-    The bounds are those of the log-ratio: a ratio is at most exp(clip_high) where the advantage is not negative, and at
-    least exp(-clip_low) where it is. The paper's mean is the aggregation sequence_mean. As in verl a rollout whose
-    advantages differ counts by their mean.
+    The bounds apply to the log-ratio: a ratio is at most exp(clip_high) if the advantage is not negative, and at least
+    exp(-clip_low) if it is negative. The paper averages with the aggregation sequence_mean. As in verl, a rollout whose
+    tokens have different advantages is weighted by their mean.
     """
     log_ratio = live.logprobs - batch.old
     bounded = torch.where(batch.advantages < 0, log_ratio.clamp(min=-clip_low), log_ratio.clamp(max=clip_high))
@@ -154,20 +162,20 @@ def gmpo(live: Statistics, batch: Batch, *, clip_low: NotNegative = 0.4, clip_hi
 
 
 def cispo(live: Statistics, batch: Batch, *, cap: Positive = 5.0) -> Answer:
-    """REINFORCE with the ratio, capped at `cap`, as a weight without gradient (CISPO, arXiv 2506.13585).
+    """REINFORCE weighted by the ratio, which is capped at `cap` and has no gradient (CISPO, arXiv 2506.13585).
 
-    The cap is a ratio itself, as TRL's epsilon_high = 5.0 of this loss. NeMo-RL and verl cap at 1 + theirs, and verl
-    clips from below as well.
+    The cap is the ratio itself, as in TRL (epsilon_high = 5.0 of this loss). NeMo-RL and verl cap at 1 + their
+    parameter, and verl also clips from below.
     """
     ratio = bounded_exp(live.logprobs - batch.old).detach()
     return -ratio.clamp(max=cap) * batch.advantages * live.logprobs, {"clip_frac": ratio > cap}
 
 
 def sapo(live: Statistics, batch: Batch, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05) -> Answer:
-    """Lets a sigmoid of the ratio r take the clip's place: -A (4 / tau) sigmoid(tau (r - 1)), with `tau_pos` where the
-    advantage A is above 0 and `tau_neg` elsewhere (SAPO, arXiv 2511.20347; verl, compute_policy_loss_sapo).
+    """Replaces the clip by a sigmoid of the ratio r: -A (4 / tau) sigmoid(tau (r - 1)), with `tau_pos` for advantages A
+    above 0 and `tau_neg` otherwise (SAPO, arXiv 2511.20347; verl, compute_policy_loss_sapo).
 
-    The gradient has the weight 1 at r = 1 and fades on both sides, the faster the larger tau. The paper's mean is the
+    The gradient weight is 1 at r = 1 and decreases on both sides, faster for larger tau. The paper averages with the
     aggregation sequence_mean.
     """
     ratio = (live.logprobs - batch.old).clamp(max=LOG_LIMIT).exp()
@@ -185,11 +193,11 @@ def vespo(
     k_neg: NotNegative = 3.0,
     lambda_neg: Positive = 2.0,
 ) -> Answer:
-    """REINFORCE with the weight w^k exp(lambda (1 - w)), without gradient, where w is the product of a rollout's
-    ratios, not their mean (VESPO, arXiv 2602.10693; FloyedShen/VESPO, recipe/vespo/code).
+    """REINFORCE with the weight w^k exp(lambda (1 - w)), without gradient, where w is the product (not the mean) of a
+    rollout's ratios (VESPO, arXiv 2602.10693; FloyedShen/VESPO, recipe/vespo/code).
 
-    k and lambda are those of the sign of the advantage; 0 counts as positive. A correction by token multiplies w, so
-    that w compares with the engine that sampled; it does not weigh the loss besides, as in TRL.
+    k and lambda depend on the sign of the advantage; 0 counts as positive. A token-level correction is multiplied into
+    w, so that w is relative to the engine that sampled. As in TRL, the correction does not additionally weigh the loss.
     """
     log_ratio = (live.logprobs.detach() - batch.old).clamp(-LOG_LIMIT, LOG_LIMIT)
     if "correction" in batch.values:
@@ -202,32 +210,33 @@ def vespo(
 
 
 def reinforce(live: Statistics, batch: Batch, *, tau: NotNegative = 0.0) -> Answer:
-    """REINFORCE without ratio or clip: -A log p / (1 + tau). With tau 1 and A = r - mean it is OPMD (Kimi k1.5, arXiv
-    2501.12599; Trinity-RFT, opmd_policy_loss.py); AsymRE is it with an estimator of its own."""
+    """REINFORCE without ratio or clip: -A log p / (1 + tau). With tau 1 and A = r - mean, this is OPMD (Kimi k1.5,
+    arXiv 2501.12599; Trinity-RFT, opmd_policy_loss.py). With the estimator asymre, it is AsymRE.
+    """
     return -batch.advantages * live.logprobs / (1 + tau)
 
 
 @objective(needs=["vocab_mean", "old"])
 def rover(live: Statistics, batch: Batch, *, temperature: Positive = 1.0) -> Answer:
-    """Regresses T log(p / p_old) onto the advantage plus its mean over the vocabulary at the next position (ROVER,
-    arXiv 2509.24981; tinnerhrhe/ROVER, Math/verl/workers/actor/dp_actor.py).
+    """Regresses T log(p / p_old) onto the advantage plus the mean of T log(p / p_old) over the vocabulary at the next
+    position (ROVER, arXiv 2509.24981; tinnerhrhe/ROVER, Math/verl/workers/actor/dp_actor.py).
 
-    The mean is 0 where the next token is not in the loss: at the end of a rollout, or before a tool's output.
+    The mean is 0 if the next token is not in the loss: at the end of a rollout, or before a tool's output.
     """
-    assert live.vocab_mean is not None  # it is asked for
+    assert live.vocab_mean is not None  # requested by `needs`
     value = temperature * (live.logprobs - batch.old)
     means = temperature * (live.vocab_mean - batch.values["old_vocab_mean"])
-    later = torch.cat([means[1:], means.new_zeros(1)])  # a rollout's last position has no label: 0
+    later = torch.cat([means[1:], means.new_zeros(1)])  # 0 at the last position of a rollout, which has no label
     return (value - (batch.advantages + later).detach()) ** 2
 
 
 @objective(needs=["teacher_logprobs"], uses_advantages=False)
 def distilled(live: Statistics, batch: Batch, *, max_fall: Positive | None = None) -> Answer:
-    """Distils on-policy: the advantage of a sampled token is log p of the teacher minus that of the policy.
+    """On-policy distillation: the advantage of a sampled token is the teacher's log p minus the policy's.
 
-    `max_fall`: a token whose probability is lower than the engine's by more than that is dropped, and drop_frac counts
-    it (prime-rl, src/prime_rl/trainer/rl/loss.py, `ref_kl_loss_fn`: 0.2). prime-rl takes the ratio to the engine, which
-    is ours with a correction that never binds, and adds 0.001 log(ratio)^2, which is not offered.
+    `max_fall`: drops tokens whose probability is lower than the engine's by more than `max_fall`; metric drop_frac
+        (prime-rl, src/prime_rl/trainer/rl/loss.py, `ref_kl_loss_fn`: 0.2). prime-rl uses the ratio to the engine, which
+        corresponds to a correction that never binds, and adds 0.001 log(ratio)^2, which is not available here.
     """
     gain = (batch.values["teacher_logprobs"] - live.logprobs).detach()
     loss, metrics = -bounded_exp(live.logprobs - batch.old) * gain, {"teacher_gap": -gain}
@@ -247,18 +256,24 @@ def distilled_top_k(
     forward_share: Share = 0.5,
     rest: Literal["bucket", "renormalised", "zero"] = "bucket",
 ) -> Answer:
-    """Distils on-policy by the KL divergence between teacher and policy at every place, over the teacher's k likeliest
-    tokens there, the candidates (GKD, arXiv 2306.13649, of whose divergences it has the two ends).
+    """On-policy distillation with the KL divergence between teacher and policy at every position, over the teacher's k
+    most likely tokens there, the candidates (GKD, arXiv 2306.13649; only forward and reverse KL of its divergences).
 
-    `kl`: forward is KL(teacher || policy), reverse KL(policy || teacher), mixed `forward_share` of the one and the rest
-    of the other (NeMo-RL's mixed_kl_weight). `rest` says what becomes of the tokens that are no candidates. bucket:
-    they count as one further token (TRL's loss_add_tail, its default; arXiv 2608.14728). renormalised: both
-    distributions are divided by the candidates' sum (NeMo-RL's default, and TRL without loss_add_tail). zero: the
-    teacher's alone is, and its log-prob of every other token is -100 (NeMo-RL's zero_outside_topk). With all tokens as
-    candidates the three are the same. `teacher_kl` is the divergence, the masses are the sums over the candidates.
-    Log-probs are those of sampling.temperature, the teacher's of temperature 1: set it to 1.
+    `kl`: forward is KL(teacher || policy), reverse is KL(policy || teacher), mixed is `forward_share` x forward + (1 -
+        `forward_share`) x reverse (NeMo-RL's mixed_kl_weight).
+    `rest`: how tokens that are not candidates are handled.
+      bucket        they form one additional token (TRL's loss_add_tail, its default; arXiv 2608.14728)
+      renormalised  both distributions are renormalised over the candidates (NeMo-RL's default, and TRL without
+                    loss_add_tail)
+      zero          only the teacher is renormalised, and its log-prob of every other token is -100 (NeMo-RL's
+                    zero_outside_topk)
+    With all tokens as candidates the three are equal.
+
+    Metrics: `teacher_kl` is the divergence, `student_mass` and `teacher_mass` are the probability sums over the
+    candidates. The policy's log-probs are at sampling.temperature, the teacher's at temperature 1, so set the
+    temperature to 1.
     """
-    assert live.candidate_logprobs is not None and live.entropy is not None  # they are asked for
+    assert live.candidate_logprobs is not None and live.entropy is not None  # requested by `needs`
     student, teacher = live.candidate_logprobs, batch.values["teacher_candidate_logprobs"]
     masses = {"student_mass": student.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
     if rest == "bucket":
@@ -268,7 +283,7 @@ def distilled_top_k(
         student = student.log_softmax(-1) if rest == "renormalised" else student
     forward = (teacher.exp() * (teacher - student)).sum(-1)
     reverse = (student.exp() * (student - teacher)).sum(-1)
-    if rest == "zero":  # the other tokens' p log p, and p times 100
+    if rest == "zero":  # contribution of the other tokens: p log p, and p times 100
         others = -live.entropy - (student.exp() * student).sum(-1)
         reverse = reverse + others + 100 * (1 - masses["student_mass"])
     share = {"forward": 1.0, "reverse": 0.0, "mixed": forward_share}[kl]
@@ -277,12 +292,13 @@ def distilled_top_k(
 
 
 def rl_plus(live: Statistics, batch: Batch, *, focus: NotNegative = 0.5) -> Answer:
-    """Learns from the policy's own tokens by their ratio, without clip, and from a partner's (an expert's solution) by
-    a weight that knows no behaviour policy (RL-PLUS, arXiv 2508.00222; YihongDong/RL-PLUS, rlplus_core_alg.py).
+    """Trains the policy's tokens with their unclipped ratio, and a partner's tokens (an expert's solution) with a
+    weight that does not depend on a behaviour policy (RL-PLUS, arXiv 2508.00222; YihongDong/RL-PLUS,
+    rlplus_core_alg.py).
 
-    A partner's label, which is in the loss by the rollout's partner_weight, has the advantage A (1 - p)^focus, whose p
-    has no gradient, and the ratio 2 p / (p_old + (1 + p_old) / 2). The release sums over tokens and divides by a
-    constant (aggregation constant), has no KL, and an estimator that compares own samples alone.
+    A partner's label, which has the loss weight partner_weight of its rollout, has the advantage A (1 - p)^focus (p
+    without gradient) and the ratio 2 p / (p_old + (1 + p_old) / 2). The released code sums over tokens and divides by a
+    constant (aggregation constant), has no KL term, and compares only the policy's samples in its estimator.
     """
     own = bounded_exp(at(batch.mask, live.logprobs - batch.old))
     ratio = torch.where(batch.mask, own, 2 * live.logprobs.exp() / (1.5 * batch.old.exp() + 0.5))
@@ -291,27 +307,28 @@ def rl_plus(live: Statistics, batch: Batch, *, focus: NotNegative = 0.5) -> Answ
 
 
 def _with_bucket(logprobs: Tensor) -> Tensor:
-    """Adds the log-prob of all other tokens together to those of some tokens. [N, k] -> [N, k + 1]
+    """Appends the log-prob of all other tokens together to the log-probs of some tokens. [N, k] -> [N, k + 1]
 
-    It is log 1e-7 at least, without gradient there, as in TRL (`_add_tail_bucket`): a float32 knows no less.
+    The appended log-prob is at least log 1e-7, without gradient at this bound, as in TRL (`_add_tail_bucket`), because
+    of float32 precision.
     """
     whole = logprobs.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
     return torch.cat([logprobs, (-whole.expm1()).log()], dim=-1)
 
 
 def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns PPO's loss of every token and where the clip decides it, [N] each."""
+    """Returns PPO's loss of every token, and whether the clip determines it, [N] each."""
     gains, bounded_gains = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
     return -torch.min(gains, bounded_gains), {"clip_frac": (bounded_gains < gains).detach()}
 
 
 def _by_sign(positive: Tensor, upper: float, lower: float, like: Tensor) -> Tensor:
-    """Returns `upper` where `positive` [N] holds and `lower` elsewhere, [N] in the dtype of `like`."""
+    """Returns `upper` where `positive` [N] is True and `lower` elsewhere, [N] in the dtype of `like`."""
     return torch.where(positive, like.new_full((), upper), like.new_full((), lower))
 
 
 def _label_counts(batch: Batch, dtype: torch.dtype) -> Tensor:
-    """Counts the labels of each rollout that are in the loss, [S], at least 1."""
+    """Returns the number of labels in the loss of each rollout, [S], at least 1."""
     return batch.sequence_sums(batch.counted.to(dtype)).clamp(min=1)
 
 

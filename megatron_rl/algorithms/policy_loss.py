@@ -1,5 +1,6 @@
-"""Losses on log-probabilities: weighted sums over positions, which the caller divides once, by the denominator of the
-optimizer step."""
+"""Losses on log-probs: weighted sums over positions, which the caller divides by the denominator of the
+optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ else:
 
 
 class PolicyLoss:
-    """An objective named in the config, weighed against the difference between trainer and engine, with KL to a frozen
-    reference and an entropy bonus."""
+    """The loss of a policy: an objective named in the config, corrected for the difference between trainer and engine,
+    with an optional KL penalty to a frozen reference and an entropy bonus.
+    """
 
     uses_advantages: bool
     needs: frozenset[str]
@@ -44,21 +46,23 @@ class PolicyLoss:
         self.needs = self._objective.needs | {"entropy"} | ({"reference"} if config.kl_coef > 0 else set())
 
     def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
-        """[S] weighted numbers of labels and group numbers -> ([S] float32 weights of the rollouts' tokens,
-        denominator)."""
+        """Returns the loss weights of the rollouts, [S] float32, and the denominator. `counts`: [S] weighted number of
+        labels. `groups`: [S] group indices.
+        """
         return aggregate(self.config.aggregation, counts, groups, max_tokens=self.config.max_tokens)
 
     def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Live statistics of a micro-batch of whole sequences -> (weighted sum to minimise, detached sums by name).
+        """Returns the weighted sum to minimise and detached sums by name, for a micro-batch of whole sequences.
 
-        `old_logprobs` None means that the live ones are the old ones (ratio 1 in value, not in gradient). Whatever
-        stands at a place without weight, nan included, reaches neither value nor gradient. The sums, over trained
-        tokens and unweighted: ratio, entropy, engine_gap |old - engine|, engine_kl (k3 of KL(engine || old)), the
-        objective's own (clip_frac: the clip decides the token's loss), and with kl_coef > 0 kl_ref (k3 of KL(policy ||
-        reference), whatever the other settings of kl are) and those of the correction and the mask (corrections.py).
-        Tokens with a weight that are not trained (a junior's) are in the loss alone, without correction. KL and entropy
-        are not corrected either. Raises ValueError when the reference is needed and a batch with a trained token has
-        none.
+        If `old_logprobs` is None, the live log-probs are used (the ratio is 1, but has a gradient). Values at positions
+        without weight, also nan, affect neither value nor gradient.
+        The sums are unweighted, over trained tokens: ratio, entropy, engine_gap |old - engine|, engine_kl (k3 of
+        KL(engine || old)), and the objective's metrics (clip_frac: the clip determines the token's loss). With kl_coef
+        > 0 also kl_ref (always k3 of KL(policy || reference), regardless of the other kl settings). Also the metrics of
+        the correction and the off-policy mask (corrections.py).
+        Tokens with a weight that are not trained (a junior's) are only in the loss, without correction. KL and entropy
+        are not corrected either. Raises ValueError if the reference is needed but missing in a batch with a trained
+        token.
         """
         config = self.config
         live, batch = live.at(batch.counted), self._complete(live, batch).cleaned()
@@ -82,7 +86,9 @@ class PolicyLoss:
         return total, {name: at(batch.mask, values).sum() for name, values in sums.items()}
 
     def _corrected(self, live: Statistics, batch: Batch, gap: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes the objective, weighed against the difference to the engine; [N] losses and [N] metrics by name."""
+        """Computes the objective, weighted by the correction for the engine. Returns the losses [N] and metrics [N] by
+        name.
+        """
         weights, corrected = correction_weights(self.config.correction, gap, batch)
         if weights is not None and self._objective.reads_correction:
             batch, weights = replace(batch, values={**batch.values, "correction": weights}), None
@@ -94,10 +100,10 @@ class PolicyLoss:
         return per_token, metrics | corrected | masked
 
     def _kl(self, logprobs: Tensor, batch: Batch) -> Tensor:
-        """Estimates KL(policy || reference) at every token, [N], with gradient.
+        """Returns an estimate of KL(policy || reference) at every token, [N], with gradient.
 
-        With `kl_bias_correction` the estimate is multiplied by the live ratio, so that its mean over the old policy's
-        tokens has the gradient of the KL (arXiv 2512.02556; TRL's use_bias_correction_kl).
+        With `kl_bias_correction` the estimate is multiplied by the live ratio, so that its mean over tokens of the old
+        policy has the gradient of the KL (arXiv 2512.02556; TRL's use_bias_correction_kl).
         """
         assert batch.reference_logprobs is not None
         match self.config.kl:
@@ -109,12 +115,14 @@ class PolicyLoss:
                 estimate = k3(logprobs, batch.reference_logprobs, clamp=self.config.kl_clamp)
         if not self.config.kl_bias_correction:
             return estimate
-        room = EXP_LIMIT - (batch.reference_logprobs - logprobs).detach().clamp(0, EXP_LIMIT)  # k3 is an exp as well
+        # k3 contains an exp too; together they must stay below EXP_LIMIT
+        room = EXP_LIMIT - (batch.reference_logprobs - logprobs).detach().clamp(0, EXP_LIMIT)
         return estimate * bounded_exp(logprobs - batch.old, room)
 
     def _complete(self, live: Statistics, batch: Batch) -> Batch:
-        """The batch with its old log-probs, and with a reference if one is needed: a rank without sequences may have
-        none."""
+        """Returns the batch with old log-probs, and with zeros as reference if a reference is needed but missing, as on
+        a rank without sequences. Raises ValueError if a batch with a trained token has no reference.
+        """
         if "reference" in self.needs and batch.reference_logprobs is None:
             if batch.mask.any():
                 raise ValueError(
@@ -137,7 +145,7 @@ class CompletionLoss:
     uses_advantages = False
 
     def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
-        """All tokens alike; the denominator is their number."""
+        """Returns equal weights for all tokens; the denominator is the number of tokens."""
         return aggregate("token_mean", counts, groups)
 
     def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -148,24 +156,26 @@ class CompletionLoss:
 
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Estimates KL(p || q) from tokens drawn from p (`logprobs` log p, `other` log q; Schulman, Approximating KL
-    Divergence).
+    """Estimates KL(p || q) from tokens sampled from p (`logprobs` is log p, `other` is log q; Schulman, Approximating
+    KL Divergence).
 
-    log p - log q: unbiased, high variance. As a loss its gradient is zero in expectation: it pulls nowhere.
+    Returns log p - log q: unbiased, high variance. As a loss, its expected gradient is zero, so it has no effect.
     """
     return logprobs - other
 
 
 def k2(logprobs: Tensor, other: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2: biased, low variance; its gradient is that of KL(p || q)."""
+    """Returns (log p - log q)^2 / 2, an estimate of KL(p || q): biased, low variance. Its gradient is that of KL(p ||
+    q).
+    """
     return 0.5 * (logprobs - other) ** 2
 
 
 def k3(logprobs: Tensor, other: Tensor, *, clamp: float | None = None) -> Tensor:
-    """exp(d) - d - 1 with d = log q - log p: unbiased, low variance, never negative.
+    """Returns exp(d) - d - 1 with d = log q - log p, an estimate of KL(p || q): unbiased, low variance, never negative.
 
-    With `clamp` it is at most that, and a token beyond it has no gradient; d is then first held within +-20, so that
-    exp stays finite. verl and the release of RL Tango clamp at 10 (verl/trainer/ppo/core_algos.py, `kl_penalty`).
+    `clamp`: upper bound of the result, without gradient beyond; d is then first clamped to +-20, so that exp stays
+        finite. verl and the release of RL Tango clamp at 10 (verl/trainer/ppo/core_algos.py, `kl_penalty`).
     """
     difference = other - logprobs
     if clamp is None:

@@ -1,4 +1,4 @@
-"""Advantages for several roles of the same episodes: baselines by role, and comparison among the peers of one task."""
+"""Advantages for several roles in the same episodes: baselines by role, and comparison with peers on the same task."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field, replace
 
 from megatron_rl.types import Rollout
 
-DECAY = 0.95  # of the moving averages, as in SPIRAL
+DECAY = 0.95  # decay factor of the moving averages, as in SPIRAL
 
 
 @dataclass(frozen=True)
 class RoleBaselines:
     """A moving average of the rewards of each role (SPIRAL's role-conditioned baselines, arXiv 2506.24119).
 
-    In a game in which one side wins what the other loses, a group's mean says nothing; a role's own usual reward does.
-    A recipe keeps one from iteration to iteration, and has `asdict` of it in its state_dict.
+    In a zero-sum game, the mean of a group carries no information, but a role's average reward does. A recipe keeps the
+    baselines from iteration to iteration, and stores their `asdict` in its state_dict.
     """
 
-    values: Mapping[str, float] = field(default_factory=dict)  # by role; 0 before any reward
+    values: Mapping[str, float] = field(default_factory=dict)  # moving average by role; 0 before the first reward
 
     def credit(
         self, rollouts: Sequence[Rollout], reward: str, *, decay: float = DECAY
     ) -> tuple[list[Rollout], RoleBaselines]:
-        """Gives each of [B] rollouts the advantage r - b of its role, in their order, and moves b to
-        decay b + (1 - decay) r after each one. -> the rollouts, and the baselines after them.
+        """Assigns each of [B] rollouts the advantage r - b, where b is the baseline of its role. After each rollout, b
+        becomes decay b + (1 - decay) r. Returns the rollouts and the new baselines.
 
         Raises ValueError for a decay outside [0, 1) or a rollout without the reward.
         """
@@ -41,12 +41,12 @@ class RoleBaselines:
 
 
 def compare_peers(rollouts: Sequence[Rollout], peers: Sequence[str], reward: str) -> list[Rollout]:
-    """Gives each of [B] rollouts the advantage r - mean over those of the same role with the same of [B] `peers`; 0
-    where it is alone.
+    """Assigns each of [B] rollouts the advantage r - mean over the rollouts with the same role and the same peer key in
+    `peers` [B]; 0 if there is only one such rollout.
 
-    With peers that name the proposed problem for solvers, and the source task for proposers, this is hierarchical GRPO:
-    solvers are compared within one problem, proposers over all problems made from one task. Groups stay as they are.
-    Raises ValueError for another number of peers than rollouts or a rollout without the reward.
+    If the peer key is the proposed problem for solvers and the source task for proposers, this is hierarchical GRPO:
+    solvers are compared within one problem, proposers over all problems made from one task. Groups are not changed.
+    Raises ValueError if the number of peers differs from the number of rollouts, or if a rollout lacks the reward.
     """
     if len(peers) != len(rollouts):
         raise ValueError(f"{len(peers)} peers for {len(rollouts)} rollouts: name one per rollout")

@@ -1,4 +1,6 @@
-"""Schedules of the weight of step advantages over a run (arXiv 2505.15034, appendix; linear, cosine as in its code)."""
+"""Schedules for the weight of step advantages over a run (arXiv 2505.15034, appendix; linear and cosine as in its
+code).
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,16 @@ WeightSchedule = Literal["exponential", "linear", "cosine"]
 
 
 def step_weight(schedule: WeightSchedule, update: int, *, start: float, floor: float, total: int) -> float:
-    """Returns alpha at generator update `update` (0 for the first) of `total`; `floor` from `total` on.
+    """Returns the weight alpha at generator update `update` (counted from 0) of `total`; `floor` from update `total`
+    on.
 
-    exponential  max(floor, start * exp(-update * ln(start / floor) / total)); the paper's
-    linear       start + (floor - start) * update / total
-    cosine       floor + (start - floor) * (1 + cos(pi * update / total)) / 2
+        exponential  max(floor, start * exp(-update * ln(start / floor) / total)); the paper's schedule
+        linear       start + (floor - start) * update / total
+        cosine       floor + (start - floor) * (1 + cos(pi * update / total)) / 2
 
-    A `start` at or below `floor` is constant: start 0 switches the step advantages off. Raises ValueError for an
-    unknown schedule, a negative update, total < 1, floor < 0, and an exponential fall to floor 0.
+    If `start` is at or below `floor`, alpha is constant at `start`: start 0 switches the step advantages off. Raises
+    ValueError for an unknown schedule, a negative update, total < 1, floor < 0, and an exponential schedule with floor
+    0 below `start`.
     """
     if update < 0 or total < 1:
         raise ValueError(f"update {update} of total = {total}: updates count from 0, and there is at least one")

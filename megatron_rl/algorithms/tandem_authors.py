@@ -1,4 +1,6 @@
-"""Says which of two models writes the next token of one text (Tandem, arXiv 2606.28166), by five strategies."""
+"""Decides which of two models, senior or junior, generates the next token of a text (Tandem, arXiv 2606.28166), by five
+strategies.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,21 @@ WORD_MARKS = (
     "\u0120",
     "\u2581",
     " ",
-)  # what a vocabulary writes for a leading space: byte-level BPE, SentencePiece, plain text
+)  # marks of a leading space in vocabulary strings: byte-level BPE, SentencePiece, plain text
 SENTENCE_END = "\n\n"
-LAST = 2**64 - 1  # the greatest number of 64 bits
+LAST = 2**64 - 1  # largest unsigned 64-bit integer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The rule by which the author changes. `p` is the chance that a draw gives the pen to the senior.
+    """The rule by which the author (senior or junior model) changes. `p` is the probability that a random draw selects
+    the senior.
 
-    bernoulli: a draw for every token. alternating: senior, junior, senior, ... chunk: `chunk_size` tokens each, in
-    turns. sentence: the other one after every blank line. word: a draw at first, after every token that opens a word,
-    and after `max_gap` tokens without. The senior begins where nothing is drawn. (The paper's code counts the steps of
-    alternating and chunk over the whole engine, so that a request begins at any phase; here every request counts for
-    itself.)
+    bernoulli: a draw before every token. alternating: senior, junior, senior, ... chunk: blocks of `chunk_size` tokens
+    in turns. sentence: the author changes after every blank line. word: a draw at the start, after every token that
+    begins a word, and after `max_gap` tokens without such a token. Without draws, the senior begins.
+    In the paper's code, the steps of alternating and chunk are counted over the whole engine, so a request begins at
+    any phase; here each request is counted separately.
     """
 
     strategy: Strategy = "word"
@@ -47,13 +50,14 @@ class Rule:
             raise ValueError(f"max_gap = {self.max_gap}, chunk_size = {self.chunk_size}: give at least 1 token")
 
     def senior_share(self, lengths: np.ndarray) -> tuple[float, float] | None:
-        """Returns the share of the tokens that the senior is expected to write of texts with [S] lengths, and an upper
-        bound of that share's standard deviation, 0 where nothing is drawn. None where the text decides, and for no
-        tokens."""
+        """Returns the expected share of tokens that the senior generates in texts with [S] lengths, and an upper bound
+        of its standard deviation (0 for strategies without draws). Returns None if the share depends on the text, and
+        if there are no tokens.
+        """
         total = int(lengths.sum())
         if self.strategy == "sentence" or not total:
             return None
-        if self.strategy in ("bernoulli", "word"):  # a draw holds for at most so many tokens
+        if self.strategy in ("bernoulli", "word"):  # a draw applies to at most `most` tokens
             most = 1 if self.strategy == "bernoulli" else min(self.max_gap, int(lengths.max()))
             return self.p, math.sqrt(self.p * (1.0 - self.p) * most / total)
         size = 1 if self.strategy == "alternating" else self.chunk_size
@@ -62,23 +66,28 @@ class Rule:
 
 
 class Pen:
-    """The author of one text: `senior` says who writes its next token. It is a function of (rule, boundaries, key,
-    tokens so far) alone, so that any engine gives the same authors, and a request that is begun again goes on as it
-    was."""
+    """The author state of one text: `senior` is True if the senior model generates the next token.
+
+    The state depends only on (rule, boundaries, key, tokens so far). So any engine produces the same authors, and a
+    restarted request continues unchanged.
+    """
 
     __slots__ = ("_boundaries", "_key", "_rule", "count", "draws", "senior", "written")
 
     def __init__(self, rule: Rule, boundaries: frozenset[int], key: int) -> None:
-        """`boundaries`: see the function of that name. `key`: of the draws, another one for every text."""
+        """Creates the state for an empty text. `boundaries`: see the function `boundaries`. `key`: key of the random
+        draws, different for every text.
+        """
         self._rule, self._boundaries, self._key = rule, boundaries, key
-        self.written = 0  # tokens
-        self.count = 0  # tokens since the last draw (word)
+        self.written = 0  # number of tokens so far
+        self.count = 0  # number of tokens since the last draw (strategy word)
         self.draws = 0
         self.senior = self._draw() if rule.strategy in ("bernoulli", "word") else True
 
     def write(self, token: int) -> bool:
-        """Takes the token that was chosen -> whether the senior wrote it. Negative ids, an engine's placeholders,
-        change nothing."""
+        """Advances by one token, and returns whether the senior generated it. Negative ids, placeholders of an engine,
+        change nothing.
+        """
         wrote = self.senior
         if token < 0:
             return wrote
@@ -99,7 +108,7 @@ class Pen:
         return wrote
 
     def resume(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Moves a new pen behind tokens that are written already."""
+        """Advances a new pen past tokens that have already been generated."""
         own = np.asarray(tokens, np.int64)
         own = own[own >= 0]
         numbers = _draw_numbers(self._rule, self._boundaries, own)
@@ -116,8 +125,9 @@ class Pen:
 
 
 def replay(rule: Rule, boundaries: frozenset[int], key: int, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Returns who wrote the [T] tokens of a text: [T] bool, True where the senior did. The same as a Pen that writes
-    them one by one."""
+    """Returns which of [T] tokens of a text the senior generated: [T] bool. The result is the same as from a Pen that
+    writes the tokens one by one.
+    """
     own = np.asarray(tokens, np.int64)
     real = own >= 0
     before = np.cumsum(real) - real  # a placeholder has the author of the token after it
@@ -125,18 +135,19 @@ def replay(rule: Rule, boundaries: frozenset[int], key: int, tokens: Sequence[in
 
 
 def resumed(rule: Rule, boundaries: frozenset[int], key: int, written: Sequence[int] | np.ndarray) -> Pen:
-    """Returns the pen after the tokens that are written already."""
+    """Returns a pen whose state is after the tokens that have already been generated."""
     pen = Pen(rule, boundaries, key)
     pen.resume(written)
     return pen
 
 
 def boundaries(tokenizer: Any, strategy: Strategy) -> frozenset[int]:
-    """Finds the token ids after which the author may change (word), or does (sentence); none for the other strategies.
-    It takes seconds for a large vocabulary: keep the answer.
+    """Returns the token ids after which the author may change (word) or changes (sentence); empty for other strategies.
+    Takes seconds for a large vocabulary, so the caller should cache the result.
 
-    word: ids that open a word: their vocabulary string begins with a space's mark (53,021 of Qwen3's). Where no id has
-    one, those that the tokenizer sets apart by a space. sentence: ids whose text ends with an empty line.
+    word: ids of tokens that begin a word. Their vocabulary string begins with a space mark (53,021 ids of Qwen3). If no
+    id has such a mark, the ids that the tokenizer separates by spaces. sentence: ids whose text ends with an empty
+    line.
     """
     special = set(tokenizer.all_special_ids)
     ids = sorted(set(range(len(tokenizer))) - special)
@@ -156,17 +167,17 @@ def boundaries(tokenizer: Any, strategy: Strategy) -> frozenset[int]:
 
 
 def fingerprint(ids: Iterable[int]) -> str:
-    """Returns a short text that stands for a set of token ids: two sides that replay the same texts compare it."""
+    """Returns a short hash of a set of token ids. Two sides that replay the same texts compare their hashes."""
     return hashlib.blake2b(",".join(map(str, sorted(ids))).encode(), digest_size=8).hexdigest()
 
 
 def switches(senior: Sequence[bool] | np.ndarray) -> int:
-    """Returns how often the author changes."""
+    """Returns the number of author changes."""
     return int(np.count_nonzero(np.diff(np.asarray(senior, np.int8))))
 
 
 def _authors(rule: Rule, boundaries: frozenset[int], key: int, tokens: np.ndarray) -> np.ndarray:
-    """Returns who writes each of [T] tokens and the one after them: [T + 1] bool, True for the senior."""
+    """Returns whether the senior generates each of [T] tokens and the token after them: [T + 1] bool."""
     places = np.arange(len(tokens) + 1)
     match rule.strategy:
         case "alternating":
@@ -181,14 +192,16 @@ def _authors(rule: Rule, boundaries: frozenset[int], key: int, tokens: np.ndarra
 
 
 def _draw_numbers(rule: Rule, boundaries: frozenset[int], tokens: np.ndarray) -> np.ndarray | None:
-    """Returns the number of the draw that decides on each of [T] tokens and the one after them, [T + 1]; None where
-    nothing is drawn."""
+    """Returns the index of the draw that decides on each of [T] tokens and on the token after them, [T + 1]; None for
+    strategies without draws.
+    """
     if rule.strategy == "bernoulli":
         return np.arange(len(tokens) + 1)
     if rule.strategy != "word":
         return None
     opens, places = _among(tokens, boundaries), np.arange(len(tokens))
-    last = np.maximum.accumulate(np.append(-1, np.where(opens, places, -1)))[:-1]  # boundary before each token
+    # position of the last boundary before each token
+    last = np.maximum.accumulate(np.append(-1, np.where(opens, places, -1)))[:-1]
     redrawn = opens | ((places - last) % rule.max_gap == 0)
     return np.append(0, np.cumsum(redrawn))
 
@@ -200,24 +213,25 @@ def _among(tokens: np.ndarray, boundaries: frozenset[int]) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def _membership(ids: frozenset[int]) -> np.ndarray:
-    """Returns a table [largest id + 2] bool; its last entry stands for all greater ids."""
+    """Returns a lookup table [largest id + 2] bool; the last entry is used for all larger ids."""
     table = np.zeros(max(ids, default=-1) + 2, bool)
     table[np.fromiter(ids, np.int64, len(ids))] = True
     return table
 
 
-Bits = TypeVar("Bits", int, np.ndarray)  # below 2^64, or an array [D] uint64
+Bits = TypeVar("Bits", int, np.ndarray)  # an integer below 2^64, or an array [D] uint64
 
 
 def _drawn(key: int, number: Bits, p: float) -> Any:
-    """Draws True with chance p. A draw is its number mixed with the text's key (splitmix64): there is no generator's
-    state to keep, or to lose with a request. One number -> bool, [D] numbers -> [D] bool."""
+    """Draws True with probability p. The draw is a hash (splitmix64) of its index and the text's key, so there is no
+    generator state to save or restore. One index -> bool, [D] indices -> [D] bool.
+    """
     bits = _mixed((_mixed(key & LAST) + (number + 1) * 0x9E3779B97F4A7C15) & LAST)
     return (bits >> 11) * 2.0**-53 < p
 
 
 def _mixed(bits: Bits) -> Bits:
-    """Scrambles 64 bits (the finaliser of splitmix64)."""
+    """Mixes 64 bits (the finaliser of splitmix64)."""
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & LAST
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & LAST
     return bits ^ (bits >> 31)

@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from megatron_rl.types import STEP, Annotations, Author, Rollout, Stop
 
-# maximum number of text pieces per rollout; with more changes of the advantage, the text is split by author only
+# maximum number of text pieces per rollout; a text with more is split by author only
 MAX_PIECES = 1000
 
 
@@ -144,7 +144,9 @@ def to_table(iteration: int, rollouts: Sequence[Rollout], texts: Sequence[Rollou
 
 
 def from_table(table: pa.Table) -> list[Rollout]:
-    """Returns the rollouts of a table created by `to_table`. Raises ValueError, KeyError or TypeError for damaged rows."""
+    """Returns the rollouts of a table that `to_table` created. Raises ValueError, KeyError or TypeError for damaged
+    rows.
+    """
     column = {name: table.column(name) for name in table.column_names}
     plain = {name: column[name].to_pylist() for name in ("role", "group", "stop", "payload", "names")}
     payloads = {text: json.loads(text) for text in set(plain["payload"])}  # the rollouts of a group share one payload
