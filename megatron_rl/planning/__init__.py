@@ -1,1 +1,2 @@
-"""Estimates a run's memory and time from its config and a cluster's name. It is arithmetic: no torch, no ranks."""
+"""Estimates a run's memory and time from its config and the name of a cluster, with arithmetic only: no torch, no
+ranks."""

@@ -1,4 +1,4 @@
-"""Plans the same run with other engines, so that the choice of one is seen beside what the others would give."""
+"""Plans the same run with other engines, so that the user can compare them with the configured engine."""
 
 from __future__ import annotations
 
@@ -10,37 +10,42 @@ from megatron_rl.planning.case import Case, server_gpus
 from megatron_rl.planning.plan import make_or_none
 from megatron_rl.planning.search import engine_choices, engine_words, nodes_words
 
-SERVED = 3  # choices of servers that are shown, fastest first
+SERVED = 3  # maximum number of server setups that are shown, fastest first
 STALENESS = "rollouts.max_staleness"
 AHEAD = "iterations generated beside training (rollouts.max_staleness=1)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """The run with one engine: where it stands, what it costs, and the settings that make it of the config asked
-    about."""
+    """A plan of the run with one choice of engine: its GPUs, its time, and the overrides of the config that select
+    it."""
 
-    engine: str  # in words
+    engine: str  # description of the engine
     trainer_gpus: int
-    engine_gpus: int  # GPUs of servers; 0 of the embedded engine
-    cycle_s: float  # seconds of a cycle
-    problem: str  # why it does not fit; empty where it does
-    overrides: Sequence[str]  # empty of the config as it is
+    engine_gpus: int  # number of GPUs used by servers only; 0 for the embedded engine
+    cycle_s: float  # seconds of a cycle of the schedule
+    problem: str  # why the run does not fit; empty if it fits
+    overrides: Sequence[str]  # command-line overrides of the config; empty for the config as it is
 
 
 def alternatives(asked: Case) -> list[Alternative]:
-    """Returns the run as it is, then the embedded engine, the fastest servers, on GPUs of their own and in the
-    trainer's, and the fastest of those on their own while it generates the next iteration beside training.
+    """Returns plans of the run with different engines, starting with the run as configured.
 
-    Layouts are those of the config. An engine beside which the trainer does not fit is planned with full
-    recomputation. Engines that leave GPUs the layouts cannot be cut for are left out, and those that `check` refuses.
+    The alternatives are, in this order: the embedded engine, the fastest servers (on separate GPUs or on the trainer's
+    GPUs), and the fastest servers on separate GPUs that generate the next iteration while the trainer trains.
+
+    Layouts are those of the config. If the trainer does not fit beside an engine, full recomputation is planned.
+    Engines are left out if the remaining GPUs do not suit the layouts, or if `check` refuses the config.
     """
     first = _alternative(asked, asked, [])
     if first is None:
         return []
     found, settings, staleness = [first], asked.spec.engine.settings, asked.spec.loop.rollouts.max_staleness
     if isinstance(settings, Servers):
-        words = ["engine={kind: embedded}", *([f"{STALENESS}=0"] if staleness else [])]  # which it cannot have
+        words = [
+            "engine={kind: embedded}",
+            *([f"{STALENESS}=0"] if staleness else []),
+        ]  # not supported by the embedded engine
         embedded = _alternative(asked.with_engine(Embedded()).with_staleness(0), asked, words)
         found += [] if embedded is None else [embedded]
     choices = [(case, engine_words(case.servers, settings)) for case in engine_choices(asked) if case.servers]
@@ -62,14 +67,16 @@ def alternatives(asked: Case) -> list[Alternative]:
 
 
 def _fastest(found: Sequence[Alternative | None], count: int) -> list[Alternative]:
-    """Returns the fastest runs that fit."""
+    """Returns the `count` fastest alternatives among those that fit."""
     fitting = [one for one in found if one is not None and not one.problem]
     return sorted(fitting, key=lambda one: one.cycle_s)[:count]
 
 
 def _alternative(case: Case, asked: Case, overrides: Sequence[str]) -> Alternative | None:
-    """Returns the plan of a run in short; None where its layouts cannot be cut so, and where `check` refuses it though
-    not the run asked about."""
+    """Returns a summary of the plan of `case`.
+
+    Returns None if its layouts do not divide the models or the cluster, or if `check` refuses `case` but not `asked`.
+    """
     made = make_or_none(case)
     if made is None:
         return None
@@ -93,12 +100,12 @@ def _alternative(case: Case, asked: Case, overrides: Sequence[str]) -> Alternati
 
 
 def _anywhere(engine: Servers) -> Servers:
-    """Returns the servers without where they stand and who starts them."""
+    """Returns the server settings without the GPUs and URLs of the servers, for comparison."""
     return replace(engine, gpus=(), urls={}, start=True)
 
 
 def _words(case: Case) -> str:
-    """Returns the engine in words: `4 vllm servers of 2 GPUs for each role`."""
+    """Returns a description of the engine, e.g. `4 vllm servers of 2 GPUs for each role`."""
     engine = case.servers
     if engine is None:
         return "embedded, in the trainer's GPUs"

@@ -1,4 +1,4 @@
-"""The run that a plan is asked about, and the same run with one change."""
+"""Defines the run to be planned, and methods that return the same run with one change."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from megatron_rl.planning.workload import IterationWork
 from megatron_rl.spec import checks
 from megatron_rl.spec.run_spec import ClusterSpec, EngineSpec, RoleSpec, RunSpec
 
-PER_NODE = 8  # GPUs of a node where no cluster is named
+PER_NODE = 8  # number of GPUs per node if no cluster is given
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run on a cluster: the specification of the run, the shape of every role's model, and the work of a cycle."""
+    """A run to be planned: its specification, the cluster, the model shape of each role, and the work of each
+    iteration."""
 
     spec: RunSpec
     cluster: Cluster
@@ -32,27 +33,27 @@ class Case:
 
     @property
     def held(self) -> list[str]:
-        """Returns the roles that the trainer holds a model for."""
+        """Returns the roles for which the trainer holds a model."""
         return [name for name, role in self.roles.items() if role.has_policy]
 
     @property
     def servers(self) -> Servers | None:
-        """Returns the settings of the servers; None with the embedded engine."""
+        """Returns the settings of the servers; None for the embedded engine."""
         settings = self.spec.engine.settings
         return settings if isinstance(settings, Servers) else None
 
     @property
     def colocated(self) -> bool:
-        """Returns whether servers stand in the trainer's GPUs."""
+        """Returns whether servers share the trainer's GPUs."""
         return self.servers is not None and self.servers.colocate
 
     @property
     def ranks(self) -> int:
-        """Returns the number of the trainer's GPUs. Raises ConfigError when the engines leave none."""
+        """Returns the number of the trainer's GPUs. Raises ConfigError if the engines leave no GPU to the trainer."""
         return trainer_gpus(self.spec.engine, self.cluster)
 
     def with_roles(self, **changed: RoleSpec) -> Case:
-        """Returns the run with other settings of some roles."""
+        """Returns the run with the given roles replaced."""
         roles = {**self.roles, **changed}
         engine = replace(self.spec.engine, roles={name: roles[name] for name in self.spec.engine.roles})
         return replace(self, spec=replace(self.spec, roles=roles, engine=engine))
@@ -62,35 +63,38 @@ class Case:
         return self.with_roles(**{name: replace(self.roles[name], **changes)})
 
     def with_engine(self, settings: Embedded | Servers) -> Case:
-        """Returns the run with another engine."""
+        """Returns the run with a different engine."""
         alone = {name: replace(role, servers=role.owner) for name, role in self.roles.items()}
         found = self if isinstance(settings, Servers) else self.with_roles(**alone)
         return replace(found, spec=replace(found.spec, engine=replace(found.spec.engine, settings=settings)))
 
     def with_staleness(self, staleness: int) -> Case:
-        """Returns the run with rollouts so many iterations ahead of training."""
+        """Returns the run with rollouts up to `staleness` iterations ahead of training."""
         loop = self.spec.loop
         loop = replace(loop, rollouts=replace(loop.rollouts, max_staleness=staleness))
         return replace(self, spec=replace(self.spec, loop=loop))
 
     def beside_trainer(self) -> Case:
-        """Returns the run with its servers on the last GPUs of the trainer's node where the cluster has no other node:
-        only a run that starts its servers itself has them there."""
+        """Returns the run with its servers on the last GPUs of the trainer's node, if the cluster has a single node.
+
+        Servers can share the trainer's node only if the run starts them, so `start` is set.
+        """
         wanted, node = server_gpus(self.spec.engine), self.cluster.per_node
         if self.servers is None or self.cluster.nodes > 1 or not 0 < wanted < node:
             return self
         return self.with_engine(replace(self.servers, gpus=tuple(range(node - wanted, node)), start=True))
 
     def passes(self) -> bool:
-        """Returns whether `check` takes the run on the ranks that it has on this cluster."""
+        """Returns whether `check` accepts the run with the number of ranks that it has on this cluster."""
         spec = replace(self.spec, cluster=replace(self.spec.cluster, ranks=self.ranks))
         return not checks.problems(spec, to_come=True)
 
 
 def own_cluster(engine: EngineSpec, asked: ClusterSpec) -> str:
-    """Returns the cluster that a run asks for by itself: job.nodes and its engines' nodes, each with 8 A100-80.
+    """Returns the name of the cluster that a config requests: job.nodes plus the nodes of its engines, each with 8
+    A100-80.
 
-    Servers that the run starts on engine.gpus share its node where launch.nproc leaves them all that it does not take.
+    Servers that the run starts on engine.gpus share the trainer's node if launch.nproc leaves enough GPUs for them.
     """
     settings, wanted = engine.settings, server_gpus(engine)
     shared = isinstance(settings, Servers) and settings.start and settings.gpus and not settings.urls
@@ -100,9 +104,10 @@ def own_cluster(engine: EngineSpec, asked: ClusterSpec) -> str:
 
 
 def trainer_gpus(engine: EngineSpec, cluster: Cluster) -> int:
-    """Returns the GPUs that the engines leave to the trainer, in whole nodes where there are several.
+    """Returns the number of GPUs that the engines leave to the trainer, rounded down to whole nodes if there are
+    several.
 
-    Raises ConfigError when they leave nothing.
+    Raises ConfigError if the engines leave no GPU.
     """
     wanted = server_gpus(engine)
     left = cluster.gpus - wanted
@@ -117,7 +122,7 @@ def trainer_gpus(engine: EngineSpec, cluster: Cluster) -> int:
 
 
 def server_gpus(engine: EngineSpec) -> int:
-    """Returns the GPUs that servers have of their own."""
+    """Returns the number of GPUs that only servers use."""
     settings = engine.settings
     if not isinstance(settings, Servers) or settings.colocate:
         return 0

@@ -1,4 +1,4 @@
-"""Estimates the seconds of a model's passes on given GPUs: training, log-probabilities, generation and refit.
+"""Estimates the seconds of a model's training passes, log-probs, generation and refit (weight sync) on given GPUs.
 
 Every estimate divides bytes or operations by a rate of the hardware.
 """
@@ -18,34 +18,37 @@ from megatron_rl.planning.workload import Draw
 from megatron_rl.weights import counting, flops
 from megatron_rl.weights.counting import Parallel
 
-STEP_S = 1.5e-3  # the part of a decoding step in which the GPU waits for the host
-ROW_S = 20e-6  # the host's work in a decoding step for each sequence: scheduling, inputs, text
-SAMPLING_PASSES = 10  # how often sampling and log-probs move the float32 logits of a step through memory. Assumed
-REDUCE_S = 12e-6  # one all-reduce of few bytes within a node
-FAR_REDUCE_S = 120e-6  # one all-reduce of few bytes between nodes
-EXPERTS_S = 0.5e-3  # the host's part of a pass through a layer with experts: it waits to know how many tokens come
-MICRO_S = 15e-3  # the host's part of one micro-batch: packing, positions, transfer, loss
-# The part of Device.dense_share that is left: rollouts differ in length, and micro-batches are not all full.
+STEP_S = 1.5e-3  # seconds of a decoding step in which the GPU waits for the host
+ROW_S = 20e-6  # host seconds per sequence in a decoding step: scheduling, inputs, text
+SAMPLING_PASSES = 10  # number of times that sampling and log-probs read or write a step's float32 logits. Assumed
+REDUCE_S = 12e-6  # seconds of a small all-reduce within a node
+FAR_REDUCE_S = 120e-6  # seconds of a small all-reduce between nodes
+EXPERTS_S = 0.5e-3  # host seconds of a pass through a layer with experts: the host waits for the token counts
+MICRO_S = 15e-3  # host seconds per micro-batch: packing, positions, transfer, loss
+# Factor on Device.dense_share, because rollouts differ in length and not all micro-batches are full.
 PARTIAL = 0.85
-SMALL = 2048  # tokens of a micro-batch on one rank at which matrix products run at half of their speed
+SMALL = 2048  # number of tokens of a micro-batch on one rank at which matrix products reach half of their rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceBatch:
-    """The sequences of one pass: `length` mean tokens, in micro-batches of up to `micro_tokens`, which cp splits."""
+    """The sequences of one pass: `sequences` sequences with a mean length of `length` tokens.
+
+    They are packed into micro-batches of up to `micro_tokens` tokens, before context parallelism (cp) splits them.
+    """
 
     sequences: int
     length: float
     micro_tokens: int
-    full: bool = False  # all lengths are equal and all micro-batches full, as in pre-training
-    prompt: float = 0.0  # tokens at the beginning of each
-    told: float = 0.0  # tokens behind it that no model wrote
-    per_prompt: float = 1.0  # sequences with one prompt, which is computed once for those in a micro-batch
+    full: bool = False  # whether all lengths are equal and all micro-batches full, as in pre-training
+    prompt: float = 0.0  # mean number of prompt tokens per sequence
+    told: float = 0.0  # mean number of tokens after the prompt that no model generated, e.g. tool results
+    per_prompt: float = 1.0  # mean number of sequences per prompt; a prompt is computed once per micro-batch
 
     @property
     def repeated(self) -> float:
-        """Returns the number of prompts that are not computed, because another sequence of the micro-batch has the same
-        one."""
+        """Returns the number of prompts that are not computed because the micro-batch has another sequence with the
+        same prompt."""
         fitting = max(1.0, (self.micro_tokens - self.prompt) // max(1.0, self.length - self.prompt))
         return max(0.0, self.sequences * (1 - math.ceil(self.per_prompt / fitting) / self.per_prompt))
 
@@ -56,34 +59,36 @@ class SequenceBatch:
 
     @property
     def labels(self) -> float:
-        """Returns the number of tokens that go through the output layer: those that a model wrote."""
+        """Returns the number of tokens that go through the output layer: the tokens that a model generated."""
         return self.sequences * (self.length - self.prompt - self.told)
 
     def micro_batches(self, parallel: Parallel) -> int:
-        """Returns the number of micro-batches that one data-parallel replica computes."""
+        """Returns the number of micro-batches of one data-parallel replica."""
         per_replica = self.tokens / parallel.dp
         return max(1, math.ceil(per_replica / max(self.length, self.micro_tokens)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """The engines of one role, as servers or inside the trainer's ranks: `replicas` engines of `tp` GPUs each."""
+    """The engines of one role, either servers or embedded in the trainer's ranks: `replicas` engines of `tp` GPUs
+    each."""
 
     replicas: int
     tp: int
     max_batch: int
-    kv_bytes: float  # bytes on one GPU for keys and values
+    kv_bytes: float  # bytes of the KV cache on one GPU
     expert_parallel: bool = False
-    compiled: bool = True  # true: a server's fused kernels; false: plain torch, one kernel for every operation
-    keeps_prefix: bool = True  # the keys and values of a sequence stay for its next answer, as far as there is room
-    shares_prompt: bool = True  # samples with one prompt read it once, and share its keys and values
-    overlapped: bool = True  # the host prepares the next decoding step while the GPU computes this one
+    compiled: bool = True  # True: a server's fused kernels; False: plain torch, one kernel per operation
+    # whether the KV cache of a sequence is kept for its next answer, as far as capacity allows
+    keeps_prefix: bool = True
+    shares_prompt: bool = True  # whether samples with the same prompt prefill it once and share its KV cache
+    overlapped: bool = True  # whether the host prepares the next decoding step while the GPU computes this one
 
 
 def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
-    """Returns one token's operations in a sequence of `length`: (dense layers, experts, output layer).
+    """Returns the operations per token in a sequence of `length` tokens: (dense layers, experts, output layer).
 
-    Attention is part of the dense layers.
+    Attention is included in the dense layers.
     """
     own = flops.of_token(shape)
     attention = float(flops.attention(shape, [length])[0]) / length if length else 0.0
@@ -91,14 +96,14 @@ def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
 
 
 def batch_flops(shape: Shape, batch: SequenceBatch) -> tuple[float, float, float]:
-    """Returns the operations of a token that is computed, in the mean of the batch, as `forward_flops` has them."""
+    """Returns the mean operations per computed token of the batch: (dense layers, experts, output layer)."""
     own = flops.of_token(shape)
     layers = own.layers + shape.sizes.num_layers * _batch_attention_flops(shape, batch)
     return layers, own.experts, own.head * batch.labels / batch.tokens
 
 
 def _batch_attention_flops(shape: Shape, batch: SequenceBatch) -> float:
-    """Returns the operations in a layer's attention of a token that is computed, in the mean of batch and layers."""
+    """Returns the mean operations in one layer's attention per computed token of the batch."""
     whole, prompt = flops.attention(shape, [batch.length, batch.prompt]).tolist()
     return (batch.sequences * whole - batch.repeated * prompt) / batch.tokens / shape.sizes.num_layers
 
@@ -106,7 +111,7 @@ def _batch_attention_flops(shape: Shape, batch: SequenceBatch) -> float:
 def train_flops(shape: Shape, batch: SequenceBatch, lora: Lora | None = None) -> float:
     """Returns the operations of a forward and backward pass over the batch, without recomputation.
 
-    With `lora` the model's weights are frozen and have no gradients (`flops.count`).
+    `lora`: LoRA settings. The model's weights are then frozen and have no gradients (see `flops.count`).
     """
     forward = sum(batch_flops(shape, batch)) * batch.tokens
     if lora is None:
@@ -116,12 +121,13 @@ def train_flops(shape: Shape, batch: SequenceBatch, lora: Lora | None = None) ->
 
 
 def _adapter_flops(shape: Shape, lora: Lora) -> float:
-    """Returns the operations of one token's products with adapters in a forward pass."""
+    """Returns the operations of one token's products with LoRA adapters in a forward pass."""
     return 2.0 * counting.adapter_elements(shape, Parallel(world=1), lora)
 
 
 def _layers_share(actor: Actor, batch: SequenceBatch) -> float:
-    """Returns how many times the layers' forward pass a forward and backward pass takes, recomputation left out."""
+    """Returns the ratio of the layers' time in a forward and backward pass to their forward time, without
+    recomputation."""
     shape, lora = actor.shape, actor.lora
     if lora is None:
         return 3.0
@@ -136,8 +142,11 @@ def pass_seconds(
 ) -> float:
     """Returns the seconds of one pass over the batch, without the optimizer.
 
-    They are matrix products, communication within and between layers, and the pipeline's bubble. With adapters the
+    They include matrix products, communication within and between layers, and the pipeline bubble. With LoRA, the
     backward pass computes no gradients of the model's weights.
+
+    `backward`: whether the pass includes a backward pass.
+    `recompute`: what the backward pass recomputes (memory.MicroBatchLoad.recompute).
     """
     shape, parallel, _, lora = actor
     count = batch.micro_batches(parallel)
@@ -154,7 +163,7 @@ def pass_seconds(
 
 
 def layer_seconds(actor: Actor, cluster: Cluster, batch: SequenceBatch, tokens: float) -> float:
-    """Returns the seconds of one layer's forward pass over a micro-batch of `tokens` tokens, in the mean of layers."""
+    """Returns the mean seconds of a layer's forward pass over a micro-batch of `tokens` tokens."""
     shape, parallel = actor.shape, actor.parallel
     dense, _, _ = batch_flops(shape, batch)
     own = tokens / parallel.cp
@@ -165,9 +174,10 @@ def layer_seconds(actor: Actor, cluster: Cluster, batch: SequenceBatch, tokens: 
 def recomputed_seconds(
     actor: Actor, cluster: Cluster, batch: SequenceBatch, tokens: float, modules: Collection[str]
 ) -> float:
-    """Returns the seconds that a layer's backward pass spends on computing `modules` again.
+    """Returns the seconds that a layer's backward pass spends on recomputing `modules`.
 
-    `modules` is memory.MicroBatchLoad.recompute. Sums over tensor-parallel ranks are counted with WHOLE alone.
+    `modules` is memory.MicroBatchLoad.recompute. All-reduces over tensor-parallel ranks are counted only if the whole
+    layer is recomputed (WHOLE).
     """
     if WHOLE in modules:
         return layer_seconds(actor, cluster, batch, tokens)
@@ -185,9 +195,10 @@ def recomputed_seconds(
 
 
 def _routed_seconds(actor: Actor, cluster: Cluster, batch: SequenceBatch, own: float) -> float:
-    """Returns the seconds of one layer's experts and of the tokens' way to them and back; 0 without experts.
+    """Returns the mean seconds per layer of the experts and of sending tokens to the experts and back; 0 without
+    experts.
 
-    Layers without experts are in the mean.
+    The mean includes layers without experts.
     """
     sizes, travel = actor.shape.sizes, _expert_seconds(actor, cluster, own)
     _, experts, _ = batch_flops(actor.shape, batch)
@@ -199,12 +210,12 @@ def _routed_seconds(actor: Actor, cluster: Cluster, batch: SequenceBatch, own: f
 
 
 def _dense_rate(cluster: Cluster, batch: SequenceBatch, own: float) -> float:
-    """Returns the operations a second that dense products reach on `own` tokens of a micro-batch."""
+    """Returns the operations per second that dense products reach with `own` tokens of a micro-batch on a rank."""
     return cluster.device.flops * cluster.device.dense_share * _share(batch, own)
 
 
 def _share(batch: SequenceBatch, own: float) -> float:
-    """Returns the part of a rate that is left with sequences of unequal lengths and with few tokens on a rank."""
+    """Returns the factor by which unequal sequence lengths and few tokens per rank reduce a rate."""
     fill = (own / (own + SMALL)) / (8192 / (8192 + SMALL)) if own < 8192 else 1.0
     return 1.0 if batch.full else PARTIAL * fill
 
@@ -212,8 +223,8 @@ def _share(batch: SequenceBatch, own: float) -> float:
 def optimizer_seconds(actor: Actor, cluster: Cluster) -> float:
     """Returns the seconds of one optimizer step, which does not overlap the backward pass.
 
-    Gradients are summed over the replicas, Adam runs on this rank's share, and the weights are gathered: of the
-    model, or of the adapters that alone are trained.
+    Gradients are reduced over the replicas, Adam updates this rank's shard, and the weights are gathered. With LoRA,
+    these are the gradients and weights of the adapters only.
     """
     shape, parallel, numbers, lora = actor
     stage, hbm = counting.heaviest(shape, parallel), cluster.device.hbm * HBM_SHARE
@@ -225,15 +236,15 @@ def optimizer_seconds(actor: Actor, cluster: Cluster) -> float:
         wire = number * (GRADIENT + numbers.width) * (ranks - 1) / ranks
         seconds += wire / cluster.link(ranks, stride)
         seconds += number / ranks * state / hbm
-    return seconds + (dense + expert) * GRADIENT / hbm * 2  # gradients are zeroed, and their norm is taken
+    return seconds + (dense + expert) * GRADIENT / hbm * 2  # zeroing the gradients, and computing their norm
 
 
 def decode_step_seconds(
     shape: Shape, engine: EngineSetup, cluster: Cluster, *, rows: float, context: float, width: int
 ) -> float:
-    """Returns the seconds of decoding one token for each of `rows` sequences with `context` tokens in the mean.
+    """Returns the seconds of one decoding step for `rows` sequences with a mean of `context` tokens.
 
-    Few sequences are bound by memory, many by operations. `width`: bytes of a weight.
+    With few sequences the step is bound by memory bandwidth, with many by compute. `width`: bytes per weight.
     """
     sizes, device = shape.sizes, cluster.device
     outside = counting.active(shape) - sizes.expert_layers * shape.active * 3 * sizes.hidden * sizes.expert_ffn
@@ -247,38 +258,40 @@ def decode_step_seconds(
     calls = 2 * sizes.num_layers * (0 if engine.tp == 1 else 1)
     wire = 2 * rows * sizes.hidden * width * (engine.tp - 1) / engine.tp
     link = cluster.link(engine.tp)
-    # plain torch launches about twenty kernels for each layer, one by one, and as many again for its experts
+    # plain torch launches about twenty separate kernels per layer, and about twenty more for the layer's experts
     kernels_s = 0.5e-3 if sizes.experts else 0.25e-3
     waiting = STEP_S if engine.compiled else STEP_S + sizes.num_layers * kernels_s
     reduced = calls * (wire / link + (REDUCE_S if engine.tp <= cluster.per_node else FAR_REDUCE_S))
-    sampled = SAMPLING_PASSES * 4 * rows * sizes.vocab / (device.hbm * HBM_SHARE)  # on each rank, of all logits
+    sampled = SAMPLING_PASSES * 4 * rows * sizes.vocab / (device.hbm * HBM_SHARE)  # every rank processes all logits
     computing, host = max(memory, flops) + reduced + sampled, ROW_S * rows
     return waiting + (max(computing, host) if engine.overlapped else computing + host)
 
 
 def kv_bytes(shape: Shape, width: int) -> int:
-    """Returns the bytes of one token's keys and values in all layers, or of the latents that they are made of."""
+    """Returns the bytes of one token's keys and values (or latents) in all layers. `width`: bytes per element."""
     return width * shape.sizes.num_layers * shape.sizes.cached
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCost:
-    """The time that a role's samples take, and how many are decoded at once."""
+    """The time that generating a role's samples takes, and how many sequences are decoded at once."""
 
     seconds: float
-    rows: float  # sequences decoded together at one engine
-    waves: float  # how many times one engine fills its rows
-    alone: float  # seconds of the generation of one sample, among as many others as are decoded at once
-    kept: bool  # what stands before an answer was kept since the last one; false: it is read again
-    longest: float  # seconds of the longest answer, all while as many others are decoded
-    waiting: float = 0.0  # of the seconds, those in which the engines have nothing to do, because tools run
+    rows: float  # number of sequences decoded together by one engine
+    waves: float  # how many batches of `rows` sequences one engine decodes
+    alone: float  # seconds of generating one sample, while other samples fill the batch
+    kept: bool  # whether the KV cache of the context is kept between answers; False: each answer prefills it again
+    longest: float  # seconds of the longest answer, while other samples fill the batch
+    waiting: float = 0.0  # part of `seconds` in which the engines are idle because tools run
 
 
 def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw, *, width: int) -> RolloutCost:
-    """Returns the cost of generating `draw`, spread over the replicas, were its tools to take no time.
+    """Returns the cost of generating `draw` on all replicas, without the time of tools.
 
-    `width`: bytes of a weight. What stands before an answer is kept where one engine has room for all of its samples;
-    else later samples take the room of earlier ones before these go on.
+    `width`: bytes per weight.
+
+    The KV cache of a context is kept between answers if it fits for all samples of an engine. Otherwise, later samples
+    evict earlier samples before those continue.
     """
     answers, response = draw.episode.answers, draw.response
     own = draw.samples / engine.replicas
@@ -288,9 +301,11 @@ def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw
     room = engine.kv_bytes * engine.tp / copies / kv_bytes(shape, width) / held
     rows = max(1.0, min(own, engine.max_batch, room))
     waves = own / rows
-    context = draw.context(0) / 2 + draw.context(answers - 1) / 2 + response / 2  # in the mean of all answers
+    context = draw.context(0) / 2 + draw.context(answers - 1) / 2 + response / 2  # mean over all answers
     full = decode_step_seconds(shape, engine, cluster, rows=rows, context=context, width=width)
-    behind = max(0.0, draw.longest - response) * answers  # tokens of the longest sample, when most others are done
+    behind = (
+        max(0.0, draw.longest - response) * answers
+    )  # tokens of the longest sample that are decoded when most samples are done
     late_context = draw.context(answers - 1) + behind + response
     late = decode_step_seconds(shape, engine, cluster, rows=max(1.0, rows / 8), context=late_context, width=width)
     kept = engine.keeps_prefix and own <= room
@@ -304,10 +319,11 @@ def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw
 
 
 def tool_seconds(draw: Draw, alone: float) -> float:
-    """Returns the least seconds that a draw takes because of its tools; 0 without any.
+    """Returns the minimum number of seconds that the draw's tool calls take; 0 without tools.
 
-    All calls take their time, so many at once. And one sample by itself takes the time of its own calls between its
-    answers, which others' do not shorten. `alone`: seconds of its answers.
+    This is the maximum of two bounds. First, all calls run with limited concurrency. Second, the calls of a single
+    sample run one after the other, between its answers.
+    `alone`: seconds of generating the answers of one sample.
     """
     episode = draw.episode
     calls = (episode.answers - 1) * episode.tool_s
@@ -315,25 +331,25 @@ def tool_seconds(draw: Draw, alone: float) -> float:
 
 
 def _reading_flops(shape: Shape, draw: Draw, *, kept: bool, per_prompt: float) -> float:
-    """Returns the operations of reading what stands before the answers of one sample.
+    """Returns the operations of prefilling the contexts of the answers of one sample.
 
-    `kept`: of what stands before an answer only what is told after the last one is read, else all of it. `per_prompt`
-    samples read the prompt before their first answers once.
+    `kept`: whether only the tokens added since the last answer are prefilled, instead of the whole context.
+    `per_prompt`: the number of samples that share one prefill of the prompt before their first answers.
     """
     total = 0.0
     for answer in range(draw.episode.answers):
         end = draw.context(answer)
         start = end - draw.episode.told if kept and answer else 0.0
-        # a token at place p attends to p others: from start to end as many as in the mean of a sequence of their sum
+        # a token at position p attends to p tokens: the mean over [start, end) is that of a start + end token sequence
         total += (end - start) * sum(forward_flops(shape, start + end)[:2]) / (1 if answer else per_prompt)
     return total
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefitCost:
-    """The cost of sending weights to a role's engines."""
+    """The cost of a refit: sending the weights to a role's engines."""
 
-    sent: float  # bytes over all links together
+    sent: float  # total bytes over all links
     seconds: float
 
 
@@ -341,11 +357,11 @@ def refit_cost(
     actor: Actor, engine: EngineSetup, cluster: Cluster, *, place: Literal["ranks", "gpus", "elsewhere"],
     adapter: bool = False,
 ) -> RefitCost:  # fmt: skip
-    """Returns the cost of a refit in which every engine GPU receives its slices once. `adapter`: the adapters are sent
-    in place of the model's weights.
+    """Returns the cost of a refit in which every engine GPU receives each of its slices once.
 
-    `place` of the engines: in the trainer's ranks, where each holds the whole model; in other processes on the
-    trainer's GPUs; or on GPUs of their own.
+    `place`: where the engines are. "ranks": in the trainer's ranks, each of which holds the whole model. "gpus": in
+    other processes on the trainer's GPUs. "elsewhere": on separate GPUs.
+    `adapter`: whether only the LoRA adapter is sent, not the model's weights.
     """
     shape, parallel, numbers, _ = actor
     device, width = cluster.device, numbers.width
@@ -355,13 +371,13 @@ def refit_cost(
     network, nvlink = device.network * NETWORK_SHARE, device.nvlink * NVLINK_SHARE
     if place == "ranks":
         own = width * counting.counts(shape, parallel, counting.heaviest(shape, parallel)).all
-        # bytes that the GPUs of one node hold together
+        # bytes that the GPUs of a node hold in total
         held = min(whole, own * min(cluster.per_node, parallel.tp * parallel.pp))
         seconds = (whole - held) / network + (held - own) / nvlink + own / (device.hbm * HBM_SHARE)
         return RefitCost(sent=parallel.world * (whole - own), seconds=seconds)
     each = whole / engine.tp
     sent = whole * engine.replicas
-    if place == "gpus":  # what the same GPU's trainer rank has is copied, the rest comes from its neighbours
+    if place == "gpus":  # the shard on the same GPU is copied, and the rest is sent by other trainer GPUs
         apart = parallel.tp * parallel.pp
         link = nvlink if apart <= cluster.per_node else network
         seconds = 2 * each / (device.hbm * HBM_SHARE) + each * (1 - 1 / apart) / link
@@ -371,9 +387,9 @@ def refit_cost(
 
 
 def _head_seconds(actor: Actor, cluster: Cluster, tokens: float) -> float:
-    """Returns the seconds of the output layer and of log-probabilities.
+    """Returns the seconds of the output layer and the log-probs.
 
-    Log-probabilities pass float32 logits through memory about six times.
+    Computing log-probs reads or writes the float32 logits about six times.
     """
     sizes, parallel, device = actor.shape.sizes, actor.parallel, cluster.device
     rows = tokens / parallel.cp * sizes.vocab / parallel.tp
@@ -381,9 +397,10 @@ def _head_seconds(actor: Actor, cluster: Cluster, tokens: float) -> float:
 
 
 def _tensor_seconds(actor: Actor, cluster: Cluster, own: float) -> float:
-    """Returns the seconds of tensor and context parallel communication in a layer's forward pass.
+    """Returns the seconds of tensor- and context-parallel communication in a layer's forward pass.
 
-    There are two all-reduces of the residual stream, or as much gathered and scattered, and rings of keys and values.
+    Tensor parallelism has two all-reduces of the residual stream, or equivalent all-gathers and reduce-scatters.
+    Context parallelism passes keys and values around a ring.
     """
     sizes, parallel, seconds = actor.shape.sizes, actor.parallel, 0.0
     if parallel.tp > 1:
@@ -392,26 +409,26 @@ def _tensor_seconds(actor: Actor, cluster: Cluster, own: float) -> float:
     if parallel.cp > 1:
         widths = sizes.kv_heads * (sizes.head_dim + sizes.value_width)
         ring = own * widths / min(parallel.tp, sizes.kv_heads) * 2 * (parallel.cp - 1)
-        seconds += ring / cluster.link(parallel.cp, parallel.tp) * 0.3  # most of it hides behind attention
+        seconds += ring / cluster.link(parallel.cp, parallel.tp) * 0.3  # most of it overlaps with attention
     return seconds
 
 
 def _expert_seconds(actor: Actor, cluster: Cluster, own: float) -> float:
-    """Returns the seconds of a layer's forward pass in which tokens travel to the ranks of their experts and back."""
+    """Returns the seconds of sending tokens to the ranks of their experts and back in a layer's forward pass."""
     shape, parallel, device = actor.shape, actor.parallel, cluster.device
     ranks = parallel.ep * parallel.etp
     if not shape.active or ranks == 1:
         return 0.0
     stream = own / (parallel.tp if parallel.sequence_parallel else 1)
     wire = 2 * stream * shape.active * shape.sizes.hidden * 2 * parallel.etp
-    outside = max(0.0, 1 - cluster.per_node / ranks)  # the part of the tokens that goes to other nodes
+    outside = max(0.0, 1 - cluster.per_node / ranks)  # the share of the tokens sent to other nodes
     inside = (ranks - 1) / ranks - outside
     each = outside / (device.network * NETWORK_SHARE) + inside / (device.nvlink * NVLINK_SHARE)
     return wire * each + 4 * REDUCE_S
 
 
 def _hop(actor: Actor, cluster: Cluster, tokens: float) -> float:
-    """Returns the seconds of sending a micro-batch's residual stream to the next stage and back."""
+    """Returns the seconds of sending a micro-batch's residual stream to the next pipeline stage and back."""
     shape, parallel = actor.shape, actor.parallel
     if parallel.pp == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""Knows GPUs and clusters by name: their memory, their rates, and how much of these rates is reached."""
+"""Defines GPUs and clusters by name: their memory, their peak rates, and the share of the rates that is reached."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One kind of GPU. Rates are the maker's; a `..._share` is the part that is reached (sources: docs/plan.md)."""
+    """A GPU model. Rates are the vendor's peak rates. A `..._share` is the share of a rate that is reached in practice
+    (sources: docs/plan.md)."""
 
     name: str
     memory_gib: float  # as torch.cuda reports it
-    flops: float  # dense bfloat16 operations a second
-    hbm: float  # bytes a second
-    nvlink: float  # bytes a second in one direction to the other GPUs of its node
-    network: float  # bytes a second in one direction through its own network adapter
-    dense_share: float  # share of `flops` in training's dense products and attention, elementwise work included
-    expert_share: float  # share of `flops` in experts' grouped products, permutation included
+    flops: float  # dense bfloat16 operations per second
+    hbm: float  # memory bandwidth in bytes per second
+    nvlink: float  # bytes per second, in one direction, to the other GPUs of the node
+    network: float  # bytes per second, in one direction, through the GPU's network adapter
+    # share of `flops` reached by dense products and attention in training, including elementwise work
+    dense_share: float
+    expert_share: float  # share of `flops` reached by the experts' grouped products, including permutation
 
     @property
     def memory(self) -> float:
@@ -30,11 +32,11 @@ class Device:
         return self.memory_gib * GIB
 
 
-HBM_SHARE = 0.8  # share of Device.hbm that decoding reaches
-EXPERT_HBM_SHARE = 0.5  # share of Device.hbm that experts' weights reach in decoding
-NVLINK_SHARE = 0.7  # share of Device.nvlink that collectives reach
-NETWORK_SHARE = 0.75  # share of Device.network that collectives reach
-HOST = 20e9  # bytes a second between a GPU and its host's memory
+HBM_SHARE = 0.8  # share of Device.hbm reached in decoding
+EXPERT_HBM_SHARE = 0.5  # share of Device.hbm reached in decoding when reading the experts' weights
+NVLINK_SHARE = 0.7  # share of Device.nvlink reached by collectives
+NETWORK_SHARE = 0.75  # share of Device.network reached by collectives
+HOST = 20e9  # bytes per second between a GPU and host memory
 
 _A100 = Device(
     name="A100-80", memory_gib=79.2, flops=A100, hbm=2039e9, nvlink=300e9, network=25e9, dense_share=0.67,
@@ -55,7 +57,7 @@ OTHER_NAMES = {"A100": "A100-80", "A100-80GB": "A100-80", "A100-40GB": "A100-40"
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A cluster of equal nodes, each with `per_node` GPUs that NVLink joins and one network adapter for each GPU."""
+    """A cluster of identical nodes. Each has `per_node` GPUs connected by NVLink, and one network adapter per GPU."""
 
     nodes: int
     per_node: int
@@ -69,10 +71,10 @@ class Cluster:
         return f"{self.nodes}x{self.per_node}x{self.device.name}"
 
     def link(self, ranks: int, stride: int = 1) -> float:
-        """Returns the bytes a second of each of `ranks` GPUs, `stride` apart, in a collective of theirs.
+        """Returns the bytes per second of each GPU in a collective of `ranks` GPUs whose ranks are `stride` apart.
 
-        Within a node this is NVLink's rate. Between nodes it is the rate of the adapters of all members on a node
-        together, because a ring enters and leaves a node once.
+        Within a node, this is NVLink's rate. Between nodes, it is the total rate of the network adapters of the
+        collective's GPUs on one node, because a ring enters and leaves each node once.
         """
         inside = self.device.nvlink * NVLINK_SHARE
         if ranks * stride <= self.per_node:
@@ -81,7 +83,10 @@ class Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Reads `4x8xA100-80` as 4 nodes of 8 GPUs. Raises ConfigError for another form and for a GPU not in DEVICES."""
+    """Parses a cluster name: `4x8xA100-80` is 4 nodes of 8 GPUs.
+
+    Raises ConfigError for another format and for a GPU that is not in DEVICES.
+    """
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([A-Za-z][\w-]*)", text.strip())
     if match is None:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""Estimates the bytes that training takes on one GPU, as megatron/ allocates them.
+"""Estimates the bytes that training allocates on one GPU, following the allocations of megatron/.
 
-They are weights, gradients, optimizer state, activations and the output layer's workspace.
+These are weights, gradients, optimizer state, activations and the output layer's workspace.
 """
 
 from __future__ import annotations
@@ -15,66 +15,72 @@ from megatron_rl.models.shape import Shape
 from megatron_rl.planning.hardware import GIB
 from megatron_rl.weights.counting import Parallel, adapter_elements, counts, stage_layers
 
-GRADIENT = 4  # bytes of a parameter's gradient, which is summed in float32
-# Bytes of a parameter's optimizer state, shared by the ranks that hold it; float32 weights are their own masters.
+GRADIENT = 4  # bytes of a parameter's gradient, accumulated in float32
+# Bytes of a parameter's optimizer state, sharded over the ranks that hold the parameter: Adam's moments and the float32
+# master weight. float32 weights have no separate master weight.
 MOMENTS, MASTER = 8, 4
-CHUNK = 1 << 27  # logits held at once on a GPU, as in megatron/vocab_statistics.py
-EXCHANGE = 1 << 28  # bytes through which a reference and the live weights change places, as in megatron/offload.py
-CONTEXT = 2.5 * GIB  # CUDA context, NCCL's buffers, libraries
-WHOLE = "layer"  # recompute a whole layer from its input
-FRAGMENTS = 0.04  # share of the GPU's memory that the allocator loses
-# Activations of its width that a gate keeps for its backward pass, and the product after it.
+CHUNK = 1 << 27  # number of logits held at once on a GPU, as in megatron/vocab_statistics.py
+EXCHANGE = 1 << 28  # bytes of the buffer for swapping reference and live weights, as in megatron/offload.py
+CONTEXT = 2.5 * GIB  # bytes of the CUDA context, NCCL's buffers and libraries
+WHOLE = "layer"  # name for recomputing a whole layer from its input
+FRAGMENTS = 0.04  # share of the GPU's memory lost to fragmentation in the allocator
+# Activation function -> number of activations of the feed-forward width that the gate and the following product keep
+# for the backward pass.
 GATE_KEEPS = {"silu": 3, "gelu_tanh": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The bytes of stored numbers."""
+    """The bytes per stored element."""
 
     width: int  # bytes of a weight and of an activation
-    norm: int  # bytes that a norm keeps of each element for its backward pass
-    attended: int  # bytes of what attention keeps: queries, keys, values and its output
-    pads_values: bool = False  # whether attention fills values up to the size of keys, as torch's on a CPU needs them
+    norm: int  # bytes per element that a norm keeps for its backward pass
+    attended: int  # bytes per element that attention keeps: queries, keys, values and the output
+    pads_values: bool = False  # whether attention pads values to the size of keys, as torch's CPU kernels require
 
     @classmethod
     def gpu(cls, dtype: str) -> Precision:
-        """Returns the bytes on a GPU, where fused norms keep their input alone."""
+        """Returns the bytes on a GPU, where fused norms keep only their input."""
         width = {"bfloat16": 2, "float32": 4}[dtype]
         return cls(width=width, norm=width, attended=width)
 
     @classmethod
     def cpu(cls, dtype: str) -> Precision:
-        """Returns the bytes on a CPU. Torch's norm keeps its input and the normalised one there, both as float32, and
-        attention to less than some 400 tokens is in float32 (megatron/attention.py)."""
+        """Returns the bytes on a CPU.
+
+        There, torch's norm keeps its input and the normalised input, both as float32. Attention to less than about 400
+        tokens is computed in float32 (megatron/attention.py).
+        """
         return cls(width={"bfloat16": 2, "float32": 4}[dtype], norm=8, attended=4, pads_values=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLoad:
-    """The micro-batches that one rank trains on, and what it computes again for them."""
+    """The micro-batches that one rank trains on, and what the backward pass recomputes."""
 
-    tokens: int  # tokens of a micro-batch before context parallelism splits it
-    count: int = 1 << 20  # number of micro-batches in an optimizer step
-    # what the backward pass computes again: WHOLE, or modules of a layer (config.schema.Model.recompute_modules)
+    tokens: int  # number of tokens of a micro-batch before context parallelism splits it
+    count: int = 1 << 20  # number of micro-batches per optimizer step
+    # what the backward pass recomputes: WHOLE, or modules of a layer (config.schema.Model.recompute_modules)
     recompute: frozenset[str] = frozenset()
-    # tokens of prompts that stand with another sample: attention keeps their keys and values for each of its samples
+    # number of prompt tokens that samples share with another sample: attention keeps their keys and values per sample
     behind: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBytes:
-    """The bytes that one rank of a role holds while it trains. Of a sleeping role only the weights stay on the GPU."""
+    """The bytes that one rank holds for a role while it trains. For a sleeping role, only the weights stay on the
+    GPU."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    workspace: float  # the output layer's: logits in chunks, and its gradient
-    swapped: float  # a pass of the reference, and what its weights are exchanged through
+    workspace: float  # bytes of the output layer: chunks of logits, and the gradient
+    swapped: float  # bytes of a pass of the reference model, and of the buffer for swapping its weights
 
     @property
     def resident(self) -> float:
-        """Returns the bytes that are also held between two micro-batches."""
+        """Returns the bytes that are held between two micro-batches too."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -83,15 +89,14 @@ class TrainingBytes:
 
 
 def recomputed(model: Model) -> frozenset[str]:
-    """Returns what a model's settings ask to compute again, as MicroBatchLoad.recompute has it."""
+    """Returns what the backward pass recomputes under a model's settings, in the format of MicroBatchLoad.recompute."""
     modules = frozenset({"none": (), "selective": model.recompute_modules, "full": (WHOLE,)}[model.recompute])
-    return (
-        modules | {"shared_experts"} if "moe" in modules else modules
-    )  # shared experts are a part of the layer's experts
+    return modules | {"shared_experts"} if "moe" in modules else modules  # "moe" includes shared experts
 
 
 class Actor(NamedTuple):
-    """A model in the trainer: its layout, the bytes of its numbers, and the adapters that alone are trained."""
+    """A model in the trainer: its shape, its layout, the bytes of its elements, and its LoRA settings (None: trained as
+    a whole)."""
 
     shape: Shape
     parallel: Parallel
@@ -108,7 +113,7 @@ class Actor(NamedTuple):
 
 
 def training(actor: Actor, load: MicroBatchLoad, *, stage: int, reference: bool = False) -> TrainingBytes:
-    """Returns the bytes of a rank of pipeline stage `stage`."""
+    """Returns the bytes of a rank of pipeline stage `stage`. `reference`: whether the role has a reference model."""
     held, added = actor.held(stage), actor.adapters(stage)
     return TrainingBytes(
         weights=float(actor.numbers.width * (held + added)),
@@ -121,14 +126,20 @@ def training(actor: Actor, load: MicroBatchLoad, *, stage: int, reference: bool 
 
 
 def worst(actor: Actor, load: MicroBatchLoad, *, reference: bool = False) -> TrainingBytes:
-    """Returns the bytes of a rank of the pipeline stage that needs the most."""
-    stages = {0, actor.parallel.pp // 2, actor.parallel.pp - 1}  # the stages between differ in micro-batches under way
+    """Returns the bytes of a rank of the pipeline stage with the highest peak. `reference`: whether there is a
+    reference model."""
+    stages = {
+        0,
+        actor.parallel.pp // 2,
+        actor.parallel.pp - 1,
+    }  # other stages differ only in the number of micro-batches in flight
     found = (training(actor, load, stage=stage, reference=reference) for stage in stages)
     return max(found, key=lambda one: one.peak)
 
 
 def optimizer_bytes(actor: Actor, stage: int) -> float:
-    """Returns a rank's share (ZeRO-1) of the moments, and of the masters of weights that are not float32, in bytes."""
+    """Returns the bytes of a rank's shard (ZeRO-1) of the moments and of the master weights. float32 weights have no
+    masters."""
     parallel, each = actor.parallel, MOMENTS + (0 if actor.numbers.width == 4 else MASTER)
     replicas = parallel.dp * parallel.cp
     if actor.lora is not None:
@@ -138,15 +149,16 @@ def optimizer_bytes(actor: Actor, stage: int) -> float:
 
 
 def activations(actor: Actor, load: MicroBatchLoad, stage: int) -> float:
-    """Returns the peak of the bytes that forward passes under way keep for their backward passes."""
+    """Returns the peak bytes of activations that a rank keeps for the backward passes of the micro-batches in
+    flight."""
     shape, parallel, numbers, lora = actor
     layers, again, held = stage_layers(shape.sizes, parallel)[stage], 0.0, 0.0
-    if lora is not None:  # a frozen norm does not keep what it has normalised
+    if lora is not None:  # a frozen norm does not keep its normalised input
         numbers = replace(numbers, norm=min(numbers.norm, 4))
     actor = actor._replace(numbers=numbers)
     for like, number in Counter(map(shape.sizes.is_sparse, layers)).items():
         whole = layer_bytes(actor, load.tokens, sparse=like)
-        # A x of every token, scaled; an adapter keeps the input of its matrix in place of the frozen matrix
+        # an adapter keeps the scaled A x of every token, and keeps the matrix's input instead of the frozen matrix
         adapters = 0 if lora is None else len(adapted(shape.sizes, layers[0], lora)) * lora.rank
         whole += numbers.width * adapters * load.tokens / parallel.cp
         seen = numbers.attended * load.behind * _kept_widths(actor)
@@ -160,37 +172,39 @@ def activations(actor: Actor, load: MicroBatchLoad, stage: int) -> float:
         held, again = held + number * kept, max(again, own)
     under_way = _under_way(parallel, load.count, stage) * held
     outside = _ends(actor, load.tokens) if stage == parallel.pp - 1 else 0.0
-    return under_way + max(outside, again)  # the two never coincide: the model's end is freed before recomputation
+    return under_way + max(
+        outside, again
+    )  # never both at once: the activations after the last layer are freed before recomputation
 
 
 def _reference(actor: Actor, tokens: int) -> float:
-    """Returns the bytes of the reference's passes: one layer, and what its weights and the live ones are exchanged
-    through, piece by piece."""
+    """Returns the bytes of a forward pass of the reference: one layer, and the buffer for swapping its weights with the
+    live weights."""
     shape, parallel, numbers, _ = actor
     largest = numbers.width * shape.sizes.vocab * shape.sizes.hidden / parallel.tp
     return min(largest, EXCHANGE) + _widest_layer(actor, tokens)
 
 
 def _widest_layer(actor: Actor, tokens: int) -> float:
-    """Returns the bytes of the layer that keeps the most."""
+    """Returns the bytes of the layer that keeps the most activations."""
     sizes = actor.shape.sizes
     kinds = {sizes.is_sparse(number) for number in (0, sizes.num_layers - 1)}
     return max(layer_bytes(actor, tokens, sparse=kind) for kind in kinds)
 
 
 def layer_bytes(actor: Actor, tokens: int, *, sparse: bool) -> float:
-    """Returns the bytes that one layer keeps of `tokens` tokens. docs/plan.md has the terms in a table.
+    """Returns the bytes that one layer keeps for `tokens` tokens. docs/plan.md has a table of the terms.
 
-    `sparse`: whether it is a layer with experts.
+    `sparse`: whether the layer has experts.
     """
     shape, parallel, numbers, _ = actor
     sizes, w, stream = shape.sizes, numbers.width, _stream(parallel, tokens)
-    # the products keep what they read, and the norms before them, and after, what they normalise
-    kept = max(numbers.norm, 4) if shape.features.norm_from_one else numbers.norm  # such norms take float32
+    # matrix products keep their inputs, and norms before and after them keep their inputs too
+    kept = max(numbers.norm, 4) if shape.features.norm_from_one else numbers.norm  # these norms compute in float32
     norms = 2 * stream * sizes.hidden * w
     if shape.features.norms_before:
         norms += 2 * stream * (sizes.hidden * kept + 4)
-    if shape.features.norms_after:  # what they give is added to the stream, and kept by nobody
+    if shape.features.norms_after:  # their outputs are added to the residual stream and not kept
         norms += 2 * stream * (sizes.hidden * kept + 4)
     attention = _latent if sizes.kv_rank else _attention
     modules = module_bytes(actor, tokens, sparse=sparse)
@@ -198,7 +212,8 @@ def layer_bytes(actor: Actor, tokens: int, *, sparse: bool) -> float:
 
 
 def _latent(actor: Actor, tokens: int) -> float:
-    """Returns the bytes that attention through a latent keeps: as others do, and what norms of latents keep."""
+    """Returns the bytes that latent attention keeps: queries, keys, values, the output, and the inputs of the latents'
+    norms."""
     shape, parallel, numbers, _ = actor
     sizes, w, own, stream = shape.sizes, numbers.width, tokens / parallel.cp, _stream(parallel, tokens)
     heads, value = sizes.heads / parallel.tp, max(sizes.value_dim, sizes.head_dim if numbers.pads_values else 0)
@@ -209,34 +224,37 @@ def _latent(actor: Actor, tokens: int) -> float:
 
 
 def _kept_widths(actor: Actor) -> float:
-    """Returns the elements of a token's keys and values that a rank's attention keeps."""
+    """Returns the number of elements of a token's keys and values that a rank's attention keeps."""
     sizes = actor.shape.sizes
     heads = (sizes.heads if sizes.kv_rank else sizes.kv_heads) / actor.parallel.tp
     return heads * (sizes.head_dim + (sizes.head_dim if actor.numbers.pads_values else sizes.value_width))
 
 
 def _attention(actor: Actor, tokens: int) -> float:
-    """Returns the bytes that attention keeps: q, k, v and its output, which the next product keeps again."""
+    """Returns the bytes that attention keeps: q, k, v and the output, which the output projection keeps again as its
+    input."""
     shape, parallel, numbers, _ = actor
     sizes, w, own = shape.sizes, numbers.width, tokens / parallel.cp
     q, kv = sizes.heads * sizes.head_dim / parallel.tp, sizes.kv_heads * sizes.head_dim / parallel.tp
     attention = own * (numbers.attended * (2 * q + 2 * kv) + w * q + 4 * sizes.heads / parallel.tp)
     if shape.features.qk_norm or shape.features.qk_norm_joint:
-        copied = q if sizes.kv_heads > parallel.tp else 0  # one group of heads is a view of the joined projection
+        copied = q if sizes.kv_heads > parallel.tp else 0  # a single group of heads is a view of the joined projection
         attention += own * w * (q + 2 * kv + copied)
     if shape.features.qk_norm:
         normed = (numbers.norm - w if numbers.norm > w else 0) * (q + kv)
         attention += own * (normed + 4 * (sizes.heads + sizes.kv_heads) / parallel.tp)
-    if shape.features.qk_norm_joint:  # its inputs as they are, and one number a token for each
+    if (
+        shape.features.qk_norm_joint
+    ):  # its inputs without conversion, and one float32 per token for each of the two norms
         attention += own * 4 * 2
     return attention
 
 
 def module_bytes(actor: Actor, tokens: int, *, sparse: bool) -> dict[str, float]:
-    """Returns, by module, the part of `layer_bytes` that is not kept when the module is computed again.
+    """Returns {module: bytes of `layer_bytes` that are not kept if the module is recomputed}.
 
-    There is none for core_attn: its kernels keep no scores, and its inputs are kept in place of what it keeps. Keys and
-    values of shared prompts, which it gathers, are counted in `activations`.
+    core_attn is not included: its kernels keep no scores, and its inputs must be kept for recomputation. The gathered
+    keys and values of shared prompts are counted in `activations`.
     """
     shape, parallel, numbers, _ = actor
     sizes, own, w = shape.sizes, tokens / parallel.cp, numbers.width
@@ -249,9 +267,9 @@ def module_bytes(actor: Actor, tokens: int, *, sparse: bool) -> dict[str, float]
 
 
 def workspace(actor: Actor, load: MicroBatchLoad) -> float:
-    """Returns the bytes of the output layer's backward pass, which takes more than its forward pass.
+    """Returns the bytes of the output layer's backward pass, which needs more memory than its forward pass.
 
-    They are chunks of log-probs, their gradient, and the weight's gradient, which a frozen one has not.
+    They are chunks of log-probs, their gradient, and the weight's gradient. A frozen weight has no gradient.
     """
     shape, parallel, numbers, lora = actor
     rows, tokens = shape.sizes.vocab / parallel.tp, load.tokens / parallel.cp
@@ -263,7 +281,7 @@ def workspace(actor: Actor, load: MicroBatchLoad) -> float:
 def _experts(actor: Actor, tokens: int) -> float:
     """Returns the bytes that the router and this rank's experts keep.
 
-    With balanced experts a rank receives as many tokens as it has itself, times the experts that each token sees.
+    With balanced experts, a rank receives as many tokens as it sends: its tokens times the number of experts per token.
     """
     shape, parallel, numbers, _ = actor
     sizes, w, stream = shape.sizes, numbers.width, _stream(parallel, tokens)
@@ -275,7 +293,7 @@ def _experts(actor: Actor, tokens: int) -> float:
 
 
 def _ends(actor: Actor, tokens: int) -> float:
-    """Returns the bytes that the last norm keeps, and those of the rows whose log-probabilities are asked for."""
+    """Returns the bytes kept by the final norm, and by the hidden states whose log-probs are computed."""
     stream, own, h = _stream(actor.parallel, tokens), tokens / actor.parallel.cp, actor.shape.sizes.hidden
     return stream * h * actor.numbers.norm + own * actor.numbers.width * h
 
@@ -286,7 +304,7 @@ def _stream(parallel: Parallel, tokens: int) -> float:
 
 
 def _under_way(parallel: Parallel, count: int, stage: int) -> float:
-    """Returns how many micro-batches' activations a stage holds at once, in units of its whole share of the layers.
+    """Returns the number of micro-batches whose activations a stage holds at once, in units of all layers of the stage.
 
     The schedule is 1F1B, interleaved or not.
     """

@@ -1,4 +1,4 @@
-"""Plans one iteration: the seconds of its phases, and what is assumed of roles that answer several times."""
+"""Plans one iteration of the training loop: the seconds of its phases, and the assumptions on multi-turn episodes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from megatron_rl.planning.memory import Actor, MicroBatchLoad, Precision
 from megatron_rl.planning.workload import Draw, IterationWork, longest_context
 from megatron_rl.weights import counting
 
-GRADING_S = 0.02  # one of reward.workers grades one response
-CHANGE_S = 1.0  # the orders to servers and supervisors, and freeing memory, when the GPUs change hands. Assumed
+GRADING_S = 0.02  # seconds in which one of reward.workers grades one response
+# seconds of requests to servers and supervisors and of freeing memory, per handover of the GPUs. Assumed
+CHANGE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodePlan:
-    """The assumptions of an iteration's plan on a role that answers several times in a sample, and what follows from
-    them."""
+    """The plan's assumptions on a role that answers several times per sample, and their consequences."""
 
     role: str
     estimate: EpisodeEstimate
-    answer: float  # mean tokens of an answer
-    longest: int  # tokens of the longest sample
-    micro_batch: int | None  # tokens that a micro-batch of the role takes; None: it has no policy
-    kept: bool  # what stands before an answer is kept in the engine
-    waiting: float  # seconds that tools take longer than the generation that runs beside them
+    answer: float  # mean number of tokens of an answer
+    longest: int  # number of tokens of the longest sample
+    micro_batch: int | None  # maximum number of tokens of the role's micro-batches; None if the role has no policy
+    kept: bool  # whether the engine keeps the KV cache of an episode between answers
+    waiting: float  # seconds by which tools take longer than the generation that runs at the same time
 
     def __str__(self) -> str:
         own = self.estimate
@@ -57,19 +57,19 @@ class EpisodePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class IterationPlan:
-    """The seconds of one iteration by phase, in order, and the tokens of it."""
+    """The estimate for one iteration: seconds of each phase in order, and token counts."""
 
-    role: str  # the roles that it trains, joined by +
-    times: int  # iterations like this one in a cycle
+    role: str  # the roles that the iteration trains, joined by +
+    times: int  # number of iterations like this one in a cycle of the schedule
     phases: Mapping[str, float]
-    hidden: float  # seconds of generation that run beside training and are not waited for
-    generated: float  # tokens that are generated
-    trained: float  # tokens that are trained on
-    flops: float  # operations of the training itself, all GPUs together
-    sent: float  # bytes that the refit sends
-    rows: Mapping[str, float]  # sequences decoded together at one engine, by role
-    longest: Mapping[str, float]  # seconds of a role's longest answer among as many others
-    episodes: Sequence[EpisodePlan] = ()  # of the roles that answer several times in one
+    hidden: float  # seconds of generation that overlap with training
+    generated: float  # number of generated tokens
+    trained: float  # number of trained tokens
+    flops: float  # operations of the training passes, over all GPUs
+    sent: float  # bytes sent by the refit (weight sync to the engines)
+    rows: Mapping[str, float]  # role -> number of sequences decoded together by one engine
+    longest: Mapping[str, float]  # role -> seconds of its longest answer in a full batch
+    episodes: Sequence[EpisodePlan] = ()  # plans of the roles that answer several times per sample
 
     @property
     def seconds(self) -> float:
@@ -79,8 +79,12 @@ class IterationPlan:
 def plan_iteration(
     case: Case, work: IterationWork, actors: Mapping[str, Actor], engines: Mapping[str, EngineSetup]
 ) -> IterationPlan:
-    """Plans an iteration: its roles' answers, and then an update of every policy that it trains, one after the
-    other."""
+    """Plans an iteration: generation by all roles, and then one update of each policy that it trains, one after the
+    other.
+
+    `actors`: role -> its model in the trainer.
+    `engines`: role -> the engines that generate its answers.
+    """
     costs = {draw.role: _rollout(case, draw, engines[draw.role]) for draw in work.draws if _answers_here(case, draw)}
     phases = _generation(case, work, costs)
     reward_s = sum(draw.samples for draw in work.draws[:1]) * GRADING_S / case.spec.reward.workers
@@ -124,15 +128,16 @@ def plan_iteration(
 
 
 def _answers_here(case: Case, draw: Draw) -> bool:
-    """Returns whether the run's own engines write the answers. The machines of an endpoint are not known."""
+    """Returns whether the run's engines generate the role's answers. For an external endpoint, the hardware is
+    unknown."""
     return case.roles[draw.role].endpoint is None
 
 
 def _generation(case: Case, work: IterationWork, costs: Mapping[str, compute.RolloutCost]) -> dict[str, float]:
-    """Returns the seconds of an iteration's answers by phase, role after role.
+    """Returns {phase: seconds} of an iteration's generation, role by role.
 
-    Answers go on to the next role as they come: only the part behind the first counts, unless one server, or servers
-    that share their GPUs, write both.
+    Answers are forwarded to the next role as soon as they are generated. Only the time by which a later role exceeds
+    the earlier roles is counted, unless the same server, or servers on shared GPUs, generate for both.
     """
     phases, before, asked = dict[str, float](), 0.0, set[str]()
     apart = case.servers is not None and not case.colocated
@@ -152,10 +157,10 @@ def _generation(case: Case, work: IterationWork, costs: Mapping[str, compute.Rol
 def _changes_of_place(
     case: Case, trained: Sequence[str], actors: Mapping[str, Actor], engines: Mapping[str, EngineSetup]
 ) -> float:
-    """Returns the seconds in which one GPU's memory changes between servers and trainer, for an iteration that trains
-    these policies.
+    """Returns the seconds of handing GPU memory over between colocated servers and the trainer in one iteration.
 
-    Their weights and optimizers come and go. Their servers drop their weights, the others keep theirs in host memory.
+    `trained`: the policies that the iteration trains. Their weights and optimizer states are moved between GPU and
+    host. Their servers discard the weights, and the other servers move theirs to host memory.
     """
     moved = 0.0
     for name in trained:
@@ -170,9 +175,9 @@ def _changes_of_place(
 
 
 def _rollout(case: Case, draw: Draw, engine: EngineSetup) -> compute.RolloutCost:
-    """Returns the cost of generating `draw`. Tools run beside the generation of other samples.
+    """Returns the cost of generating `draw`. Tools run while other samples are generated.
 
-    The two models of a tandem both read every token, one after the other, and share the cache.
+    In Tandem RL, both the senior and the junior model process every token, one after the other, and share the KV cache.
     """
     role = case.roles[draw.role]
     width, writers = Precision.gpu(role.model.dtype).width, writers_of(role)
@@ -192,12 +197,13 @@ def _episode(role: RoleConfig, draw: Draw, cost: compute.RolloutCost) -> Episode
 
 
 def writers_of(role: RoleConfig) -> int:
-    """Returns the number of models in an engine of the role; a tandem's junior is taken to be of the senior's size."""
+    """Returns the number of models in an engine of the role. In Tandem RL, the junior is assumed to be as large as the
+    senior."""
     return 1 if role.tandem is None else 2
 
 
 def batch_of(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
-    """Returns the batch of one pass over so many samples of a draw."""
+    """Returns the batch of one pass over `sequences` samples of a draw."""
     return SequenceBatch(
         sequences=sequences, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp,
         prompt=draw.prompt, told=draw.length - draw.prompt - draw.written,
@@ -206,7 +212,7 @@ def batch_of(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
 
 
 def _training(role: RoleConfig, cluster: Cluster, draws: Sequence[Draw], actor: Actor) -> dict[str, float]:
-    """Returns the seconds of the phases of an update on all of `draws`, rollouts and refit left out."""
+    """Returns {phase: seconds} of an update on all of `draws`, without rollouts and refit."""
     stage = counting.heaviest(actor.shape, actor.parallel)
     samples = sum(draw.samples for draw in draws)
     steps = -(-samples // (role.samples_per_optimizer_step or samples))
@@ -228,8 +234,11 @@ def _training(role: RoleConfig, cluster: Cluster, draws: Sequence[Draw], actor: 
 
 
 def micro_batch(role: RoleConfig, draw: Draw | None) -> MicroBatchLoad:
-    """Returns a full micro-batch, and how many tokens of shared prompts its samples see beside their own: where what
-    stands behind a prompt of mean length is half as long as in the mean. There are fewer where it is longer."""
+    """Returns the load of a full micro-batch, including the prompt tokens that its samples share (`behind`).
+
+    The estimate is conservative: it assumes prompts of mean length and responses of half the mean length. With longer
+    responses, fewer prompts are shared.
+    """
     tokens, behind = role.micro_batch_tokens * role.layout.cp, 0.0
     if role.shared_prefixes and draw is not None:
         batch = batch_of(role, draw, draw.samples)

@@ -1,4 +1,4 @@
-"""Plans a run on a cluster: the memory of every part, the seconds of every phase, and whether it fits."""
+"""Plans a run on a cluster: the memory of all parts, the seconds of all phases, and whether the run fits."""
 
 from __future__ import annotations
 
@@ -21,32 +21,35 @@ from megatron_rl.planning.workload import Draw, longest_context
 from megatron_rl.weights import counting
 from megatron_rl.weights.counting import Parallel
 
-ENGINE_WORKSPACE = 3 * memory.GIB  # a server's activations of a prefill and its CUDA graphs, on each GPU
-ASLEEP = 2 * memory.GIB  # of a GPU that a sleeping server keeps: its CUDA context, NCCL's buffers, CUDA graphs. Assumed
-# Bytes of host memory for a byte of a sleeping server's weights: vLLM copies each block of its own into pinned memory,
-# and torch rounds the size of that up to 2^n. At most; assumed.
+ENGINE_WORKSPACE = 3 * memory.GIB  # bytes per GPU for a server's prefill activations and CUDA graphs
+# bytes of GPU memory that a sleeping server keeps: CUDA context, NCCL's buffers, CUDA graphs. Assumed
+ASLEEP = 2 * memory.GIB
+# Bytes of host memory per byte of a sleeping server's weights. vLLM copies each of its memory blocks to pinned memory,
+# whose size torch rounds up to a power of 2. Upper bound, assumed.
 SERVER_COPY = 2.0
-NO_CACHE = frozenset(["--no-enable-prefix-caching", "--disable-radix-cache"])  # words of engine.args
+# arguments in engine.args that disable prefix caching
+NO_CACHE = frozenset(["--no-enable-prefix-caching", "--disable-radix-cache"])
 NO_OVERLAP = frozenset(["--no-async-scheduling", "--disable-overlap-schedule"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolePlan:
-    """One role on the trainer's ranks. Bytes are those of the rank that needs the most."""
+    """The plan of one role on the trainer's ranks. Bytes are those of the rank that needs the most."""
 
     name: str
     shape: Shape
     parallel: Parallel
     training: TrainingBytes
-    embedded: float  # bytes of the embedded engine's own copy of the weights
-    cache: float  # bytes of the embedded engine's keys and values on each rank
+    embedded: float  # bytes of the embedded engine's separate copy of the weights
+    cache: float  # bytes of the embedded engine's KV cache on each rank
     sleeps: bool
-    host: float  # bytes of host memory for each rank: the state that sleeps, and the reference
-    leaves: bool = False  # servers stand in the GPU: the weights are away too, but for the role that trains
+    host: float  # bytes of host memory per rank: the offloaded state of a sleeping role, and the reference
+    # whether servers share the GPU, so that the weights are offloaded too while another role trains
+    leaves: bool = False
 
     @property
     def asleep(self) -> float:
-        """Returns the bytes that the role holds on the GPU in another role's iteration."""
+        """Returns the bytes that the role keeps on the GPU while another role trains."""
         if self.leaves:
             return 0.0
         held = self.training.weights + self.embedded
@@ -55,19 +58,19 @@ class RolePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan:
-    """One GPU of a role's servers."""
+    """The plan of one GPU of a role's servers."""
 
     role: str
-    weights: float  # bytes
-    cache: float  # bytes that engine.memory_share leaves for keys and values; the server does not start without any
-    sequences: float  # number of sequences of the greatest length that fit into one server's cache
-    share: float  # bytes of the GPU that it takes while it generates
-    asleep: float  # bytes that it keeps while the trainer has its GPU; 0 on GPUs of its own
+    weights: float  # bytes of the weights
+    cache: float  # bytes that engine.memory_share leaves for the KV cache; the server does not start if there are none
+    sequences: float  # number of sequences of maximum length that fit into one server's KV cache
+    share: float  # bytes of GPU memory that the server uses while it generates
+    asleep: float  # bytes that the server keeps while the trainer uses its GPU; 0 on separate GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The estimate for a run whose trainer takes `ranks` GPUs of `cluster`; the others are the engines'."""
+    """The estimate for a run whose trainer uses `ranks` GPUs of `cluster`. The engines use the other GPUs."""
 
     cluster: Cluster
     ranks: int
@@ -81,14 +84,14 @@ class RunPlan:
 
     @property
     def tokens_per_gpu(self) -> float:
-        """Returns the tokens trained on in a second, divided by all GPUs of the cluster."""
+        """Returns the number of trained tokens per second and GPU of the cluster."""
         return (
             sum(iteration.trained * iteration.times for iteration in self.iterations) / self.cycle_s / self.cluster.gpus
         )
 
     @property
     def phases(self) -> dict[str, float]:
-        """Returns the seconds of a cycle by phase."""
+        """Returns {phase: seconds in a cycle}."""
         out: dict[str, float] = {}
         for iteration in self.iterations:
             for name, seconds in iteration.phases.items():
@@ -100,23 +103,26 @@ class RunPlan:
         return memory.CONTEXT + memory.FRAGMENTS * self.cluster.device.memory
 
     def peak(self, role: RolePlan) -> float:
-        """Returns the bytes on a trainer's GPU while `role` trains."""
+        """Returns the peak bytes on a trainer's GPU while `role` trains."""
         others = sum(other.asleep for other in self.roles if other is not role)
         return self.reserve + others + role.embedded + role.training.peak + self.beside
 
     @property
     def beside(self) -> float:
-        """Returns the bytes on a trainer's GPU that servers keep which sleep there."""
+        """Returns the bytes that sleeping servers keep on a trainer's GPU."""
         return sum(server.asleep for server in self.servers)
 
     def refit_peak(self, role: RolePlan) -> float:
-        """Returns the bytes on a GPU that servers share, while one of them takes a role's weights: these, and the
-        weights of all servers without their caches."""
+        """Returns the peak bytes on a shared GPU during a refit, while servers receive a role's weights.
+
+        They consist of the role's weights and the weights of all servers, without the servers' KV caches.
+        """
         return self.reserve + role.training.weights + self.beside + sum(server.weights for server in self.servers)
 
     @property
     def rollout_peak(self) -> float:
-        """Returns the bytes on a trainer's GPU while it generates, with the embedded engine or servers in it."""
+        """Returns the peak bytes on a trainer's GPU during generation by the embedded engine or by colocated
+        servers."""
         if self.beside:
             return memory.CONTEXT + sum(server.share for server in self.servers)
         return (
@@ -127,16 +133,16 @@ class RunPlan:
 
     @property
     def host_per_node(self) -> float:
-        """Returns the bytes of a trainer node's own memory."""
+        """Returns the bytes of host memory used on a trainer node."""
         kept = 0.0
-        if self.beside:  # in an iteration the weights of all servers but those of the role that trains
+        if self.beside:  # weights of all servers except those of the role that trains
             kept = sum(server.weights for server in self.servers) - min(server.weights for server in self.servers)
             kept *= SERVER_COPY
         return (sum(role.host for role in self.roles) + kept) * min(self.cluster.per_node, self.ranks)
 
     @property
     def problems(self) -> list[str]:
-        """Returns the reasons why the run does not fit, a line each; none when it does."""
+        """Returns the reasons why the run does not fit, one line each; an empty list if the run fits."""
         room, out = self.cluster.device.memory, list[str]()
         places = [(f"{role.name} trains", self.peak(role)) for role in self.roles]
         if any(role.embedded for role in self.roles):
@@ -191,7 +197,7 @@ class RunPlan:
 
 
 def make(case: Case) -> RunPlan:
-    """Plans the run. Raises ConfigError when a layout does not divide a model or the cluster."""
+    """Plans the run. Raises ConfigError if a layout does not divide a model or the cluster."""
     for name, role in case.roles.items():
         if problems := trainer_problems(case.models[name].sizes, Axes.of(role.layout), case.models[name].name):
             raise ConfigError("\n  ".join(f"roles.{name}: {line}" for line in problems))
@@ -211,7 +217,7 @@ def make(case: Case) -> RunPlan:
 
 
 def make_or_none(case: Case) -> RunPlan | None:
-    """Returns the plan of a run, or None when its layouts do not divide the models or the cluster."""
+    """Returns the plan of a run, or None if its layouts do not divide the models or the cluster."""
     try:
         return make(case)
     except ConfigError:
@@ -225,17 +231,18 @@ def _actor(case: Case, name: str) -> Actor:
 
 
 def _longest(case: Case, name: str, draws: Mapping[str, Draw]) -> int:
-    """Returns the most tokens of one sample of a role; of a role that nothing is drawn of, of one answer."""
+    """Returns the maximum number of tokens of a role's samples. Without a draw for the role, assumes a single
+    answer."""
     return longest_context(case.roles[name], draws[name].episode if name in draws else EpisodeEstimate())
 
 
 def _players(case: Case, name: str) -> list[str]:
-    """Returns the roles that the engines of role `name` answer for, itself among them."""
+    """Returns the roles whose answers the engines of role `name` generate, including `name`."""
     return [other for other, role in case.roles.items() if role.servers == name]
 
 
 def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw]) -> RolePlan:
-    """Plans a role on the trainer's ranks. `draws`: the samples of each role in an iteration."""
+    """Plans a role on the trainer's ranks. `draws`: role -> its samples in an iteration."""
     role, engine, (shape, parallel, numbers, _) = case.roles[name], case.spec.engine.settings, actor
     reference = role.loss.kl_coef > 0
     own_draws = [draws.get(other) for other, one in case.roles.items() if one.owner == name]
@@ -243,7 +250,7 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw]) -> Rol
     held = memory.worst(actor, micro, reference=reference)
     shared = role.lora is not None and owners(case.roles).get(name, name) != name
     own = float(numbers.width * actor.adapters(0))
-    if shared:  # another role's model is this one's too
+    if shared:  # the role shares the model of another role
         held = replace(held, weights=own)
     embedded, cache = 0.0, 0.0
     if isinstance(engine, Embedded):
@@ -264,7 +271,7 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw]) -> Rol
 
 
 def _frozen(role: RolePlan) -> RolePlan:
-    """Returns the plan of a role that writes but is never trained: it holds its weights alone."""
+    """Returns the plan of a role that generates but is never trained: it holds only its weights."""
     weights = role.training.weights
     held = TrainingBytes(weights=weights, gradients=0.0, optimizer=0.0, activations=0.0, workspace=0.0, swapped=0.0)
     return replace(role, training=held, host=weights if role.leaves else 0.0)
@@ -300,7 +307,7 @@ def _engine(case: Case, server: ServerPlan | None) -> EngineSetup:
             shares_prompt=not NO_CACHE & set(settings.args),
             overlapped=not NO_OVERLAP & set(settings.args),
         )
-    # the embedded engine's cache grows as it must
+    # the embedded engine's KV cache grows as needed
     return EngineSetup(
         replicas=case.ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False, keeps_prefix=False,
         overlapped=False,

@@ -1,4 +1,4 @@
-"""Tries layouts and engines for a run: finds the fastest that fit a cluster, and cures for a run that does not fit."""
+"""Searches layouts and engines for a run: the fastest that fit a cluster, and changes that make a run fit."""
 
 from __future__ import annotations
 
@@ -18,43 +18,47 @@ from megatron_rl.planning.plan import RunPlan, make_or_none
 from megatron_rl.spec.run_spec import RoleSpec
 from megatron_rl.weights import counting
 
-ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # shares of the cluster's nodes that engines may take
-COLOCATED_SHARE, OWN_SHARE = 0.86, 0.9  # of a GPU: that servers of all roles take in the trainer's, and in their own
-PAIRS = 150  # combinations of the roles' layouts that are tried for each choice of engines
-MICRO_BATCHES = (32768, 16384, 8192, 4096)  # tokens of a micro-batch that are tried beside the config's own
-WORTH = 0.03  # share of a cycle's time that a change must save to be advised
-MOST = 5  # lines of advice on changes that save time
-HOST_MEMORY = 450 * GIB  # of a node, from which it is pointed out: nodes with 512 GiB are the smallest that are common
-# How many times the planned seconds of a longest answer a request should be waited for: it also waits in the server's
-# queue, a refit may stand between, and the plan of generation is right within 30 % at best. Assumed.
+# shares of the cluster's nodes that are tried for the engines
+ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
+# share of a GPU's memory for servers: of all roles together on the trainer's GPUs, and on separate GPUs
+COLOCATED_SHARE, OWN_SHARE = 0.86, 0.9
+PAIRS = 150  # maximum number of combinations of the roles' layouts tried for each choice of engines
+MICRO_BATCHES = (32768, 16384, 8192, 4096)  # micro-batch sizes in tokens that are tried besides the configured size
+WORTH = 0.03  # minimum share of a cycle's time that a change must save to be advised
+MOST = 5  # maximum number of lines of advice on changes that save time
+HOST_MEMORY = 450 * GIB  # host memory per node above which a warning is printed; common nodes have at least 512 GiB
+# Minimum ratio of a request's timeout to the planned seconds of the longest answer. A request also waits in the
+# server's queue and during refits, and the planned generation time is accurate to 30 % at best. Assumed.
 PATIENCE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A run that fits, its plan, and how it differs from the run that was asked about."""
+    """A run that fits, its plan, and its difference from the run that the search started from."""
 
     case: Case
     plan: RunPlan
-    overrides: Sequence[str]  # a.b=c arguments that make this run of the one asked about
+    overrides: Sequence[str]  # a.b=c arguments that change the original config to this run
 
 
 def search(asked: Case, *, keep: int = 5) -> list[Proposal]:
-    """Returns the fastest layouts of all roles and choices of engines that fit, best first; none when nothing fits.
+    """Returns the fastest layouts and engine choices that fit, best first; an empty list if nothing fits.
 
-    Every one passes `check`. Layouts have neither context nor virtual pipeline parallelism, and have sequence
-    parallelism wherever tp is above 1. With each layout nothing, the feed-forward or everything is computed again, in
-    the largest micro-batches that fit, or in those of the config where these are smaller.
+    `keep`: the maximum number of proposals.
+
+    Every proposal passes `check`. Layouts use no context parallelism and no virtual pipeline parallelism, and use
+    sequence parallelism if tp > 1. For each layout, three recomputation settings are tried: none, the feed-forward
+    part, and everything. Each uses the largest micro-batches that fit, or those of the config if they are smaller.
     """
     found = [one for case in engine_choices(asked) for one in _with_engines(case, asked, keep)]
     best = sorted(found, key=lambda one: one.plan.cycle_s)[:keep]
     grown = [_grown(asked, one) for one in best]
-    different = {tuple(one.overrides): one for one in grown}  # two may have grown to the same
+    different = {tuple(one.overrides): one for one in grown}  # two proposals may have become equal
     return sorted(different.values(), key=lambda one: one.plan.cycle_s)
 
 
 def advice(case: Case, made: RunPlan) -> list[str]:
-    """Returns lines on what would make the run fit, or faster where it fits; the most useful come first."""
+    """Returns lines of advice that would make the run fit, or run faster if it fits, the most useful first."""
     if made.problems:
         return _cures(case, made) or ["no single change makes it fit: --search looks at all of them together"]
     phases = made.phases
@@ -88,7 +92,8 @@ def advice(case: Case, made: RunPlan) -> list[str]:
 
 
 def _waits(case: Case, made: RunPlan) -> list[str]:
-    """Returns a line for each role whose longest answer may take longer than a request may, and for each endpoint."""
+    """Returns a warning for each role whose longest answer may exceed the request timeout, and a note for each
+    endpoint."""
     lines = list[str]()
     for name in case.roles:
         own = [iteration for iteration in made.iterations if name in iteration.longest]
@@ -107,7 +112,7 @@ def _waits(case: Case, made: RunPlan) -> list[str]:
 
 
 def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterator[Layout]:
-    """Yields the layouts that divide the model and the ranks. tp stays within a node."""
+    """Yields the layouts that divide the model and the ranks. tp does not exceed a node's GPUs."""
     sizes = shape.sizes
     whole = allowed(sizes, "tp"), allowed(sizes, "pp x vpp"), allowed(sizes, "ep")
     tps = [tp for tp in (1, 2, 4, 8, 16) if tp <= per_node and whole[0](tp)]
@@ -125,7 +130,7 @@ def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterat
 
 
 def engine_choices(case: Case) -> Iterator[Case]:
-    """Yields the run with each choice of engines worth trying."""
+    """Yields the run with each engine setup worth trying."""
     if isinstance(case.spec.engine.settings, Embedded):
         yield case
     settings, cluster, names = case.servers or default_servers(), case.cluster, case.spec.engine.server_roles
@@ -133,7 +138,8 @@ def engine_choices(case: Case) -> Iterator[Case]:
     largest = max(width.values()) * max(counting.total(case.models[name]) for name in names)
 
     def holds(tp: int, share: float) -> bool:
-        """Returns whether a server of this size has room for each model, and can divide each."""
+        """Returns whether each role's model fits on a server of `tp` GPUs with this memory share, and is divisible by
+        `tp`."""
         return largest / tp <= share * cluster.device.memory * 0.75 and not any(
             engine_violations(case.models[name].sizes, tp, expert_parallel=settings.expert_parallel) for name in names
         )
@@ -149,7 +155,7 @@ def engine_choices(case: Case) -> Iterator[Case]:
         yield case.with_engine(replace(settings, replicas=replicas, tp=tp, urls={}, gpus=(), **own)).beside_trainer()
     if case.spec.loop.rollouts.max_staleness or any(role.lora is not None for role in case.roles.values()):
         return
-    # servers of each role in all of the trainer's GPUs, of each size within a node
+    # colocated servers: each role has servers on all of the trainer's GPUs, with any tp within a node
     share = settings.memory_share if settings.colocate else round(COLOCATED_SHARE / len(names), 2)
     for tp in (1, 2, 4, 8, 16):
         if tp <= cluster.per_node and not cluster.per_node % tp and holds(tp, share):
@@ -158,15 +164,18 @@ def engine_choices(case: Case) -> Iterator[Case]:
 
 
 def engine_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
-    """Returns the arguments that make `asked`, a run's engine, this one."""
+    """Returns the config arguments that change the engine `asked` to `engine`."""
     words = [f"engine.kind={engine.kind}", f"engine.replicas={engine.replicas}", f"engine.tp={engine.tp}"]
     words += [f"engine.colocate={str(engine.colocate).lower()}", f"engine.memory_share={engine.memory_share:g}"]
     return words + _place_words(engine, asked)
 
 
 def _place_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
-    """Returns the arguments that move the servers of `asked` to where those of `engine` stand. None of them can take
-    `urls` out of a config."""
+    """Returns the config arguments that change where and by whom the servers of `asked` are started to those of
+    `engine`.
+
+    No argument can remove `urls` from a config.
+    """
     before, words = asked if isinstance(asked, Servers) else default_servers(), list[str]()
     if engine.gpus != before.gpus:
         words.append(f"engine.gpus=[{','.join(map(str, engine.gpus))}]")
@@ -176,8 +185,10 @@ def _place_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
 
 
 def nodes_words(asked: Case, case: Case) -> list[str]:
-    """Returns the arguments that give the trainer the nodes that it has in `case`, and as many ranks where it shares
-    its node with servers; none where the run asked about has as many."""
+    """Returns the config arguments that set the trainer's nodes to those of `case`, and its ranks if it shares a node.
+
+    Returns an empty list if `asked` has the same numbers.
+    """
     ranks, before = case.ranks, asked.spec.cluster
     nodes = -(-ranks // case.cluster.per_node)
     words = [] if nodes == before.job.nodes else [f"job.nodes={nodes}"]
@@ -188,9 +199,10 @@ def nodes_words(asked: Case, case: Case) -> list[str]:
 
 
 def _with_engines(case: Case, asked: Case, keep: int) -> list[Proposal]:
-    """Returns the best layouts of the roles for the engines of `case`, fastest first.
+    """Returns the best layouts of the roles with the engines of `case`, fastest first.
 
-    First each role is tried alone; then the best layouts of the roles are combined, and those that fit together stay.
+    First, layouts are tried for each role separately. Then the best layouts of all roles are combined, and combinations
+    that do not fit are dropped.
     """
     limit = max(4, int(PAIRS ** (1 / len(case.held))))
     choices: dict[str, list[RoleSpec]] = {}
@@ -210,7 +222,7 @@ def _with_engines(case: Case, asked: Case, keep: int) -> list[Proposal]:
 
 
 def _proposal(asked: Case, case: Case) -> Proposal | None:
-    """Returns a run as a proposal; None where it does not fit or `check` refuses it."""
+    """Returns a run as a proposal, or None if it does not fit or `check` refuses it."""
     made = make_or_none(case)
     if made is None or made.problems or not case.passes():
         return None
@@ -218,7 +230,7 @@ def _proposal(asked: Case, case: Case) -> Proposal | None:
 
 
 def _grown(asked: Case, found: Proposal) -> Proposal:
-    """Returns the proposal with the largest micro-batches that fit beside the other roles and save time."""
+    """Returns the proposal with larger micro-batches, if these fit beside the other roles and save time."""
     for name in found.case.held:
         role = found.case.roles[name]
         for tokens in (tokens for tokens in _micro_batches(role) if tokens > role.micro_batch_tokens):
@@ -232,7 +244,7 @@ def _grown(asked: Case, found: Proposal) -> Proposal:
 def _fitting_alone(case: Case, name: str) -> Iterator[tuple[float, float, RoleSpec]]:
     """Yields (seconds of a cycle, bytes, role) for every layout of a role that fits in GPU memory on its own.
 
-    The other roles get a plain layout, because theirs may not divide these ranks.
+    The other roles get a default layout, because their layouts may not divide the ranks.
     """
     role, shape = case.roles[name], case.models[name]
     plain = {other: replace(one, layout=Layout(), sleep=True) for other, one in case.roles.items() if other != name}
@@ -242,7 +254,7 @@ def _fitting_alone(case: Case, name: str) -> Iterator[tuple[float, float, RoleSp
         fits = False
         for tokens in _micro_batches(role):
             if fits and tokens != role.micro_batch_tokens:
-                continue  # a larger one fits
+                continue  # a larger micro-batch fits
             model = replace(role.model, **recompute)
             other = replace(role, layout=layout, model=model, micro_batch_tokens=tokens, sleep=True)
             made = make_or_none(case.with_roles(**plain, **{name: other}))
@@ -255,7 +267,7 @@ def _fitting_alone(case: Case, name: str) -> Iterator[tuple[float, float, RoleSp
 
 
 def _recomputes(shape: Shape) -> list[dict[str, Any]]:
-    """Returns the settings of recomputation that are tried: nothing, the largest part of a layer, everything."""
+    """Returns the recomputation settings to try: none, the largest part of a layer, everything."""
     part = "moe" if shape.sizes.experts else "mlp"
     return [
         {"recompute": "none"}, {"recompute": "selective", "recompute_modules": (part,)}, {"recompute": "full"}
@@ -263,13 +275,14 @@ def _recomputes(shape: Shape) -> list[dict[str, Any]]:
 
 
 def _micro_batches(role: RoleConfig) -> list[int]:
-    """Returns the sizes of micro-batches that hold the role's longest sample, the largest first; its own among them."""
+    """Returns the micro-batch sizes to try, largest first: those that hold the role's longest sample, and the
+    configured size."""
     own, longest = role.micro_batch_tokens, role.max_prompt_tokens + role.sampling.max_tokens
     return sorted({own, *(tokens for tokens in MICRO_BATCHES if tokens >= min(own, longest))}, reverse=True)
 
 
 def _changes(case: Case, made: RunPlan) -> Iterator[tuple[str, Case]]:
-    """Yields single changes that may save time, as (words, changed run)."""
+    """Yields single changes that may save time, as (description, changed run)."""
     node = made.cluster.per_node
     for name in case.held:
         role = case.roles[name]
@@ -296,7 +309,7 @@ def _changes(case: Case, made: RunPlan) -> Iterator[tuple[str, Case]]:
 
 
 def _cures(case: Case, made: RunPlan) -> list[str]:
-    """Returns lines on single changes, of one role or of all alike, that make the run fit."""
+    """Returns lines about single changes, of one role or of all roles alike, that make the run fit."""
     lines = list[str]()
     for names in [[name] for name in case.held] + ([case.held] if len(case.held) > 1 else []):
         if lines and len(names) > 1:
@@ -328,7 +341,8 @@ def _cures(case: Case, made: RunPlan) -> list[str]:
 
 
 def _smaller_roles(role: RoleConfig, shape: Shape, made: RunPlan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (words, changed fields) that lower the memory a role needs, the mildest change first."""
+    """Yields (description, changed fields) of changes that reduce the memory of a role, the least costly change
+    first."""
     if not role.sleep:
         yield "sleep=true", {"sleep": True}
     if role.model.recompute != "full":
@@ -347,7 +361,7 @@ def _words(layout: Layout) -> str:
 
 
 def _overrides(asked: Case, case: Case) -> list[str]:
-    """Returns the arguments that iteration the run that was asked about into this one, on the nodes of its plan."""
+    """Returns the config arguments that turn the run `asked` into `case`, including the trainer's nodes."""
     out = list[str]()
     for name in case.held:
         role, before = case.roles[name], asked.roles[name]

@@ -16,7 +16,7 @@ from megatron_rl.weights import counting
 
 
 def show(plan: RunPlan, advice: Sequence[str], console: Console, *, notes: Sequence[str] = ()) -> None:
-    """Prints tables of memory and time, then notes, what is assumed of episodes among them, problems and advice."""
+    """Prints tables of memory and time, followed by notes, assumptions on episodes, problems and advice."""
     console.print(_memory_table(plan))
     if plan.servers:
         console.print(_servers_table(plan))
@@ -37,7 +37,7 @@ def show(plan: RunPlan, advice: Sequence[str], console: Console, *, notes: Seque
 
 
 def show_search(found: Sequence[Proposal], asked: RunPlan, console: Console) -> None:
-    """Prints the proposals, fastest first, each with the arguments that make it of the config asked about."""
+    """Prints the proposals, fastest first, with the arguments that change the config to each proposal."""
     if not found:
         console.print(
             "[red]nothing fits[/]: take more GPUs, or lower micro_batch_tokens and the lengths", highlight=False
@@ -49,13 +49,13 @@ def show_search(found: Sequence[Proposal], asked: RunPlan, console: Console) -> 
         console.print(
             "    " + (" ".join(map(_quoted, one.overrides)) or "as it is"),
             highlight=False,
-            markup=False,  # [mlp] is a value
+            markup=False,  # the text may contain brackets such as [mlp]
             soft_wrap=True,
         )
 
 
 def show_alternatives(found: Sequence[Alternative], console: Console) -> None:
-    """Prints what the run costs with this engine and with others; the first is the config's own."""
+    """Prints the cost of the run with the configured engine, which comes first, and with other engines."""
     title = "engines: the config's own first, then what others would give"
     table = Table(
         "engine", "engines' GPUs", "trainer's GPUs", "seconds a cycle", "settings", title=title, title_justify="left"
@@ -149,5 +149,5 @@ def _gib(size: float) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Returns an argument as a shell takes it."""
+    """Quotes an argument for a shell if necessary."""
     return f"'{word}'" if any(mark in word for mark in " [{") else word

@@ -1,4 +1,4 @@
-"""Says how many samples one cycle of a recipe draws and trains on, and how long they are."""
+"""Computes how many samples a cycle of a recipe's schedule draws and trains on, and how long the samples are."""
 
 from __future__ import annotations
 
@@ -13,42 +13,44 @@ from megatron_rl.config.schema import ConfigError, RoleConfig
 from megatron_rl.models.shape import Shape, read_shape
 from megatron_rl.spec.run_spec import RunSpec
 
-FILL = 0.5  # mean lengths as a share of the longest allowed, where nothing is said
+FILL = 0.5  # default of the mean length as a share of the maximum length
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """The samples of one role in one iteration, each with the answers that `episode` says."""
+    """The samples of one role in one iteration. Each sample has the number of answers given by `episode`."""
 
     role: str
     samples: int
-    prompt: float  # mean tokens of a prompt
-    response: float  # mean tokens of an answer
-    longest: int  # most tokens of an answer
-    per_prompt: float = 1.0  # samples with one prompt, in the mean
+    prompt: float  # mean number of tokens of a prompt
+    response: float  # mean number of tokens of an answer
+    longest: int  # maximum number of tokens of an answer
+    per_prompt: float = 1.0  # mean number of samples per prompt
     episode: EpisodeEstimate = field(default_factory=EpisodeEstimate)
 
     @property
     def written(self) -> float:
-        """Returns the mean tokens of all answers of a sample."""
+        """Returns the mean number of tokens of all answers of a sample."""
         return self.episode.answers * self.response
 
     @property
     def length(self) -> float:
-        """Returns the mean tokens of a sample: its prompt, its answers and what it is told between them."""
+        """Returns the mean number of tokens of a sample: the prompt, the answers, and the tokens inserted between
+        answers."""
         return self.prompt + self.written + (self.episode.answers - 1) * self.episode.told
 
     def context(self, answer: int) -> float:
-        """Returns the mean tokens that stand before answer number `answer`, from 0 on."""
+        """Returns the mean number of tokens before the answer with index `answer`, counted from 0."""
         return self.prompt + answer * (self.response + self.episode.told)
 
 
 @dataclass(frozen=True, kw_only=True)
 class IterationWork:
-    """An iteration: the samples that are drawn in it, and those that are trained on. A cycle has it `times` times."""
+    """The samples that one iteration draws and trains on. A cycle contains `times` such iterations."""
 
     draws: Sequence[Draw]
-    trained: Sequence[Draw]  # of each role that the iteration trains; `draws` may hold more of its samples
+    # samples of each role that the iteration trains; `draws` may hold more samples of these roles
+    trained: Sequence[Draw]
     times: int
 
     @property
@@ -58,7 +60,7 @@ class IterationWork:
 
     @property
     def role(self) -> str:
-        """Returns what a plan calls the iteration: the roles that it trains."""
+        """Returns the iteration's name in a plan: the roles that it trains, joined by +."""
         return " + ".join(self.roles)
 
 
@@ -69,13 +71,14 @@ def cycle_work(
     episodes: Mapping[str, EpisodeEstimate] | None = None,
     draws: Mapping[tuple[str, str], float] | None = None,
 ) -> list[IterationWork]:
-    """Returns the iterations of a cycle in the middle of the run.
+    """Returns the iterations of a cycle of the schedule, taken from the middle of the run.
 
-    `fills`: by role, the mean length as a share of max_prompt_tokens and sampling.max_tokens, what `fills_of` gives.
-    Other roles have the lengths of their mean_tokens.
-    Roles that one iteration trains draw together, once. `episodes`: by role, what `episodes_of` gives; without it, what
-    the recipe says. `draws`:
-    what `draws_of` gives, over what the recipe says.
+    Roles that the same iteration trains share their draws.
+
+    `fills`: role -> mean length as a share of max_prompt_tokens and sampling.max_tokens (see `fills_of`). Other roles
+    use their mean_tokens.
+    `episodes`: role -> estimate of its episodes (see `episodes_of`); None: the recipe's estimates.
+    `draws`: overrides of the recipe's numbers of samples (see `draws_of`).
     """
     episodes = episodes_of(spec, ()) if episodes is None else episodes
     iterations, parts = [tuple(roles) for roles in _middle(spec.recipe.schedule())], spec.recipe.roles()
@@ -95,8 +98,12 @@ def cycle_work(
 
 
 def fills_of(roles: Collection[str], settings: Sequence[str]) -> dict[str, float]:
-    """Returns the mean length of prompts and answers, as a share of the longest allowed, of each role that `settings`
-    name: SHARE, for all roles, or ROLE=SHARE. Raises ConfigError for other roles, and for one outside (0, 1]."""
+    """Returns {role: mean length of prompts and answers as a share of the maximum length}.
+
+    `settings`: SHARE, for all roles, or ROLE=SHARE.
+
+    Raises ConfigError for an unknown role, and for a share outside (0, 1].
+    """
     fills: dict[str, float] = {}
     for text in sorted(settings, key=lambda text: "=" in text):
         role, _, value = text.rpartition("=")
@@ -110,9 +117,12 @@ def fills_of(roles: Collection[str], settings: Sequence[str]) -> dict[str, float
 
 
 def draws_of(roles: Collection[str], settings: Sequence[str]) -> dict[tuple[str, str], float]:
-    """Returns by iteration and role how many samples of a role are drawn for each prompt, in the mean: `settings` have
-    the form ITERATION.ROLE=NUMBER. Raises ConfigError for roles that are not there, and for a number that is not above
-    0."""
+    """Returns {(iteration, role): mean number of samples of the role per prompt}.
+
+    `settings`: ITERATION.ROLE=NUMBER, where an iteration is named by a role that it trains.
+
+    Raises ConfigError for an unknown role, and for a number that is not positive.
+    """
     out = dict[tuple[str, str], float]()
     for text in settings:
         names, _, value = text.partition("=")
@@ -130,15 +140,19 @@ def draws_of(roles: Collection[str], settings: Sequence[str]) -> dict[tuple[str,
 
 
 def _middle(schedule: Sequence[Sequence[Sequence[str]]]) -> Sequence[Sequence[str]]:
-    """Returns the cycle that holds the iteration in the middle of the run. A long warm-up has many short cycles, so
-    that the cycle in the middle of the list may be one of them."""
+    """Returns the cycle that contains the middle iteration of the run.
+
+    A long warm-up may consist of many short cycles, so that the middle of the list of cycles may be in the warm-up.
+    """
     ends = list(accumulate(len(cycle) for cycle in schedule))
     return schedule[bisect_right(ends, ends[-1] // 2)]
 
 
 def _greatest(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """Returns the greatest count of each role. Roles that one iteration trains draw together: each says what all
-    draw."""
+    """Returns the largest count of each role.
+
+    Roles that the same iteration trains share their draws, so each role's counts describe all of them.
+    """
     names = dict.fromkeys(name for one in counts for name in one)
     return {name: max(one.get(name, 0) for one in counts) for name in names}
 
@@ -151,8 +165,12 @@ def _number(text: str, given: str) -> float:
 
 
 def episodes_of(spec: RunSpec, settings: Sequence[str]) -> dict[str, EpisodeEstimate]:
-    """Returns what the episodes of each role are taken to be: what the recipe says, and over it `settings`, each of the
-    form ROLE.name=value. Raises ConfigError for a role or a name that is not there, and for a wrong value."""
+    """Returns {role: estimate of its episodes}: the recipe's estimates, overridden by `settings`.
+
+    `settings`: ROLE.name=value.
+
+    Raises ConfigError for an unknown role or name, and for an invalid value.
+    """
     own: dict[str, list[str]] = {name: [] for name in spec.roles}
     for text in settings:
         role, _, rest = text.partition(".")
@@ -171,8 +189,11 @@ def episodes_of(spec: RunSpec, settings: Sequence[str]) -> dict[str, EpisodeEsti
 
 
 def longest_context(role: RoleConfig, episode: EpisodeEstimate) -> int:
-    """Returns the most tokens of one sample of a role: the longest prompt, all answers at their longest, and what is
-    told between them, at its mean; in a bounded episode what fits, and one answer."""
+    """Returns the maximum number of tokens of one sample of a role.
+
+    This is the longest prompt, all answers at maximum length, and the mean number of tokens between answers. In a
+    bounded episode, it is the maximum prompt length plus one answer.
+    """
     if episode.bounded:
         return role.max_prompt_tokens + role.sampling.max_tokens
     return role.max_prompt_tokens + episode.answers * role.sampling.max_tokens + (episode.answers - 1) * episode.told
@@ -203,12 +224,13 @@ def _draws(
 
 
 def _lengths(role: RoleConfig, episode: EpisodeEstimate, fill: float | None) -> tuple[float, float, int]:
-    """Returns the mean tokens of a prompt and of an answer, and the most of an answer. `fill`: None means the role's
-    mean_tokens.
+    """Returns (mean tokens of a prompt, mean tokens of an answer, maximum tokens of an answer).
 
-    In a bounded episode the prompt, the earlier answers and what is told after them share what else is the prompt's.
-    Answers are as long as in other episodes, but at most so long that the prompt gets an equal part.
-    In the longest sample all answers are longer alike.
+    `fill`: mean length as a share of the maximum length; None: the role's mean_tokens.
+
+    In a bounded episode, the prompt, the earlier answers and the tokens between answers share the budget of the prompt.
+    Answers are as long as in other episodes, but short enough to leave an equal part for the prompt. In the longest
+    sample, all answers are equally long.
     """
     own, share, longest = role.mean_tokens, FILL if fill is None else fill, role.sampling.max_tokens
     before, response = share * role.max_prompt_tokens, share * longest
@@ -225,9 +247,11 @@ def _lengths(role: RoleConfig, episode: EpisodeEstimate, fill: float | None) -> 
 
 
 def models_of(roles: Mapping[str, RoleConfig], given: Sequence[str]) -> dict[str, Shape]:
-    """Returns the shape of every role's model. `given`: ROLE=SOURCE where sizes do not come from the model's path.
+    """Returns the shape of every role's model.
 
-    Raises ConfigError for another form, and for a model of which nothing is known.
+    `given`: ROLE=SOURCE, to take a role's shape from a source other than its model path.
+
+    Raises ConfigError for an invalid format, and for a model whose shape cannot be resolved.
     """
     sources = {name: role.model.path for name, role in roles.items()}
     for word in given:
@@ -239,7 +263,7 @@ def models_of(roles: Mapping[str, RoleConfig], given: Sequence[str]) -> dict[str
 
 
 def guess_notes(models: Mapping[str, Shape]) -> list[str]:
-    """Returns a line for every role whose model's sizes are guessed."""
+    """Returns one line for every role whose model sizes are guessed."""
     return [
         f"{name}: sizes are those of {shape.name}, by the words of its path; if it is another model: --shape {name}=..."
         for name, shape in models.items()
