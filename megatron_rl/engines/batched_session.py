@@ -26,7 +26,7 @@ class Row:
 
 
 Run = Callable[[Sequence[Row]], list[Completion]]  # [R] rows -> [R] completions, in order
-Check = Callable[[np.ndarray, Sampling, int], None]  # prompt, sampling and key of a request
+Check = Callable[[np.ndarray, Sampling, int], None]  # arguments: prompt, sampling and key of a request
 
 
 class BatchedSession:
@@ -63,7 +63,9 @@ class BatchedSession:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Keeps `answers` from ending while the block is open."""
+        """Returns a context manager for a thread that will send more requests. `answers` does not end while it is
+        open.
+        """
         with self._change:
             self._askers += 1
         try:

@@ -80,12 +80,12 @@ class DataParallelEngine(Generic[E]):
         return _in_order(shares, answers)
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-        """See engines.protocol.Engine. The sequences are divided among the ranks."""
+        """Implements `engines.protocol.Engine.score`. The sequences are divided among the ranks."""
         shares, texts = self._dealt(sequences)
         return _in_order(shares, self._world.call_all(self._score, texts))
 
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
-        """See engines.protocol.Engine. The sequences are divided among the ranks."""
+        """Implements `engines.protocol.Engine.score_top`. The sequences are divided among the ranks."""
         shares, texts = self._dealt(sequences)
         return _in_order(shares, self._world.call_all(self._score_top, [(own, k) for own in texts]))
 

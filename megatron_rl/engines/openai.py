@@ -24,7 +24,7 @@ from megatron_rl.engines.server import Server
 from megatron_rl.types import Stop
 
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
-# names under which /v1/models may report the context length
+# Names under which /v1/models may report the context length.
 CONTEXT_NAMES = ("max_model_len", "context_length", "max_context_length")
 TOKEN_ID = "token_id:"  # prefix of a token's id in the format of `return_tokens_as_token_ids`
 # A model's vocabulary is larger than its tokenizer's: its size is rounded up to a multiple of at most this number.
@@ -78,15 +78,15 @@ class OpenAiServer(Server):
             refused="refuses the API key: see key_file or key_variable",
         )  # fmt: skip
         self._endpoint, self._tokenizer = endpoint, tokenizer
-        # one request for the context length serves all callers that wait for it
+        # One request for the context length serves all callers that wait for it.
         self._asking: asyncio.Future[None] | None = None
         self._asked_context, self._context = False, None
 
     async def generate(
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
     ) -> list[Completion]:
-        """See Server. A prompt that fills the context has empty completions if the endpoint reports its context
-        length.
+        """Implements `Server.generate`. A prompt that fills the context has empty completions if the endpoint reports
+        its context length.
         """
         self._check(prompt, sampling)
         context = await self._room(timeout_s)
@@ -101,8 +101,8 @@ class OpenAiServer(Server):
             return [self._completion(choice, sampling, body["max_tokens"]) for choice in choices] * (sampling.n // n)
 
     async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
-        """See Server. Raises EngineError if the endpoint does not return the log-probs of prompts, or identifies the
-        most likely tokens only by their text.
+        """Implements `Server.score`. Raises EngineError if the endpoint does not return the log-probs of prompts, or
+        identifies the most likely tokens only by their text.
         """
         if not self._endpoint.token_prompts:
             raise EngineError(f"{self.url} takes text alone (token_prompts: false): it cannot score tokens")

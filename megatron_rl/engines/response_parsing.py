@@ -18,9 +18,9 @@ from megatron_rl.engines.protocol import Sampling
 SLACK = 1e-3  # maximum positive log-prob that is accepted as rounding error
 # Limits of the size of an answer in bytes: a fixed allowance, plus an allowance per requested token.
 FREE_BYTES = 16 << 20
-FRAME_TOKEN_BYTES = 4096  # token, log-prob, and the expert choices of 128 layers with 16 experts each
-JSON_TOKEN_BYTES = 1024  # token and log-prob with their text
-ENTRY_BYTES = 128  # one of the most likely tokens of a position
+FRAME_TOKEN_BYTES = 4096  # per token: id, log-prob, and the expert choices of 128 layers with 16 experts each
+JSON_TOKEN_BYTES = 1024  # per token: id and log-prob with their text
+ENTRY_BYTES = 128  # for each of the most likely tokens at a position
 
 
 class AnswerError(ValueError):

@@ -38,7 +38,7 @@ class Server:
     """
 
     health: ClassVar[str]  # route that answers while the server is ready
-    speaker: ClassVar[str]  # whose answers the client expects, for messages: "vLLM's"
+    speaker: ClassVar[str]  # name of the engine in the possessive, for error messages, such as "vLLM's"
     retry_after_s: ClassVar[float] = 0.0  # seconds before the next request to a server that sent an invalid answer
 
     def __init__(

@@ -12,7 +12,7 @@ from pathlib import Path
 START = "megatron-rl: a start at "
 READ_BYTES = 1 << 18  # number of bytes at the end of a log that are searched for an error
 TAIL_LINES = 15
-# maximum number of lines of an exception's message, and of characters per line
+# Maximum number of lines of an exception's message, and of characters per line.
 MESSAGE_LINES, MESSAGE_CHARACTERS = 6, 500
 CALLED = ("/torch/", "/pydantic/")  # libraries whose frames are less informative than the frames of their callers
 QUIET = ("DEBUG", "INFO", "WARNING")  # Levels of lines that report no error, even if they show an exception.
@@ -25,7 +25,7 @@ LINE = re.compile(
 FRAME = re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
 # The first line of a crash in compiled code, or of an error about the command line.
 CRASH = re.compile(r"Fatal Python error: |terminate called |\S+: error: ")
-# prefixes of lines that end an exception's message
+# Prefixes of lines that end an exception's message
 CHAINED = ("During handling of ", "The above exception ", "Exception raised from ", "frame #")
 
 

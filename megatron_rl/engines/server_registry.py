@@ -76,7 +76,7 @@ class ServerRegistry:
 
     def write(self, listing: Listing) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        # the process id would not be unique across hosts
+        # A process id would not be unique across hosts.
         draft = self.directory / f".{listing.name}.{listing.incarnation}"
         draft.write_text(json.dumps(asdict(listing)))
         draft.replace(self._path(listing))

@@ -69,7 +69,7 @@ class Segments:
     def _write(self) -> None:
         if self._file is None:
             self._path = self._directory / f"{LISTS}-{os.getuid()}-{uuid.uuid4().hex[:16]}"
-            # without space or lock support there is no list, and the segments of a killed server stay
+            # Without space or lock support there is no list, and the segments of a killed server stay.
             with contextlib.suppress(OSError):
                 self._file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
                 fcntl.flock(self._file, fcntl.LOCK_EX)

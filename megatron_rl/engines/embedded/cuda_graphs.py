@@ -93,7 +93,7 @@ class GraphRecorder:
         graph = torch.cuda.CUDAGraph()
         try:
             _capture(graph, step, pool=self._pool, stream=self._stream)
-        # Torch raises it for a synchronization, for lack of memory, and for other reasons.
+        # Reasons are a device synchronization in the step, lack of memory, and others.
         except RuntimeError as error:
             self._refused, self._failed = True, (graph,)
             self._failed = graph, _mend_generator()
@@ -112,9 +112,9 @@ def _capture(graph: torch.cuda.CUDAGraph, step: Callable[[], None], *, pool: Any
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             step()
     except RuntimeError:
-        with contextlib.suppress(RuntimeError):  # it was done already, or the allocation had not begun
-            # If an earlier call in CUDAGraph.capture_end fails, it skips these two calls, and empty_cache fails from
-            # then on.
+        with contextlib.suppress(RuntimeError):  # the pool was released already, or allocation had not begun
+            # CUDAGraph.capture_end skips these two calls if an earlier call in it fails. Without them, empty_cache
+            # fails from then on.
             device = torch.cuda.current_device()
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)

@@ -56,7 +56,8 @@ class Decoder:
         model).
         """
         rows, width = tokens.shape
-        turns = [one[:width].repeat(rows, 1)[:, None] for one in self.turns_up_to(width)]  # [B P, 1, d / 2] by kind
+        # [B P, 1, d / 2] per kind of attention.
+        turns = [one[:width].repeat(rows, 1)[:, None] for one in self.turns_up_to(width)]
         masks = [self._prompt_mask(width, kind.window) for kind in self.arch.features.kinds]
         x, cache, chosen = self._embed(tokens.flatten()), [], []
         for layer, kind in zip(self.weights.layers, self._kinds, strict=True):
@@ -79,7 +80,7 @@ class Decoder:
 
         Reads the first B rows and `window` columns of the cache, and writes the token's keys and values to it in place.
         """
-        turns = [one[positions][:, None] for one in self.turns_up_to(window)]  # [B, 1, d / 2] by kind
+        turns = [one[positions][:, None] for one in self.turns_up_to(window)]  # [B, 1, d / 2] per kind of attention
         index = torch.arange(len(tokens), device=self.device)
         biases = [self._bias(positions, window, kind.window) for kind in self.arch.features.kinds]
         x, chosen = self._embed(tokens), []

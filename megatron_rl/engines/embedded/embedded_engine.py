@@ -75,7 +75,7 @@ class EmbeddedEngine:
             self._eos |= {tokenizer.eos_token_id}
         self._decoder: Decoder | None = None
         self._landing: tuple[Decoder, WeightSlots] | None = None
-        self._boundaries = functools.cache(functools.partial(boundaries, tokenizer))  # by Tandem RL strategy
+        self._boundaries = functools.cache(functools.partial(boundaries, tokenizer))  # tokens by strategy
         self._junior: Decoder | None = None
         if junior is not None:
             directory = hf_model.local_directory(junior)
@@ -172,8 +172,8 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
-        """See engines.protocol.Engine. Raises EngineError if k exceeds the vocabulary size, and the errors of
-        `score`.
+        """Implements `engines.protocol.Engine.score_top`. Raises EngineError if k exceeds the vocabulary size, and the
+        errors of `score`.
         """
         if k > self.arch.vocab:
             raise EngineError(

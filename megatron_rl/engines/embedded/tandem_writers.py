@@ -28,7 +28,9 @@ def pens_of(rows: Sequence[Row], tandem: TandemSampling, boundaries: frozenset[i
 
 
 class Writers:
-    """The pens of a batch's rows, and the decoders of the senior and the junior model."""
+    """The pens of a batch's rows (whose turn it is in each row), and the decoders of the senior and the junior
+    model.
+    """
 
     def __init__(self, decoders: tuple[Decoder, Decoder], pens: Sequence[Pen]) -> None:
         self._decoders, self._pens = decoders, pens

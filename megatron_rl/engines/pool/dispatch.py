@@ -160,7 +160,7 @@ class Dispatcher:
                 return await request.ask(member, version), member
             except ServerLost as error:
                 await self._look_after(member, str(error))
-                # False if the server's weights changed: then the request did not cause the failure
+                # False if the server's weights changed: in this case the request did not cause the failure
                 served = self.members.serves(member, version)
                 with self.members.change:
                     self.failures += 1

@@ -56,8 +56,8 @@ class Member:
     lost: str | None = None  # reason why the server is considered dead; None if alive
     version: int | None = None  # version of the server's weights; None if unknown or invalid
     joined: Address | None = field(default=None, repr=False)  # refit store that the server has joined
-    load: int = 0  # number of sequences in progress
-    requests: int = 0  # number of unanswered requests, including steps of a refit
+    load: int = 0  # number of sequences in progress on the server
+    requests: int = 0  # number of requests in progress on the server, including steps of a refit
     failed: float = -math.inf  # time.monotonic() when the server last failed a request
     trouble: str | None = None  # reason why the server's last refit failed
     troubled: float = -math.inf  # time.monotonic() when the server's last refit failed
@@ -223,7 +223,7 @@ class ListedMembers(Members):
         elif listing.beat != member.listing.beat:
             member.listing, member.seen = listing, now
             if member.lost is not None and member.server.ready():
-                with self.change:  # its weights are unknown: it must receive them again
+                with self.change:  # the server's weights are unknown: it must receive them again
                     member.lost, member.version, member.joined = None, 0 if self.fixed else None, None
                     self.changed()
 

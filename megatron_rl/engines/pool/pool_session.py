@@ -53,8 +53,8 @@ class PoolSession:
         self._closed = False
 
     def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
-        """See engines.protocol.Session. Also raises ValueError for an invalid sampling setting, and EngineError after
-        `close`.
+        """Implements `engines.protocol.Session.ask`. Also raises ValueError for an invalid sampling setting, and
+        EngineError after `close`.
         """
         sampling_seeds.check(sampling)
         prompt = np.array(tokens, np.int32)
@@ -71,7 +71,7 @@ class PoolSession:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """See engines.protocol.Session."""
+        """Implements `engines.protocol.Session.asking`."""
         with self._lock:
             self._askers += 1
         try:
@@ -82,7 +82,7 @@ class PoolSession:
                 self._work.wake()
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
-        """See engines.protocol.Session.
+        """Implements `engines.protocol.Session.answers`.
 
         While no server has the current weights, it waits and logs that it waits. Raises EngineError if no server is
         available within `engine.wait_s`, or if live servers failed a request `engine.attempts` times; RequestRefused if
@@ -106,7 +106,7 @@ class PoolSession:
                 self._call_off()
 
     def close(self) -> None:
-        """See engines.protocol.Session."""
+        """Cancels all requests."""
         self._closed = True
         self._call_off()
 

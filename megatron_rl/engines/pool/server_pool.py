@@ -56,14 +56,14 @@ class ServerEngine:
         return PoolSession(self._dispatcher)
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-        """See engines.protocol.Engine. The sequences are distributed over the servers. Raises the same errors as
-        PoolSession.answers.
+        """Implements `engines.protocol.Engine.score`. The sequences are distributed over the servers. Raises the same
+        errors as PoolSession.answers.
         """
         return [scores.logprobs for scores in self.score_top(sequences, 0)]
 
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
-        """See engines.protocol.Engine. Raises the same errors as `score`, and EngineError if a server does not return
-        the most likely tokens.
+        """Implements `engines.protocol.Engine.score_top`. Raises the same errors as `score`, and EngineError if a
+        server does not return the most likely tokens.
         """
         arrays = [np.array(tokens, np.int32) for tokens in sequences]
         work, waiting, found = Outstanding(), self._dispatcher.waiting(), dict[int, TopScores]()
@@ -78,7 +78,7 @@ class ServerEngine:
         return [found[place] for place in range(len(arrays))]
 
     def tend(self) -> None:
-        """See engines.protocol.Engine."""
+        """No-op: the servers' weights never change. Pool overrides it."""
 
     def close(self) -> None:
         """Aborts the requests in progress. Their callers get EngineError."""

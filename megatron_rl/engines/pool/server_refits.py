@@ -42,7 +42,7 @@ class PoolRefits:
         waiting: Waiting | None,
         look_s: float,
     ) -> list[int]:
-        """See Pool.begin_refit. If `waiting` is None, does not wait for a first server."""
+        """Begins a refit; see Pool.begin_refit. If `waiting` is None, does not wait for a first server."""
         if waiting is None and only is None:
             with self._members.change:
                 # Servers that join later need this version, even if no server is alive now.
@@ -66,7 +66,7 @@ class PoolRefits:
         return sorted(m.listing.replica for m in paused)
 
     def end(self) -> int:
-        """See Pool.end_refit."""
+        """Ends a refit; see Pool.end_refit."""
         for future in self._updates.values():
             future.result()
         updated, self._updates, self.under_way = self._updates, {}, False
@@ -78,7 +78,7 @@ class PoolRefits:
         return [m.listing.replica for m in self._members.living() if m.version is None and m.troubled < latest]
 
     def sleep(self, *, discard: bool) -> list[str]:
-        """See Pool.sleep."""
+        """Puts the live servers to sleep; see Pool.sleep."""
         self.away = True
         with self._members.change:
             self._members.sleep_count += 1
@@ -92,7 +92,7 @@ class PoolRefits:
         return [member.listing.incarnation for member in asleep]
 
     def wake(self) -> None:
-        """See Pool.wake."""
+        """Wakes the live servers; see Pool.wake."""
         list(self._threads.map(self._wake, self._members.living()))
         self.away = False
         with self._members.change:
@@ -117,7 +117,7 @@ class PoolRefits:
     def _pause(self, member: Member) -> bool:
         paused = self._step(member, "could not be paused for a refit", member.server.pause)
         if not paused:
-            member.server.hang_up()  # its requests are sent to other servers
+            member.server.hang_up()  # the server's requests are sent to other servers
         return paused
 
     def _update(self, member: Member, version: int, wait_s: float) -> bool:

@@ -62,8 +62,8 @@ class SglangServer(Server):
     async def generate(
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
     ) -> list[Completion]:
-        """See Server. Also raises ValueError for truncation settings for which SGLang does not return log-probs. SGLang
-        reserves a few tokens of the context.
+        """Implements `Server.generate`. Also raises ValueError for truncation settings for which SGLang does not return
+        log-probs. SGLang reserves a few tokens of the context.
         """
         sampling_seeds.check(sampling)
         self._check_tokens(prompt)
@@ -79,8 +79,8 @@ class SglangServer(Server):
             return [self._completion(about, own, sampling, room) for about, own in found] * (sampling.n // n)
 
     async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
-        """See Server. Raises RequestRefused for a sequence longer than SGLang's longest prompt, which is a few tokens
-        shorter than the context.
+        """Implements `Server.score`. Raises RequestRefused for a sequence longer than SGLang's longest prompt, which is
+        a few tokens shorter than the context.
         """
         if k > self._vocab:
             raise EngineError(f"the {k} likeliest tokens were asked for: {self.url} has {self._vocab} in all")
@@ -129,8 +129,8 @@ class SglangServer(Server):
             self._post("/continue_generation", {})
 
     def sleep(self, *, discard: bool) -> None:
-        """See Server. The weights are copied to the host even if `discard` is set, because SGLang decides this at its
-        start. SGLang must be idle when it releases memory, or its scheduler exits.
+        """Implements `Server.sleep`. The weights are copied to the host even if `discard` is set, because SGLang
+        decides this at its start. SGLang must be idle when it releases memory, or its scheduler exits.
         """
         self._post("/pause_generation", {"mode": "abort"}, timeout_s=self._refit_timeout_s)
         tags = [tag for tag in ("kv_cache", "weights") if tag not in self._away]
@@ -248,7 +248,7 @@ class SglangServer(Server):
                 raise ServerLost(f"SGLang ended a completion for an unknown reason: {other}")
 
     def _in_session(self, order: dict[str, Any], version: int | None, timeout_s: float) -> None:
-        """Sends an order to every rank (see worker.Refits), between the calls that restore the loaded form of SGLang's
+        """Sends an order (see worker.Refits) to every rank, between the calls that restore the loaded form of SGLang's
         weights and process the weights again.
         """
         packed = base64.b64encode(pickle.dumps(order)).decode()  # the unpickled data contains only numbers and strings

@@ -17,7 +17,7 @@ class Sglang(Servers):
     kind: Literal["sglang"] = "sglang"  # servers that run SGLang
 
     def role_problems(self, roles: Mapping[str, RoleConfig]) -> list[str]:
-        """See Servers."""
+        """Implements `Servers.role_problems`."""
         problems = super().role_problems(roles)
         for name, role in roles.items():
             drawn = role.sampling

@@ -110,7 +110,7 @@ class SglangLanding:
 
 class Refits:
     """Replaces SGLang's weight update from tensors. The received data is an order of
-    engines.sglang.client.SglangServer.
+    engines.sglang.client.SglangServer: to join a trainer, or to take part in a refit.
     """
 
     def __init__(self) -> None:

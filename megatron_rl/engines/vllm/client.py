@@ -42,7 +42,7 @@ class VllmServer(Server):
     async def generate(
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
     ) -> list[Completion]:
-        """See Server."""
+        """Implements `Server.generate`. Requests with many samples are split into several server requests."""
         sampling_seeds.check(sampling)
         room = await self._room() - len(prompt)
         if room <= 0:
@@ -59,7 +59,7 @@ class VllmServer(Server):
         return out
 
     async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
-        """See Server. vLLM does not use its prefix cache for scoring."""
+        """Implements `Server.score`. vLLM does not use its prefix cache for scoring."""
         lengths = [len(tokens) for tokens in sequences]
         asked = {"lengths": lengths, "top_k": k} | self._adapter()
         longest = response_parsing.FREE_BYTES + sum(lengths) * (1 + k) * response_parsing.ENTRY_BYTES
@@ -102,14 +102,14 @@ class VllmServer(Server):
             self._post("/resume")
 
     def sleep(self, *, discard: bool) -> None:
-        """See Server. Level 2 drops the weights and keeps the model's buffers; level 1 copies both to the host. Both
-        levels empty the prefix cache.
+        """Implements `Server.sleep`. Level 2 drops the weights and keeps the model's buffers; level 1 copies both to
+        the host. Both levels empty the prefix cache.
         """
         answer = self._post(f"/sleep?level={2 if discard else 1}&mode=abort", timeout_s=self._refit_timeout_s)
         self._expect(answer, "sleeping", "sleep")
 
     def wake(self) -> None:
-        """See Server. Also raises ServerLost if a part of the server still sleeps."""
+        """Implements `Server.wake`. Also raises ServerLost if a part of the server still sleeps."""
         self._expect(self._post("/wake_up", timeout_s=self._refit_timeout_s), "awake", "wake up")
 
     def _expect(self, answer: Any, status: str, what: str) -> None:

@@ -27,11 +27,11 @@ class Vllm(Servers):
 
     @property
     def serves_adapters(self) -> bool:
-        """See Servers."""
+        """Whether servers apply LoRA adapters to a base model; see Servers."""
         return self.adapters == "served"
 
     def role_problems(self, roles: Mapping[str, RoleConfig]) -> list[str]:
-        """See Servers."""
+        """Implements `Servers.role_problems`."""
         problems = [
             f"roles.{name}.router_replay = true with roles.{name}.tandem: vLLM has no model runner that does both; "
             "leave one of them out, or set engine.kind to embedded"

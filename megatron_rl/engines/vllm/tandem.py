@@ -133,7 +133,7 @@ class Authors(LogitsProcessor):
         self._places = vllm_config.compilation_config.static_forward_context
         self._settings: Mapping[str, Any] = vllm_config.additional_config[TANDEM]
         self._boundaries: dict[Strategy, frozenset[int]] = {}
-        self.texts: dict[int, Text] = {}  # by row of vLLM's batch
+        self.texts: dict[int, Text] = {}  # requests, by row of vLLM's batch
         self.keep = False  # whether to record the authors of requests
         self.kept: dict[int, list[bool]] = {}  # by key of a request: the authors of all tokens except the last one
 
