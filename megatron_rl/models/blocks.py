@@ -25,17 +25,17 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def norm(name: str, tensor: str, width: int, *, fused: str | None = None) -> Row:
-    """Returns the row of a norm's weight [width], which every rank holds whole."""
+    """Returns the `Row` of a norm's weight [width], which every rank holds whole."""
     return single(name, tensor, (width, 1), Whole(), fused=fused)
 
 
 def single(name: str, tensor: str, shape: tuple[int, int], partition: Partition, **more: Any) -> Row:
-    """Returns the row of a parameter that is one tensor [rows, columns] and has the tensor's name in engines."""
+    """Returns the `Row` of a parameter that is one tensor [rows, columns] and has the tensor's name in engines."""
     return Row(**{"name": name, "sources": (Source(tensor, *shape),), "partition": partition, "engine": tensor, **more})
 
 
 def joint_norm(part: str, width: int) -> Row:
-    """Returns the row of a norm [width] over all heads of queries or keys together.
+    """Returns the `Row` of a norm [width] over all heads of queries or keys together.
 
     `part`: "q" or "k".
 
@@ -49,7 +49,7 @@ def joint_norm(part: str, width: int) -> Row:
 def attention(
     sizes: Sizes, *, bias: bool = False, head_norms: bool = False, joint_norms: bool = False, norm_before: bool = True
 ) -> list[Row]:
-    """Returns the rows of attention: the norm before it, query/key/value as one parameter, and the output projection.
+    """Returns the `Row`s of attention: the norm before it, query/key/value as one parameter, and the output projection.
 
     `bias`: whether query, key and value have a bias.
     `head_norms`: whether queries and keys are normalised per head.
@@ -82,7 +82,7 @@ def attention(
 
 
 def latent_attention(sizes: Sizes) -> list[Row]:
-    """Returns the rows of multi-head latent attention: the norm before it, its projections, and the norms of the
+    """Returns the `Row`s of multi-head latent attention: the norm before it, its projections, and the norms of the
     latents.
 
     Every rank holds the whole down projections (to the latents). The up projections (from the latents) are sharded by
@@ -120,7 +120,7 @@ def latent_attention(sizes: Sizes) -> list[Row]:
 
 
 def feed_forward(sizes: Sizes, *, before: str = "post_attention_layernorm.weight") -> list[Row]:
-    """Returns the rows of a dense feed-forward layer and of the norm before it. `before`: the name of the norm's
+    """Returns the `Row`s of a dense feed-forward layer and of the norm before it. `before`: the name of the norm's
     tensor."""
     fused = "mlp.linear_fc1.layer_norm_weight"
     return [
@@ -130,7 +130,7 @@ def feed_forward(sizes: Sizes, *, before: str = "post_attention_layernorm.weight
 
 
 def gated(module: str, tensors: str, ffn: int, hidden: int) -> list[Row]:
-    """Returns the rows of a gated feed-forward module.
+    """Returns the `Row`s of a gated feed-forward module.
 
     `module`: the name of the module in Megatron.
     `tensors`: the prefix of its tensors' names in Hugging Face.
@@ -148,7 +148,7 @@ def gated(module: str, tensors: str, ffn: int, hidden: int) -> list[Row]:
 
 
 def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) -> list[Row]:
-    """Returns the rows of the norm before a router, of the router, and of its experts.
+    """Returns the `Row`s of the norm before a router, of the router, and of its experts.
 
     `module`: the Hugging Face module that holds router and experts in files.
     `parts`: the names of an expert's gate, up and down projection.
@@ -184,13 +184,13 @@ def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) 
 
 
 def expert_bias(sizes: Sizes, *, module: str = "mlp.gate") -> Row:
-    """Returns the row of the bias [experts] that a router adds to its scores when it chooses experts."""
+    """Returns the `Row` of the bias [experts] that a router adds to its scores when it chooses experts."""
     tensor = f"{module}.e_score_correction_bias"
     return single("mlp.router.expert_bias", tensor, (sizes.experts, 1), Whole(), float32=True)
 
 
 def shared_expert(sizes: Sizes, *, module: str = "mlp.shared_expert", gate: bool = True) -> list[Row]:
-    """Returns the rows of a shared expert, which processes every token, and of the gate [1, hidden] that scales its
+    """Returns the `Row`s of a shared expert, which processes every token, and of the gate [1, hidden] that scales its
     output.
 
     `gate`: whether the shared expert has a gate.
@@ -202,7 +202,7 @@ def shared_expert(sizes: Sizes, *, module: str = "mlp.shared_expert", gate: bool
 
 
 def ends(sizes: Sizes) -> OuterRows:
-    """Returns the rows of the embedding, the final norm and the output layer."""
+    """Returns the `Row`s of the embedding, the final norm and the output layer."""
     shape, partitions = (sizes.vocab, sizes.hidden), (Vocabulary(), EngineVocabulary())
     embedding = single(
         "embedding.word_embeddings.weight", EMBEDDING, shape, partitions[0], engine_partition=partitions[1]

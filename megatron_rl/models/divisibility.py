@@ -48,7 +48,7 @@ class Violation(NamedTuple):
     nearest: tuple[int, ...]
 
     def says(self, model: str) -> str:
-        """Returns a sentence that describes the violation and its cure. `model`: how to call the model."""
+        """Returns an error message with a fix. `model`: how to call the model in the message."""
         works = " and ".join(f"{self.axis} = {n}" for n in self.nearest)
         are = "nearest that works is" if len(self.nearest) == 1 else "nearest that work are"
         return f"{self.key} = {self.value} of {model} is not divisible by {self.axis} = {self.ranks}: the {are} {works}"
@@ -99,9 +99,9 @@ def engine_violations(sizes: Sizes, tp: int, *, expert_parallel: bool = False) -
 
 
 def trainer_problems(sizes: Sizes, axes: Axes, model: str) -> list[str]:
-    """Returns one sentence, with its cure, for every reason why a trainer's layout is not possible.
+    """Returns one error message, with a fix, for every reason why the model does not allow a trainer's layout.
 
-    `model`: how to call the model in the sentences.
+    `model`: how to call the model in the messages.
 
     Besides divisibility, this checks two rules for experts: a dense model has no experts to shard, and Megatron-core
     trains experts under tensor parallelism only with sequence parallelism.
@@ -118,9 +118,9 @@ def trainer_problems(sizes: Sizes, axes: Axes, model: str) -> list[str]:
 
 
 def engine_problems(sizes: Sizes, tp: int, model: str, *, expert_parallel: bool = False) -> list[str]:
-    """Returns one sentence, with its cure, for every reason why an engine's layout is not possible.
+    """Returns one error message, with a fix, for every reason why the model does not allow an engine's layout.
 
-    `model`: how to call the model in the sentences.
+    `model`: how to call the model in the messages.
     """
     if expert_parallel and not sizes.experts:
         return [f"{model} has no experts: set expert_parallel to false"]

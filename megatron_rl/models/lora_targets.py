@@ -136,9 +136,9 @@ def owners(roles: Mapping[str, RoleConfig]) -> dict[str, str]:
 
 
 def adapter_problems(sizes: Sizes, role: RoleConfig, name: str) -> list[str]:
-    """Returns one sentence, with its cure, for each adapter setting of a role that is not supported.
+    """Returns one error message, with a fix, for each adapter setting of a role that its model does not support.
 
-    `name`: how to call the role's model in the sentences.
+    `name`: how to call the role's model in the messages.
     """
     lora = role.lora
     if lora is None:

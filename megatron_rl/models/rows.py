@@ -21,7 +21,7 @@ EXPERT = "{e}"  # placeholder for the expert index in the names of a row
 class Row:
     """One parameter of Megatron. The names of a layer's parameters have no layer prefix.
 
-    A row with `experts` > 0 describes this many parameters. {e} in its names is replaced by the expert index.
+    A `Row` with `experts` > 0 describes one parameter per expert. {e} in its names is replaced by the expert index.
     """
 
     name: str  # name in Megatron's local layer spec

@@ -18,10 +18,10 @@ ROTARY = ("default", "linear", "dynamic", "yarn", "llama3")
 def setting_problems(
     sizes: Sizes, features: Features, settings: Model, name: str, *, router_replay: bool = False
 ) -> list[str]:
-    """Returns one sentence, with its cure, for every setting that the model does not support.
+    """Returns one error message, with a fix, for every setting that the model does not support.
 
     `settings`, `router_replay`: the role's settings.
-    `name`: how to call the model in the sentences.
+    `name`: how to call the model in the messages.
 
     Limits of the hardware are not checked.
     """
@@ -44,7 +44,8 @@ def setting_problems(
 
 
 def prefix_problems(role: RoleConfig) -> list[str]:
-    """Returns one sentence, with its cure, for every setting of a role that is incompatible with `shared_prefixes`."""
+    """Returns one error message, with a fix, for every setting of a role that is incompatible with
+    `shared_prefixes`."""
     if not role.shared_prefixes:
         return []
     found = []

@@ -210,7 +210,7 @@ def _routed_seconds(actor: Actor, cluster: Cluster, batch: SequenceBatch, own: f
 
 
 def _dense_rate(cluster: Cluster, batch: SequenceBatch, own: float) -> float:
-    """Returns the operations per second that dense products reach with `own` tokens of a micro-batch on a rank."""
+    """Returns the operations per second that dense products reach. `own`: a rank's number of tokens per micro-batch."""
     return cluster.device.flops * cluster.device.dense_share * _share(batch, own)
 
 

@@ -80,7 +80,7 @@ class TrainingBytes:
 
     @property
     def resident(self) -> float:
-        """Returns the bytes that are held between two micro-batches too."""
+        """Returns the bytes that stay allocated between two micro-batches."""
         return self.weights + self.gradients + self.optimizer
 
     @property

@@ -22,7 +22,7 @@ from megatron_rl.weights import counting
 ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 # share of a GPU's memory for servers: of all roles together on the trainer's GPUs, and on separate GPUs
 COLOCATED_SHARE, OWN_SHARE = 0.86, 0.9
-PAIRS = 150  # maximum number of combinations of the roles' layouts tried for each choice of engines
+PAIRS = 150  # approximate number of combinations of the roles' layouts tried for each choice of engines
 MICRO_BATCHES = (32768, 16384, 8192, 4096)  # micro-batch sizes in tokens that are tried besides the configured size
 WORTH = 0.03  # minimum share of a cycle's time that a change must save to be advised
 MOST = 5  # maximum number of lines of advice on changes that save time
@@ -185,7 +185,7 @@ def _place_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
 
 
 def nodes_words(asked: Case, case: Case) -> list[str]:
-    """Returns the config arguments that set the trainer's nodes to those of `case`, and its ranks if it shares a node.
+    """Returns the config arguments that set the trainer's nodes, and its ranks on a shared node, to those of `case`.
 
     Returns an empty list if `asked` has the same numbers.
     """

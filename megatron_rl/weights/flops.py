@@ -82,10 +82,10 @@ def count(
     labels: float | None = None,
     lora: Lora | None = None,
 ) -> PassFlops:
-    """Returns the operations of passes over sequences of [S] `lengths` tokens.
+    """Returns the operations of forward and training passes over sequences of `lengths` [S] tokens.
 
-    `shared` [S]: the number of leading tokens of a sequence that are not computed, because an earlier sequence has the
-    same.
+    `shared` [S]: the number of leading tokens of each sequence that are not computed, because an earlier sequence
+    starts with the same tokens.
     `labels`: the number of tokens that go through the output layer; None: all computed tokens.
     `lora`: LoRA settings; None if the whole model is trained.
 

@@ -2,8 +2,8 @@
 
 A rank's part of a parameter is described by a list of `Rect`s. A `Rect` is a rectangle of a Hugging Face tensor and its
 position in the parameter. An import copies the rectangles from tensors to parameters, and an export in the other
-direction. A refit (weight sync to the engines) intersects the rectangles of two layouts. The rows of the model's family
-(megatron_rl/models/) define the parameters and how ranks shard them. This module loops over these rows.
+direction. A refit (weight sync to the engines) intersects the rectangles of two layouts. The `Row`s of the model's
+family (megatron_rl/models/) define the parameters and how ranks shard them. This module loops over these `Row`s.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Shard(NamedTuple):
     expert_rank: int = 0
 
     def of(self, row: Row) -> tuple[int, int]:
-        """Returns (number of ranks, rank) for the sharding of a row."""
+        """Returns (number of ranks, rank) over which a `Row`'s parameter is sharded."""
         return (self.expert_tp, self.expert_rank) if row.experts else (self.tp, self.rank)
 
 
@@ -108,7 +108,7 @@ def megatron(sizes: Sizes, name: str, shard: Shard = WHOLE, *, vocab_multiple: i
 
 
 def _find(sizes: Sizes, name: str) -> tuple[Row, str, str]:
-    """Returns (row, prefix of its tensors' names, expert index or "") of a Megatron parameter in either spelling.
+    """Returns (`Row`, prefix of its tensors' names, expert index or "") of a Megatron parameter in either spelling.
 
     Raises KeyError if the model has no parameter of this name.
     """
@@ -136,7 +136,7 @@ def _rows_by_name(sizes: Sizes, layer: int | None) -> dict[str, Row]:
 
 
 def _named(rects: Iterable[Rect], prefix: str, expert: str) -> list[Rect]:
-    """Returns a row's rectangles with the full names of their tensors."""
+    """Returns a `Row`'s rectangles with the full names of their tensors."""
     if expert:
         return [Rect(prefix + tensor.replace(EXPERT, expert), *rest) for tensor, *rest in rects]
     return [Rect(prefix + tensor, *rest) for tensor, *rest in rects]
@@ -169,7 +169,7 @@ def _stage_rows(sizes: Sizes, layers: Iterable[int], *, first: bool, last: bool)
 
 
 def _spelled(row: Row, prefix: str, experts: Sequence[int], fused: bool) -> Iterator[tuple[str, str]]:
-    """Yields (Megatron name, expert index or "") of the parameters that a row describes."""
+    """Yields (Megatron name, expert index or "") of the parameters that a `Row` describes."""
     name = prefix + row.spelled(fused)
     if not row.experts:
         yield name, ""

@@ -359,7 +359,7 @@ def _cut_long(slices: Slices, limit: int) -> Slices:
 def _buckets(slices: Slices, sent: NDArray[np.bool_], limit: int) -> list[RefitBucket]:
     """Packs the `sent` slices into messages of up to `limit` elements, and assigns a round to each message.
 
-    A slice of a single row longer than `limit` is a message of its own.
+    A single row with more than `limit` elements is sent as a separate message.
     """
     messages: list[tuple[int, int, int, int, int]] = []  # source, destination, first, last, elements
     elements, source, destination = slices.elements.tolist(), slices.source.tolist(), slices.destination.tolist()
