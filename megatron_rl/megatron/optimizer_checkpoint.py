@@ -232,9 +232,8 @@ def _rows(piece: Piece, first: int, values: Tensor) -> ShardedTensor:
     axis = whole.prepend_axis_num
     offset = list(whole.global_offset)
     offset[axis] += first
-    data = values.view(
-        *(1,) * axis, -1, *whole.local_shape[1:]
-    )  # without axis_fragmentations, core needs every axis here
+    # Core needs all axes in the shape of a tensor without axis_fragmentations, also the prepended ones.
+    data = values.view(*(1,) * axis, -1, *whole.local_shape[1:])
     assert isinstance(whole.replica_id, tuple)
     return replace(
         whole,

@@ -1,9 +1,9 @@
-"""Makes Megatron-core run on CPU + gloo. With CUDA it is inactive but for what core needs there too.
+"""Patches torch and Megatron-core so that Megatron-core runs on a CPU with gloo. A few patches also apply with CUDA.
 
-No other module of the project patches another library.
+This is the only module of the project that patches other libraries.
 
-Megatron-core writes `device="cuda"` and `torch.cuda.*` into its schedules, random-number tracker, gradient buffers and
-optimizer. Without a GPU each of these is sent to its CPU counterpart here. Works with 0.16.1 and 0.19.x.
+Megatron-core hard-codes `device="cuda"` and `torch.cuda.*` in its schedules, random-number tracker, gradient buffers
+and optimizer. Without a GPU, the patches redirect these calls to the CPU. They work with core 0.16.1 and 0.19.x.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FACTORIES = (
 
 
 class _Stream:
-    """A stand-in for a CUDA stream and for an event. On a CPU everything is already in order."""
+    """A stand-in for CUDA streams and events whose methods are no-ops, because CPU operations run synchronously."""
 
     cuda_stream = 0
 
@@ -64,15 +64,15 @@ class _Stream:
 
 
 def is_active() -> bool:
-    """Says whether there is no GPU, so that the patches are needed."""
+    """Checks whether the CPU patches are needed, that is, whether no GPU is present."""
     return not torch.cuda.is_available()
 
 
 def multiplies_slowly(dtype: str) -> bool:
-    """Says whether products of matrices of this dtype are far slower here than in float32.
+    """Checks whether matrix products in this dtype are far slower on this machine than in float32.
 
-    Such are CPUs without AVX-512 (40 times slower was measured), those of Arm without bfloat16, and any CPU where torch
-    has no oneDNN, which computes these products.
+    This is true for bfloat16 on CPUs without AVX-512 (measured: 40 times slower), on Arm CPUs without bfloat16, and on
+    any CPU if torch has no oneDNN, which computes these products.
     """
     if dtype != "bfloat16" or not is_active():
         return False
@@ -82,7 +82,7 @@ def multiplies_slowly(dtype: str) -> bool:
 def install() -> None:
     """Patches torch and Megatron-core, once per process. Call it before importing megatron.core.
 
-    With CUDA it only mends names that core forgets, and the Adam that core falls back to.
+    With CUDA it only defines names that core misses and replaces core's fallback optimizer by `FusedAdam`.
     """
     _silence_warnings()
     if not is_active():
@@ -101,23 +101,23 @@ def install() -> None:
 
 
 def _silence_warnings() -> None:
-    """Silences core's warnings at import that Transformer Engine is absent.
+    """Silences core's import-time warnings that Transformer Engine is missing.
 
-    The project's own start-up line says which backend is used.
+    The project logs at start-up which backend is used.
     """
     if is_active():
-        with contextlib.redirect_stderr(io.StringIO()):  # it says on every rank that a toolkit was found and no GPU
+        with contextlib.redirect_stderr(io.StringIO()):  # the import prints on every rank that no GPU was found
             importlib.import_module("torch.utils.cpp_extension")
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
-    # These come from calls that core makes.
+    # Core's calls of torch cause these warnings.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.(c10d_logger|checkpoint)")
     warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|transformer_engine|apex).*")
 
 
 def _stub_triton_kernels() -> None:
-    """Replaces the one module of core 0.19.x that imports triton unconditionally.
+    """Replaces the only module of core 0.19.x that imports Triton unconditionally with a stub if Triton is missing.
 
-    A stub of triton itself would break inductor.
+    A stub of Triton itself would break torch's inductor.
     """
     if importlib.util.find_spec("triton") is not None:
         return
@@ -127,9 +127,9 @@ def _stub_triton_kernels() -> None:
 
 
 def _constant(value: Any) -> Callable[..., Any]:
-    """Returns a function that always returns `value`. It is a new one each time.
+    """Returns a new function that accepts any arguments and always returns `value`.
 
-    torch._dynamo refuses two torch names that share one object.
+    Each patched name needs a separate function, because torch._dynamo rejects two torch names with the same object.
     """
 
     def function(*unused: Any, **ignored: Any) -> Any:
@@ -139,12 +139,12 @@ def _constant(value: Any) -> Callable[..., Any]:
 
 
 def _is_cuda(device: Any) -> bool:
-    """Says whether a call's argument names a CUDA device."""
+    """Checks whether a call's argument names a CUDA device."""
     return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
 
 def _patch_cuda() -> None:
-    """Replaces the functions of torch.cuda that core calls."""
+    """Replaces the functions of torch.cuda that core calls by no-ops, constants and CPU equivalents."""
     cuda: Any = torch.cuda
     cuda.current_device, cuda.device_count = _constant(CPU), _constant(1)
     nothing = ("synchronize", "empty_cache", "set_device", "manual_seed_all", "ipc_collect", "reset_peak_memory_stats")
@@ -163,7 +163,7 @@ def _patch_cuda() -> None:
 
 
 def _patch_factories() -> None:
-    """Makes torch's factory functions put on the CPU what is asked for on CUDA."""
+    """Makes torch's factory functions create tensors on the CPU when a CUDA device is requested."""
 
     def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
@@ -174,14 +174,14 @@ def _patch_factories() -> None:
 
         return make
 
-    # The result is cached: `with torch.device(...)` must go on knowing the originals (transformers loads on meta).
+    # Fills a cache: `with torch.device(...)` must still recognize the original functions (transformers loads on meta).
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 
 
 def _patch_tensor() -> None:
-    """Makes the methods of tensors and modules that move to CUDA stay on the CPU."""
+    """Makes the methods of tensors and modules that move data to CUDA leave the data on the CPU."""
     tensor: Any = torch.Tensor
     original_to, original_type = tensor.to, tensor.type
 
@@ -191,7 +191,7 @@ def _patch_tensor() -> None:
         return original_to(self, *(CPU if _is_cuda(a) else a for a in args), **kwargs)
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Names a CPU type as a CUDA type: the optimizer compares param.type() with 'torch.cuda.FloatTensor'."""
+        """Returns a CUDA type name for a CPU tensor: core's optimizer expects 'torch.cuda.FloatTensor' and the like."""
         return (
             original_type(self, *args, **kwargs)
             if args or kwargs
@@ -214,17 +214,17 @@ def _patch_megatron() -> None:
     mappings._gather_along_first_dim = _uneven_gather(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim)
     buffers.dist_reduce_scatter_func = _sum_of_several(buffers.dist_reduce_scatter_func)
-    # Splits of the dispatcher's all-to-all become numpy arrays only where they lie on a CUDA device.
+    # Core converts the split sizes of the dispatcher's all-to-all to numpy arrays only if they are on a CUDA device.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_numpy
     core_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     _replace_torch_optimizer()
 
 
 def _replace_torch_optimizer() -> None:
-    """Puts `FusedAdam` in the place of torch's, which core takes where it finds neither Transformer Engine nor apex.
+    """Replaces torch's Adam, which core uses without Transformer Engine and apex, by `FusedAdam`.
 
-    Core's distributed optimizer cannot load a checkpoint into torch's own. Nor is core's own norm of the gradients kept
-    there: on a GPU it waits for each tensor's.
+    Core's distributed optimizer cannot load a checkpoint into torch's Adam. On a GPU, core's fallback for the gradient
+    norm is replaced too, because the fallback synchronizes with the GPU for each tensor.
     """
     with _silent_imports(), _without_compiler() if is_active() else contextlib.nullcontext(), _without_wandb():
         import megatron.core.optimizer as core_optimizer
@@ -239,9 +239,9 @@ def _replace_torch_optimizer() -> None:
 
 
 def sum_weight_gradients() -> None:
-    """Gives core's linear layers a kernel that adds a weight's gradient to its buffer, in place of apex's.
+    """Provides core's linear layers with a replacement for apex's kernel that adds a weight gradient to its buffer.
 
-    Layers take it where their `gradient_accumulation_fusion` is True (core 0.16.1, tensor_parallel/layers.py:569).
+    Layers call the kernel if their `gradient_accumulation_fusion` is True (core 0.16.1, tensor_parallel/layers.py:569).
     """
     from megatron.core.tensor_parallel import layers
 
@@ -254,13 +254,14 @@ def sum_weight_gradients() -> None:
 def _norm_of_all(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Any, per_tensor: bool, *unused: Any
 ) -> tuple[torch.Tensor, None]:
-    """Returns the norm of all tensors together, [1], on their device; in place of core's."""
+    """Returns (norm over all tensors together, [1] on their device; None). Replaces core's function of the same
+    signature."""
     return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().view(1), None
 
 
 @contextlib.contextmanager
 def _without_wandb() -> Iterator[None]:
-    """Lets core find no Weights & Biases in the block: its inference would import it, which takes half a second."""
+    """Hides Weights & Biases in the block. Core's inference modules would import it, which takes half a second."""
     there = {name: module for name, module in sys.modules.items() if name == "wandb"}
     sys.modules["wandb"] = None  # type: ignore[assignment]
     try:
@@ -272,10 +273,10 @@ def _without_wandb() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Makes torch.compile leave functions as they are in the block.
+    """Makes torch.compile return functions unchanged in the block.
 
-    Core decorates small functions with it, for kernels of GPUs. On a CPU this would load torch's compiler on every
-    start, which takes two seconds, and then call a C++ compiler.
+    Core decorates small functions with torch.compile to fuse GPU kernels. On a CPU, the decorator would load torch's
+    compiler at every start, which takes two seconds, and later call a C++ compiler.
     """
     original = torch.compile
     torch.compile = _uncompiled  # type: ignore[assignment]
@@ -286,14 +287,14 @@ def _without_compiler() -> Iterator[None]:
 
 
 def _uncompiled(model: Any = None, **unused: Any) -> Any:
-    """Stands in for torch.compile, also as a decorator with arguments."""
+    """Replaces torch.compile, also as a decorator with arguments, and returns the function unchanged."""
     return model if model is not None else lambda function: function
 
 
 def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns a gather of rows [n_rank, ...] -> [sum of n, ...] for ranks with different n, in place of core's.
+    """Returns a replacement for core's all-gather that supports different row counts: [n_rank, ...] -> [sum of n, ...].
 
-    gloo only gathers equal numbers of rows.
+    Gloo can only gather equal row counts. `even` is core's function, which is still used if no split sizes are given.
     """
 
     def gather(
@@ -312,9 +313,10 @@ def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns a sum over ranks of [sum of n, ...], of which each rank keeps its n_rank rows, in place of core's.
+    """Returns a replacement for core's reduce-scatter that supports different row counts: [sum of n, ...] ->
+    [n_rank, ...].
 
-    gloo only cuts into equal parts.
+    Gloo can only scatter equal row counts. `even` is core's function, which is still used if no split sizes are given.
     """
 
     def reduce_scatter(
@@ -330,10 +332,10 @@ def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., t
 
 
 def _sum_of_several(summed: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a sum of gradients over ranks, of which each rank keeps its part, in place of core's.
+    """Returns a replacement for core's reduce-scatter of gradients that is a no-op in a group of one rank.
 
-    Core sums where there is one rank, too (0.16.1, distributed/param_and_grad_buffer.py:443), and gloo then copies the
-    whole buffer of gradients onto itself.
+    Core also reduces over a single rank (0.16.1, distributed/param_and_grad_buffer.py:443). Gloo would then copy the
+    whole gradient buffer onto itself.
     """
 
     def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, *, group: Any, **rest: Any) -> Any:
@@ -344,10 +346,11 @@ def _sum_of_several(summed: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mend_names() -> None:
-    """Defines `te_general_gemm`, and says in core's attention through a latent whether there is Transformer Engine.
+    """Fixes two names in core that are wrong without Transformer Engine.
 
-    The router of 0.16.1 asks whether the first is None, and only has the name with Transformer Engine. That attention
-    takes it to be there where its import gave a stand-in, and cannot be built then.
+    `te_general_gemm`: the router of core 0.16.1 checks whether it is None, but defines it only with Transformer Engine.
+    `HAVE_TE` in core's multi-latent attention: it is True even if the import of Transformer Engine produced a
+    placeholder, and the attention then cannot be built.
     """
     with _silent_imports(), _without_compiler() if is_active() else contextlib.nullcontext():
         from megatron.core.transformer import multi_latent_attention
@@ -359,16 +362,16 @@ def _mend_names() -> None:
 
 
 def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Replaces core's maybe_move_tensor_to_cpu for tensors that are on the CPU already."""
+    """Replaces core's maybe_move_tensor_to_cpu for tensors that are already on the CPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def mend_saved_offsets(buffers: Iterable[Any]) -> None:
-    """Corrects the offsets by which core cuts parameters out of the optimizer state that it saves (with CUDA too).
+    """Corrects the offsets with which core slices parameters out of the optimizer state that it saves (with CUDA too).
 
-    Core (0.16 to 0.19) joins a buffer's buckets without their padding when it saves, and then cuts every parameter out
-    at its place in the padded buffer. With a padded bucket in front, such as a shared embedding's own, it saves shifted
-    moments and masters. Once the optimizer is built only that cut reads these offsets.
+    When core (0.16 to 0.19) saves, it concatenates a buffer's buckets without their padding, but slices each parameter
+    at its offset in the padded buffer. After a padded bucket, such as the separate bucket of a shared embedding, core
+    would save shifted moments and master weights. Once the optimizer is built, only this slicing uses the offsets.
     """
     for buffer in buffers:
         shift, shifts = 0, []
@@ -380,9 +383,9 @@ def mend_saved_offsets(buffers: Iterable[Any]) -> None:
 
 
 def write_own_rows(optimizer: Any, own_rows: Callable[[Any, dict[str, Any]], Any]) -> None:
-    """Makes a distributed optimizer give `own_rows(optimizer, model's state)` to a checkpoint (with CUDA too).
+    """Makes a distributed optimizer save `own_rows(optimizer, model's sharded state)` in checkpoints (with CUDA too).
 
-    Core's gathers the state of all data-parallel ranks on the first of them, or on each.
+    Core's method gathers the state of all data-parallel ranks on the first of these ranks, or on each of them.
     """
     original = optimizer.sharded_param_state_fully_reshardable
 
@@ -394,10 +397,10 @@ def write_own_rows(optimizer: Any, own_rows: Callable[[Any, dict[str, Any]], Any
 
 @contextlib.contextmanager
 def _silent_imports() -> Iterator[None]:
-    """Silences warnings inside the block, and hides wandb there.
+    """Silences warnings and hides wandb inside the block.
 
-    Core imports wandb where it is installed, for loggers that nobody here uses. That makes two temporary directories,
-    which a killed process leaves behind.
+    Core imports an installed wandb for loggers that this project does not use. The import creates two temporary
+    directories, which a killed process leaves behind.
     """
     hidden = {} if "wandb" in sys.modules else {"wandb": None}
     sys.modules.update(hidden)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Replays routing: in training, a token goes to the experts that the engine chose for it when it was written."""
+"""Router replay: in training, a token is routed to the experts that the engine chose when it generated the token."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from megatron_rl.models.sizes import Routing
 from megatron_rl.types import FREE
 
-Choose = Callable[..., tuple[Tensor, Tensor]]  # what core calls for a choice, and its own
+Choose = Callable[..., tuple[Tensor, Tensor]]  # a function that chooses experts, as core calls and implements it
 
 
 class GroupLimit:
-    """The choice within a token's best groups of experts, as core's `router_replay`.
+    """Group-limited routing: chooses experts from a token's best groups. It is attached as core's `router_replay` hook.
 
-    Core's own takes a group for as good as the sum of its k / groups_chosen best scores, which is not what every family
-    does.
+    Core itself scores a group by the sum of its k / groups_chosen best scores, but some model families use another
+    number of scores.
     """
 
     def __init__(self, routing: Routing) -> None:
@@ -32,7 +32,7 @@ class GroupLimit:
         group_topk: int | None = None,
         default_compute_topk: Choose | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns (scores of the chosen experts, their numbers), both [n, k], from scores [n, E]."""
+        """Returns (scores of the chosen experts, ids of the chosen experts), both [n, k], from scores [n, E]."""
         own = self._routing
         by_group = scores.unflatten(1, (own.groups, -1))  # [n, groups, E / groups]
         best = by_group.topk(own.group_best, dim=-1).values.sum(-1).topk(own.groups_chosen, dim=-1).indices
@@ -41,22 +41,23 @@ class GroupLimit:
 
 
 class RouterReplay:
-    """The replay of one layer's router, as core's `router_replay`. Core asks it for every choice of experts.
+    """Replays the expert choices of one layer's router. It is attached as core's `router_replay` hook, which core calls
+    for every choice of experts.
 
-    A layer whose activations are recomputed asks twice: first without gradients, and then, in the backward pass, with
-    them. By then other micro-batches may have come, but a chunk's micro-batches go backward in the order in which they
-    went forward.
+    With activation recomputation, core calls the hook twice per micro-batch: first without gradients, and then with
+    gradients in the backward pass. Other micro-batches may have run in between, so the choices are queued: the
+    backward passes of a chunk run in the order of the forward passes.
     """
 
     def __init__(self, layer: int, own: GroupLimit | None = None) -> None:
-        self._layer = layer  # number of the layer in the whole model
-        self._own = own  # the router's own choice; None: core's
-        self._now: Tensor | None = None
-        self._again: list[Tensor | None] = []
+        self._layer = layer  # index of the layer in the whole model
+        self._own = own  # how the router chooses experts that are not replayed; None: by core's function
+        self._now: Tensor | None = None  # choices of the micro-batch whose forward pass is next
+        self._again: list[Tensor | None] = []  # queue of choices for the recomputation in backward passes
         self._training = False
 
     def show(self, experts: Tensor | None, *, training: bool) -> None:
-        """Sets the choices of the micro-batch that goes forward next."""
+        """Sets the expert choices for the next forward pass. `experts` is [n, layers, k]; None replays nothing."""
         self._now, self._training = (None if experts is None else experts[:, self._layer]), training
 
     def forget(self) -> None:
@@ -71,9 +72,10 @@ class RouterReplay:
         group_topk: int | None = None,
         default_compute_topk: Choose | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns (scores of the chosen experts, their numbers), both [n, k], from scores [n, E].
+        """Returns (scores of the chosen experts, ids of the chosen experts), both [n, k], from scores [n, E].
 
-        Gradients reach the scores of the chosen experts. Where no choice is known the router's own is taken.
+        Gradients flow to the scores of the chosen experts. If the engine's choice for a token is unknown (FREE), the
+        router chooses.
         """
         choose = default_compute_topk if self._own is None else self._own.get_replay_topk
         assert choose is not None
@@ -86,7 +88,7 @@ class RouterReplay:
         return scores.gather(1, chosen), chosen
 
     def _wanted(self) -> Tensor | None:
-        """Returns the choices for the pass that asks now, None where nothing is replayed."""
+        """Returns the expert choices for the current forward pass or recomputation, or None if nothing is replayed."""
         if torch.is_grad_enabled():
             return self._again.pop(0) if self._again else self._now
         if self._training:
@@ -95,36 +97,38 @@ class RouterReplay:
 
 
 def install(chunk: Any) -> None:
-    """Makes the routers of a model chunk ask for replayed choices. Without this core's routers are as they were."""
+    """Attaches a `RouterReplay` to each router of a model chunk."""
     for number, router in routers(chunk):
         router.router_replay = RouterReplay(number, router.router_replay)
 
 
 def limit(chunk: Any, routing: Routing) -> None:
-    """Makes the routers of a model chunk choose within groups of experts. Comes before `install`."""
+    """Makes the routers of a model chunk choose experts within groups (`GroupLimit`). Call it before `install`."""
     for _, router in routers(chunk):
         router.router_replay = GroupLimit(routing)
 
 
 def show(chunk: Any, experts: Tensor | None, *, training: bool) -> None:
-    """Tells the chunk's routers the choices [n, layers, k] of the micro-batch that goes forward next.
+    """Sets the expert choices [n, layers, k] that the chunk's routers replay in the next forward pass.
 
-    None: nothing is replayed.
+    With None, nothing is replayed.
     """
     for router in _replays(chunk):
         router.show(experts, training=training)
 
 
 def forget(chunk: Any) -> None:
-    """Drops the choices of all micro-batches, also of those that an error left without their backward pass."""
+    """Discards the choices of all micro-batches, including micro-batches whose backward pass did not run after an
+    error."""
     for router in _replays(chunk):
         router.forget()
 
 
 def pooled(experts: Tensor, repeats: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Returns the choices [N, layers, k] with those of shared prefixes at the first sequence that has them.
+    """Returns the expert choices [N, layers, k], in which unknown choices (FREE) of the first copy of a shared prefix
+    are filled in from the next copy with known choices.
 
-    They are the choices of the first sequence for whose tokens they are known. `repeats`: see Batch.repeats.
+    `repeats` is as in Batch.repeats.
     """
     out = experts.clone()
     for first, start, length in repeats:
@@ -134,23 +138,24 @@ def pooled(experts: Tensor, repeats: Sequence[tuple[int, int, int]]) -> Tensor:
 
 
 def of_tokens(experts: Tensor, places: Tensor, *, parts: int, part: int) -> Tensor:
-    """Returns the choices for the tokens that this rank's routers see, [S * L / parts, layers, k].
+    """Returns the expert choices for the tokens that this rank's routers process, [S * L / parts, layers, k].
 
-    `experts` is [N, layers, k] and `places` [S, L] are rows of it (-1: padding). Tokens come position by position, as
-    core flattens [L, S, h]; of these this rank sees part `part` of the `parts` tensor ranks.
+    `experts` is [N, layers, k], and `places` [S, L] has the row in `experts` of each token, -1 for padding. The result
+    is in the order in which core flattens hidden states [L, S, h]. With sequence parallelism over `parts` tensor ranks,
+    this rank processes part number `part` of the tokens.
     """
     own = places.T.chunk(parts)[part].flatten()
     return experts[own.clamp(min=0)].masked_fill((own < 0)[:, None, None], FREE)
 
 
 def routers(chunk: Any) -> Iterator[tuple[int, Any]]:
-    """Yields (number of the layer in the whole model, router) of the layers that have experts."""
+    """Yields (index of the layer in the whole model, router) for each layer of a chunk that has experts."""
     for layer in chunk.decoder.layers:
         if hasattr(layer.mlp, "router"):
             yield layer.layer_number - 1, layer.mlp.router
 
 
 def _replays(chunk: Any) -> list[RouterReplay]:
-    """Returns the replays that `install` put in place."""
+    """Returns the `RouterReplay` objects that `install` attached to a chunk's routers."""
     found = (router.router_replay for _, router in routers(chunk))
     return [replay for replay in found if isinstance(replay, RouterReplay)]

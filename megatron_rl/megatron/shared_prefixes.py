@@ -1,8 +1,8 @@
-"""Arranges the attention of sequences that begin with the same prompt, which is computed once for all of them.
+"""Arranges attention for sequences that share a prompt, so that the prompt is computed only once.
 
-The first of such sequences lies in the packed row whole, the others without the prompt. The queries of these others see
-the keys of the prompt where the first has them, and their own; autograd sums the gradients of the prompt's keys and
-values.
+The packed row contains the first of these sequences completely, and the other sequences without the prompt. The queries
+of the other sequences attend to the prompt's keys in the first sequence and to the keys of their own tokens. Autograd
+sums the gradients of the prompt's keys and values.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from megatron_rl.megatron.kernels import varlen
 
 platform.install()
 
-QUERY_UNIT = 16  # queries are grouped as if their numbers were multiples of it: a call costs more than a few of them
-MASK_ELEMENTS = 1 << 22  # the most elements of a bucket's mask where its sequences have prompts of different lengths
+QUERY_UNIT = 16  # query counts are rounded up to this multiple when tails are grouped, to get fewer attention calls
+MASK_ELEMENTS = 1 << 22  # maximum number of mask elements of a bucket with prompts of different lengths
 
 
 @dataclass(frozen=True)
 class _Tail:
-    """A sequence behind a prompt that an earlier sequence has."""
+    """The tokens of a sequence after a prompt that the sequence shares with an earlier sequence."""
 
-    prompt: int  # number of its tokens
-    queries: Tensor  # [n] rows of its own tokens
-    keys: Tensor  # [prompt + n] rows of the prompt and of its own tokens
+    prompt: int  # number of prompt tokens
+    queries: Tensor  # [n] row indices of the tokens after the prompt
+    keys: Tensor  # [prompt + n] row indices of the prompt and of the tokens after the prompt
 
     @property
     def width(self) -> int:
-        """Returns the number of its queries, rounded up to QUERY_UNIT."""
+        """The number of queries, rounded up to a multiple of QUERY_UNIT."""
         return len(self.queries) + -len(self.queries) % QUERY_UNIT
 
 
 def sharing_layout(
     lengths: Sequence[int], shared: Sequence[int], rotary: RotaryTable, *, like: Tensor, flash: bool = False
 ) -> SequenceLayout:
-    """Returns the layout of sequences that lie end to end in one row, some without their prompt.
+    """Returns the layout of sequences that are packed end to end in one row, some of them without their prompt.
 
-    `lengths` [S] are those of whole sequences. The first `shared[s]` tokens of sequence s, 0 for most, are those of the
-    last sequence before it that has its own prompt, and are not in the row. `like`, `flash`: as for `packed_layout`.
+    `lengths` [S] has the lengths of the whole sequences. If `shared[s]` is positive, the first `shared[s]` tokens of
+    sequence s are not in the row; they are equal to the first tokens of the last sequence before s with `shared` 0.
+    `like` and `flash` are as in `packed_layout`.
     """
     own = [n - s for n, s in zip(lengths, shared, strict=True)]
     ends = torch.tensor(own).cumsum(0).tolist()
@@ -78,9 +79,9 @@ def sharing_layout(
 
 
 def _groups(tails: Sequence[_Tail]) -> list[list[_Tail]]:
-    """Puts tails into groups that common numbers of queries and keys pad little."""
+    """Groups tails with similar numbers of queries and keys, so that padding stays within MAX_PADDING."""
     groups: list[list[_Tail]] = []
-    queries = keys = longest = 0  # of the last group: its queries and keys without padding, and the most keys of a tail
+    queries = keys = longest = 0  # last group: total queries, total keys without padding, and maximum keys of a tail
     for tail in sorted(tails, key=lambda tail: (-tail.width, -len(tail.keys))):
         own = len(tail.keys)
         if groups:
@@ -97,7 +98,7 @@ def _groups(tails: Sequence[_Tail]) -> list[list[_Tail]]:
 
 
 def _bucket(group: Sequence[_Tail], windows: Sequence[int | None]) -> AttentionBucket:
-    """Returns the attention call of a group of tails."""
+    """Returns the attention bucket of a group of tails."""
     queries, keys = grid([tail.queries for tail in group]), grid([tail.keys for tail in group], repeats=True)
     prompts = [tail.prompt for tail in group]
     distinct = prompts if len(set(prompts)) > 1 else prompts[:1]
@@ -110,9 +111,10 @@ def _bucket(group: Sequence[_Tail], windows: Sequence[int | None]) -> AttentionB
 
 
 def _mask(prompt: int, queries: int, keys: int, window: int | None) -> Tensor:
-    """Returns which keys the queries behind a prompt see, [queries, keys]. Padding behind them sees some key, too.
+    """Returns the attention mask [queries, keys] of queries after a prompt of `prompt` tokens.
 
-    With a `window` a query sees so many tokens, itself among them.
+    Padding queries attend to at least one key. With a `window`, a query attends to the last `window` tokens, including
+    itself.
     """
     places = torch.arange(keys)
     own = (torch.arange(queries) + prompt).clamp(max=keys - 1)[:, None]

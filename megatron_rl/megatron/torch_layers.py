@@ -1,6 +1,7 @@
-"""Norms, gates and rotary embedding of the project's torch layer spec, by torch's operations or by Triton kernels.
+"""Norms, gates and rotary embedding of the project's torch layer spec, by torch operations or by Triton kernels.
 
-Modules of kernels are imported where they are used: they need Triton, which a CPU does without.
+Kernel modules are imported inside the functions that use them, because they need Triton, which may not be installed on
+machines without a GPU.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 
 class Chosen:
-    """A module that has a form of torch's operations and one of Triton kernels. `choose` says which a model takes."""
+    """Mixin for modules with two implementations, in torch operations and in Triton kernels. `choose` selects one."""
 
     triton = False
 
 
 def choose(model: torch.nn.Module, *, triton: bool) -> None:
-    """Makes all modules of a model take Triton kernels, or none."""
+    """Selects Triton kernels, or torch operations if not `triton`, for all `Chosen` modules of a model."""
     for module in model.modules():
         if isinstance(module, Chosen):
             module.triton = triton
@@ -34,7 +35,7 @@ def choose(model: torch.nn.Module, *, triton: bool) -> None:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, triton: bool = False) -> Tensor:
     """Applies rotary embedding in the half-split convention. [..., H, d] -> [..., H, d].
 
-    `cos` and `sin` are [N, 1, d] or [L, 1, 1, d]. With `triton` it is computed in float32, in one pass.
+    `cos` and `sin` are [N, 1, d] or [L, 1, 1, d]. With `triton`, one kernel computes the result in float32.
     """
     if triton:
         from megatron_rl.megatron.kernels import rope
@@ -47,8 +48,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, triton: bool = False) -> Tens
 class RMSNorm(Chosen, torch.nn.RMSNorm):
     """A root-mean-square norm whose weight gradient Megatron sums over tensor ranks under sequence parallelism.
 
-    With core's `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in float32. Triton's kernels are for that
-    alone: torch has its own for an ordinary weight.
+    With core's `layernorm_zero_centered_gamma`, the norm multiplies by 1 + weight, in float32. Only this variant has a
+    Triton kernel, because torch has a fused kernel for the ordinary variant.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -67,9 +68,9 @@ class RMSNorm(Chosen, torch.nn.RMSNorm):
 
 
 class NormedAddition(RMSNorm):
-    """Adds what a layer's part computes, normed, to the residual stream.
+    """Applies an RMS norm to the output of attention or MLP and adds the result to the residual stream.
 
-    It stands where core adds bias and residual, and is called like core's function: it returns the one that adds.
+    It replaces core's bias-dropout-add function and has the same interface: the call returns the function that adds.
     """
 
     def __init__(self, config: Any) -> None:
@@ -86,7 +87,7 @@ class NormedAddition(RMSNorm):
 class _SwiGLU(torch.autograd.Function):
     """Computes silu(gate) * up of [..., gate | up].
 
-    The backward pass writes both halves in place, where autograd would join copies.
+    The backward pass writes both halves of the gradient in place, whereas autograd would concatenate copies.
     """
 
     @staticmethod
@@ -107,7 +108,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class SwiGLU(Chosen, MegatronModule):
-    """A gate by the sigmoid linear unit, on fc1's joined output. [..., 2 f] -> [..., f]."""
+    """The SwiGLU activation silu(gate) * up on fc1's fused output. [..., 2 f] -> [..., f]."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -121,7 +122,7 @@ class SwiGLU(Chosen, MegatronModule):
 
 
 class GeGLU(Chosen, MegatronModule):
-    """A gate by the Gaussian error linear unit in its tanh form, on fc1's joined output. [..., 2 f] -> [..., f]."""
+    """The GeGLU activation gelu_tanh(gate) * up on fc1's fused output. [..., 2 f] -> [..., f]."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
