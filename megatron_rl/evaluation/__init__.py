@@ -1,1 +1,1 @@
-"""Measures trained models: benchmarks, estimators, hand-off, legibility and verifiers."""
+"""Evaluation of trained models: benchmarks, statistics, hand-off, legibility, drift and verifiers."""

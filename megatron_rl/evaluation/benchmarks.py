@@ -1,4 +1,4 @@
-"""Lists the benchmarks by name: where their rows are, how a row becomes a question and an answer, and its grader."""
+"""The table of benchmarks: their data sets, the conversion of a row to a question and an answer, and their graders."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ LABEL = "megatron_rl.rewards.short_answer:grade_label"
 SHORT = "megatron_rl.rewards.short_answer:grade_text"
 CODE_OUTPUT = "megatron_rl.rewards.code_answer:grade_output"
 CODE_INPUT = "megatron_rl.rewards.code_answer:grade_input"
-# The released code evaluates on all its sets, mathematics too, with the prompt of training without "mathematical "
-# (data_preprocess/prepare_eval_benchmarks.py, generate_prompt).
+# RL Tango's released code evaluates all benchmarks, including mathematics, with the training prompt without the word
+# "mathematical" (data_preprocess/prepare_eval_benchmarks.py, generate_prompt).
 GENERAL = "tango_general"
 PROCESSBENCH = {"gsm8k": "GSM8K", "math": "MATH", "olympiadbench": "OlympiadBench", "omnimath": "Omni-MATH"}
-TABLE_ROWS = 400  # most rows of a table that a question shows
+TABLE_ROWS = 400  # maximum number of table rows in a question
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A named set of problems for a generator or, where `judged`, of solutions for a verifier."""
+    """A named set of problems for a generator or, if `judged` is True, of solutions for a verifier."""
 
     name: str
     title: str
-    hub: str  # the data set on the Hugging Face hub
-    # Turns a row into its question, answer and what else the grader wants; None for a row that is not in the set.
+    hub: str  # name of the data set on the Hugging Face hub
+    # Converts a row to the question, the answer and other values of the grader; None for a row that is not in the set.
     read: Callable[[DataRow], Values | None]
     grader: str = MATH
     template: str = GENERAL
     split: str = "test"
     subset: str | None = None
-    file: str | None = None  # the file of the data set that is read; None: those of the split
-    folder: str | None = None  # name of the local files or their folder; None: the benchmark's name
+    file: str | None = None  # the file of the data set to read; None for all files of the split
+    folder: str | None = None  # name of the local file or folder; None for the benchmark's name
     judged: bool = False
 
 
 def benchmarks() -> dict[str, Benchmark]:
-    """Returns all benchmarks by name: problems of mathematics, other problems, and solutions for a verifier."""
+    """Returns all benchmarks by name: mathematics problems, other problems, and solutions for a verifier."""
     crux, bench = "cruxeval-org/cruxeval", "Qwen/ProcessBench"
     rows = [
         Benchmark("math500", "MATH-500", "HuggingFaceH4/MATH-500", _plain),
@@ -64,7 +64,7 @@ def benchmarks() -> dict[str, Benchmark]:
         Benchmark("cruxeval", "CRUXEval (output)", crux, _crux_output, grader=CODE_OUTPUT),
         Benchmark("cruxeval_input", "CRUXEval (input)", crux, _crux_input, grader=CODE_INPUT, folder="cruxeval"),
         Benchmark("strategyqa", "StrategyQA (test)", "ChilleD/StrategyQA", _strategy, grader=LABEL),
-        Benchmark(  # the 2,290 problems of the paper's Table 1
+        Benchmark(  # the 2,290 problems of Table 1 of the paper
             "strategyqa_train", "StrategyQA (train)", "voidful/StrategyQA", _strategy_true_false, grader=LABEL,
             split="train", file="strategyqa_train.json",
         ),
@@ -81,7 +81,7 @@ def benchmarks() -> dict[str, Benchmark]:
 
 
 def benchmark(name: str) -> Benchmark:
-    """Returns the benchmark with this name. Raises ConfigError for an unknown one."""
+    """Returns the benchmark with this name. Raises ConfigError for an unknown name."""
     table = benchmarks()
     if name not in table:
         raise ConfigError(
@@ -91,11 +91,11 @@ def benchmark(name: str) -> Benchmark:
 
 
 def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = None) -> PromptSet:
-    """Returns where the rows of a benchmark are.
+    """Returns the location of a benchmark's rows.
 
-    In `data_dir` that is a folder NAME, a file NAME.jsonl or NAME.parquet, or the folder of the hub's name, as
-    `megatron-rl fetch` makes it. Without a `data_dir` the rows are on the hub. Raises ConfigError when data_dir has
-    none of these.
+    Without `data_dir`, the location is the data set on the hub. Otherwise it is the first that exists in `data_dir`: a
+    folder NAME, a file NAME.jsonl or NAME.parquet, or a folder with the data set's name on the hub, as created by
+    `megatron-rl fetch`. Raises ConfigError if `data_dir` has none of these. `limit`: maximum number of problems.
     """
     if data_dir is None:
         return PromptSet(path=found.hub, split=found.split, subset=found.subset, file=found.file, limit=limit)
@@ -107,22 +107,23 @@ def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = Non
             f"{data_dir} has no {found.name}: give one of {', '.join(str(p) for p in places)} (the last one is as "
             "`megatron-rl fetch` makes it), or data_dir null for the hub"
         )
-    own = place.is_dir() and place != base / found.hub  # a folder of the hub's has the hub's splits
+    own = place.is_dir() and place != base / found.hub  # a folder from `megatron-rl fetch` has the hub's splits
     tests = own and any(re.match(r"test([-_.]|$)", p.stem) for p in place.iterdir())
     split = "test" if tests else found.split
     return PromptSet(path=str(place), split=split, subset=found.subset, file=found.file, limit=limit)
 
 
 def read_benchmark(found: Benchmark, source: PromptSet) -> list[Problem]:
-    """Reads all problems of a benchmark. Raises what data.problems.read_rows raises."""
+    """Returns all problems of a benchmark. Raises the errors of data.problems.read_rows."""
     return read_rows(source, found.read)
 
 
 def solution(row: DataRow) -> Values:
-    """Reads a solution for a verifier: question, steps, and `label`, the first wrong step (from 0; -1: none).
+    """Converts a row to a solution for a verifier: `question`, `steps`, `label`, `correct` and `step_labels`.
 
-    `step_labels`, where the row has them, give a label for every step. `correct` says whether the final answer is
-    correct; without such a field, whether no step is wrong. Raises DataError for a row that is no such solution.
+    `label` is the index of the first wrong step, from 0, or -1 if no step is wrong. `step_labels` is whether each step
+    is correct, or None if the row does not have them. `correct` is whether the final answer is correct; if the row has
+    no such field, whether no step is wrong. Raises DataError for a malformed row.
     """
     steps = row.get("steps")
     if not isinstance(steps, (list, tuple)) or not steps or not all(isinstance(step, str) for step in steps):
@@ -146,9 +147,9 @@ def solution(row: DataRow) -> Values:
 
 
 def _plain(row: DataRow) -> Values:
-    """Reads a row with a problem and its answer, under any of several names.
+    """Converts a row with a problem and its answer, in columns of any of several names.
 
-    Without an answer, the last \\boxed{} of the row's solution is taken.
+    If the row has no answer, the last \\boxed{} of its solution is used. Raises DataError for a row without either.
     """
     question = _first(row, "question", "problem", "Question", "Problem")
     context = row.get("context")
@@ -163,7 +164,10 @@ def _plain(row: DataRow) -> Values:
 
 
 def _gold(answer: Any) -> str:
-    """Writes a known answer as LaTeX that math-verify reads: 27.0 -> 27, 4.5e33 -> 4.5 x 10^{33}, without dollars."""
+    """Converts a known answer to LaTeX that math-verify parses: 27.0 -> 27, 4.5e33 -> 4.5 \\times 10^{33}, without $.
+
+    Raises DataError for an empty answer.
+    """
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     text = str(answer if answer is not None else "").replace("$", "").strip()
@@ -209,13 +213,15 @@ def _strategy(row: DataRow) -> Values:
 
 
 def _strategy_true_false(row: DataRow) -> Values:
-    """Reads a row of StrategyQA for an answer of True or False, as the released code asks for it."""
+    """Converts a row of StrategyQA to a question with the answers true and false, as in RL Tango's released code."""
     return _with_facts(row, {"yes": "true", "no": "false"})
 
 
 def _with_facts(row: DataRow, words: Mapping[str, str]) -> Values:
-    """Reads a row with a question, its facts and a yes-or-no answer. `words` maps either answer of the row to the
-    word that the question asks for."""
+    """Converts a row with a question, its facts and a yes-or-no answer.
+
+    `words`: maps an answer in the row to the word that the question asks for.
+    """
     facts, choices = row.get("facts") or [], list(words.values())
     shown = facts if isinstance(facts, str) else "\n".join(map(str, facts))
     question = f'{_first(row, "question")} Answer with "{choices[0]}" or "{choices[1]}".'
@@ -228,9 +234,9 @@ def _with_facts(row: DataRow, words: Mapping[str, str]) -> Values:
 
 
 def _table(row: DataRow) -> Values | None:
-    """Reads a row of TableBench.
+    """Converts a row of TableBench.
 
-    Only NumericalReasoning and FactChecking, with the direct instruction (DP), are in the set.
+    Returns None for a row that is not of the type NumericalReasoning or FactChecking with the direct prompt (DP).
     """
     if row.get("qtype") not in ("NumericalReasoning", "FactChecking") or row.get("instruction_type", "DP") != "DP":
         return None
@@ -276,7 +282,7 @@ def _one_of(value: Any, choices: Iterable[str]) -> str:
 
 
 def _first(row: DataRow, *names: str) -> str:
-    """Returns the text under the first of the names that the row has. Raises DataError when it has none."""
+    """Returns the first non-empty text of a row in the columns `names`. Raises DataError if there is none."""
     for name in names:
         value = row.get(name)
         if isinstance(value, str) and value.strip():

@@ -1,4 +1,4 @@
-"""Grades a file of given completions, row by row. A bad row fails alone, and a run that was killed can be continued."""
+"""Grades a file of completions, row by row. A bad row does not affect other rows, and a killed run can be resumed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from megatron_rl.evaluation.set_metrics import CORRECT
 from megatron_rl.rewards.grading_pool import Graded
 from megatron_rl.run.atomic_files import write_text
 
-CHUNK = 256  # rows graded between two writes
-# outcome of a row that is no completion; the other outcomes are those of rewards.grading_pool.Outcome
+CHUNK = 256  # number of rows graded between two writes
+# Outcome of a malformed row. The outcomes of the other rows are the values of rewards.grading_pool.Outcome.
 BAD_ROW = "bad_row"
 GRADED = "graded.jsonl"
-MAX_DETAIL = 300  # characters of a failure's description
+MAX_DETAIL = 300  # maximum number of characters of an error message
 Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    """One line of the file of completions. `why` says why it cannot be graded; it is empty for a good row."""
+    """One line of the file of completions. `why` is the reason why it cannot be graded, or empty for a valid row."""
 
     id: Any
     payload: Mapping[str, Any]
@@ -38,13 +38,16 @@ class CompletionRow:
 def grade_file(
     source: Path, directory: Path, grade: Grade, *, say: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
-    """Grades rows {"id", "answer", "completion"} and returns the summary: rows, accuracy (the share that is correct),
-    reward (the mean score) and counts by outcome.
+    """Grades rows {"id", "answer", "completion"} and returns a summary.
 
-    Writes DIR/graded.jsonl, rows {"id", "score", "outcome"} in the same order, and DIR/summary.json. Other fields of a
-    row reach the grader too. `outcome` is score, timeout, error or bad_row; the last three have score 0.0 and a
-    `detail`. What an earlier start left in DIR is kept; a last line that was cut is graded again. `say` gets the number
-    of rows done after every chunk. Raises ConfigError when DIR holds the grades of other rows, or there is no file.
+    The summary has `rows`, `accuracy` (share of correct rows), `reward` (mean score) and `outcomes` (count of each
+    outcome). It is written to DIR/summary.json. DIR/graded.jsonl has a row {"id", "score", "outcome"} for each row, in
+    the same order. `outcome` is score, timeout, error or bad_row; rows with the last three have score 0.0 and a
+    `detail`. Additional fields of a row are passed to the grader.
+
+    Rows in DIR/graded.jsonl from an interrupted run are kept; an incomplete last line is graded again. `say` is called
+    with the number of graded rows after every chunk. Raises ConfigError if DIR has the grades of other rows, and if the
+    source file does not exist or has no rows.
     """
     if not source.is_file():
         raise ConfigError(f"--completions {source}: there is no such file")
@@ -95,7 +98,7 @@ def _graded(rows: Sequence[CompletionRow], grade: Grade) -> list[dict[str, Any]]
 
 
 def _row(where: str, row: dict[str, Any] | BadRow) -> CompletionRow:
-    """Returns the CompletionRow of a line. `where` names the line's file and number."""
+    """Converts a parsed line to a CompletionRow. `where`: file and line number, for the error message."""
     if isinstance(row, BadRow):
         return CompletionRow(None, {}, "", f"{where}: {row.why}")
     answer, completion, why = row.get("answer"), row.get("completion"), ""
@@ -114,7 +117,7 @@ def _row(where: str, row: dict[str, Any] | BadRow) -> CompletionRow:
 
 
 def _done(out: Path) -> list[dict[str, Any]]:
-    """Reads the whole lines that an earlier start wrote, and cuts the file behind the last of them."""
+    """Returns the complete rows of an earlier, interrupted run, and truncates the file after the last of them."""
     if not out.exists():
         return []
     kept: list[bytes] = []

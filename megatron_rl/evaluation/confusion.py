@@ -1,4 +1,4 @@
-"""Scores judgements against the truth: confusion counts and the F1 of two class accuracies. Pure functions."""
+"""Compares judgements with the truth: confusion counts and the F1 of two class accuracies. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Confusion:
-    """The counts of judgements by (what was said, what is true).
+    """The confusion counts of judgements. The positive class is "correct".
 
-    tp: said correct, is correct. fp: said correct, is wrong. tn: said wrong, is wrong. fn: said wrong, is correct.
+    `tp`: correct, judged correct. `fp`: wrong, judged correct. `tn`: wrong, judged wrong. `fn`: correct, judged wrong.
     """
 
     tp: int = 0
@@ -24,17 +24,17 @@ class Confusion:
 
     @property
     def predicted_positive(self) -> float:
-        """Returns the share that was judged correct; 0.0 without judgements.
+        """Returns the share of the items that were judged correct; 0.0 without judgements.
 
-        Near 0 or 1 the judge always says the same.
+        A value near 0 or 1 means that the judge almost always gives the same judgement.
         """
         return (self.tp + self.fp) / self.total if self.total else 0.0
 
     @property
     def f1(self) -> float | None:
-        """Returns ProcessBench's F1, the harmonic mean of the accuracies on the correct and on the wrong.
+        """Returns ProcessBench's F1, the harmonic mean of the accuracies on correct items and on wrong items.
 
-        None when one of the two classes is empty.
+        Returns None if one of the two classes is empty.
         """
         correct, wrong = self.tp + self.fn, self.tn + self.fp
         if not correct or not wrong:
@@ -50,7 +50,7 @@ class Confusion:
 
 
 def confusion(judgements: Iterable[tuple[bool | None, bool]]) -> Confusion:
-    """Counts (said, truth) pairs. A judgement that could not be read (None) counts as said wrong."""
+    """Returns the confusion counts of (judgement, truth) pairs. A judgement of None (unreadable) counts as "wrong"."""
     pairs = [(bool(said), truth) for said, truth in judgements]
     return Confusion(
         tp=pairs.count((True, True)),
@@ -61,19 +61,19 @@ def confusion(judgements: Iterable[tuple[bool | None, bool]]) -> Confusion:
 
 
 def step_confusion(verdicts: Sequence[Sequence[bool]], labels: Sequence[Sequence[bool]]) -> Confusion:
-    """Counts [S][K] verdicts against gold labels, over the steps of S solutions.
+    """Returns the confusion counts of [S][K] verdicts and gold labels, over the K steps of each of S solutions.
 
-    A solution counts only when it has as many verdicts as labels.
+    Solutions whose number of verdicts differs from the number of labels are left out.
     """
     aligned = [(v, g) for v, g in zip(verdicts, labels, strict=True) if len(v) == len(g)]
     return confusion((said, truth) for v, g in aligned for said, truth in zip(v, g, strict=True))
 
 
 def agreement(counts: Confusion) -> float | None:
-    """Returns the share of judgements that are true; None when there are none."""
+    """Returns the share of judgements that are true; None without judgements."""
     return (counts.tp + counts.tn) / counts.total if counts.total else None
 
 
 def harmonic_mean(a: float, b: float) -> float:
-    """Returns 2ab / (a + b); 0 when both are 0."""
+    """Returns the harmonic mean 2ab / (a + b); 0 if both are 0."""
     return 2 * a * b / (a + b) if a + b else 0.0

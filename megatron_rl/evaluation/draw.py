@@ -1,4 +1,4 @@
-"""Turns the problems of a set into prompts, and draws completions from an engine under keys that the caller chooses."""
+"""Converts problems to prompts, and draws completions from an engine with keys that the caller chooses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_rl.data.problems import Problem
 from megatron_rl.engines.protocol import Completion, Engine, Sampling, Tokens
 from megatron_rl.types import Stop
 
-ROOM = 8  # tokens of the context that stay free
+ROOM = 8  # number of tokens of the context that are left unused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemSet:
-    """A set of problems with their prompts: prompts[i] are the tokens of problems[i]."""
+    """A set of problems with their prompts: `prompts[i]` has the token ids of `problems[i]`."""
 
     name: str
     title: str
@@ -27,19 +27,19 @@ class ProblemSet:
 
 
 def prompt_tokens(tokenizer: Any, template: str, values: Mapping[str, Any], *, chat: bool) -> list[int]:
-    """Returns the tokens of a problem's conversation, where the values have messages; else those of the filled
-    template, with `chat` as a user's message in the tokenizer's chat template.
+    """Returns the token ids of a problem's prompt.
 
-    Raises what chat.prompt_ids raises.
+    If `values` has messages, the prompt is this conversation. Otherwise it is the template filled with `values`; with
+    `chat`, as a user message in the tokenizer's chat template. Raises the errors of chat_template.prompt_ids.
     """
     return tokenize(ChatTokenizer(tokenizer) if chat else tokenizer, problem_text(template, values))
 
 
 def draw(engine: Engine, asks: Mapping[int, tuple[Tokens, Sampling]]) -> dict[int, list[Completion]]:
-    """Asks an engine for {key: (prompt, sampling)} and waits for the answers. Returns {key: its n completions}, in
-    the order of `asks`.
+    """Draws completions from an engine for {key: (prompt, sampling)} and waits for them. Returns {key: its n
+    completions}, in the order of `asks`.
 
-    A draw depends only on the seed, its key and its sample index.
+    The random numbers of a completion only depend on the seed, the key and the sample index.
     """
     session = engine.session()
     for key, (prompt, sampling) in asks.items():
@@ -51,8 +51,10 @@ def draw(engine: Engine, asks: Mapping[int, tuple[Tokens, Sampling]]) -> dict[in
 def draw_within(
     engine: Engine, prompts: Mapping[int, Tokens], sampling: Sampling, context: int | None
 ) -> dict[int, list[Completion]]:
-    """Draws for {key: prompt} as `draw` does, with at most context - prompt - ROOM tokens each. A prompt that leaves
-    no room gets empty completions that count as cut."""
+    """Draws completions for {key: prompt} as `draw` does, with at most `limit` tokens each.
+
+    A prompt that leaves no space for an answer in the context gets empty completions with Stop.LENGTH.
+    """
     limits = {key: limit(len(prompt), sampling.max_tokens, context) for key, prompt in prompts.items()}
     asks = {key: (prompts[key], replace(sampling, max_tokens=most)) for key, most in limits.items() if most}
     found = draw(engine, asks) if asks else {}
@@ -61,6 +63,8 @@ def draw_within(
 
 
 def limit(prompt: int, max_tokens: int, context: int | None) -> int:
-    """Returns the largest number of tokens that an answer to a prompt of `prompt` tokens may have; 0 when the
-    context leaves no room."""
+    """Returns the maximum number of tokens of an answer: min(max_tokens, context - prompt - ROOM), but at least 0.
+
+    `prompt`: number of tokens of the prompt. `context`: context length in tokens; None for no limit.
+    """
     return max_tokens if context is None else max(0, min(max_tokens, context - prompt - ROOM))

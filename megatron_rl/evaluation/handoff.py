@@ -1,10 +1,11 @@
-"""Hand-off: two models write one answer by turns, and it is graded as one text (the protocol of Tandem RL's release,
+"""Hand-off: two models generate one answer in turns, and it is graded as one text (the protocol of Tandem RL's release,
 arXiv 2606.28166).
 
-The first model begins; each turn goes on until a double newline, which stays in the text; then the other goes on from
-prompt and text. The token budget is shared. A chain ends on its budget, on a turn cut by length, on any stop other
-than the double newline, or after `max_rounds` rounds, each of one turn of either model (the release's eval/handoff.py,
-run_all_rounds). A turn's draw depends on 1000 * problem + sample + tokens written.
+The first model begins. A turn ends after a double newline, which stays in the text; then the other model continues from
+the prompt and the text so far. The two models share the token budget. A chain, which is one such answer, ends when the
+budget is used up, when a turn is cut by length, when a turn stops for any reason other than the double newline, or
+after `max_rounds` rounds of one turn of each model (eval/handoff.py of the release, run_all_rounds). The engine's key
+of a turn is 1000 * problem index + sample index + number of tokens generated so far.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ HANDOFF = "handoff"
 
 @dataclass(slots=True)
 class Chain:
-    """One answer that two models are writing in turns."""
+    """One answer that two models generate in turns."""
 
-    prompt: np.ndarray  # int32
-    first_index: int  # of its first draw
-    budget: int  # tokens
+    prompt: np.ndarray  # token ids of the prompt, int32
+    first_index: int  # engine key of the first turn
+    budget: int  # maximum number of tokens of the answer
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    turns: list[int] = field(default_factory=list)  # tokens of each turn; even ones are the first model's
-    stop: Stop | None = None  # None: goes on
+    turns: list[int] = field(default_factory=list)  # token count of each turn; turns 0, 2, ... are the first model's
+    stop: Stop | None = None  # None while the chain is not finished
 
     @property
     def index(self) -> int:
-        """Returns the number that the next turn's draw depends on."""
+        """Returns the engine key of the next turn, which determines its random numbers."""
         return self.first_index + len(self.tokens)
 
     @property
@@ -55,7 +56,10 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class HandOff:
-    """Two models that answer the problems of a set by turns, `sampling.n` times each. They must have one vocabulary."""
+    """Two models that generate answers to a set's problems in turns, `sampling.n` answers for each problem.
+
+    The models must have the same vocabulary.
+    """
 
     engines: tuple[Engine, Engine]
     tokenizer: Any
@@ -66,7 +70,10 @@ class HandOff:
     measure: str = field(default=HANDOFF, init=False)
 
     def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
-        """Returns the samples of problems[place], for each place; each with the token counts of its turns."""
+        """Returns `sampling.n` graded samples for each of the problems with the indices `places`.
+
+        The field `turns` of a sample has the token counts of its turns.
+        """
         chains = {
             (place, j): Chain(
                 np.asarray(problems.prompts[place], np.int32),
@@ -94,8 +101,10 @@ def write(
     *,
     max_rounds: int = MAX_ROUNDS,
 ) -> None:
-    """Writes every chain to its end, in at most `max_rounds` rounds of one turn of each engine. All chains take their
-    turns together, so that each turn is one call of one engine."""
+    """Generates all chains to their ends, in place, in at most `max_rounds` rounds of one turn of each engine.
+
+    All chains take the same turn at the same time, so that a turn is one batch for one engine.
+    """
     for number in range(max_rounds * len(engines)):
         for chain in chains:
             if chain.stop is None and chain.left <= 0:
@@ -116,8 +125,8 @@ def write(
 
 
 def _draw_turn(engine: Engine, chains: Sequence[Chain], sampling: Sampling) -> list[Completion]:
-    """Draws one turn of each chain. Chains whose draws have the same index are asked in separate sessions, because a
-    session accepts each key once."""
+    """Returns one turn of each chain. Chains with the same engine key are sent in separate sessions, because a session
+    accepts each key only once."""
     one_turn = replace(sampling, n=1, stop_strings=(*sampling.stop_strings, SWITCH))
     found: dict[int, Completion] = {}
     waiting = list(range(len(chains)))

@@ -1,5 +1,5 @@
-"""Measures a verifier on solutions with known errors: ProcessBench, outcome and step judgements, confidence of
-votes, and correct labels for wrong reasons."""
+"""Evaluates a verifier on solutions with known errors: ProcessBench, outcome and step verdicts, calibration of votes,
+and right rejections for a wrong reason."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatron_rl.types import Prompt, Stop
 JUDGE = "judge"
 NO_ERROR = -1
 NOTHING = Completion(tokens=np.empty(0), logprobs=np.empty(0), stop=Stop.LENGTH)
-SHOWN = ("steps", "label", "correct", "step_labels")  # of the solution, in every sample
+SHOWN = ("steps", "label", "correct", "step_labels")  # fields of the solution that are copied to every sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """A verifier that judges the solutions of a set, `sampling.n` times each."""
+    """A verifier that judges each solution of a set `sampling.n` times."""
 
     engine: Engine
     tokenizer: Any
@@ -38,8 +38,10 @@ class Judge:
     measure: str = field(default=JUDGE, init=False)
 
     def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
-        """Returns the verifications of problems[place], for each place. A problem without room for an answer gets empty
-        ones, cut."""
+        """Returns `sampling.n` verifications for each of the problems with the indices `places`.
+
+        If the context has no space for an answer, the verifications are empty and not finished.
+        """
 
         def steps(place: int) -> int:
             return len(problems.problems[place].values["steps"])
@@ -60,8 +62,8 @@ class Judge:
 
 
 def verifier_values(values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the values that fill a verifier's template. The steps stand in the tags that the verifier was trained
-    with."""
+    """Returns the values for the placeholders of a verifier's template. Each step of the solution is a <step> block, as
+    in the verifier's training."""
     steps = "\n".join(f"<step>{step}</step>" for step in values["steps"])
     return {
         "question": str(values["question"]),
@@ -71,10 +73,10 @@ def verifier_values(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def reading(text: str, num_steps: int) -> Sample:
-    """Reads a verification of K steps -> its text, step verdicts, final verdict, and `predicted`, the first step that
-    it calls wrong.
+    """Parses a verification of `num_steps` steps. Returns its `response`, `verdicts`, `final` verdict and `predicted`.
 
-    -1: it calls none wrong, with a verdict for each; None: it cannot be read so, and agrees with no label.
+    `predicted` is the index of the first step that the verifier calls wrong. It is -1 if the verifier calls every step
+    correct, and None if it calls no step wrong but the number of verdicts is not `num_steps`; None matches no label.
     """
     verdicts = step_verdicts(text)
     wrong = next((i for i, correct in enumerate(verdicts[:num_steps]) if not correct), None)
@@ -83,17 +85,16 @@ def reading(text: str, num_steps: int) -> Sample:
 
 
 def vote(predictions: Sequence[int | None]) -> int | None:
-    """Returns the most frequent prediction; among equally frequent ones the earliest step; None without any that can be
-    read."""
+    """Returns the most frequent prediction except None; the smallest in a tie; None if all predictions are None."""
     counts = Counter(p for p in predictions if p is not None)
     most = max(counts.values(), default=0)
     return min((p for p, count in counts.items() if count == most), default=None)
 
 
 def judged(groups: Sequence[Sequence[Sample]], *, seed: int = 0) -> tuple[dict[str, Interval], Calibration | None]:
-    """Returns the metrics of a set of [P][n] samples with their intervals, and the calibration of the votes.
+    """Computes a verifier's metrics from [P][n] samples. Returns (metrics with intervals, calibration of the votes).
 
-    The bootstrap resamples solutions. Metrics of single verifications are means over n.
+    The bootstrap resamples the P solutions. Metrics of single verifications are means over the n samples.
     """
     wrong = np.array([group[0]["label"] != NO_ERROR for group in groups])
     hits = np.array([fmean(float(row["predicted"] == row["label"]) for row in group) for group in groups])
@@ -116,8 +117,8 @@ def judged(groups: Sequence[Sequence[Sample]], *, seed: int = 0) -> tuple[dict[s
 
 
 def _processbench(suffix: str, hits: np.ndarray, wrong: np.ndarray, seed: int) -> dict[str, Interval | None]:
-    """Computes f1, the harmonic mean of the accuracies on solutions with an error (found at its step) and without one
-    (arXiv 2412.06559)."""
+    """Returns ProcessBench's accuracies on solutions with an error (found at the right step) and without an error, and
+    their harmonic mean f1 (arXiv 2412.06559). `suffix`: end of the metrics' names."""
 
     def accuracy(rows: np.ndarray, of: bool) -> float | None:
         chosen = hits[rows][wrong[rows] == of]
@@ -136,7 +137,7 @@ def _processbench(suffix: str, hits: np.ndarray, wrong: np.ndarray, seed: int) -
 
 
 def _outcomes(rows: Sequence[Sample]) -> Confusion:
-    """Compares final verdicts with whether the final answer is correct."""
+    """Returns the confusion counts of final verdicts and the correctness of the solutions' final answers."""
     return confusion((row["final"], bool(row["correct"])) for row in rows)
 
 
@@ -145,16 +146,18 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def _located(rows: Sequence[Sample]) -> float | None:
-    """Returns the share of rightly rejected solutions whose first wrong step the verifier found. A low share means
-    correct labels for wrong reasons."""
+    """Returns the share of rightly rejected solutions whose first wrong step the verifier found; None without any.
+
+    A low share means that the verifier rejects wrong solutions for wrong reasons.
+    """
     rejected = [r for r in rows if r["label"] != NO_ERROR and not r["correct"] and r["final"] is False]
     return fmean(float(r["predicted"] == r["label"]) for r in rejected) if rejected else None
 
 
 def step_counts(rows: Sequence[Sample]) -> Confusion:
-    """Compares step verdicts with gold labels, where there is one verdict per step.
+    """Returns the confusion counts of step verdicts and gold labels, over the samples with one verdict for each step.
 
-    Where only the first error is known, the steps up to it count.
+    If only the first wrong step of a solution is known, the steps after it are left out.
     """
     aligned = [row for row in rows if len(row["verdicts"]) == len(row["steps"])]
     labels = []
@@ -166,7 +169,8 @@ def step_counts(rows: Sequence[Sample]) -> Confusion:
     return step_confusion(verdicts, labels)
 
 
-_STATISTICS: Mapping[str, Callable[[Sequence[Sample]], float | None]] = {  # of the samples of some solutions
+# Metrics by name, as functions of all samples of a list of solutions.
+_STATISTICS: Mapping[str, Callable[[Sequence[Sample]], float | None]] = {
     "outcome_accuracy": lambda rows: agreement(_outcomes(rows)),
     "outcome_correct_accuracy": lambda rows: _share((c := _outcomes(rows)).tp, c.tp + c.fn),
     "outcome_wrong_accuracy": lambda rows: _share((c := _outcomes(rows)).tn, c.tn + c.fp),

@@ -1,4 +1,4 @@
-"""Asks a model for judgements. Used for a verifier in training, a frozen or served judge, evaluation and votes."""
+"""Asks a model for judgements: a verifier in training, a frozen or served judge, evaluation, and votes."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from megatron_rl.text import Decoded, decode
 from megatron_rl.training.rollouts import from_completion
 from megatron_rl.types import Prompt, Rollout
 
-Item = TypeVar("Item")  # what is judged: a solution, a pair of answers, ...
-Opinion = TypeVar("Opinion")  # what a judgement says, as it was read
+Item = TypeVar("Item")  # the judged object, such as a solution or a pair of answers
+Opinion = TypeVar("Opinion")  # the parsed content of a judgement, such as a verdict or a score
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question(Generic[Item, Opinion]):
-    """One way to ask a model about an item and to read its answer."""
+    """A pair of functions: one makes the prompt about an item, the other parses the model's answer."""
 
-    prompt: Callable[[Item], Prompt | None]  # None: it cannot be asked about this item
-    read: Callable[[Item, str], Opinion]  # item and text of the answer
+    prompt: Callable[[Item], Prompt | None]  # returns None if no prompt can be made for the item
+    read: Callable[[Item, str], Opinion]  # parses the text of an answer about an item
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Judgement(Generic[Item, Opinion]):
     """One answer of a model about one item."""
 
-    key: int  # of the item
+    key: int  # key of the item
     item: Item
     opinion: Opinion
     prompt: Prompt
     completion: Completion
-    decoded: Decoded  # the answer's text
-    version: int  # of the engine's weights, where the completion does not tell
+    decoded: Decoded  # the decoded text of the answer
+    version: int  # version of the engine's weights, used if the completion has no version
 
     def rollout(self, role: str, *, partner_weight: float = 0.0) -> Rollout:
-        """Returns the judgement as a rollout of `role`, to be trained on. The judgements of one item form a group."""
+        """Returns the judgement as a training rollout of `role`. The judgements of one item form a group."""
         return from_completion(
             self.prompt,
             self.completion,
@@ -49,7 +49,7 @@ class Judgement(Generic[Item, Opinion]):
 
 
 class Judging(Generic[Item, Opinion]):
-    """A session in which a model is asked about items, each as soon as it is known. It works with any engine."""
+    """A session in which a model judges items, which may be added at any time. It works with any engine."""
 
     def __init__(
         self,
@@ -60,16 +60,20 @@ class Judging(Generic[Item, Opinion]):
         *,
         context: int | None = None,
     ) -> None:
-        """`sampling.n` judgements of each item. `context`: tokens of prompt and answer together; None: as many as the
-        sampling allows."""
+        """`sampling.n`: number of judgements of each item. `context`: maximum number of tokens of prompt and answer
+        together; if None, only `sampling.max_tokens` limits the answer."""
         self._engine, self._tokenizer, self._sampling = engine, tokenizer, sampling
         self._question, self._context = question, context
         self._asked: dict[int, tuple[Item, Prompt]] = {}
         self.session = engine.session()
 
     def ask(self, key: int, item: Item) -> bool:
-        """Asks about an item. A draw depends on the seed, `key` and the sample alone. -> whether it could be asked:
-        there is a prompt, and room for an answer. May be called at any time, also while answers are read."""
+        """Requests the judgements of an item. Returns False if the item has no prompt or the context has no space for
+        an answer.
+
+        The random numbers of a judgement only depend on the seed, `key` and the sample index. May be called at any
+        time, also during the iteration over `answers`.
+        """
         prompt = self._question.prompt(item)
         if prompt is None:
             return False
@@ -81,7 +85,7 @@ class Judging(Generic[Item, Opinion]):
         return True
 
     def answers(self) -> Iterator[tuple[int, list[Judgement[Item, Opinion]]]]:
-        """Yields (key, the n judgements of its item), each when they are done, of all that could be asked."""
+        """Yields (key, the n judgements of the item) for each requested item, as soon as its judgements are done."""
         for key, completions in self.session.answers():
             yield key, [self._judgement(key, completion) for completion in completions]
 
@@ -100,8 +104,10 @@ class Judging(Generic[Item, Opinion]):
 
 
 def judge_all(judging: Judging[Item, Opinion], items: Mapping[int, Item]) -> dict[int, list[Judgement[Item, Opinion]]]:
-    """Asks about {key: item} and waits for the answers. Returns {key: judgements}, in the order of `items`; an empty
-    list for an item that could not be asked about."""
+    """Requests the judgements of {key: item} and waits for them. Returns {key: judgements}, in the order of `items`.
+
+    The list of an item for which `Judging.ask` returns False is empty.
+    """
     for key, item in items.items():
         judging.ask(key, item)
     found = dict(judging.answers())

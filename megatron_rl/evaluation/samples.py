@@ -1,5 +1,5 @@
-"""Stores the samples of an evaluation as JSON lines as soon as they are graded, so that an evaluation that was
-killed can be continued."""
+"""Stores the samples of an evaluation as JSON lines as soon as they are graded, so that a killed evaluation can be
+resumed."""
 
 from __future__ import annotations
 
@@ -15,38 +15,41 @@ from megatron_rl.run.atomic_files import write_text
 from megatron_rl.run.json_lines import UNREADABLE, append
 from megatron_rl.run.json_lines import read as read_lines
 
-Sample = dict[str, Any]  # `set`, `measure`, `id` (of the problem), `sample` (0..n-1), and what the measure found
+# A row with `set`, `measure`, `id` (index of the problem), `sample` (index 0..n-1), and the results of the measure.
+Sample = dict[str, Any]
 PARTIAL = ".partial"
 _log = logging.getLogger(__name__)
 
 
 class Samples:
-    """The samples of one evaluation, in the file NAME.jsonl.partial until all are there, then in NAME.jsonl.
+    """The samples of one evaluation, stored in NAME.jsonl.partial until the evaluation is complete, then in NAME.jsonl.
 
-    The partial file begins with a line that names the evaluation by its `digest`. A problem's samples are written
-    together. When an evaluation with the same digest left a partial file, its whole problems are kept; a line that was
-    cut, and the rows of a problem that is not whole, are dropped. Without a path nothing is written.
+    The first line of the partial file has the `digest` of the evaluation. All samples of a problem are written
+    together. If there is a partial file with the same digest, its complete problems are loaded; a truncated line and
+    the rows of an incomplete problem are dropped. If `path` is None, no file is written.
     """
 
     def __init__(self, path: Path | None, digest: str) -> None:
         self._path, self._partial, self._digest = path, None if path is None else Path(f"{path}{PARTIAL}"), digest
         self._rows: dict[tuple[str, str], dict[int, list[Sample]]] = defaultdict(dict)
-        self.resumed = 0  # problems kept from an earlier start
+        self.resumed = 0  # number of problems loaded from the partial file
         if self._partial is not None:
             self._resume(self._partial)
 
     def rows(self, name: str, measure: str) -> list[list[Sample]]:
-        """Returns the samples of one measure on one set, [P][n], in the order of the problems' ids."""
+        """Returns the [P][n] samples of one measure on the set `name`, in the order of the problems' ids."""
         found = self._rows[name, measure]
         return [found[key] for key in sorted(found)]
 
     def missing(self, name: str, measure: str, ids: Iterable[int]) -> list[int]:
-        """Returns those of the problems' ids that have no samples yet."""
+        """Returns the problem ids in `ids` that have no samples yet for this set and measure."""
         return [key for key in ids if key not in self._rows[name, measure]]
 
     def add(self, groups: Iterable[Sequence[Sample]]) -> None:
-        """Adds whole problems: each group holds all samples of one. The file is on disk when this returns. Raises
-        DiskError when the disk does not take them."""
+        """Adds problems and appends them to the partial file. Each group has all samples of one problem.
+
+        The rows are on disk when this function returns. Raises DiskError if they cannot be written.
+        """
         kept = [list(group) for group in groups if group]
         for group in kept:
             self._rows[group[0]["set"], group[0]["measure"]][group[0]["id"]] = group
@@ -55,7 +58,7 @@ class Samples:
             append(self._partial, whole.encode())
 
     def write(self) -> None:
-        """Writes NAME.jsonl, with the sets in the order of their first rows."""
+        """Writes NAME.jsonl, with the sets in the order in which they were first added."""
         if self._path is not None:
             write_text(
                 self._path,
@@ -63,7 +66,7 @@ class Samples:
             )
 
     def forget(self) -> None:
-        """Removes the partial file. Call it when all is done and written."""
+        """Removes the partial file. Call it after the evaluation is complete and `write` was called."""
         if self._partial is not None:
             self._partial.unlink(missing_ok=True)
 
@@ -91,8 +94,10 @@ class Samples:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Reads the rows of a NAME.jsonl. A warning counts lines that are no samples, which are left out. Raises
-    FileNotFoundError, and ValueError where no line is a sample."""
+    """Returns the samples in a NAME.jsonl. Malformed lines are left out, and their count is logged as a warning.
+
+    Raises FileNotFoundError if there is no file, and ValueError if no line is a sample.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     found = read_lines(path, _sample)
@@ -108,7 +113,7 @@ def _line(row: Sample, count: int) -> str:
 
 
 def _sample(raw: Any) -> Sample:
-    """Returns the sample of a parsed line. Raises KeyError or TypeError for a value that is no sample."""
+    """Returns the sample of a parsed line. Raises KeyError or TypeError for a value that is not a sample."""
     texts, numbers = (raw["set"], raw["measure"]), (raw["id"], raw["sample"])
     if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
         raise TypeError("a sample has the names of its set and measure, and the numbers of its problem and its own")

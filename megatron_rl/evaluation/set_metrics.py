@@ -1,4 +1,4 @@
-"""Turns samples into metrics: for each set, with intervals over problems, and as the equal-weight mean over sets."""
+"""Computes metrics from samples: for each set, with intervals over problems, and as the equal-weight mean over sets."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from megatron_rl.evaluation.statistics import (
 from megatron_rl.evaluation.text_scores import LEGIBILITY
 from megatron_rl.rewards.grading_pool import Graded, Outcome
 
-CORRECT = 0.5  # a sample with a score above this counts as correct
+CORRECT = 0.5  # a sample with a score above this threshold is correct
 MACRO = "mean over sets"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetMetrics:
-    """The metrics of one measure on one set. `values`: for metrics that are means over problems, their [P] values."""
+    """The metrics of one measure on one set. `values`: the [P] values of each metric that is a mean over problems."""
 
     name: str
     title: str
@@ -44,7 +44,7 @@ class SetMetrics:
 
 
 def metrics_of(samples: Samples, name: str, title: str, measure: str, *, ks: Sequence[int], seed: int) -> SetMetrics:
-    """Returns the metrics of one measure on a set whose samples are all there. `ks`: the values of k for pass@k."""
+    """Returns the metrics of one measure on a set with complete samples. `ks`: the values of k for pass@k."""
     groups = samples.rows(name, measure)
     rows = [row for group in groups for row in group]
     values: dict[str, list[float]] = {}
@@ -72,10 +72,11 @@ def metrics_of(samples: Samples, name: str, title: str, measure: str, *, ks: Seq
 
 
 def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict[str, list[float]]:
-    """Returns metrics of graded answers, with one value for each problem. `groups`: [P][n] samples.
+    """Returns the metrics of graded answers, each with one value for each problem. `groups`: [P][n] samples.
 
-    They are accuracy (mean@n: the share that is correct), reward (the mean score), pass@k, maj@n, best_of_n and
-    vote_of_n by a verifier's weights, which count correct answers too, and lengths.
+    The metrics are accuracy (mean@n, the share of correct answers), reward (the mean score), pass@k, maj@n, lengths
+    and, if a verifier weighted the answers, best_of_n and vote_of_n. pass@k, maj@n, best_of_n and vote_of_n use whether
+    an answer is correct, not its score.
     """
     n = min((len(group) for group in groups), default=0)
     correct = [[float(row["score"] > CORRECT) for row in group] for group in groups]
@@ -101,16 +102,17 @@ def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict
 
 
 def text_names(measure: str, rows: Sequence[Sample]) -> list[str]:
-    """Returns the names of the metrics of texts: cross_entropy, or each kl_ and then each gap_ that the rows have."""
+    """Returns the names of the text metrics: cross_entropy for legibility; otherwise the kl_ and gap_ fields of the
+    rows, in the order of the first row."""
     if measure == LEGIBILITY:
         return ["cross_entropy"]
     return [name for name in rows[0] if name.startswith(("kl_", "gap_"))] if rows else []
 
 
 def text_values(groups: Sequence[Sequence[Sample]], names: Sequence[str]) -> dict[str, list[float]]:
-    """Returns metrics of texts, with one value for each problem.
+    """Returns the metrics of texts, each with one value for each problem. `groups`: [P][n] samples.
 
-    A problem's value is the mean over its texts that were scored. Problems without a scored text are left out.
+    The value of a problem is the mean over its scored texts. Problems without a scored text are left out.
     """
     out = {}
     for name in names:
@@ -122,8 +124,8 @@ def text_values(groups: Sequence[Sequence[Sample]], names: Sequence[str]) -> dic
 def macro(sets: Sequence[SetMetrics], *, seed: int) -> dict[str, dict[str, Interval]]:
     """Returns {measure: {metric: equal-weight mean over its sets}}, for metrics that every set of the measure has.
 
-    Where a metric is no mean over problems (an F1), its interval comes from those of the sets, as if they were
-    independent and normal.
+    If a metric is not a mean over problems, such as an F1, its interval is computed from the intervals of the sets as
+    if the errors were independent and normally distributed.
     """
     out: dict[str, dict[str, Interval]] = {}
     for measure in dict.fromkeys(s.measure for s in sets):
@@ -134,7 +136,7 @@ def macro(sets: Sequence[SetMetrics], *, seed: int) -> dict[str, dict[str, Inter
 
 
 def gradings(samples: Samples, sets: Sequence[SetMetrics]) -> list[Graded]:
-    """Returns how every grading went, for rewards.grading_pool.check_failures."""
+    """Returns the results of all gradings, for rewards.grading_pool.check_failures."""
     rows = [
         row for s in sets if s.measure in (SOLVE, HANDOFF) for group in samples.rows(s.name, s.measure) for row in group
     ]

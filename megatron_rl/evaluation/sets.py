@@ -1,4 +1,4 @@
-"""Reads the problem sets that an evaluation asks for: benchmarks by name, and a data set of the user's own."""
+"""Loads the problem sets of an evaluation: benchmarks by name, and a data set of the user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.data.problems import Problem, read_problems
 from megatron_rl.evaluation.benchmarks import benchmark, read_benchmark, solution, source_of
 from megatron_rl.spec.run_spec import EvalSpec
 
-GENERATOR_TEMPLATE, JUDGED_TEMPLATE = "tango_generator", "tango_verifier"  # of sets of one's own
+GENERATOR_TEMPLATE, JUDGED_TEMPLATE = "tango_generator", "tango_verifier"  # templates of user data sets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +22,13 @@ class GradedSet:
     title: str
     problems: list[Problem]
     reward: Reward
-    judged: bool  # true: the set holds solutions for a verifier to judge
+    judged: bool  # whether the set has solutions that a verifier judges
     template: str  # name or file of the prompt template
 
 
 def read_sets(spec: EvalSpec) -> list[GradedSet]:
-    """Reads every set. Raises ConfigError for an unknown benchmark, one without data, and two sets of one name."""
+    """Loads all sets of an evaluation. Raises ConfigError for an unknown benchmark, a benchmark without data, and two
+    sets of the same name."""
     config, out = spec.config, []
     for name in config.benchmarks:
         found = benchmark(name)
@@ -41,7 +42,8 @@ def read_sets(spec: EvalSpec) -> list[GradedSet]:
         )
     if config.data is not None:
         problems, path = read_problems(config.data), Path(config.data.path)
-        plain = path.stem in ("test", "train") and path.parent.name  # such a file has its directory's name
+        # The set of a file test.* or train.* has the name of the file's directory.
+        plain = path.stem in ("test", "train") and path.parent.name
         name = path.parent.name if plain else path.stem
         judged = "steps" in resolve(config.data).fields
         if judged:

@@ -1,4 +1,4 @@
-"""Draws the answers of a generator to one set, grades them, and weighs them by a verifier where there is one."""
+"""Draws a generator's answers to the problems of a set, grades them and, if there is a verifier, weights them by it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOLVE = "solve"
 
 @dataclass(frozen=True, kw_only=True)
 class Solver:
-    """A generator that answers the problems of a set, `sampling.n` times each."""
+    """A generator that answers each problem of a set `sampling.n` times."""
 
     engine: Engine
     tokenizer: Any
@@ -27,12 +27,14 @@ class Solver:
     grade: Grade
     context: int | None = None
     weigher: Weigher | None = None
-    keep_tokens: bool = False  # for measures of the text that count its tokens
+    keep_tokens: bool = False  # whether samples have `token_ids`, which legibility and drift need
     measure: str = field(default=SOLVE, init=False)
 
     def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
-        """Returns the samples of problems[place], for each place. A problem's draws do not depend on which others
-        are asked."""
+        """Returns `sampling.n` graded samples for each of the problems with the indices `places`.
+
+        The samples of a problem do not depend on which other problems are in `places`.
+        """
         prompts = {place: problems.prompts[place] for place in places}
         found = draw_within(self.engine, prompts, self.sampling, self.context)
         drawn = [(place, j, c) for place in places for j, c in enumerate(found[place])]
@@ -53,19 +55,19 @@ class Solver:
 
 
 def sample_of(problems: ProblemSet, place: int, sample: int, measure: str) -> Sample:
-    """Returns the fields that every sample has: its set, measure, problem and number."""
+    """Returns the fields that every sample has: set, measure, problem, sample index, question and answer."""
     problem = problems.problems[place]
     shown = {name: str(problem.values[name]) for name in ("question", "answer") if name in problem.values}
     return {"set": problems.name, "measure": measure, "id": place, "row": problem.row, "sample": sample} | shown
 
 
 def answer_of(text: str, completion: Completion, graded: Graded) -> Sample:
-    """Returns the fields that a graded answer adds to its sample."""
+    """Returns the fields of a sample for a graded answer: response, score, outcome, normal form and length."""
     found = {"response": text, "score": graded.score, "outcome": graded.outcome.value, "key": answer_key(text)}
     found |= {"finished": completion.stop.finished, "tokens": len(completion.tokens)}
     return found | ({"detail": graded.detail} if graded.detail else {})
 
 
 def decoded(tokenizer: Any, completions: Sequence[Completion]) -> list[str]:
-    """Returns the completions' texts, without special tokens."""
+    """Returns the texts of completions, without special tokens."""
     return [str(tokenizer.decode(c.tokens, skip_special_tokens=True)) for c in completions]

@@ -13,8 +13,8 @@ from statistics import fmean
 
 import numpy as np
 
-RESAMPLES = 2000  # draws of a bootstrap
-EXACT_SIGNS = 16  # up to this many differing problems, all sign patterns are tried
+RESAMPLES = 2000  # number of bootstrap resamples
+EXACT_SIGNS = 16  # maximum number of differing problems for which `sign_flip` enumerates all sign patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Paired:
     difference: Interval
     p_permutation: float  # sign-flip permutation test of the mean difference, two-sided
     p_mcnemar: float | None  # exact McNemar test; None unless every score is 0 or 1
-    better: int  # problems on which the second is better
+    better: int  # number of problems on which the second model is better
     worse: int
 
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """The predictions whose confidence lies in one of the equal intervals between 0 and 1."""
+    """The predictions whose confidence is in one of several equal-width intervals of [0, 1]."""
 
     count: int
     confidence: float  # mean confidence
@@ -49,19 +49,18 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The agreement between confidences and truth."""
+    """The calibration of confidences with respect to the truth."""
 
     ece: float  # expected calibration error: mean |confidence - accuracy| over bins, weighted by their counts
-    brier: float  # mean squared difference of confidence and truth
+    brier: float  # Brier score: mean squared difference of confidence and truth (0 or 1)
     bins: tuple[Bin, ...]  # the bins that are not empty
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Returns pass@k: the chance that k of n samples, c of them correct, hold a correct one.
+    """Returns pass@k: the probability that k of n samples, c of which are correct, include a correct sample.
 
-    The estimator is 1 - C(n-c, k) / C(n, k), without bias (arXiv 2107.03374).
-
-    Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    The estimator 1 - C(n-c, k) / C(n, k) is unbiased (arXiv 2107.03374). Raises ValueError unless 1 <= k <= n and
+    0 <= c <= n.
     """
     if not (1 <= k <= n and 0 <= c <= n):
         raise ValueError(f"pass@{k} of {n} samples with {c} correct: k must lie in 1..n, the correct ones in 0..n")
@@ -71,17 +70,19 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(keys: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    """Returns the score of one problem's most frequent answer. `keys`, `scores`: [n] answers and their scores.
+    """Returns the score of the most frequent answer to one problem. `keys`, `scores`: [n] answers and their scores.
 
-    The key None is no answer and has no vote. Among answers with equally many votes each is taken with equal chance, so
-    that the result is the mean of their scores; it is 0.0 without any answer. An answer's score is the mean over its
-    samples.
+    The key None means that a sample has no answer, and is not counted. The score of an answer is the mean over its
+    samples. In a tie, the result is the mean score of the tied answers. Without any answer, it is 0.0.
     """
     return weighted_vote(keys, scores, [1.0] * len(keys))
 
 
 def weighted_vote(keys: Sequence[Hashable | None], scores: Sequence[float], weights: Sequence[float]) -> float:
-    """Returns what `majority` does, with a weight for every sample's vote; 0.0 when all weights are 0."""
+    """Returns the score of the answer with the largest sum of weights. Otherwise like `majority`.
+
+    `weights`: [n] weights of the samples. Returns 0.0 if all weights are 0.
+    """
     votes: dict[Hashable, float] = defaultdict(float)
     members: dict[Hashable, list[float]] = defaultdict(list)
     for key, score, weight in zip(keys, scores, weights, strict=True):
@@ -93,20 +94,20 @@ def weighted_vote(keys: Sequence[Hashable | None], scores: Sequence[float], weig
 
 
 def best_of_n(scores: Sequence[float], weights: Sequence[float]) -> float:
-    """Returns the score of the sample with the greatest weight; the mean over equal ones; 0.0 for no samples."""
+    """Returns the score of the sample with the largest weight; in a tie, the mean score; 0.0 without samples."""
     most = max(weights, default=0.0)
     return fmean(score for score, weight in zip(scores, weights, strict=True) if weight == most) if scores else 0.0
 
 
 def mean_interval(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
-    """Returns the mean over problems, with its interval. `values`: [P], not empty."""
+    """Returns the mean over problems with its bootstrap interval. `values`: [P], not empty."""
     return macro_interval([values], seed=seed, resamples=resamples)
 
 
 def macro_interval(sets: Sequence[Sequence[float]], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
-    """Returns the equal-weight mean of the means of sets, with an interval from problems resampled inside each set.
+    """Returns the equal-weight mean of the sets' means, with an interval from resampling the problems of each set.
 
-    `sets`: [number of sets][P], none empty.
+    `sets`: the [P] values of each set; no set may be empty.
     """
     rng = np.random.default_rng(seed)
     means = np.zeros(resamples)
@@ -118,9 +119,9 @@ def macro_interval(sets: Sequence[Sequence[float]], *, seed: int = 0, resamples:
 def bootstrap(
     count: int, statistic: Callable[[np.ndarray], float | None], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> Interval | None:
-    """Returns any statistic of problems with its bootstrap interval; None when it is not defined on the problems.
+    """Returns a statistic of problems with its bootstrap interval; None if it is not defined on the problems.
 
-    `statistic` gets problem indices [count] and returns None where it is not defined; such resamples are left out.
+    `statistic`: function of [count] problem indices. It returns None if it is not defined; such resamples are left out.
     """
     value = statistic(np.arange(count)) if count else None
     if value is None:
@@ -133,9 +134,9 @@ def bootstrap(
 def paired(
     first: Mapping[str, float], second: Mapping[str, float], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> Paired:
-    """Compares two models on the problems that both have, by their scores of each problem.
+    """Compares two models on the problems for which both have a score. `first`, `second`: {problem: score}.
 
-    Raises ValueError when they have no problem in common.
+    Raises ValueError if the models have no problem in common.
     """
     shared = [key for key in first if key in second]
     if not shared:
@@ -157,16 +158,18 @@ def paired(
 
 
 def mcnemar(better: int, worse: int) -> float:
-    """Returns the exact two-sided p-value: how likely a fair coin divides the differing problems as unevenly."""
+    """Returns the exact two-sided p-value of McNemar's test: the probability that a fair coin splits the differing
+    problems at least as unevenly."""
     total = better + worse
     tail = sum(math.comb(total, i) for i in range(min(better, worse) + 1))
     return min(1.0, 2 * tail / 2**total)
 
 
 def sign_flip(difference: np.ndarray, *, seed: int = 0, permutations: int = 10_000) -> float:
-    """Returns the two-sided p-value of a mean difference under random signs.
+    """Returns the two-sided p-value of a mean difference in a sign-flip permutation test. `difference`: [P].
 
-    All sign patterns are tried for up to EXACT_SIGNS differing problems, else `permutations` drawn ones.
+    For up to EXACT_SIGNS differing problems, all sign patterns are enumerated; otherwise `permutations` random patterns
+    are drawn.
     """
     own = difference[difference != 0]
     if not len(own):
@@ -184,7 +187,10 @@ def sign_flip(difference: np.ndarray, *, seed: int = 0, permutations: int = 10_0
 
 
 def calibration(confidences: Sequence[float], truths: Sequence[bool], *, bins: int = 10) -> Calibration | None:
-    """Compares confidences in [0, 1] that something is true with whether it is true. None without predictions."""
+    """Returns the calibration of predictions. `confidences`: [N] in [0, 1]; `truths`: [N] whether each is true.
+
+    Returns None without predictions.
+    """
     if not confidences:
         return None
     inside: dict[int, list[tuple[float, bool]]] = defaultdict(list)
@@ -200,7 +206,7 @@ def calibration(confidences: Sequence[float], truths: Sequence[bool], *, bins: i
 
 
 def _resampled_means(values: np.ndarray, rng: np.random.Generator, resamples: int) -> np.ndarray:
-    """Returns [R] means of `values` drawn with replacement."""
+    """Returns the means of [R] resamples of `values`, drawn with replacement."""
     return np.array([values[rng.integers(0, len(values), len(values))].mean() for _ in range(resamples)])
 
 

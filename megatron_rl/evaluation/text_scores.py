@@ -1,5 +1,5 @@
-"""Scores a model's texts by other models: legibility (the cross-entropy of a reader) and drift (per-token KL and
-log-prob gaps)."""
+"""Scores a model's texts with other models: legibility (cross-entropy of a reader model) and drift (KL and log-prob gap
+per token)."""
 
 from __future__ import annotations
 
@@ -14,32 +14,38 @@ from megatron_rl.engines.protocol import Engine, Tokens
 from megatron_rl.evaluation.samples import Sample
 
 LEGIBILITY, DRIFT = "legibility", "drift"
-JUNIOR, BASE = "junior", "base"  # what the writer is compared with
+JUNIOR, BASE = "junior", "base"  # names of the models that the writer, the generator of the texts, is compared with
 
 
 class NextTokenModel(Protocol):
-    """A model that returns its next-token distributions."""
+    """A model that computes next-token distributions of a sequence."""
 
     def distributions(self, tokens: Tokens) -> Iterator[Tensor]:
-        """Yields [T - 1, V] log-probabilities of what comes after each token but the last, in parts of some rows."""
+        """Yields the log-probabilities of the next token after each of the first T - 1 of T tokens, in order.
+
+        Each yielded tensor is a chunk of some rows of the [T - 1, V] tensor.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts that were written for one prompt."""
+    """The texts that a model generated for one prompt."""
 
     prompt: Sequence[int]
-    rows: Sequence[Sample]  # with the tokens written
+    rows: Sequence[Sample]  # samples with `token_ids`
 
     def fits(self, row: Sample, context: int) -> bool:
-        """Tells whether prompt and text together are within the context, and there is a text."""
+        """Returns whether the text is not empty, and prompt and text together fit in `context` tokens."""
         return 0 < len(row["token_ids"]) <= context - len(self.prompt)
 
 
 def legibility(reader: Engine, texts: Sequence[Texts], context: int) -> list[list[Sample]]:
-    """Computes the mean cross-entropy per token (nats) of the reader over each text, given its prompt. None for a
-    text that is empty or does not fit."""
+    """Computes the reader's mean cross-entropy per token (nats) on each text, given its prompt. Returns one sample for
+    each text, in the order of `texts`.
+
+    The field `cross_entropy` is None for a text that is empty or does not fit in `context` tokens with its prompt.
+    """
     fitting = [(row, t.prompt) for t in texts for row in t.rows if t.fits(row, context)]
     scores = reader.score([[*prompt, *row["token_ids"]] for row, prompt in fitting])
     means = iter(
@@ -58,11 +64,11 @@ def legibility(reader: Engine, texts: Sequence[Texts], context: int) -> list[lis
 def drift(
     writer: NextTokenModel, others: Mapping[str, NextTokenModel], texts: Sequence[Texts], context: int
 ) -> list[list[Sample]]:
-    """Compares models on each text, per token: KL(writer || other), and the gap log p_writer - log p_other of the
-    tokens written.
+    """Compares models on each text: means per token of KL(writer || other) and of the gap log p_writer - log p_other on
+    the generated tokens. Returns one sample for each text, in the order of `texts`.
 
-    `kl_NAME` and `gap_NAME` for each of the others, and for each pair of them too (`kl_A_B`); None for a text that is
-    empty or too long.
+    A sample has `kl_NAME` and `gap_NAME` for each model of `others`, and `kl_A_B` and `gap_A_B` for each pair of these
+    models. The values are None for a text that is empty or does not fit in `context` tokens with its prompt.
     """
 
     def one(row: Sample, t: Texts) -> Sample:
@@ -77,15 +83,18 @@ def drift(
 
 
 def pair_names(names: Sequence[str]) -> list[str]:
-    """Names every two models, in order: the writer (named "") against each, and each against those behind it."""
+    """Returns the names of all pairs of models, in order: `A_B` for the models A and B, where A is before B in `names`.
+
+    The writer has the name "", so that its pair with B is named `B`.
+    """
     return [f"{a}_{b}".lstrip("_") for i, a in enumerate(names) for b in names[i + 1 :]]
 
 
 def _compared(models: Mapping[str, NextTokenModel], sequence: Sequence[int], start: int) -> dict[str, float]:
-    """Returns the means of KL and gap over the tokens from `start` on, for every pair of models."""
+    """Returns the means of KL and gap over the tokens from index `start`, for every pair of models."""
     names = list(models)
     sums = dict.fromkeys((f"{kind}_{pair}" for pair in pair_names(names) for kind in ("kl", "gap")), 0.0)
-    place = 1  # of the token whose distribution comes next
+    place = 1  # index of the token that the next row of the distributions predicts
     for parts in zip(*(models[name].distributions(sequence) for name in names), strict=True):
         rows = len(parts[0])
         first = max(0, start - place)

@@ -1,4 +1,4 @@
-"""Estimates how sure a verifier is of a solution, by the share of its votes that call the solution correct."""
+"""Estimates a verifier's confidence in a solution as the share of its votes that call the solution correct."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_rl.rewards.tags import step_texts
 from megatron_rl.rewards.verdicts import final_verdict
 from megatron_rl.types import Prompt
 
-Asked = tuple[str, str]  # question and solution
+Asked = tuple[str, str]  # a question and its solution
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weigher:
-    """A verifier that is asked `sampling.n` times about each sample; its template has {question}, {solution} and
-    {num_steps}."""
+    """A verifier that votes `sampling.n` times on each sample. Its prompt template has the placeholders {question},
+    {solution} and {num_steps}."""
 
     engine: Engine
     tokenizer: Any
@@ -30,8 +30,10 @@ class Weigher:
     context: int | None = None
 
     def weigh(self, asked: Mapping[int, Asked]) -> dict[int, float]:
-        """Returns {index: share of the votes that say CORRECT} for {index: (question, solution)}. An unreadable
-        vote, and a vote for which the context has no room, count as not saying so."""
+        """Returns {index: share of votes with the verdict CORRECT} for {index: (question, solution)}.
+
+        An unreadable vote is not counted as CORRECT. If the context has no space for a vote, the share is 0.
+        """
         voting = Judging(
             self.engine,
             self.tokenizer,
