@@ -1,4 +1,4 @@
-"""Computes log-probabilities, and what else is asked for, from hidden states, over a vocabulary split across tensor
+"""Computes log-probabilities and other softmax statistics from hidden states, with the vocabulary split over tensor
 ranks.
 """
 
@@ -16,36 +16,42 @@ from torch import Tensor
 from megatron_rl.batches.packed_batch import by_name
 from megatron_rl.megatron.kernels.products import add_product
 
-# Logits that a rank holds at once: 8 MiB on a CPU (or those of some rows, see below), 512 MiB on a GPU, as float32.
-# Triton kernels want no more than those that the product gives, which are twice as many in bfloat16.
+# Maximum number of logits that a rank holds at once: 8 MiB of float32 on a CPU (or GOOD_ROWS rows, see below), and
+# 512 MiB on a GPU. With Triton kernels the logits stay in the weight's dtype: twice as many fit in bfloat16.
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
-# Rows below which a CPU's products are slower, by up to 1.7 (docs/benchmarks.md). A chunk has as many also where its
-# logits are more than CHUNK_ELEMENTS, up to 28 MiB: malloc keeps no more for the next chunk.
+# With fewer rows than GOOD_ROWS, matrix products on a CPU are up to 1.7 times slower (docs/benchmarks.md). A chunk has
+# at least GOOD_ROWS rows even if its logits then exceed CHUNK_ELEMENTS, but at most REUSED_ELEMENTS logits (28 MiB),
+# because malloc does not keep larger blocks for the next chunk.
 GOOD_ROWS, REUSED_ELEMENTS = 128, 7 << 20
-# Gradients for logits in bfloat16 that are joined for one product on a CPU: 128 MiB.
+# Maximum number of bfloat16 logit gradients that are collected for one matrix product on a CPU (128 MiB).
 JOINED_ELEMENTS = 1 << 26
-# The most log-probs of one micro-batch that are kept for the backward pass. A larger number is computed again.
+# Maximum number of log-probs of one micro-batch that are kept for the backward pass. Otherwise the backward pass
+# recomputes them.
 KEPT_ELEMENTS = {"cpu": 1 << 27, "cuda": 0}
 
 
 @dataclass(frozen=True)
 class _Head:
-    """This rank's part of the output layer: vocabulary ids first_row .. first_row + rows.
+    """This rank's part of the output layer: the vocabulary ids from `first_row` to `first_row + rows - 1`.
 
     Further rows of the weight are padding.
     """
 
     first_row: int
     rows: int
-    vocab: int  # rows of all ranks together, without padding
+    vocab: int  # total number of rows over all ranks, without padding
     temperature: float
     group: Any
-    names: tuple[str, ...]  # statistics that are asked for, `logprobs` first and `candidate_logprobs` last
-    keep: bool  # whether the log-probs of all rows are kept for the backward pass
-    triton: bool  # whether statistics and gradients are computed by Triton kernels, from logits as the product has them
+    names: tuple[str, ...]  # names of the requested statistics, `logprobs` first and `candidate_logprobs` last
+    keep: bool  # True if the log-probs of all rows are kept for the backward pass
+    triton: bool  # True if Triton kernels compute statistics and gradients, from logits in the dtype of the product
 
     def logits(self, hidden: Tensor, real: Tensor, scratch: _Scratch) -> Tensor:
-        """Returns the logits [n, rows] in a new tensor: float32, or for Triton kernels without the temperature."""
+        """Returns the logits [n, rows] in a new tensor.
+
+        The logits are float32 and divided by the temperature. For Triton kernels, they have the dtype of `hidden` and
+        are not divided.
+        """
         if self.triton or hidden.dtype == torch.float32:
             logits = hidden @ real.T
         else:
@@ -54,9 +60,9 @@ class _Head:
 
 
 class _Scratch:
-    """Memory on a CPU that all chunks of a pass use in turn, a tensor for each dtype: there it takes longer to touch
-    new memory for the first time than to compute what is written to it. Elsewhere each chunk gets its own, as torch's
-    allocator has such memory at hand."""
+    """A scratch buffer per dtype that all chunks of a pass reuse on a CPU, where the first access to new memory takes
+    longer than the computation of its contents. On a GPU each chunk gets a new tensor, because torch's allocator caches
+    memory."""
 
     def __init__(self, chunks: Sequence[slice], columns: int, device: torch.device) -> None:
         self._size, self._device = (max(chunk.stop - chunk.start for chunk in chunks), columns), device
@@ -72,19 +78,19 @@ class _Scratch:
 
 
 class _Products:
-    """Sums the products of chunks' gradients and hidden states to the gradient of the output layer [V, h].
+    """Accumulates the weight gradient [V, h] of the output layer: products of logit gradients and hidden states.
 
-    Where a product cannot be added to a float32 sum as it is made (bfloat16 on a CPU), a pass over that sum takes
-    longer than the product of a small chunk: chunks are joined for one product.
+    For bfloat16 on a CPU, a matrix product cannot accumulate into a float32 sum, and a separate addition takes longer
+    than the product of a small chunk. The gradients of several chunks are therefore collected for one product.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, rows: int, chunks: Sequence[slice]) -> None:
-        """`hidden` [n, h] are all hidden states, `chunks` their parts, one behind the other; `rows` of `weight` [V, h]
-        are no padding."""
+        """`hidden` [n, h]: all hidden states. `weight` [V, h]: the output layer, whose first `rows` rows are not
+        padding. `chunks`: consecutive slices of `hidden`."""
         self._hidden, self._weight, self._rows = hidden, weight, rows
-        self._start = self._stop = 0  # of the hidden states whose product has not been made
-        self._joined: Tensor | None = None  # gradients that wait for it, on a CPU
-        self._total: Tensor | None = None  # float32, or one product alone
+        self._start = self._stop = 0  # range of the hidden states whose product is pending
+        self._joined: Tensor | None = None  # collected gradients of the pending product; None without collection
+        self._total: Tensor | None = None  # sum of the products: float32, or the weight's dtype after a single product
         if weight.dtype == torch.float32 or weight.device.type != "cpu":
             self._total = torch.zeros_like(weight, dtype=torch.float32)
         else:
@@ -93,7 +99,8 @@ class _Products:
             self._joined = torch.empty(most, rows, dtype=weight.dtype)
 
     def add(self, step: Tensor, rows: slice) -> Tensor:
-        """Takes the gradient for the logits of the next chunk, [n, rows]. Returns it in the dtype of the weight."""
+        """Adds the logit gradient `step` [n, rows] of the next chunk, whose hidden states are the slice `rows`. Returns
+        the logit gradient in the dtype of the weight."""
         if self._joined is None:
             assert self._total is not None
             step = step.to(self._weight.dtype)
@@ -105,7 +112,7 @@ class _Products:
         return self._joined[rows.start - self._start : rows.stop - self._start].copy_(step)
 
     def total(self) -> Tensor:
-        """Returns the sum of all products, in the dtype of the weight."""
+        """Returns the accumulated weight gradient [V, h] in the dtype of the weight, with zeros in padding rows."""
         if self._joined is not None:
             self._sum()
         assert self._total is not None
@@ -114,7 +121,7 @@ class _Products:
         return F.pad(total, (0, 0, 0, padding)) if padding else total
 
     def _sum(self) -> None:
-        """Adds the product of what was joined."""
+        """Computes the product of the collected gradients and adds it to the sum."""
         assert self._joined is not None
         product = self._joined[: self._stop - self._start].T @ self._hidden[self._start : self._stop]
         self._total = product if self._total is None else self._total.float().add_(product)
@@ -122,17 +129,17 @@ class _Products:
 
 
 class _VocabParallelStatistics(torch.autograd.Function):
-    """Softmax statistics of hidden @ weight.T, without gathering the vocabulary.
+    """Softmax statistics of hidden @ weight.T, without gathering logits over the tensor ranks.
 
-    Logits are computed in chunks, so that those of a large batch are never all held.
+    Logits are computed in chunks of rows, so that the logits of a large batch are never in memory at the same time.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, head: _Head
     ) -> Tensor:
-        # Results get their memory before the first chunk. Small results in the holes that chunks leave would keep the
-        # next chunk out of these holes, and a CPU's heap would grow with every chunk.
+        # Allocate the results before the first chunk. Small results in the freed memory of a chunk would fragment it
+        # for the next chunk, and the heap on a CPU would grow with every chunk.
         single = [name for name in head.names if name != "candidate_logprobs"]
         found = {name: torch.empty(len(hidden), device=hidden.device) for name in single}
         candidates = torch.empty(ids.shape[1] - 1, len(hidden), device=hidden.device)
@@ -166,18 +173,18 @@ class _VocabParallelStatistics(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         hidden, weight, ids, logsum, entropy = ctx.saved_tensors
         head, real = ctx.head, weight[: ctx.head.rows]
-        gradients = by_name(head.names, grad)  # that of vocab_mean is left out: it has none
+        gradients = by_name(head.names, grad)  # the gradient of vocab_mean is ignored: vocab_mean is not differentiable
         grad_entropy, grad_candidates = (gradients.get(name) for name in ("entropy", "candidate_logprobs"))
         grad_hidden = torch.empty_like(hidden)
-        # A frozen output layer, under adapters, has no gradient: it would be as large as the layer, in float32.
+        # A frozen output layer (LoRA) needs no weight gradient, which would be as large as the layer, in float32.
         chunks = _chunks(hidden, weight, head)
         by_weight = _Products(hidden, weight, head.rows, chunks) if ctx.needs_input_grad[1] else None
-        by_id = gradients["logprobs"][:, None] / head.temperature  # [n, 1 + k], of the tokens in `ids`
+        by_id = gradients["logprobs"][:, None] / head.temperature  # [n, 1 + k] gradients w.r.t. log-probs of `ids`
         if grad_candidates is not None:
             by_id = torch.cat([by_id, grad_candidates / head.temperature], dim=1)
         by_entropy = None if grad_entropy is None else grad_entropy / head.temperature
         if by_entropy is not None and not head.triton and not by_entropy.any():
-            by_entropy = None  # computing zeros takes longer than looking
+            by_entropy = None  # checking for zeros is faster than computing with them
         scratch = _Scratch(chunks, head.rows, hidden.device)
         for number, rows in enumerate(chunks):
             of_entropy = None if by_entropy is None or entropy is None else (entropy[rows], by_entropy[rows])
@@ -206,16 +213,20 @@ def vocab_parallel_statistics(
     candidates: Tensor | None = None,
     triton: bool = False,
 ) -> Tensor:
-    """Computes what is asked for of each label's distribution, natural log: `logprobs` of the label (the first name),
-    `entropy`, `vocab_mean`, the mean of all log-probabilities, which has no gradient, and `candidate_logprobs` (the
-    last name) of the tokens in `candidates`.
+    """Computes statistics of the next-token distribution at each label, in natural logarithms.
 
-    hidden [n, h], weight [V/tp, h], labels [n], candidates [n, k] -> [R, n] float32: a row for each name, and k for
-    `candidate_logprobs`.
+    The statistics in `names` are:
+    - `logprobs`: log-probability of the label. It must be the first name.
+    - `entropy`: entropy of the distribution.
+    - `vocab_mean`: mean log-probability over the vocabulary. It has no gradient.
+    - `candidate_logprobs`: log-probabilities of the tokens in `candidates`. It must be the last name.
 
-    `first_row` is the vocabulary id of weight's first row. Rows at and beyond `vocab` are padding and get probability
-    0. The gradient for `hidden` is this rank's share: the caller sums it over `group` (core's
-    copy_to_tensor_model_parallel_region). With `triton` logits are read by the kernels of kernels/head.py.
+    hidden [n, h], weight [V/tp, h], labels [n], candidates [n, k] -> [R, n] float32, with k rows for
+    `candidate_logprobs` and one row for each other name.
+
+    `first_row` is the vocabulary id of the first row of `weight`. Vocabulary ids from `vocab` on are padding and have
+    probability 0. The gradient with respect to `hidden` is this rank's contribution: the caller sums it over `group`
+    (core's copy_to_tensor_model_parallel_region). With `triton`, the kernels of kernels/head.py are used.
     """
     rows = max(0, min(weight.shape[0], vocab - first_row))
     keep = torch.is_grad_enabled() and not triton and len(hidden) * rows <= KEPT_ELEMENTS[hidden.device.type]
@@ -228,7 +239,8 @@ def vocab_parallel_statistics(
 
 
 def _chunks(hidden: Tensor, weight: Tensor, head: _Head) -> list[slice]:
-    """Cuts the rows of `hidden` so that the logits of a chunk fit CHUNK_ELEMENTS, or are those of GOOD_ROWS."""
+    """Splits the rows of `hidden` into chunks with at most CHUNK_ELEMENTS logits, but at least GOOD_ROWS rows within
+    the limit REUSED_ELEMENTS, and never fewer than 32 rows."""
     most = CHUNK_ELEMENTS[hidden.device.type] * (4 // weight.element_size() if head.triton else 1)
     good = min(GOOD_ROWS, REUSED_ELEMENTS // weight.shape[0])
     size = max(32, good, most // weight.shape[0])
@@ -236,10 +248,11 @@ def _chunks(hidden: Tensor, weight: Tensor, head: _Head) -> list[slice]:
 
 
 def _sums(logits: Tensor, head: _Head, scratch: _Scratch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns this rank's largest logit of each row, and sums over its logits less that one, [n] each, by name: `mass`
-    of exponentials, `entropy` of their products with logits, `vocab_mean` of logits.
+    """Returns (this rank's maximum logit of each row, sums by name), [n] each.
 
-    Without Triton the logits have lost their largest one when it returns.
+    The sums are over this rank's logits minus the maximum: `mass` of their exponentials, `entropy` of the products of
+    exponential and logit, and `vocab_mean` of the logits. Without Triton, the maximum is subtracted from `logits` in
+    place.
     """
     entropy, mean = "entropy" in head.names, "vocab_mean" in head.names
     if head.triton:
@@ -260,7 +273,7 @@ def _sums(logits: Tensor, head: _Head, scratch: _Scratch) -> tuple[Tensor, dict[
 
 
 def _over_ranks(own: Tensor, sums: dict[str, Tensor], head: _Head) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the largest logit of all ranks, [n], and a rank's sums over its logits less that one."""
+    """Returns (maximum logit of each row over all ranks [n], this rank's sums over its logits minus this maximum)."""
     if head.group.size() == 1:
         return own, sums
     peak = own.clone()
@@ -286,10 +299,13 @@ def _to_gradient(
     head: _Head,
     scratch: _Scratch,
 ) -> Tensor:
-    """Returns the gradient for the logits, in the memory of `log_p` [n, rows]: their log-probs, or for Triton kernels
-    the logits.
+    """Returns the gradient with respect to the logits, computed in place in `log_p` [n, rows].
 
-    `by_id` [n, 1 + k] is the gradient by the log-probs of `ids`, `entropy` that of each row and the gradient by it.
+    `log_p`: log-probs, or for Triton kernels the logits.
+    `logsum`: [n] logarithm of the sum of exponentials of each row.
+    `ids`: [n, 1 + k] token ids.
+    `by_id`: [n, 1 + k] gradient with respect to the log-probs of `ids`.
+    `entropy`: ([n] entropy of each row, [n] gradient with respect to the entropy), or None.
     """
     local, mine = _local(ids, head)
     if head.triton:
@@ -312,7 +328,7 @@ def _to_gradient(
 
 
 def _pick(logits: Tensor, local: Tensor, head: _Head) -> Tensor:
-    """Returns the logits of this rank's rows `local` [n, 1 + k], float32."""
+    """Returns the float32 logits at the columns `local` [n, 1 + k] of each row, divided by the temperature."""
     if not head.rows:
         return torch.zeros(local.shape, device=logits.device)
     found = logits.gather(1, local).float()
@@ -320,13 +336,16 @@ def _pick(logits: Tensor, local: Tensor, head: _Head) -> Tensor:
 
 
 def _local(ids: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
-    """Returns (row numbers on this rank, whether the token lives here). The row of any other token is 0."""
+    """Returns (index of each token in this rank's part of the vocabulary, mask of the tokens that this rank has).
+
+    The index of a token on another rank is 0.
+    """
     local = ids - head.first_row
     mine = (local >= 0) & (local < head.rows)
     return torch.where(mine, local, 0), mine
 
 
 def _reduce(values: Tensor, operation: Any, group: Any) -> None:
-    """Reduces `values` in place over the group."""
+    """All-reduces `values` in place over the group."""
     if group.size() > 1:
         dist.all_reduce(values, op=operation, group=group)

@@ -1,4 +1,4 @@
-"""Refuses work that names experts or tokens which the model does not have: its numbers would be made up."""
+"""Rejects training work with expert or token ids that the model does not have, which would give wrong results."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from megatron_rl.weights.hf_model import Architecture
 
 
 def check(work: Work, arch: Architecture, path: str) -> None:
-    """Raises ValueError for work that another model's engine, or another vocabulary, has made. `path`: the model's.
+    """Raises ValueError if token or expert ids in `work` do not fit the model at `path`, for example because another
+    model's engine or tokenizer produced them.
 
-    Tensor ranks that divide an embedding would take a token without a row for one of another rank, and read zeros.
+    Without the check, tensor ranks with a split embedding would assume that another rank has an unknown token, and
+    would use zeros as its embedding.
     """
     flat, candidates, experts = work.flat, work.flat.values.get(CANDIDATES), work.flat.experts
     rows = (

@@ -1,1 +1,1 @@
-"""Kernels for a GPU in place of several operations of torch each; none of them knows Megatron-core."""
+"""GPU kernels that each replace several torch operations. The kernels do not depend on Megatron-core."""

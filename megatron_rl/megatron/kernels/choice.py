@@ -1,4 +1,4 @@
-"""Says whether this machine can run the project's Triton kernels. The modules of kernels themselves import Triton."""
+"""Checks whether this machine can run the project's Triton kernels, without importing Triton at module level."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
-INTERPRETER = "TRITON_INTERPRET"  # in the environment when Triton is imported: its interpreter runs kernels on a CPU
+INTERPRETER = "TRITON_INTERPRET"  # environment variable; set to 1 before Triton is imported, it runs kernels on a CPU
 
 
 def obstacle() -> str | None:
-    """Returns what keeps Triton kernels from being taken here, or None: also that one computed something wrong when all
-    were tried, which takes seconds the first time in a process, as they are compiled."""
+    """Returns the reason why Triton kernels cannot be used on this machine, or None if they can.
+
+    Tries all kernels and checks their results. The first call in a process takes seconds, because the kernels are
+    compiled.
+    """
     try:
         importlib.import_module("triton")
     except ImportError:

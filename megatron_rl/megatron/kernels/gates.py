@@ -1,6 +1,6 @@
-"""Triton kernels of gated activations: one pass forward, and one backward."""
+"""Triton kernels of gated activations: one kernel for the forward pass and one for the backward pass."""
 
-# Triton's types describe a kernel's source, and not the call of what is made of it, which has further arguments.
+# Triton's type hints describe a kernel's source. The call of the compiled kernel has further arguments.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
@@ -13,20 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 1024, 4  # elements of a row that a program computes, and its warps
+BLOCK, WARPS = 1024, 4  # number of row elements per program, number of warps per program
 
 
 def gated(x: Tensor, *, tanh: bool) -> Tensor:
-    """Returns act(gate) * up of [..., gate | up], [..., 2 f] -> [..., f]. It is computed in float32.
+    """Returns act(gate) * up for x = [gate | up], computed in float32. [..., 2 f] -> [..., f].
 
-    The activation is the sigmoid linear unit; with `tanh` the Gaussian error linear unit in its tanh form.
+    The activation is SiLU, or the tanh approximation of GELU with `tanh`.
     """
     out: Any = _Gated.apply(x, tanh)
     return out
 
 
 class _Gated(torch.autograd.Function):
-    """Computes act(gate) * up; the backward pass computes the activation again."""
+    """Computes act(gate) * up. The backward pass recomputes the activation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tanh: bool) -> Tensor:  # type: ignore[override]
@@ -48,14 +48,16 @@ class _Gated(torch.autograd.Function):
 
 
 def _grid(rows: Tensor) -> tuple[int, int]:
-    """Returns the programs for a tensor [..., f]: by row, and by block of it."""
+    """Returns the grid of programs for a tensor [..., f]: (number of rows, number of blocks per row)."""
     return rows.numel() // rows.shape[-1], triton.cdiv(rows.shape[-1], BLOCK)
 
 
 @triton.jit
 def _share(gate, TANH: tl.constexpr):
-    """Returns what the gate is multiplied by, and the derivative of that by the gate: (1 + tanh z) / 2 is sigmoid(2 z),
-    so that both activations are sigmoids."""
+    """Returns the factor s of the activation gate * s, and the derivative of s with respect to the gate.
+
+    For both activations s is a sigmoid, because (1 + tanh z) / 2 = sigmoid(2 z).
+    """
     if TANH:
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
         slope = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)

@@ -1,9 +1,9 @@
-"""Triton kernels of the output layer: one pass over a row's logits for its statistics, and one for their gradient.
+"""Triton kernels of the output layer: one kernel computes the statistics of each row of logits, one their gradient.
 
-Logits stay in the format that the product of hidden states and weights has. All sums are float32.
+Logits stay in the dtype of the product of hidden states and weights. All sums are float32.
 """
 
-# Triton's types describe a kernel's source, and not the call of what is made of it, which has further arguments.
+# Triton's type hints describe a kernel's source. The call of the compiled kernel has further arguments.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 4096, 8  # logits that a program reads at once, and its warps
-LOWEST = tl.constexpr(-3.0e38)  # below every logit; the difference to one is finite
+BLOCK, WARPS = 4096, 8  # number of logits that a program loads at once, number of warps per program
+LOWEST = tl.constexpr(-3.0e38)  # lower than every logit; differences to logits are finite
 
 
 def statistics(logits: Tensor, scale: float, *, dot: bool, total: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the largest logit of every row, and sums over its logits less that largest one, all [n] float32.
+    """Returns (maximum of each row, sums by name), all [n] float32, of the scaled logits `scale` * `logits` [n, v].
 
-    `logits` [n, v] count times `scale`. The sums are `mass`, of the exponentials; with `dot` `dot`, of the products of
-    exponentials and logits; with `total` `total`, of the logits.
+    The sums are over the scaled logits minus the row's maximum. `mass` sums their exponentials. If `dot`, `dot` sums
+    the products of exponential and logit. If `total`, `total` sums the logits.
     """
     rows, columns = logits.shape
     out = torch.empty(4, rows, device=logits.device)
@@ -43,12 +43,14 @@ def to_gradient(
     by_id: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Replaces logits [n, v], which count times `scale`, with the gradient for them, in their format.
+    """Replaces logits [n, v] in place with the gradient with respect to them, in the same dtype.
 
-    `logsum` [n] is the logarithm of the sum of all exponentials, those of other ranks' logits among them. `by_id`
-    [n, k] is the gradient by the log-probs of the tokens in `ids` [n, k] int64, columns of `logits`, or -1 for a token
-    of another rank. `entropy`: that of each row and the gradient by it, [n] each. Gradients are divided by the
-    temperature already.
+    `scale`: factor of the logits (1 / temperature). Not applied to the gradient: `by_id` and the gradient in `entropy`
+    are already divided by the temperature.
+    `logsum`: [n] logarithm of the sum of exponentials of the scaled logits over all ranks.
+    `ids`: [n, k] int64, columns of `logits`, or -1 for a token of another rank.
+    `by_id`: [n, k] gradient with respect to the log-probs of `ids`.
+    `entropy`: ([n] entropy of each row, [n] gradient with respect to the entropy), or None.
     """
     rows, columns = logits.shape
     known, by_entropy = entropy if entropy is not None else (logsum, logsum)
@@ -91,7 +93,7 @@ def _statistics(
 
 @triton.jit
 def _slope(log_p, every, known, by_entropy, ENTROPY: tl.constexpr):
-    """Returns the gradient for logits, without what the tokens in `ids` have alone."""
+    """Returns the gradient with respect to logits, without the terms that only tokens in `ids` have."""
     slope = log_p * 0.0 + every
     if ENTROPY:
         slope += (log_p + known) * by_entropy
@@ -113,10 +115,10 @@ def _gradient(
     here = tokens >= 0
     values = tl.load(start + tokens, mask=here, other=0.0).to(tl.float32) * scale
     special = _slope(values - logsum, every, known, by_entropy, ENTROPY)
-    for j in range(0, width):  # a token may stand there twice
+    for j in range(0, width):  # `ids` may contain a token twice
         same = tokens == tl.load(ids + row * width + j)
         special += tl.where(same, tl.load(by_id + row * width + j), 0.0)
-    tl.debug_barrier()  # the logits of these tokens are read before they are overwritten, in other threads
+    tl.debug_barrier()  # all threads must read the logits of these tokens before other threads overwrite the logits
     for first in range(0, columns, BLOCK):
         places = first + tl.arange(0, BLOCK)
         real = places < columns

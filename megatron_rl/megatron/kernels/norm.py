@@ -1,9 +1,9 @@
-"""Triton kernels of the root-mean-square norm: one pass forward, and one backward with sums for the weight's gradient.
+"""Triton kernels of the root-mean-square norm: a forward kernel, and a backward kernel with partial weight gradients.
 
-torch has such kernels of its own for an ordinary weight. These also multiply by 1 + weight without copies in float32.
+torch has fused kernels for an ordinary weight. These kernels can also multiply by 1 + weight without float32 copies.
 """
 
-# Triton's types describe a kernel's source, and not the call of what is made of it, which has further arguments.
+# Triton's type hints describe a kernel's source. The call of the compiled kernel has further arguments.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
@@ -16,20 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PARTS = 256  # programs of the backward pass, each of which sums the weight's gradient over its rows
+PARTS = 256  # maximum number of programs of the backward pass, each of which sums the weight gradient over its rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool) -> Tensor:
     """Returns weight * x / sqrt(mean of x^2 + eps) over the last dimension of x, computed in float32, in x's dtype.
 
-    `from_one`: it multiplies by 1 + weight.
+    With `from_one`, multiplies by 1 + weight instead of weight.
     """
     out: Any = _Normed.apply(x, weight, eps, from_one)
     return out
 
 
 class _Normed(torch.autograd.Function):
-    """Computes the norm, and keeps each row's factor for the backward pass."""
+    """Computes the norm and saves each row's factor 1 / sqrt(mean of x^2 + eps) for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, from_one: bool) -> Tensor:  # type: ignore[override]
@@ -56,7 +56,7 @@ class _Normed(torch.autograd.Function):
 
 
 def _sizes(width: int) -> dict[str, int]:
-    """Returns the block that holds a row, and the warps of its program."""
+    """Returns the launch options of a kernel: the block size, which holds a whole row, and the number of warps."""
     block = triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 

@@ -1,4 +1,4 @@
-"""Sums of matrix products in float32, of factors in bfloat16, without a product in bfloat16 in between."""
+"""Accumulates matrix products of bfloat16 factors into a float32 sum, without an intermediate bfloat16 product."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left @ right to `total` [n, m] float32. The factors are [n, k] and [k, m]."""
+    """Adds left @ right to `total` in place. `left` is [n, k], `right` is [k, m], and `total` is [n, m] float32."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
-    elif total.is_cuda:  # torch's CPU kernels have no such product; a GPU's have it from torch 2.10
+    elif total.is_cuda:  # torch supports out_dtype on a GPU from 2.10 on, and not on a CPU
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += left @ right

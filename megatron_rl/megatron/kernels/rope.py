@@ -1,6 +1,6 @@
 """Triton kernel of rotary embedding in the half-split convention, forward and backward."""
 
-# Triton's types describe a kernel's source, and not the call of what is made of it, which has further arguments.
+# Triton's type hints describe a kernel's source. The call of the compiled kernel has further arguments.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
@@ -13,20 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WARPS = 4  # of a program, which turns all heads of a token
+WARPS = 4  # number of warps per program; a program rotates all heads of one token
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary embedding to heads x [N, H, d], or [L, S, H, d], by cos and sin [N, 1, d], or [L, 1, 1, d].
+    """Applies rotary embedding in float32 to x [N, H, d] with cos and sin [N, 1, d].
 
-    It is computed in float32. `cos` and `sin` have no gradient.
+    x may also be [L, S, H, d], with cos and sin [L, 1, 1, d]. `cos` and `sin` get no gradient.
     """
     out: Any = _Rotated.apply(x, cos, sin)
     return out
 
 
 class _Rotated(torch.autograd.Function):
-    """Turns pairs of elements; the backward pass turns the gradient back."""
+    """Rotates pairs of elements. The backward pass rotates the gradient by the negative angles."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
@@ -39,13 +39,16 @@ class _Rotated(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
-    """Returns x turned by the angles, or back. `x` may be a view whose heads have gaps between them."""
+    """Returns x rotated by the angles, or by the negative angles if `back`.
+
+    `x` may be a view with gaps between heads.
+    """
     heads, width = x.shape[-2:]
     if x.stride(-1) != 1:
         x = x.contiguous()
     rows, out = x.reshape(-1, heads, width), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        alike = len(rows) // len(cos)  # rows that follow each other have the same angle
+        alike = len(rows) // len(cos)  # number of consecutive rows with the same angles
         _turn[(len(rows),)](
             rows, out, cos.contiguous(), sin.contiguous(), *rows.stride()[:2], alike, heads, width // 2, BACK=back,
             HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(width // 2), num_warps=WARPS,

@@ -1,8 +1,8 @@
-"""Tries the Triton kernels on the device that is to run them, against torch's operations, before a model takes them.
+"""Tests the Triton kernels on this machine's device against torch operations before a model uses them.
 
-A kernel is compiled on the machine, for its GPU and its driver. One that does not compile there, or that computes
-something else than elsewhere, is found before it trains a model. Every kernel is tried in each of its forms that a
-model can ask for, at one size: other sizes are compiled anew.
+Kernels are compiled on the machine, for its GPU and driver. The test finds a kernel that does not compile or computes
+wrong results before a model is trained with it. Every variant of a kernel that a model can request is tested, at one
+size. Other sizes are compiled when they are used.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from triton.errors import TritonError
 
 from megatron_rl.megatron.kernels import gates, head, norm, rope
 
-DTYPES = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}  # and the error that is allowed, of the largest number
-ROWS, WIDTH, VOCAB = 3, 1100, 5000  # more than one block has of a gate, and of the vocabulary
+DTYPES = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}  # dtype -> allowed error relative to the largest absolute value
+ROWS, WIDTH, VOCAB = 3, 1100, 5000  # WIDTH and VOCAB are larger than one block of the gate and head kernels
 FAILURES = (
-    *(TritonError, RuntimeError, OSError, subprocess.SubprocessError),  # no compiler, no memory, what does not compile
-    *(AssertionError, ImportError, TypeError, ValueError),  # Triton's own, of another version
+    *(TritonError, RuntimeError, OSError, subprocess.SubprocessError),  # no compiler, no memory, compilation error
+    *(AssertionError, ImportError, TypeError, ValueError),  # errors of an incompatible Triton version
 )
 Kernel = Callable[..., tuple[Tensor, ...]]
-# Name, the kernel and torch's operations for it, which both give as many tensors, and what they are called with.
+# (name, kernel, equivalent torch operations, inputs). Kernel and torch operations return the same number of tensors.
 Case = tuple[str, Kernel, Kernel, Sequence[Tensor]]
 
 
 @functools.cache
 def trouble(device: torch.device) -> str | None:
-    """Returns what is wrong with the kernels on a device, for a message, or None. It is found out once in a process."""
+    """Returns a description of the problems of the kernels on a device, or None if there are none. The result is cached
+    per process."""
     wrong: list[str] = []
     for dtype, bound in DTYPES.items():
         for name, kernel, plain, inputs in _cases(device, dtype):
@@ -46,8 +47,10 @@ def trouble(device: torch.device) -> str | None:
 
 
 def _tried(function: Kernel, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns what a function gives, and the gradients of its inputs for a gradient of that which is the same each
-    time. A function without a gradient gives its answer alone."""
+    """Returns the outputs of a function and the gradients of its inputs, for a fixed gradient of the outputs.
+
+    If the outputs do not require gradients, returns only the outputs.
+    """
     own = [x.detach().clone().requires_grad_() for x in inputs]
     outs = function(*own)
     for out in outs:
@@ -58,14 +61,14 @@ def _tried(function: Kernel, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Returns the largest difference of the pairs, each as a share of the largest number of its exact one: NaN where
-    anything found is."""
+    """Returns the maximum error over the pairs of tensors, each relative to the largest absolute value of the exact
+    tensor. Returns NaN if `found` contains NaN."""
     pairs = zip(found, exact, strict=True)
     return torch.stack([(a.double() - b.double()).abs().max() / b.abs().max() for a, b in pairs]).max().item()
 
 
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Draws the inputs on the CPU, so that they are the same on all devices."""
+    """Yields the test cases. Inputs are drawn on the CPU, so that they are the same on all devices."""
     draw = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -87,7 +90,7 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _alone(function: Callable[..., Tensor], **settings: Any) -> Kernel:
-    """Returns the function with these settings, whose answer is the only one."""
+    """Returns a function that calls `function` with these settings and returns its result as a tuple of one tensor."""
     return lambda *inputs: (function(*inputs, **settings),)
 
 
@@ -122,8 +125,8 @@ def _plain_statistics(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
 
 
 def _asked(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns columns [n, 3], of which some stand there twice, and what the gradient by each log-prob [n, 3], and by
-    the entropy [n], is."""
+    """Returns fixed test inputs: column ids [n, 3] with duplicates, a gradient [n, 3] with respect to their log-probs,
+    and a gradient [n] with respect to the entropy."""
     ids = torch.tensor([[0, 7, 7], [VOCAB - 1, 1, 2], [4500, 4500, 3]], device=logits.device)
     by_id = torch.tensor([[1.0, -2.0, 0.5], [0.3, 1.0, 0.0], [-1.0, 2.0, 0.7]], device=logits.device)
     return ids, by_id, torch.tensor([0.5, -1.0, 2.0], device=logits.device)
@@ -141,7 +144,8 @@ def _gradient(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def _plain_gradient(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
-    """Computes it by autograd, for logits that count times the scale, which `to_gradient` leaves to its caller."""
+    """Computes the gradient by autograd, with respect to the scaled logits: `to_gradient` leaves the factor `scale` of
+    the gradient to its caller."""
     ids, by_id, by_entropy = _asked(logits)
     with torch.enable_grad():
         scaled = (0.7 * logits).detach().requires_grad_()
@@ -155,5 +159,6 @@ def _plain_gradient(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
 
 
 def _parts(gradient: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of the columns that are asked for, and that of all others, which is a hundredth of it."""
+    """Returns the gradient at the columns `ids` and, separately, the gradient at all other columns, which is about a
+    hundred times smaller."""
     return gradient.gather(1, ids), gradient.scatter(1, ids, 0.0)

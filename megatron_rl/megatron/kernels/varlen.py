@@ -1,6 +1,6 @@
-"""Attention of all sequences of a packed row in one call, by torch's flash attention for variable lengths.
+"""Attention of all sequences of a packed row in one call of torch's variable-length flash attention.
 
-A call takes lengths on the device, so that it needs no grid, no padding and no mask, and the host waits for nothing.
+The call takes sequence lengths as device tensors. It needs no padded grid, no mask and no host synchronization.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from torch import Tensor
 from megatron_rl.host_to_device import upload
 from megatron_rl.sdpa import WIDEST_HEAD
 
-AMPERE = (8, 0)  # the lowest compute capability that torch's flash attention has kernels for
-HEAD_UNIT = 8  # it refuses heads whose elements are no multiple of this, or more than WIDEST_HEAD
-# Arguments of torch's function that older versions of torch do not have: the first, which is needed, comes with 2.11,
-# the second with 2.12. There it must be told that heads are grouped; 2.11 passes any heads on to the same kernel.
+AMPERE = (8, 0)  # lowest compute capability that torch's flash attention supports
+HEAD_UNIT = 8  # flash attention needs a head dimension that is a multiple of this number and at most WIDEST_HEAD
+# Arguments of torch's varlen_attn that older versions of torch lack. `window_size` is required and exists from torch
+# 2.11 on. `enable_gqa` exists from 2.12 on, where it must be True for grouped heads; 2.11 needs no such flag.
 WINDOW, GROUPED = "window_size", "enable_gqa"
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Runs of queries that lie end to end in a packed row, each with the keys that it sees.
+    """Runs of queries that are packed end to end in one row, each with the keys that its queries attend to.
 
-    A run's last query sees all keys of its run, the query before it all but the last, and so on: kernels call this
-    alignment causal at the bottom right. A whole sequence is a run whose keys are its own. A run behind a shared
-    prompt, or behind earlier chunks of its sequence, has more keys than queries.
+    The last query of a run attends to all keys of the run, the query before it to all keys but the last, and so on
+    (bottom-right aligned causal mask). A whole sequence is a run whose keys are the sequence's tokens. A run that
+    follows a shared prompt, or earlier chunks of its sequence, has more keys than queries.
     """
 
-    query_ends: Tensor  # [S + 1] int32, from 0
-    key_ends: Tensor  # [S + 1] int32, from 0
-    most_queries: int  # of a run
-    most_keys: int  # of a run
-    keys: Tensor | None = None  # [sum of all runs' keys] their rows; a row may be in several runs. None: all, in order
+    query_ends: Tensor  # [S + 1] int32 cumulative query counts, starting with 0
+    key_ends: Tensor  # [S + 1] int32 cumulative key counts, starting with 0
+    most_queries: int  # maximum number of queries of a run
+    most_keys: int  # maximum number of keys of a run
+    # [total number of keys] row indices of the runs' keys. A row may be in several runs. None: all rows, in order.
+    keys: Tensor | None = None
 
 
 def segments(counts: Sequence[int], keys: Sequence[Tensor] | None, device: torch.device) -> Segments:
-    """Returns the segments of runs of `counts` [S] queries. `keys[s]` are the rows of run s; None: its queries' own."""
+    """Returns the segments of S runs. `counts[s]` is the number of queries of run s, and `keys[s]` has the row indices
+    of its keys. If `keys` is None, the keys of each run are the rows of its queries."""
     seen = counts if keys is None else [len(rows) for rows in keys]
     queries, known = (upload(torch.tensor([0, *numbers]).cumsum(0).int(), device) for numbers in (counts, seen))
     rows = None if keys is None else upload(torch.cat([*keys]), device)
@@ -52,14 +54,15 @@ def segments(counts: Sequence[int], keys: Sequence[Tensor] | None, device: torch
 def attend(
     query: Tensor, key: Tensor, value: Tensor, runs: Segments, *, scale: float | None, window: int | None
 ) -> Tensor:
-    """Returns [N, H * v], the attention of queries [N, H, d] to keys [M, KV, d] with values [M, KV, v], v up to d.
+    """Returns the attention output [N, H * v] of queries [N, H, d], keys [M, KV, d] and values [M, KV, v], v <= d.
 
-    `scale` multiplies the scores; None: 1 / sqrt(d). With a `window` a query sees so many keys, its own among them.
+    `scale` is the factor of the scores; if None, it is 1 / sqrt(d). With a `window`, a query attends to the last
+    `window` keys, including its own.
     """
     if runs.keys is not None:
         key, value = (_Taken.apply(x, runs.keys) for x in (key, value))
     width = value.shape[-1]
-    if width < key.shape[-1]:  # the kernel has one width for both
+    if width < key.shape[-1]:  # the kernel needs the same head dimension for keys and values
         value = F.pad(value, (0, key.shape[-1] - width))
     function, arguments = _torch_function()
     grouped = {GROUPED: query.shape[1] != key.shape[1]} if GROUPED in arguments else {}
@@ -72,14 +75,15 @@ def attend(
         runs.most_queries,
         runs.most_keys,
         scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),  # keys before a query's own, and behind it
+        window_size=(-1 if window is None else window - 1, 0),  # number of keys before and after the query's position
         **grouped,
     )
     return out[..., :width].flatten(1)
 
 
 def obstacle(head_dim: int, dtype: str) -> str | None:
-    """Returns what keeps a model from this attention on this machine, or None. `dtype`: the name of its weights'."""
+    """Returns the reason why a model cannot use flash attention on this machine, or None if it can. `dtype` is the name
+    of the weights' dtype, for example "bfloat16"."""
     if dtype != "bfloat16":
         return f"torch has no such attention in {dtype}"
     if head_dim % HEAD_UNIT or head_dim > WIDEST_HEAD:
@@ -92,13 +96,13 @@ def obstacle(head_dim: int, dtype: str) -> str | None:
 
 
 def _torch_function() -> tuple[Any, Collection[str]]:
-    """Returns torch's function and the names of its arguments."""
-    function = importlib.import_module("torch.nn.attention.varlen").varlen_attn  # torch has it from 2.10
+    """Returns torch's varlen_attn and the names of its arguments."""
+    function = importlib.import_module("torch.nn.attention.varlen").varlen_attn  # exists from torch 2.10 on
     return function, inspect.signature(function).parameters
 
 
 class _Taken(torch.autograd.Function):
-    """Takes rows of a tensor, some of them several times. The sums of their gradients are float32."""
+    """Gathers rows of a tensor, which may repeat. The backward pass sums the gradients of repeated rows in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
