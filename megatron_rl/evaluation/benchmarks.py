@@ -64,7 +64,7 @@ def benchmarks() -> dict[str, Benchmark]:
         Benchmark("cruxeval", "CRUXEval (output)", crux, _crux_output, grader=CODE_OUTPUT),
         Benchmark("cruxeval_input", "CRUXEval (input)", crux, _crux_input, grader=CODE_INPUT, folder="cruxeval"),
         Benchmark("strategyqa", "StrategyQA (test)", "ChilleD/StrategyQA", _strategy, grader=LABEL),
-        Benchmark(  # the 2,290 problems of Table 1 of the paper
+        Benchmark(  # the 2,290 problems in Table 1 of RL Tango's paper (arXiv 2505.15034)
             "strategyqa_train", "StrategyQA (train)", "voidful/StrategyQA", _strategy_true_false, grader=LABEL,
             split="train", file="strategyqa_train.json",
         ),
@@ -171,7 +171,7 @@ def _gold(answer: Any) -> str:
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     text = str(answer if answer is not None else "").replace("$", "").strip()
-    text = re.sub(r"(?<![\w.])(-?\d+)\.(?=$|/|,|\s)", r"\1", text)  # 3./2
+    text = re.sub(r"(?<![\w.])(-?\d+)\.(?=$|/|,|\s)", r"\1", text)  # 3./2 -> 3/2
     number = re.fullmatch(r"(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)", text)
     if number:
         text = rf"{number[1]} \times 10^{{{int(number[2])}}}"

@@ -14,7 +14,10 @@ from megatron_rl.engines.protocol import Engine, Tokens
 from megatron_rl.evaluation.samples import Sample
 
 LEGIBILITY, DRIFT = "legibility", "drift"
-JUNIOR, BASE = "junior", "base"  # names of the models that the writer, the generator of the texts, is compared with
+JUNIOR, BASE = (
+    "junior",
+    "base",
+)  # names of the models that are compared with the writer, the model that generated the texts
 
 
 class NextTokenModel(Protocol):

@@ -80,7 +80,7 @@ class _Worker:
     inbox: bytearray = field(default_factory=bytearray)  # bytes of an incomplete line that was read from the worker
     held: deque[int] = field(default_factory=deque)  # indices of the items that were sent and not answered, in order
     ready: bool = False  # whether the worker has imported the function
-    together: bool = False  # whether the held items are graded as one batch; a crash then has no known item
+    together: bool = False  # whether the held items are graded as one batch, so that a crash has no single cause
     apart: bool = False  # whether the function raised an error on the held batch
     ended: str = ""  # reason why the worker sends no more answers
     refusal: str = ""  # reason why the worker cannot use the function

@@ -63,7 +63,7 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
     found = _answer(response[-TAIL:])
     if found is None:
         return 0.0
-    if too_costly_anywhere(known):  # only texts are compared in this case
+    if too_costly_anywhere(known):  # the known answer is only compared as text
         return float(plain(known) == plain(found))
     return float(not too_costly(found, known) and _same(canonical(known), canonical(found)))
 
@@ -111,7 +111,7 @@ def _same(gold: str, answer: str) -> bool:
         return True
     said = [text.strip() for text in _TEXTS.findall(answer)]
     if any(_HEDGE.search(text) and text not in ("or", "and") and text not in gold for text in said):
-        return False  # "5 (or maybe 6)"
+        return False  # such as "5 (or maybe 6)"
     (known, unit), (value, own_unit) = split_unit(gold), split_unit(answer, letters=True)
     if clash(unit, own_unit):
         return False

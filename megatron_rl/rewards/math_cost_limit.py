@@ -36,7 +36,7 @@ _DIGITS = re.compile(r"\d+")
 _SETS = re.compile(rf"(?:\\\{{\s*){{{SETS + 1},}}")
 _POWER_IN_POWER = re.compile(
     r"(?<![\d.])(?=(\d+(?:\.\d+)?)\s*[})\]]*\s*(?:\^|\*\*)\s*[{(\[]*\s*[-+]?\s*(\d+))"
-)  # overlapping
+)  # matches may overlap
 _SUM_POWER = re.compile(r"\(([^()]*)\)\s*(?:\^|\*\*)\s*[{(\[]*\s*(\d+)")
 _SUM = re.compile(r"(?=.*[a-zA-Z]).*[+-]", re.DOTALL)  # a sum that has letters or roots
 _COMMAND = re.compile(r"\\[a-zA-Z]+(?:\{[a-zA-Z ]*\})?")
@@ -89,8 +89,8 @@ def _costly_formula(text: str) -> bool:
 
 def _depths(answer: str) -> tuple[int, int]:
     """Returns (depth of nested brackets, depth of nested powers) of a text."""
-    deepest = powers = above = 0  # above: number of open brackets that are exponents
-    opened: list[bool] = []  # for each open bracket: whether it is an exponent
+    deepest = powers = above = 0  # above: number of open brackets that contain an exponent
+    opened: list[bool] = []  # for each open bracket: whether it contains an exponent
     exponent = False  # whether the next character is an exponent
     chain = 0  # number of powers in a chain without brackets, such as 2^3^4
     for character in answer.replace("**", "^"):

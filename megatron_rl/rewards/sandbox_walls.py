@@ -33,7 +33,7 @@ ALLOW = 0x7FFF0000
 CALL_NUMBER, MACHINE, FIRST_ARGUMENT = 0, 4, 16  # byte offsets in the input of a filter, struct seccomp_data
 ALL_NAMESPACES = 0x7E020000  # flags of clone(2): mount, cgroup, UTS, IPC, user, PID and network namespaces
 FAMILIES = (1, 2, 10)  # socket families that a network namespace isolates: unix, inet, inet6
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # index into the pairs below, number in audit.h
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # (index into the pairs below, number in audit.h)
 SOCKET, CLONE, CLONE3 = (41, 198), (56, 220), (435, 435)
 # System calls that are refused, with their numbers on x86-64 and on aarch64. Some of them may allow an escape from the
 # sandbox if the kernel has a bug, or access to another process's memory. Others (memfd, shm, msg, sem, mq) allocate
@@ -155,7 +155,7 @@ def call_filter() -> bytes:
         (LOAD, 0, 0, CALL_NUMBER),
     ]
     if index == 0:
-        lines += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE)]  # the x32 interface has other numbers, too
+        lines += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE)]  # x32 system calls have other numbers, too
     for numbers in REFUSED.values():
         lines += [(EQUAL, 0, 1, numbers[index]), (RETURN, 0, 0, REFUSE)]
     # A filter cannot read clone3's flags, which are in memory. The C library falls back to clone.
