@@ -14,10 +14,8 @@ from megatron_rl.engines.protocol import Engine, Tokens
 from megatron_rl.evaluation.samples import Sample
 
 LEGIBILITY, DRIFT = "legibility", "drift"
-JUNIOR, BASE = (
-    "junior",
-    "base",
-)  # names of the models that are compared with the writer, the model that generated the texts
+# Names of the models that are compared with the writer, the model that generated the texts.
+JUNIOR, BASE = "junior", "base"
 
 
 class NextTokenModel(Protocol):
