@@ -1,9 +1,9 @@
 """`megatron-rl generate`: generates SFT data from a teacher model's responses to a problem set.
 
 Prompt/response pairs are written to train.parquet and validation.parquet. Responses that were truncated at
-sampling.max_tokens are written to cut.parquet instead, unless keep_truncated is set: training on them would teach the
-model to stop in the middle. With a `reward`, wrong responses are written to wrong.parquet, and responses that cannot be
-graded to ungraded.parquet.
+sampling.max_tokens are written to truncated.parquet instead, unless keep_truncated is set: training on them would
+teach the model to stop in the middle. With a `reward`, wrong responses are written to wrong.parquet, and responses
+that cannot be graded to ungraded.parquet.
 """
 
 from __future__ import annotations
@@ -230,12 +230,12 @@ class _Generation:
         problems = sorted({a.problem.row for a in found})
         chosen = set(random.Random(config.seed).sample(problems, round(config.validation_share * len(problems))))
         files: dict[str, list[dict[str, Any]]] = {
-            name: [] for name in ("train", "validation", "cut", "wrong", "ungraded")
+            name: [] for name in ("train", "validation", "truncated", "wrong", "ungraded")
         }
         for row, a in zip(rows, found, strict=True):
             aside = not a.finished and not config.keep_truncated
             kept = "validation" if a.problem.row in chosen else "train"
-            files["cut" if aside else a.fault or kept].append(row)
+            files["truncated" if aside else a.fault or kept].append(row)
         output = Path(config.output)
         # the old mark is invalid, because the files are now replaced
         (output / generation_progress.MARK).unlink(missing_ok=True)

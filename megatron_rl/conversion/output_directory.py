@@ -40,19 +40,7 @@ def fresh(target: Path, *, wanted_bytes: int, replace: bool = False) -> Iterator
         lock = os.open(partial, os.O_RDONLY)
     except OSError as error:
         raise ConfigError(f"{target} could not be written: {error}") from error
-    held = contextlib.ExitStack()
-    try:
-        held.enter_context(
-            directory_lock.held(lock, target.with_name(f"{partial.name}.held"), directory_lock.own_name())
-        )
-    except directory_lock.Taken as error:
-        os.close(lock)
-        cure = f"; {error.cure}" if error.cure else ""
-        who = str(error) or "another process"
-        raise ConfigError(f"{who} is writing {target} now: wait for it, or give another place{cure}") from error
-    except OSError as error:
-        os.close(lock)
-        raise ConfigError(f"{target} could not be written: {error}") from error
+    held = _locked(target, partial, lock)
     try:
         for left in partial.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -76,6 +64,26 @@ def fresh(target: Path, *, wanted_bytes: int, replace: bool = False) -> Iterator
     finally:
         os.close(lock)
         held.close()
+
+
+def _locked(target: Path, partial: Path, descriptor: int) -> contextlib.ExitStack:
+    """Locks the directory `partial`, which `descriptor` has open, against other processes that write `target`.
+
+    Returns the stack that releases the lock. Closes `descriptor` and raises ConfigError if the lock cannot be had.
+    """
+    held = contextlib.ExitStack()
+    name = target.with_name(f"{partial.name}.held")
+    try:
+        held.enter_context(directory_lock.held(descriptor, name, directory_lock.own_name()))
+    except directory_lock.Taken as error:
+        os.close(descriptor)
+        cure = f"; {error.cure}" if error.cure else ""
+        who = str(error) or "another process"
+        raise ConfigError(f"{who} is writing {target} now: wait for it, or give another place{cure}") from error
+    except OSError as error:
+        os.close(descriptor)
+        raise ConfigError(f"{target} could not be written: {error}") from error
+    return held
 
 
 @contextlib.contextmanager

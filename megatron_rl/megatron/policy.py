@@ -109,8 +109,7 @@ class MegatronPolicy(RoleModel):
             raise RuntimeError("this policy was built with trainable=False: it has no optimizer")
         if self.memory.asleep:
             raise RuntimeError("this policy sleeps: call memory.wake() before update()")
-        totals = work.steps[step]
-        if totals.denominator <= 0:
+        if (totals := work.steps[step]).denominator <= 0:
             raise ValueError("the optimizer step has no trained token: nothing to update on")
         with self.active():
             optimizer.zero_grad(self.chunks, self.optimizer)

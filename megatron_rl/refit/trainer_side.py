@@ -188,20 +188,7 @@ class TrainerSide:
         if fresh:
             self._disconnect()
             self._epoch += 1
-        base = (
-            {r: v for r, v in call.versions.items() if v is not None and r in call.locations}
-            if self._delta_pays
-            else {}
-        )
-        if self._wiring is not None and "nccl" in self._wiring.kinds:
-            self._delta_pays = False  # NCCL needs the sizes in advance, and is too fast for deltas to pay
-        order = RefitOrder(
-            version=version,
-            verify=self._settings.verify,
-            sums_on=place_for(self._device),
-            base={} if fresh else base,
-            keeps_sent=self._delta_pays,
-        )
+        order = self._order(call, version, fresh=fresh)
         if self._rank == 0 and self._endpoint is None:
             go = {
                 "engines": call.locations,
@@ -240,6 +227,20 @@ class TrainerSide:
         if report.failed or report.mismatch:
             self._disconnect()
         return report
+
+    def _order(self, call: _RollCall, version: int, *, fresh: bool) -> RefitOrder:
+        """Returns the instructions for a refit. `fresh`: the transports are new, so that no engine can take deltas."""
+        held = {r: v for r, v in call.versions.items() if v is not None and r in call.locations}
+        base = held if self._delta_pays and not fresh else {}
+        if self._wiring is not None and "nccl" in self._wiring.kinds:
+            self._delta_pays = False  # NCCL needs the sizes in advance, and is too fast for deltas to pay
+        return RefitOrder(
+            version=version,
+            verify=self._settings.verify,
+            sums_on=place_for(self._device),
+            base=base,
+            keeps_sent=self._delta_pays,
+        )
 
     def _connect(self, call: _RollCall) -> None:
         """Creates the plan and the transports for the engines of a roll call."""

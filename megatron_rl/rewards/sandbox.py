@@ -146,16 +146,12 @@ def _request(code: str, settings: SandboxSettings, what: Mapping[str, Any]) -> b
 
 
 def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, Any]) -> Ran:
-    """Runs the code in a new sandbox, and returns when all processes of the sandbox have ended.
-
-    `what`: items of the request that override the defaults of `_request`.
-    """
+    """Runs the code in a new sandbox, and returns when all processes of the sandbox have ended. `what`: items of the
+    request that override the defaults of `_request`."""
     with contextlib.ExitStack() as stack:
         output, errors = (stack.enter_context(tempfile.TemporaryFile("a+b", buffering=0)) for _ in range(2))
-        passed = {
-            "request": _file_of(_request(code, settings, what), stack),
-            "seccomp": _file_of(sandbox_walls.call_filter(), stack),
-        }
+        passed = {"request": _file_of(_request(code, settings, what), stack)}
+        passed["seccomp"] = _file_of(sandbox_walls.call_filter(), stack)
         info, passed["info"] = _pipe(stack)
         ready, passed["ready"] = _pipe(stack)
         passed["mapped"], mapped = _pipe(stack)
@@ -190,8 +186,8 @@ def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, An
         status, told = process.wait(), _end_of(errors).splitlines()
         if begun is None:
             raise SandboxFailure(told[-1] if told else "it was lost before its code began")
-        limits = {output: settings.output_bytes, errors: ERROR_BYTES}
-        cut = next((most for file, most in limits.items() if _size(file) > most), None)
+        limits = ((output, settings.output_bytes), (errors, ERROR_BYTES))
+        cut = next((most for file, most in limits if _size(file) > most), None)
         output.seek(0)
         text = output.read(settings.output_bytes).decode("utf-8", "replace")
         if cut is not None:
