@@ -79,7 +79,7 @@ def test_a_server_answers_in_the_teachers_chat_template(settings, tmp_path, fake
 def test_answers_that_were_cut_are_set_aside_unless_they_are_kept(settings, tmp_path, fake):
     aside = generated(tmp_path, *settings, *served(tmp_path, fake))
     kept = generated(tmp_path, *settings, *served(tmp_path, fake), "keep_truncated=true")
-    assert aside["cut"] and "cut" not in kept
+    assert aside["truncated"] and "truncated" not in kept
     assert sum(map(len, aside.values())) == sum(map(len, kept.values())) == COUNT
     assert len(kept["validation"]) == 2
 
