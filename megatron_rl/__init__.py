@@ -1,7 +1,7 @@
 """Co-training of a generator and a generative verifier by reinforcement learning on Megatron-core.
 
-From Python: `from megatron_rl import Trainer`. The names of `__all__` are loaded when they are first asked for, so that
-importing the package costs nothing.
+Usage from Python: `from megatron_rl import Trainer`. The names in `__all__` are imported on first access, so that
+importing the package is fast.
 """
 
 import importlib
@@ -20,7 +20,7 @@ __all__ = ["Callback", "Config", "ConfigError", "RunFailed", "RunState", "TrainR
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a name of `__all__`. Raises AttributeError for any other."""
+    """Imports a name in `__all__` on first access. Raises AttributeError for any other name."""
     homes = {
         "Callback": "api.callbacks",
         "Config": "api.config",

@@ -1,4 +1,4 @@
-"""Runs the program: `python -m megatron_rl` is `megatron-rl`."""
+"""Runs the command-line program: `python -m megatron_rl` is equivalent to `megatron-rl`."""
 
 import sys
 

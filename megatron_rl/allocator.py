@@ -1,4 +1,4 @@
-"""Keeps what malloc holds beyond the memory in use small."""
+"""Limits the memory that malloc keeps beyond the memory in use."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import sys
 from collections.abc import Iterator
 
 TUNABLES, NO_CACHES = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0"
-M_ARENA_MAX = -8  # number of an option of glibc's mallopt
+M_ARENA_MAX = -8  # constant of glibc's mallopt
 ARENAS = 2
 
 
 def restart_without_thread_caches() -> None:
-    """Replaces this program by itself, as the same process with the same arguments, without malloc's cache for each
-    thread. In the program that begins again it returns. Call it before anything is printed, opened or imported that
-    takes time, from a program that Python was started to run.
+    """Restarts this program (exec, same process id and arguments) without malloc's per-thread caches. Returns in the
+    restarted program. Call it in a Python main program before anything is printed, opened, or imported slowly.
 
-    glibc keeps up to seven freed blocks of each of 64 sizes for each thread, and returns no page that they lie in. A
-    driver with twenty threads grew by 1.6 KiB an iteration with them and by 0.4 without, while it held nothing more
-    (docs/log.md). The number of blocks is read from GLIBC_TUNABLES when a program starts. Without glibc, under a
-    debugger or a profiler, in a child of multiprocessing, and where GLIBC_TUNABLES gives that number already, nothing
-    happens.
+    glibc keeps up to seven freed blocks of each of 64 sizes per thread, and does not return their pages. A driver with
+    twenty threads grew by 1.6 KiB per iteration with these caches and by 0.4 KiB without, while the memory in use
+    stayed the same (docs/log.md). The cache size is read from GLIBC_TUNABLES when a program starts.
+    Does nothing without glibc, under a debugger or profiler, in a child of multiprocessing, and if GLIBC_TUNABLES
+    already sets the size.
     """
     own = os.environ.get(TUNABLES, "")
     if own.endswith(NO_CACHES):
@@ -40,8 +39,9 @@ def restart_without_thread_caches() -> None:
 
 @contextlib.contextmanager
 def started_without_thread_caches() -> Iterator[None]:
-    """Programs that are started in the block have no caches of threads, unless GLIBC_TUNABLES says how many. They call
-    `give_caches_back`."""
+    """Programs started inside the block have no per-thread malloc caches, unless GLIBC_TUNABLES already sets the cache
+    size. The programs must call `give_caches_back`.
+    """
     own = os.environ.get(TUNABLES, "")
     if platform.libc_ver()[0] == "glibc" and NO_CACHES.partition("=")[0] not in own:
         os.environ[TUNABLES] = f"{own}:{NO_CACHES}" if own else NO_CACHES
@@ -52,8 +52,9 @@ def started_without_thread_caches() -> Iterator[None]:
 
 
 def give_caches_back() -> None:
-    """Takes what this module has put into the environment out again: servers and other programs that this one starts
-    have malloc's caches of threads."""
+    """Removes this module's entry from the environment, so that programs started by this process (such as servers) have
+    malloc's per-thread caches.
+    """
     own = os.environ.get(TUNABLES, "")
     if own.endswith(NO_CACHES):
         rest = own.removesuffix(NO_CACHES).removesuffix(":")
@@ -64,38 +65,40 @@ def give_caches_back() -> None:
 
 
 def _is_program() -> bool:
-    """Returns whether Python was started to run this program, with glibc, and can be started so again."""
+    """Returns whether this process is a Python main program with glibc that can be restarted with the same
+    arguments.
+    """
     asked = sys.orig_argv[len(sys.orig_argv) - len(sys.argv[1:]) :] == sys.argv[1:]
     alone = multiprocessing.parent_process() is None and sys.argv[0] not in ("", "-", "-c")
     return bool(sys.executable) and platform.libc_ver()[0] == "glibc" and asked and alone
 
 
 def _is_watched() -> bool:
-    """Returns whether a debugger or a profiler watches this process."""
-    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    """Returns whether a debugger or profiler is attached to this process."""
+    monitoring = getattr(sys, "monitoring", None)  # available from Python 3.12
     tools = [] if monitoring is None else [monitoring.get_tool(number) for number in range(6)]
     return sys.gettrace() is not None or sys.getprofile() is not None or any(tools)
 
 
 def limit_arenas() -> None:
-    """Has the threads that this process starts from now on share two of malloc's arenas. Without glibc, or where
-    MALLOC_ARENA_MAX says how many there are, nothing happens. Arenas that exist stay.
+    """Limits malloc to two arenas for threads started from now on. Does nothing without glibc, or if MALLOC_ARENA_MAX
+    is set. Existing arenas remain.
 
-    glibc gives each new thread an arena of its own, up to eight for each core, and every one keeps pages that were
-    freed in it. A run has some twenty threads, of which few allocate at the same time.
+    By default, glibc gives each new thread a separate arena, up to eight per core, and every arena keeps its freed
+    pages. A run has about twenty threads, few of which allocate at the same time.
     """
     if platform.libc_ver()[0] == "glibc" and "MALLOC_ARENA_MAX" not in os.environ:
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
 
 
 def return_free_pages() -> None:
-    """Frees objects that only refer to each other, and returns whole pages that malloc keeps for later, also those
-    between pages in use. Without glibc no page is returned.
+    """Collects reference cycles and returns whole free pages of malloc to the operating system, also pages between used
+    ones. Without glibc, no pages are returned.
 
-    Closed connections are such objects. Python looks for them rarely, and they hold buffers. Iterations allocate and
-    free blocks of many sizes, so that free pages lie between used ones. By itself malloc returns those at the end of
-    its heap alone, and a process grows by the others. Before its first iteration a run freezes what is there, so that
-    the look takes milliseconds.
+    Closed connections are reference cycles that hold buffers, and Python collects them rarely. Iterations allocate and
+    free blocks of many sizes, so free pages lie between used ones. malloc itself returns only pages at the end of its
+    heap, so the process would grow. A run freezes its existing objects before the first iteration, so that the
+    collection takes only milliseconds.
     """
     gc.collect()
     if platform.libc_ver()[0] == "glibc":

@@ -1,7 +1,7 @@
-"""Renders conversations with a tokenizer's chat template, and finds the tokens that an assistant wrote in them.
+"""Renders conversations with a tokenizer's chat template, and finds the tokens of the assistant's turns.
 
-A message is a mapping with a role and a content, as transformers, TRL and verl have it. A rendered conversation is
-tokenised without the special tokens that a tokenizer puts around a text: the template has written them already.
+A message is a mapping with a role and a content, as in transformers, TRL and verl. A rendered conversation is tokenized
+without the tokenizer's additional special tokens, because the template already contains them.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
-# A key of a message beside role and content: [[start, end], ...] of those stretches of the content that another one
-# than its author wrote, see `environments.episode_types.quoting`.
+# An additional message key: character ranges [[start, end], ...] of the content that are quoted from another author
+# than the message's, see `environments.episode_types.quoting`.
 QUOTED = "quoted"
-# A key of a message beside role and content: 0 where an assistant's turn is not trained on. Left out otherwise.
+# An additional message key: 0 if an assistant's turn is not trained on. Left out otherwise.
 WEIGHT = "weight"
-SYSTEMS = (SYSTEM, "developer")  # roles of a conversation's first message that instructs the model
-# Keys of a message that a chat template may leave out: what it does not write says nothing to the model.
+SYSTEMS = (SYSTEM, "developer")  # roles of a system message, the first message of a conversation
+# Message keys that a chat template may ignore, because they carry no content for the model.
 _UNWRITTEN = {"role", "content", "tool_call_id", "id"}
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatError(ValueError):
-    """A conversation that the chat template cannot render, or in which the assistant's tokens cannot be told."""
+    """A conversation that the chat template cannot render, or whose assistant tokens cannot be determined."""
 
 
 class UserText(str):
-    """The text of a user's message, with the messages before and after it. It is a prompt for a chat template."""
+    """The text of a user message, together with the messages before and after it. It is a prompt for a chat
+    template.
+    """
 
     before: tuple[Message, ...]
     after: tuple[Message, ...]
@@ -52,7 +54,9 @@ class UserText(str):
 
     @classmethod
     def within(cls, messages: Sequence[Message], text: str) -> Self:
-        """Makes `text` the last user's message of a conversation that has one."""
+        """Returns a UserText in which `text` replaces the last user message of a conversation. Raises ChatError if
+        there is none.
+        """
         place = last_user(messages)
         return cls(text, messages[:place], messages[place + 1 :])
 
@@ -63,8 +67,9 @@ class UserText(str):
 
 
 class ChatTokenizer:
-    """A tokenizer for which `tokenize` renders every prompt as a user message of the chat template. In all other
-    respects it behaves like the tokenizer that it wraps."""
+    """A wrapper of a tokenizer for which `tokenize` renders every prompt as a user message of the chat template. In all
+    other respects it behaves like the wrapped tokenizer.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.plain = tokenizer
@@ -77,8 +82,9 @@ class ChatTokenizer:
 
 
 def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
-    """Loads a model's tokenizer, with the chat template that `model.chat_template` names in place of its own. Raises
-    ConfigError for a file that cannot be read, and for a token in use that the model has no row for."""
+    """Loads a model's tokenizer. The file `model.chat_template`, if set, replaces the tokenizer's chat template. Raises
+    ConfigError if the file cannot be read, or if the model has no embedding row for a token in use.
+    """
     tokenizer = load_tokenizer(model.tokenizer or model.path)
     if model.chat_template is not None:
         try:
@@ -93,34 +99,38 @@ def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
 
 
 def check_models(first: Model, second: Model, why: str) -> None:
-    """Raises ConfigError for two models whose tokenizers give an id different tokens, where both are directories here.
-    `why`: see `check_vocabularies`."""
+    """Raises ConfigError if the tokenizers of two models have different tokens for the same id. Checks only local
+    directories. `why`: see `check_vocabularies`.
+    """
     if all(Path(model.tokenizer or model.path).is_dir() for model in (first, second)):
         check_vocabularies(tokenizer_of(first), tokenizer_of(second), why)
 
 
 def problem_text(template: str, values: Mapping[str, Any]) -> str:
-    """Returns the prompt of a problem: its conversation where it has messages, in which the question is the last user's
-    message; else the text of a template that its values fill."""
+    """Returns the prompt of a problem. If the problem has messages, returns the conversation with the question as its
+    last user message. Otherwise returns the template filled with the problem's values.
+    """
     if "messages" in values:
         return UserText.within(values["messages"], str(values["question"]))
     return fill(template, **{name: str(value) for name, value in values.items()})
 
 
 def system_of(messages: Sequence[Message]) -> str | None:
-    """Returns the text of a conversation's system message; None where it has none."""
+    """Returns the text of a conversation's system message, or None if there is none."""
     return str(messages[0].get("content", "")) if messages and messages[0]["role"] in SYSTEMS else None
 
 
 def with_system(messages: Sequence[Message], system: str | None) -> list[Message]:
-    """Returns a conversation with a system message in front, where one is given and it has none of its own."""
+    """Returns a conversation with the system message `system` in front, if it is given and the conversation
+    has none.
+    """
     if system is None or system_of(messages) is not None:
         return [*messages]
     return [{"role": SYSTEM, "content": system}, *messages]
 
 
 def last_user(messages: Sequence[Message]) -> int:
-    """Returns the place of the last user's message. Raises ChatError where there is none."""
+    """Returns the index of the last user message. Raises ChatError if there is none."""
     for place in range(len(messages) - 1, -1, -1):
         if messages[place]["role"] == USER:
             return place
@@ -130,9 +140,9 @@ def last_user(messages: Sequence[Message]) -> int:
 def tokenize(tokenizer: Any, text: str) -> list[int]:
     """Returns the token ids of a prompt text.
 
-    Renders a user's message of a conversation (UserText) with the chat template, and every text for a ChatTokenizer,
-    too: the template writes all special tokens. Any other text gets the special tokens that the tokenizer puts around a
-    text (Llama's begin token). Raises what `prompt_ids` raises.
+    A UserText, and every text if the tokenizer is a ChatTokenizer, is rendered with the chat template, which writes all
+    special tokens. Any other text gets the tokenizer's additional special tokens (such as Llama's begin token). Raises
+    the errors of `prompt_ids`.
     """
     if isinstance(text, UserText):
         return prompt_ids(tokenizer, text.messages)
@@ -142,11 +152,11 @@ def tokenize(tokenizer: Any, text: str) -> list[int]:
 
 
 def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Renders a conversation as a prompt -> its tokens. The template's header of an assistant's turn ends it; where the
-    last turn is the assistant's, that turn stays open, and the model continues it (as in TRL).
+    """Renders a conversation as a prompt and returns its token ids. The prompt ends with the template's header of an
+    assistant turn. If the last message is the assistant's, its turn stays open, and the model continues it (as in TRL).
 
-    Raises ConfigError for a tokenizer without a chat template, ChatError for a conversation that it does not render, or
-    of which it leaves something out.
+    Raises ConfigError if the tokenizer has no chat template, and ChatError if the template fails to render the
+    conversation or leaves a part of it out.
     """
     continued = messages[-1]["role"] == ASSISTANT
     text = render(tokenizer, messages, header=not continued, continued=continued)
@@ -158,8 +168,11 @@ def render(
     tokenizer: Any, messages: Sequence[Message], *, header: bool = False, continued: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:  # fmt: skip
-    """Returns the text of a conversation. `header`: with the beginning of an assistant's turn behind it; `continued`:
-    without the end of its last turn. Raises what `prompt_ids` raises."""
+    """Returns the text of a conversation.
+
+    `header`: append the header of an assistant turn. `continued`: leave out the end of the last turn. Raises the errors
+        of `prompt_ids`.
+    """
     settings = {"add_generation_prompt": header, "continue_final_message": continued, "tokenize": False}
     return _applied(tokenizer, messages, tools, settings)
 
@@ -167,18 +180,19 @@ def render(
 def conversation_tokens(
     tokenizer: Any, messages: Sequence[Message], *, first: int = 0, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenises a whole conversation. -> [T] int32 tokens, [T] bool: True where an assistant's turn wrote the token;
-    turns before message `first` count as the prompt's.
+    """Tokenizes a whole conversation. Returns its tokens, [T] int32, and whether an assistant turn generated each
+    token, [T] bool. Turns before message `first` belong to the prompt.
 
-    What a turn wrote is what the template's {% generation %} marks hold, where it has them (transformers'
-    return_assistant_tokens_mask). Without marks it is what stands behind the turn's header, up to the turn's end as
-    the template writes it (TRL's rule for completions): the conversation before the turn, with the header, and the one
-    up to its end are rendered by themselves, and their tokens must be the beginning of the whole conversation's.
+    If the template has {% generation %} marks, a turn's tokens are those inside the marks (transformers'
+    return_assistant_tokens_mask). Otherwise they are the tokens after the turn's header, up to and including the end of
+    the turn (TRL's rule for completions). To find them, the conversation before the turn (with the header) and the
+    conversation up to the turn's end are rendered separately. Their tokens must be prefixes of the whole conversation's
+    tokens.
 
-    A turn whose message has WEIGHT is not trained on.
+    A turn whose message has the key WEIGHT is not trained on.
 
-    Raises ConfigError for a tokenizer without a chat template; ChatError for a conversation that it does not render, or
-    not so, or of which it leaves something out, and for one in which an assistant wrote nothing.
+    Raises ConfigError if the tokenizer has no chat template. Raises ChatError if the template fails to render the
+    conversation, does not render it consistently, or leaves a part of it out, and if there are no assistant tokens.
     """
     text = render(tokenizer, messages, tools=tools)
     _refuse_left_out(tokenizer, messages, tools, text)
@@ -196,15 +210,16 @@ def conversation_tokens(
         if messages[place]["role"] == ASSISTANT and trained != marked:
             start = _beginning(tokenizer, messages, tokens, place, tools, header=not marked)
             written[start : _beginning(tokenizer, messages, tokens, place + 1, tools)] = trained
-    written[:1] = False  # nothing predicts the first token
+    written[:1] = False  # the first token is not predicted by any position
     if not written.any():
         raise ChatError("an assistant wrote none of its tokens, so that there is nothing to train on")
     return tokens, written
 
 
 def refuse_endless(vocabulary: Vocabulary, trained: np.ndarray) -> None:
-    """Raises ChatError for the trained tokens [T] of a conversation of which none ends a text or is a special token: a
-    model that learns from such conversations writes on behind its answer, where no engine can tell that it ended."""
+    """Raises ChatError if none of the trained tokens [T] of a conversation is an end-of-text token or a special token.
+    A model trained on such conversations would not stop after its answer, and no engine could detect the end.
+    """
     if vocabulary.ends and not np.isin(trained, [*vocabulary.ends, *vocabulary.special]).any():
         raise ChatError(
             "the chat template ends no assistant's turn with a token at which the model stops (ids "
@@ -218,8 +233,9 @@ def refuse_endless(vocabulary: Vocabulary, trained: np.ndarray) -> None:
 def _refuse_left_out(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, text: str
 ) -> None:
-    """Raises ChatError for what a chat template leaves out of the text that it makes of a conversation: a key of a
-    message, its content, or the tools. What an assistant thought (up to </think>) may be left out."""
+    """Raises ChatError if the rendered text lacks a part of the conversation: a message key, the content of a message,
+    or the tools. An assistant's reasoning (up to </think>) may be left out.
+    """
     template = _template(tokenizer, tools)
     cure = "take it out of the rows, or give model.chat_template a template that writes it"
     if tools and not _mentions(template, "tools"):
@@ -246,8 +262,9 @@ def _beginning(
     tokenizer: Any, messages: Sequence[Message], tokens: np.ndarray, place: int,
     tools: Sequence[Mapping[str, Any]] | None, *, header: bool = False,
 ) -> int:  # fmt: skip
-    """Returns the number of tokens of the messages before `place`. Raises ChatError when they are not the beginning of
-    the whole conversation's."""
+    """Returns the number of tokens of the messages before index `place`. Raises ChatError if these tokens are not a
+    prefix of the whole conversation's tokens.
+    """
     if place == len(messages):
         return len(tokens)
     if place == 0 and not header:
@@ -270,13 +287,13 @@ def _beginning(
 def _applied(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, settings: Mapping[str, Any]
 ) -> Any:
-    from jinja2 import TemplateError  # only where a template is rendered
+    from jinja2 import TemplateError  # imported only when a template is rendered
 
     _template(tokenizer, tools)
     try:
         shown = [{key: value for key, value in message.items() if key != WEIGHT} for message in messages]
         return tokenizer.apply_chat_template(shown, tools=tools, **settings)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:  # a template raises what it likes
+    except (TemplateError, ValueError, TypeError, KeyError) as error:  # a template can raise any of these
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ChatError(f"the chat template does not render messages of {roles}: {error}") from error
 

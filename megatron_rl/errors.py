@@ -1,4 +1,6 @@
-"""Lists the errors that a user can mend. Their message is printed alone; any other error keeps its traceback."""
+"""The exception types for errors that a user can fix. Only the message of such an error is printed; other errors are
+printed with their traceback.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""JSON and raw arrays as one string of bytes. It needs numpy alone, so that the processes of engines import it too.
+"""Serialises JSON and raw arrays to one byte string. Depends only on numpy, so that engine processes can import it.
 
-A frame is: the header's length (4 bytes, little-endian), the header, the arrays one after the other. The header is
-{"about": any JSON, "arrays": [[name, kind, shape], ...]} with the kinds of `KINDS`.
+A frame consists of the header's length (4 bytes, little-endian), the header, and the arrays one after the other. The
+header is {"about": any JSON, "arrays": [[name, kind, shape], ...]}, where kind is a dtype name in `KINDS`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Arrays = dict[str, np.ndarray]  # by name
 
 
 class CodecError(ValueError):
-    """Raised for bytes that are no frame, or no value in a frame."""
+    """Raised for bytes that are not a valid frame, or do not hold a valid value."""
 
 
 def pack(about: Any, arrays: Mapping[str, np.ndarray]) -> bytearray:
-    """Returns the frame of some JSON values and of named arrays. Raises TypeError for an array of another kind than
-    those of `KINDS`.
+    """Returns the frame of a JSON value and of named arrays. Raises TypeError for an array whose dtype is not in
+    `KINDS`.
     """
     for array in arrays.values():
         if array.dtype.name not in KINDS or not array.dtype.isnative:
@@ -40,8 +40,8 @@ def pack(about: Any, arrays: Mapping[str, np.ndarray]) -> bytearray:
 
 
 def unpack(frame: bytes | bytearray | memoryview) -> tuple[Any, Arrays]:
-    """Returns (about, arrays by name) of a frame; the arrays are views of it. Raises CodecError for bytes that are no
-    frame.
+    """Returns (JSON value, arrays by name) of a frame. The arrays are views of the frame. Raises CodecError for an
+    invalid frame.
     """
     data, arrays = memoryview(frame), Arrays()
     start = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
@@ -66,15 +66,17 @@ def unpack(frame: bytes | bytearray | memoryview) -> tuple[Any, Arrays]:
 
 
 def pack_parts(parts: Sequence[tuple[Any, Arrays]]) -> bytearray:
-    """Returns the frame of several parts, such as the completions of an answer: the JSON and the arrays of each."""
+    """Returns the frame of several parts, such as the completions of a response. Each part is a JSON value and named
+    arrays.
+    """
     named = {f"{number}/{name}": array for number, (_, own) in enumerate(parts) for name, array in own.items()}
     return pack([about for about, _ in parts], named)
 
 
 def unpack_parts(frame: bytes) -> list[tuple[Any, Arrays]]:
-    """Returns the JSON and the arrays of each part of a frame. The arrays are writable, with memory of their own.
+    """Returns the JSON value and the arrays of each part of a frame. The arrays are writable copies.
 
-    Raises CodecError for bytes that are no frame of parts.
+    Raises CodecError for bytes that are not a frame of parts.
     """
     about, arrays = unpack(frame)
     if type(about) is not list:

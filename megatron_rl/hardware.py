@@ -1,15 +1,16 @@
-"""Knows the peak rate of GPUs by the names that torch has for them."""
+"""The peak compute rates of GPUs, by torch's device names."""
 
 import re
 
-A100, HOPPER = 312e12, 989e12  # dense bfloat16 operations a second
-# Boards that are slower than the module of that name are not in the table.
+A100, HOPPER = 312e12, 989e12  # dense bfloat16 operations per second
+# Boards (PCIe, NVL) that are slower than the SXM module with the same name are not in the table.
 _BOARDS = ((r"\bA100\b", A100), (r"\bG?H100\b(?!.*(PCIe|NVL))", HOPPER), (r"\bG?H200\b(?!.*NVL)", HOPPER))
 
 
 def peak_flops(name: str) -> float | None:
-    """Returns the dense bfloat16 operations a second of a device, by torch's name of it (`NVIDIA H100 80GB HBM3`).
+    """Returns the peak dense bfloat16 operations per second of a device, by torch's device name (`NVIDIA H100 80GB
+    HBM3`).
 
-    Returns None for a device whose peak is not known here.
+    Returns None if the peak rate of the device is unknown.
     """
     return next((peak for board, peak in _BOARDS if re.search(board, name)), None)

@@ -1,18 +1,19 @@
-"""Copies from the host to a GPU that the host does not wait for."""
+"""Asynchronous copies from the host to a GPU."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # batches are made without torch
+if TYPE_CHECKING:  # batches can be created without importing torch
     import torch
     from torch import Tensor
 
 
 def upload(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a CPU tensor on `device`, there as `dtype`. To a GPU it goes through pinned memory.
+    """Copies a CPU tensor to `device` and converts it to `dtype` there. Copies to a GPU use pinned memory and are
+    asynchronous.
 
-    A copy from other memory would hold the host until all that was started before is done.
+    A copy from unpinned memory would block the host until all previously launched work is done.
     """
     if device.type != "cuda":
         return tensor.to(device, dtype)

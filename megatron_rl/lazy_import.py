@@ -1,4 +1,4 @@
-"""Stands for a library that takes long to import until something of it is used."""
+"""A placeholder for a slowly importing library, which is imported on first use."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class LazyModule:
-    """A module that is imported when one of its names is first asked for.
+    """A module that is imported when one of its attributes is accessed for the first time.
 
-    A module that names torch in its functions alone is so imported without it, and `megatron-rl check` stays quick:
+    A module that uses torch only inside functions can be imported without torch, which keeps `megatron-rl check` fast:
 
         if TYPE_CHECKING:
             import torch
@@ -21,5 +21,7 @@ class LazyModule:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        """Raises ImportError where the library is not installed, and AttributeError for an unknown name."""
+        """Returns an attribute of the library. Raises ImportError if the library is not installed, and AttributeError
+        for an unknown name.
+        """
         return getattr(importlib.import_module(self._name), name)

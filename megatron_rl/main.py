@@ -1,4 +1,4 @@
-"""Enters the program `megatron-rl`: parses the arguments and calls one command."""
+"""Entry point of the program `megatron-rl`: parses the arguments and runs one command."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-ON_RANKS = ("train", "drift", "sft", "generate", "eval")  # commands that start, or are, ranks
+ON_RANKS = ("train", "drift", "sft", "generate", "eval")  # commands that start ranks or run as ranks
 
 
 def program() -> int:
-    """Runs the command that Python was started with. Returns the exit status."""
+    """Runs the command in the process arguments. Returns the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a character that the locale lacks ends no run
+        # a character outside the locale's encoding must not end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     if sys.argv[1:2] and sys.argv[1] in ON_RANKS:
         from megatron_rl.allocator import restart_without_thread_caches
 
@@ -23,19 +24,19 @@ def program() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns the exit status: 0 done, 1 failed, 2 wrong config or arguments, 130 interrupted."""
+    """Runs a command. Returns the exit status: 0 success, 1 failure, 2 wrong config or arguments, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words[0] if words else None
     if command in ON_RANKS:
-        # Arrow's own allocator, which it chooses when it is first imported, holds 6 MB for iterations of 64 KiB, and
-        # moves in steps (docs/log.md).
+        # Arrow selects its allocator at import. Its default allocator holds 6 MB for iterations of 64 KiB, and
+        # grows in large steps (docs/log.md).
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-        # Ranks whose messages overlap with products need this order of them. CUDA reads it once, when torch is first
-        # asked for a GPU: some imports do so. Ranks that are started here find it in their environment.
+        # Ranks that overlap communication with matrix products need this setting. CUDA reads it once, when torch first
+        # accesses a GPU, which some imports do. Ranks that are started from here inherit it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if not {"-h", "--help"} & {*words} and _is_first():
             _tell_start(command, words)
-    from megatron_rl.commands.parser import build_parser  # the first line stands before what takes a second to import
+    from megatron_rl.commands.parser import build_parser  # slow imports, after the first line has been printed
     from megatron_rl.config.base import ConfigError, without_passwords
     from megatron_rl.run.json_lines import DiskError
     from megatron_rl.run.run_directory import RunBusy
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and (not hasattr(args, "settings") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        args.settings += rest  # settings that stand behind an option
+        args.settings += rest  # settings given after an option
     try:
         return _call(args)
     except (ConfigError, DiskError, RunBusy) as error:
@@ -54,12 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_first() -> bool:
-    """Returns whether this process is the first rank of a launcher, or was started without one."""
+    """Returns whether this process is the launcher's rank 0, or was started without a launcher."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def _tell_start(command: str, words: Sequence[str]) -> None:
-    """Prints the first line, at once."""
+    """Prints the first output line immediately."""
     from megatron_rl.run.startup_messages import tell
 
     files = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
@@ -67,7 +68,7 @@ def _tell_start(command: str, words: Sequence[str]) -> None:
 
 
 def _call(args: argparse.Namespace) -> int:
-    """Imports the module of one command, no other, and runs it."""
+    """Imports the module of one command only, and runs it."""
     from megatron_rl.commands import cluster
     from megatron_rl.config.base import ConfigError
 
@@ -91,7 +92,7 @@ def _call(args: argparse.Namespace) -> int:
 
 
 def _alone(args: argparse.Namespace) -> int:
-    """Runs a command that needs no ranks."""
+    """Runs a command that does not need ranks."""
     if args.command == "check":
         from megatron_rl.commands.check import run
     elif args.command == "plan":

@@ -1,8 +1,8 @@
-"""Values as bytes between the ranks of a run: JSON, raw arrays, and the classes of a table. Nothing is pickled, so that
-bytes of a stranger can give a wrong value but never run code.
+"""Serialises values sent between the ranks of a run: JSON, raw arrays, and the classes in a table. Pickle is not used,
+so bytes of an untrusted sender can produce a wrong value but never run code.
 
-A packed value is a frame (frames.py). Its JSON is a tree, in which a text, number, true, false or null stands for
-itself, and everything else is a list whose first member says what the list is.
+A packed value is a frame (frames.py). Its JSON is a tree. Texts, numbers, true, false and null represent themselves;
+everything else is a list whose first item names its type.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_rl.run.checkpoint import Checkpoint
 from megatron_rl.sampling import Completion, Sampling, TandemSampling, TopScores
 from megatron_rl.types import Author, Stop
 
-# Dataclasses, named tuples and enums that travel between ranks. Others are refused by name; add them here.
+# Dataclasses, named tuples and enums that may be sent between ranks. Other classes raise an error; add new ones here.
 TRAVELLERS: tuple[type, ...] = (
     *(Rule, Counts, Form, Value, Outline, StepTotals, Completion, Sampling, TandemSampling, TopScores),
     *(Checkpoint, Author, Stop),
@@ -36,14 +36,16 @@ COLLECTIONS: Mapping[str, type] = {kind.__name__: kind for kind in (list, tuple,
 
 
 def pack(value: Any, travellers: Sequence[type] = TRAVELLERS) -> bytearray:
-    """Returns the bytes of a value. Raises TypeError, with the name of its type, for one that does not travel."""
+    """Returns the bytes of a value. Raises TypeError, with the type's name, if the value cannot be serialised."""
     packer = _Packer(travellers)
     tree = packer.tree(value)
     return frames.pack(tree, packer.arrays)
 
 
 def unpack(packed: bytes | bytearray | memoryview, travellers: Sequence[type] = TRAVELLERS) -> Any:
-    """Returns the value. Its arrays have memory of their own. Raises CodecError for bytes that are no value."""
+    """Returns the value of packed bytes. Its arrays are copies. Raises CodecError for bytes that do not hold a valid
+    value.
+    """
     tree, arrays = frames.unpack(packed)
     try:
         return _Unpacker({name: array.copy() for name, array in arrays.items()}, travellers).value(tree)
@@ -52,17 +54,18 @@ def unpack(packed: bytes | bytearray | memoryview, travellers: Sequence[type] = 
 
 
 class _Packer:
-    """Makes the tree of one value. An array or object that the value holds at several places is sent once."""
+    """Builds the tree of one value. An array or object that occurs several times in the value is serialised once."""
 
     def __init__(self, travellers: Sequence[type]) -> None:
         self._travellers = frozenset(travellers)
         self.arrays: dict[str, np.ndarray] = {}
-        self._names: dict[int, str] = {}  # id of an array -> its name
-        self._objects: dict[int, int] = {}  # id of an object -> its number, in the order in which they are complete
-        self._held: list[Any] = []  # so that no id comes back
+        self._names: dict[int, str] = {}  # id() of an array -> its name
+        # id() of an object -> its number; objects are numbered when they are complete
+        self._objects: dict[int, int] = {}
+        self._held: list[Any] = []  # keeps objects alive, so that no id() is reused
 
     def tree(self, value: Any) -> Any:
-        """Returns the tree of a value, or of a part of it."""
+        """Returns the tree of a value, or of a part of the value."""
         kind = type(value)
         if kind in PLAIN:
             return value
@@ -110,7 +113,7 @@ class _Packer:
 
 
 class _Unpacker:
-    """Makes the value of one tree. Raises what hostile trees lead to; see `unpack`."""
+    """Builds the value of one tree. Invalid trees raise the errors listed in `unpack`."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], travellers: Sequence[type]) -> None:
         self._travellers = {kind.__name__: kind for kind in travellers}
@@ -129,7 +132,7 @@ class _Unpacker:
         }
 
     def value(self, tree: Any) -> Any:
-        """Returns the value of a tree, or of a part of one."""
+        """Returns the value of a tree, or of a part of a tree."""
         if type(tree) in PLAIN:
             return tree
         name, *parts = tree
@@ -150,7 +153,7 @@ class _Unpacker:
         values = [self.value(part) for part in members]
         if issubclass(kind, tuple):
             found = kind(*values)
-        else:  # an enum has no fields, and raises TypeError
+        else:  # `fields` raises TypeError for an enum
             fields = [field.name for field in dataclasses.fields(kind)]
             found = kind(**dict(zip(fields, values, strict=True)))
         self._objects.append(found)

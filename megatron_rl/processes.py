@@ -1,6 +1,6 @@
-"""Looks into Linux's table of processes: who is below whom, who left a session, and who tidies up behind others.
+"""Reads Linux's process table: descendants of a process, processes that left a session, and resource trackers.
 
-It needs no rights beyond those over the caller's own processes. Elsewhere than on Linux the table is empty.
+Needs no privileges beyond the caller's processes. On other systems than Linux the table is empty.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-TRACKER = b"multiprocessing.resource_tracker"  # stands in the command line of the process that is meant
-PAUSE_S = 0.002  # between two looks at processes that are ending
+TRACKER = b"multiprocessing.resource_tracker"  # substring of the command line of multiprocessing's resource tracker
+PAUSE_S = 0.002  # seconds between two checks of processes that are ending
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of the table."""
+    """One entry of the process table."""
 
     session: int
-    start: int  # in clock ticks from the machine's start; together with the number it names a process for good
+    start: int  # start time in clock ticks since boot; together with the pid it identifies a process uniquely
 
 
 def look(pid: int) -> Entry | None:
-    """Returns what the table says of a process; None for one that has ended, also where nobody has waited for it."""
+    """Returns the table entry of a process, or None if the process has ended (also if it is a zombie)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
-    fields = text.rpartition(")")[2].split()  # the command's name, before it, may hold anything
-    # A process whose first thread has ended is a zombie by its letter, and lives on by its other threads.
+    fields = text.rpartition(")")[2].split()  # the command name before the last ")" may contain any characters
+    # A process whose main thread has ended has the state zombie, but is alive while it has other threads.
     ended = fields[0] in "ZX" and int(fields[17]) <= 1
     return None if ended else Entry(session=int(fields[3]), start=int(fields[19]))
 
 
 def children(pid: int) -> list[int]:
-    """Returns the children of a process, those that ended and were not waited for among them."""
+    """Returns the child processes of a process, including zombies."""
     if not _lists_children():
         return [other for other in everybody() if _parent(other) == pid]
     out: list[int] = []
@@ -49,7 +49,7 @@ def children(pid: int) -> list[int]:
 
 
 def everybody() -> list[int]:
-    """Returns all processes that can be seen."""
+    """Returns the ids of all visible processes."""
     try:
         return [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except FileNotFoundError:
@@ -57,7 +57,7 @@ def everybody() -> list[int]:
 
 
 def below(pid: int) -> list[int]:
-    """Returns the living processes that a process started, and those that these started."""
+    """Returns all living descendants of a process."""
     out, stack = [], children(pid)
     while stack:
         one = stack.pop()
@@ -73,9 +73,11 @@ def members(session: int) -> list[int]:
 
 
 def is_tracker(pid: int) -> bool:
-    """Returns whether a process is the one that removes shared memory and semaphores behind Python's multiprocessing.
+    """Returns whether a process is the resource tracker of Python's multiprocessing, which removes leaked shared memory
+    and semaphores.
 
-    It does so when all that used them have ended, and ends then. Killed together with them, it leaves all in /dev/shm.
+    The tracker removes them when all processes that used them have ended, and then exits. If it is killed together with
+    these processes, everything stays in /dev/shm.
     """
     try:
         return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -84,8 +86,9 @@ def is_tracker(pid: int) -> bool:
 
 
 def strays(keeper: int, worker: int) -> list[int]:
-    """Returns the processes below `keeper` that left its child `worker`: by the death of their parents, whereupon the
-    keeper is their parent, or by a session of their own; and all that these started."""
+    """Returns the descendants of `keeper` that are no longer under its child `worker`: orphans adopted by the keeper,
+    processes in another session, and all their descendants.
+    """
     entry = look(keeper)
     session = None if entry is None else entry.session
     out, stack = [], [(child, child != worker) for child in children(keeper)]
@@ -102,7 +105,9 @@ def strays(keeper: int, worker: int) -> list[int]:
 
 
 def end_strays(keeper: int, worker: int) -> None:
-    """Kills the strays and waits until none is left. `worker` calls it, after every answer; it is quick without any."""
+    """Kills the strays and waits until none is left. `worker` calls this after every answer; without strays
+    it is fast.
+    """
     if children(keeper) == [worker] and not children(worker):
         return
     killed: set[int] = set()
@@ -115,12 +120,14 @@ def end_strays(keeper: int, worker: int) -> None:
 
 
 def end_below(tracker_s: float) -> None:
-    """Kills all processes below this one, and waits for them. A tracker has `tracker_s` to end by itself.
+    """Kills all descendants of this process and waits for them. A resource tracker gets `tracker_s` seconds to exit by
+    itself.
 
-    This process must be the one that orphans go to (PR_SET_CHILD_SUBREAPER), or those that fork twice are missed.
+    This process must be a subreaper (PR_SET_CHILD_SUBREAPER), so that orphans become its children. Otherwise processes
+    that fork twice are missed.
     """
     if not os.path.exists("/proc/self/stat"):
-        return  # nothing can be known of them
+        return  # without /proc, no descendants can be found
     deadline = time.monotonic() + tracker_s
     while True:
         for pid in below(os.getpid()):
@@ -135,21 +142,23 @@ def end_below(tracker_s: float) -> None:
 
 
 def kill(pid: int) -> None:
-    """Kills a process that may have ended, or be another user's."""
+    """Kills a process. Ignores processes that have ended or belong to another user."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
 
 
 def _reap(pid: int) -> bool:
-    """Waits for a child that may have ended. Returns whether it has; True for one that is no child of this process."""
+    """Reaps a child if it has ended. Returns whether it has ended; True for a process that is not a child of this
+    process.
+    """
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:  # its parent waits for it
+    except ChildProcessError:  # not a child: its parent reaps it
         return True
 
 
 def _numbers(path: str) -> list[int]:
-    """Returns the numbers in a file; none of one that is gone."""
+    """Returns the numbers in a file; empty if the file does not exist any more."""
     try:
         with open(path, "rb", buffering=0) as file:
             return [int(word) for word in file.readall().split()]

@@ -1,17 +1,18 @@
-"""Looks at pickles before they are loaded, for what would take all memory."""
+"""Checks pickles before they are loaded, to prevent excessive memory use."""
 
 from __future__ import annotations
 
 import pickle
 import pickletools
 
-STORES = ("PUT", "BINPUT", "LONG_BINPUT")  # operations that name an index of the memo
+STORES = ("PUT", "BINPUT", "LONG_BINPUT")  # opcodes with an explicit memo index
 
 
 def refuse_bombs(data: bytes) -> None:
-    """Raises UnpicklingError for a pickle that is damaged, or whose memo needs more entries than it has bytes.
+    """Raises UnpicklingError for a pickle that is damaged, or that uses a memo index larger than its size in bytes.
 
-    Python's unpickler makes room for all entries up to the largest index: 780 bytes took 20 GB. Nothing is loaded.
+    Python's unpickler allocates all memo entries up to the largest index: a pickle of 780 bytes allocated 20 GB. This
+    function loads nothing.
     """
     try:
         for operation, argument, place in pickletools.genops(data):

@@ -1,4 +1,4 @@
-"""What engines are asked for, and what they answer: sampling settings, completions and scores."""
+"""Requests to engines and their results: sampling settings, completions and scores."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from megatron_rl.types import Stop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TandemSampling:
-    """Lets the engine's junior write a part of the tokens.
+    """Settings that let the engine's frozen junior model generate a part of the tokens.
 
-    The author of each token is drawn from a random stream of the row, a function of (seed, key, j).
+    The author of each token is drawn from a random stream of the row, a function of (seed, key, j), where row j is
+    sample j of the request with key `key`.
     """
 
     rule: Rule
-    seed: int | None = None  # seed of the authors of a text that is continued; None: the row's own seed
-    written: int = 0  # number of tokens at the end of the prompt that the two models have written already
+    seed: int | None = None  # seed of the authors if a text is continued; None means the row's seed
+    written: int = 0  # number of tokens at the end of the prompt that the two models have already generated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,41 +42,40 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     n: int = 1
     seed: int = 0
-    logprobs: bool = True  # False: log-probs are not read; a server may then return nan
-    tandem: TandemSampling | None = None  # None: the model alone
+    logprobs: bool = True  # False if log-probs are not needed; a server may then return nan
+    tandem: TandemSampling | None = None  # None means the model alone
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken each time. Its log-prob under that choice is 0."""
+        """Whether the most likely token is chosen at each position. Its log-prob under greedy decoding is 0."""
         return self.temperature == 0
 
     @property
     def truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary."""
+        """Whether tokens are sampled from a part of the vocabulary."""
         return not self.greedy and (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0)
 
     @property
     def plain(self) -> bool:
-        """Whether tokens are drawn from the model's own distribution at temperature 1."""
+        """Whether tokens are sampled from the model's unmodified distribution at temperature 1."""
         return self.temperature == 1.0 and not self.truncated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One sampled answer. The constructor turns lists into arrays."""
+    """One sampled answer. The constructor converts lists to arrays."""
 
     tokens: np.ndarray  # [T] int32
-    logprobs: (
-        np.ndarray
-    )  # [T] float32, log p under the distribution that was sampled from (after temperature and truncation)
+    logprobs: np.ndarray  # [T] float32, log p under the sampling distribution (after temperature and truncation)
     stop: Stop
-    model_logprobs: np.ndarray | None = None  # [T] float32, log p of the model at temperature 1, if the engine has it
+    # [T] float32, log p of the model at temperature 1, if the engine returns it
+    model_logprobs: np.ndarray | None = None
     versions: Sequence[tuple[int, int]] = field(
         default_factory=list
-    )  # (first token, weight version from this token on); empty: the engine's version
-    experts: np.ndarray | None = None  # [prompt + T - 1, L, k] int16, if the engine has them
+    )  # (index of the first token, weight version from this token on); empty means the engine's version
+    experts: np.ndarray | None = None  # [prompt + T - 1, L, k] int16, expert ids, if the engine returns them
     authors: np.ndarray | None = (
-        None  # [T] bool, of a tandem: True for tokens of the senior; log-probs are those of the author
+        None  # tandem only: [T] bool, True for tokens of the senior; log-probs are those of each token's author
     )
 
     def __post_init__(self) -> None:
@@ -91,15 +91,16 @@ class Completion:
 
 
 def empty(sampling: Sampling) -> Completion:
-    """Returns the completion of a prompt that fills the model's context."""
+    """Returns the empty completion of a prompt that fills the model's context."""
     none = np.empty(0)
     return Completion(tokens=none, logprobs=none, stop=Stop.LENGTH, authors=None if sampling.tandem is None else none)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TopScores:
-    """The log-probs of one text, and the k likeliest tokens at every position under the same model."""
+    """The log-probs of one text, and the k most likely tokens at every position under the same model."""
 
-    logprobs: np.ndarray  # [T] float32, of the text's tokens, as `Engine.score` returns them
-    ids: np.ndarray  # [T, k] int32: the k likeliest next tokens, likeliest first; 0 at the first position
+    logprobs: np.ndarray  # [T] float32, log-probs of the text's tokens, as returned by `Engine.score`
+    # [T, k] int32, ids of the k most likely tokens at each position, most likely first; 0 at the first position
+    ids: np.ndarray
     top_logprobs: np.ndarray  # [T, k] float32, log-probs of `ids`

@@ -1,4 +1,6 @@
-"""torch's scaled_dot_product_attention for grouped heads, on a GPU by a kernel that keeps no scores."""
+"""torch's scaled_dot_product_attention for grouped heads, with a GPU kernel that does not materialise the attention
+scores.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WIDEST_HEAD = 256  # elements: flash attention takes no wider heads
+WIDEST_HEAD = 256  # maximum head size supported by flash attention
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Attends: query [S, H, L, d], key [S, KV, M, d], value [S, KV, M, v] -> [S, H, L, v]. Causal without a mask.
+    """Computes attention: query [S, H, L, d], key [S, KV, M, d], value [S, KV, M, v] -> [S, H, L, v]. Causal if `mask`
+    is None.
 
-    `mask` broadcasts to [S, H, L, M], True where a query sees a key. `scale` multiplies the scores; None: 1 / sqrt(d).
-    Keys and values are repeated for every query head where torch would otherwise keep all scores [S, H, L, M].
+    `mask`: broadcasts to [S, H, L, M], True where a query attends to a key.
+    `scale`: factor on the scores; None means 1 / sqrt(d).
+    Keys and values are repeated for every query head if torch would otherwise materialise the scores [S, H, L, M].
     """
     grouped = query.shape[1] != key.shape[1]
     if grouped and not _takes_groups(query, value, mask):
@@ -25,10 +29,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, sc
 
 
 def _takes_groups(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Says whether torch has a kernel for grouped heads here that keeps no scores, or none in any case (on a CPU).
+    """Returns whether torch has a kernel for grouped heads that does not materialise the scores. Also returns True on a
+    CPU, where no such kernel exists in any case.
 
-    On a GPU this is flash attention alone, which refuses masks, float32, heads of more than WIDEST_HEAD elements, and
-    values of another width than the keys'. The memory-efficient kernel takes all of these, but not grouped heads
+    On a GPU this is only flash attention, which does not support masks, float32, heads larger than WIDEST_HEAD, and
+    values of another width than the keys. The memory-efficient kernel supports all of these, but not grouped heads
     (sdp_utils.cpp, torch 2.10 to 2.13).
     """
     if not query.is_cuda:

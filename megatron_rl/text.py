@@ -1,5 +1,6 @@
-"""Decodes tokens together with the position of each token in the text, so that a part of the text leads back to the
-model's own tokens."""
+"""Decodes tokens together with the position of each token in the text, so that a part of the text can be mapped back to
+the model's tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +22,20 @@ if TYPE_CHECKING:
 
 PROMPTS = Path(__file__).parent / "recipes" / "prompts"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-TOKENIZERS = 16  # whose tables of pieces are kept
-TEMPLATES = 64  # whose texts are kept
-WIDTH = 16  # bytes; longer pieces of a vocabulary are rare
-FILLING = b"\xff"  # a byte that no UTF-8 text has
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how a vocabulary with byte fallback writes a single byte
+TOKENIZERS = 16  # maximum number of tokenizers with cached tables of pieces
+TEMPLATES = 64  # maximum number of cached template texts
+WIDTH = 16  # maximum number of bytes of a piece in the table; longer pieces are rare
+FILLING = b"\xff"  # padding byte, which does not occur in UTF-8
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a single byte in a vocabulary with byte fallback
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model directory or hub name. A tokenizer.json is taken as it is: transformers 5 rebuilds
-    a model type's own kind of tokenizer instead (a word-level one beside a Qwen2 config becomes byte-level BPE), and
-    ids would change. Raises ConfigError for files that are damaged."""
-    # imported here: reading a template needs neither of the two, and they take seconds
+    """Loads the tokenizer of a model directory or hub name. Raises ConfigError for damaged files.
+
+    A tokenizer.json is used unchanged. transformers 5 would rebuild the tokenizer class of the model type instead (a
+    word-level tokenizer with a Qwen2 config would become byte-level BPE), which changes ids.
+    """
+    # imported here: they take seconds, and reading a template does not need them
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from megatron_rl.weights.hf_model import local_directory
@@ -43,8 +46,8 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
         read_object(file)
     try:
         tokenizer = kind.from_pretrained(local)
-        tokenizer("a")  # some wrong values are noticed only here
-    except Exception as error:  # a border: the library `tokenizers` raises plain Exceptions
+        tokenizer("a")  # detects some errors that loading does not
+    except Exception as error:  # the library `tokenizers` raises plain Exceptions
         raise ConfigError(f"the tokenizer in {local} cannot be read ({error}): fetch it again") from error
     return tokenizer
 
@@ -53,18 +56,19 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
 class Decoded:
     """The text of a token sequence, and the position of every token in the text."""
 
-    text: str  # as `tokenizer.decode(tokens, skip_special_tokens=True)` gives it without clean-up
-    raw: bytes  # the text in UTF-8; of a byte-level vocabulary the tokens' own bytes, also where the text has U+FFFD
-    ends: np.ndarray  # [T] int64: bytes of `raw` that are there once token i is; it never falls, and ends at len(raw)
+    text: str  # result of `tokenizer.decode(tokens, skip_special_tokens=True)` without clean-up
+    raw: bytes  # the text in UTF-8; for a byte-level vocabulary the tokens' bytes, even if the text has U+FFFD there
+    ends: np.ndarray  # [T] int64: length of `raw` after token i; never decreases, and ends at len(raw)
 
     def text_of(self, first: int, end: int) -> str:
-        """The text that tokens [first, end) add; bytes that spell no character are U+FFFD."""
+        """Returns the text of tokens [first, end). Invalid UTF-8 bytes are replaced by U+FFFD."""
         start = int(self.ends[first - 1]) if first else 0
         return self.raw[start : int(self.ends[end - 1]) if end else 0].decode("utf-8", "replace")
 
     def tokens_of(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Turns spans [start, end) of `raw` into ranges of the tokens that hold them. [K, 2] -> [K, 2] int32, [first,
-        last + 1)."""
+        """Converts byte ranges [start, end) of `raw` to the ranges [first, last + 1) of the tokens that contain them.
+        [K, 2] -> [K, 2] int32
+        """
         wanted = np.asarray(spans, np.int64).reshape(-1, 2)
         first = np.searchsorted(self.ends, wanted[:, 0], side="right")
         last = np.searchsorted(self.ends, wanted[:, 1], side="left")
@@ -72,7 +76,7 @@ class Decoded:
 
 
 def decode(tokenizer: Any, tokens: Sequence[int] | np.ndarray) -> Decoded:
-    """Decodes [T] tokens. Special tokens and ids beyond the vocabulary add no text. It never tokenises text again."""
+    """Decodes [T] tokens. Special tokens and ids outside the vocabulary add no text. Text is never re-tokenized."""
     backend = tokenizer.backend_tokenizer
     pieces = _pieces(backend, backend.get_vocab_size())
     if pieces is not None:
@@ -81,19 +85,20 @@ def decode(tokenizer: Any, tokens: Sequence[int] | np.ndarray) -> Decoded:
             return Decoded(raw.decode("utf-8", "replace"), raw, ends)
         try:
             return Decoded(raw.decode("utf-8"), raw, ends)
-        except UnicodeDecodeError:  # such a decoder shows broken bytes in its own way
+        except UnicodeDecodeError:  # this decoder has its own replacement of invalid bytes
             pass
     return _windowed(backend, [int(token) for token in tokens])
 
 
 def decode_all(tokenizer: Any, sequences: Iterable[Sequence[int] | np.ndarray]) -> list[str]:
-    """Returns the text of each sequence, as `decode` gives it."""
+    """Returns the text of each sequence, as returned by `decode`."""
     return [decode(tokenizer, tokens).text for tokens in sequences]
 
 
 def read_template(name: str) -> str:
-    """Reads a prompt text: a packaged name (`tango_generator`) or a path to a text file, which is read once in a run.
-    Raises FileNotFoundError with both places."""
+    """Reads a prompt text: a packaged name (`tango_generator`) or the path of a text file. Each file is read once per
+    process. Raises FileNotFoundError, with the packaged names, if there is no such template.
+    """
     packaged = PROMPTS / f"{name}.txt"
     path = packaged if packaged.exists() else Path(name)
     if not path.is_file():
@@ -108,13 +113,15 @@ def _read_file(path: Path) -> str:
 
 
 def fill(template: str, **values: str) -> str:
-    """Replaces `{name}` in a template by each value. Other braces (LaTeX) stay. Values are not searched for names."""
+    """Replaces `{name}` in a template by each value. Other braces (LaTeX) are kept. Values are not searched
+    for names.
+    """
     pieces = [template]
     for name, value in values.items():
         mark = "{" + name + "}"
         parted: list[str] = []
         for i, piece in enumerate(pieces):
-            if i % 2:  # a value that was put in
+            if i % 2:  # an inserted value
                 parted.append(piece)
                 continue
             for k, part in enumerate(piece.split(mark)):
@@ -126,22 +133,23 @@ def fill(template: str, **values: str) -> str:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pieces:
     """The bytes that each token id adds to a text. Rows have a fixed width and are padded, so that the text of many
-    tokens is one gather without the padding."""
+    tokens is computed by one gather, followed by removing the padding.
+    """
 
-    rows: np.ndarray  # [V + 1, WIDTH] uint8; the last row stands for every id beyond the vocabulary
+    rows: np.ndarray  # [V + 1, WIDTH] uint8; the last row is used for every id outside the vocabulary
     lengths: np.ndarray  # [V + 1] int32
-    long: np.ndarray  # [V + 1] bool: the piece does not fit into a row, or has the filling's byte in it
+    long: np.ndarray  # [V + 1] bool: True if the piece does not fit into a row, or contains the padding byte
     whole: list[bytes]  # [V + 1]
-    strip: bool  # whether a text loses one space at its beginning
-    lossy: bool  # whether bytes that spell no character become U+FFFD as in Python's "replace"
+    strip: bool  # whether one space at the beginning of a text is removed
+    lossy: bool  # whether invalid UTF-8 bytes become U+FFFD as with Python's "replace"
 
     def join(self, ids: np.ndarray) -> tuple[bytes, np.ndarray]:
-        """Puts the pieces of [T] ids together. -> (bytes, [T] their number after each id)."""
+        """Concatenates the pieces of [T] ids. Returns (bytes, [T] number of bytes after each id)."""
         known = np.minimum(ids, len(self.lengths) - 1)
         ends = np.cumsum(self.lengths[known], dtype=np.int64)
         padded = self.rows.take(known, axis=0).tobytes()
         parts, done = [], 0
-        for t in np.flatnonzero(self.long[known]).tolist():  # few: they are set in between
+        for t in np.flatnonzero(self.long[known]).tolist():  # few long pieces, inserted in between
             parts += [padded[done * WIDTH : t * WIDTH].translate(None, FILLING), self.whole[known[t]]]
             done = t + 1
         raw = b"".join([*parts, padded[done * WIDTH :].translate(None, FILLING)])
@@ -152,9 +160,11 @@ class _Pieces:
 
 @lru_cache(maxsize=TOKENIZERS)
 def _pieces(backend: Any, size: int) -> _Pieces | None:
-    """Returns the table of a tokenizer's pieces; None where a token's share of the text depends on its neighbours in
-    another way than by a space at the beginning. `size`: its vocabulary's, so that a token that is added later makes a
-    new table."""
+    """Returns the table of a tokenizer's pieces, or None if the text of a token depends on its neighbours in another
+    way than by a space at the beginning of the text.
+
+    `size`: size of the tokenizer's vocabulary, part of the cache key, so that a token added later leads to a new table.
+    """
     kind = _kind(backend)
     if kind is None:
         return None
@@ -176,11 +186,12 @@ def _pieces(backend: Any, size: int) -> _Pieces | None:
 
 
 def _kind(backend: Any) -> tuple[Callable[[str], bytes], bool, bool] | None:
-    """Reads from the decoder's settings how a token of the vocabulary is spelt. -> (token -> bytes, strip, lossy), see
-    `_Pieces`."""
+    """Determines from the decoder's settings how a vocabulary string is converted to bytes. Returns (function from
+    token to bytes, strip, lossy), see `_Pieces`; None for an unsupported decoder.
+    """
     from tokenizers import decoders
 
-    if backend.decoder is None:  # tokens are set apart by spaces
+    if backend.decoder is None:  # tokens are separated by spaces
         return lambda token: f" {token}".encode(), True, False
     if isinstance(backend.decoder, decoders.ByteLevel):
         return _byte_level_spelling(), False, True
@@ -206,15 +217,19 @@ def _kind(backend: Any) -> tuple[Callable[[str], bytes], bool, bool] | None:
 
 
 def _byte_level_spelling() -> Callable[[str], bytes]:
-    """Returns token -> bytes of a byte-level vocabulary (GPT-2's table): printable bytes stand for themselves, others
-    for characters from 256 on. A token with another character, which was added, is itself."""
+    """Returns the function from token to bytes for a byte-level vocabulary (GPT-2's table).
+
+    Printable bytes are represented by themselves, other bytes by characters from 256 on. A token with any other
+    character is an added token, and is encoded as it is.
+    """
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("\u00a1"), ord("\u00ac") + 1),
         *range(ord("\u00ae"), ord("\u00ff") + 1),
     }
     others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {256 + i: byte for i, byte in enumerate(others)} | dict.fromkeys(others, 0xFFFF)  # 0xFFFF: is no byte
+    # 0xFFFF is not a byte, so encoding fails
+    alphabet = {256 + i: byte for i, byte in enumerate(others)} | dict.fromkeys(others, 0xFFFF)
 
     def spell(token: str) -> bytes:
         try:
@@ -226,11 +241,12 @@ def _byte_level_spelling() -> Callable[[str], bytes]:
 
 
 def _windowed(backend: Any, ids: Sequence[int]) -> Decoded:
-    """Decodes with any decoder: a token's share is what it adds behind the tokens of the last addition, as far as the
-    text agrees."""
+    """Decodes with any decoder: the text of a token is the difference between decoding with and without the token, in a
+    short window, as far as it agrees with the whole text.
+    """
     text = backend.decode(ids, skip_special_tokens=True)
     ends: list[int] = []
-    length = start = read = 0  # text[:length] is settled by ids[:read]; ids[start:read] are the context
+    length = start = read = 0  # text[:length] is the final text of ids[:read]; ids[start:read] are the context
     context = ""
     for i in range(len(ids)):
         window = backend.decode(ids[start : i + 1], skip_special_tokens=True)
@@ -247,7 +263,7 @@ def _windowed(backend: Any, ids: Sequence[int]) -> Decoded:
 
 
 def _common_prefix(piece: str, text: str, offset: int) -> int:
-    """Returns how many characters of `piece` stand at text[offset:]."""
+    """Returns the number of leading characters of `piece` that match text[offset:]."""
     if text.startswith(piece, offset):
         return len(piece)
     return next(k for k, character in enumerate(piece) if text[offset + k : offset + k + 1] != character)

@@ -1,4 +1,6 @@
-"""Divides the time of an update into parts: by events on a GPU, which nobody waits for, and by the clock elsewhere."""
+"""Measures the parts of an update: with CUDA events on a GPU, without synchronisation, and with the host clock
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,17 @@ else:
 
 
 class Timer:
-    """The seconds of named parts of an update on one rank: `with timer("optimizer"): ...`.
+    """Measures the seconds of named parts of an update on one rank: `with timer("optimizer"): ...`.
 
-    A part within another one counts for itself alone, and repeats add up. On a GPU a part begins and ends with an event
-    in the current stream: its time is the device's, idle time included, and recording it holds neither side.
+    The time of a nested part is not included in the surrounding part. Repeated parts are summed. On a GPU, a part
+    starts and ends with an event in the current stream, so its time is device time, including idle time. Recording does
+    not block host or device.
     """
 
     def __init__(self, *, cuda: bool = False) -> None:
         self._cuda = cuda
         self._open: list[str] = []
-        self._marks: list[tuple[str, str | None, Any, Any]] = []  # part, the part around it, its begin and its end
+        self._marks: list[tuple[str, str | None, Any, Any]] = []  # (part, surrounding part, start mark, end mark)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -39,7 +42,7 @@ class Timer:
             self._marks.append((name, around, begin, self._mark()))
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `function` with its calls measured as a part."""
+        """Returns `function` wrapped so that its calls are measured as a part."""
 
         @functools.wraps(function)
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -49,14 +52,14 @@ class Timer:
         return measured
 
     def clear(self) -> None:
-        """Forgets what was measured."""
+        """Discards all measurements."""
         self._marks.clear()
 
     def take(self) -> dict[str, float]:
-        """Returns the seconds of each part since the last call, and forgets them.
+        """Returns the seconds of each part since the last call, and discards the measurements.
 
-        Call it when the results of the last part are on the host: then all events have passed. A rank that gets no
-        results waits here for the last event, once.
+        Call it when the results of the last part are on the host, so that all events have completed. A rank that gets
+        no results waits here once for the last event.
         """
         if self._marks and self._cuda and not self._marks[-1][3].query():
             self._marks[-1][3].synchronize()

@@ -1,4 +1,4 @@
-"""Says where the code of a user raised an error: rewards, recipes, environments and what they call."""
+"""Locates errors raised in user code: rewards, recipes, environments, and code that they call."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ _LIBRARIES = tuple(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "pla
 
 
 def place_of(error: BaseException) -> str:
-    """Returns file, line and function of the innermost frame of an error in code that this package called, and that is
-    no library's, such as "my_rewards.py:12 in grade"; empty where there is no such frame."""
+    """Returns file, line and function of an error in user code, such as "my_rewards.py:12 in grade".
+
+    This is the innermost frame that was called from this package and belongs neither to this package nor to a library.
+    Returns an empty string if there is no such frame.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     first = next((place for place, one in enumerate(frames) if one.filename.startswith(PACKAGE)), 0)
     own = [one for one in frames[first:] if not one.filename.startswith((PACKAGE, "<frozen", *_LIBRARIES))]
@@ -21,11 +24,11 @@ def place_of(error: BaseException) -> str:
 
 
 def told(error: BaseException) -> str:
-    """Returns an error as one text: its kind, its message, and where the code of a user raised it."""
+    """Returns an error as one text: its type, its message, and its location in user code."""
     place = place_of(error)
     return f"{type(error).__name__}: {str(error)[:500]}" + (f" ({place})" if place else "")
 
 
 def traceback_of(error: BaseException) -> str:
-    """Returns the whole traceback of an error, with those of its causes."""
+    """Returns the complete traceback of an error, including its causes."""
     return "".join(traceback.format_exception(error))

@@ -1,4 +1,4 @@
-"""Compares a tokenizer with its model: tokens that have no row in the embedding, and tokens that end a text."""
+"""Compares a tokenizer with its model: tokens without an embedding row, and tokens that end a text."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megatron_rl.config.model import Model
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a model, according to its config.json, generation_config.json and tokenizer."""
+    """The vocabulary of a model, according to its config.json, generation_config.json and tokenizer."""
 
-    path: str  # the model's
-    rows: int | None  # of the embedding; None where there is no config.json that tells
-    ends: frozenset[int]  # ids that end a text: engines stop there
+    path: str  # path of the model
+    rows: int | None  # number of embedding rows; None if config.json does not exist or does not contain it
+    ends: frozenset[int]  # ids of end-of-text tokens, at which engines stop
     special: frozenset[int]  # ids of the tokenizer's special tokens, at which `sampling.stop_strings` can stop
-    without_row: Mapping[int, str]  # {id: token} of the tokenizer's tokens beyond the embedding
+    without_row: Mapping[int, str]  # {id: token} of the tokenizer's tokens without an embedding row
 
     def missing(self, tokens: Iterable[int] | np.ndarray) -> str | None:
-        """Returns a sentence about the first token id that the embedding has no row for; None where all have one."""
+        """Returns a message about the first token id without an embedding row, or None if all ids have one."""
         ids = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens), np.int64)
         if self.rows is None or not len(ids) or ids.max() < self.rows:
             return None
@@ -36,8 +36,11 @@ class Vocabulary:
 
 
 def vocabulary_of(model: Model, tokenizer: Any) -> Vocabulary:
-    """Reads the files of a model. Raises ConfigError for an EOS or padding token, a token that ends a text, and a token
-    of the chat template that the embedding has no row for. Tokens of the tokenizer that nothing uses may have none."""
+    """Reads the vocabulary from a model's files.
+
+    Raises ConfigError if an EOS or padding token, an end-of-text token, or a token of the chat template has no
+    embedding row. Unused tokens of the tokenizer may have none.
+    """
     facts, generation = (_read(model.path, name) for name in ("config.json", "generation_config.json"))
     rows = facts.get("vocab_size", (facts.get("text_config") or {}).get("vocab_size"))
     told = {
@@ -57,8 +60,9 @@ def vocabulary_of(model: Model, tokenizer: Any) -> Vocabulary:
 
 
 def check_vocabularies(first: Any, second: Any, why: str) -> None:
-    """Raises ConfigError for two tokenizers that give an id different tokens. `why`: who passes ids from a model of one
-    to a model of the other, as the beginning of the message."""
+    """Raises ConfigError if two tokenizers have different tokens for the same id. `why`: the beginning of the error
+    message, which explains where ids are passed from one model to the other.
+    """
     one, other = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (first, second))
     if differing := sorted(i for i in one.keys() & other.keys() if one[i] != other[i]):
         i = differing[0]
@@ -69,7 +73,9 @@ def check_vocabularies(first: Any, second: Any, why: str) -> None:
 
 
 def _of_template(tokenizer: Any, names: Mapping[int, str]) -> dict[str, set[int]]:
-    """Returns the ids without a row that a chat template writes, and those that the tokenizer puts around a text."""
+    """Returns the ids without an embedding row that occur in the chat template, and the ids that the tokenizer adds
+    around a text.
+    """
     around = {*tokenizer("")["input_ids"]}
     template = str(tokenizer.chat_template or "")
     if "bos_token" in template:
@@ -79,8 +85,9 @@ def _of_template(tokenizer: Any, names: Mapping[int, str]) -> dict[str, set[int]
 
 
 def _ids(path: str, name: str, value: Any) -> set[int]:
-    """Returns the token ids that a JSON value names: one, several in a list, or none. Raises ConfigError for another
-    value."""
+    """Returns the token ids in a JSON value: a single id, a list of ids, or null. Raises ConfigError for any other
+    value.
+    """
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
         raise ConfigError(f"{path}: {name} is {str(value)[:40]!r}: give a token id, or a list of token ids")
@@ -88,8 +95,8 @@ def _ids(path: str, name: str, value: Any) -> set[int]:
 
 
 def _read(directory: str, name: str) -> dict[str, Any]:
-    """Returns the contents of a JSON file beside a model; nothing where there is no such file."""
-    from megatron_rl.weights.hf_model import local_directory  # not needed to import the others
+    """Returns the contents of a JSON file in a model's directory, or an empty mapping if there is no such file."""
+    from megatron_rl.weights.hf_model import local_directory  # lazy import, as other functions do not need it
 
     try:
         file = Path(local_directory(directory)) / name

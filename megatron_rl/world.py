@@ -1,5 +1,4 @@
-"""The ranks of a run as a value: what only rank 0 decides reaches all, and rank 0 can put all ranks to work on its
-behalf."""
+"""The ranks of a run: values and results of rank 0 are sent to all ranks, and rank 0 can run functions on all ranks."""
 
 from __future__ import annotations
 
@@ -22,23 +21,24 @@ Handler = Callable[[Any], Any]
 
 
 class DriverError(RuntimeError):
-    """Rank 0's function raised; every other rank gets this, with rank 0's traceback."""
+    """Raised on every other rank when a function on rank 0 raised an error. The message has rank 0's traceback."""
 
 
 class FollowerError(RuntimeError):
-    """A served call raised on some rank; the driver gets this, with that rank's traceback."""
+    """Raised on the driver when a served call raised an error on some rank. The message has that rank's traceback."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """The data-parallel replicas of a policy, by the ranks that each lies over. Rank 0 is in the first."""
+    """The data-parallel replicas of a policy, as lists of ranks. Rank 0 belongs to the first replica."""
 
-    ranks: Sequence[Sequence[int]] = ((0,),)  # a replica's first rank receives what the driver sends it
-    reporters: Sequence[int] = (0,)  # by replica: the rank that sends results to the driver
-    group: Any = None  # gloo group of this rank's replica; None where the replica is one rank
+    # ranks of each replica; the first rank of a replica receives the driver's data
+    ranks: Sequence[Sequence[int]] = ((0,),)
+    reporters: Sequence[int] = (0,)  # for each replica: the rank that sends results to the driver
+    group: Any = None  # gloo group of this rank's replica; None if the replica consists of one rank
 
     def of(self, rank: int) -> int:
-        """Number of the replica that a rank belongs to."""
+        """Returns the index of the replica that a rank belongs to."""
         return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
 
 
@@ -47,40 +47,46 @@ class World(Protocol):
     size: int
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Waits until all ranks have called this method."""
         ...
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
+        """Returns rank 0's value on every rank."""
         ...
 
     def from_driver(self, function: Callable[..., T], *args: Any) -> T:
-        """Runs `function(*args)` on rank 0 and returns its result on every rank; an exception there is raised on every
-        rank."""
+        """Runs `function(*args)` on rank 0 and returns its result on every rank. An exception on rank 0 is raised on
+        every rank.
+        """
         ...
 
     def serve(self, name: str, handler: Handler) -> None:
-        """Registers `handler` for `call_all`. Every rank registers the same names."""
+        """Registers `handler` for `call_all`. Every rank must register the same names."""
         ...
 
     def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
-        """Inside `from_driver`, on rank 0, in any thread: runs the handler on every rank at the same time -> results by
-        rank. Several threads' calls run one after the other.
+        """Runs the handler on every rank at the same time, and returns the results by rank. Calls of several threads
+        run one after the other. To be called on rank 0 inside `from_driver`, in any thread.
 
-        Raises FollowerError with the rank and its traceback when a handler raised anywhere, after all ranks have
-        answered.
+        Raises FollowerError with the rank and its traceback if a handler raised an error on any rank, after all ranks
+        have answered.
         """
         ...
 
     def scatter(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
-        """Collective: gives every rank its replica's bytes, [sizes[replica]] uint8. `make(replica)` is called on rank 0
-        alone, once per replica, and must not raise: other ranks wait. Rank 0 sends each replica's bytes once, to its
-        first rank, and holds one buffer beside its own; a replica's other ranks get them from the first."""
+        """Sends every rank its replica's bytes, [sizes[replica]] uint8. Collective.
+
+        `make(replica)`: called on rank 0 only, once per replica. It must not raise, because other ranks are waiting.
+
+        Rank 0 sends each replica's bytes once, to its first rank, which broadcasts them to the replica's other ranks.
+        Rank 0 holds at most one buffer besides its own.
+        """
         ...
 
     def gather_back(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
-        """Collective: brings the array [size] float32 of each replica's reporter to rank 0, which knows the sizes. ->
-        [replicas] arrays there, None elsewhere."""
+        """Sends the array [size] float32 of each replica's reporter rank to rank 0, which knows the sizes. Returns
+        [replicas] arrays on rank 0, None on other ranks. Collective.
+        """
         ...
 
 
@@ -118,18 +124,19 @@ class OneProcess:
 
 
 class TorchWorld:
-    """All ranks of the default process group, over a gloo group of its own (objects never travel through NCCL).
+    """All ranks of the default process group, with a separate gloo group for communication (objects are never sent
+    through NCCL).
 
-    While rank 0 runs a function in `from_driver`, the other ranks wait for its orders: run a served handler, or take
-    the result.
+    While rank 0 runs a function in `from_driver`, the other ranks wait for its commands: run a served handler, or
+    receive the result.
     """
 
     def __init__(self, timeout: timedelta = timedelta(hours=2)) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._handlers: dict[str, Handler] = {}
-        self._driving = False  # inside from_driver, on rank 0
-        self._calling = threading.Lock()  # one order at a time, whichever threads of rank 0 give them
+        self._driving = False  # True on rank 0 inside from_driver
+        self._calling = threading.Lock()  # one command at a time, from any thread of rank 0
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)
@@ -138,18 +145,19 @@ class TorchWorld:
         return self._send(value)
 
     def everywhere(self, value: bool) -> bool:
-        """Tells whether `value` is true on all ranks. Collective; not to be called inside `from_driver`."""
+        """Returns whether `value` is true on all ranks. Collective; must not be called inside `from_driver`."""
         return all(all_gather(value, self._group))
 
     def from_driver(self, function: Callable[..., T], *args: Any) -> T:
-        if self.size == 1 or self._driving:  # a nested call is the outer one's business
+        if self.size == 1 or self._driving:  # nested calls run directly; the outer call sends the result
             return function(*args)
         if self.rank != 0:
             return self._follow()
         self._driving = True
         try:
             result = function(*args)
-            packed = pack(result)  # here, so that one that cannot travel is an error on every rank and not a hang
+            # packed inside the try block, so that a result that cannot be sent raises on every rank instead of hanging
+            packed = pack(result)
         except BaseException as error:
             self._send(("raise", "".join(traceback.format_exception(error)), None))
             raise
@@ -188,7 +196,7 @@ class TorchWorld:
             for replica, ranks in enumerate(replicas.ranks):
                 if replica != own:
                     dist.send(torch.from_numpy(make(replica)), ranks[0], group=self._group)
-            buffer = make(own)  # last, when the buffers of the others are gone
+            buffer = make(own)  # created last, when the buffers of other replicas have been freed
         else:
             buffer = np.empty(sizes[own], np.uint8)
             if self.rank == replicas.ranks[own][0]:
@@ -222,23 +230,23 @@ class TorchWorld:
             self._collect(what, unpack(extra[self.rank]))
 
     def _collect(self, name: str, argument: Any) -> list[tuple[str | None, bytes]]:
-        """Runs the handler here and gathers (traceback or None, packed result) of every rank on rank 0."""
+        """Runs the handler on this rank, and gathers (traceback or None, packed result) of every rank on rank 0."""
         failure, packed = None, bytearray()
         try:
             packed = pack(self._handlers[name](argument))
-        except BaseException as error:  # travels to the driver, which raises it on every rank
+        except BaseException as error:  # sent to the driver, which raises it on every rank
             failure = "".join(traceback.format_exception(error))
         return gather((failure, packed), self._group)
 
     def _send(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
+        """Returns rank 0's value on every rank."""
         return value if self.size == 1 else broadcast(value, self._group)
 
 
 def broadcast(value: Any, group: Any, *, source: int = 0, travellers: Sequence[type] = TRAVELLERS) -> Any:
-    """Returns on every rank of a group the value that its rank `source`, counted in the group, has. Collective.
+    """Returns the value of the group's rank `source` on every rank of the group. Collective.
 
-    Raises TypeError on that rank, before anything is sent, for a value that does not travel.
+    Raises TypeError on the source rank, before anything is sent, if the value cannot be serialised.
     """
     root, device = dist.get_global_rank(group, source), _get_object_coll_device(group)
     sends = dist.get_rank(group) == source
@@ -252,7 +260,9 @@ def broadcast(value: Any, group: Any, *, source: int = 0, travellers: Sequence[t
 
 
 def gather(value: Any, group: Any, *, travellers: Sequence[type] = TRAVELLERS) -> list[Any]:
-    """Brings the values of all ranks of a gloo group to its first. Returns them there, [] elsewhere. Collective."""
+    """Gathers the values of all ranks of a gloo group on its first rank. Returns the values there, [] on other ranks.
+    Collective.
+    """
     packed = pack(value, travellers)
     size, first = torch.tensor([len(packed)]), dist.get_global_rank(group, 0)
     if dist.get_rank(group) != 0:
@@ -268,11 +278,11 @@ def gather(value: Any, group: Any, *, travellers: Sequence[type] = TRAVELLERS) -
         if rank != 0
     ]
     for one in coming:
-        assert one is not None  # only for who is not in the group
+        assert one is not None  # None only on ranks outside the group
         one.wait()
     return [value, *(unpack(buffer, travellers) for buffer in came[1:])]
 
 
 def all_gather(value: Any, group: Any, *, travellers: Sequence[type] = TRAVELLERS) -> list[Any]:
-    """Returns the values of all ranks of a gloo group on every rank, in their order. Collective."""
+    """Returns the values of all ranks of a gloo group on every rank, in rank order. Collective."""
     return broadcast(gather(value, group, travellers=travellers), group, travellers=travellers)

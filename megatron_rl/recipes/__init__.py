@@ -1,1 +1,3 @@
-"""Training methods, one file each: which roles write, how they are rewarded, which role is trained when."""
+"""Training methods (recipes), one file each: which roles generate, how their outputs are rewarded, and when each role
+is trained.
+"""

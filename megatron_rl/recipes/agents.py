@@ -1,4 +1,4 @@
-"""Trains roles on episodes of an environment: conversations with tools, games, tasks that others have written."""
+"""Trains roles on episodes of an environment: conversations with tools, games, and task sets of other libraries."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,18 +15,20 @@ from megatron_rl.types import Prompt, Rollout
 
 @dataclass(kw_only=True)
 class Agents(OverEpisodes, Recipe):
-    """A run whose every iteration plays episodes of the data set's problems, and trains the roles that spoke in
-    them."""
+    """A recipe in which every iteration plays episodes of the data set's problems and trains the roles that took part
+    in the episodes.
+    """
 
-    updates: int  # of the run
-    agents: Mapping[str, int] = field(default_factory=lambda: {"agent": 1})  # roles that speak, and their agents in an
-    # episode; the first role's tokenizer holds for the problems
-    trained: Sequence[str] = ()  # roles that learn; none named: all
-    group_size: int = 8  # episodes of each problem, all with the same seed of the environment
-    # Samples of one role that are compared with each other. task: those of one problem. episode: those of one episode,
-    # for several agents of a role. ema: each with a moving average of its role's rewards (SPIRAL, arXiv 2506.24119).
+    updates: int  # number of updates in the run
+    # roles in an episode and their numbers of agents;
+    agents: Mapping[str, int] = field(default_factory=lambda: {"agent": 1})
+    # the first role's tokenizer is used for the problems
+    trained: Sequence[str] = ()  # roles that are trained; empty means all
+    group_size: int = 8  # episodes per problem, all with the same environment seed
+    # Which samples of a role are compared. task: samples of one problem. episode: samples of one episode,
+    # for a role with several agents. ema: each with a moving average of its role's rewards (SPIRAL, arXiv 2506.24119).
     compared: Literal["task", "episode", "ema"] = "task"
-    estimator: str = "grpo"  # for `task`: a word of algorithms.estimators, or module:name
+    estimator: str = "grpo"  # used with `task`: a name in algorithms.estimators, or module:name
     ema_decay: float = DECAY
 
     def __post_init__(self) -> None:
@@ -52,7 +54,7 @@ class Agents(OverEpisodes, Recipe):
 
     def roles(self) -> Mapping[str, RecipeRole]:
         drawn = {role: self.group_size * count for role, count in self.agents.items()}
-        alike = dict.fromkeys(drawn, self.group_size)  # episodes of a problem begin alike
+        alike = dict.fromkeys(drawn, self.group_size)  # the episodes of a problem begin with the same prompt
         return {
             r: RecipeRole(
                 trained=r in self._trained, samples=count, drawn=drawn, per_prompt=alike, episode=self.estimates[r]
@@ -77,8 +79,9 @@ class Agents(OverEpisodes, Recipe):
         return {role: self._credited([r for r in played.rollouts if r.role == role]) for role in iteration.roles}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Plays one episode of each problem at temperature 1, and one by the likeliest tokens; an episode that failed
-        counts with rewards of 0."""
+        """Plays two episodes per problem, one at temperature 1 and one greedy. A failed episode counts with rewards of
+        0.
+        """
         return self.measure_episodes(context, prompts)[0]
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +95,9 @@ class Agents(OverEpisodes, Recipe):
         return [role for role in self.agents if not self.trained or role in self.trained]
 
     def _credited(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Gives samples of one role their advantages. The moving average is used before a reward moves it."""
+        """Assigns advantages to the samples of one role. The moving average is applied before it is updated with the
+        sample's reward.
+        """
         if self.compared == "task":
             return assign_advantages(rollouts, reward=self.rewards, estimator=self.estimator)
         summed = [r.with_rewards(**{TRAINED: self.total(r)}) for r in rollouts]

@@ -1,4 +1,4 @@
-"""Which problems come again, by how often the policy solved them when it last tried."""
+"""A curriculum: skips problems based on how often the policy solved them in its last attempt."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from megatron_rl.types import Prompt
 
 @config
 class Curriculum:
-    """Problems are passed over by the success rate of their last group: the share of its solutions that is correct."""
+    """Settings for skipping problems based on the success rate of their last group, the share of correct solutions."""
 
-    retire_at: float | None = 0.9  # from this rate on a problem never comes again (ScaleRL, arXiv 2510.13786); null: no
-    rest_at: float | None = None  # up to this rate a problem rests for some epochs, such as 0.0; null: none rests
-    rest_epochs: int = 1  # passes over the data in which it is left out
+    # problems with at least this rate are never used again (ScaleRL, arXiv 2510.13786); null: off
+    retire_at: float | None = 0.9
+    rest_at: float | None = None  # problems with at most this rate (for example 0.0) rest for some epochs; null: off
+    rest_epochs: int = 1  # number of epochs for which a resting problem is skipped
 
     def __post_init__(self) -> None:
         for name in ("retire_at", "rest_at"):
@@ -37,23 +38,25 @@ class Curriculum:
 
 @dataclass
 class Record:
-    """The rows of the data that are retired, and those that rest, with the epoch in which they come again.
+    """The state of a curriculum: the data rows that are retired, and the rows that rest, with the epoch in which they
+    return.
 
-    Its state is a recipe's: it is taken after every iteration, also after one collected ahead, together with the place
-    in the data, so that a resumed run passes over the same problems.
+    The state is saved with the recipe's state after every iteration, also for iterations collected ahead, together with
+    the position in the data. So a resumed run skips the same problems.
     """
 
-    curriculum: Curriculum | None  # None: nothing is ever passed over
+    curriculum: Curriculum | None  # None if no problem is ever skipped
     retired: set[int] = field(default_factory=set)
     resting: dict[int, int] = field(default_factory=dict)
 
     def over(self, source: PromptSource) -> PromptSource:
-        """Returns a source of the same problems without those that are passed over."""
+        """Returns a source of the same problems without the skipped ones."""
         return source if self.curriculum is None else _Chosen(source, self)
 
     def learn(self, groups: Sequence[Group]) -> None:
-        """Takes note of how often each problem was solved. A problem stays as it was when a grading of its group
-        failed: a single graded sample of eight would retire it for ever."""
+        """Updates the state with the success rates of the groups. Ignores a group in which a grading failed: one graded
+        sample of eight could otherwise retire the problem for the whole run.
+        """
         if self.curriculum is None:
             return
         for group in groups:
@@ -63,7 +66,7 @@ class Record:
             self.resting.pop(row, None)
             if self.curriculum.retire_at is not None and rate >= self.curriculum.retire_at:
                 self.retired.add(row)
-            elif row in self.retired:  # an update that is larger than the data has a problem more than once
+            elif row in self.retired:  # if an update is larger than the data set, a problem occurs more than once
                 continue
             elif self.curriculum.rest_at is not None and rate <= self.curriculum.rest_at:
                 self.resting[row] = epoch + 1 + self.curriculum.rest_epochs
@@ -73,7 +76,7 @@ class Record:
         return row not in self.retired and epoch >= self.resting.get(row, epoch)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the numbers of problems that are retired and that rest; none without a curriculum."""
+        """Returns the numbers of retired and resting problems; empty without a curriculum."""
         if self.curriculum is None:
             return {}
         return {"retired": float(len(self.retired)), "resting": float(len(self.resting))}
@@ -89,13 +92,13 @@ class Record:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """A source that passes over problems: implements iterations.PromptSource."""
+    """A source that skips problems; implements iteration.PromptSource."""
 
     source: PromptSource
     record: Record
 
     def take(self, count: int | None = None) -> list[Prompt]:
-        """Returns the next `count` problems that are admitted. Raises DataError when a whole epoch has none."""
+        """Returns the next `count` admitted problems. Raises DataError if a whole epoch has none."""
         taken = self.source.take(count)
         wanted, since = len(taken), None
         kept: list[Prompt] = []

@@ -20,15 +20,17 @@ from megatron_rl.types import Prompt, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Dapo(Grpo):
-    """A run that trains `generator` on the graded outcome, and chooses, prices or repeats problems as its options say.
-    Without any of them it is Grpo."""
+    """A recipe that trains `generator` on the graded outcome, with options that select problems, adjust rewards, or
+    retry problems with hints. Without any option it is identical to Grpo.
+    """
 
-    dynamic_sampling: DynamicSampling | None = None  # groups without signal are left out, and more problems are taken
-    curriculum: Curriculum | None = None  # problems that are solved, or too hard, are passed over
-    hints: Hints | None = None  # problems that nobody solved are asked again with the beginning of a solution
-    overlong: Overlong | None = None  # penalty of solutions close to the longest length; those cut are left out
-    brevity: Brevity | None = None  # correct solutions of well-solved problems earn more when they are short
-    _record: Record = field(init=False, repr=False, compare=False)  # what the curriculum knows of the problems
+    dynamic_sampling: DynamicSampling | None = None  # skip groups without signal, and take more problems instead
+    curriculum: Curriculum | None = None  # skip problems that are solved or too hard
+    hints: Hints | None = None  # retry problems without a correct solution, with the beginning of a known solution
+    # penalty for solutions close to the maximum length; option to leave out truncated ones
+    overlong: Overlong | None = None
+    brevity: Brevity | None = None  # higher rewards for short correct solutions of problems with high success rates
+    _record: Record = field(init=False, repr=False, compare=False)  # state of the curriculum
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +75,9 @@ class Dapo(Grpo):
     def _draw(
         self, iteration: Iteration, context: RolloutContext, number: int, prompts: Sequence[Prompt]
     ) -> tuple[list[Group], Metrics]:
-        """Draws the groups of one round. Success without hints says how hard a problem is."""
+        """Samples the groups of one round. The success rate without hints is recorded as the difficulty of
+        a problem.
+        """
         sampling = sampling_for(context, iteration, GENERATOR, self.group_size)
         if number > 0:
             sampling = replace(sampling, seed=context.seed_for(iteration.number, GENERATOR, "round", number))
@@ -84,5 +88,5 @@ class Dapo(Grpo):
         return self.hints.retry(context, GENERATOR, groups, metrics, sampling=sampling, text=self.prompt)
 
     def _price(self, groups: Sequence[Group], context: RolloutContext) -> tuple[list[Rollout], dict[str, float]]:
-        """Returns the rollouts with all their rewards, and the weights of those that count."""
+        """Returns the rollouts with all their rewards, and the weight of each reward that is used."""
         return priced(groups, context.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)

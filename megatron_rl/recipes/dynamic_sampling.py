@@ -1,4 +1,6 @@
-"""Groups of solutions to problems, and dynamic sampling: problems are taken until enough groups have signal."""
+"""Groups of solutions to problems, and dynamic sampling, which takes more problems until enough groups have
+a signal.
+"""
 
 from __future__ import annotations
 
@@ -13,41 +15,43 @@ from megatron_rl.training.iteration import PromptSource, RolloutContext
 from megatron_rl.types import Prompt
 
 Metrics = dict[str, float]
-GRADED = "graded/"  # begins the names of metrics that are counts
+GRADED = "graded/"  # name prefix of metrics that are counts of gradings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """One problem and its graded solutions. Those that could not be graded are missing."""
+    """One problem and its graded solutions. Solutions that could not be graded are not included."""
 
     prompt: Prompt
     solutions: Sequence[Solution]
-    drawn: int  # samples of the problem, graded or not
+    drawn: int  # number of samples of the problem, including ungraded ones
 
     @property
     def success_rate(self) -> float | None:
-        """Share of the solutions that is correct; None where none was graded."""
+        """Share of correct solutions; None if no solution was graded."""
         return fmean(float(s.correct) for s in self.solutions) if self.solutions else None
 
     @property
     def has_signal(self) -> bool:
-        """Says whether outcomes differ, so that comparing them says something."""
+        """Whether the outcomes of the solutions differ, so that their comparison gives nonzero advantages."""
         return len({s.rollout.rewards["outcome"] for s in self.solutions}) > 1
 
     def renamed(self, name: str) -> Group:
-        """Returns the same with all rollouts in the group `name`."""
+        """Returns the group with the group id of all rollouts set to `name`."""
         solutions = [replace(s, rollout=replace(s.rollout, group=name)) for s in self.solutions]
         return replace(self, solutions=solutions)
 
 
-Draw = Callable[[int, Sequence[Prompt]], tuple[list[Group], Metrics]]  # (number of the round, problems)
+# (index of the round, problems) -> groups, metrics
+Draw = Callable[[int, Sequence[Prompt]], tuple[list[Group], Metrics]]
 
 
 def solve_groups(
     context: RolloutContext, role: str, prompts: Sequence[Prompt], sampling: Sampling
 ) -> tuple[list[Group], Metrics]:
-    """Samples and grades n solutions of each of [P] prompts, as recipes.solutions.solve does and with its metrics.
-    -> [P] groups."""
+    """Samples and grades n solutions of each of [P] prompts with recipes.solutions.solve. Returns [P] groups, and the
+    metrics of `solve`.
+    """
     found: dict[int, Solution] = {}
     _, metrics = solve(context, role, prompts, sampling, then=found.__setitem__)
     places = [range(i * sampling.n, (i + 1) * sampling.n) for i in range(len(prompts))]
@@ -57,15 +61,15 @@ def solve_groups(
 
 @config
 class DynamicSampling:
-    """Groups whose outcomes are all alike are left out, and more problems are taken in their place (DAPO, arXiv
-    2503.14476, section 3.2).
+    """Settings of dynamic sampling: groups whose outcomes are all equal are skipped, and more problems are taken
+    instead (DAPO, arXiv 2503.14476, section 3.2).
 
-    An update trains on run.prompts_per_iteration groups, the first that have signal; what was drawn beyond them is let
-    go. After `rounds` it trains on those that there are.
+    An update trains on the first run.prompts_per_iteration groups with a signal; further groups are discarded. After
+    `rounds` rounds it trains on the groups found so far.
     """
 
-    rounds: int = 10  # of taking problems, at most; 1: nothing is taken in place of what is left out (ScaleRL)
-    oversampling: int = 1  # problems that a round takes for each group that an update trains on; DAPO's runs have 3
+    rounds: int = 10  # maximum number of sampling rounds; 1: skipped groups are not replaced (ScaleRL)
+    oversampling: int = 1  # problems per round for each group that an update trains on; 3 in DAPO's runs
 
     def __post_init__(self) -> None:
         for name in ("rounds", "oversampling"):
@@ -74,11 +78,11 @@ class DynamicSampling:
 
 
 def draw_groups(source: PromptSource, draw: Draw, dynamic: DynamicSampling | None) -> tuple[list[Group], Metrics]:
-    """Takes problems and draws their groups: those of run.prompts_per_iteration, or as `dynamic` says. The rollouts of
-    later rounds have groups of their own, so that no two problems share one.
+    """Takes problems and samples their groups: run.prompts_per_iteration problems, or as configured by `dynamic`.
+    Rollouts of later rounds get new group ids, so that no two problems share one.
 
-    -> the groups to train on, and metrics: those of the rounds, prompts_taken, rounds, and of everything that was drawn
-    outcome_of_all (mean), alike (share of the groups without signal) and tokens_drawn.
+    Returns the groups to train on, and metrics: the metrics of the rounds, prompts_taken, rounds, and over everything
+    that was sampled outcome_of_all (mean), alike (share of groups without signal) and tokens_drawn.
     """
     prompts = source.take()
     wanted = len(prompts)
@@ -102,7 +106,7 @@ def draw_groups(source: PromptSource, draw: Draw, dynamic: DynamicSampling | Non
 
 
 def merged(metrics: Sequence[Mapping[str, float]]) -> Metrics:
-    """Returns the metrics of several draws as those of one: counts of gradings are added up, others averaged."""
+    """Merges the metrics of several draws: counts of gradings are summed, other metrics are averaged."""
     names = dict.fromkeys(name for own in metrics for name in own)
     parts = {name: [own[name] for own in metrics if name in own] for name in names}
     return {name: sum(values) if name.startswith(GRADED) else fmean(values) for name, values in parts.items()}

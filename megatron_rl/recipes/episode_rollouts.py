@@ -1,4 +1,4 @@
-"""Plays, grades and measures episodes of an environment, for the recipes that train on them."""
+"""Plays, grades and evaluates episodes of an environment, for recipes that train on episodes."""
 
 from __future__ import annotations
 
@@ -20,34 +20,42 @@ from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import greedy, plain
 from megatron_rl.types import Outcome, Prompt, Rollout
 
-EPISODE = "episode"  # the name in a rollout's payload of its episode's number within the iteration, as text
-OUTCOME = "outcome"  # the reward that the run's reward function gives, where the environment leaves it to that
+EPISODE = "episode"  # payload key of the episode's index within the iteration, as text
+# name of the reward computed by the run's reward function, if the environment does not compute the rewards itself
+OUTCOME = "outcome"
 CURE = "Mend the environment or its tools, or raise recipe.args.step_timeout_s or reward.max_failure_share"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpisodesGraded:
-    """Episodes that were played, with the samples of those that count."""
+    """Played episodes, with the samples of the successful episodes."""
 
     episodes: Sequence[Episode]
-    rollouts: list[Rollout]  # with all their rewards; the payload names the episode
-    metrics: dict[str, float]  # answers (of all agents), tool_calls, cuts, episodes/timeout, episodes/error
+    rollouts: list[Rollout]  # samples with all rewards; the payload has the index of the episode
+    # answers (of all agents), tool_calls, cuts (means per episode), episodes/timeout, episodes/error (counts)
+    metrics: dict[str, float]
 
 
 @dataclass(kw_only=True)
 class OverEpisodes(EpisodeSettings):
-    """The arguments that all recipes over episodes have, and what they do alike.
+    """Base class of recipes over episodes, with their common arguments.
 
-    An episode that fails or is late is no sample, and no reward of 0: its group goes on without it.
+    An episode that fails or times out gives no sample (not a reward of 0); its group continues without it.
     """
 
-    environment: Use  # an Environment or another EpisodeMaker, by target and args
-    rewards: Mapping[str, float] = field(default_factory=lambda: {OUTCOME: 1.0})  # by name: its weight in what counts
+    environment: Use  # an Environment or another EpisodeMaker, as target and args
+    # weights of the total reward, by reward name
+    rewards: Mapping[str, float] = field(default_factory=lambda: {OUTCOME: 1.0})
 
     def build_maker(self, agents: Mapping[str, int], rewarded: Collection[str], *, key: str) -> None:
-        """Builds what plays the episodes. `agents`: the roles that speak, and how many agents of an episode each has;
-        `rewarded`: those of them whose samples must have the rewards that count; `key`: of the setting that names the
-        roles. Raises ConfigError for arguments of the play that cannot be."""
+        """Creates the object that plays the episodes.
+
+        `agents`: number of agents per episode of each role that takes part.
+        `rewarded`: roles whose samples must have all weighted rewards.
+        `key`: name of the setting with the roles, for error messages.
+
+        Raises ConfigError for invalid arguments of the environment or the episodes.
+        """
         if not self.rewards:
             raise ConfigError("recipe.args.rewards is empty: name at least one")
         for name, weight in self.rewards.items():
@@ -70,12 +78,13 @@ class OverEpisodes(EpisodeSettings):
         self._rewarded, self._agents = tuple(rewarded), dict(agents)
 
     def files(self) -> Mapping[str, str]:
-        """Returns {key of the config: path} of the files that the environment and its tools read."""
+        """Returns {config key: path} of the files that the environment and its tools read."""
         return {f"recipe.args.environment.args.{name}": path for name, path in self._maker.files().items()}
 
     def episode_prompt(self, payload: Mapping[str, Any]) -> str:
-        """Returns a problem's text, which opens no conversation: the environment does. Raises ConfigError for problems
-        that are conversations, where messages become tokens as texts."""
+        """Returns a problem's text. The conversation itself is started by the environment. Raises ConfigError if the
+        problems are conversations and the dialogue setting is plain text.
+        """
         if "messages" in payload and self.dialogue == TEXT:
             raise ConfigError(
                 f"recipe.args.dialogue = {TEXT!r}, and the problems are conversations: set it to chat, or data.chat to "
@@ -88,10 +97,15 @@ class OverEpisodes(EpisodeSettings):
         samplings: Mapping[str, Sampling], *,
         each: int = 1,
     ) -> EpisodesGraded:  # fmt: skip
-        """Plays `each` episodes of every problem, all with the problem's seed, and grades what the environment left to
-        the run's reward function. The samples of one problem are a group. [P] prompts and seeds; `samplings` by role.
-        Raises RewardFailure when too many episodes, or gradings, fail; ConfigError when one had more agents of a role
-        than the recipe."""
+        """Plays `each` episodes of each of [P] problems and grades texts for which the environment gives no reward with
+        the run's reward function.
+
+        `seeds`: [P] environment seeds, one for all episodes of a problem.
+        `samplings`: sampling settings by role.
+
+        The samples of one problem form a group. Raises RewardFailure if too many episodes or gradings fail, and
+        ConfigError if an episode had more agents of a role than configured in the recipe.
+        """
         tasks = [prompt for prompt in prompts for _ in range(each)]
         self._maker.load()
         with context.watch("rollout"):
@@ -114,16 +128,19 @@ class OverEpisodes(EpisodeSettings):
         return EpisodesGraded(episodes=episodes, rollouts=rollouts, metrics=_figures(episodes))
 
     def total(self, rollout: Rollout) -> float:
-        """Returns the weighted sum of a sample's rewards that counts."""
+        """Returns the weighted sum of a sample's rewards."""
         return sum(weight * rollout.rewards[name] for name, weight in self.rewards.items())
 
     def measure_episodes(
         self, context: RolloutContext, prompts: Sequence[Prompt]
     ) -> tuple[dict[str, float], EpisodesGraded]:
-        """Plays one episode of each problem at temperature 1, and one by the likeliest tokens. -> the mean of each
-        reward over the agents of a role, where an agent without one, as of an episode that failed, counts with 0 and as
-        ungraded; of the run's reward function's alone, which is called reward, also accuracy (the share that is
-        correct); and the answers of an episode, of all its agents. And what was played at temperature 1."""
+        """Plays two episodes of each problem, one at temperature 1 and one greedy. Returns metrics, and the episodes
+        played at temperature 1.
+
+        The metrics are the mean of each reward over the agents of a role, and the number of answers per episode of all
+        agents. An agent without a reward, for instance in a failed episode, counts with 0 and as ungraded. If the run's
+        reward function is the only reward, it is called reward, and accuracy (the share of correct agents) is added.
+        """
         metrics: dict[str, float] = {}
         seeds = [context.seed_for("evaluation", i) for i in range(len(prompts))]
         played = []
@@ -134,7 +151,7 @@ class OverEpisodes(EpisodeSettings):
             found = self.play_episodes(context, prompts, seeds, own)
             last = [samples[-1] for samples in by_agent(found.rollouts)]
             for role, count in self._agents.items():
-                for name in self.rewards:  # a frozen role may have none
+                for name in self.rewards:  # a frozen role may have no rewards
                     gained = [r.rewards[name] for r in last if r.role == role and name in r.rewards]
                     if not gained and role not in self._rewarded:
                         continue
@@ -151,8 +168,9 @@ class OverEpisodes(EpisodeSettings):
 
 
 def by_agent(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """Puts the samples of each agent of an episode together: a transcript that was truncated is several. -> the agents,
-    and their samples, in the order in which they come."""
+    """Groups samples by episode and agent. An agent whose transcript was truncated has several samples. Agents and
+    their samples keep their order.
+    """
     agents: dict[tuple[str, str], list[Rollout]] = {}
     for rollout in rollouts:
         agents.setdefault((rollout.payload[EPISODE], rollout.payload[AGENT]), []).append(rollout)
@@ -160,7 +178,9 @@ def by_agent(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def _grade(context: RolloutContext, episodes: Sequence[Episode]) -> dict[tuple[int, str], Graded]:
-    """Has the texts graded that environments left to the run's reward function. -> by episode and agent."""
+    """Grades the texts for which environments gave no reward with the run's reward function. Returns the gradings by
+    episode and agent.
+    """
     asked = [(one.number, agent) for one in episodes for agent in one.answers]
     with context.watch("reward"):
         texts = [episodes[number].answers[agent] for number, agent in asked]
@@ -171,7 +191,7 @@ def _grade(context: RolloutContext, episodes: Sequence[Episode]) -> dict[tuple[i
 
 def _figures(episodes: Sequence[Episode]) -> dict[str, float]:
     count = max(1, len(episodes))
-    names = {"answers": "turns", "tool_calls": "tool_calls", "cuts": "cuts"}  # metric -> what an episode has of it
+    names = {"answers": "turns", "tool_calls": "tool_calls", "cuts": "cuts"}  # metric -> attribute of an episode
     metrics = {metric: sum(getattr(one, own) for one in episodes) / count for metric, own in names.items()}
     for kind in (Outcome.TIMEOUT, Outcome.ERROR):
         metrics[f"episodes/{kind.value}"] = float(sum(one.outcome is kind for one in episodes))

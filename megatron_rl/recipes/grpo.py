@@ -1,4 +1,6 @@
-"""GRPO (arXiv 2402.03300): one model, groups of samples per problem, advantages from comparing their outcomes."""
+"""GRPO (arXiv 2402.03300): one model, a group of samples per problem, and advantages from comparing the outcomes in a
+group.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +13,12 @@ from megatron_rl.types import Prompt, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo(Recipe):
-    """A run that trains `generator` on the graded outcome alone, in every iteration."""
+    """A recipe that trains `generator` on the graded outcome in every iteration."""
 
-    updates: int  # of the run
+    updates: int  # number of updates in the run
     group_size: int = 5  # samples per problem
-    estimator: EstimatorName = "grpo"  # a word of algorithms.estimators or module:name, or {target, args}
-    template: str = "grpo_generator"  # a text file with {question}, or the name of a packaged prompt
+    estimator: EstimatorName = "grpo"  # a name in algorithms.estimators or module:name, or {target, args}
+    template: str = "grpo_generator"  # text file with {question}, or name of a packaged prompt
 
     def __post_init__(self) -> None:
         check_arguments(self, groups=["group_size"], positive=["updates"], templates={"template": ["question"]})

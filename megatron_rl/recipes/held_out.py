@@ -1,4 +1,6 @@
-"""Measures a reviewer on a fixed, balanced set of solutions to held-out problems, which checkpoints keep."""
+"""Evaluates a reviewer (verifier) on a fixed, balanced set of solutions to held-out problems, which is stored in
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,22 @@ from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import greedy, plain
 from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, Stop, spans_of
 
-Row = dict[str, Any]  # of a checkpoint, see solutions_to_json
-# solutions, and metrics
+Row = dict[str, Any]  # one solution in a checkpoint, see solutions_to_json
+# returns solutions and metrics
 Draw = Callable[[RolloutContext, Sequence[Prompt], Sampling], tuple[Sequence[Solution], object]]
-KEPT = "balanced_solutions"  # name in RolloutContext.kept
+KEPT = "balanced_solutions"  # key in RolloutContext.kept
 
 
 @dataclass(frozen=True)
 class BalancedSet:
-    """A fixed set of as many correct as wrong solutions, on which a reviewer is measured. A run's first evaluation
-    draws it, and keeps it in RolloutContext.kept."""
+    """A fixed set with equal numbers of correct and wrong solutions, on which a reviewer is evaluated. The first
+    evaluation of a run creates the set and stores it in RolloutContext.kept.
+    """
 
-    solver: str  # role whose solutions these are
+    solver: str  # role that generates the solutions
     per_class: int
-    rounds: int  # at most so many draws per problem to find them
-    draw: Draw  # one solution of each problem
+    rounds: int  # maximum number of samples per problem to find the solutions
+    draw: Draw  # samples one solution of each problem
 
     def metrics(
         self,
@@ -41,8 +44,9 @@ class BalancedSet:
         first: Sequence[Solution],
         labels: StepLabels | None,
     ) -> dict[str, float]:
-        """Measures the reviewer. The first call chooses the set among the solutions at hand (`first`) and, while they
-        do not suffice, further draws for the same problems."""
+        """Returns metrics of the reviewer. The first call chooses the set from the given solutions (`first`) and, if
+        they do not suffice, from further samples for the same problems.
+        """
         if KEPT not in context.kept:
             rounds = self._rounds(context, prompts, first)
             chosen = balanced(rounds, lambda s: reviewer.prompt(context, s) is not None, self.per_class)
@@ -60,9 +64,9 @@ class BalancedSet:
 
 
 def balanced(rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bool], per_class: int) -> list[Solution]:
-    """Takes solutions round by round until there are `per_class` correct and as many wrong ones, or no more rounds.
+    """Takes solutions round by round until there are `per_class` correct and `per_class` wrong ones, or no more rounds.
 
-    Solutions that do not fit the reviewer are passed over. The correct ones come first.
+    Skips solutions that do not fit into the reviewer's prompt. The correct solutions come first in the result.
     """
     kept: dict[bool, list[Solution]] = {True: [], False: []}
     for solutions in rounds:
@@ -77,12 +81,12 @@ def balanced(rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bo
 def measure_reviewer(
     context: RolloutContext, reviewer: Reviewer, solutions: Sequence[Solution], step_labels: StepLabels | None
 ) -> dict[str, float]:
-    """Returns metrics of the reviewer, named `role/metric`, of verdicts drawn at temperature 1 and (with `_greedy`
-    behind) of greedy ones.
+    """Returns metrics of the reviewer, named `role/metric`, for verdicts sampled at temperature 1 and (with the suffix
+    `_greedy`) for greedy verdicts.
 
-    outcome_f1 and (with gold labels) step_f1 are harmonic means of the accuracies on correct and on wrong solutions or
-    steps, left out when a class is empty; aligned is the share with one verdict per step; predicted_positive that
-    judged correct. And class counts.
+    outcome_f1 and (with gold labels) step_f1: harmonic means of the accuracies on correct and on wrong solutions or
+    steps; left out if a class is empty. aligned: share of verifications with one verdict per step. predicted_positive:
+    share of solutions judged correct. num_correct and num_wrong: numbers of solutions in each class.
     """
     correct, role = sum(s.correct for s in solutions), reviewer.role
     metrics: dict[str, float | None] = {"num_correct": float(correct), "num_wrong": float(len(solutions) - correct)}
@@ -101,16 +105,17 @@ def measure_reviewer(
 
 
 def solutions_to_json(solutions: Sequence[Solution]) -> list[Row]:
-    """Returns of each solution what a checkpoint keeps: the problem's id; the tokens from the first that a model wrote
-    on, and their spans as (number of tokens, author); how it ended and was graded. Of a transcript also the payload and
-    the text, which has what its environment said in messages."""
+    """Returns the data of each solution that a checkpoint stores: the problem's id, the tokens from the first generated
+    token on, their spans as (number of tokens, author), the stop reason, and whether the solution is correct. For a
+    transcript also the payload and the text, which includes the messages of the environment.
+    """
     rows = []
     for s in solutions:
         start = s.rollout.start
         kept = {"text": s.text, "payload": dict(s.rollout.payload)} if isinstance(s, Transcript) else {}
         rows.append(
             {
-                "id": s.rollout.group.partition(":")[2],  # the problem's, as rollouts.sample names groups
+                "id": s.rollout.group.partition(":")[2],  # id of the problem, see the group names of rollouts.sample
                 "tokens": s.rollout.tokens[start:].tolist(),
                 "spans": [(b - a, author) for a, b, author, _ in s.rollout.spans.tolist() if a >= start],
                 "stop": s.rollout.stop.value,
@@ -124,7 +129,9 @@ def solutions_to_json(solutions: Sequence[Solution]) -> list[Row]:
 def solutions_from_json(
     rows: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], role: str, tokenizer: Any
 ) -> list[Solution]:
-    """Joins kept solutions to their problems again. Raises ValueError for a problem that is not among `prompts`."""
+    """Restores stored solutions and joins them with their problems. Raises ValueError for a problem that is not in
+    `prompts`.
+    """
     problems = {p.id: p for p in prompts}
     out = []
     for i, row in enumerate(rows):

@@ -1,4 +1,6 @@
-"""Problems that nobody solved are asked again with the beginning of a known solution (GHPO, arXiv 2507.10628)."""
+"""Retries problems without a correct solution with the beginning of a known solution as a hint (GHPO, arXiv
+2507.10628).
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ INTRODUCTION = (
 
 @config
 class Hints:
-    """A group without success is drawn again with a larger and larger part of the problem's known solution behind the
-    question, until there is one. The hinted prompt is the one trained on.
+    """Settings for hints: a group without a correct solution is sampled again with an increasing part of the problem's
+    known solution after the question, until a solution is correct. The update trains on the prompt with the hint.
     """
 
-    shares: tuple[float, ...] = (0.25, 0.5, 0.75)  # of the solution's characters, one after the other
-    field: str = "solution"  # of the payload, which holds the solution; map it in data.fields
-    introduction: str = INTRODUCTION  # stands between the question and the hint
+    shares: tuple[float, ...] = (0.25, 0.5, 0.75)  # shares of the solution's characters to show, tried in this order
+    field: str = "solution"  # payload field that holds the solution; map it in data.fields
+    introduction: str = INTRODUCTION  # text between the question and the hint
 
     def __post_init__(self) -> None:
         if not self.shares or not all(0.0 < share <= 1.0 for share in self.shares):
@@ -38,16 +40,17 @@ class Hints:
         self, context: RolloutContext, role: str, groups: Sequence[Group], metrics: Metrics,
         *, sampling: Sampling, text: Callable[[Mapping[str, Any]], str],
     ) -> tuple[list[Group], Metrics]:  # fmt: skip
-        """Replaces the groups without success by hinted ones. `sampling` is the one that they were drawn with, and
-        `text` makes a prompt's text of a payload.
+        """Replaces groups without a correct solution by groups sampled with hints.
 
-        A prompt that is longer than the role takes is not asked: its group stays as it was. -> the groups in the same
-        order, and the metrics with hinted (groups) and hints_too_long. Raises ConfigError for a problem without the
-        field.
+        `sampling`: sampling settings of the original groups. `text`: converts a payload to the text of a prompt.
+
+        A problem whose prompt with the hint is too long is not retried; its group is unchanged. Returns the groups in
+        the same order, and the metrics with hinted (number of groups) and hints_too_long. Raises ConfigError for a
+        problem without the solution field.
         """
         solutions = [self._solution(group.prompt) for group in groups]
         out, hinted, too_long = list(groups), set[int](), set[int]()
-        # The round's own gradings were checked. Of a few hinted answers two failures would already end the run.
+        # The failure share of the round was already checked. Of a few hinted answers, two failures would end the run.
         lenient = replace(context, max_failure_share=1.0)
         for share in self.shares:
             prompts = {
@@ -85,5 +88,5 @@ class Hints:
 
 
 def _unsolved(groups: Sequence[Group]) -> list[int]:
-    """Returns the places of the groups that have solutions, and no correct one."""
+    """Returns the indices of the groups that have solutions but no correct one."""
     return [i for i, group in enumerate(groups) if group.success_rate == 0.0]

@@ -1,4 +1,4 @@
-"""Rewards that depend on how long a solution is, and what becomes of solutions that were truncated."""
+"""Rewards that depend on the length of a solution, and the handling of truncated solutions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from megatron_rl.types import Rollout, Stop
 
 @config
 class Overlong:
-    """The fate of solutions that are close to sampling.max_tokens, or that were truncated there (DAPO, arXiv
-    2503.14476)."""
+    """Settings for solutions close to sampling.max_tokens or truncated there (DAPO, arXiv 2503.14476)."""
 
-    cache: int = 0  # the last tokens before max_tokens, over which the penalty grows from 0; 0: no penalty
-    penalty: float = 1.0  # for a solution of max_tokens
-    # solutions that were truncated are compared with, and leave no gradient of their own
+    cache: int = 0  # number of tokens before max_tokens over which the penalty increases from 0; 0: no penalty
+    penalty: float = 1.0  # penalty for a solution of max_tokens tokens
+    # truncated solutions are used in the comparison of their group, but not trained on
     leave_out_truncated: bool = False
 
     def __post_init__(self) -> None:
@@ -31,7 +30,7 @@ class Overlong:
             raise ConfigError("recipe.args.overlong does nothing: give cache, or set leave_out_truncated to true")
 
     def check(self, spec: RunSpec, role: str) -> None:
-        """Raises ConfigError where the penalty would begin before a solution's first token."""
+        """Raises ConfigError if the penalty would start before a solution's first token."""
         limit = spec.roles[role].sampling.max_tokens
         if self.cache > limit:
             raise ConfigError(
@@ -40,26 +39,27 @@ class Overlong:
             )
 
     def reward(self, length: int, limit: int) -> float:
-        """Returns penalty * min(0, -(length - (limit - cache)) / cache) for a solution of `length` tokens where `limit`
-        are allowed (eq. 13)."""
+        """Returns penalty * min(0, -(length - (limit - cache)) / cache) for a solution of `length` tokens, where
+        `limit` is the maximum length (eq. 13).
+        """
         if self.cache == 0:
             return 0.0
         return self.penalty * min(0.0, -(length - (limit - self.cache)) / self.cache)
 
     def trained(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Returns the rollouts to train on: without those that were truncated where `leave_out_truncated` says so."""
+        """Returns the rollouts to train on. With `leave_out_truncated`, truncated rollouts are removed."""
         return [r for r in rollouts if not (self.leave_out_truncated and r.stop is Stop.LENGTH)]
 
 
 @config
 class Brevity:
-    """Right solutions earn less the longer they are, among the problems that are solved best; those of the others earn
-    the plain outcome, so that accuracy does not collapse (GRPO-lambda, arXiv 2505.18086; its code is not released, and
-    the size of its penalty was not confirmed).
+    """Settings that give longer correct solutions lower rewards, in the problems with the highest success rates only.
+    Solutions of other problems get the plain outcome, so that accuracy does not collapse (GRPO-lambda, arXiv
+    2505.18086; its code is not released, and the size of its penalty is not confirmed).
     """
 
-    share: float = 0.2  # lambda: share of an update's groups, those with the highest success rates
-    penalty: float = 0.2  # the most that a correct solution loses
+    share: float = 0.2  # lambda: share of an update's groups with length rewards, those with the highest success rates
+    penalty: float = 0.2  # maximum penalty of a correct solution
 
     def __post_init__(self) -> None:
         for name in ("share", "penalty"):
@@ -67,11 +67,12 @@ class Brevity:
                 raise ConfigError(f"recipe.args.brevity.{name} = {vars(self)[name]}: give a number above 0 and up to 1")
 
     def rewards(self, groups: Sequence[Group]) -> list[list[float]]:
-        """Returns what each solution of [P] groups loses, 0 or below: a correct one in a chosen group has
-        -penalty * sigmoid((length - mean) / std), with mean and std (n) of the lengths of that group's correct ones
-        (arXiv 2502.04463).
+        """Returns the length reward of each solution of [P] groups, 0 or below. A correct solution in a selected group
+        has -penalty * sigmoid((length - mean) / std), with mean and std (n) of the lengths of the group's correct
+        solutions (arXiv 2502.04463).
 
-        The share is rounded down, and is one group at least. Of groups with the same rate the first are chosen.
+        The number of selected groups is rounded down, but at least 1. Among groups with the same success rate, earlier
+        ones are selected first.
         """
         rates = [group.success_rate or 0.0 for group in groups]
         order = sorted(range(len(groups)), key=lambda i: (-rates[i], i))
@@ -92,9 +93,10 @@ class Brevity:
 def priced(
     groups: Sequence[Group], limit: int, overlong: Overlong | None, brevity: Brevity | None
 ) -> tuple[list[Rollout], dict[str, float]]:
-    """Gives the rollouts of [P] groups their rewards by length: `overlong` and `brevity`, where they are asked for.
+    """Adds the length rewards `overlong` and `brevity`, if configured, to the rollouts of [P] groups.
 
-    `limit`: the most tokens of a solution. -> the rollouts in order, and the weights of the rewards that count.
+    `limit`: maximum number of tokens of a solution. Returns the rollouts in order, and the weight of each reward that
+        is used.
     """
     rollouts = [s.rollout for group in groups for s in group.solutions]
     weights = {"outcome": 1.0}

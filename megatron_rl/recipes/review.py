@@ -1,4 +1,4 @@
-"""One model verifies another's solutions: how it is asked, what its verdicts earn, and what is measured on them."""
+"""Verification of one model's solutions by another model: prompts, rewards of the verdicts, and metrics."""
 
 from __future__ import annotations
 
@@ -19,23 +19,27 @@ from megatron_rl.rewards import verdicts
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import STEP, Annotations, Prompt, Rollout
 
-StepLabels = Callable[[Sequence[str], Mapping[str, Any]], list[bool]]  # step texts and payload -> gold labels
+# (step texts, payload) -> gold label of each step
+StepLabels = Callable[[Sequence[str], Mapping[str, Any]], list[bool]]
 Verification = Judgement[Solution, verdicts.Review]
-Reviewed = Literal["all", "undecided", "failed"]  # see AskByGroup
-Judged = Sequence[Sequence[Verification]]  # of each solution its verifications
+Reviewed = Literal["all", "undecided", "failed"]  # which groups are verified, see AskByGroup
+Judged = Sequence[Sequence[Verification]]  # the verifications of each solution
 
 
 @dataclass(frozen=True)
 class Reviewer:
-    """The way in which `role` is asked for verifications: its template has {question}, {solution} and {num_steps}."""
+    """The settings with which `role` is prompted for verifications. The template has {question}, {solution} and
+    {num_steps}.
+    """
 
     role: str
     template: str
-    gamma: float = verdicts.GAMMA  # weight of the format score in its reward
+    gamma: float = verdicts.GAMMA  # weight of the format score in the verifier's reward
 
     def prompt(self, context: RolloutContext, solution: Solution) -> Prompt | None:
-        """Returns the verification prompt of a solution; None when it is too long (it is never cut: the instructions
-        stand at its end)."""
+        """Returns the verification prompt of a solution, or None if it is too long. The prompt is never truncated,
+        because the instructions are at its end.
+        """
         rollout, steps = solution.rollout, len(solution.rollout.annotations_of(STEP))
         question = str(rollout.payload["question"])
         tokenizer = context.tokenizers[self.role]
@@ -47,7 +51,7 @@ class Reviewer:
         return Prompt(id=rollout.group, tokens=tokens, payload=payload)
 
     def begin(self, context: RolloutContext, sampling: Sampling) -> Reviews:
-        """Begins to ask for `sampling.n` verifications of each solution that will be added."""
+        """Returns an object that requests `sampling.n` verifications of each solution added to it."""
         return Reviews(self, context, sampling)
 
     def read(self, solution: Solution, text: str) -> verdicts.Review:
@@ -60,7 +64,7 @@ class Reviewer:
         )
 
     def rollout(self, context: RolloutContext, verification: Verification) -> Rollout:
-        """Makes a verification a rollout with the rewards verifier, agrees and format, to be trained on."""
+        """Converts a verification to a rollout to train on, with the rewards verifier, agrees and format."""
         review = verification.opinion
         drawn = verification.rollout(self.role, partner_weight=context.partner_weights.get(self.role, 0.0))
         payload = {**drawn.payload, "verdicts": list(review.verdicts), "correct": review.agrees}
@@ -69,7 +73,7 @@ class Reviewer:
 
 
 class Reviews:
-    """Verifications of solutions that become known one after the other."""
+    """A stream of verification requests for solutions that become available one after the other."""
 
     def __init__(self, reviewer: Reviewer, context: RolloutContext, sampling: Sampling) -> None:
         question = Question(prompt=lambda solution: reviewer.prompt(context, solution), read=reviewer.read)
@@ -78,20 +82,21 @@ class Reviews:
         self._places: list[int] = []
 
     def add(self, place: int, solution: Solution) -> None:
-        """Asks for a solution's verifications, unless its prompt is too long."""
+        """Requests a solution's verifications, unless its prompt is too long. `place` is the index of the solution."""
         self._places.append(place)
         self._judging.ask(place, solution)
 
     def skip(self, place: int) -> None:
-        """Takes a place whose solution is not verified."""
+        """Registers the index of a solution that is not verified."""
         self._places.append(place)
 
     def finish(self) -> list[list[Verification]]:
-        """Waits for all. -> the n verifications of each solution that was added, in the order of their places; none for
-        a prompt that is too long."""
+        """Waits for all verifications. Returns the n verifications of each added solution, ordered by index. The list
+        is empty for skipped solutions and too long prompts.
+        """
         start = time.perf_counter()
         found: dict[int, list[Verification]] = {}
-        for place, verifications in self._judging.answers():  # read while others are written
+        for place, verifications in self._judging.answers():  # parsed while others are still being generated
             found[place] = verifications
             self._watch.beat()
         self._watch.add("review", time.perf_counter() - start)
@@ -99,17 +104,20 @@ class Reviews:
 
 
 class AskByGroup:
-    """Has the solutions of those groups alone verified whose outcomes leave something to be learned from steps.
+    """Requests verifications only for groups whose outcomes leave something to learn from steps.
 
-    all: of every group, each solution as soon as it is known. undecided: of groups whose outcomes are all alike, so
-    that comparing them says nothing. failed: of those among them in which no solution is correct. None: of no group. A
-    group of `size` solutions is decided on as soon as all are known; `finish` decides on those that lack some.
+    `reviewed`: which groups are verified.
+        all        every group, each solution as soon as it is available
+        undecided  groups whose outcomes are all equal, so that comparing them gives no signal
+        failed     undecided groups without a correct solution
+        None       no group
+    A group is decided on as soon as all of its `size` solutions are available; `finish` decides on incomplete groups.
     """
 
     def __init__(self, reviews: Reviews, reviewed: Reviewed | None, size: int) -> None:
         self._reviews, self._reviewed, self._size = reviews, reviewed, size
         self._waiting: dict[str, dict[int, Solution]] = {}
-        self.skipped = 0  # solutions that are not verified
+        self.skipped = 0  # number of solutions that are not verified
 
     def add(self, place: int, solution: Solution) -> None:
         if self._reviewed == "all":
@@ -121,8 +129,9 @@ class AskByGroup:
             self._decide(self._waiting.pop(solution.rollout.group))
 
     def finish(self) -> list[list[Verification]]:
-        """-> the verifications of each solution that was added, in the order of their places; none for one that is not
-        verified."""
+        """Waits for all verifications. Returns the verifications of each added solution, ordered by index; empty for a
+        solution that is not verified.
+        """
         for own in self._waiting.values():
             self._decide(own)
         return self._reviews.finish()
@@ -142,8 +151,8 @@ class AskByGroup:
 def with_verdicts(
     rollout: Rollout, verifications: Sequence[Verification], credit: StepCredit = PAPER_CREDIT
 ) -> Rollout:
-    """Gives a solution the verdicts and the text of its verification, and its steps their rewards where there is one
-    verdict for each step. Without a verification the rollout stays as it is.
+    """Adds the verdicts and the text of a verification to a solution's payload, and rewards to its steps if there is
+    one verdict per step. Without a verification, returns the rollout unchanged.
     """
     if not verifications:
         return rollout
@@ -156,26 +165,28 @@ def with_verdicts(
 
 
 def outcome_confusion(verifications: Sequence[Verification]) -> Confusion:
-    """Compares final verdicts with graded outcomes; an unreadable verdict counts as said wrong."""
+    """Compares final verdicts with graded outcomes. An unreadable verdict counts as the verdict "wrong"."""
     return confusion((v.opinion.final, v.item.correct) for v in verifications)
 
 
 def gold_confusion(verifications: Sequence[Verification], step_labels: StepLabels) -> Confusion:
-    """Compares step verdicts with gold labels, where their counts agree."""
+    """Compares step verdicts with gold labels, for verifications where their counts agree."""
     labels = [step_labels(v.item.steps, v.item.rollout.payload) for v in verifications]
     return step_confusion([v.opinion.verdicts for v in verifications], labels)
 
 
 def aligned(verifications: Sequence[Verification]) -> float:
-    """Returns the share of verifications with one verdict per step of the solution; 0.0 for none."""
+    """Returns the share of verifications with exactly one verdict per step of the solution; 0.0 if there are none."""
     counts = [(len(v.opinion.verdicts), len(v.item.rollout.annotations_of(STEP))) for v in verifications]
     return fmean(float(said == steps and steps > 0) for said, steps in counts) if counts else 0.0
 
 
 def review_metrics(judged: Judged, step_labels: StepLabels | None, skipped: int = 0) -> dict[str, float]:
-    """Returns metrics of the verifications of solutions: reviews_skipped (solutions of groups that are not verified),
-    reviews_dropped (others without one), verdicts_match, confusion/*, predicted_positive, and step_agreement where gold
-    labels exist."""
+    """Returns metrics of the verifications of solutions.
+
+    reviews_skipped: solutions of groups that are not verified. reviews_dropped: other solutions without a verification.
+    Also verdicts_match, confusion/*, predicted_positive, and step_agreement if gold labels exist.
+    """
     rows = [verification for group in judged for verification in group]
     without = sum(not group for group in judged)
     metrics = {"reviews_skipped": float(skipped), "reviews_dropped": float(without - skipped)}

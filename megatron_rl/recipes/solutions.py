@@ -1,4 +1,6 @@
-"""Samples, annotates and grades solutions for recipes, as they come; measures them, and checks recipes' arguments."""
+"""Samples, annotates and grades solutions for recipes in a streaming way, evaluates roles, and checks the arguments of
+recipes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from megatron_rl.training.iteration import Iteration, RolloutContext
 from megatron_rl.training.rollouts import Draws, check_senior_share, greedy, plain
 from megatron_rl.types import STEP, Annotations, Outcome, Prompt, Rollout
 
-GENERATOR, VERIFIER = "generator", "verifier"  # roles of the recipes of this folder
+GENERATOR, VERIFIER = "generator", "verifier"  # role names of the recipes in this package
 Item = TypeVar("Item")
 
 
@@ -33,7 +35,7 @@ Item = TypeVar("Item")
 class Solution:
     """One graded answer to a problem."""
 
-    rollout: Rollout  # its reasoning steps are annotated; it has the reward `outcome`, and `correct` in the payload
+    rollout: Rollout  # has annotated reasoning steps, the reward `outcome`, and `correct` in the payload
     text: str
     correct: bool
 
@@ -44,19 +46,19 @@ class Solution:
 
     @property
     def form(self) -> float:
-        """The format score, on which it depends whether a verification must have one verdict for each step."""
+        """The format score. It determines whether a verification must have one verdict per step."""
         return generator_format(self.text)
 
     def to_train(self, credited: Rollout) -> list[Rollout]:
-        """Returns the samples to train on, of its rollout with advantages."""
+        """Returns the samples to train on. `credited` is the solution's rollout with advantages."""
         return [credited]
 
 
-Then = Callable[[int, Solution], object]  # takes a solution and its place among those that were asked for
+Then = Callable[[int, Solution], object]  # callback: (index among the requested samples, solution)
 
 
 def pass_over(place: int, solution: Solution) -> None:
-    """Takes a solution and does nothing."""
+    """Does nothing; the default callback for solutions."""
 
 
 def solve(
@@ -66,12 +68,12 @@ def solve(
     sampling: Sampling,
     then: Then = pass_over,
 ) -> tuple[list[Solution], dict[str, float]]:
-    """Samples [P * n] solutions and grades them while others are written. -> the graded ones in order, and metrics:
-    graded/timeout, graded/error, steps_per_solution.
+    """Samples [P * n] solutions and grades them while others are still being generated. Returns the graded solutions in
+    order, and the metrics graded/timeout, graded/error and steps_per_solution.
 
-    A sample whose grading gave no score is no solution: it leaves its group. `then` gets each solution, and its place
-    among the [P * n], when it is graded. Raises RewardFailure when too many gradings fail; EngineError for a tandem
-    whose author mask is missing or cannot be true.
+    A sample without a score is not a solution and is left out of its group. `then` is called with the index (among the
+    P * n) and the solution as soon as it is graded. Raises RewardFailure if too many gradings fail, and EngineError for
+    a tandem whose author mask is missing or implausible.
     """
     start, draws = time.perf_counter(), Draws(context, role, sampling)
     for i, prompt in enumerate(prompts):
@@ -92,7 +94,8 @@ def solve(
 
     answered = _beside(draws.answers(), grade)
     context.watch.add("rollout", answered - start)
-    context.watch.add("reward", time.perf_counter() - answered)  # what grading took longer than sampling
+    # additional time for grading after sampling has finished
+    context.watch.add("reward", time.perf_counter() - answered)
     gradings = [found[place][2] for place in sorted(found)]
     check_failures(gradings, context.max_failure_share)
     rollouts = [rollout for rollout, _, _ in found.values()]
@@ -103,8 +106,9 @@ def solve(
 
 
 def sampling_for(context: RolloutContext, iteration: Iteration, role: str, n: int) -> Sampling:
-    """Returns how a role draws n samples in an iteration, with a seed of its own. Log-probs are asked for of a role
-    that the iteration trains."""
+    """Returns the settings for n samples of a role in an iteration, with a separate seed. Log-probs are requested only
+    for roles that the iteration trains.
+    """
     seed = context.seed_for(iteration.number, role)
     return replace(context.samplings[role], n=n, seed=seed, logprobs=role in iteration.roles)
 
@@ -112,9 +116,12 @@ def sampling_for(context: RolloutContext, iteration: Iteration, role: str, n: in
 def accuracies(
     context: RolloutContext, role: str, prompts: Sequence[Prompt]
 ) -> tuple[dict[str, float], list[Solution]]:
-    """Measures one draw per problem at temperature 1, and greedy decoding: accuracy (the share that is correct), reward
-    (the mean of the grader's scores) and ungraded (answers without a score, which are not correct and have the reward
-    0). -> ({metric: value}, the sampled solutions)."""
+    """Evaluates a role with one sample per problem at temperature 1, and with greedy decoding. Returns {metric: value},
+    and the sampled solutions.
+
+    accuracy: share of correct answers. reward: mean score. ungraded: number of answers without a score, which count as
+    wrong with reward 0.
+    """
     own, seed = context.samplings[role], context.seed
     sampled, _ = solve(context, role, prompts, plain(own, seed=seed))
     likeliest, _ = solve(context, role, prompts, greedy(own, seed=seed))
@@ -130,9 +137,10 @@ def accuracies(
 def accuracies_of_fitting(
     context: RolloutContext, role: str, prompts: Sequence[Prompt], own: Sequence[Prompt | None]
 ) -> dict[str, float]:
-    """Measures a role as `accuracies` does on the problems that are not too long for it; `too_long` counts the others.
+    """Evaluates a role with `accuracies` on the problems that fit into its prompt; the metric `too_long` counts the
+    others.
 
-    `own`: each problem as the role reads it; None for one that is too long.
+    `own`: the prompt of each problem for this role, or None if it is too long.
     """
     fitting = [replace(p, tokens=o.tokens) for p, o in zip(prompts, own, strict=True) if o is not None]
     metrics = accuracies(context, role, fitting)[0] if fitting else {}
@@ -141,31 +149,39 @@ def accuracies_of_fitting(
 
 
 def annotate_steps(rollout: Rollout, decoded: Decoded) -> Rollout:
-    """Annotates the step blocks in what models wrote, by the tokens' own places in its text."""
+    """Adds annotations of the step blocks in the generated text to the rollout, located by the positions of the tokens
+    in the text.
+    """
     ranges = rollout.positions(decoded.tokens_of(step_spans(decoded.raw)))
     return replace(rollout, annotations={**rollout.annotations, STEP: Annotations(ranges)})
 
 
 def question_text(template: str, payload: Mapping[str, object]) -> str:
-    """Fills a template, a packaged name or a path, with the question of a problem. A problem with messages is put as
-    that conversation, in which the question is the last user's message, and without the template."""
+    """Fills a template (packaged name or path) with the question of a problem. A problem with messages is returned as a
+    conversation without the template; its question is the last user message.
+    """
     asked = {name: payload[name] for name in ("question", "messages") if name in payload}
     return problem_text(read_template(template), asked)
 
 
-MOST = 10**6  # of updates, group sizes and the like: a schedule is a list with a row for each update
+MOST = 10**6  # maximum of updates, group sizes and similar counts: a schedule is a list with one entry per update
 
 
 def check_arguments(
     recipe: Any, *, groups: Sequence[str] = (), positive: Sequence[str] = (), natural: Sequence[str] = (),
     shares: Sequence[str] = (), templates: Mapping[str, Sequence[str]] | None = None, one_of: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Raises ConfigError for the first argument of a recipe, of those named, that cannot be: group sizes that are too
-    small for recipe.estimator, numbers below 1 (positive) or 0 (natural), numbers above MOST, shares outside [0, 1],
-    templates that are not there or lack a name that they need, which stands in braces (templates: argument -> names),
-    and switches of which none is on (one_of). Conversations are put without a template, but one that is given must do
-    for a text."""
-    compares = "estimator" in {each.name for each in fields(recipe)}  # distillation has no rewards
+    """Raises ConfigError for the first invalid argument of a recipe. The parameters are names of arguments:
+
+    `groups`: group sizes, which must be large enough for recipe.estimator and at most MOST.
+    `positive`, `natural`: numbers from 1 (positive) or 0 (natural) to MOST.
+    `shares`: numbers in [0, 1].
+    `templates`: argument -> names. The template must exist and contain each name in braces. The text is required even
+        if the problems are conversations, which do not use it.
+    `one_of`: switches of which at least one must be on.
+    """
+    # recipes without an estimator, such as distillation, compare no rewards
+    compares = "estimator" in {each.name for each in fields(recipe)}
     if compares:
         find_estimator(recipe.estimator)
     smallest = 2 if compares and word_of(recipe.estimator) not in UNGROUPED else 1
@@ -186,8 +202,9 @@ def check_arguments(
 
 
 def check_fields(spec: RunSpec, role: str, fields: Mapping[str, str], *, held_out: bool) -> None:
-    """Raises ConfigError where the problems of the iterations that begin with `role` lack a field, and with `held_out`
-    where those of evaluations do. `fields`: {name of the field: what reads it}."""
+    """Raises ConfigError if the training problems of iterations led by `role` lack a field, and with `held_out` also if
+    the evaluation problems do. `fields`: {name of the field: what reads the field}.
+    """
     own = f"roles.{role}.data" if f"roles.{role}.data" in spec.data.training else "data"
     sets = {own: spec.data.training[own]}
     if held_out and spec.data.held_out is not None:
@@ -203,8 +220,9 @@ def check_fields(spec: RunSpec, role: str, fields: Mapping[str, str], *, held_ou
 
 
 def check_length(spec: RunSpec, role: str, name: str, text: str) -> None:
-    """Raises ConfigError for a prompt of recipe.args.NAME that is longer than a role takes, where its tokenizer is on
-    this machine. One from the hub is not fetched: such a prompt is found when it is asked."""
+    """Raises ConfigError if the prompt of recipe.args.NAME is longer than the role's maximum. Checks only if the
+    tokenizer is a local directory; with a hub name, a too long prompt is detected when it is used.
+    """
     own = spec.roles[role]
     if not Path(own.model.tokenizer or own.model.path).is_dir():
         return
@@ -231,7 +249,7 @@ def _check_template(name: str, template: str, needed: Sequence[str]) -> None:
 
 
 def _read(rollout: Rollout, tokenizer: Any) -> tuple[Rollout, str]:
-    """Decodes what was written. -> (rollout with its steps annotated, text)."""
+    """Decodes the generated tokens. Returns (rollout with annotated steps, text)."""
     decoded = decode(tokenizer, rollout.response)
     return annotate_steps(rollout, decoded), decoded.text
 
@@ -247,8 +265,9 @@ def _count(gradings: Sequence[Graded], kind: Outcome) -> float:
 
 
 def _beside(items: Iterable[Item], work: Callable[[Sequence[Item]], None]) -> float:
-    """Reads all items while a second thread works on those that are there; `work` gets all that came since its last
-    call. -> the time (perf_counter) at which the last item came. Raises what either raises."""
+    """Iterates over all items while a second thread processes them. `work` gets all items that arrived since its last
+    call. Returns the time (perf_counter) of the last item. Raises the errors of the iteration and of `work`.
+    """
     waiting: SimpleQueue[Item] = SimpleQueue()
 
     def take() -> None:

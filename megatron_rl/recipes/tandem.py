@@ -1,4 +1,6 @@
-"""Tandem RL (arXiv 2606.28166): GRPO on texts that a frozen junior writes along; the senior learns from its part."""
+"""Tandem RL (arXiv 2606.28166): GRPO on texts that a trained senior and a frozen junior generate together. The senior
+is trained on its part.
+"""
 
 from dataclasses import dataclass
 
@@ -10,12 +12,12 @@ from megatron_rl.spec.run_spec import RunSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Tandem(Dapo):
-    """A run that trains `generator`, the senior, on the reward of the whole text. `roles.generator.tandem` names the
-    junior and says who writes when.
+    """A recipe that trains `generator`, the senior, on the reward of the whole text. `roles.generator.tandem`
+    configures the junior and how the author of each token is chosen.
 
-    The junior's tokens are part of the text that old and new log-probs are computed on, and are in no loss, mean or
-    gradient, unless `tandem.junior_weight` says so. Held-out problems are solved by the senior alone. Any other recipe
-    becomes a tandem by the same setting; this one refuses to run without it, where plain GRPO would go on in silence.
+    The junior's tokens are in the text on which old and new log-probs are computed, but in no loss, mean or gradient,
+    unless `tandem.junior_weight` is set. Held-out problems are solved by the senior alone. Any other recipe supports
+    tandems through the same setting; this recipe fails without it, where Grpo would silently run without a junior.
     """
 
     group_size: int = 8

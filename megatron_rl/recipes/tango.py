@@ -1,4 +1,6 @@
-"""Tango (arXiv 2505.15034): a generator and a generative verifier, trained by turns on each other's current answers."""
+"""Tango (arXiv 2505.15034): a generator and a generative verifier, trained alternately on each other's
+current outputs.
+"""
 
 from abc import abstractmethod
 from collections import Counter
@@ -21,42 +23,43 @@ from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, Reci
 from megatron_rl.training.rollouts import mean_reward, without_signal
 from megatron_rl.types import Prompt, Rollout
 
-SIGNAL_DECAY = 0.8  # of the moving share of groups with outcome signal
+SIGNAL_DECAY = 0.8  # decay factor of the moving share of groups with outcome signal
 
 
 @dataclass(kw_only=True)
 class BaseTango(Recipe):
-    """A run that warms the verifier up alone, then cycles through generator iterations and verifier iterations.
+    """A recipe that first warms up the verifier, then cycles through generator iterations and verifier iterations.
 
-    A frozen role (train_... false) still writes. The other keeps its iterations; a frozen verifier has no warm-up. What
-    the generator writes is a subclass's affair.
+    A frozen role (train_... false) still generates, and the other role keeps its iterations. A frozen verifier has no
+    warm-up. Subclasses define what the generator generates.
     """
 
-    generator_updates: int = 300  # of the run
-    warmup_updates: int = 40  # of the verifier, before the first cycle
-    generator_iterations: int = 3  # per cycle
-    verifier_iterations: int = 1  # per full cycle
+    generator_updates: int = 300  # number of generator updates in the run
+    warmup_updates: int = 40  # verifier updates before the first cycle
+    generator_iterations: int = 3  # generator iterations per cycle
+    verifier_iterations: int = 1  # verifier iterations per full cycle
     group_size: int = 5  # solutions per problem in a generator iteration
-    verifications: int = 5  # of one solution per problem in a verifier iteration
+    verifications: int = 5  # verifications per solution in a verifier iteration, which has one solution per problem
     alpha_start: float = 0.1  # weight of the step advantages at the first generator update
     alpha_min: float = 1e-3
     alpha_schedule: WeightSchedule = "exponential"
-    step_credit: StepCredit = StepCredit()  # which tokens a step's reward counts for, and what it is compared with
-    reviewed: Reviewed = "all"  # undecided, failed: in a generator iteration, groups whose outcomes say nothing alone
-    # A generator's iteration is verified while the moving share of groups whose outcomes differ is below this; null:
+    step_credit: StepCredit = StepCredit()  # which tokens get a step's reward, and what the reward is compared with
+    reviewed: Reviewed = "all"  # which groups of a generator iteration are verified, see AskByGroup
+    # Generator iterations are verified only while the moving share of groups whose outcomes differ is below this; null:
     # always.
     review_below: float | None = None
-    verifier_rests: bool = False  # the verifier's iterations in that time are empty too
-    greedy_verdicts: bool = False  # the verifier answers a generator's iteration by its likeliest tokens, not by chance
-    estimator: EstimatorName = "grpo"  # a word of algorithms.estimators or module:name, or {target, args}
-    format_weight: float = 0.8  # gamma, in the verifier's reward
-    class_weight_decay: float = 0.8  # of the moving counts of correct and wrong solutions
+    verifier_rests: bool = False  # skip verifier iterations too while generator iterations are not verified
+    greedy_verdicts: bool = False  # greedy decoding of the verifier in generator iterations
+    estimator: EstimatorName = "grpo"  # a name in algorithms.estimators or module:name, or {target, args}
+    format_weight: float = 0.8  # gamma: weight of the format score in the verifier's reward
+    class_weight_decay: float = 0.8  # decay factor of the moving counts of correct and wrong solutions
     train_generator: bool = True
     train_verifier: bool = True
-    verifier_template: str = "tango_verifier"  # with {question}, {solution}, {num_steps}
-    step_labels: str | None = None  # module:name, (step texts, payload) -> gold labels; for measuring alone
-    balanced_per_class: int = 128  # correct and wrong solutions the verifier is evaluated on
-    balanced_rounds: int = 8  # at most so many draws per held-out problem to find them
+    verifier_template: str = "tango_verifier"  # template with {question}, {solution}, {num_steps}
+    # module:name of a function (step texts, payload) -> gold labels; used only for metrics
+    step_labels: str | None = None
+    balanced_per_class: int = 128  # number of correct and of wrong solutions on which the verifier is evaluated
+    balanced_rounds: int = 8  # maximum number of samples per held-out problem to find these solutions
 
     def __post_init__(self) -> None:
         sometimes = [] if self.review_below is None else ["review_below"]
@@ -66,34 +69,36 @@ class BaseTango(Recipe):
             positive=["generator_updates", "generator_iterations", "balanced_per_class", "balanced_rounds"],
             shares=["alpha_start", "alpha_min", *sometimes], one_of=["train_generator", "train_verifier"],
         )  # fmt: skip
-        assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))  # refuses bad ones
+        # raises ConfigError for invalid arguments
+        assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))
         if self.verifier_rests and not self.review_below:
             text = "the verifier rests by review_below, which is not above 0; give it, or verifier_rests: false"
             raise ConfigError(f"recipe.args.verifier_rests: {text}")
         self._counts = ClassCounts().updated([], self.class_weight_decay)
-        self._signal = 0.0  # moving share of the groups, in generator iterations, whose outcomes differ
+        self._signal = 0.0  # moving share of groups whose outcomes differ, in generator iterations
         self._labels = None if self.step_labels is None else find_function(self.step_labels)
         self._reviewer = Reviewer(VERIFIER, read_template(self.verifier_template), self.format_weight)
         self._balanced = BalancedSet(self.solver, self.balanced_per_class, self.balanced_rounds, self.draw)
 
     @property
     def solver(self) -> str:
-        """The generator's role."""
+        """The name of the generator's role."""
         return GENERATOR
 
     @abstractmethod
     def draw(
         self, context: RolloutContext, prompts: Sequence[Prompt], sampling: Sampling, then: Then = pass_over
     ) -> tuple[Sequence[Solution], dict[str, float]]:
-        """Draws `sampling.n` solutions of each problem and grades them. -> those that have a score, in order, and
-        metrics. `then` gets each of them with a place of its own, as soon as it is known."""
+        """Samples `sampling.n` solutions of each problem and grades them. Returns the graded solutions in order, and
+        metrics. `then` is called with the index and the solution as soon as a solution is available.
+        """
         ...
 
     @abstractmethod
     def measure(
         self, context: RolloutContext, prompts: Sequence[Prompt]
     ) -> tuple[dict[str, float], Sequence[Solution]]:
-        """Measures the generator on held-out problems. -> metrics, and the solutions drawn at temperature 1."""
+        """Evaluates the generator on held-out problems. Returns metrics, and the solutions sampled at temperature 1."""
         ...
 
     def roles(self) -> Mapping[str, RecipeRole]:
@@ -108,8 +113,9 @@ class BaseTango(Recipe):
         return {self.solver: generator, VERIFIER: verifier}
 
     def schedule(self) -> Schedule:
-        """A last cycle that `generator_updates` cuts short has no verifier iteration; 300 updates by 3 make 100
-        cycles."""
+        """Returns the warm-up cycles and the training cycles. 300 generator updates with 3 per cycle are 100 cycles. A
+        last cycle with fewer generator iterations has no verifier iteration.
+        """
         cycles = [[(VERIFIER,)]] * (self.warmup_updates if self.train_verifier else 0)
         for done in range(0, self.generator_updates, self.generator_iterations):
             own = min(self.generator_iterations, self.generator_updates - done)
@@ -120,9 +126,9 @@ class BaseTango(Recipe):
     def rollout(
         self, iteration: Iteration, source: PromptSource, context: RolloutContext
     ) -> Mapping[str, Sequence[Rollout]]:
-        """Draws for each problem a group of solutions with one verification each (a generator's iteration), or one
-        solution with a group of verifications (a verifier's iteration). The iteration of a verifier that rests takes no
-        problems."""
+        """Samples, for each problem, a group of solutions with one verification each (generator iteration), or one
+        solution with a group of verifications (verifier iteration). A skipped verifier iteration takes no problems.
+        """
         if iteration.role != self.solver and self.verifier_rests:
             context.add_metrics(VERIFIER, {"rests": float(self._outcomes_suffice())})
             if self._outcomes_suffice():
@@ -145,7 +151,9 @@ class BaseTango(Recipe):
         return {VERIFIER: self._credit_reviews(context, solutions, judged)}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Measures both roles; the verifier on a set that the first call draws and checkpoints keep."""
+        """Evaluates both roles. The verifier is evaluated on a balanced set, which the first call creates and
+        checkpoints store.
+        """
         metrics, solutions = self.measure(context, prompts)
         return metrics | self._balanced.metrics(context, self._reviewer, prompts, solutions, self._labels)
 
@@ -156,7 +164,7 @@ class BaseTango(Recipe):
         self._counts, self._signal = ClassCounts(**state["counts"]), float(state["signal"])
 
     def _reviewed(self, iteration: Iteration) -> Reviewed | None:
-        """Returns which solutions of an iteration are verified."""
+        """Returns which groups of an iteration are verified."""
         if iteration.role != self.solver:
             return "all"
         return None if self._outcomes_suffice() else self.reviewed
@@ -167,8 +175,9 @@ class BaseTango(Recipe):
     def _credit_solutions(
         self, context: RolloutContext, iteration: Iteration, solutions: Sequence[Solution], judged: Judged
     ) -> list[Rollout]:
-        """Mixes outcome and step advantages by alpha, where a solution has one verdict for each of its steps. Groups
-        that are not verified learn from their outcomes alone."""
+        """Mixes outcome and step advantages by alpha for solutions with one verdict per step. Groups that are not
+        verified learn from their outcomes only.
+        """
         alpha, credit = self._alpha(iteration.update(self.solver)), self.step_credit
         context.add_metrics(self.solver, {"alpha": alpha, "signal": self._signal})
         annotated = [with_verdicts(s.rollout, own, credit) for s, own in zip(solutions, judged, strict=True)]
@@ -179,8 +188,9 @@ class BaseTango(Recipe):
         return [sample for s, one in zip(solutions, credited, strict=True) for sample in s.to_train(one)]
 
     def _follow(self, solutions: Sequence[Solution]) -> None:
-        """Takes an iteration's solutions into the moving share of problems whose outcomes differ. A problem with one
-        graded solution has no two outcomes that could."""
+        """Updates the moving share of problems whose outcomes differ. Problems with only one graded solution are
+        ignored.
+        """
         sizes = Counter(s.rollout.group for s in solutions)
         compared = [s for s in solutions if sizes[s.rollout.group] > 1]
         if compared:
@@ -195,7 +205,9 @@ class BaseTango(Recipe):
         return step_weight(self.alpha_schedule, update, start=self.alpha_start, floor=self.alpha_min, total=total)
 
     def _credit_reviews(self, context: RolloutContext, solutions: Sequence[Solution], judged: Judged) -> list[Rollout]:
-        """Compares verifications of one solution; class weights keep the rarer outcome from being ignored (eq. 9)."""
+        """Compares the verifications of one solution with each other. Class weights increase the influence of the rarer
+        outcome (eq. 9).
+        """
         context.add_metrics(VERIFIER, {"reward/outcome": mean_reward([s.rollout for s in solutions], "outcome")})
         rows = [verification for group in judged for verification in group]
         labels = [row.item.correct for row in rows]
@@ -206,9 +218,9 @@ class BaseTango(Recipe):
 
 @dataclass(kw_only=True)
 class Tango(BaseTango):
-    """Tango with the paper's settings: a solution is one text, whose steps stand between tags."""
+    """Tango with the paper's settings. A solution is one text with its steps between tags."""
 
-    generator_template: str = "tango_generator"  # a text file with {question}, or the name of a packaged prompt
+    generator_template: str = "tango_generator"  # text file with {question}, or name of a packaged prompt
 
     def __post_init__(self) -> None:
         base.check_arguments(self, templates={"generator_template": ["question"]})
@@ -230,13 +242,15 @@ class Tango(BaseTango):
 
 @dataclass(kw_only=True)
 class LeanTango(Tango):
-    """Tango with settings that cost less than the paper's (docs/last_letter.md, "At equal time"): solutions of problems
-    that no sample solved are verified, and these alone; they learn from verdicts, and all others from outcomes. Once
-    the outcomes of a quarter of the problems say something, none is verified. The tokens of a step get its own
-    verdict's credit, compared with the same step of the problem's other solutions. The verifier answers by its
-    likeliest tokens there; it is trained a third as often, and only while it is asked."""
+    """Tango with settings that cost less than the paper's (docs/last_letter.md, "At equal time").
 
-    generator_iterations: int = 9  # per cycle; a verifier's iteration takes the time of two
+    Only groups without a correct solution are verified and learn from verdicts; other groups learn from outcomes. As
+    soon as the outcomes differ in a quarter of the problems, no group is verified. The tokens of a step get the credit
+    of the step's verdict only, compared with the same step of the problem's other solutions. The verifier decodes
+    greedily in generator iterations. It is trained a third as often, and only while it is used.
+    """
+
+    generator_iterations: int = 9  # per cycle; a verifier iteration takes as long as two generator iterations
     reviewed: Reviewed = "failed"
     review_below: float | None = 0.25
     verifier_rests: bool = True

@@ -17,17 +17,17 @@ from megatron_rl.types import Prompt
 
 @dataclass(kw_only=True)
 class TangoAgents(OverEpisodes, BaseTango):
-    """A run of Tango whose solutions are conversations: a step is what the generator wrote between two texts of its
-    environment, and verdict k is about turn k.
+    """A Tango recipe whose solutions are conversations. A step is the text that the generator produced between two
+    messages of the environment; verdict k is about turn k.
 
-    An episode is correct where the sum of rewards that counts is above the middle of reward.range. One that failed or
-    is late is neither correct nor wrong: it is not judged, and its group goes on without it.
+    An episode is correct if its weighted reward is above the middle of reward.range. An episode that failed or timed
+    out is neither correct nor wrong: it is not judged, and its group continues without it.
     """
 
-    role: str = GENERATOR  # the generator's, as the environment names it
-    agents: int = 1  # of the generator in an episode; each is judged by itself
-    verifier_template: str = "tango_turns_verifier"  # with {question}, {solution}, {num_steps}
-    # How a conversation stands in place of {solution}: each turn of the generator, and what it was told before it.
+    role: str = GENERATOR  # the generator's role name in the environment
+    agents: int = 1  # number of generator agents in an episode; each is judged separately
+    verifier_template: str = "tango_turns_verifier"  # template with {question}, {solution}, {num_steps}
+    # How a conversation is formatted as {solution}: each turn of the generator, and the environment's text before it.
     turn_form: str = "Turn {number}:\n{text}\n\n"
     told_form: str = "The environment said:\n{text}\n\n"
 
@@ -47,7 +47,7 @@ class TangoAgents(OverEpisodes, BaseTango):
         return self.role
 
     def roles(self) -> Mapping[str, RecipeRole]:
-        """Every number of Tango's is one of an agent."""
+        """Returns Tango's roles with all sample counts multiplied by the number of agents."""
         return {
             name: replace(
                 part,
@@ -64,7 +64,9 @@ class TangoAgents(OverEpisodes, BaseTango):
     def draw(
         self, context: RolloutContext, prompts: Sequence[Prompt], sampling: Sampling, then: Then = pass_over
     ) -> tuple[Sequence[Transcript], dict[str, float]]:
-        """The episodes of one problem have the same seed of the environment, which comes from the sampling's."""
+        """Plays `sampling.n` episodes per problem, and returns their transcripts and metrics. The episodes of one
+        problem have the same environment seed, derived from the sampling seed.
+        """
         seeds = [context.seed_for("task", sampling.seed, i) for i in range(len(prompts))]
         played = self.play_episodes(context, prompts, seeds, {self.role: sampling}, each=sampling.n)
         found = self._transcripts(context, played)

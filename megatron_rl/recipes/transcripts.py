@@ -1,4 +1,6 @@
-"""Makes an agent's part in an episode a solution whose steps are its turns, so that a verifier can judge them."""
+"""Converts an agent's part of an episode to a solution whose steps are the agent's turns, so that a verifier can judge
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ from megatron_rl.types import STEP, Annotations, Author, Outcome, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Transcript(Solution):
-    """The conversation of one agent of an episode, graded. Its rollout has all of the agent's samples one behind the
-    other: turn k is annotation k, and what follows a turn counts for it also where the transcript was truncated."""
+    """The graded conversation of one agent in an episode. Its rollout is the concatenation of all samples of the agent.
+    Turn k is annotation k. Tokens after a turn count for the turn, also if the transcript was truncated.
+    """
 
-    turns: list[str]  # what the agent wrote, without what it was told
-    samples: Sequence[Rollout] = ()  # in order, to be trained on; several where the transcript was truncated
+    turns: list[str]  # texts that the agent generated, without the environment's messages
+    samples: Sequence[Rollout] = ()  # samples to train on, in order; several if the transcript was truncated
 
     @property
     def steps(self) -> list[str]:
@@ -31,7 +34,9 @@ class Transcript(Solution):
 
     @property
     def form(self) -> float:
-        """Turns are told apart whatever was written: a verification must have one verdict for each."""
+        """The format score. Always 1.0: turns can always be separated, so a verification must have one verdict per
+        turn.
+        """
         return 1.0
 
     def to_train(self, credited: Rollout) -> list[Rollout]:
@@ -40,14 +45,17 @@ class Transcript(Solution):
 
 @dataclass(frozen=True, kw_only=True)
 class TranscriptForm:
-    """The way in which a conversation is written down for the verifier."""
+    """The format in which a conversation is presented to the verifier."""
 
-    turn: str  # with {text}, and {number} from 1 on
-    told: str  # with {text}: what the environment said before a turn
+    turn: str  # template of a turn with {text}, and {number} counted from 1
+    told: str  # template of the environment's text before a turn, with {text}
 
     def write(self, question: str, told: Sequence[str], turns: Sequence[str]) -> str:
-        """Returns a conversation as text: [K] what was said before each turn, and the turns. What opened it is left out
-        where the question is part of it, as the verifier reads that anyway."""
+        """Returns a conversation as text.
+
+        `told`: [K] texts of the environment before each turn. `turns`: [K] turns. The first text is left out if it
+            contains the question, which is shown to the verifier anyway.
+        """
         parts = []
         for number, (heard, turn) in enumerate(zip(told, turns, strict=True), start=1):
             if heard.strip() and not (number == 1 and question in heard):
@@ -60,12 +68,14 @@ def transcripts(
     played: EpisodesGraded, recipe: OverEpisodes, tokenizer: Any, form: TranscriptForm, reader: ControlTokens,
     threshold: float,
 ) -> list[Transcript]:  # fmt: skip
-    """Makes every agent of the episodes that count a transcript, in order. Its reward `outcome` is the sum of rewards
-    that counts in the recipe; above threshold it is correct. `reader`: the verifier's control tokens, which no
-    transcript has: neither the generator nor a tool can end the verifier's prompt and speak in its place.
+    """Converts every agent of the successful episodes to a transcript, in order. Its reward `outcome` is the recipe's
+    weighted reward; the transcript is correct if the reward is above `threshold`.
 
-    What an agent was told is the text of the messages. Where an episode does not tell (those of the library verifiers),
-    it is decoded from the samples, and a sample behind a cut shows all that it opens with.
+    `reader`: control tokens of the verifier's tokenizer. They are escaped in the transcript, so neither the generator
+        nor a tool can end the verifier's prompt and speak in its place.
+
+    The environment's texts are those of its messages. If an episode does not record them (as with the library
+    verifiers), they are decoded from the samples; a sample after a cut then shows its whole beginning.
     """
     found = []
     for samples in by_agent(played.rollouts):
@@ -82,7 +92,7 @@ def transcripts(
 
 
 def joined(samples: Sequence[Rollout]) -> Rollout:
-    """Puts samples one behind the other, as one rollout to compute credit on. It cannot be trained on."""
+    """Concatenates samples into one rollout, on which advantages are computed. The result cannot be trained on."""
     starts = np.cumsum([0, *(len(sample.tokens) for sample in samples[:-1])])
     spans = [sample.spans + np.array([start, start, 0, 0]) for sample, start in zip(samples, starts, strict=True)]
     return replace(
@@ -97,8 +107,9 @@ def joined(samples: Sequence[Rollout]) -> Rollout:
 
 
 def parted(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
-    """Gives the samples that were joined to `whole` what it has got since: payload, annotations, advantages and the
-    reward that they compare. A sample has the annotations, scores and verdicts of its own turns."""
+    """Splits the results computed on the joined rollout `whole` back to its samples: payload, annotations, advantages,
+    and the reward TRAINED. A sample gets the annotations, scores and verdicts of its turns.
+    """
     annotations, parts, start = whole.annotations_of(STEP), [], 0
     for sample in samples:
         end = start + len(sample.tokens)
@@ -124,7 +135,9 @@ def parted(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
 
 
 def annotate_turns(rollout: Rollout) -> Rollout:
-    """Annotates the stretches that models wrote between what the environment said, whatever their weight versions."""
+    """Annotates the maximal runs of generated tokens between environment tokens, regardless of their weight
+    versions.
+    """
     spans = rollout.spans[rollout.spans[:, 2] != Author.ENVIRONMENT]
     apart = spans[1:, 0] != spans[:-1, 1]
     starts = spans[np.append([True], apart)[: len(spans)], 0]
@@ -133,14 +146,14 @@ def annotate_turns(rollout: Rollout) -> Rollout:
 
 
 def turn_texts(rollout: Rollout, tokenizer: Any) -> list[str]:
-    """Returns the text of each turn that is annotated."""
+    """Returns the text of each annotated turn."""
     return [
         decode(tokenizer, rollout.tokens[start:end]).text for start, end in rollout.annotations_of(STEP).ranges.tolist()
     ]
 
 
 def _heard(rollout: Rollout, tokenizer: Any) -> list[str]:
-    """Decodes what stands before each turn that is annotated."""
+    """Decodes the text before each annotated turn."""
     ranges = rollout.annotations_of(STEP).ranges.tolist()
     ends = [0, *(end for _, end in ranges)]
     return [decode(tokenizer, rollout.tokens[ends[k] : start]).text for k, (start, _) in enumerate(ranges)]
