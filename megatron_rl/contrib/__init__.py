@@ -1,1 +1,1 @@
-"""Methods of single papers and toy environments. A module here imports only what a module of a user may import."""
+"""Methods of single papers and toy environments. Modules in this package import only what user modules may import."""

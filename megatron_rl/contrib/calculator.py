@@ -1,4 +1,4 @@
-"""A calculator that models may call: exact arithmetic on numbers alone, bounded in time and size."""
+"""A calculator tool for models: exact arithmetic on numbers, with bounded time and size."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 from megatron_rl.config.base import ConfigError
 from megatron_rl.environments.episode_types import Tool
 
-ROUNDED_DIGITS = 15  # of a result that no decimal number is
-MOST_DIGITS = 4000  # that Python turns into text
-BITS_PER_DIGIT = 4  # a few more than there are: what is surely too large is not computed
+ROUNDED_DIGITS = 15  # number of digits of a result without a finite decimal representation
+MOST_DIGITS = 4000  # maximum number of digits that Python converts to text
+# slightly more than log2(10), so that only results that are certainly too large are rejected before computing
+BITS_PER_DIGIT = 4
 _BINARY: Mapping[type, Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -28,17 +29,19 @@ _UNARY: Mapping[type, Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos,
 
 
 class _Mistake(ValueError):
-    """An expression that has no result; the message is for the model."""
+    """An expression without a result. The message is shown to the model."""
 
 
 @dataclass(kw_only=True)
 class Calculator(Tool):
-    """Evaluates an expression of numbers, + - * / // % ** and parentheses. Numbers are fractions, so that 0.1 + 0.2 is
-    0.3; only a fractional power is rounded. A mistake is a text that begins with `error:`."""
+    """A tool that evaluates an expression of numbers, + - * / // % ** and parentheses. Numbers are fractions, so that
+    0.1 + 0.2 is 0.3; only results of fractional powers are rounded. For an invalid expression it returns a text that
+    begins with `error:`.
+    """
 
     name: str = "calculator"
-    max_characters: int = 500  # of an expression
-    max_digits: int = 200  # of its result, and of every number on the way
+    max_characters: int = 500  # maximum length of an expression
+    max_digits: int = 200  # maximum number of digits of the result and of all intermediate numbers
 
     description = "Evaluates an arithmetic expression of numbers with + - * / // % ** and parentheses."
     parameters = {
@@ -66,9 +69,9 @@ class Calculator(Tool):
             return f"error: {error}"
         except ZeroDivisionError:
             return "error: division by zero"
-        except (SyntaxError, ValueError):  # a null byte is a ValueError
+        except (SyntaxError, ValueError):  # a null byte raises ValueError
             return "error: this is no arithmetic expression"
-        except (RecursionError, MemoryError):  # of the parser, too
+        except (RecursionError, MemoryError):  # also raised by the parser
             return "error: the expression is nested too deeply"
 
     def _value(self, node: ast.expr, source: str) -> Fraction:
@@ -86,14 +89,14 @@ class Calculator(Tool):
         raise _Mistake("only numbers, + - * / // % ** and parentheses are known here")
 
     def _number(self, node: ast.Constant, source: str) -> Fraction:
-        """Returns a number as it is written: 0.1 is one tenth."""
+        """Returns the exact value of a number literal: 0.1 is one tenth."""
         if isinstance(node.value, int):
             return Fraction(node.value)
         try:
             written = Decimal(ast.get_source_segment(source, node) or "")
-        except InvalidOperation:  # an exponent beyond those of Decimal
+        except InvalidOperation:  # the exponent is outside the range of Decimal
             raise self._too_large() from None
-        if abs(written.adjusted()) > self.max_digits:  # before its zeros are written out
+        if abs(written.adjusted()) > self.max_digits:  # checked before the zeros are expanded
             raise self._too_large()
         return Fraction(written)
 
@@ -105,7 +108,7 @@ class Calculator(Tool):
         if abs(base) in (0, 1):
             return base if exponent % 2 else abs(base) if exponent else Fraction(1)
         bits = max(base.numerator.bit_length(), base.denominator.bit_length()) - 1
-        if bits * abs(exponent) > self.max_digits * BITS_PER_DIGIT:  # before it is computed
+        if bits * abs(exponent) > self.max_digits * BITS_PER_DIGIT:  # checked before the power is computed
             raise self._too_large()
         return base ** int(exponent)
 
@@ -127,7 +130,7 @@ class Calculator(Tool):
 
 
 def _shown(value: Fraction, max_digits: int) -> str:
-    """Returns a number as text: whole numbers and decimals that end exactly, others rounded to ROUNDED_DIGITS."""
+    """Returns a number as text: integers and finite decimals exactly, other numbers rounded to ROUNDED_DIGITS."""
     if value.denominator == 1:
         return str(value.numerator)
     exact = Context(prec=MOST_DIGITS)

@@ -1,8 +1,8 @@
-"""Tells how many of a set of texts are alike, as R-Zero counts its challenger's repetitions.
+"""Clusters similar texts, to measure the repetitions of R-Zero's challenger.
 
-The released code (Chengsong-Huang/R-Zero 5699329, examples/reward_function/caller_penalty.py) takes BLEU from nltk and
-clusters from scikit-learn. The functions here give the same numbers; of clusters that are exactly as near to each
-other, another pair may be joined first.
+The released code (Chengsong-Huang/R-Zero 5699329, examples/reward_function/caller_penalty.py) uses BLEU from nltk and
+clusters from scikit-learn. The functions here return the same numbers. If several pairs of clusters have exactly the
+same distance, another pair may be joined first.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-ORDERS = (1, 2, 3, 4)  # words of the n-grams that BLEU counts
-NONE_SHARED = 0.1  # count in the place of 0 shared n-grams of one order: nltk's SmoothingFunction().method1
+ORDERS = (1, 2, 3, 4)  # lengths n of the n-grams used by BLEU
+NONE_SHARED = 0.1  # smoothed count used if no n-gram of an order is shared: nltk's SmoothingFunction().method1
 
 
 def cluster_shares(texts: Sequence[str], distance: float) -> list[float]:
-    """Returns the share of all [N] texts that is in each one's cluster, itself included. -> [N] in (0, 1]
+    """Returns, for each of [N] texts, the share of all texts that are in its cluster, including itself. [N] in (0, 1]
 
     Clusters are joined while the mean BLEU distance between their texts is below `distance` (average linkage).
     """
@@ -27,15 +27,15 @@ def cluster_shares(texts: Sequence[str], distance: float) -> list[float]:
 
 
 def bleu_distances(texts: Sequence[str]) -> np.ndarray:
-    """Returns 1 - BLEU of each pair, where the earlier text is the hypothesis and the later one its only reference.
-    -> float64 [N, N], symmetric, 0 on the diagonal
+    """Returns 1 - BLEU of each pair of texts: float64 [N, N], symmetric, 0 on the diagonal.
 
-    Words are what stands between spaces. A pair without a common word has the distance 1, and so has an empty text.
+    The earlier text of a pair is the hypothesis, the later one the only reference. Words are separated by whitespace. A
+    pair without a common word has distance 1, and so does any pair with an empty text.
     """
     words = [text.split() for text in texts]
     lengths = np.array([len(own) for own in words], np.float64)
     shared = [_shared_ngrams(words, order) for order in ORDERS]
-    counted = [np.maximum(lengths - order + 1, 1.0) for order in ORDERS]  # n-grams of the hypothesis
+    counted = [np.maximum(lengths - order + 1, 1.0) for order in ORDERS]  # number of n-grams of the hypothesis
     logs = [
         np.log(np.where(found > 0, found, NONE_SHARED) / count[:, None])
         for found, count in zip(shared, counted, strict=True)
@@ -48,8 +48,10 @@ def bleu_distances(texts: Sequence[str]) -> np.ndarray:
 
 
 def _shared_ngrams(words: Sequence[Sequence[str]], order: int) -> np.ndarray:
-    """Counts the n-grams that two texts share, each at most as often as in both. -> [N, N], without the diagonal"""
-    places: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)  # n-gram -> (text, how often)
+    """Returns the number of n-grams that two texts share, each counted at most as often as in both texts. [N, N],
+    without the diagonal
+    """
+    places: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)  # n-gram -> [(index of the text, count)]
     for i, own in enumerate(words):
         for ngram, count in Counter(zip(*(own[k:] for k in range(order)), strict=False)).items():
             places[ngram].append((i, count))
@@ -62,11 +64,11 @@ def _shared_ngrams(words: Sequence[Sequence[str]], order: int) -> np.ndarray:
 
 
 def _clusters(distances: np.ndarray, limit: float) -> list[int]:
-    """Joins the nearest clusters while they are nearer than `limit`. [N, N] -> [N] labels
+    """Joins the nearest clusters while their distance is below `limit`. [N, N] -> [N] labels
 
-    A chain of nearest neighbours finds pairs that are each other's nearest. Average linkage never brings a joined
-    cluster nearer to a third one than the nearer of its parts was, so that such pairs may be joined in any order, and a
-    cluster without a neighbour below the limit will never have one.
+    Uses the nearest-neighbour chain algorithm, which finds pairs that are each other's nearest neighbours. With average
+    linkage, a joined cluster is never nearer to a third cluster than the nearer of its parts was. So such pairs may be
+    joined in any order, and a cluster without a neighbour below the limit will never have one.
     """
     near, sizes, labels = distances.copy(), np.ones(len(distances)), np.arange(len(distances))
     np.fill_diagonal(near, np.inf)

@@ -1,4 +1,4 @@
-"""A judge compares pairs of responses, in one order or in both, against its bias for the place of a response."""
+"""Pairwise comparison of responses by a judge, in one order or in both, to compensate the judge's position bias."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megatron_rl.evaluation.judging import Judgement, Judging, Question
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import Prompt
 
-BOTH = (False, True)  # orders: as it is, and turned round
+BOTH = (False, True)  # orders of a pair: original, reversed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """Two responses to one problem, in one order."""
+    """Two responses to one problem, in a given order."""
 
     id: str
     payload: Mapping[str, Any]
-    own: str  # the response whose margin is asked for
+    own: str  # the response whose margin is computed
     other: str
-    turned: bool  # `other` is shown first
+    turned: bool  # True if `other` is shown first
 
     def margin(self, scores: tuple[float, float]) -> float:
-        """Returns by how much the scores, in the order shown, put `own` above `other`."""
+        """Returns the score of `own` minus the score of `other`. `scores` are in the order shown."""
         return scores[1] - scores[0] if self.turned else scores[0] - scores[1]
 
 
@@ -37,13 +37,16 @@ Answer = Judgement[Pair, Comparison]
 
 
 class Comparisons:
-    """Pairs that become known one after the other, and what the judge makes of them. A draw depends on the sampling's
-    seed and the pair's place alone."""
+    """A stream of pairs that become available one after the other, with the judge's answers. A sample depends only on
+    the sampling seed and the pair's index.
+    """
 
     def __init__(
         self, context: RolloutContext, template: str, sampling: Sampling, orders: Callable[[int], Sequence[bool]]
     ) -> None:
-        """`orders`: from the place of a pair to the orders in which it is asked about, `sampling.n` times each."""
+        """Creates an empty stream. `orders`: function from the index of a pair to the orders in which the judge is
+        asked, `sampling.n` times each.
+        """
         question = Question[Pair, Comparison](
             prompt=lambda pair: _prompt(context, template, pair), read=lambda _, text: read_comparison(text)
         )
@@ -52,12 +55,12 @@ class Comparisons:
         self._found: dict[int, list[Answer]] = {}
 
     def add(self, place: int, prompt: Prompt, own: str, other: str) -> None:
-        """Asks about a pair, in an order only where the prompt is not too long."""
+        """Asks the judge about a pair. An order whose prompt is too long is skipped."""
         for turned in self._orders(place):
             self._judging.ask(2 * place + turned, Pair(prompt.id, prompt.payload, own, other, turned))
 
     def finish(self) -> list[Answer]:
-        """Waits for all. -> the answers, by place and order."""
+        """Waits for all answers. Returns the answers, sorted by index and order of the pair."""
         start = time.perf_counter()
         for key, answers in self._judging.answers():
             self._found[key] = answers
@@ -66,8 +69,9 @@ class Comparisons:
         return [answer for key in sorted(self._found) for answer in self._found[key]]
 
     def margin(self, place: int) -> float | None:
-        """Returns the mean margin of a pair over its orders. None where one of them has no answer that can be read:
-        the others alone would have the judge's bias for a place."""
+        """Returns the mean margin of a pair over its orders. Returns None if one of the orders has no readable answer,
+        because the other order alone would be affected by the judge's position bias.
+        """
         margins: list[float] = []
         for turned in self._orders(place):
             answers = self._found.get(2 * place + turned, [])
@@ -80,9 +84,12 @@ class Comparisons:
 
 
 def comparison_metrics(answers: Sequence[Answer]) -> dict[str, float]:
-    """Returns metrics of a judge's answers: unreadable (how many), form (share of those in the form that is asked for),
-    and first_wins: the share of comparisons won by the response shown first, a tie counting half. A judge without a
-    bias for a place has 0.5 there, as places are drawn by chance or both are asked about."""
+    """Returns metrics of a judge's answers.
+
+    unreadable: number of unreadable answers. form: share of answers in the requested form. first_wins: share of
+    comparisons won by the response shown first, with a tie counted as half. first_wins is 0.5 for a judge without
+    position bias, because the order is random or both orders are used.
+    """
     read = [answer.opinion.scores for answer in answers if answer.opinion.scores is not None]
     metrics = {"unreadable": float(len(answers) - len(read))}
     if answers:

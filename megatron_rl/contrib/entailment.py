@@ -1,4 +1,4 @@
-"""RLBFF's verifier (arXiv 2509.21319): GRPO on saying whether a response fulfils a principle."""
+"""RLBFF's verifier (arXiv 2509.21319): GRPO on judging whether a response fulfils a principle."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from megatron_rl.text import fill, read_template
 
 @dataclass(frozen=True, kw_only=True)
 class Entailment(Grpo):
-    """A run that trains `generator`, here the verifier, by the reward `megatron_rl.contrib.entailment_reward:grade`.
+    """A recipe that trains `generator`, here a verifier, with the reward `megatron_rl.contrib.entailment_reward:grade`.
 
-    A problem has question, response and principle, and a label, yes or no, as its answer. The model that comes out can
-    be the judge of a Rubric run with judge_template: entailment_verifier.
+    A problem has question, response and principle, and a label, yes or no, as its answer. The trained model can be the
+    judge of a Rubric run with judge_template: entailment_verifier.
     """
 
     group_size: int = 8
-    template: str = "entailment_verifier"  # with {question}, {response}, {criterion}
+    template: str = "entailment_verifier"  # template with {question}, {response}, {criterion}
 
     def __post_init__(self) -> None:
         super().__post_init__()

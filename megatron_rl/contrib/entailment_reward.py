@@ -1,4 +1,4 @@
-"""Grades a verifier that says whether a response fulfils a principle (RLBFF, arXiv 2509.21319)."""
+"""Grades a verifier that judges whether a response fulfils a principle (RLBFF, arXiv 2509.21319)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _LABELS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0
 
 
 def grade(response: str, payload: Mapping[str, Any]) -> float:
-    r"""Returns 1.0 when the last \boxed{} of the verifier's text says what payload["answer"] does, yes or no, else 0.0.
+    r"""Returns 1.0 if the last \boxed{} of the verifier's text agrees with payload["answer"] (yes or no), else 0.0.
 
-    Raises ValueError for another label. Such a grading is an error and no reward.
+    Raises ValueError for any other label. Such a grading is an error and gives no reward.
     """
     label = _LABELS.get(str(payload["answer"]).strip().lower())
     if label is None:

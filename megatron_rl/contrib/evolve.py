@@ -1,4 +1,6 @@
-"""Multi-Agent Evolve (arXiv 2510.23595): a proposer, a solver and a judge learn from questions that they make up."""
+"""Multi-Agent Evolve (arXiv 2510.23595): a proposer, a solver and a judge learn from questions that the proposer
+invents.
+"""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,29 +25,30 @@ PROPOSER, SOLVER, JUDGE = "proposer", "solver", "judge"
 
 @dataclass(kw_only=True)
 class Evolve(Recipe):
-    """A run whose every iteration trains three roles, which have models of their own or share one (`roles.X.same_as`).
+    """A recipe in which every iteration trains three roles, with separate models or a shared one (`roles.X.same_as`).
 
-    The proposer writes questions, some of them after references from a pool. The judge marks them; those that it
-    accepts join the pool, and the solver's failures at them are their difficulty. The solver trains on one answer to
-    each of as many questions of the pool, as released, or on its answers to the accepted questions (`practice`), and
-    the judge on what it wrote about these answers. The pool begins with the problems of the data set.
+    The proposer generates questions, some with reference questions from a pool in its prompt. The judge scores the
+    questions. Accepted questions are added to the pool; their difficulty is 1 - the mean score of the solver's answers.
+    The solver trains on one answer to each of as many questions from the pool (as in the released code), or on its
+    answers to the accepted questions (`practice`). The judge trains on its judgements of these answers. The pool
+    initially has the problems of the data set.
     """
 
-    updates: int  # of the run
-    proposals: int = 1  # for each problem of the data set that an iteration takes
-    answers: int = 5  # of the solver to each accepted question, which measure its difficulty
-    judgements: int = 5  # of each proposed question, and of each answer that measures a difficulty
-    practice: Literal["pool", "proposed"] = "pool"  # the questions that the solver and the judge train on
-    reference_share: float = 0.5  # of the proposals that see references
-    references: int = 1  # that such a proposal sees
-    least_quality: float = 0.7  # of a question that is accepted
-    pool_size: int = 4096  # most questions that are remembered; the oldest are forgotten first
-    estimator: str = "reinforce_pp"  # a word of algorithms.estimators, or module:name; over each role's own batch
-    proposer_template: str = "evolve_proposer"  # text files, or names of packaged prompts
-    reference_template: str = "evolve_proposer_reference"  # with {references}
-    solver_template: str = "evolve_solver"  # with {question}
-    question_template: str = "evolve_judge_question"  # with {question}
-    answer_template: str = "evolve_judge_answer"  # with {question}, {answer}
+    updates: int  # number of updates in the run
+    proposals: int = 1  # proposals per data set problem of an iteration
+    answers: int = 5  # solver answers per accepted question, to measure its difficulty
+    judgements: int = 5  # judgements per proposed question, and per answer that measures a difficulty
+    practice: Literal["pool", "proposed"] = "pool"  # questions on which the solver and the judge are trained
+    reference_share: float = 0.5  # share of proposals with references in the prompt
+    references: int = 1  # number of references in such a prompt
+    least_quality: float = 0.7  # minimum quality of an accepted question
+    pool_size: int = 4096  # maximum number of questions in the pool; the oldest are removed first
+    estimator: str = "reinforce_pp"  # a name in algorithms.estimators, or module:name; applied to each role's batch
+    proposer_template: str = "evolve_proposer"  # a text file or the name of a packaged prompt, as for all templates
+    reference_template: str = "evolve_proposer_reference"  # template with {references}
+    solver_template: str = "evolve_solver"  # template with {question}
+    question_template: str = "evolve_judge_question"  # template with {question}
+    answer_template: str = "evolve_judge_answer"  # template with {question}, {answer}
 
     def __post_init__(self) -> None:
         templates = {"proposer_template": [], "reference_template": ["references"], "solver_template": ["question"]}
@@ -55,7 +58,7 @@ class Evolve(Recipe):
             shares=["reference_share", "least_quality"], templates=templates,
         )  # fmt: skip
         self._templates = {name: read_template(vars(self)[name]) for name in templates}
-        self._pool: list[str] = []  # different questions, the oldest first
+        self._pool: list[str] = []  # distinct questions, oldest first
 
     def roles(self) -> Mapping[str, RecipeRole]:
         n, tried, pooled = self.proposals, self.proposals * self.answers, self.proposals * (self.practice == "pool")
@@ -94,7 +97,8 @@ class Evolve(Recipe):
         proposals = [
             self._proposal(rollout, text, quality.get(i), difficulty.get(i))
             for i, (rollout, text) in enumerate(zip(proposed, texts, strict=True))
-            if i not in questions or i in difficulty or (i in quality and i not in accepted)  # else not judged
+            # otherwise the proposal was not judged
+            if i not in questions or i in difficulty or (i in quality and i not in accepted)
         ]
         metrics = {"questions": len(questions), "accepted": len(accepted), "pool": len(self._pool)}
         metrics["unjudged"] = len(proposed) - len(proposals)
@@ -103,13 +107,15 @@ class Evolve(Recipe):
         context.add_metrics(SOLVER, {"unjudged": float(len(practised) - len(solutions))})
         judgements = [_judgement(context, rollout) for answer in practised for rollout in answer.judgements]
         parts = ((PROPOSER, proposals, "total"), (SOLVER, solutions, "total"), (JUDGE, judgements, "form"))
-        return {  # a role's batch is one group
+        return {  # the batch of a role is one group
             role: assign_advantages([replace(r, group=role) for r in own], reward=reward, estimator=self.estimator)
             for role, own, reward in parts
         }
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Measures the solver, on the problems that are not too long for it; solver/too_long counts the others."""
+        """Evaluates the solver on the problems that fit into its prompt; the metric solver/too_long counts
+        the others.
+        """
         texts = [fill(self._templates["solver_template"], question=str(p.payload["question"])) for p in prompts]
         own = [put(context, SOLVER, text) for text in texts]
         return accuracies_of_fitting(context, SOLVER, prompts, own)
@@ -124,8 +130,9 @@ class Evolve(Recipe):
         self._pool = list(dict.fromkeys([*self._pool, *questions]))[-self.pool_size :]
 
     def _speaker(self, iteration: Iteration, context: RolloutContext, role: str, purpose: str, n: int) -> Speaker:
-        """Agents a role for one purpose of an iteration, with draws of its own. Log-probs are asked for of what is
-        trained."""
+        """Returns a role's speaker for one purpose in an iteration, with a separate random seed. Log-probs are
+        requested only for samples that are trained on.
+        """
         name = "solver" if role == SOLVER else "question" if purpose == "questions" else "answer"
         own = replace(sampling_for(context, iteration, role, n), seed=context.seed_for(iteration.number, role, purpose))
         sampling = replace(own, logprobs=purpose in ("proposed", "pool" if self.practice == "pool" else "tried"))
@@ -146,7 +153,9 @@ class Evolve(Recipe):
         return judged_answers(context, solver, judge, questions)
 
     def _proposer_prompt(self, context: RolloutContext, rng: random.Random) -> Prompt:
-        """Draws whether a proposal sees references, and which. References that do not fit are left out."""
+        """Chooses randomly whether a proposal sees references, and which. References that make the prompt too long are
+        left out.
+        """
         shown = rng.sample(self._pool, min(self.references, len(self._pool)))
         text = fill(self._templates["reference_template"], references="\n\n".join(shown))
         prompt = put(context, PROPOSER, text) if rng.random() < self.reference_share else None
@@ -158,8 +167,9 @@ class Evolve(Recipe):
 
     @staticmethod
     def _proposal(rollout: Rollout, text: str, quality: float | None, difficulty: float | None) -> Rollout:
-        """Rewards a proposal with the mean of quality, difficulty and form. A question that was not accepted has no
-        difficulty, and a proposal without a question has nothing."""
+        """Rewards a proposal with the mean of quality, difficulty and form. A question that was not accepted has
+        difficulty 0, and a proposal without a question has the reward 0.
+        """
         parts = (quality, difficulty or 0.0, proposal_form(text)) if quality is not None else (0.0, 0.0, 0.0)
         own = dict(zip(("quality", "difficulty", "form"), parts, strict=True))
         return rollout.with_rewards(total=sum(parts) / 3, **own)

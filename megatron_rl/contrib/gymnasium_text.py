@@ -1,4 +1,6 @@
-"""An adapter of gymnasium's environments: observations become messages, and answers are read as actions."""
+"""An adapter for gymnasium environments: observations are converted to messages, and actions are parsed
+from answers.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +16,34 @@ from megatron_rl.environments.episode_types import EpisodeEnd, NextRequest, Said
 from megatron_rl.rewards.tags import block_texts
 from megatron_rl.text import fill, read_template
 
-RENDERED = "ansi"  # the render mode of gymnasium that is a text
+RENDERED = "ansi"  # gymnasium's render mode for text
 _COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m")
 _INTEGER = r"(?<![\w.])-?\d+(?![\w.]*\d)"
 
 
 @dataclass(kw_only=True)
 class GymnasiumText(Environment):
-    """One agent in an environment of gymnasium whose actions are a text or one of a few numbers.
+    """One agent in a gymnasium environment whose actions are a text or a number from a small range.
 
-    The agent is told an observation and answers with an action, until the environment ends, or `turns` answers were
-    given. Its reward `return` is the sum of the environment's. An episode begins from the task's `seed`, so that the
-    episodes of a task begin alike, else from its own; the task's `options` go to `reset`, too.
+    The agent gets an observation and answers with an action, until the environment ends or `turns` answers have been
+    given. The reward `return` is the sum of the environment's rewards. An episode is reset with the task's `seed` if it
+    has one, so that the episodes of a task begin alike, otherwise with the episode's seed. The task's `options` are
+    passed to `reset`.
     """
 
-    id: str  # of the environment, as gymnasium.make takes it: a name, or module:name
+    id: str  # id of the environment for gymnasium.make: a name, or module:name
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of gymnasium.make
-    role: str = "agent"  # also the agent's name
+    role: str = "agent"  # role of the agent, also used as the agent's name
     # First message: a text file or a packaged prompt, with {observation}, {actions} and the task's {question}.
     template: str = "gymnasium"
-    observation: str = "{observation}"  # later messages
-    unreadable: str = "This names no action. The actions are: {actions}."  # told instead of a step
-    actions: tuple[str, ...] = ()  # names of the numbered actions, in order; their numbers are understood, too
-    tag: str | None = None  # an action stands between <tag> and </tag>, where the last of these is; null: anywhere
-    # Show the environment's picture in letters (render_mode: ansi) as the observation; what it colours has brackets.
+    observation: str = "{observation}"  # template of later messages
+    # message after an answer without a valid action
+    unreadable: str = "This names no action. The actions are: {actions}."
+    actions: tuple[str, ...] = ()  # names of the numbered actions, in order; their numbers are accepted too
+    tag: str | None = None  # the action is inside the last <tag>...</tag>; null: anywhere in the answer
+    # Use the environment's text rendering (render_mode: ansi) as the observation; coloured parts are put in brackets.
     render: bool = False
-    turns: int = 20  # most answers of an episode
+    turns: int = 20  # maximum number of answers per episode
 
     def __post_init__(self) -> None:
         if self.turns < 1:
@@ -99,7 +103,9 @@ class GymnasiumText(Environment):
             raise ConfigError(f"args.id = {self.id!r} with args.args = {self.args} cannot be made: {error}") from error
 
     def _check_actions(self) -> str:
-        """Returns how the actions are named to the agent. Raises ConfigError for a space that no text can name."""
+        """Returns the description of the actions for the agent. Raises ConfigError for an action space that cannot be
+        expressed as text.
+        """
         spaces = self._gymnasium.spaces
         if isinstance(self._space, spaces.Text) and not self.actions:
             return "any text"
@@ -117,7 +123,9 @@ class GymnasiumText(Environment):
         return ", ".join(names)
 
     def _action(self, text: str) -> Any:
-        """Returns the action in a text: all of it, or the last number or name of an action; None without one."""
+        """Returns the action in a text: the whole text for a text space, otherwise the last number or name of an
+        action. Returns None if there is no action.
+        """
         if self.tag is not None:
             found = block_texts(text, self.tag)
             if not found:
@@ -136,7 +144,9 @@ class GymnasiumText(Environment):
 
 
 def _plain(value: Any) -> Any:
-    """Returns an observation with Python's numbers and lists in place of numpy's, whose text shows their type."""
+    """Returns an observation with numpy's numbers and arrays converted to Python's, because numpy's text representation
+    shows types.
+    """
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value)) if isinstance(value, tuple) else [*map(_plain, value)]
     if isinstance(value, Mapping):

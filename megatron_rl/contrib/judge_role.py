@@ -1,4 +1,4 @@
-"""How recipes ask the role `judge`, and what its answers earn where it is trained."""
+"""Prompts for the role `judge`, and the rewards of its answers if it is trained."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ JUDGE = "judge"
 def judge_prompt(
     context: RolloutContext, template: str, id: str, payload: Mapping[str, Any], /, **values: str
 ) -> Prompt | None:
-    """Fills a judge's template with the problem's question and further values. -> None for a prompt that is too long:
-    it is never cut."""
+    """Fills a judge's template with the problem's question and further values. Returns None if the prompt is too long;
+    it is never truncated.
+    """
     tokenizer = context.tokenizers[JUDGE]
     text = fill_quoting(tokenizer, read_template(template), question=str(payload["question"]), **values)
     tokens = tokenize(tokenizer, text)
@@ -29,8 +30,9 @@ def judge_prompt(
 def judge_rollout(
     context: RolloutContext, answer: Judgement[Any, Any], *, form: float, agrees: float | None, weight: float
 ) -> Rollout:
-    """Makes an answer of the judge a rollout with the rewards format, agrees (where a label is known) and their sum
-    total = weight * format + agrees."""
+    """Converts an answer of the judge to a rollout with the rewards format, agrees (if a label is known) and total =
+    weight * format + agrees.
+    """
     known = {} if agrees is None else {"agrees": agrees}
     drawn = answer.rollout(JUDGE, partner_weight=context.partner_weights.get(JUDGE, 0.0))
     return drawn.with_rewards(total=weight * form + (agrees or 0.0), format=form, **known)

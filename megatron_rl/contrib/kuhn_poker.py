@@ -1,4 +1,6 @@
-"""Kuhn poker: two agents play one hand of the game with three cards; and what a way of playing it is worth, exactly."""
+"""Kuhn poker: an environment in which two agents play one hand of the three-card game, and exact evaluation of
+policies.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from megatron_rl.rewards.role_tags import last_inside
 from megatron_rl.text import fill, read_template
 from megatron_rl.types import Outcome
 
-CARDS = "JQK"  # from the lowest to the highest
+CARDS = "JQK"  # from lowest to highest
 AGENTS = ("first", "second")
-GAME_VALUE = -1 / 18  # chips that the first agent wins in a hand when both play an equilibrium (Kuhn 1950)
-FOLDED = 1.0  # chips that a fold costs
-Actions = tuple[str, ...]  # all that was said in a hand, in order
-# The probability of a bet or a call at each information set, whose name is the card and what was said: "K check bet".
+GAME_VALUE = -1 / 18  # expected chips of the first agent per hand in equilibrium (Kuhn 1950)
+FOLDED = 1.0  # chips lost by folding
+Actions = tuple[str, ...]  # all actions of a hand, in order
+# The probability of a bet or call at each information set, named by card and previous actions, such as "K check bet".
 PolicyTable = Mapping[str, float]
 
 
@@ -29,26 +31,27 @@ PolicyTable = Mapping[str, float]
 class KuhnPoker(Environment):
     """One hand of Kuhn poker (H. W. Kuhn, A Simplified Two-Person Poker, 1950) between the agents `first` and `second`.
 
-    Each agent has one chip in the pot and one of the cards J, Q and K, by the episode's seed. The first agent checks or
-    bets a chip; so does the second after a check. Who faces a bet folds or calls. The reward `chips` is what an agent
-    wins in the hand, and the other agent loses as much.
+    Each agent has put one chip into the pot and gets one of the cards J, Q and K, determined by the episode's seed. The
+    first agent checks or bets a chip; so does the second after a check. An agent that faces a bet folds or calls. The
+    reward `chips` is the agent's profit in the hand; the other agent's loss is equal.
 
-    An answer that is no legal action ends the hand: its agent pays `illegal` chips to the other, and its reward `legal`
-    is 0.0, which else is 1.0. An agent that had not spoken yet has no sample then. The field is as strict: SPIRAL
-    (arXiv 2506.24119, train_spiral.py at 75ea2ef) ends a game at once, with -1.5 for the agent that erred and 0.5 for
-    the other, where a game is worth 1; TextArena ends one at the second error in a row, with -1 and 1.
+    An answer that is not a legal action ends the hand: its agent pays `illegal` chips to the other agent, and gets the
+    reward `legal` 0.0 instead of 1.0. The other agent has no sample if it has not acted yet. Other implementations are
+    similarly strict: SPIRAL (arXiv 2506.24119, train_spiral.py at 75ea2ef) ends a game immediately, with -1.5 for the
+    erring agent and 0.5 for the other, where a game is worth 1. TextArena ends a game at the second error in a row,
+    with -1 and 1.
     """
 
-    first: str = "first"  # role whose model has the agent `first`
-    second: str = "second"  # role whose model has the agent `second`; both may be one role
-    # First message to an agent: a text file or a packaged prompt, with {agent}, {card}, {actions} and {said}, which is
-    # the other agent's last action, or nothing.
+    first: str = "first"  # role whose model plays the agent `first`
+    second: str = "second"  # role whose model plays the agent `second`; may be the same role
+    # First message to an agent: a text file or a packaged prompt with {agent}, {card}, {actions} and {said}. {said} is
+    # the other agent's last action, or "nothing".
     template: str = "kuhn_poker"
-    # message to the first agent later
+    # second message to the first agent
     answered: str = "\nThe other player says: {said}. Your actions are: {actions}.\n"
-    # An action stands between <tag> and </tag>, the last of these in the answer; null: it is all of the answer.
+    # The action is inside the last <tag>...</tag> of the answer; null: the whole answer is the action.
     tag: str | None = "action"
-    illegal: float = 2.0  # chips that an answer costs which is no legal action; 2 are the most that a hand can cost
+    illegal: float = 2.0  # chips paid for an illegal action; a legally played hand costs at most 2
 
     def __post_init__(self) -> None:
         if not self.illegal >= FOLDED:
@@ -88,7 +91,7 @@ class KuhnPoker(Environment):
         return (self.first, self.second)
 
     def told(self, card: str, said: Actions) -> str:
-        """Returns the message to the agent that speaks next and has this card."""
+        """Returns the message to the agent that acts next and has the given card. `said`: the actions so far."""
         agent, opening = AGENTS[len(said) % 2], len(said) < 2
         values = {"said": said[-1] if said else "nothing", "actions": ", ".join(legal_actions(said))}
         return fill(self._template if opening else self.answered, agent=agent, card=card, **values)
@@ -100,7 +103,10 @@ class KuhnPoker(Environment):
         return [NextRequest(agent=AGENTS[agent], role=role, messages=[{"role": USER, "content": text}], stop=stop)]
 
     def _over(self, won: float, erred: int | None = None) -> EpisodeEnd:
-        """Ends the hand, in which the first agent won so many chips, and one agent may have erred."""
+        """Ends the hand.
+
+        `won`: chips that the first agent wins. `erred`: index of the agent that gave an illegal action, or None.
+        """
         spoke = AGENTS[:1] if erred == 0 and not self._said else AGENTS
         rewards = {
             agent: {"chips": float((won, -won)[place]), "legal": float(place != erred)}
@@ -111,20 +117,22 @@ class KuhnPoker(Environment):
 
 
 def deal(seed: int) -> tuple[str, str]:
-    """Returns the cards of both agents; every one of the six deals is as likely."""
+    """Returns the cards of both agents. The six possible deals are equally likely."""
     first, second = random.Random(seed).sample(CARDS, 2)
     return first, second
 
 
 def legal_actions(said: Actions) -> tuple[str, str]:
-    """Returns the two actions of the agent that speaks next; the second one pays a chip."""
+    """Returns the two legal actions of the agent that acts next. The second action pays a chip."""
     return ("fold", "call") if said[-1:] == ("bet",) else ("check", "bet")
 
 
 def chips_won(cards: Sequence[str], said: Actions) -> int | None:
-    """Returns the chips that the first agent wins, as many as the second loses; None while the hand goes on."""
+    """Returns the chips that the first agent wins (the second agent loses the same number), or None if the hand is not
+    over.
+    """
     if said[-1:] == ("fold",):
-        return 1 if len(said) % 2 == 0 else -1  # the even actions are the second agent's
+        return 1 if len(said) % 2 == 0 else -1  # after an even number of actions, the second agent acted last
     if said[-1:] != ("call",) and said != ("check", "check"):
         return None
     stake = 2 if said[-1] == "call" else 1
@@ -132,20 +140,21 @@ def chips_won(cards: Sequence[str], said: Actions) -> int | None:
 
 
 def information_sets(agent: str) -> dict[str, tuple[str, Actions]]:
-    """Returns the card and what was said at each of the six information sets of an agent, by its name."""
+    """Returns the card and the previous actions of each of an agent's six information sets, by name."""
     said: list[Actions] = [(), ("check", "bet")] if agent == AGENTS[0] else [("check",), ("bet",)]
     return {_name(card, actions): (card, actions) for actions in said for card in CARDS}
 
 
 def hand_value(first: PolicyTable, second: PolicyTable) -> float:
-    """Returns the chips that the first agent wins in a hand on average, over all deals and actions."""
+    """Returns the expected chips that the first agent wins per hand, over all deals and actions."""
     deals = list(itertools.permutations(CARDS, 2))
     return sum(_value(cards, (), (first, second)) for cards in deals) / len(deals)
 
 
 def best_response(agent: str, against: PolicyTable) -> tuple[float, dict[str, float]]:
-    """Returns the most chips a hand that an agent can win on average against the other agent's policy, and a policy
-    that wins them. Some policy without chance is always among the best, so all 64 of these are tried."""
+    """Returns the maximum expected chips per hand that an agent can win against the other agent's policy, and a policy
+    that achieves it. A deterministic policy is always among the best, so all 64 deterministic policies are tried.
+    """
     found = []
     for choices in itertools.product((0.0, 1.0), repeat=6):
         own = dict(zip(information_sets(agent), choices, strict=True))
@@ -155,14 +164,18 @@ def best_response(agent: str, against: PolicyTable) -> tuple[float, dict[str, fl
 
 
 def exploitability(first: PolicyTable, second: PolicyTable) -> float:
-    """Returns the chips that a best response to either agent wins in a hand, as the mean over the two agents (NashConv
-    divided by 2): 0 for an equilibrium, and above 0 for all else."""
+    """Returns the expected chips per hand of a best response, averaged over the two agents (NashConv / 2). The
+    exploitability is 0 for an equilibrium, and positive otherwise.
+    """
     return (best_response(AGENTS[0], second)[0] + best_response(AGENTS[1], first)[0]) / 2
 
 
 def equilibrium(alpha: float) -> dict[str, float]:
-    """Returns an equilibrium of the game, for both agents. The first agent has one for each `alpha`, the probability of
-    a bet with the J; the second agent's is always the same. Raises ValueError for an alpha outside [0, 1/3]."""
+    """Returns an equilibrium of the game, for both agents.
+
+    The first agent has one equilibrium policy for each `alpha`, the probability of a bet with the J. The second agent's
+    policy is unique. Raises ValueError for an alpha outside [0, 1/3].
+    """
     if not 0 <= alpha <= 1 / 3:
         raise ValueError(f"alpha = {alpha}: give a number from 0 to 1/3")
     first = {"J": alpha, "Q": 0.0, "K": 3 * alpha, "J check bet": 0.0, "Q check bet": alpha + 1 / 3, "K check bet": 1.0}
@@ -171,23 +184,23 @@ def equilibrium(alpha: float) -> dict[str, float]:
 
 
 def average_policy(policies: Sequence[PolicyTable]) -> dict[str, float]:
-    """Returns the policy that wins what [T] policies of an agent (or of both) win on average, whoever the other agent
-    is.
+    """Returns the policy whose expected result equals the average result of [T] policies of an agent (or of both),
+    against any opponent.
 
-    A policy counts at an information set as often as its own earlier actions lead there.
+    At an information set, each policy is weighted by the probability that the agent's own earlier actions lead there.
     """
     average = {}
     for name in policies[0]:
         card, *said = name.split()
-        weights = [1.0 - policy[card] if len(said) == 2 else 1.0 for policy in policies]  # it checked, to come here
+        weights = [1.0 - policy[card] if len(said) == 2 else 1.0 for policy in policies]  # the agent checked earlier
         total = sum(weights)
         named = sum(weight * policy[name] for weight, policy in zip(weights, policies, strict=True))
-        average[name] = named / total if total else 0.0  # nobody comes here: any number does
+        average[name] = named / total if total else 0.0  # unreachable, so any value is correct
     return average
 
 
 def _value(cards: tuple[str, ...], said: Actions, policies: tuple[PolicyTable, PolicyTable]) -> float:
-    """Returns the chips that the first agent wins on average from here on."""
+    """Returns the expected chips that the first agent wins from this point of the hand on."""
     won = chips_won(cards, said)
     if won is not None:
         return float(won)

@@ -1,4 +1,4 @@
-"""Grades the last-letter task: the boxed letters, and every reasoning step against the word it is about."""
+"""Grades the last-letter task: the boxed letters, and each reasoning step against its word."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_rl.rewards.tags import boxed
 
 
 def grade(response: str, payload: Mapping[str, Any]) -> float:
-    """Returns 1.0 when the boxed letters equal payload["answer"], white space aside, else 0.0."""
+    """Returns 1.0 if the boxed letters equal payload["answer"] except for whitespace, otherwise 0.0."""
     answer = boxed(response)
     return float(answer is not None and "".join(answer.split()) == "".join(str(payload["answer"]).split()))
 
@@ -17,9 +17,9 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
 def step_labels(step_texts: Sequence[str], payload: Mapping[str, Any]) -> list[bool]:
     """Returns the gold label of each reasoning step.
 
-    Step j, `#j letters`, is correct when its letters are the last letter of `payload["words"][j - 1]`. The number in
-    the mark is not read, as a vocabulary may end before the steps do. A step without a mark, or beyond the words, is
-    wrong.
+    Step j, `#j letters`, is correct if its letters equal the last letter of `payload["words"][j - 1]`. The number after
+    `#` is ignored, because the vocabulary may have fewer numbers than there are steps. A step without `#`, or without a
+    corresponding word, is wrong.
     """
     words = payload["words"]
     parts = [text.split() or [""] for text in step_texts]

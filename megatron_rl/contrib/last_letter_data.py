@@ -1,8 +1,8 @@
-"""Makes the last-letter task: problems, solutions by a teacher that is wrong in a known way, and verification texts.
+"""Generates data of the last-letter task: problems, solutions of a teacher with known errors, and verification texts.
 
-Given words, reasoning step j reports the last letter of word j (a compact form; the paper reports all letters so far).
-The answer is all of these letters, so the truth of every step is known. Texts are words separated by spaces, so that a
-word-level tokenizer makes one token of each.
+For the given words, reasoning step j reports the last letter of word j (a compact form; in the paper, a step reports
+all letters so far). The answer consists of all these letters, so the correctness of every step is known. Texts are
+words separated by spaces, so that a word-level tokenizer produces one token per word.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from megatron_rl.rewards.tags import boxed, step_texts
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CORRECT, INCORRECT = "\\boxed{CORRECT}", "\\boxed{INCORRECT}"
-NOTHING = "<q>"  # a verifier writes this where a step is empty, or has no word to look at
-MAX_STEPS = 13  # later steps are numbered #13 too, so that the vocabulary of step numbers is finite
+NOTHING = "<q>"  # written by a verifier for an empty step, or a step without a corresponding word
+MAX_STEPS = 13  # later steps are also numbered #13, so that the vocabulary of step numbers is finite
 
 
 @dataclass(frozen=True)
 class ProblemSizes:
-    """The sizes of problems: inclusive ranges of words and of letters per word, and the alphabet's size."""
+    """The sizes of generated problems: inclusive ranges of the number of words and of letters per word, and the size of
+    the alphabet.
+    """
 
     words: tuple[int, int]
     letters: tuple[int, int]
@@ -30,7 +32,9 @@ class ProblemSizes:
 
 
 def make_problem(rng: random.Random, sizes: ProblemSizes) -> dict[str, Any]:
-    """Draws a problem, a row {question, answer, words}. The question `a b #1 c d e #2` has the answer `b e`."""
+    """Generates a random problem as a row {question, answer, words}. The question `a b #1 c d e #2` has the answer `b
+    e`.
+    """
     words = [
         "".join(rng.choice(LETTERS[: sizes.alphabet]) for _ in range(rng.randint(*sizes.letters)))
         for _ in range(rng.randint(*sizes.words))
@@ -40,25 +44,27 @@ def make_problem(rng: random.Random, sizes: ProblemSizes) -> dict[str, Any]:
 
 
 def teacher_solution(rng: random.Random, words: Sequence[str], misconception: float, *, place: int = 0) -> str:
-    """Draws a solution text. With probability `misconception` a step takes the first letter instead of the last, or the
-    one at another `place` of its word."""
+    """Generates a random solution text. With probability `misconception`, a step reports the first letter of its word
+    instead of the last, or the letter at another index `place`.
+    """
     letters = [word[place] if rng.random() < misconception else word[-1] for word in words]
     return solution_text(letters)
 
 
 def solution_text(letters: Sequence[str]) -> str:
-    """Returns the solution text whose steps report these letters."""
+    """Returns the solution text whose steps report the given letters."""
     steps = " ".join(f"<step> #{i} {letter} </step>" for i, letter in enumerate(letters, start=1))
     return f"<think> {steps} </think> <answer> \\boxed{{ {' '.join(letters)} }} </answer>"
 
 
 def verification_text(rng: random.Random, words: Sequence[str], solution: str, misread: float) -> str:
-    """Draws a verification text: for each step the claimed and the expected letter, and whether they agree.
+    """Generates a random verification text: for each step the claimed and the expected letter, and whether they agree.
 
-    With probability `misread` the verifier expects the first letter. The final verdict is CORRECT when all steps are,
-    their number is that of the words, and the boxed answer repeats them. No gold verdict is used.
+    With probability `misread`, the verifier expects the first letter of the word. The final verdict is CORRECT if all
+    steps are correct, their number equals the number of words, and the boxed answer repeats their letters. Gold
+    verdicts are not used.
     """
-    contents = [text.split() for text in step_texts(solution)]  # `#j letter` where the step is well formed
+    contents = [text.split() for text in step_texts(solution)]  # `#j letter` if the step is well formed
     blocks, verdicts = [], []
     for j, content in enumerate(contents):
         expected = (words[j][0] if rng.random() < misread else words[j][-1]) if j < len(words) else NOTHING

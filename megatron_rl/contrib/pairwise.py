@@ -1,4 +1,6 @@
-"""BRPO (Writing-Zero, arXiv 2506.00103): a judge compares each response of a group with one of the same group."""
+"""BRPO (Writing-Zero, arXiv 2506.00103): a judge compares each response of a group with a reference response of the
+group.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,25 @@ from megatron_rl.types import Prompt, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Pairwise(Recipe):
-    """A run that trains `generator` on whether `judge` prefers its responses to another one of their group.
+    """A recipe that trains `generator` on whether `judge` prefers its responses to a reference response of the same
+    group.
 
-    The judge is a frozen model, or one behind a URL, unless it has iterations of its own. In those it compares the
+    The judge is a frozen model, or a model behind a URL, unless it has training iterations. In these, it compares the
     responses `answer` and `rejected` of each problem (roles.judge.data may be a set of preferences), and learns to
-    prefer the first; of a problem without `rejected` it compares two responses of the generator, and learns the form
-    alone.
+    prefer the first. For a problem without `rejected`, it compares two responses of the generator, and learns only the
+    form.
     """
 
-    updates: int  # of the generator
-    group_size: int = 8  # responses per problem, one of which is the reference of the others
-    both_orders: bool = False  # ask about each pair in both orders and add the scores; false: in one, drawn by chance
-    judge_warmup: int = 0  # iterations of the judge before the generator's first one
-    judge_iterations: int = 0  # of the judge after each iteration of the generator
-    judgements: int = 8  # of each pair, and order, in an iteration of the judge
-    format_weight: float = 0.8  # in the judge's reward, of an answer in the form that is asked for
-    estimator: str = "grpo"  # of the judge: a word of algorithms.estimators, or module:name
-    generator_template: str = "open_generator"  # a text file with {question}, or the name of a packaged prompt
-    judge_template: str = "pairwise_judge"  # with {question}, {first}, {second}
+    updates: int  # number of generator updates
+    group_size: int = 8  # responses per problem; one of them is the reference for the others
+    both_orders: bool = False  # compare each pair in both orders and average the margins; false: in one random order
+    judge_warmup: int = 0  # judge iterations before the first generator iteration
+    judge_iterations: int = 0  # judge iterations after each generator iteration
+    judgements: int = 8  # judgements per pair and order in a judge iteration
+    format_weight: float = 0.8  # weight of the requested form in the judge's reward
+    estimator: str = "grpo"  # estimator for the judge: a name in algorithms.estimators, or module:name
+    generator_template: str = "open_generator"  # text file with {question}, or name of a packaged prompt
+    judge_template: str = "pairwise_judge"  # template with {question}, {first}, {second}
 
     def __post_init__(self) -> None:
         templates = {"generator_template": ["question"], "judge_template": ["first", "second"]}
@@ -77,8 +80,10 @@ class Pairwise(Recipe):
         return {GENERATOR: self._generator_iteration(iteration, source.take(), context, compared)}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Measures on problems with `rejected`: how often a greedy judge prefers greedy responses to `answer`, and how
-        often `answer` to `rejected`, each in both orders. A comparison that cannot be read is not won."""
+        """Evaluates on problems with `rejected`, with greedy decoding and both orders: how often the judge prefers the
+        generator's response to `answer` (win_rate), and `answer` to `rejected` (accuracy). An unreadable comparison
+        counts as not won.
+        """
         known = [prompt for prompt in prompts if "rejected" in prompt.payload]
         if not known:
             return {}
@@ -96,22 +101,25 @@ class Pairwise(Recipe):
         return metrics | {f"{GENERATOR}/win_rate": fmean(won[::2]), f"{JUDGE}/accuracy": fmean(won[1::2])}
 
     def _orders(self, context: RolloutContext, iteration: Iteration, place: int) -> Sequence[bool]:
-        """Returns the orders in which a pair is asked about: both, or one that is drawn, so that over many pairs no
-        response gains by the judge's bias for a place."""
+        """Returns the orders in which a pair is compared: both, or one random order, so that the judge's position bias
+        averages out over many pairs.
+        """
         return BOTH if self.both_orders else (context.seed_for(iteration.number, "order", place) % 2 == 1,)
 
     def _generator_iteration(
         self, iteration: Iteration, prompts: Sequence[Prompt], context: RolloutContext, compared: Comparisons
     ) -> list[Rollout]:
-        """Returns the responses that were compared, of the problems whose outcomes differ, with an advantage of 1.0
-        (better than the reference) or -1.0. No standard deviation divides it; the reference itself has none."""
+        """Returns the compared responses of problems whose outcomes differ, with an advantage of 1.0 (better than the
+        reference) or -1.0. Advantages are not divided by a standard deviation. The reference response is not trained
+        on.
+        """
         n, groups = self.group_size, dict[int, list[Rollout]]()
         references = [context.seed_for(iteration.number, "reference", i) % n for i in range(len(prompts))]
         draws = Draws(context, GENERATOR, sampling_for(context, iteration, GENERATOR, n))
         for i, prompt in enumerate(prompts):
             draws.ask(i, prompt)
         with context.watch("rollout"):
-            for i, group in draws.answers():  # each group is compared while others are written
+            for i, group in draws.answers():  # groups are compared while others are still being generated
                 groups[i], texts = group, _texts(context, group)
                 for j in _others(n, references[i]):
                     compared.add(i * n + j, prompts[i], texts[j], texts[references[i]])
@@ -131,7 +139,9 @@ class Pairwise(Recipe):
     def _judge_iteration(
         self, iteration: Iteration, prompts: Sequence[Prompt], context: RolloutContext, compared: Comparisons
     ) -> list[Rollout]:
-        """Returns the judge's answers about known preferences, and about the generator's own responses otherwise."""
+        """Returns the judge's answers about known preferences, or about two responses of the generator for problems
+        without a known preference.
+        """
         unknown = [prompt for prompt in prompts if "rejected" not in prompt.payload]
         texts = _texts(context, sample(context, GENERATOR, unknown, sampling_for(context, iteration, GENERATOR, 2)))
         for place, prompt in enumerate(prompts):
@@ -162,7 +172,7 @@ def _credited(rollout: Rollout, margin: float) -> Rollout:
 
 
 def _agrees(answer: Answer) -> float | None:
-    """Returns 1.0 where an answer puts the better response first and 0.0 where not; None where nobody knows it."""
+    """Returns 1.0 if an answer prefers the better response, 0.0 if not, and None if the better response is unknown."""
     if "rejected" not in answer.item.payload:
         return None
     return float(answer.opinion.scores is not None and answer.item.margin(answer.opinion.scores) > 0)

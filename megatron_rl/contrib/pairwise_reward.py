@@ -1,29 +1,30 @@
-"""Reads a judge's comparison of two responses: principles, a critique, and a score for each."""
+"""Parses a judge's comparison of two responses: principles, a critique, and a score for each response."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-BEST = 10.0  # highest score; the lowest is 0
+BEST = 10.0  # maximum score; the minimum is 0
 
 _TAGS = ("<principles>", "</principles>", "<critique>", "</critique>", "<scores>", "</scores>")
 _FORM = re.compile(
     r"<principles>(.*)</principles>\s*<critique>(.*)</critique>\s*<scores>.*</scores>", re.DOTALL
-)  # unambiguous, as each tag is there once
+)  # unambiguous, because each tag must occur exactly once
 _SCORES = re.compile(r"\s*(\d{1,2}(?:\.\d{1,6})?)\s*,\s*(\d{1,2}(?:\.\d{1,6})?)\s*")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The content of one comparison."""
+    """The parsed content of one comparison."""
 
-    scores: tuple[float, float] | None  # of the response shown first and of the second, in [0, 10]; None: unreadable
-    form: float  # 1.0 for principles, a critique and scores that can be read, in this order, and nothing else; else 0.0
+    # scores of the first and the second response shown, in [0, 10]; None if unreadable
+    scores: tuple[float, float] | None
+    form: float  # 1.0 if the text consists of principles, a critique and readable scores in this order; otherwise 0.0
 
 
 def read_comparison(text: str) -> Comparison:
-    """Reads a judge's answer. Any text is allowed. The scores are two numbers in the last <scores> block."""
+    """Parses a judge's answer, which may be any text. The scores are the two numbers in the last <scores> block."""
     _, opened, rest = text.rpartition("<scores>")
     inside, closed, _ = rest.partition("</scores>")
     found = _SCORES.fullmatch(inside) if opened and closed else None

@@ -1,4 +1,4 @@
-"""Reads, checks and rewards the questions that a proposer writes, for recipes of self-play."""
+"""Parses, checks and rewards the questions of a proposer, for self-play recipes."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ Aim = Literal["hard", "middle", "even"]
 
 
 def aimed(aim: Aim, accuracy: float) -> float:
-    """Returns what a proposer earns for a question that the solver answers with this accuracy.
+    """Returns the proposer's reward for a question that the solver answers with accuracy a.
 
-    hard: 1 - a, and middle: 4 a (1 - a), both of Search Self-Play (arXiv 2510.18821); even: min(a, 1 - a), of R-Zero
-    (arXiv 2508.05004).
+    `aim`: hard is 1 - a and middle is 4 a (1 - a), both from Search Self-Play (arXiv 2510.18821); even is min(a, 1 -
+        a), from R-Zero (arXiv 2508.05004).
     """
     hard = 1.0 - accuracy
     return {"hard": hard, "middle": 4.0 * accuracy * hard, "even": min(accuracy, hard)}[aim]
 
 
 def read_proposal(text: str) -> tuple[str, str] | None:
-    """Returns the last question and the last answer of a proposal; None where it lacks one of them."""
+    """Returns the last question and the last answer of a proposal, or None if one of them is missing."""
     question, answer = last_inside(text, "question"), last_inside(text, "answer")
     return (question, answer) if question and answer else None
 
 
 class AnswerRule:
-    """A function that says whether proposed answers are correct, in worker processes that live as long as it does."""
+    """A function that checks whether proposed answers are correct. It runs in worker processes, which exist as long as
+    the AnswerRule.
+    """
 
     def __init__(self, target: str | None, workers: int) -> None:
-        """`target`: module:name of a reward function; without one every answer is correct. Raises ConfigError where it
-        cannot be imported."""
+        """Creates the pool of worker processes. `target`: module:name of a reward function; if None, every answer
+        counts as correct. Raises ConfigError if the function cannot be imported.
+        """
         self._pool: GradePool | None = None
         if target is not None:
             find_function(target)
@@ -46,8 +49,9 @@ class AnswerRule:
     def correct(
         self, answers: Mapping[int, str], payloads: Mapping[int, Mapping[str, Any]], max_failure_share: float
     ) -> dict[int, bool | None]:
-        """Tells which answers are correct; None for one that could not be graded. The mappings have the same keys.
-        Raises RewardFailure when too many gradings fail."""
+        """Returns whether each answer is correct, or None for an answer that could not be graded. The mappings have the
+        same keys. Raises RewardFailure if too many gradings fail.
+        """
         if self._pool is None or not answers:
             return dict.fromkeys(answers, True)
         graded = self._pool.grade(list(answers.values()), [payloads[i] for i in answers])

@@ -1,4 +1,4 @@
-"""ReMax (arXiv 2310.10505): REINFORCE whose baseline is the outcome of the likeliest answer to the same problem."""
+"""ReMax (arXiv 2310.10505): REINFORCE with the outcome of the greedy answer to the same problem as the baseline."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,18 +13,19 @@ from megatron_rl.training.iteration import Iteration, RecipeRole, RolloutContext
 from megatron_rl.training.rollouts import greedy
 from megatron_rl.types import Prompt, Rollout
 
-BASELINE = "greedy"  # the reward of the likeliest answer, which stands with every rollout
+BASELINE = "greedy"  # name of the reward that holds the greedy answer's outcome in every rollout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remax(Dapo):
-    """A run that trains `generator` on the outcome minus that of greedy decoding. One sample of a problem is enough.
+    """A recipe that trains `generator` on the outcome minus the outcome of greedy decoding. One sample per problem is
+    enough.
 
-    A problem whose likeliest answer could not be graded is left out. Dapo's other options hold here too.
+    A problem whose greedy answer could not be graded is left out. The other options of Dapo are supported too.
     """
 
     group_size: int = 1
-    estimator: EstimatorName = "reinforce"  # or reinforce_pp, or one of your own
+    estimator: EstimatorName = "reinforce"  # or reinforce_pp, or a user-defined estimator
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,7 +42,7 @@ class Remax(Dapo):
     def _draw(
         self, iteration: Iteration, context: RolloutContext, number: int, prompts: Sequence[Prompt]
     ) -> tuple[list[Group], Metrics]:
-        """Draws the groups of one round, and the likeliest answer to each of their prompts."""
+        """Samples the groups of one round, and the greedy answer to each of their prompts."""
         groups, metrics = super()._draw(iteration, context, number, prompts)
         likeliest = replace(greedy(context.samplings[GENERATOR], seed=context.seed), logprobs=False)
         ones, _ = solve_groups(context, GENERATOR, [group.prompt for group in groups], likeliest)
@@ -53,7 +54,9 @@ class Remax(Dapo):
 
 
 def _compared(group: Group, likeliest: Group) -> Group:
-    """Gives the solutions of a group the reward of the one likeliest answer; none are left without one."""
+    """Adds the outcome of the greedy answer to the solutions' rewards as the baseline. Without a graded greedy answer,
+    the group becomes empty.
+    """
     if not likeliest.solutions:
         return replace(group, solutions=[])
     baseline = likeliest.solutions[0].rollout.rewards["outcome"]

@@ -1,4 +1,4 @@
-"""Rubric Anchors (arXiv 2508.12790): a judge scores each response by the criteria of its problem's rubric."""
+"""Rubric Anchors (arXiv 2508.12790): a judge scores each response on the criteria of its problem's rubric."""
 
 from __future__ import annotations
 
@@ -25,40 +25,42 @@ from megatron_rl.types import Prompt, Rollout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claim:
-    """One response with one criterion that it is judged by."""
+    """One response together with one criterion on which it is judged."""
 
-    place: int  # of the response in its iteration
+    place: int  # index of the response in its iteration
     rollout: Rollout
-    text: str  # of the response
+    text: str  # text of the response
     criterion: Criterion
-    gold: float | None  # score that is known to be correct
+    gold: float | None  # known correct score, if any
 
     def read(self, answer: str) -> float | None:
         return self.criterion.read(answer)
 
 
-Answer = Judgement[Claim, float | None]  # a score in [0, 1]; None: it cannot be read
+Answer = Judgement[Claim, float | None]  # a score in [0, 1]; None if unreadable
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rubric(Recipe):
-    """A run that trains `generator` on what `judge` makes of its responses.
+    """A recipe that trains `generator` on the judge's scores of its responses.
 
-    The judge is asked about each criterion by itself. It is a frozen model, or one behind a URL, unless `train_judge`:
-    then both learn from the same iterations, the judge for answers that can be read and, where `labels` knows scores,
-    for correct ones. A response with a criterion that no answer can be read for is not graded and leaves its group.
+    The judge is asked about each criterion separately. It is a frozen model, or a model behind a URL, unless
+    `train_judge` is set. With `train_judge`, both roles learn in the same iterations; the judge is rewarded for
+    readable answers and, if `labels` returns known scores, for correct ones. A response with a criterion without a
+    readable answer is not graded and is left out of its group.
     """
 
-    updates: int  # of the run
+    updates: int  # number of updates in the run
     group_size: int = 8  # responses per problem
-    judgements: int = 1  # of each criterion of a response, whose score is their mean
-    criteria: int = 4  # of a rubric, about; only plans read it
-    estimator: str = "grpo"  # a word of algorithms.estimators, or module:name
+    judgements: int = 1  # judgements per criterion of a response; the score is their mean
+    criteria: int = 4  # approximate number of criteria in a rubric; used only for plans
+    estimator: str = "grpo"  # a name in algorithms.estimators, or module:name
     train_judge: bool = False
-    labels: str | None = None  # module:name, (response, payload) -> a known score in [0, 1], or None, per criterion
-    format_weight: float = 0.8  # in the judge's reward, of an answer that can be read
-    generator_template: str = "open_generator"  # a text file with {question}, or the name of a packaged prompt
-    judge_template: str = "rubric_judge"  # with {question}, {response}, {criterion}, {tiers}
+    # module:name of a function (response, payload) -> known score in [0, 1], or None, of each criterion
+    labels: str | None = None
+    format_weight: float = 0.8  # weight of a readable answer in the judge's reward
+    generator_template: str = "open_generator"  # text file with {question}, or name of a packaged prompt
+    judge_template: str = "rubric_judge"  # template with {question}, {response}, {criterion}, {tiers}
 
     def __post_init__(self) -> None:
         groups = ["group_size", "judgements"] if self.train_judge else ["group_size"]
@@ -99,8 +101,10 @@ class Rubric(Recipe):
         return learned
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Measures one draw per problem at temperature 1, and greedy responses, by a greedy judge: reward (the mean of
-        what the rubrics give), fulfilled and vetoed. A response without a grade counts with 0, and as ungraded."""
+        """Evaluates one sample per problem at temperature 1, and greedy responses, with a greedy judge. The metrics are
+        reward (mean of the rubric rewards), fulfilled and vetoed. A response without a grade counts with 0, and as
+        ungraded.
+        """
         own, judge = context.samplings[GENERATOR], greedy(context.samplings[JUDGE], seed=context.seed)
         found: dict[str, float] = {}
         for name, sampling in (("sampled", plain(own, seed=context.seed)), ("greedy", greedy(own, seed=context.seed))):
@@ -113,10 +117,12 @@ class Rubric(Recipe):
     def _judged(
         self, context: RolloutContext, prompts: Sequence[Prompt], own: Sampling, asked: Sampling
     ) -> tuple[list[Rollout], list[Answer], dict[str, float]]:
-        """Draws responses and asks about each as soon as it is written. -> those that could be graded, with rewards,
-        and all answers of the judge, both in order; and metrics."""
+        """Samples responses and asks the judge about each as soon as it is generated. Returns the graded responses with
+        rewards and all answers of the judge, both in order, and metrics.
+        """
         rubrics = [read_rubric(prompt.payload) for prompt in prompts]
-        first = [0, *accumulate(own.n * len(rubric) for rubric in rubrics)]  # keys are places, whatever comes when
+        # keys are fixed indices, independent of the order of arrival
+        first = [0, *accumulate(own.n * len(rubric) for rubric in rubrics)]
         question = Question[Claim, float | None](prompt=lambda claim: self._ask(context, claim), read=Claim.read)
         judging = Judging(context.engines[JUDGE], context.tokenizers[JUDGE], asked, question)
         draws, claims = Draws(context, GENERATOR, own), dict[int, Claim]()
@@ -135,16 +141,16 @@ class Rubric(Recipe):
         graded = [rollout for rollout in map(_rewarded, responses) if rollout is not None]
         answers = [answer for _, own_answers in rows for answer in own_answers]
         metrics = {
-            "ungraded": len(responses) - len(graded),  # responses
-            "unasked": len(rows) - len(found),  # criteria whose prompt is too long for the judge
-            "unreadable": sum(answer.opinion is None for answer in answers),  # answers
+            "ungraded": len(responses) - len(graded),  # number of responses without a grade
+            "unasked": len(rows) - len(found),  # number of criteria whose prompt is too long for the judge
+            "unreadable": sum(answer.opinion is None for answer in answers),  # number of unreadable answers
         }
         return graded, answers, {name: float(count) for name, count in metrics.items()}
 
     def _claims(
         self, context: RolloutContext, place: int, group: Sequence[Rollout], rubric: Sequence[Criterion]
     ) -> list[Claim]:
-        """Returns the responses of one problem with each criterion, [n * K]; `place`: of the first response."""
+        """Returns the responses of one problem with each criterion, [n * K]. `place`: index of the first response."""
         claims: list[Claim] = []
         for j, rollout in enumerate(group):
             text = decode(context.tokenizers[GENERATOR], rollout.response).text
@@ -164,8 +170,9 @@ class Rubric(Recipe):
 
 
 def _rewarded(rows: Sequence[tuple[Claim, Sequence[Answer]]]) -> Rollout | None:
-    """Gives one response its rewards from the answers about each of its criteria: outcome, fulfilled (the share of the
-    criteria) and vetoed. None where a criterion has no answer that can be read."""
+    """Returns a response with its rewards, computed from the answers about its criteria: outcome, fulfilled (share of
+    fulfilled criteria) and vetoed. Returns None if a criterion has no readable answer.
+    """
     read = [[answer.opinion for answer in answers if answer.opinion is not None] for _, answers in rows]
     if not all(read):
         return None

@@ -1,6 +1,6 @@
-"""Reads a problem's rubric and the scores that a judge gives, and turns them into one reward.
+"""Parses a problem's rubric and a judge's scores, and combines the scores to one reward.
 
-After Rubric Anchors (arXiv 2508.12790): criteria with score tiers and weights, vetoes, and saturation.
+Based on Rubric Anchors (arXiv 2508.12790): criteria with score tiers and weights, vetoes, and saturation.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from typing import Any
 
 from megatron_rl.rewards.tags import boxed
 
-PASS = 0.5  # score from which on a criterion counts as fulfilled
-_WORDS = {"yes": 1.0, "no": 0.0}  # answers of a judge that was trained on entailment
+PASS = 0.5  # minimum score of a fulfilled criterion
+_WORDS = {"yes": 1.0, "no": 0.0}  # answers of a judge trained with the Entailment recipe
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """One line of a rubric."""
+    """One criterion of a rubric."""
 
-    criterion: str  # what a response is judged by
-    weight: float = 1.0  # of its score in the reward, at least 0
-    veto: bool = False  # a response that does not fulfil it has the reward 0, whatever else it has
-    saturation: float = 1.0  # score, above 0 up to 1, from which on more counts less; 1: it always counts in full
-    tiers: Sequence[str] = ("It is not fulfilled.", "It is fulfilled.")  # of the score, the worst first
+    criterion: str  # description of the criterion
+    weight: float = 1.0  # weight of the score in the reward, at least 0
+    veto: bool = False  # if True, a response that does not fulfil the criterion has the reward 0
+    saturation: float = 1.0  # score in (0, 1] above which gains are reduced; 1: no reduction
+    tiers: Sequence[str] = ("It is not fulfilled.", "It is fulfilled.")  # descriptions of the score levels, worst first
 
     def read(self, answer: str) -> float | None:
-        r"""Returns the score in [0, 1] that a judge's answer gives: its last \boxed{}, with the number of a tier, or
-        yes (the best) or no (the worst). None when there is none, or nothing of that kind in it."""
+        r"""Returns the score in [0, 1] in a judge's answer, or None if there is none.
+
+        The score is read from the last \boxed{}, which contains the index of a tier, or yes (best) or no (worst).
+        """
         said, top = (boxed(answer) or "").lower(), len(self.tiers) - 1
         if said.isascii() and said.isdigit() and len(said) < 4 and int(said) <= top:
             return int(said) / top
@@ -36,8 +38,9 @@ class Criterion:
 
 
 def read_rubric(payload: Mapping[str, Any]) -> list[Criterion]:
-    """Returns the criteria in payload["rubric"]: a list of mappings with the fields of a Criterion. Fields that are
-    null have their defaults. Raises ValueError for a rubric that cannot be used, with the number of the criterion."""
+    """Returns the criteria in payload["rubric"], a list of mappings with the fields of a Criterion. Fields that are
+    null get their defaults. Raises ValueError, with the index of the criterion, for an invalid rubric.
+    """
     rows = payload.get("rubric")
     if not isinstance(rows, Sequence) or isinstance(rows, str) or not rows:
         raise ValueError(f"the problem's rubric is {rows!r}: it is a list of criteria; name its column by data.fields")
@@ -51,30 +54,31 @@ def read_rubric(payload: Mapping[str, Any]) -> list[Criterion]:
 
 
 def vetoed(criteria: Sequence[Criterion], scores: Sequence[float]) -> bool:
-    """Returns whether a response fails a veto: whether the score of one is below PASS."""
+    """Returns whether a response fails a veto: whether the score of a veto criterion is below PASS."""
     return any(one.veto and score < PASS for one, score in zip(criteria, scores, strict=True))
 
 
 def rubric_reward(criteria: Sequence[Criterion], scores: Sequence[float]) -> float:
-    """Returns sum_k weight_k * saturated(score_k), and 0 for a response that fails a veto. `scores`: in [0, 1], one for
-    each criterion."""
+    """Returns sum_k weight_k * saturated(score_k), or 0 for a response that fails a veto. `scores`: one score in [0, 1]
+    for each criterion.
+    """
     if vetoed(criteria, scores):
         return 0.0
     return math.fsum(one.weight * saturated(score, one.saturation) for one, score in zip(criteria, scores, strict=True))
 
 
 def saturated(score: float, threshold: float) -> float:
-    """Returns the score itself up to the threshold t, and t + (1 - t) (1 - exp(-(s - t) / (1 - t))) from there on.
+    """Returns the score s if it is at most the threshold t, otherwise t + (1 - t) (1 - exp(-(s - t) / (1 - t))).
 
-    That rises with slope 1 at the threshold, and ever less. The paper asks for diminishing returns beyond a threshold
-    and prints no function; this one is ours, and needs no second parameter.
+    The function has slope 1 at the threshold, and a decreasing slope above it. The paper mentions diminishing returns
+    above a threshold but gives no function; this one is our choice, and needs no second parameter.
     """
     room = 1.0 - threshold
     return score if score <= threshold else threshold + room * (1.0 - math.exp(-(score - threshold) / room))
 
 
 def _criterion(row: Mapping[str, Any]) -> Criterion:
-    """Raises TypeError or ValueError for a criterion that cannot be used."""
+    """Returns the criterion of a mapping. Raises TypeError or ValueError if it is invalid."""
     if not isinstance(row, Mapping):
         raise TypeError(f"it is a mapping with {', '.join(field.name for field in fields(Criterion))}")
     one = Criterion(**{name: value for name, value in row.items() if value is not None})

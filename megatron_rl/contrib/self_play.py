@@ -1,4 +1,4 @@
-"""A proposer and a solver play with questions whose answers can be checked: no judge, and no labelled problems."""
+"""Self-play of a proposer and a solver on questions with checkable answers, without a judge or labelled problems."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,45 +25,49 @@ PROPOSER, SOLVER = "proposer", "solver"
 
 @dataclass(kw_only=True)
 class SelfPlay(Recipe):
-    """A run that trains a proposer and a solver, which have models of their own or share one.
+    """A recipe that trains a proposer and a solver, with separate models or a shared one.
 
-    The proposer turns a task of the data set into a question with an answer. A question without an answer, or whose
-    answer the rule refuses, earns `unparseable` and is not played. The solver answers the others; the run's reward
-    function compares its answers with the proposed one, and its accuracy decides what the proposer earns.
+    The proposer converts a task of the data set to a question with an answer. A question without an answer, or whose
+    answer is rejected by the rule, gets the reward `unparseable` and is not played. The solver answers the other
+    questions. The run's reward function compares its answers with the proposed answer, and the solver's accuracy
+    determines the proposer's reward.
     """
 
-    needs_shares = True  # an answer that nobody gave counts as 0
-    # iterations that train both roles; or rounds, each with the iterations of one role and then of the other
+    needs_shares = True  # rewards must be from 0 to 1, because a missing answer counts as 0
+    # number of iterations that train both roles, or of rounds, each with iterations of the proposer, then of the solver
     updates: int
-    proposer_iterations: int = 0  # of a round, in which the solver's model stays as it is; 0 and 0: no rounds
-    solver_iterations: int = 0  # of a round, each with one proposal of a task
-    proposals: int = 4  # of each task
-    answers: int = 5  # of the solver to each question
+    proposer_iterations: int = 0  # proposer iterations per round, with the solver unchanged; 0 for both: no rounds
+    solver_iterations: int = 0  # solver iterations per round, each with one proposal per task
+    proposals: int = 4  # proposals per task
+    answers: int = 5  # solver answers per question
     aim: Aim = "hard"
-    unparseable: float = 0.0  # the proposer's reward for what cannot be played
-    # above 0: minus the share of the iteration's questions that are nearer in BLEU (R-Zero)
+    unparseable: float = 0.0  # the proposer's reward for proposals that cannot be played
+    # if above 0: BLEU distance for clusters; the share of questions in a question's cluster is subtracted (R-Zero)
     cluster_distance: float = 0.0
-    key: Literal["proposed", "majority"] = "proposed"  # the answer taken for correct: the proposed one, or the solver's
-    least_accuracy: float = 0.0  # of a question that the solver learns from
-    most_accuracy: float = 1.0  # of a question that the solver learns from
-    # module:name of a reward function, (proposed answer, the task's payload with the proposed "question") -> a score,
-    # above 0.5 for a correct answer; 0 also for what it cannot read, as failures above reward.max_failure_share stop it
+    # which answer counts as correct: the proposer's, or the solver's most frequent one
+    key: Literal["proposed", "majority"] = "proposed"
+    least_accuracy: float = 0.0  # minimum accuracy of a question that the solver is trained on
+    most_accuracy: float = 1.0  # maximum accuracy of a question that the solver is trained on
+    # module:name of a reward function (proposed answer, task's payload with the proposed "question") -> score, which is
+    # above 0.5 for a correct answer. It should return 0 for unreadable answers: too many errors stop the run.
     rule: str | None = None
-    rule_workers: int = 2  # processes that run it
-    # hierarchical: minus the mean over the proposals of the same task, 0 for one that is alone (prime-rl). ema: minus a
-    # moving average of the proposer's rewards (SPIRAL, arXiv 2506.24119). Else an estimator over the proposals of a
-    # task; Search Self-Play has one proposal, whose advantage is its reward: reinforce.
+    rule_workers: int = 2  # number of worker processes for `rule`
+    # hierarchical: reward minus the mean over the task's proposals, 0 for a single proposal (prime-rl). ema: minus a
+    # moving average of the proposer's rewards (SPIRAL, arXiv 2506.24119). Otherwise an estimator over the proposals of
+    # a
+    # task; Search Self-Play has one proposal per task, whose advantage is its reward: reinforce.
     proposer_estimator: str = "hierarchical"
     ema_decay: float = 0.95
-    estimator: str = "grpo"  # of the solver, over the answers to one question
-    proposer_template: str = "self_play_proposer"  # a text file with {question}, or the name of a packaged prompt
-    solver_template: str = "boxed_answer"  # with {question}
+    estimator: str = "grpo"  # estimator for the solver, over the answers to one question
+    proposer_template: str = "self_play_proposer"  # text file with {question}, or name of a packaged prompt
+    solver_template: str = "boxed_answer"  # template with {question}
 
     def __post_init__(self) -> None:
         check_arguments(
             self, groups=["answers"], shares=["ema_decay", "cluster_distance", "least_accuracy", "most_accuracy"],
             positive=["updates", "proposals", "rule_workers"], natural=["proposer_iterations", "solver_iterations"],
-            templates={"proposer_template": [], "solver_template": ["question"]},  # a proposer may need no material
+            # a proposer may work without a question
+            templates={"proposer_template": [], "solver_template": ["question"]},
         )  # fmt: skip
         if (self.proposer_iterations > 0) != (self.solver_iterations > 0):
             raise ConfigError(
@@ -127,7 +131,7 @@ class SelfPlay(Recipe):
         context.add_metrics(SOLVER, metrics | {"learned_from": float(len(teaching))})
         out: dict[str, list[Rollout]] = {}
         if PROPOSER in iteration.roles:
-            # A proposal that could not be graded, or none of whose answers could, is compared with no other.
+            # A proposal is left out if it, or all answers to it, could not be graded.
             unplayed = {i for i in range(len(proposed)) if i not in prompts and checked.get(i, False) is not None}
             earned = dict.fromkeys(unplayed, self.unparseable) | {i: aimed(self.aim, a) for i, a in accuracy.items()}
             alike = self._alike(context, [found.get(i, ("", ""))[0] for i in range(len(proposed))])
@@ -139,7 +143,9 @@ class SelfPlay(Recipe):
         return out
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Measures the solver, on the problems that are not too long for it; solver/too_long counts the others."""
+        """Evaluates the solver on the problems that fit into its prompt; the metric solver/too_long counts
+        the others.
+        """
         own = [put(context, SOLVER, question_text(self.solver_template, prompt.payload)) for prompt in prompts]
         return accuracies_of_fitting(context, SOLVER, prompts, own)
 
@@ -150,12 +156,16 @@ class SelfPlay(Recipe):
         self._baselines = RoleBaselines(state["baselines"])
 
     def _ask(self, context: RolloutContext, number: int, payload: Mapping[str, Any]) -> Prompt | None:
-        """Puts a question to the solver, with the proposed answer for the grader; None where it is too long."""
+        """Converts a question to a prompt of the solver, with the proposed answer in the payload for the grader.
+        Returns None if it is too long.
+        """
         prompt = put(context, SOLVER, question_text(self.solver_template, quoted(context, SOLVER, payload)))
         return None if prompt is None else replace(prompt, id=str(number), payload=payload)
 
     def _alike(self, context: RolloutContext, questions: Sequence[str]) -> list[float]:
-        """Returns the share of each question's cluster, which its proposer pays; an empty text is a cluster of one."""
+        """Returns the share of questions in each question's cluster, which is subtracted from its proposer's reward. An
+        empty text has a separate cluster.
+        """
         if not self.cluster_distance:
             return [0.0] * len(questions)
         shares = cluster_shares(questions, self.cluster_distance)
@@ -163,7 +173,7 @@ class SelfPlay(Recipe):
         return shares
 
     def _compared(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Gives proposals their advantages. The moving average is used before a reward moves it."""
+        """Assigns advantages to proposals. The moving average is applied before it is updated with the reward."""
         if self.proposer_estimator == "hierarchical":
             return compare_peers(rollouts, [rollout.group for rollout in rollouts], "total")
         if self.proposer_estimator == "ema":
@@ -173,5 +183,7 @@ class SelfPlay(Recipe):
 
 
 def _place(rollout: Rollout) -> int:
-    """Returns the number of the proposal that an answer is to; it is the question's id, behind its place."""
+    """Returns the index of the proposal that an answer belongs to. The index is the question's id, the second part of
+    the group name.
+    """
     return int(rollout.group.partition(":")[2])

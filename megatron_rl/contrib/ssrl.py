@@ -1,4 +1,4 @@
-"""SSRL (arXiv 2508.10874): GRPO on answers with search results of the model's own, which it is not trained on."""
+"""SSRL (arXiv 2508.10874): GRPO on answers with self-generated search results, which are not trained on."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from megatron_rl.types import NO_VERSION, Author, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Ssrl(Grpo):
-    """A run that trains `generator` by the reward `megatron_rl.contrib.ssrl_reward:grade`, as Grpo does, but for the
-    tokens of its <information> blocks, tags included: they are in no loss."""
+    """A recipe like Grpo that trains `generator` with the reward `megatron_rl.contrib.ssrl_reward:grade`. Tokens of
+    <information> blocks, including the tags, are not in the loss.
+    """
 
     template: str = "ssrl_generator"
 
@@ -37,11 +38,11 @@ class Ssrl(Grpo):
 
 
 def without_information(rollout: Rollout, tokenizer: Any) -> Rollout:
-    """Makes the ENVIRONMENT the author of the tokens that hold a closed <information> block, by their own places in the
-    text; nothing is tokenised again. Their log-probs become 0, as of all tokens of that author.
+    """Sets the author of the tokens of closed <information> blocks to ENVIRONMENT, and their log-probs to 0. The tokens
+    are located by their positions in the text, without re-tokenizing.
 
-    A block may have several lines. (The released code masks those on one line alone: its pattern's dot matches no line
-    break.)
+    A block may have several lines. (The released code masks only blocks on a single line, because the dot in its
+    pattern does not match line breaks.)
     """
     decoded = decode(tokenizer, rollout.response)
     ranges = rollout.positions(decoded.tokens_of(block_spans(decoded.raw, "information")))

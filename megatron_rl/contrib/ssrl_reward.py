@@ -1,4 +1,4 @@
-"""Grades answers that search in the model's own memory (SSRL, arXiv 2508.10874): 0.9 exact match + 0.1 format.
+"""Grades answers of a model that searches its own memory (SSRL, arXiv 2508.10874): 0.9 exact match + 0.1 format.
 
 The rules are those of the released code (TsinghuaC3I/SSRL 3009f21, verl/workers/reward_manager/naive.py).
 """
@@ -12,8 +12,8 @@ from typing import Any
 from megatron_rl.rewards import exact_match
 from megatron_rl.rewards.tags import block_texts
 
-TURNS = 2  # thoughts that a full format score needs
-MAX_TURNS = 8  # more thoughts than these have the format score 0
+TURNS = 2  # number of thoughts required for the full format score
+MAX_TURNS = 8  # maximum number of thoughts; the format score is 0 above it
 
 _NAMES = ("think", "search", "information", "answer")
 _TAG = re.compile(r"<(/?(?:think|search|information|answer))>")
@@ -21,21 +21,23 @@ _SEARCH = ["search", "/search", "information", "/information"]
 
 
 def grade(response: str, payload: Mapping[str, Any]) -> float:
-    """Returns 0.9 * exact match + 0.1 * format. Known answers are payload["answers"], else payload["answer"] alone."""
+    """Returns 0.9 * exact match + 0.1 * format. The known answers are payload["answers"] if present, otherwise
+    payload["answer"].
+    """
     return 0.9 * exact_match.grade(response, payload) + 0.1 * search_format(response)
 
 
 def search_format(response: str) -> float:
-    """Returns min(1, t / 2) * min(t, s + 1) / max(t, s + 1) of t thoughts and s searches, in [0, 1].
+    """Returns the format score min(1, t / 2) * min(t, s + 1) / max(t, s + 1) of t thoughts and s searches, in [0, 1].
 
-    It is 0 for more than eight thoughts, and for a response that is not one: it begins with a thought and ends with the
-    answer; each search is followed at once by its information; no block is empty or repeats the template's placeholder
-    ("your query"); a query is one line; and no other text stands in angle brackets, where a `<` opens one even in
-    `1 < 2`.
+    The score is 0 for more than eight thoughts, and for a response that violates one of these rules: it begins with a
+    thought and ends with the answer; each search is immediately followed by its information; no block is empty or
+    repeats the template's placeholder ("your query"); a query is one line; there is no other text in angle brackets (a
+    `<` opens one even in `1 < 2`).
     """
     response = response.strip()
     tags = _TAG.findall(response)
-    bracketed = (part.partition("<")[2] for part in response.split(">")[:-1])  # the text in <...>, if it is not empty
+    bracketed = (part.partition("<")[2] for part in response.split(">")[:-1])  # the texts in <...>
     if any(found.removeprefix("/") not in _NAMES for found in bracketed if found):
         return 0.0
     if len(tags) < 4 or not _kept(response):
@@ -62,7 +64,9 @@ def _kept(response: str) -> bool:
 
 
 def _paired(tags: list[str]) -> bool:
-    """Returns whether every opened search is closed and followed by its information. Other tags may stand between."""
+    """Returns whether every search is closed and immediately followed by its information. Other tags may be
+    in between.
+    """
     at = 0
     while at < len(tags):
         if tags[at] == "search" and tags[at : at + 4] != _SEARCH:

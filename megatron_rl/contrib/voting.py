@@ -1,4 +1,4 @@
-"""Grades a model's answers by the answer that most of them give, where no correct answer is known."""
+"""Grades a model's answers by majority vote if the correct answer is unknown."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import sample
 from megatron_rl.types import Outcome, Prompt
 
-UNANSWERED = Graded(Outcome.SCORE)  # of a problem that nobody gave an answer to: all are wrong
+# grading of all samples of a problem for which no sample has an answer: all are wrong
+UNANSWERED = Graded(Outcome.SCORE)
 
 
 def solve_by_vote(
     context: RolloutContext, role: str, prompts: Sequence[Prompt], sampling: Sampling
 ) -> tuple[list[Solution], dict[str, float]]:
-    r"""Samples [P * n] answers, and grades those to one problem by the one in \boxed{} that is most frequent among them
-    (the first of several), which takes the place of payload["answer"]. -> the graded ones in order, and metrics:
-    graded/timeout, graded/error
+    r"""Samples [P * n] answers, and grades the answers to a problem by the most frequent one in \boxed{} (the first
+    among equals), which replaces payload["answer"]. Returns the graded ones in order, and the metrics graded/timeout
+    and graded/error.
 
-    R-Zero (arXiv 2508.05004) makes its labels so. It counts answers that its grader takes for equal as one; here
-    answers are counted as they are written, and the grader compares with the winner alone. A sample whose grading gave
-    no score leaves its group. Raises RewardFailure when too many gradings fail.
+    R-Zero (arXiv 2508.05004) creates its labels in this way. R-Zero merges answers that its grader considers equal;
+    here answers are counted as strings, and the grader only compares with the winner. A sample without a score is left
+    out of its group. Raises RewardFailure if too many gradings fail.
     """
     with context.watch("rollout"):
         rollouts = sample(context, role, prompts, sampling)
@@ -52,6 +53,6 @@ def solve_by_vote(
 
 
 def elected(texts: Sequence[str]) -> str | None:
-    r"""Returns the most frequent answer in the last \boxed{} of each text; None where no text has one."""
+    r"""Returns the most frequent answer in the last \boxed{} of each text, or None if no text has one."""
     votes = Counter(answer for text in texts if (answer := boxed(text)))
     return votes.most_common(1)[0][0] if votes else None
