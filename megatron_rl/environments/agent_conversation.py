@@ -1,4 +1,4 @@
-"""One agent of an episode: its conversation so far, and the samples that this becomes."""
+"""The conversation of one agent in an episode, and its conversion to training samples."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from megatron_rl.types import Prompt, Rollout
 
 
 class AgentConversation:
-    """The conversation of one agent in one episode, and the samples that are made of it.
+    """The conversation of one agent in one episode, and the training samples made from it.
 
-    Tokens are kept as the engine and the dialogue gave them; nothing is tokenised again. If the dialogue cannot
-    continue the tokens of an earlier answer, the transcript is truncated: the tokens so far become a sample of their
-    own, and the next sample opens with the whole conversation.
+    Tokens are kept as the engine and the dialogue returned them; nothing is tokenized again. If the dialogue cannot
+    continue the tokens of an earlier answer, the transcript is split: the tokens so far become one sample, and the next
+    sample begins with the whole conversation rendered anew.
     """
 
     def __init__(self, role: str, dialogue: Dialogue, tools: Sequence[Tool], *, system: str | None = None) -> None:
-        """`system`: the system message for conversations that do not open with a system message."""
+        """`system`: the system message, used if the conversation does not begin with a system message."""
         self.role, self._dialogue, self._tools, self._system = role, dialogue, tools, system
         self.answers = 0
         self.cuts = 0
-        self.told: list[str] = []  # before each of its answers that has tokens
-        self.last_key: int | None = None  # of its last ask
+        self.told: list[str] = []  # for each answer that has tokens: the messages that the agent got before it
+        self.last_key: int | None = None  # key of the agent's last request to the engine
         self._history: list[Message] = []
-        self._heard: list[str] = []  # since its last answer
-        self._context = np.empty(0, np.int32)  # what it is asked with next
-        self._answer = np.empty(0, np.int32)  # the last one's tokens
+        self._heard: list[str] = []  # texts of the messages since the last answer
+        self._context = np.empty(0, np.int32)  # [T] prompt of the next or last request
+        self._answer = np.empty(0, np.int32)  # [T] tokens of the last answer
         self._ended: list[Rollout] = []
         self._current: Rollout | None = None
 
     def listen(self, messages: Sequence[Message]) -> np.ndarray:
         """Adds messages to the conversation. Returns the tokens [T] of the agent's next prompt.
 
-        Raises ChatError for messages that cannot be rendered.
+        Raises ChatError if the messages cannot be rendered.
         """
         self._heard += [str(message.get("content") or "") for message in messages]
         if self._current is None:
@@ -60,9 +60,9 @@ class AgentConversation:
         return self._context
 
     def say(self, completion: Completion, *, task: Prompt, context: RolloutContext, sampling: Sampling) -> Reply:
-        """Adds the answer to the last prompt to the conversation, and reads it.
+        """Adds the completion of the last prompt to the conversation, and returns it parsed.
 
-        Raises EngineError for a completion of a tandem that does not name the author of each token.
+        Raises EngineError if a completion of a tandem (senior and junior) has no author for each token.
         """
         if sampling.tandem is not None and completion.authors is None:
             raise EngineError("an engine sent a tandem's completion without an author for each token")

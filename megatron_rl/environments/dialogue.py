@@ -14,9 +14,10 @@ from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.environments.episode_types import Call, Tool
 from megatron_rl.text import decode
 
-TEXT, CHAT = "text", "chat"  # kinds of dialogue; a third is RENDERERS with a name behind it
+TEXT, CHAT = "text", "chat"  # kinds of dialogue; the third kind is `renderers:NAME`
 RENDERERS = "renderers:"
-# What chat templates and renderers raise at a message or an answer that they cannot take. Engines are not asked there.
+# Exceptions that chat templates and renderers raise for messages and answers that they cannot process. No call of an
+# engine is inside the blocks that catch them.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, NotImplementedError)
 
 
@@ -24,42 +25,43 @@ UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticErro
 class Reply:
     """A parsed answer of a model."""
 
-    text: str  # without special tokens, and without calls of tools where the template has a form for them
+    text: str  # the text without special tokens, and without tool calls if the dialogue parses tool calls
     calls: Sequence[Call]
-    message: Message  # as the conversation's history has it
+    message: Message  # the answer as a message for the conversation's history
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Exchange:
     """A conversation up to the last answer of a model."""
 
-    prompt: np.ndarray  # [T] int32, all that stood before the answer
+    prompt: np.ndarray  # [T] int32, all tokens before the answer
     answer: np.ndarray  # [T] int32
-    history: Sequence[Message]  # with the answer's last
+    history: Sequence[Message]  # all messages; the last one is the answer
     tools: Sequence[Tool]
 
 
 class Dialogue(Protocol):
-    """Turns messages into tokens and answers into messages, for one tokenizer."""
+    """Converts messages to tokens and answers to messages, for one tokenizer."""
 
-    stop_tokens: tuple[int, ...]  # that end an answer, beside the model's own
+    stop_tokens: tuple[int, ...]  # tokens that end an answer, in addition to the model's end tokens
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> np.ndarray:
-        """Returns the tokens [T] int32 of a conversation, up to where the model's answer begins.
+        """Returns the tokens [T] int32 of a conversation, up to the beginning of the model's answer.
 
-        Raises ChatError for a conversation that cannot be rendered.
+        Raises ChatError if the conversation cannot be rendered.
         """
         ...
 
     def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
-        """Returns the tokens [T] between an answer and the next one: the end of the turn, and the new messages.
+        """Returns the tokens [T] between an answer and the next answer: the end of the turn, and the new messages.
 
-        Returns None if the conversation would be rendered differently from the existing tokens. It is then opened anew.
+        Returns None if the rendered conversation would differ from the existing tokens. The caller then calls `open`
+        with the whole conversation.
         """
         ...
 
     def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
-        """Parses an answer [T]."""
+        """Parses the tokens [T] of an answer to `prompt` [T]."""
         ...
 
 
@@ -101,10 +103,9 @@ def _renderer_name(kind: str) -> str:
 
 
 class TextDialogue:
-    """Concatenates messages as they are, for base models.
+    """Concatenates the texts of messages without any template, for base models.
 
-    The messages themselves mark the turns, also by control tokens. Only quoted parts of a message cannot contain
-    control tokens.
+    The texts themselves mark the turns and may contain control tokens, except in quoted parts (see `quoting`).
     """
 
     stop_tokens: tuple[int, ...] = ()
@@ -131,7 +132,7 @@ class TextDialogue:
         return "".join(map(self._text, messages))
 
     def _text(self, message: Message) -> str:
-        """Returns the text of a message. Raises ChatError for content that is not a text."""
+        """Returns the text of a message. Raises ChatError if its content is not a text."""
         text = message.get("content")
         if not isinstance(text, str):
             raise ChatError(f"the dialogue {TEXT!r} puts texts alone, and a message has the content {str(text)[:80]}")
@@ -141,12 +142,12 @@ class TextDialogue:
 
 
 class ChatDialogue:
-    """Messages in the tokenizer's chat template. It reads no calls of tools: those are texts like others.
+    """Renders messages with the tokenizer's chat template. Tool calls are not parsed; they are part of the text.
 
-    The tokens between two answers are the template's own: a conversation whose answer is a short stand-in is rendered
-    up to the answer's end and up to the next answer, and the second text less the first is what comes between. The
-    template must render the past alike in both, and the true answer as it stands, but for spaces around it.
-    No message can write a control token: these are the template's alone.
+    The tokens between two answers are found by rendering the conversation twice with a placeholder as the answer: up
+    to the end of the answer, and up to the beginning of the next answer. The difference is the text between the two
+    answers. The template must render the earlier messages identically both times, and the true answer unchanged except
+    for surrounding whitespace. Only the template can produce control tokens, never the content of a message.
     """
 
     stop_tokens: tuple[int, ...] = ()
@@ -176,7 +177,7 @@ class ChatDialogue:
         if not shown.startswith(str(said["content"]).strip()):
             return None
         between = following[len(held) :]
-        for token in past.answer[-1:].tolist():  # the model may have written the end of its turn
+        for token in past.answer[-1:].tolist():  # the model may have generated the end-of-turn token itself
             between = between.removeprefix(self._tokenizer.decode([token]))
         return _ids(self._tokenizer, between)
 
@@ -185,9 +186,9 @@ class ChatDialogue:
 
 
 class RendererDialogue:
-    """Renders messages with a renderer of the library `renderers`, which also parses calls of tools.
+    """Renders messages with a renderer of the library `renderers`, which also parses tool calls.
 
-    No message can contain a control token.
+    The content of a message cannot produce control tokens.
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
@@ -213,7 +214,7 @@ class RendererDialogue:
     def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
         try:
             parsed = self._renderer.parse_response(answer.tolist(), tools=_tools(tools), prompt_ids=prompt.tolist())
-        except UNREADABLE:  # a call whose JSON has a number of 5,000 digits, or 2,000 brackets: it is a text
+        except UNREADABLE:  # e.g. a tool call whose JSON has a number of 5,000 digits, or 2,000 nested brackets
             return _plain_reply(self._tokenizer, answer)
         calls = [_call(found) for found in parsed.tool_calls]
         message: dict[str, Any] = {"role": ASSISTANT, "content": parsed.content}
@@ -238,13 +239,13 @@ _STAND_IN = "0"
 
 
 def _plain_reply(tokenizer: Any, answer: np.ndarray) -> Reply:
-    """Parses an answer as a text without calls of tools."""
+    """Returns an answer parsed as a text without tool calls."""
     text = decode(tokenizer, answer).text
     return Reply(text=text, calls=(), message={"role": ASSISTANT, "content": text})
 
 
 def _frame(render_text: Callable[[Sequence[Message]], str]) -> str:
-    """Returns a short conversation as text, or "" if it cannot be rendered, as then no other conversation can."""
+    """Returns a short rendered conversation, which shows the template's control tokens, or "" if rendering fails."""
     try:
         return render_text([{"role": role, "content": _STAND_IN} for role in (USER, ASSISTANT, USER)])
     except UNREADABLE:
@@ -261,7 +262,7 @@ def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
 
 
 def _specifications(tools: Sequence[Tool]) -> list[Mapping[str, Any]]:
-    """Returns the descriptions of tools in the form that chat templates take (OpenAI's)."""
+    """Returns the descriptions of tools in OpenAI's format, which chat templates expect."""
     return [{"type": "function", "function": tool} for tool in _tools(tools) or ()]
 
 
@@ -272,7 +273,7 @@ def _call(parsed: Any) -> Call:
 
 
 def _written_out(value: Any) -> Any:
-    r"""Returns a JSON value without lone surrogates such as "\ud800", which tokenizers and files reject."""
+    r"""Returns a JSON value with lone surrogates such as "\ud800" replaced. Tokenizers and files reject them."""
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The protocol of environments, and of everything else that plays episodes."""
+"""The base classes of environments and of other classes that play episodes, and the settings of episodes."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from megatron_rl.types import Prompt
 
 @dataclass(kw_only=True)
 class EpisodeSettings:
-    """Settings of the play of episodes, whoever plays them."""
+    """Settings for playing episodes, for every EpisodeMaker."""
 
-    # text: messages are put one behind the other as they are. chat: the tokenizer's chat template. renderers:NAME: that
-    # renderer of the library `renderers`, which also reads calls of tools.
+    # How messages are converted to tokens. text: the texts are concatenated. chat: the tokenizer's chat template.
+    # renderers:NAME: the renderer NAME of the library `renderers`, which also parses tool calls.
     dialogue: str = TEXT
-    # By role: the system message that opens the conversation of each of its agents, where neither the environment sends
-    # one nor, for the first role, the problem's own conversation has one (data.system). Not with the dialogue text.
+    # {role: system message} for the conversations of the role's agents. It is used if the environment sends no system
+    # message and, for the first role, the problem has none (data.system). Not available with the dialogue text.
     system: Mapping[str, str] = field(default_factory=dict)
-    episode_timeout_s: float = 3600.0  # from an episode's begin on; a later one is given up
-    step_timeout_s: float = 120.0  # for one `begin` or `step`
-    workers: int = 64  # calls of environments that run at the same time
-    # What `megatron-rl plan` is told of an environment, and nothing else reads: mean tokens that it puts before each
-    # answer of an agent but the first, and mean seconds that it takes for that.
+    episode_timeout_s: float = 3600.0  # timeout of an episode, from the start of its `begin`
+    step_timeout_s: float = 120.0  # timeout of one `begin` or `step` of the environment
+    workers: int = 64  # maximum number of concurrent calls of environments
+    # Estimates that only `megatron-rl plan` uses. `told`: mean number of tokens that the environment inserts before
+    # each answer of an agent but the first. `tool_s`: mean seconds that the environment takes for it.
     told: int = 0
     tool_s: float = 0.0
 
 
 class EpisodeMaker(ABC):
-    """Something that plays episodes with the roles' engines."""
+    """Base class of objects that play episodes with the roles' engines, such as environments."""
 
     @abstractmethod
     def play(
@@ -51,71 +51,72 @@ class EpisodeMaker(ABC):
     ) -> list[Episode]:
         """Plays one episode of each of [E] tasks with its seed. Returns [E] episodes, in order.
 
-        `samplings` is by role, with n = 1. The seed of each answer is a function of the role's seed, the index of the
-        episode, the agent, and the number of the answer. Raises EngineError if an engine fails. A failure of an
-        environment is the outcome of its episode and raises nothing.
+        `samplings`: {role: sampling parameters}, with n = 1. The seed of each answer is a function of the role's seed,
+        the index of the episode, the agent, and the index of the answer. Raises EngineError if an engine fails. A
+        failure of an environment does not raise; it is the outcome of its episode.
         """
         ...
 
     def speaking_roles(self) -> Collection[str] | None:
-        """Returns the roles whose models are asked, or None if they are not known.
+        """Returns the roles whose models generate answers, or None if they are not known.
 
         Before a run, these roles are compared with the agents of the recipe.
         """
         return None
 
     def check(self, settings: EpisodeSettings) -> None:
-        """Raises ConfigError for settings with which these episodes cannot be played.
+        """Raises ConfigError if the episodes cannot be played with these settings.
 
-        The default accepts all settings.
+        The default implementation accepts all settings.
         """
         return None
 
     def most_answers(self, role: str) -> int | None:
-        """Returns the largest number of answers of an agent per episode, or None if it is not known.
+        """Returns the maximum number of answers of an agent per episode, or None if it is not known.
 
-        Only plans of memory and time read the number.
+        Only `megatron-rl plan` uses the number.
         """
         return None
 
     def files(self) -> Mapping[str, str]:
-        """Returns {argument: path} of the files that the episodes read and that must exist before a run.
+        """Returns {argument: path} of the files that the episodes read. The files must exist before a run.
 
-        Plans do not need the files.
+        `megatron-rl plan` does not need the files.
         """
         return {}
 
     def load(self) -> None:
         """Loads data that takes long to load. Calls after the first one are no-ops.
 
-        It is called before each batch of episodes, in the process that plays them. Raises ConfigError for files that
-        cannot be used.
+        It is called before each batch of episodes, in the process that plays them. Raises ConfigError if a file cannot
+        be used.
         """
         return None
 
 
 class Environment(EpisodeMaker):
-    """A world that models act in. A subclass is a dataclass whose fields are its arguments in the config.
+    """Base class of environments in which models act. A subclass is a dataclass whose fields are its arguments in the
+    config.
 
-    It is built once on every rank, also for checks and plans, and loaded on the rank that plays. Each episode has a
-    shallow copy of the environment. The three methods of a copy are called one after the other, from different threads,
-    so state of the episode is set in `begin`. What happens must be a function of the task, the seed and the models'
-    answers.
+    The environment is built once on every rank, also for checks and plans, and loaded on the rank that plays. Each
+    episode uses a shallow copy. `begin`, `step` and `close` of a copy are called from different threads, so the state
+    of an episode must be set in `begin`. The episode must be a deterministic function of the task, the seed and the
+    models' answers.
     """
 
     @abstractmethod
     def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[NextRequest] | EpisodeEnd:
-        """Starts an episode of a task, which is the payload of a problem. Returns the agents that speak first."""
+        """Starts an episode. `task`: the payload of a problem. Returns the requests of the agents that speak first, or
+        the end of the episode."""
         ...
 
     @abstractmethod
     def step(self, said: Said) -> Sequence[NextRequest] | EpisodeEnd:
-        """Takes one answer.
+        """Processes one answer. Returns the requests of the agents that speak next, or the end of the episode.
 
-        Returns the agents that speak next, which may be none while other answers are still to come.
-
-        Answers come in the order in which their requests were returned. Raises EnvironmentFailure if something broke.
-        Any other exception counts as such a failure, too.
+        The list may be empty while answers to other requests are pending. Answers are passed in the order in which
+        their requests were returned. Raises EnvironmentFailure if the environment failed; any other exception is
+        treated in the same way.
         """
         ...
 
@@ -127,20 +128,23 @@ class Environment(EpisodeMaker):
         samplings: Mapping[str, Sampling],
         settings: EpisodeSettings,
     ) -> list[Episode]:
-        """See EpisodeMaker."""
+        """Plays one episode of each task; see `EpisodeMaker.play`."""
         return EpisodesPlay(self, context, samplings, settings).play(tasks, seeds)
 
     def copy(self) -> Self:
-        """Returns the environment of one episode."""
+        """Returns a shallow copy of the environment for one episode."""
         return copy.copy(self)
 
     def close(self) -> None:
-        """Ends what the episode still holds. It is called once, also while `step` hangs in another thread."""
+        """Releases the resources of the episode. It is called once, even if `step` hangs in another thread."""
 
 
 def check_speakers(maker: EpisodeMaker, roles: Collection[str], *, key: str) -> None:
-    """Raises ConfigError where the roles that a recipe has agents for are not those that its episodes ask, as far as
-    their maker tells. `key`: of the setting that names the recipe's."""
+    """Raises ConfigError if the roles of a recipe's agents differ from the roles whose models the episodes use.
+
+    `roles`: the recipe's roles. `key`: the setting that names them. There is no check if `maker.speaking_roles()` is
+    None.
+    """
     asked = maker.speaking_roles()
     if asked is None or set(asked) == set(roles):
         return
@@ -152,7 +156,7 @@ def check_speakers(maker: EpisodeMaker, roles: Collection[str], *, key: str) -> 
 
 
 def check_system(settings: EpisodeSettings, maker: EpisodeMaker, roles: Collection[str]) -> None:
-    """Raises ConfigError for system messages that no agent would have. `roles`: those that speak."""
+    """Raises ConfigError if a system message in the settings would not be used. `roles`: the roles of the agents."""
     for role, text in settings.system.items():
         key = f"recipe.args.system.{role} = {text[:40]!r}"
         if role not in roles:
@@ -167,9 +171,10 @@ def check_system(settings: EpisodeSettings, maker: EpisodeMaker, roles: Collecti
 
 
 def estimates(settings: EpisodeSettings, maker: EpisodeMaker, roles: Collection[str]) -> dict[str, EpisodeEstimate]:
-    """Returns what plans take an episode of each role to be: the most answers that its maker knows of, and what the
-    settings say. Raises ConfigError for a setting below 0, and for one of what stands between answers where no role is
-    known to answer twice."""
+    """Returns {role: estimate of its episodes} for plans, from `maker.most_answers` and the settings.
+
+    Raises ConfigError if `told` or `tool_s` is below 0, or above 0 although no role is known to answer twice.
+    """
     most = {role: maker.most_answers(role) or 1 for role in roles}
     for name, value in (("told", settings.told), ("tool_s", settings.tool_s)):
         if value < 0:

@@ -1,4 +1,4 @@
-"""Plays episodes of environments with the roles' engines: each answer is acted on while others are still written."""
+"""Plays episodes of environments with the roles' engines. Each answer is processed while others are generated."""
 
 from __future__ import annotations
 
@@ -29,39 +29,44 @@ from megatron_rl.user_code import told
 if TYPE_CHECKING:
     from megatron_rl.environments.environment import Environment, EpisodeSettings
 
-LOOK_S = 0.5  # between two looks at the engines
-MOST_ANSWERS = 1 << 20  # of one episode: an ask's key is the episode's number times this, and the answer's number
-MOST_CHARACTERS = 512  # that one token stands for: a longer text has no room, and nobody waits for its tokens
-MOST_UNASKED = 100  # times that an agent without room may be asked again; an environment that goes on has no end
-WHOLE, CLOSING = -1, -2  # stamps of deadlines: of the whole episode, and of its `close`
+LOOK_S = 0.5  # seconds between two checks of the engines
+# Maximum number of answers in one episode. The key of a request is index of the episode x MOST_ANSWERS + index of the
+# answer.
+MOST_ANSWERS = 1 << 20
+# Maximum characters per token. Text with more characters per available token is too long and is not tokenized.
+MOST_CHARACTERS = 512
+# Maximum number of requests per episode for which the prompt is too long. An environment that goes on would never end.
+MOST_UNASKED = 100
+WHOLE, CLOSING = -1, -2  # stamps of two kinds of deadlines: of the whole episode, and of its `close`
 Job = Callable[[], object]
 _log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
 class _Underway:
-    """An episode under way."""
+    """The state of a running episode."""
 
-    number: int
+    number: int  # index of the episode
     task: Prompt
     seed: int
     world: Environment
     agents: dict[str, AgentConversation] = field(default_factory=dict)
-    # requests whose answers are to come, and their keys
+    # (request, key) of the pending requests, in the order in which the environment expects the answers
     expected: deque[tuple[NextRequest, int]] = field(default_factory=deque)
-    arrived: dict[int, Completion | None] = field(default_factory=dict)  # by key; None: there was no room
-    asked: int = 0  # answers so far
-    calls: int = 0  # of tools
-    unasked: int = 0  # requests of agents that had no room
-    stamp: int = 0  # number of its calls of the environment; a result with an older one is late
-    busy: bool = False  # a call is under way
+    # {key: completion} of answers that the environment has not got yet; None if the prompt was too long
+    arrived: dict[int, Completion | None] = field(default_factory=dict)
+    asked: int = 0  # number of requests so far
+    calls: int = 0  # number of tool calls so far
+    unasked: int = 0  # number of requests whose prompt was too long for an answer
+    stamp: int = 0  # number of calls of the environment so far; a result with an older stamp is ignored
+    busy: bool = False  # whether a call of the environment is running
 
 
 class EpisodesPlay:
     """One call of `Environment.play`.
 
-    The caller's thread keeps the state of all episodes. One thread per role reads the answers of its engine, and worker
-    threads call the environments.
+    The caller's thread manages the state of all episodes. One thread per role receives the answers of its engine, and
+    worker threads call the environments.
     """
 
     def __init__(
@@ -72,20 +77,23 @@ class EpisodesPlay:
         settings: EpisodeSettings,
     ) -> None:
         self._environment, self._context, self._samplings, self._settings = environment, context, samplings, settings
-        self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()  # for the driver's thread to call
+        self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()  # callbacks that the driver's thread runs
         self._workers = Workers(settings.workers)
         self._sessions: dict[str, Session] = {}
         self._dialogues: dict[str, Dialogue] = {}
         self._readers: list[threading.Thread] = []
-        self._open = contextlib.ExitStack()  # the blocks in which sessions may be asked
+        self._open = contextlib.ExitStack()  # the open `session.asking()` blocks
         self._running: dict[int, _Underway] = {}
         self._done: dict[int, Episode] = {}
-        self._closing: set[int] = set()  # episodes whose `close` is under way
-        self._deadlines: list[tuple[float, int, int]] = []  # heap: time, episode, stamp
+        self._closing: set[int] = set()  # indices of the episodes whose `close` is running
+        self._deadlines: list[tuple[float, int, int]] = []  # heap of (time, index of the episode, stamp)
 
     def play(self, tasks: Sequence[Prompt], seeds: Sequence[int]) -> list[Episode]:
-        """Plays one episode of each task. [E] -> [E], in order. Raises what an engine raises, and ConfigError for roles
-        that the recipe has no agent for and for a dialogue that the tokenizer cannot have."""
+        """Plays one episode of each of [E] tasks. Returns [E] episodes, in order.
+
+        Raises ConfigError if an environment uses a role for which the recipe has no agent, or if the tokenizer does not
+        support the dialogue. Exceptions of engines pass through.
+        """
         finished = False
         try:
             for number, (task, seed) in enumerate(zip(tasks, seeds, strict=True)):
@@ -97,7 +105,7 @@ class EpisodesPlay:
             while self._running:
                 self._take_event()
                 self._context.watch.beat()
-                for role in self._sessions:  # its reader is another thread than the one that owns the servers
+                for role in self._sessions:  # only this thread may tend the servers; the readers are other threads
                     self._context.engines[role].tend()
             finished = True
         finally:
@@ -105,7 +113,7 @@ class EpisodesPlay:
         return [self._done[number] for number in range(len(tasks))]
 
     def _take_event(self) -> None:
-        """Waits for the next event or deadline, but not for long, and acts on it."""
+        """Waits for the next event or deadline, at most LOOK_S, and processes it."""
         self._expire()
         if not self._running:
             return
@@ -123,7 +131,7 @@ class EpisodesPlay:
             self._advance(running)
 
     def _watch_closing(self, number: int) -> None:
-        """Notes the deadline of a call of `close` that a worker has begun."""
+        """Registers the deadline of a call of `close` that a worker has started."""
         self._closing.add(number)
         heapq.heappush(self._deadlines, (time.monotonic() + self._settings.step_timeout_s, number, CLOSING))
 
@@ -131,7 +139,7 @@ class EpisodesPlay:
         raise error
 
     def _call(self, running: _Underway, job: Job) -> None:
-        """Has a worker call the environment of an episode."""
+        """Runs a call of an episode's environment in a worker."""
         running.stamp += 1
         running.busy = True
         number, stamp = running.number, running.stamp
@@ -139,17 +147,17 @@ class EpisodesPlay:
         def work() -> None:
             self._events.put(partial(self._watch_call, number, stamp))
             try:
-                result = job() if number in self._running else None  # it may have been given up meanwhile
-            except Exception as error:  # whatever an environment raises is its episode's failure
+                result = job() if number in self._running else None  # the episode may have been ended meanwhile
+            except Exception as error:  # any exception of an environment is a failure of its episode
                 result = error
-            except SystemExit as error:  # a library's way to give up; it would end the worker, and nobody would hear
+            except SystemExit as error:  # some libraries exit on failure; SystemExit would silently end the thread
                 result = EnvironmentFailure(told(error))
             self._events.put(partial(self._take_result, number, stamp, result))
 
         self._workers.do((number, stamp), work)
 
     def _watch_call(self, number: int, stamp: int) -> None:
-        """Notes the deadlines of a call that a worker has begun: waiting for a worker does not count."""
+        """Registers the deadlines of a call that a worker has started. Time spent waiting for a worker is excluded."""
         running, now = self._running.get(number), time.monotonic()
         if running is None or running.stamp != stamp:
             return
@@ -159,11 +167,11 @@ class EpisodesPlay:
             heapq.heappush(self._deadlines, (now + self._settings.step_timeout_s, number, stamp))
 
     def _expire(self) -> None:
-        """Gives up the episodes whose deadlines have passed."""
+        """Ends the episodes whose deadlines have passed, with the outcome TIMEOUT."""
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             _, number, stamp = heapq.heappop(self._deadlines)
             if stamp == CLOSING:
-                if number in self._closing:  # its place is given to another episode
+                if number in self._closing:  # free its worker slot for another episode
                     self._closing.remove(number)
                     self._workers.leave((number, CLOSING))
                     seconds = self._settings.step_timeout_s
@@ -183,7 +191,7 @@ class EpisodesPlay:
 
     def _take_result(self, number: int, stamp: int, result: object) -> None:
         running = self._running.get(number)
-        if running is None or running.stamp != stamp:  # it was given up
+        if running is None or running.stamp != stamp:  # the episode was ended meanwhile
             return
         running.busy = False
         if isinstance(result, Exception):
@@ -193,7 +201,7 @@ class EpisodesPlay:
         else:
             try:
                 self._speak(running, checked_requests(result, of="begin" if stamp == 1 else "step"))
-            except ConfigError:  # no other episode can be played either
+            except ConfigError:  # the error applies to all episodes
                 raise
             except EnvironmentFailure as error:
                 self._end(running, refused(error))
@@ -204,7 +212,7 @@ class EpisodesPlay:
             self._advance(running)
 
     def _speak(self, running: _Underway, requests: Sequence[NextRequest]) -> None:
-        """Asks the engines for the answers to requests. Raises EnvironmentFailure for one that cannot be made."""
+        """Sends requests of an episode to the engines. Raises EnvironmentFailure if a request is invalid."""
         for request in requests:
             spoke_as = {name: agent.role for name, agent in running.agents.items()}
             check_request(request, self._samplings, spoke_as, [asked.agent for asked, _ in running.expected])
@@ -237,8 +245,11 @@ class EpisodesPlay:
             )
 
     def _system(self, task: Prompt, role: str) -> str | None:
-        """Returns the system message of a role's agents: for the first role that of the problem's own conversation,
-        where it has one; else what `system` in the settings says."""
+        """Returns the system message of a role's agents, or None.
+
+        For the first role it is the system message of the problem's conversation, if there is one. Otherwise it is the
+        role's entry in `system` of the settings.
+        """
         first = role == next(iter(self._samplings))
         own = system_of(task.payload.get("messages", ())) if first else None
         return self._settings.system.get(role) if own is None else own
@@ -257,7 +268,7 @@ class EpisodesPlay:
         )
 
     def _advance(self, running: _Underway) -> None:
-        """Gives the environment the first answer that it waits for, once it is there."""
+        """Passes the answer to the oldest pending request to the environment, if the answer has arrived."""
         if running.busy:
             return
         if not running.expected:
@@ -288,7 +299,7 @@ class EpisodesPlay:
         self._call(running, lambda: running.world.step(said))
 
     def _end(self, running: _Underway, over: EpisodeEnd) -> None:
-        """Ends an episode; whatever of it is still to come is passed over."""
+        """Ends an episode and stores its result. Answers and results that arrive later are ignored."""
         del self._running[running.number]
         try:
             over = checked_end(over, {name: agent.answers for name, agent in running.agents.items()})
@@ -317,7 +328,7 @@ class EpisodesPlay:
         self._workers.do((running.number, CLOSING), lambda: self._close(running))
 
     def _close(self, running: _Underway) -> None:
-        """Closes the environment of an episode, in a worker."""
+        """Closes the environment of an episode. Runs in a worker thread."""
         self._events.put(partial(self._watch_closing, running.number))
         try:
             running.world.close()
@@ -325,7 +336,7 @@ class EpisodesPlay:
             self._events.put(partial(self._closing.discard, running.number))
 
     def _session(self, role: str) -> tuple[Session, Dialogue]:
-        """Opens the role's session at its first request, and starts to read its answers."""
+        """Returns the role's engine session and dialogue. The first call opens the session and starts its reader."""
         if role not in self._sessions:
             session = self._sessions[role] = self._context.session(role)
             self._dialogues[role] = dialogue_of(self._settings.dialogue, self._context.tokenizers[role])
@@ -339,13 +350,15 @@ class EpisodesPlay:
         try:
             for key, [completion] in session.answers():
                 self._events.put(partial(self._take_answer, key, completion))
-        except BaseException as error:  # the driver's thread raises it
+        except BaseException as error:  # raised again in the driver's thread
             self._events.put(partial(self._fail, error))
 
     def _leave(self, finished: bool) -> None:
-        """Closes sessions, environments and threads. Engines may work for all ranks together: their readers are waited
-        for."""
-        for running in self._running.values():  # after a failure
+        """Closes environments, sessions and threads. Waits for the readers, because an engine may involve all ranks.
+
+        `finished`: whether all episodes ended; if not, open requests are cancelled first.
+        """
+        for running in self._running.values():  # not empty only after a failure
             self._workers.do((running.number, CLOSING), running.world.close)
         self._open.close()
         if not finished:
@@ -359,29 +372,29 @@ class EpisodesPlay:
 
 
 class Workers:
-    """Runs jobs, each in a thread of its own and at most `most` at a time. A job that hangs can be given up."""
+    """Runs each job in a separate thread, at most `most` jobs at a time. The slot of a job that hangs can be freed."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._waiting: deque[tuple[object, Job]] = deque()
-        self._running: set[object] = set()  # keys of the jobs that count
+        self._running: set[object] = set()  # keys of the jobs that occupy a slot
         self._change = threading.Condition()
 
     def do(self, key: Hashable, job: Job) -> None:
-        """Runs a job as soon as there is a place."""
+        """Queues a job, which is started when a slot is free."""
         with self._change:
             self._waiting.append((key, job))
             self._start()
 
     def leave(self, key: Hashable) -> None:
-        """Gives the place of a job that has ended, or that hangs, to another job."""
+        """Frees the slot of a job that has ended or that hangs."""
         with self._change:
             self._running.discard(key)
             self._start()
             self._change.notify_all()
 
     def close(self, patience_s: float) -> None:
-        """Waits until all jobs have ended or were given up, but at most `patience_s`."""
+        """Waits until no job is queued or occupies a slot, at most `patience_s` seconds."""
         with self._change:
             self._change.wait_for(lambda: not self._running and not self._waiting, patience_s)
 
@@ -394,7 +407,7 @@ class Workers:
     def _work(self, key: Hashable, job: Job) -> None:
         try:
             job()
-        except (Exception, SystemExit):  # calls of begin and step report their errors: this is one of `close`
+        except (Exception, SystemExit):  # only `close` can raise here; jobs of begin and step catch their errors
             _log.warning("an environment could not be closed", exc_info=True)
         finally:
             self.leave(key)

@@ -1,4 +1,4 @@
-"""A program that is spoken to in lines of JSON, and of which nothing is left once it is ended."""
+"""A child process that communicates in lines of JSON, and that is ended together with all of its descendants."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import IO, Any
 
 import psutil
 
-MARK = "MEGATRON_RL_EPISODES"  # a variable of the environment by which the program's own children are found
-GRACE_S = 15.0  # between the end of its standard input and its killing
-SHOWN_BYTES = 4000  # of the log's end
+MARK = "MEGATRON_RL_EPISODES"  # environment variable by which the descendants of the process are found
+GRACE_S = 15.0  # seconds between closing the standard input and killing the process
+SHOWN_BYTES = 4000  # maximum number of bytes of the end of the log in error messages
 
 
 class LineProcess:
-    """A child process. What it writes to its standard error is in `log`; standard output has its lines.
+    """A child process that writes JSON lines to its standard output. Its standard error is appended to the file `log`.
 
-    `mark` is for the program to put into the environment of what it starts: such processes end with it, also those that
-    lead a session of their own.
+    `mark` holds an environment variable that the program must set for the processes that it starts. `end` kills the
+    processes with this variable, including those in other sessions.
     """
 
     def __init__(self, words: Sequence[str], log: Path) -> None:
-        """Raises OSError where there is no such program."""
+        """Starts the program `words`. Raises OSError if there is no such program."""
         self.mark = {MARK: secrets.token_hex(16)}
         self._log, self._started = log, time.time()
         with log.open("ab") as errors:
@@ -46,22 +46,24 @@ class LineProcess:
         return self._process.poll() is not None
 
     def say(self, line: Mapping[str, Any]) -> None:
-        """Sends a line. One that ended meanwhile gets none: `hear` tells."""
+        """Sends a JSON object as a line. If the process has ended, nothing is sent; `hear` then raises EOFError."""
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._in.write(json.dumps(line) + "\n")
             self._in.flush()
 
     def hear(self, timeout_s: float) -> dict[str, Any] | None:
-        """Returns the next line; None where none came in time. Raises EOFError, with the end of the log, when it ended,
-        and for a line that is no JSON object."""
+        """Returns the next line, parsed; None if no line arrives within `timeout_s`.
+
+        Raises EOFError if the process has ended (with the end of its log) or the line is not a JSON object.
+        """
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
             if not self.ended:
                 return None
-            line = None  # a child of its own may hold its standard output
+            line = None  # a child of the process may keep the standard output open
         if line is None:
-            self._lines.put(None)  # for the next who asks
+            self._lines.put(None)  # for the next call of `hear`
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE_S)
             raise EOFError(f"it ended with status {self._process.poll()}; the end of its log:\n{self.tail()}")
@@ -74,7 +76,7 @@ class LineProcess:
         return said
 
     def end(self, grace_s: float = GRACE_S) -> None:
-        """Closes its standard input, and kills what is left after `grace_s`."""
+        """Closes the standard input, waits up to `grace_s` seconds, and kills the process and its descendants."""
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._in.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -82,16 +84,16 @@ class LineProcess:
         self._process.kill()
         self._process.wait()
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # it is gone, or another user's
+            with contextlib.suppress(psutil.Error):  # the process is gone, or belongs to another user
                 if process.create_time() > self._started - 1 and process.environ().get(MARK) == self.mark[MARK]:
                     process.kill()
 
     def tail(self) -> str:
-        """Returns the end of the log."""
+        """Returns the last SHOWN_BYTES bytes of the log as text."""
         return self._log.read_bytes()[-SHOWN_BYTES:].decode(errors="replace").strip() or "(it is empty)"
 
     def _read(self, lines: IO[str]) -> None:
-        with contextlib.suppress(ValueError):  # bytes that are no text end the conversation
+        with contextlib.suppress(ValueError):  # output that is not UTF-8 is treated as the end of the output
             for line in lines:
                 self._lines.put(line)
         self._lines.put(None)

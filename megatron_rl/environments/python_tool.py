@@ -1,4 +1,4 @@
-"""A Python interpreter that models may call: each call is a program of its own, in the sandbox."""
+"""A Python interpreter as a tool for models. Each call runs a separate program in the sandbox."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _FENCED = re.compile(r"\s*```[^\n`]*\n(.*?)```\s*", re.DOTALL)
 
 @dataclass(kw_only=True)
 class PythonTool(Tool):
-    """Runs a program and tells what it printed; where it printed nothing, the value of its last expression.
+    """Runs a program and returns its output; if there is no output, the value of its last expression.
 
-    A program that raises, takes too long or prints too much is told so, with what it had printed. Nothing is kept from
-    one call to the next, so that a call may be made again. A failure of the sandbox is an EnvironmentFailure.
+    If the program raises an exception, times out or prints too much, the result is the output so far and a message. No
+    state is kept between calls, so a call can be repeated. A failure of the sandbox raises EnvironmentFailure.
     """
 
     name: str = "python"
-    timeout_s: float = 10.0  # of one call, by the clock
-    memory_mib: int = 512  # of one process of the program
-    max_characters: int = 4000  # of what is told; the end of a longer text is left out
-    packages: tuple[str, ...] = ()  # directories of modules beside the standard library, such as a site-packages
+    timeout_s: float = 10.0  # timeout of one call in seconds, wall-clock time
+    memory_mib: int = 512  # memory limit of one process of the program, in MiB
+    max_characters: int = 4000  # maximum length of the output; longer output is truncated
+    packages: tuple[str, ...] = ()  # additional module directories, such as a site-packages directory
 
     description = (
         "Runs Python code and returns what it prints. Each call starts anew: nothing is kept from earlier calls. There "
@@ -46,7 +46,7 @@ class PythonTool(Tool):
             self._settings = SandboxSettings(
                 timeout_s=self.timeout_s,
                 memory_mib=self.memory_mib,
-                output_bytes=4 * self.max_characters + 1,  # no character has more bytes
+                output_bytes=4 * self.max_characters + 1,  # a character has at most 4 bytes in UTF-8
                 packages=tuple(self.packages),
             )
         except ValueError as error:
@@ -72,7 +72,7 @@ class PythonTool(Tool):
             raise EnvironmentFailure(f"the tool {self.name}: {error}") from error
 
     def _told(self, ran: Ran) -> str:
-        """Returns the text that the model gets."""
+        """Returns the text for the model: the output, truncated if necessary, and the error, if any."""
         printed = ran.output.rstrip()
         why = f"error: the code did not end within {self.timeout_s:g} s" if ran.late else "" if ran.cut else ran.why
         if len(printed) > self.max_characters or ran.cut:

@@ -17,31 +17,30 @@ import numpy as np
 from megatron_rl.config.base import ConfigError
 from megatron_rl.environments.episode_types import EnvironmentFailure, Tool
 
-KEPT = 4  # indices in memory
-INDEX = ".bm25"  # behind the corpus's name: the directory of its index
-_LOADING = threading.Lock()  # one index at a time
+KEPT = 4  # maximum number of indices that are kept in memory
+INDEX = ".bm25"  # suffix of the index directory, which is appended to the name of the corpus
+_LOADING = threading.Lock()  # only one index is loaded at a time
 _STARTS, _STAMP = "starts.npy", "stamp.json"
 
 
 @dataclass(kw_only=True)
 class SearchTool(Tool):
-    """Finds the documents of a corpus that fit a query best.
+    """Finds the documents of a corpus that match a query best.
 
-    The corpus is a JSONL file with one document a line. The index is made once a process, and kept beside the corpus
-    where `keep` says so. The answer has the form of Search-R1 (arXiv 2503.09516): `Doc 1(Title: ...) text`.
+    The corpus is a JSONL file with one document per line. The index is built once per process; with `keep` it is saved
+    next to the corpus. The answer has the format of Search-R1 (arXiv 2503.09516): `Doc 1(Title: ...) text`.
     """
 
     corpus: str  # JSONL file
-    title: str | None = (
-        "title"  # key of a document's title; null: the first line of its text, as in Search-R1's corpora
-    )
+    # Key of a document's title; null: the title is the first line of its text, as in the corpora of Search-R1.
+    title: str | None = "title"
     text: str = "text"  # key of a document's text
-    top_k: int = 3  # documents in an answer, at most
-    max_characters: int = 4000  # of an answer; what is longer is cut
-    k1: float = 1.5  # how soon the weight of a repeated word is exhausted
-    b: float = 0.75  # how much long documents are held back, 0 to 1
-    stopwords: str | None = "en"  # language whose commonest words are left out, as bm25s names it; null: none
-    keep: bool = False  # write the index beside the corpus, and read it from there while the corpus is the same
+    top_k: int = 3  # maximum number of documents in an answer
+    max_characters: int = 4000  # maximum length of an answer; longer answers are truncated
+    k1: float = 1.5  # BM25's k1: how fast the weight of a repeated word saturates
+    b: float = 0.75  # BM25's b: strength of the length normalization, from 0 to 1
+    stopwords: str | None = "en"  # language of the stop words that are ignored, as bm25s names it; null: no stop words
+    keep: bool = False  # save the index next to the corpus, and load it from there while the corpus is unchanged
     name: str = "search"
 
     description = "Searches a collection of documents, and returns those that fit a query best."
@@ -64,7 +63,7 @@ class SearchTool(Tool):
         return {"corpus": self.corpus}
 
     def load(self) -> None:
-        """Builds the index, or reads a stored one. Raises ConfigError for a missing or malformed corpus."""
+        """Builds the index, or loads a saved index. Raises ConfigError if the corpus is missing or malformed."""
         with _LOADING:
             if self._loaded is None:
                 self._loaded = self._made()
@@ -95,10 +94,10 @@ class SearchTool(Tool):
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """All settings and properties of the corpus that an index depends on. Another stamp means a new index."""
+    """All settings and properties of the corpus that an index depends on. If they change, a new index is built."""
 
-    bytes: int  # of the corpus
-    changed_ns: int  # when the corpus was written
+    bytes: int  # size of the corpus
+    changed_ns: int  # modification time of the corpus
     title: str | None
     text: str
     k1: float
@@ -107,14 +106,16 @@ class Stamp:
 
 
 class CorpusIndex:
-    """The BM25 scores of every word in every document, and the offset of each document in its file.
+    """The BM25 scores of every word in every document, and the byte offset of each document in the corpus file.
 
-    The text of a document is read when it is found. Several threads may use an index at the same time.
+    The text of a document is read from the file when it is returned. An index is thread-safe.
     """
 
     def __init__(self, path: Path, stamp: Stamp, scores: Any, starts: np.ndarray) -> None:
         self._path, self._stamp, self._scores = path, stamp, scores
-        self._starts = starts  # [documents + 1] int64: the byte at which each line begins, and the last one's end
+        self._starts = (
+            starts  # [documents + 1] int64: byte offset of the start of each line, and of the end of the file
+        )
         self._file = path.open("rb")
 
     def scores(self, query: str) -> np.ndarray:
@@ -140,7 +141,8 @@ class CorpusIndex:
         return chosen[np.argsort(-scores[chosen], kind="stable")].tolist()
 
     def document(self, number: int) -> tuple[str, str]:
-        """Returns the title and the text of a document. Raises EnvironmentFailure if the file has changed."""
+        """Returns (title, text) of the document with index `number`. Raises EnvironmentFailure if it cannot be read,
+        because the file has changed."""
         start, end = int(self._starts[number]), int(self._starts[number + 1])
         try:
             return _document(os.pread(self._file.fileno(), end - start, start), self._stamp)
@@ -150,7 +152,7 @@ class CorpusIndex:
 
 @functools.lru_cache(maxsize=KEPT)
 def _index(path: Path, stamp: Stamp, keep: bool) -> CorpusIndex:
-    """Returns the index of a corpus: the stored index with this stamp, or a new one."""
+    """Returns the saved index of a corpus if `keep` is set and its stamp matches, otherwise a new index."""
     library = _library()
     place = path.with_name(path.name + INDEX)
     wanted = {**vars(stamp), "library": library.__version__}
@@ -165,7 +167,10 @@ def _index(path: Path, stamp: Stamp, keep: bool) -> CorpusIndex:
 
 
 def _read(path: Path, stamp: Stamp) -> tuple[list[str], np.ndarray]:
-    """Returns the searched text of each document (title and text), and the byte offsets of the lines."""
+    """Returns the texts that are indexed (title and text of each document), and the byte offsets of the lines.
+
+    Raises ConfigError if a line is malformed or the file is empty.
+    """
     texts, starts, place = [], [0], 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -181,10 +186,10 @@ def _read(path: Path, stamp: Stamp) -> tuple[list[str], np.ndarray]:
 
 
 def _document(line: bytes, stamp: Stamp) -> tuple[str, str]:
-    """Returns the title and the text of a document. Raises ValueError for a malformed line."""
+    """Returns (title, text) of a document from its line. Raises ValueError if the line is malformed."""
     try:
         row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # an escape such as \\ud800 is no character
+        json.dumps(row, ensure_ascii=False).encode()  # raises for lone surrogates such as \\ud800
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(row, dict):
@@ -199,7 +204,7 @@ def _document(line: bytes, stamp: Stamp) -> tuple[str, str]:
 
 
 def _words(texts: Sequence[str], stopwords: str | None, *, ids: bool) -> Any:
-    """Returns texts as bm25s tokenizes them: as ids with a vocabulary, or as words."""
+    """Returns texts tokenized by bm25s: as ids with a vocabulary if `ids`, otherwise as lists of words."""
     try:
         return _library().tokenize(list(texts), stopwords=stopwords or [], return_ids=ids, show_progress=False)
     except ValueError as error:
@@ -214,7 +219,7 @@ def _stamp_of(place: Path) -> Mapping[str, Any] | None:
 
 
 def _write(place: Path, scores: Any, starts: np.ndarray, stamp: Mapping[str, Any]) -> None:
-    """Stores an index atomically, in place of an older one."""
+    """Saves an index atomically. An older index is replaced."""
     partial = place.with_name(f".{place.name}.{os.getpid()}")
     scores.save(str(partial))
     np.save(partial / _STARTS, starts)

@@ -1,7 +1,8 @@
-"""The token route: an HTTP server by which programs on this machine ask the roles' engines for tokens.
+"""The token route: an HTTP server through which programs on this machine request tokens from the roles' engines.
 
-Its forms are those of vLLM's /inference/v1/generate, as the libraries verifiers and renderers use them. What engines
-sampled is recorded here, with float32 log-probs and weight versions, so that nothing is lost on the way through JSON.
+Requests and responses have the format of vLLM's /inference/v1/generate, which the libraries verifiers and renderers
+use. The sampled tokens are recorded here, with float32 log-probs and weight versions, so that the conversion to JSON
+loses no information.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from megatron_rl.training.rollouts import from_completion
 from megatron_rl.types import Prompt, Rollout, Stop
 
 MODELS, GENERATE, SESSION = "/v1/models", "/inference/v1/generate", "X-Session-ID"
-MOST_BYTES = 64 << 20  # of a request's body
-MOST_STOPS = 64  # stop tokens that a request may name
-MOST_STRANGERS = 64  # open connections that have not shown the route's token yet
-CLOSE_S = 10.0  # for the server to close its connections
+MOST_BYTES = 64 << 20  # maximum size of a request's body
+MOST_STOPS = 64  # maximum number of stop tokens in a request
+MOST_STRANGERS = 64  # maximum number of open connections that have not sent the route's token yet
+CLOSE_S = 10.0  # timeout for closing the server's connections, in seconds
 REASONS = {Stop.EOS: "stop", Stop.STOP: "stop", Stop.LENGTH: "length", Stop.ABORTED: "abort"}
 
 
 class RouteRefusal(ValueError):
-    """A request that is refused. `status` is the HTTP status; `code` is an error code that clients know, or None."""
+    """An error response to a request. `status`: the HTTP status. `code`: an error code that clients know, or None."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -46,10 +47,10 @@ class RouteRefusal(ValueError):
 
 
 class TokenRoute:
-    """A server on the loopback address that answers for the roles' engines while episodes are played.
+    """An HTTP server on the loopback address that forwards requests to the roles' engines while episodes are played.
 
-    Every request names its role by `model` and its agent by the header X-Session-ID (`RoutedPlay.session_id`), and
-    carries the route's token. It listens from its making to `close`.
+    In every request, `model` is the role, the header X-Session-ID identifies the agent (`RoutedPlay.session_id`), and
+    the bearer token is `token`. The server listens from the construction of the object until `close`.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,10 @@ class TokenRoute:
     def serving(
         self, context: RolloutContext, samplings: Mapping[str, Sampling], seeds: Sequence[int]
     ) -> Iterator[RoutedPlay]:
-        """Answers requests for the roles of `samplings` while the block plays the episodes with these seeds."""
+        """Context manager in which requests for the roles of `samplings` are answered.
+
+        `seeds`: the seed of each episode that is played in the block. Yields the play, which records the answers.
+        """
         play = RoutedPlay(next(self._names), context, samplings, seeds)
         self._plays[play.name] = play
         try:
@@ -76,12 +80,17 @@ class TokenRoute:
             del self._plays[play.name]
 
     def models(self) -> dict[str, Any]:
-        """Returns the card of every role that is served now. `max_model_len` is the longest prompt that it takes."""
+        """Returns the response to GET /v1/models: the roles that are served now. `max_model_len` is the maximum number
+        of prompt tokens."""
         longest = {role: most for play in list(self._plays.values()) for role, most in play.longest.items()}
         return {"object": "list", "data": [{"id": role, "max_model_len": most} for role, most in longest.items()]}
 
     async def generate(self, session: str, body: Any) -> dict[str, Any]:
-        """Asks the engine that a request names, and waits for its answer. Raises RouteRefusal."""
+        """Forwards a request to its role's engine and returns the answer. Raises RouteRefusal if the request is invalid
+        or the engine fails.
+
+        `session`: the header X-Session-ID, of the form play.episode.agent. `body`: the parsed JSON body.
+        """
         name, _, rest = session.partition(".")
         place, _, agent = rest.partition(".")
         play = self._plays.get(name)
@@ -95,43 +104,44 @@ class TokenRoute:
 
 
 class RoutedPlay:
-    """The episodes of one call of an episode maker: their requests, and the record of what was sampled for them."""
+    """The requests of the episodes in one call of `EpisodeMaker.play`, and the recorded answers."""
 
     def __init__(
         self, name: str, context: RolloutContext, samplings: Mapping[str, Sampling], seeds: Sequence[int]
     ) -> None:
         self.name, self.episodes = name, len(seeds)
         self.longest = {role: context.max_prompt_tokens[role] for role in samplings}
-        self.failure: BaseException | None = None  # of an engine
+        self.failure: BaseException | None = None  # the exception of an engine that failed
         self._context, self._samplings, self._seeds = context, samplings, seeds
         self._sessions = {role: context.session(role) for role in samplings}
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._over = False
-        self._waiting: dict[tuple[str, int], Future[Completion]] = {}  # by role and key
-        self._asked: Counter[tuple[int, str, bytes]] = Counter()  # requests of each episode's agents, by prompt
-        self._last: dict[tuple[int, str], int] = {}  # the key of each agent's latest request
-        self._answers: dict[tuple[int, str], list[Rollout]] = {}
+        self._waiting: dict[tuple[str, int], Future[Completion]] = {}  # {(role, key): future of the answer}
+        # {(episode, agent, hash of the prompt): number of requests so far}
+        self._asked: Counter[tuple[int, str, bytes]] = Counter()
+        self._last: dict[tuple[int, str], int] = {}  # {(episode, agent): key of the latest request}
+        self._answers: dict[tuple[int, str], list[Rollout]] = {}  # {(episode, agent): recorded answers}
 
     def session_id(self, place: int, agent: str) -> str:
-        """Returns the value of X-Session-ID for an agent of the episode at `place`."""
+        """Returns the value of the header X-Session-ID for an agent of the episode with index `place`."""
         return f"{self.name}.{place}.{agent}"
 
     def answer(self, place: int, agent: str, tokens: np.ndarray, start: int) -> Rollout | None:
-        """Returns a recorded answer of an agent as a rollout of its prompt and itself, or None.
+        """Returns the recorded answer of an agent with these tokens, as a rollout of prompt and answer, or None.
 
-        `tokens` [T] int32 end with the last token of the answer, and `start` is the index of its first token. None
-        means that no engine sampled these tokens there.
+        `place`: index of the episode. `tokens` [T] int32: prompt and answer. `start`: index of the answer's first
+        token. Returns None if no engine sampled this answer to this prompt.
         """
         with self._lock:
             answers = list(self._answers.get((place, agent), ()))
         return next((a for a in answers if a.start == start and np.array_equal(a.tokens, tokens)), None)
 
     async def generate(self, place: int, agent: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Asks the engine that a request names, and returns the answer in the client's form.
+        """Forwards a request to the engine of its role, and returns the answer in the client's format.
 
-        The draw is a function of the role's seed, the seed and the index of the episode, the agent, the prompt, and how
-        many times the agent has asked this prompt before. Several programs of one agent may ask at the same time.
-        Raises RouteRefusal.
+        The seed of the answer is a function of the role's seed, the seed and index of the episode, the agent, the
+        prompt, and the number of earlier requests of the agent with this prompt. Several programs of one agent may send
+        requests at the same time. Raises RouteRefusal if the request is invalid or the engine fails.
         """
         role = body.get("model")
         if role not in self._sessions:
@@ -149,7 +159,7 @@ class RoutedPlay:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Reads the answers of the engines in the block, in one thread per role. Cancels open requests at its end."""
+        """Context manager that receives the engines' answers in one thread per role. Its exit cancels open requests."""
         readers = [threading.Thread(target=self._read, args=(role,), daemon=True) for role in self._sessions]
         with contextlib.ExitStack() as asking:
             for session in self._sessions.values():
@@ -193,13 +203,13 @@ class RoutedPlay:
                     future = self._waiting.pop((role, key), None)
                 if future is not None and future.set_running_or_notify_cancel():
                     future.set_result(completion)
-        except BaseException as error:  # raised by the maker of the episodes, who looks at `failure`
+        except BaseException as error:  # the EpisodeMaker checks `failure` and raises it
             self.failure = self.failure or error
         finally:
             self._end()
 
     def _end(self) -> None:
-        """Refuses new requests, and cancels those that wait for an answer."""
+        """Rejects new requests from now on, and cancels the pending requests."""
         with self._lock:
             self._over = True
             left, self._waiting = list(self._waiting.values()), {}
@@ -210,7 +220,7 @@ class RoutedPlay:
 def _prompt(body: Mapping[str, Any], role: str, longest: int) -> np.ndarray:
     """Returns the prompt of a request, [T] int32.
 
-    Raises RouteRefusal for a malformed prompt or one that is too long.
+    Raises RouteRefusal if the prompt is malformed or has more than `longest` tokens.
     """
     tokens = body.get("token_ids")
     if not isinstance(tokens, list) or not tokens:
@@ -229,10 +239,10 @@ def _prompt(body: Mapping[str, Any], role: str, longest: int) -> np.ndarray:
 
 
 def _forced(own: Sampling, asked: Any) -> Sampling:
-    """Returns the sampling settings of the role, limited by the request.
+    """Returns the role's sampling parameters with the request's `max_tokens`, if lower, and stop tokens.
 
-    The request may lower max_tokens, and its stop tokens are added: the client's chat template may end a turn with
-    another token than the model. All other settings of the request are ignored.
+    The stop tokens of the request are added, because the client's chat template may end a turn with another token than
+    the model. All other parameters of the request are ignored. Raises RouteRefusal if they are malformed.
     """
     if not isinstance(asked, Mapping):
         raise RouteRefusal(400, "sampling_params is no JSON object")
@@ -246,9 +256,9 @@ def _forced(own: Sampling, asked: Any) -> Sampling:
 
 
 def _choice(completion: Completion) -> dict[str, Any]:
-    """Returns a completion in the client's form.
+    """Returns a completion in the client's format.
 
-    The client rejects log-probs that are not finite, such as those that were not asked for. They are sent as 0; the
+    Log-probs that are not finite (for example, not requested) are sent as 0, because the client rejects them. The
     recorded answer keeps the engine's values.
     """
     pairs = zip(completion.tokens.tolist(), completion.logprobs.tolist(), strict=True)
@@ -262,15 +272,15 @@ def _choice(completion: Completion) -> dict[str, Any]:
 
 
 class _Listener:
-    """The HTTP server of a token route, in a thread of its own.
+    """The HTTP server of a token route, in a separate thread.
 
-    Of the connections that have not shown the token, it closes the oldest one when there are too many: a client sends
-    its token at once, and any user of this machine can open connections.
+    If more than MOST_STRANGERS connections have not sent the token yet, the oldest of them is closed: any user of this
+    machine can open connections, and a legitimate client sends its token at once.
     """
 
     def __init__(self, route: TokenRoute) -> None:
         self._route = route
-        self._strangers: dict[web.RequestHandler, None] = {}  # in the order of their connections
+        self._strangers: dict[web.RequestHandler, None] = {}  # connections without a valid token so far, oldest first
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="token route", daemon=True)
         self._thread.start()
@@ -296,17 +306,17 @@ class _Listener:
         await self._server.shutdown(CLOSE_S)
 
     def _admitted(self) -> web.RequestHandler:
-        """Returns the protocol object of a new connection, which counts as a stranger's connection."""
+        """Returns the protocol object of a new connection, and registers it as not authenticated."""
         if len(self._strangers) >= MOST_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
-            self._loop.call_soon(oldest.force_close)  # later, as its connection may not be open yet
+            self._loop.call_soon(oldest.force_close)  # not at once: the connection may not be open yet
         connection = self._server()
         self._strangers[connection] = None
         return connection
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answers a request. A refusal has the form of errors that the client knows."""
+        """Returns the response to a request. A RouteRefusal is returned in the client's error format."""
         try:
             given, own = request.headers.get("Authorization", ""), f"Bearer {self._route.token}"
             if not hmac.compare_digest(given.encode(errors="surrogateescape"), own.encode()):

@@ -1,4 +1,4 @@
-"""The loop of a model that calls tools until it answers, as in Search-R1, ReTool, VerlTool and Tool-Star."""
+"""An environment in which a model calls tools until it answers, as in Search-R1, ReTool, VerlTool and Tool-Star."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from megatron_rl.text import read_template
 
 @dataclass(kw_only=True)
 class ToolTask(Environment):
-    """One agent that is asked a question, and asks tools until it answers or may ask no more.
+    """An environment with one agent, which gets a question and calls tools until it answers or reaches `max_calls`.
 
-    With `calls: tags` the model writes a call as `<search>query</search>`, as a base model can: the tag is the tool's
-    name, and its content is the tool's one required argument. With `calls: template` the chat template has a form for
-    calls, and their answers are messages of the role `tool`. The conversation of a task that has `messages` is the
-    prompt; else the question fills the template. What the agent wrote is graded by the run's reward function, and
-    `tool_calls` among its rewards is the number of calls. A tool that fails is asked once more; failing again, it ends
-    the episode as an error.
+    With `calls: tags` the model writes a call as `<search>query</search>`, which base models can do: the tag is the
+    name of the tool, and the content is its one required argument. With `calls: template` the chat template defines the
+    format of calls, and the results are messages of the role `tool`. The prompt is the conversation of the task
+    (`messages`) if there is one, otherwise the template with the question. The run's reward function grades the agent's
+    text. The reward `tool_calls` is the number of calls. A tool that fails is called once more; if it fails again, the
+    episode ends as an error.
     """
 
-    tools: tuple[Use, ...]  # {target, args} of each
-    template: str  # prompt: a text file or a packaged prompt, with {question}
-    role: str = "agent"  # also the agent's name
-    calls: Literal["tags", "template"] = "tags"  # how the model writes a call of a tool
-    answer: str = "answer"  # tag of the answer, where calls are tags
-    result: str = "\n<result>{result}</result>\n"  # what follows a call, where calls are tags
-    # What an agent is told that neither called a tool nor answered, where calls are tags; it counts as a call. null:
-    # the episode ends with what it wrote.
+    tools: tuple[Use, ...]  # {target, args} of each tool
+    template: str  # prompt template with {question}: a text file or the name of a packaged prompt
+    role: str = "agent"  # role of the agent, and its name
+    calls: Literal["tags", "template"] = "tags"  # format of the model's tool calls
+    answer: str = "answer"  # tag of the answer (calls = tags)
+    result: str = "\n<result>{result}</result>\n"  # format of a tool's result (calls = tags)
+    # Message to an agent that neither called a tool nor answered (calls = tags). A reminder is counted towards
+    # max_calls. null: the episode ends with the text that the agent wrote.
     reminder: str | None = None
-    max_calls: int = 4  # of tools, in an episode
-    graded: Literal["all", "last"] = "all"  # all that the agent wrote, without what tools answered; or its last text
+    max_calls: int = 4  # maximum number of tool calls in an episode
+    graded: Literal["all", "last"] = "all"  # text to grade: all texts of the agent without tool results, or the last
 
     def __post_init__(self) -> None:
         if self.max_calls < 1:
@@ -72,7 +72,7 @@ class ToolTask(Environment):
 
     def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[NextRequest] | EpisodeEnd:
         self._texts: list[str] = []
-        self._made = 0  # calls, and reminders
+        self._made = 0  # number of calls and reminders
         self._run_calls = 0
         asked = {"question": task["question"]} | ({"messages": task["messages"]} if "messages" in task else {})
         text = problem_text(self._template, asked)
@@ -109,9 +109,9 @@ class ToolTask(Environment):
         return self.max_calls + 1 if role == self.role else None
 
     def _after_tags(self, text: str) -> Sequence[NextRequest] | EpisodeEnd:
-        """Runs the first call in a text. Returns the next request, or the end of the episode.
+        """Runs the first tool call in a text. Returns the next request, or the end of the episode.
 
-        The episode ends if the text has an answer, or neither an answer nor a call.
+        The episode ends if the text has an answer, or if it has neither an answer nor a call and there is no reminder.
         """
         found = first_call(text, [*self._tools, self.answer])
         if found is None and self.reminder is not None:
@@ -124,7 +124,8 @@ class ToolTask(Environment):
         return self._ask([quoting(USER, self.result, result=result)])
 
     def _after_calls(self, calls: Sequence[Call]) -> Sequence[NextRequest] | EpisodeEnd:
-        """Runs the calls of a message, up to the limit. Returns the next request, or the end if there is no call."""
+        """Runs the tool calls of a message, up to `max_calls`. Returns the next request, or the end of the episode if
+        there is no call."""
         messages = []
         for call in calls:
             left = self._made < self.max_calls
@@ -134,7 +135,8 @@ class ToolTask(Environment):
         return self._ask(messages) if messages else self._over()
 
     def _result(self, call: Call) -> str:
-        """Runs a call. Returns the text that the model is told. Raises EnvironmentFailure if the tool failed twice."""
+        """Runs a tool call. Returns the text for the model. Raises EnvironmentFailure if the tool failed twice or
+        returned no text."""
         self._made += 1
         self._run_calls += 1
         tool = self._tools.get(call.name)
@@ -170,7 +172,7 @@ class ToolTask(Environment):
 
 
 def first_call(text: str, names: Sequence[str]) -> tuple[str, str] | None:
-    """Returns the name and the content of the first block <name>...</name> of one of the names, or None.
+    """Returns (name, content) of the first block <name>...</name> whose name is in `names`, or None.
 
     An opening tag without a closing tag is skipped. The time is linear in the length of the text.
     """
@@ -194,7 +196,8 @@ def _built(use: Use) -> Tool:
 
 
 def _argument(tool: Tool) -> str:
-    """Returns the name of a tool's one required text argument. Raises ConfigError for a tool with other arguments."""
+    """Returns the name of a tool's one required argument. Raises ConfigError unless it requires exactly one, of type
+    string."""
     required = list(tool.parameters.get("required", ()))
     kinds = [tool.parameters["properties"][name].get("type") for name in required]
     if kinds != ["string"]:

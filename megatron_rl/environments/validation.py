@@ -1,6 +1,6 @@
-"""Checks requests and ends of episodes that an environment returns.
+"""Checks the values that an environment returns: requests and ends of episodes.
 
-Each error names the value and says what to return.
+Each error names the value and what to return instead.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from megatron_rl.environments.episode_types import AGENT, EnvironmentFailure, Ep
 from megatron_rl.types import Outcome
 from megatron_rl.user_code import place_of, traceback_of
 
-MESSAGE = '{"role": "user", "content": "..."}'  # as refusals show a message
-SHOWN = 500  # characters of a failure's reason
-RESERVED = (AGENT, "episode", "verdicts", "review")  # names in a payload that a run writes itself, and reads
+MESSAGE = '{"role": "user", "content": "..."}'  # example of a message for error messages
+SHOWN = 500  # maximum number of characters of a failure's reason
+RESERVED = (AGENT, "episode", "verdicts", "review")  # keys of a payload that the run itself uses
 
 
 def checked_requests(result: object, *, of: str) -> Sequence[NextRequest]:
-    """Returns the requests that a method of an environment returned. Raises EnvironmentFailure for any other value.
+    """Returns `result` if it is a list or tuple of NextRequest. Raises EnvironmentFailure for any other value.
 
-    `of`: the name of the method, begin or step.
+    `of`: the name of the environment's method that returned `result`, begin or step.
     """
     if isinstance(result, (list, tuple)) and all(isinstance(one, NextRequest) for one in result):
         return result
@@ -40,9 +40,9 @@ def check_request(
 ) -> None:
     """Checks one request of an environment.
 
-    Raises EnvironmentFailure for a malformed request, and ConfigError for a role that the recipe has no agent for.
-    `roles`: the roles that may speak. `spoke_as`: the roles of the episode's agents so far. `waiting`: the agents that
-    have been asked and have not answered.
+    `roles`: the roles that the recipe has agents for. `spoke_as`: {agent: role} of the episode's agents so far.
+    `waiting`: the agents whose answers are pending. Raises EnvironmentFailure if the request is malformed, and
+    ConfigError if its role is not in `roles`.
     """
     for name in ("agent", "role"):
         if not isinstance(given := getattr(request, name), str) or not given or _broken_text(given):
@@ -71,10 +71,10 @@ def check_request(
 
 
 def checked_end(over: EpisodeEnd, agents: Mapping[str, int]) -> EpisodeEnd:
-    """Returns the end of an episode with rewards as floats, and with the payload as JSON reads it back.
+    """Returns the end of an episode with rewards converted to floats and the payload to JSON values.
 
-    `agents`: how many answers each agent gave. Raises EnvironmentFailure for an outcome, rewards, answers or a payload
-    that cannot be stored.
+    `agents`: {agent: number of its answers}. Raises EnvironmentFailure if the outcome, rewards, answers or payload
+    are invalid, or if no agent answered because all prompts were too long.
     """
     if not isinstance(over.outcome, Outcome):
         raise EnvironmentFailure(f"EpisodeEnd.outcome is {_shown(over.outcome)}: give one of megatron_rl.types.Outcome")
@@ -115,12 +115,12 @@ def checked_end(over: EpisodeEnd, agents: Mapping[str, int]) -> EpisodeEnd:
 def failed(error: Exception, before: str = "") -> EpisodeEnd:
     """Returns the end of an episode in which an exception was raised.
 
-    The reason starts with `before` and ends with the place in the environment's code. A long reason is truncated.
+    The reason begins with `before` and ends with the location in the environment's code. A long reason is truncated.
     """
     place = place_of(error)
     try:
         why, trace = f"{before}{type(error).__name__}: {error}", traceback_of(error)
-    except Exception:  # its own text raises, too
+    except Exception:  # the conversion of the exception to text may raise, too
         why, trace = f"{before}{type(error).__name__}", ""
     return EpisodeEnd(outcome=Outcome.ERROR, why=why[:SHOWN] + (f" ({place})" if place else ""), trace=trace)
 
@@ -131,9 +131,10 @@ def refused(error: EnvironmentFailure) -> EpisodeEnd:
 
 
 def with_rewards(episode: Episode, names: Collection[str], roles: Collection[str], graded: str) -> Episode:
-    """Returns the episode, or an error without samples if a sample of `roles` lacks one of the rewards `names`.
+    """Returns the episode unchanged if each sample of the roles `roles` has all of the rewards `names`.
 
-    `graded`: the name of the reward that the run's reward function gives to the texts in EpisodeEnd.answers.
+    Otherwise returns an episode with the outcome ERROR and no samples. `graded`: the name of the reward that the run's
+    reward function gives to the texts in EpisodeEnd.answers.
     """
     for rollout in episode.rollouts:
         agent = rollout.payload[AGENT]
@@ -152,9 +153,9 @@ def with_rewards(episode: Episode, names: Collection[str], roles: Collection[str
 
 
 def check_agents(episodes: Sequence[Episode], agents: Mapping[str, int]) -> None:
-    """Raises ConfigError for an episode in which a role had more agents than the recipe's `agents` says.
+    """Raises ConfigError if a role had more agents in an episode than `agents` ({role: number}) of the recipe allows.
 
-    Means over agents and plans would be wrong.
+    With more agents, plans and means over agents would be wrong.
     """
     for episode in episodes:
         found: dict[str, list[str]] = {}
@@ -171,7 +172,7 @@ def check_agents(episodes: Sequence[Episode], agents: Mapping[str, int]) -> None
 
 
 def _wrong_message(message: object) -> str:
-    """Returns what is wrong with a message, or "" if the message is valid."""
+    """Returns a description of the error in a message, or "" if the message is valid."""
     if not isinstance(message, Mapping):
         return f"is {_shown(message)}: give a list of messages, such as [{MESSAGE}]"
     if not isinstance(message.get("role"), str):
@@ -189,7 +190,7 @@ def _wrong_message(message: object) -> str:
 
 
 def _wrong_limit(request: NextRequest) -> str:
-    """Returns what is wrong with the stop texts, the maximum length or the tools of a request, or ""."""
+    """Returns a description of the error in the stop, max_tokens, messages or tools of a request, or ""."""
     if not isinstance(request.stop, (list, tuple)) or not all(isinstance(text, str) and text for text in request.stop):
         return f"stop = {_shown(request.stop)}: give a list of texts that are not empty"
     if request.max_tokens is not None and (type(request.max_tokens) is not int or request.max_tokens < 1):
@@ -202,7 +203,7 @@ def _wrong_limit(request: NextRequest) -> str:
 
 
 def _broken_text(text: str) -> str:
-    """Returns what is wrong with a text that cannot be encoded as UTF-8, or ""."""
+    """Returns a description of the error if a text cannot be encoded as UTF-8, otherwise ""."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -211,7 +212,7 @@ def _broken_text(text: str) -> str:
 
 
 def _numbers(agent: str, given: Any) -> dict[str, float]:
-    """Returns the rewards of an agent by name. Raises EnvironmentFailure for a reward that is not a finite number."""
+    """Returns {name: reward} of an agent as floats. Raises EnvironmentFailure if a reward is not a finite number."""
     if not isinstance(given, Mapping):
         raise EnvironmentFailure(
             f"the rewards of agent {agent!r} are {_shown(given)}: give them by name, such as "
@@ -221,7 +222,7 @@ def _numbers(agent: str, given: Any) -> dict[str, float]:
     for name, value in given.items():
         try:
             number = math.nan if isinstance(value, str) else float(value)
-        except Exception:  # a tensor of two elements raises RuntimeError, and other objects what they like
+        except Exception:  # a tensor of two elements raises RuntimeError; other objects may raise anything
             number = math.nan
         if not math.isfinite(number):
             raise EnvironmentFailure(
@@ -235,6 +236,6 @@ def _numbers(agent: str, given: Any) -> dict[str, float]:
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except Exception:  # an object of the environment's may raise what it likes
+    except Exception:  # `repr` of an environment's object may raise anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
