@@ -62,7 +62,7 @@ class UserText(str):
 
     @property
     def messages(self) -> list[Message]:
-        """The whole conversation."""
+        """The whole conversation, including the user message."""
         return [*self.before, {"role": USER, "content": str(self)}, *self.after]
 
 

@@ -19,7 +19,7 @@ KINDS = (
     *("float16", "float32", "float64"),
 )
 LENGTH_BYTES = 4
-Arrays = dict[str, np.ndarray]  # by name
+Arrays = dict[str, np.ndarray]  # arrays by name
 
 
 class CodecError(ValueError):

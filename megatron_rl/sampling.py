@@ -26,9 +26,9 @@ class TandemSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How completions are sampled. `temperature=0` is greedy; `top_k=0`, `top_p=1` and `min_p=0` are off.
+    """Sampling settings of completions. `temperature=0` is greedy decoding. `top_k=0`, `top_p=1` and `min_p=0` are off.
 
-    Sample j of the request with key `key` has its own random stream, a function of (seed, key, j) alone, so that a
+    Sample j of the request with key `key` has a separate random stream, which depends only on (seed, key, j), so a
     completion does not depend on batching. A stop token or end-of-sequence token is kept as the last token of the
     completion. A completion with a stop string ends with the token that completes the string.
     """
@@ -65,7 +65,7 @@ class Sampling:
 class Completion:
     """One sampled answer. The constructor converts lists to arrays."""
 
-    tokens: np.ndarray  # [T] int32
+    tokens: np.ndarray  # [T] int32, generated token ids
     logprobs: np.ndarray  # [T] float32, log p under the sampling distribution (after temperature and truncation)
     stop: Stop
     # [T] float32, log p of the model at temperature 1, if the engine returns it

@@ -137,9 +137,9 @@ class _Pieces:
     """
 
     rows: np.ndarray  # [V + 1, WIDTH] uint8; the last row is used for every id outside the vocabulary
-    lengths: np.ndarray  # [V + 1] int32
+    lengths: np.ndarray  # [V + 1] int32, number of bytes of each piece
     long: np.ndarray  # [V + 1] bool: True if the piece does not fit into a row, or contains the padding byte
-    whole: list[bytes]  # [V + 1]
+    whole: list[bytes]  # [V + 1], each complete piece
     strip: bool  # whether one space at the beginning of a text is removed
     lossy: bool  # whether invalid UTF-8 bytes become U+FFFD as with Python's "replace"
 

@@ -57,7 +57,7 @@ class Prompt:
     """One problem. `payload` holds the data that the reward and the prompt templates use (question, answer, ...)."""
 
     id: str
-    tokens: Sequence[int] | np.ndarray  # [T_prompt]
+    tokens: Sequence[int] | np.ndarray  # [T_prompt] token ids
     payload: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -66,7 +66,7 @@ class Annotations:
     """Labelled token ranges of one rollout, such as its reasoning steps. After grading, each range has a score."""
 
     ranges: np.ndarray  # [K, 2] int32, [start, end) positions in the rollout's tokens, in order
-    scores: np.ndarray | None = None  # [K] float64
+    scores: np.ndarray | None = None  # [K] float64, score of each range; None if not judged
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranges", np.asarray(self.ranges, np.int32).reshape(-1, 2))
@@ -97,15 +97,15 @@ class Rollout:
 
     role: str
     group: str  # id of the group; rollouts of the same role and group are compared with each other
-    tokens: np.ndarray  # [T] int32
+    tokens: np.ndarray  # [T] int32, token ids of prompt and response
     logprobs: (
         np.ndarray
     )  # [T] float32, log p(token) under the distribution that the token was sampled from; 0 if no model sampled it
     spans: np.ndarray  # [K, 4] int32: start, end, author, weight version; the spans cover [0, T) without gaps
     stop: Stop = Stop.EOS
-    payload: Mapping[str, Any] = field(default_factory=dict)  # JSON values
+    payload: Mapping[str, Any] = field(default_factory=dict)  # data of the problem and the grading, as JSON values
     rewards: Mapping[str, float] = field(default_factory=dict)
-    annotations: Mapping[str, Annotations] = field(default_factory=dict)  # by label
+    annotations: Mapping[str, Annotations] = field(default_factory=dict)  # annotations by label
     advantages: float | np.ndarray | None = (
         None  # one advantage for all trained tokens, or [T] float32; None before advantages are assigned
     )
@@ -139,7 +139,7 @@ class Rollout:
 
     @property
     def trainable(self) -> np.ndarray:
-        """[T] bool: True where the role's policy sampled the token."""
+        """[T] bool: True if the role's policy sampled the token."""
         return self.authors == Author.POLICY
 
     @property

@@ -20,7 +20,8 @@ class Vocabulary:
     path: str  # path of the model
     rows: int | None  # number of embedding rows; None if config.json does not exist or does not contain it
     ends: frozenset[int]  # ids of end-of-text tokens, at which engines stop
-    special: frozenset[int]  # ids of the tokenizer's special tokens, at which `sampling.stop_strings` can stop
+    # ids of the tokenizer's special tokens, which can be stop strings (`sampling.stop_strings`)
+    special: frozenset[int]
     without_row: Mapping[int, str]  # {id: token} of the tokenizer's tokens without an embedding row
 
     def missing(self, tokens: Iterable[int] | np.ndarray) -> str | None:

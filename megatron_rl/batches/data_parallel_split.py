@@ -45,8 +45,8 @@ class ReplicaShares:
     rollouts: Sequence[Rollout]
     orders: Sequence[np.ndarray]  # by replica: indices of its rollouts, in the order of its micro-batches
     micro_batches: Sequence[Sequence[int]]  # by replica: number of rollouts in each micro-batch
-    weights: np.ndarray  # [S] float32
-    rescored: np.ndarray  # [S] bool
+    weights: np.ndarray  # [S] float32, loss weight of each rollout's tokens
+    rescored: np.ndarray  # [S] bool, True if the trainer's log-probs are to replace the engine's
     shared: np.ndarray  # [S] int64, number of leading tokens shared with the previous rollout of the same micro-batch
 
     def buffer(self, replica: int) -> np.ndarray:
@@ -70,8 +70,8 @@ class Tally:
     as a label.
     """
 
-    lengths: np.ndarray  # int64
-    spans: np.ndarray  # int64
+    lengths: np.ndarray  # int64, number of tokens
+    spans: np.ndarray  # int64, number of spans
     trained: np.ndarray  # float64, number of labels that the policy sampled
     weighted: np.ndarray  # float64, sum of the weights of the labels in the loss
     mixed: np.ndarray  # bool, True if several weight versions of the policy generated tokens

@@ -52,7 +52,7 @@ class Prefixes:
     have the same entry in `lengths`.
     """
 
-    numbers: np.ndarray  # int64
+    numbers: np.ndarray  # int64, index of the prefix
     lengths: np.ndarray  # int64, length of the prefix; less than the length of the sequence
 
 
@@ -60,7 +60,7 @@ class Prefixes:
 class Shares:
     """The indices of sequences by replica and micro-batch, and the imbalance of their costs."""
 
-    sequences: list[list[list[int]]]  # [replicas][M]
+    sequences: list[list[list[int]]]  # [replicas][M]: indices of the sequences of each micro-batch
     replica_imbalance: float  # maximum cost of a replica divided by the mean, minus 1
     micro_batch_imbalance: float  # the same for micro-batches; pipeline stages wait for the most expensive one
 
@@ -115,7 +115,7 @@ def micro_batches(
 class _Family:
     """Sequences that begin with the same prefix, and their cost if the prefix is computed once."""
 
-    number: int  # number of the prefix
+    number: int  # index of the prefix
     sequences: list[int]
     tokens: int
     cost: float
@@ -164,7 +164,7 @@ def _cut(sizes: np.ndarray, costs: np.ndarray, *, max_tokens: int, replicas: int
     bins: list[list[int]] = [[] for _ in range(rounds * multiple * replicas)]
     bin_of = np.empty(len(sizes), np.int64)
     bin_of[order] = places
-    for i in np.argsort(sizes, kind="stable").tolist():  # shortest first
+    for i in np.argsort(sizes, kind="stable").tolist():  # within a bin, shortest sequences first
         bins[bin_of[i]].append(i)
     weights = np.bincount(places, costs[order], len(bins)).tolist()
     shares, loads = _over_replicas(bins, weights, replicas)

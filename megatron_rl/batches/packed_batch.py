@@ -40,7 +40,7 @@ class Batch:
     weights: Tensor  # [N] float32, weight of the label's loss; 0 if the label is not in the loss
     engine_logprobs: Tensor  # [N] float32, log-prob of the label under the distribution that it was sampled from
     advantages: Tensor  # [N] float32; zeros if the loss does not use advantages
-    cu_seqlens: Tensor  # [S + 1] int64
+    cu_seqlens: Tensor  # [S + 1] int64, cumulative sequence lengths, from 0
     # [N] float32, log-probs of the trainer at the start of the update; None means the live log-probs
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None  # [N] float32, log-probs of the frozen reference; None if not requested
@@ -136,7 +136,7 @@ class Batch:
 class Statistics:
     """Statistics that a model computes for the labels of a batch, [N] each; None if not requested."""
 
-    logprobs: Tensor  # log p(label)
+    logprobs: Tensor  # log p of the label
     entropy: Tensor | None = None  # entropy of the label's distribution
     vocab_mean: Tensor | None = None  # mean of log p over the vocabulary, without gradient
     candidate_logprobs: Tensor | None = None  # [N, k] log p of the tokens in batch.values["candidates"]

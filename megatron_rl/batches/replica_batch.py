@@ -74,8 +74,8 @@ class Work:
     micro_batches: Sequence[Sequence[Micro]]  # micro-batches of each optimizer step
     rescored: bool = False
     engine_logprobs: Tensor | None = None  # [N] float32; None means the log-probs of `flat`
-    old_logprobs: Tensor | None = None  # [N] float32
-    reference_logprobs: Tensor | None = None  # [N] float32
+    old_logprobs: Tensor | None = None  # [N] float32, log-probs under the policy at the start of the update
+    reference_logprobs: Tensor | None = None  # [N] float32, log-probs under the frozen reference
     values: Mapping[str, Tensor] = field(default_factory=dict)  # [N] float32, statistics under earlier weights, by name
 
     @classmethod

@@ -27,7 +27,7 @@ class Counts(NamedTuple):
 class Value:
     """The dtype and shape of a per-token value."""
 
-    dtype: type = np.float32  # or np.int32
+    dtype: type = np.float32  # np.float32 or np.int32
     shape: tuple[int, ...] = ()  # shape per token; (k,) means k numbers per token
 
 
@@ -81,20 +81,20 @@ class Flat:
     advantages: np.ndarray | None  # [S] or [N + 1] float32
     values: Mapping[str, np.ndarray]  # [N + 1] or [N + 1, k], float32 or int32
     weights: np.ndarray  # [S] float32, loss weight of each rollout's tokens
-    partner_weights: np.ndarray  # [S] float32
-    lengths: np.ndarray  # [S] int32
-    span_counts: np.ndarray  # [S] int32
+    partner_weights: np.ndarray  # [S] float32, loss weight of each rollout's partner tokens
+    lengths: np.ndarray  # [S] int32, number of tokens of each rollout
+    span_counts: np.ndarray  # [S] int32, number of spans of each rollout
     numbers: np.ndarray  # [S] int32, index of the rollout in the driver's list
-    span_lengths: np.ndarray  # [K] int32
+    span_lengths: np.ndarray  # [K] int32, number of tokens of each span
     micro_batches: np.ndarray  # [M] int32, number of rollouts in each micro-batch
-    experts: np.ndarray | None  # [N, L, k] int16
-    span_authors: np.ndarray  # [K] int8
+    experts: np.ndarray | None  # [N, L, k] int16, expert ids; FREE if unknown
+    span_authors: np.ndarray  # [K] int8, author of each span
     rescored: np.ndarray  # [S] bool, True if the trainer's log-probs replace the engine's
     # [S] int32, number of leading tokens shared with the previous rollout of the micro-batch, which are
     # computed once for both; None if all rollouts are computed completely
     shared: np.ndarray | None
     starts: np.ndarray  # [S + 1] int64, index of each rollout's first token, then the total
-    span_starts: np.ndarray  # [S + 1] int64
+    span_starts: np.ndarray  # [S + 1] int64, index of each rollout's first span, then the total
     span_trained: np.ndarray  # [K] bool, True if the role's policy generated the span
     span_weights: np.ndarray  # [K] float32, loss weight of the span's tokens
 

@@ -34,7 +34,7 @@ class GymnasiumText(Environment):
     id: str  # id of the environment for gymnasium.make: a name, or module:name
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of gymnasium.make
     role: str = "agent"  # role of the agent, also used as the agent's name
-    # First message: a text file or a packaged prompt, with {observation}, {actions} and the task's {question}.
+    # Template of the first message: a text file or a packaged prompt with {observation}, {actions}, and {question}.
     template: str = "gymnasium"
     observation: str = "{observation}"  # template of later messages
     # message after an answer without a valid action

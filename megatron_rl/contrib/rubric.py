@@ -109,7 +109,8 @@ class Rubric(Recipe):
         found: dict[str, float] = {}
         for name, sampling in (("sampled", plain(own, seed=context.seed)), ("greedy", greedy(own, seed=context.seed))):
             graded, _, metrics = self._judged(context, prompts, sampling, judge)
-            names = {"reward": "outcome", "fulfilled": "fulfilled", "vetoed": "vetoed"}  # metric -> reward
+            # name of the metric -> name of the reward
+            names = {"reward": "outcome", "fulfilled": "fulfilled", "vetoed": "vetoed"}
             metrics |= {metric: sum(r.rewards[own] for r in graded) / len(prompts) for metric, own in names.items()}
             found |= {f"{GENERATOR}/{metric}_{name}": value for metric, value in metrics.items()}
         return found

@@ -110,7 +110,7 @@ class _Chosen:
                     since = None
                 elif since is None:
                     since = epoch
-                elif epoch - since > 1 + self._longest_rest():  # at least one whole epoch, after every rest
+                elif epoch - since > 1 + self._longest_rest():  # at least one whole epoch after all rests have ended
                     raise DataError(
                         f"no problem is left: {len(self.record.retired)} are retired; end the run (run.iterations), "
                         "add data, or raise recipe.args.curriculum.retire_at"

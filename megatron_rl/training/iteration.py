@@ -63,7 +63,7 @@ class RolloutContext:
 
     engines: Mapping[str, Engine]
     tokenizers: Mapping[str, Any]
-    samplings: Mapping[str, Sampling]  # the recipe sets `n` and `seed`
+    samplings: Mapping[str, Sampling]  # sampling settings of each role; the recipe sets `n` and `seed`
     max_prompt_tokens: Mapping[str, int]
     grade: Grade
     partner_weights: Mapping[str, float] = field(default_factory=dict)  # Rollout.partner_weight of each role's tandem
@@ -82,7 +82,7 @@ class RolloutContext:
         return self.engines[role].session()
 
     def add_metrics(self, role: str, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to the metrics line of `role` for this iteration."""
+        """Adds metrics to the log line of `role` for this iteration."""
         self.metrics.setdefault(role, {}).update(metrics)
 
     def seed_for(self, *names: object) -> int:
@@ -100,7 +100,7 @@ class Collected:
     """
 
     rollouts: Mapping[str, list[Rollout]]
-    metrics: Mapping[str, Mapping[str, float]]  # by role
+    metrics: Mapping[str, Mapping[str, float]]  # metrics by role
 
 
 @dataclass(frozen=True, kw_only=True)

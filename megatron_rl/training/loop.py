@@ -78,9 +78,9 @@ class Hooks:
     """
 
     log: Callable[..., None]  # arguments: (cycle, scope, metrics, *, iteration)
-    save: Callable[[int], int | None] = lambda number: number  # number of iterations done
+    save: Callable[[int], int | None] = lambda number: number  # argument: number of finished iterations
     settle: Callable[[bool], int | None] = lambda wait: None
-    iteration_done: Callable[[int], None] = lambda number: None  # number of iterations done
+    iteration_done: Callable[[int], None] = lambda number: None  # argument: number of finished iterations
     # Returns True if the run should save and exit (signal, time limit, remote request); called after iterations and
     # evaluations.
     should_stop: Callable[[], bool] = lambda: False

@@ -43,7 +43,7 @@ class PreflightPlan:
     prompts: Sequence[Prompt]
     wrong_answer: str = "-123456.789"
     answer_format: str = "<answer>\\boxed{{answer}}</answer>"
-    bounds: tuple[float, float] = (0.0, 1.0)  # reward.range
+    bounds: tuple[float, float] = (0.0, 1.0)  # lowest and highest score (reward.range)
 
 
 def check_reward(

@@ -55,14 +55,14 @@ READABLE = pa.schema(
         ("review", pa.string()),
         ("agent", pa.string()),  # name of the agent in an episode
         ("episode", pa.string()),
-        ("pieces", pa.list_(pa.field("element", _PIECE, nullable=False))),  # see pieces_of
+        ("pieces", pa.list_(pa.field("element", _PIECE, nullable=False))),  # the pieces of `pieces_of`
     ]
 )
 EXACT = pa.schema(
     [
         ("tokens", _values_of(pa.int32())),
         ("logprobs", _values_of(pa.float32())),
-        ("payload", pa.string()),  # JSON
+        ("payload", pa.string()),  # the payload as JSON
         ("names", pa.string()),  # JSON: names of the rewards, values and annotations, in order
         ("arrays", pa.large_binary()),  # safetensors: all other arrays and numbers, see _arrays
     ]
@@ -76,7 +76,7 @@ REPEATED = ["role", "group", "question", "answer", "prompt", "stop", "payload", 
 class TextPiece:
     """A run of response tokens that have the same author and the same advantage."""
 
-    first: int  # position in the rollout's tokens
+    first: int  # index of the first token; `end` is exclusive
     end: int
     author: int
     advantage: float | None  # advantage of each token; None if the tokens are not trained on or have no advantage
@@ -255,8 +255,9 @@ def _split(column: pa.ChunkedArray) -> list[np.ndarray]:
 
 
 def _advantage(rollout: Rollout) -> float | None:
-    """Returns the advantage that all tokens share, or the advantage of the first trained token; None before credit
-    is assigned."""
+    """Returns the advantage that all tokens share, or the advantage of the first trained token. Returns None before
+    advantages are assigned, and if tokens have different advantages but none is trained.
+    """
     if not isinstance(rollout.advantages, np.ndarray):
         return None if rollout.advantages is None else float(rollout.advantages)
     return float(rollout.advantages[int(rollout.trainable.argmax())]) if rollout.num_trainable else None

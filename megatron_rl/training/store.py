@@ -38,7 +38,7 @@ from megatron_rl.types import STEP, Rollout
 FORMAT = 4  # version of the file format; files of other versions are not read
 ROLLOUTS = "rollouts"  # name of the subdirectory of a run directory that holds the iterations
 CHUNK_BYTES = 32 << 20  # approximate size of the arrays that are written in one chunk
-State = dict[str, Any]  # JSON values
+State = dict[str, Any]  # a state of JSON values, for checkpoints
 Decode = Callable[[str, np.ndarray], "TokenText"]  # (role, tokens [T]) -> decoded text
 _NAME = re.compile(r"iteration_[0-9]{1,18}\.parquet")
 _HEAD = b"megatron_rl"  # key of the project's entry in the file's metadata
