@@ -178,7 +178,7 @@ def by_agent(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def _grade(context: RolloutContext, episodes: Sequence[Episode]) -> dict[tuple[int, str], Graded]:
-    """Grades the texts for which environments gave no reward with the run's reward function. Returns the gradings by
+    """Grades, with the run's reward function, the texts for which environments gave no reward. Returns the gradings by
     episode and agent.
     """
     asked = [(one.number, agent) for one in episodes for agent in one.answers]
