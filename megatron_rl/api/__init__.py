@@ -1,1 +1,1 @@
-"""Training from Python: what `from megatron_rl import ...` gives."""
+"""The Python API for training: the names that `from megatron_rl import ...` provides."""

@@ -1,4 +1,4 @@
-"""Writes Python functions and objects that no module holds to files, under names that say what is in them."""
+"""Pickles functions and objects that are not importable from a module to files named by a digest of their content."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import cloudpickle
 
 from megatron_rl.config.base import ConfigError
 
-DIGITS = 12  # of a digest in a file's name
+DIGITS = 12  # number of hexadecimal digits of a digest in a file name
 _PLAIN = (str, bytes, bool, int, float, complex, type(None))
-_RANDOM_ID = re.compile("[0-9a-f]{32}")  # cloudpickle draws one for each class that it writes by value
+_RANDOM_ID = re.compile("[0-9a-f]{32}")  # the random id that cloudpickle gives to each class that it pickles by value
 
 
 def write(function: Any, directory: Path, name: str) -> Path:
-    """Writes a function or callable object, with what it uses of its module, and returns the file's path.
+    """Pickles a function or callable object, with the parts of its module that it uses, and returns the file's path.
 
-    The file's name has a digest of the content, so that functions with another closure, default argument, global or
-    attribute have another file. A file that is there already is left as it is. Raises ConfigError for what cannot be
-    pickled.
+    The file name contains a digest of the content, so functions that differ in a closure, default argument, global or
+    attribute have different files. An existing file is not overwritten. Raises ConfigError if `function` cannot be
+    pickled. `name`: name of the function, for the file name and the error message.
     """
     module = sys.modules.get(inspect.unwrap(function).__module__) if hasattr(function, "__module__") else None
     by_value = module is not None and module.__name__ != "__main__" and not findable(module)
@@ -34,7 +34,7 @@ def write(function: Any, directory: Path, name: str) -> Path:
         if by_value:
             cloudpickle.register_pickle_by_value(module)
         content, stable = cloudpickle.dumps(function), digest(function)
-    except Exception as error:  # pickling calls what users have written, and raises what that raises
+    except Exception as error:  # pickling calls users' code, which may raise anything
         raise ConfigError(
             f"reward {name} cannot be handed to the processes that grade ({type(error).__name__}: {error}): let it "
             "open files, locks and connections when it is called, or put it into a module"
@@ -52,7 +52,7 @@ def write(function: Any, directory: Path, name: str) -> Path:
 
 
 def findable(module: types.ModuleType) -> bool:
-    """Returns whether another process that has this one's sys.path imports the same file by the module's name."""
+    """Returns whether another process with the same sys.path would import the same file by the module's name."""
     places: Any = None
     spec: importlib.machinery.ModuleSpec | None = None
     try:
@@ -70,11 +70,11 @@ def findable(module: types.ModuleType) -> bool:
 
 
 def digest(value: Any) -> str:
-    """Returns a digest of what cloudpickle writes of a value. The same program gives the same digest every time.
+    """Returns a reproducible digest of a value's pickle: the same program gives the same digest in every process.
 
-    The bytes of cloudpickle itself differ from process to process: sets come in any order, equal texts are one object
-    or two, functions name their file and lines, and classes have random ids. These do not count here. Raises what
-    pickling the value raises.
+    The output of cloudpickle differs between processes: sets have no fixed order, equal texts are one object or two,
+    functions contain their file and lines, and classes have random ids. The digest ignores these differences.
+    Exceptions of pickling pass through.
     """
     sink = io.BytesIO()
     _Canonical(sink).dump(value)
@@ -82,13 +82,13 @@ def digest(value: Any) -> str:
 
 
 class _Canonical(cloudpickle.Pickler):
-    """A pickler whose stream nobody can load, but which is equal for equal values."""
+    """A pickler whose output is equal for equal values, for digests. The output cannot be loaded."""
 
     def persistent_id(self, obj: Any) -> Any:
-        """Returns what is written in place of an object; None for the object itself."""
+        """Returns the value that is pickled instead of an object; None to pickle the object itself."""
         kind = type(obj)
         if kind is str:
-            return obj + "."  # a new object, which is written in full
+            return obj + "."  # a new object, which is pickled in full and not as a reference to an earlier one
         if kind is bytes:
             return obj + b"."
         if kind is tuple:
@@ -100,13 +100,13 @@ class _Canonical(cloudpickle.Pickler):
             names = (obj.co_name, obj.co_names, obj.co_varnames, obj.co_freevars, obj.co_cellvars)
             return ("code", counts, names, obj.co_code, obj.co_consts, obj.co_exceptiontable)
         torch: Any = sys.modules.get("torch")
-        if torch is not None and isinstance(obj, torch.Tensor):  # its own pickle has an address in it
+        if torch is not None and isinstance(obj, torch.Tensor):  # torch's pickle of a tensor contains an address
             content = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             return (kind.__name__, str(obj.dtype), *obj.shape, content)
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        """Returns what cloudpickle makes of a function or class, without its file and its random id."""
+        """Returns cloudpickle's reduction of a function or class without its file or its random id."""
         found: Any = super().reducer_override(obj)
         if not isinstance(found, tuple):
             return found
@@ -120,5 +120,5 @@ class _Canonical(cloudpickle.Pickler):
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether the text of a value tells all of it."""
+    """Returns whether `repr` of a value represents it completely."""
     return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN

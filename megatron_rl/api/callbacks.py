@@ -1,4 +1,4 @@
-"""What a program that trains is told while the run goes on, and how it asks the run to stop."""
+"""Callbacks that a program receives during a training run, and with which it can stop the run."""
 
 from __future__ import annotations
 
@@ -12,44 +12,49 @@ from megatron_rl.run.metrics import EVAL
 
 @dataclass(kw_only=True)
 class RunState:
-    """The place that a run has reached. Callbacks read it; `stop` is all that they change."""
+    """The progress of a run. Callbacks read the attributes; the only change that they may make is to call `stop`."""
 
     run: Path  # the run's directory
-    iterations: int  # iterations of the whole run
-    iteration: int = 0  # iterations that are done
-    cycle: int = 0  # cycle of the recipe that the last line belongs to; after an evaluation, cycles that have begun
-    # Lines since this start as `TrainResult.history` has them: iteration, cycle, scope, and each metric by its name.
+    iterations: int  # number of iterations of the whole run
+    iteration: int = 0  # number of completed iterations
+    cycle: int = 0  # index of the recipe's cycle in the last metrics line; after an evaluation, number of begun cycles
+    # Metrics lines since this start in the format of `TrainResult.history`: iteration, cycle, scope, and each metric by
+    # its name.
     history: list[dict[str, Any]] = field(default_factory=list)
-    last: dict[str, dict[str, float]] = field(default_factory=dict)  # the newest metrics by scope
-    stopping: bool = False  # a callback has asked to stop
+    last: dict[str, dict[str, float]] = field(default_factory=dict)  # {scope: its newest metrics}
+    stopping: bool = False  # whether a callback has called `stop`
 
     def stop(self) -> None:
-        """Asks the run to save and leave at once: after this iteration, or after this evaluation and before the next
-        iteration. The trained models are written as at the end; another `train()` goes on from there, with that
-        evaluation once more."""
+        """Asks the run to save and exit after the current iteration or evaluation.
+
+        The trained models are saved as at the end of a run. Another `train()` continues from there; if the run was
+        stopped in an evaluation, it repeats the evaluation.
+        """
         self.stopping = True
 
 
 class Callback:
-    """The base of callbacks: each method does nothing. They run in the program that called `train()`, between
-    iterations, while the run waits. What one raises ends the run, which saves before it leaves, and is raised by
-    `train()`."""
+    """Base class of callbacks, in which each method does nothing.
+
+    Callbacks are called in the program that called `train()`, between iterations, while the run waits. An exception in
+    a callback ends the run, which saves before it exits, and is raised by `train()`.
+    """
 
     def on_train_begin(self, state: RunState) -> None:
-        """Is called before the first iteration; of a run that goes on, `state.iteration` iterations are done."""
+        """Is called before the first iteration. In a run that is continued, `state.iteration` iterations are done."""
 
     def on_iteration_end(self, state: RunState) -> None:
-        """Is called after every iteration and its update, with the iteration's metrics in `state.last`."""
+        """Is called after every iteration, including its update. `state.last` has the iteration's metrics."""
 
     def on_evaluate(self, state: RunState) -> None:
-        """Is called after every evaluation, with its metrics in `state.last["eval"]`."""
+        """Is called after every evaluation. `state.last["eval"]` has its metrics."""
 
     def on_train_end(self, state: RunState) -> None:
-        """Is called once the run has ended in order: finished, or stopped by a callback."""
+        """Is called when the run has ended without an error: it finished, or a callback stopped it."""
 
 
 def take_event(state: RunState, event: dict[str, Any], callbacks: Sequence[Callback]) -> None:
-    """Brings the state up to date with what the run told (session.parent_events), and calls the callbacks."""
+    """Updates the state with an event of the run (see session.parent_events), and calls the callbacks."""
     match event["event"]:
         case "begin":
             state.iterations, state.iteration = event["iterations"], event["iteration"]

@@ -1,4 +1,4 @@
-"""The settings of a training run as a Python value: those of its YAML file, whole or in part."""
+"""The settings of a training run as a Python object, complete or partial, with the same keys as its YAML file."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ _NEEDED = ("roles", "recipe", "data")  # sections without a default
 
 
 class Config:
-    """Settings of a training run: nested mappings as in its YAML file, whole or in part.
+    """Settings of a training run, complete or partial: nested mappings as in its YAML file.
 
-    The three are the same:
+    The following three are equal:
 
         Config(run={"seed": 1, "iterations": 4})
         Config({"run.seed": 1, "run.iterations": 4})
         Config.from_yaml("my.yaml")  # with the lines `run: {seed: 1, iterations: 4}`
 
-    Values are plain (numbers, text, lists, mappings), or sections of `megatron_rl.config.schema`. A value is never
-    changed; `|` makes a new one, in which the right side wins key by key.
+    Values are numbers, texts, lists, mappings, or sections of `megatron_rl.config.schema`. A Config is immutable; `|`
+    returns a new Config in which values of the right operand override values of the left one, key by key.
     """
 
     def __init__(self, settings: Settings | None = None, /, **sections: Any) -> None:
-        """Takes settings by dotted or nested keys. Raises ConfigError that names every unknown key, wrong type and bad
-        value; keys that are missing may come later."""
+        """`settings`, `sections`: settings by dotted or nested keys.
+
+        Raises ConfigError with every unknown key, wrong type and invalid value. Missing keys are not an error.
+        """
         given = {**(settings or {}), **sections}
         trees = [("Config", _nested(key, value)) for key, value in given.items()]
         self._tree = tree = config_files.read_tree(TrainConfig, trees=trees)
@@ -42,14 +44,14 @@ class Config:
 
     @classmethod
     def from_yaml(cls, *paths: str | Path, overrides: Settings | None = None) -> Config:
-        """Returns the settings of YAML files, later ones over earlier ones, and of `overrides` over all. Raises
-        ConfigError as `megatron-rl check` does."""
+        """Returns the settings of YAML files and `overrides`. Later files override earlier ones; `overrides` override
+        all files. Raises ConfigError for a file that cannot be parsed or an invalid setting."""
         return cls(config_files.read_tree(TrainConfig, [Path(path) for path in paths])) | (overrides or {})
 
     @classmethod
     def of(cls, given: Config | TrainConfig | Settings | str | Path | None) -> Config:
-        """Returns settings that were given in any form: as they are, by their YAML file's path, as a mapping, as the
-        schema's own object, or none. Raises ConfigError for what is none of these."""
+        """Converts a YAML file's path, a mapping, a TrainConfig or None (no settings) to a Config. A Config is returned
+        unchanged. Raises ConfigError for any other type."""
         match given:
             case None:
                 return cls()
@@ -65,22 +67,24 @@ class Config:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Returns what is set, without defaults, as nested mappings of plain values. Changing them changes nothing."""
+        """Returns a copy of the settings, without defaults, as nested mappings of plain values."""
         return json.loads(json.dumps(self._tree))
 
     def resolve(self) -> TrainConfig:
-        """Returns the whole config with all defaults filled in: what `megatron-rl train` makes of the YAML file. Raises
-        ConfigError where roles, recipe or data are missing."""
+        """Returns the complete config with all defaults, as `megatron-rl train` loads it from the YAML file. Raises
+        ConfigError if roles, recipe or data are missing."""
         return config_files.load(TrainConfig, trees=[("Config", self._tree)])
 
     def to_yaml(self, path: str | Path) -> Path:
-        """Writes a YAML file and returns its path: with all defaults filled in, or only what is set where roles, recipe
-        or data are missing. `from_yaml` reads an equal value back."""
+        """Writes the settings to a YAML file and returns its path. `from_yaml` of the file returns an equal Config.
+
+        The file contains all defaults, unless roles, recipe or data are missing.
+        """
         write_text(Path(path), str(self))
         return Path(path)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns the value that is set at a dotted key, such as `run.seed`; `default` where nothing is set."""
+        """Returns the value of a dotted key, such as `run.seed`, or `default` if the key is not set."""
         node: Any = self._tree
         for part in key.split("."):
             if not isinstance(node, Mapping) or part not in node:
@@ -99,7 +103,7 @@ class Config:
         return hash(str(self))
 
     def __str__(self) -> str:
-        """The settings as YAML."""
+        """Returns the settings as YAML, with all defaults unless roles, recipe or data are missing."""
         if all(name in self._tree for name in _NEEDED):
             return config_files.dump(self.resolve())
         return config_files.dump_tree(self._tree)
@@ -109,7 +113,8 @@ class Config:
 
 
 def _nested(key: Any, value: Any) -> dict[str, Any]:
-    """Returns {"a": {"b": value}} of the key a.b, with plain values alone. Raises ConfigError for another value."""
+    """Returns {"a": {"b": value}} for the key a.b, with the value converted to plain values. Raises ConfigError if the
+    key is malformed or the value cannot be converted."""
     if not isinstance(key, str) or not all(part.strip() for part in key.split(".")):
         raise ConfigError(f"config key {key!r}: it has the form a.b")
     tree = _plain(key, value)
@@ -119,7 +124,8 @@ def _nested(key: Any, value: Any) -> dict[str, Any]:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Returns a value as JSON has it."""
+    """Converts a value to numbers, texts, lists and dicts, as in JSON. Raises ConfigError for other values. `key`: the
+    setting's name for the message."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return pydantic.TypeAdapter(type(value)).dump_python(value, mode="json")
     if isinstance(value, Mapping):
@@ -139,8 +145,8 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def _with_stubs(tree: Settings) -> dict[str, Any]:
-    """Returns settings with something at every key that has no default, so that the others can be checked. What is no
-    mapping stays, for the schema to refuse."""
+    """Returns the settings with placeholders for missing required keys, so that the schema can check the others. Values
+    that should be mappings and are not stay unchanged, so that the schema reports them."""
     whole = {"roles": {}, "recipe": {}, "data": {}, **tree}
     whole["recipe"] = _filled(whole["recipe"], "target")
     whole["data"] = _filled(whole["data"], "path")

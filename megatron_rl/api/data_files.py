@@ -1,4 +1,4 @@
-"""Turns what a program hands to a Trainer, rows and reward functions, into files that a config can name."""
+"""Converts the rows and reward functions that a program passes to a Trainer to files that a config can name."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from megatron_rl.rewards.reward_functions import CalledFunction, name_of
 from megatron_rl.run.checkpoint import write_text
 
 FUNCTIONS = "megatron_rl.rewards.reward_functions:RewardFunctions"
-_FOUND = (MESSAGES, QUESTION, ANSWER, "prompt")  # columns that need no entry in data.fields
+_FOUND = (MESSAGES, QUESTION, ANSWER, "prompt")  # columns that are found without an entry in data.fields
 Rows = Iterable[Mapping[str, Any]]
 Called = Callable[..., Any]
 Reward = str | Called | Mapping[str, Any] | Sequence[str | Called | tuple[str | Called, float]]
 
 
 def data_settings(given: Rows | str | Path, name: str, directory: Path) -> dict[str, Any]:
-    """Returns the settings of a problem set that was given as rows (a list of mappings, or a datasets.Dataset), or as a
-    path or name. Rows are written to `directory`, under a name that says what is in them.
+    """Returns the settings of a problem set that is given as rows (a list of mappings, or a datasets.Dataset), or as a
+    path or name.
 
-    Raises ConfigError for rows that are none, or hold what JSON has no form for.
+    Rows are written to a JSONL file in `directory`, whose name is `name` and a digest of the content. Raises
+    ConfigError if there are no rows, a row is not a mapping, or a value cannot be converted to JSON.
     """
     if isinstance(given, (str, Path)):
         return {"path": str(given)}
@@ -48,8 +49,8 @@ def data_settings(given: Rows | str | Path, name: str, directory: Path) -> dict[
 
 
 def first_row(source: Settings) -> Mapping[str, Any] | None:
-    """Returns the first row of a set on this machine; None of one on the hub, or where no row can be read. Raises
-    ConfigError for a path without data."""
+    """Returns the first readable row of a problem set. Returns None if the set is not on this machine, or if none of
+    the first 100 rows is readable. Raises ConfigError if the path contains no data."""
     path = str(source.get("path", ""))
     if not Path(path).exists():
         return None
@@ -58,7 +59,8 @@ def first_row(source: Settings) -> Mapping[str, Any] | None:
 
 
 def is_raw_text(source: Settings, row: Mapping[str, Any] | None) -> bool:
-    """Returns whether a set's prompts are whole texts in a column `prompt`, which TRL puts to the model as they are."""
+    """Returns whether a set's prompts are complete texts in a column `prompt`, which TRL passes to the model
+    unchanged."""
     if row is None or source.get("settings") is not None or source.get("chat"):
         return False
     fields = dict(source.get("fields", {}))
@@ -72,10 +74,11 @@ def is_chat(source: Settings, row: Mapping[str, Any]) -> bool:
 
 
 def column_fields(functions: Sequence[CalledFunction], source: Settings, row: Mapping[str, Any] | None) -> Settings:
-    """Returns {column: column} for the columns of a set that reward functions ask for: those that they name, and all
-    for a function with **columns, as far as a row is known. What `source` names itself is left out.
+    """Returns {column: column} for the columns of a set that reward functions need.
 
-    Raises ConfigError for a column that the row lacks.
+    These are the columns that the functions have as parameters, and all columns of `row` for a function with
+    `**columns`. Columns that `source` names in `fields` are left out. `row`: the first row, or None if it is not known.
+    Raises ConfigError if the row lacks a required column.
     """
     known = {**dict(source.get("fields", {})), **dict.fromkeys(_FOUND)}
     wanted = {name: one for one in functions for name in one.columns if name not in known}
@@ -92,11 +95,11 @@ def column_fields(functions: Sequence[CalledFunction], source: Settings, row: Ma
 
 
 def reward_settings(given: Reward, directory: Path) -> tuple[dict[str, Any], list[CalledFunction]]:
-    """Returns the section `reward` for reward functions, and what their signatures say. `given`: a name
-    package.module:name, a function, a list of these in which a pair is (function, weight), or the section itself.
+    """Returns the config section `reward` for reward functions, and the functions with their parsed signatures.
 
-    A function that ranks can import by name is named; any other, such as one of a notebook, is written to `directory`
-    by value. Raises ConfigError for what cannot be called or written.
+    `given`: a name package.module:name, a function, a list of names, functions and pairs (function, weight), or the
+    section itself. A function that ranks can import is referred to by name; any other function, such as one in a
+    notebook, is pickled to `directory`. Raises ConfigError if a function cannot be called or pickled.
     """
     if isinstance(given, Mapping):
         return dict(given), []
@@ -123,7 +126,7 @@ def _weighed(one: Any) -> tuple[Any, float]:
 
 
 def _loaded(function: Any) -> Called:
-    """Returns a function, or the one that a name stands for."""
+    """Returns a function; if it is given as package.module:name, imports it. Raises ConfigError for anything else."""
     if isinstance(function, str):
         from megatron_rl.config.plugins import find_function
 
@@ -148,7 +151,8 @@ def _called(function: Called, weight: float, taken: Sequence[str]) -> CalledFunc
 
 
 def _place(function: Any, directory: Path, name: str) -> dict[str, str]:
-    """Returns where ranks find a function: by its name in a module, or in a file that is written here."""
+    """Returns how ranks load a function: {"target": package.module:name}, or {"pickled": file}, which is written
+    here."""
     if isinstance(function, str):
         return {"target": function}
     if (target := _importable(function)) is not None:
@@ -157,7 +161,7 @@ def _place(function: Any, directory: Path, name: str) -> dict[str, str]:
 
 
 def _importable(function: Any) -> str | None:
-    """Returns package.module:name of a function that another process can import; None for any other."""
+    """Returns package.module:name of a function if another process can import it, otherwise None."""
     if not isinstance(function, types.FunctionType):
         return None
     module, name = function.__module__, function.__qualname__
@@ -198,7 +202,7 @@ def _line(row: Mapping[str, Any], name: str, number: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a number or list that stands for numpy's, and a text for a date or a path."""
+    """Converts a numpy value to a number or list, and a date or path to a text. Raises TypeError for other values."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if hasattr(value, "isoformat"):

@@ -1,4 +1,4 @@
-"""The short names of settings that a Trainer takes as keywords, and what TRL calls them."""
+"""The short names of settings that a Trainer accepts as keyword arguments, and the corresponding names of TRL."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import TrainConfig
 
 UPDATES = "updates"
-OTHERS = ("model", "reward", "dataset", "eval_dataset", "recipe", "config", "callbacks")  # arguments of a Trainer
-# Short name -> dotted key; `*` stands for every role that the recipe trains or asks.
+OTHERS = ("model", "reward", "dataset", "eval_dataset", "recipe", "config", "callbacks")  # other Trainer arguments
+# {short name: dotted key}. `*` stands for every role of the recipe.
 SHORT: Mapping[str, str] = {
-    UPDATES: "recipe.args.updates",  # of recipes whose argument is called otherwise, that argument
+    UPDATES: "recipe.args.updates",  # or the argument of the recipe with the same meaning, see `count_of`
     "group_size": "recipe.args.group_size",
     "ranks": "launch.nproc",
     "seed": "run.seed",
@@ -53,9 +53,12 @@ TRL: Mapping[str, str] = {
 
 
 def settings_of(given: Mapping[str, Any], target: str, roles: Iterable[str]) -> Config:
-    """Returns the settings that keywords stand for: short names, sections (`run={...}`) and dotted keys
-    (`**{"run.seed": 1}`). `target`, `roles`: of the recipe. Raises ConfigError for an unknown name, with the one that
-    may be meant, and for a wrong value."""
+    """Converts a Trainer's keyword arguments to settings.
+
+    `given`: short names, sections (`run={...}`) and dotted keys (`**{"run.seed": 1}`). `target`: the recipe's class.
+    `roles`: the recipe's roles. Raises ConfigError for an unknown name, with the most similar name, and for an invalid
+    value.
+    """
     sections = {field.name for field in dataclasses.fields(TrainConfig)}
     found = Config()
     for name, value in given.items():

@@ -1,7 +1,7 @@
-"""Runs a command of megatron-rl in a process of its own, shows what it prints, and answers what it tells.
+"""Runs a command of megatron-rl in a separate process, shows its output, and answers its events.
 
-The process imports megatron-rl and nothing of the program that calls: a script needs no `if __name__` around its calls,
-and a notebook's kernel keeps its memory, its signals and its GPU to itself.
+The process imports megatron-rl and nothing of the calling program. A script therefore needs no `if __name__` guard, and
+the memory, signals and GPU of a notebook's kernel are not affected.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 
 from megatron_rl.config.base import ConfigError
 
-LEFT = 130  # exit status of a run that saved and left
-WRONG_CONFIG = 2  # exit status for settings that cannot be used
-LOOK_S = 0.1  # between two looks at whether the process has ended
-SHOWN = 1500  # characters of the output that an error repeats
+LEFT = 130  # exit status of a run that was stopped and has saved
+WRONG_CONFIG = 2  # exit status for an invalid config
+LOOK_S = 0.1  # seconds between two checks whether the process has ended
+SHOWN = 1500  # maximum number of characters of the output in an error message
 Event = dict[str, Any]
 
 
 class RunFailed(RuntimeError):
-    """A run that ended with an error. `kind` is the error's name in the run, such as RewardFailure, or none."""
+    """A run ended with an error. `kind`: class name of the error in the run, such as RewardFailure; "" if unknown."""
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
@@ -38,8 +38,11 @@ class RunFailed(RuntimeError):
 
 
 def start(words: Sequence[str], output: int | None) -> subprocess.Popen[bytes]:
-    """Starts `megatron-rl *words`, which finds modules where this process does. Its output goes to the file descriptor
-    `output`, or where this process's goes. A Ctrl-C of a terminal does not reach it: `run` passes it on."""
+    """Starts `megatron-rl *words` with this process's module search path.
+
+    `output`: file descriptor for its standard output and error; None: those of this process. The process has a separate
+    session, so it does not receive Ctrl-C of the terminal; `run` forwards it.
+    """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))}
     return subprocess.Popen(
         [sys.executable, "-m", "megatron_rl", *words], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -48,12 +51,12 @@ def start(words: Sequence[str], output: int | None) -> subprocess.Popen[bytes]:
 
 
 def run(words: Sequence[str], told: Callable[[Event], bool] | None = None, *, show: bool = True) -> int:
-    """Runs `megatron-rl *words` to its end. Returns the exit status: 0, or 130 where it saved and left. `show`: what it
-    prints is shown; else only an error tells the end of it.
+    """Runs `megatron-rl *words` to its end. Returns the exit status: 0, or 130 if the run was stopped and has saved.
 
-    `told` gets what a training run tells (session.parent_events), while the run waits; it returns whether the run is to
-    stop. A KeyboardInterrupt asks the run to save and leave, and is raised again when it has; a second one kills it.
-    Raises ConfigError and RunFailed with the run's own words, and whatever `told` raises, once the run has left.
+    `told`: function that is called with each event of a training run (session.parent_events), while the run waits. It
+    returns whether the run should stop. `show`: whether the output is shown; if not, an error message contains its end.
+    A KeyboardInterrupt asks the run to save and exit, and is raised again afterwards; a second one kills the run.
+    Raises ConfigError or RunFailed with the run's error message. Exceptions of `told` are raised after the run's exit.
     """
     with contextlib.ExitStack() as stack:
         call = _Call(words, told, stack, show=show)
@@ -66,16 +69,16 @@ def run(words: Sequence[str], told: Callable[[Event], bool] | None = None, *, sh
 
 
 class _Call:
-    """One command under way."""
+    """A running command: its process, its output and its event connections."""
 
     def __init__(
         self, words: Sequence[str], told: Callable[[Event], bool] | None, stack: contextlib.ExitStack, *, show: bool
     ) -> None:  # fmt: skip
-        self.error: Event | None = None  # what the run told of its end
-        self.said = ""  # the end of its output
+        self.error: Event | None = None  # the event that reports the run's error
+        self.said = ""  # the last SHOWN characters of the output
         self._told, self._shown = told, show
         self._server: socket.socket | None = None
-        self._programs: list[connection.Connection] = []  # the run's ranks that tell something
+        self._programs: list[connection.Connection] = []  # connections of the run's processes that send events
         if told is not None:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="megatron_rl_"))
             self._server = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -90,7 +93,7 @@ class _Call:
         stack.callback(self._close)
 
     def serve(self) -> None:
-        """Shows output and answers events until the process has ended."""
+        """Shows the output and answers events until the process has ended."""
         while True:
             ended = self.process.poll() is not None
             waiting: list[Any] = [one for one in (self._output, self._server, *self._programs) if one is not None]
@@ -101,8 +104,8 @@ class _Call:
                 return
 
     def leave(self, *, interrupted: bool) -> None:
-        """Has the run save and leave, and waits. A second interrupt kills it."""
-        for one in self._programs:  # the run notices that nobody answers
+        """Asks the run to save and exit, and waits for its end. Another interrupt kills it."""
+        for one in self._programs:  # the run stops when its event connection is closed
             one.close()
         self._programs, self._told = [], None
         try:
@@ -141,7 +144,7 @@ class _Call:
         if event["event"] == "error":
             self.error = event
         stop = self._told(event) if self._told is not None else True
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             program.send_bytes(json.dumps({"stop": stop}).encode())
 
     def _close(self) -> None:
@@ -159,7 +162,7 @@ class _Call:
 
 
 def _status(words: Sequence[str], call: _Call) -> int:
-    """Returns the exit status of a command that did not fail. Raises ConfigError or RunFailed for one that did."""
+    """Returns the exit status if the command succeeded or was stopped. Raises ConfigError or RunFailed if it failed."""
     status = call.process.returncode
     if status in (0, LEFT):
         return status
@@ -174,7 +177,7 @@ def _status(words: Sequence[str], call: _Call) -> int:
 
 
 def refuse_ranks() -> None:
-    """Raises ConfigError in a process that torchrun or srun started as one rank of several."""
+    """Raises ConfigError if torchrun or srun started this process as one of several ranks."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             f"this process is one of WORLD_SIZE = {os.environ['WORLD_SIZE']} ranks, and a Trainer starts its ranks "
@@ -184,7 +187,7 @@ def refuse_ranks() -> None:
 
 
 def write_config(path: Path, text: str) -> Path:
-    """Writes a config for a command, with the directories that it lies in. Returns the path."""
+    """Writes the config of a command to `path`, and creates its parent directories. Returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path

@@ -10,12 +10,15 @@ from huggingface_hub.utils import validate_repo_id
 
 from megatron_rl.config.base import ConfigError
 
-LEFT_OUT = ["*.tmp", "SHA256SUMS*"]  # files of a model directory that are of this machine
+LEFT_OUT = ["*.tmp", "SHA256SUMS*"]  # files of a model directory that are not uploaded
 
 
 def push(directory: Path, repo: str, *, private: bool) -> str:
-    """Uploads a directory to `owner/name`, which is made where it is not there, and returns its address. Raises
-    ConfigError for a name that is none, without a token, offline, and when the hub refuses."""
+    """Uploads a directory to the repository `owner/name`, which is created if necessary, and returns its address.
+
+    Raises ConfigError if the name is invalid, there is no token, HF_HUB_OFFLINE is set, or the hub rejects the upload
+    or cannot be reached.
+    """
     try:
         validate_repo_id(repo)
     except HFValidationError as error:

@@ -1,4 +1,4 @@
-"""Finds the recipe that a Trainer is given, and what its arguments and roles are called."""
+"""Resolves the recipe that is passed to a Trainer, and the names of the recipe's arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.api import by_value
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
 
-# Recipes that a Trainer knows by a word. Any other is named as package.module:Class, or given as an object.
+# {short name of a recipe: its class}. Other recipes are given as package.module:Class or as an object.
 WORDS: Mapping[str, str] = {
     "grpo": "megatron_rl.recipes.grpo:Grpo",
     "dapo": "megatron_rl.recipes.dapo:Dapo",
@@ -27,14 +27,14 @@ WORDS: Mapping[str, str] = {
     "pairwise": "megatron_rl.contrib.pairwise:Pairwise",
     "distil": "megatron_rl.recipes.distil:Distil",
 }
-_COUNTS = ("updates", "generator_updates")  # arguments that say how long a run is, the first that a recipe has
+_COUNTS = ("updates", "generator_updates")  # recipe arguments for the length of a run; the first that exists is used
 
 
 def use_of(recipe: Any) -> dict[str, Any]:
-    """Returns the section `recipe` {target, args} for a word, package.module:Class, a section, or a recipe object.
+    """Returns the config section `recipe` {target, args} for a short name, package.module:Class, a section, or a recipe
+    object.
 
-    Raises ConfigError for an unknown word, and for an object of a class that no module holds: ranks could not import
-    it.
+    Raises ConfigError for an unknown short name, and for an object whose class the ranks cannot import from a module.
     """
     if isinstance(recipe, str) and ":" in recipe:
         return {"target": recipe}
@@ -66,7 +66,7 @@ def use_of(recipe: Any) -> dict[str, Any]:
 
 
 def fields_of(target: str) -> set[str]:
-    """Returns the names of a recipe's arguments. Raises ConfigError for a target that is no recipe."""
+    """Returns the names of a recipe's arguments. Raises ConfigError if the target is not a dataclass."""
     found = plugins.find(target)
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
         raise ConfigError(f"recipe {target!r} is no recipe: name a dataclass that is a Recipe")
@@ -74,7 +74,8 @@ def fields_of(target: str) -> set[str]:
 
 
 def count_of(target: str) -> str:
-    """Returns the dotted key of the argument that says how many updates a run has."""
+    """Returns the dotted key of the recipe's argument that sets the number of updates. Raises ConfigError if the recipe
+    has no such argument."""
     own = fields_of(target)
     for name in _COUNTS:
         if name in own:

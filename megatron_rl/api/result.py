@@ -1,4 +1,4 @@
-"""What a training run leaves, as a Python value."""
+"""The result of a training run as a Python object."""
 
 from __future__ import annotations
 
@@ -10,40 +10,42 @@ from typing import Any
 from megatron_rl.run.metrics import read_metrics
 from megatron_rl.run.run_directory import FAILED, RunDirectory
 
-MODELS = "models"  # in a run's directory: one Hugging Face directory for each trained policy
+MODELS = "models"  # subdirectory of the run with one Hugging Face directory for each trained policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """The files and metrics of a run, also of one that was stopped."""
+    """The files and metrics of a run, which may have finished, been stopped or failed."""
 
     run: Path  # the run's directory
-    finished: bool  # all iterations are done; else `train()` goes on
-    failed: str | None  # why the last start failed, in a line; None where it did not
-    # Metrics of the whole run: ROLE_FIGURE_start and ROLE_FIGURE_end of the first and last evaluation, iterations,
+    finished: bool  # whether all iterations are done; if not, `train()` continues the run
+    failed: str | None  # reason why the last start of the run failed, in one line; None if it did not fail
+    # Metrics of the whole run: ROLE_METRIC_start and ROLE_METRIC_end of the first and last evaluation, iterations,
     # updates by policy, seconds.
     metrics: Mapping[str, Any]
-    # Lines of metrics.jsonl, flat: iteration, cycle, scope (a role, eval or preflight), and each metric by its name.
-    # Iterations and cycles count from 0; an evaluation has those of the last iteration before it, and -1 before the
-    # first. Made for pandas.DataFrame(result.history).
+    # Lines of metrics.jsonl as flat dicts: iteration, cycle, scope (a role, eval or preflight), and each metric by its
+    # name. Indices of iterations and cycles start at 0; those of an evaluation are of the last iteration before it, and
+    # -1 before the first iteration. Intended for pandas.DataFrame(result.history).
     history: list[dict[str, Any]]
-    models: Mapping[str, Path]  # Hugging Face directories of the trained models, by policy
+    models: Mapping[str, Path]  # {policy: Hugging Face directory of the trained model}
 
     @property
     def paths(self) -> dict[str, Path]:
-        """Returns the run's files by what they are: run, config, metrics, summary, log, and a model for each policy."""
+        """Returns {name: path} of the run's files: run, config, metrics, summary, log, and model/POLICY for each
+        policy."""
         directory = RunDirectory(self.run)
         places = {"run": self.run, "config": directory.config, "metrics": directory.metrics}
         places |= {"summary": directory.summary, "log": directory.logs / "driver.log"}
         return places | {f"model/{name}": path for name, path in self.models.items()}
 
     def column(self, metric: str, scope: str | None = None) -> list[float]:
-        """Returns a metric, such as `reward/trained`, of every line of a scope (None: of any) that has it, in order."""
+        """Returns the values of a metric, such as `reward/trained`, in order. `scope`: only lines of this scope; None:
+        lines of all scopes. Lines without the metric are skipped."""
         return [row[metric] for row in self.history if metric in row and scope in (None, row["scope"])]
 
 
 def read_result(run: Path) -> TrainResult:
-    """Reads the files in a run's directory, as far as there are any."""
+    """Returns the result of a run from the files in its directory. Missing files are treated as empty."""
     directory = RunDirectory(run)
     summary = directory.read_summary()
     history = [

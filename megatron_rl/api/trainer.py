@@ -26,15 +26,19 @@ from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
 from megatron_rl.config.schema import EvalConfig, GenerateConfig, Run, TrainConfig
 
-INPUTS = "inputs"  # in run.dir: rows, reward functions and configs that Trainers wrote
+INPUTS = "inputs"  # subdirectory of run.dir for the rows, reward functions and configs that Trainers write
 _DEFAULT_DIR = Run().dir
-_TEMPLATES = ("template", "generator_template")  # arguments of recipes that name the prompt's text
-_OF_THE_SET = ("path", "generated", "limit", "split", "file", "subset", "shuffle")  # not shared by two sets of one kind
+_TEMPLATES = ("template", "generator_template")  # arguments of recipes that name the prompt template
+# Settings of a problem set that are not copied from the training set to the held-out set.
+_OF_THE_SET = ("path", "generated", "limit", "split", "file", "subset", "shuffle")
 
 
 class Trainer:
-    """A training run: a model, rewards, data, a recipe and settings. Everything is checked when it is made, with the
-    words of `megatron-rl check`; the run itself is the one that `megatron-rl train` starts on `config`'s YAML file."""
+    """A training run: a model, rewards, data, a recipe and settings.
+
+    The constructor makes all checks of `megatron-rl check`. The run is the same as that of `megatron-rl train` with the
+    YAML file of `config`.
+    """
 
     config: Config  # the whole config; `config.to_yaml(path)` writes it
 
@@ -50,16 +54,22 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         **settings: Any,
     ) -> None:
-        """Puts a config together, writes what it names to RUN.DIR/inputs, and checks it.
+        """Builds the config, writes the rows and reward functions that it names to RUN.DIR/inputs, and checks it.
 
-        `model`: a Hugging Face directory or hub name, for all roles, or {role: one}. `reward`: a function, or a list of
-        functions or (function, weight); `docs/python_api.md` says how they are called. `dataset`, `eval_dataset`: rows
-        (a list of mappings, or a datasets.Dataset), or a path or hub name. `recipe`: grpo (the default), tango, another
-        word of api.recipes.WORDS, package.module:Class, or a recipe object. `config`: a YAML file's path, a mapping or
-        a Config, which all the others win over. `settings`: short names such as lr, updates, group_size, ranks
-        (api.names.SHORT), sections (`run={"seed": 1}`), or dotted keys.
+        Args:
+            model: A Hugging Face directory or hub name for all roles, or {role: directory or hub name}.
+            reward: A function, or a list of functions or pairs (function, weight). docs/python_api.md describes how
+                they are called.
+            dataset: The training problems: rows (a list of mappings, or a datasets.Dataset), a path or a hub name.
+            eval_dataset: The held-out problems, in the same forms as `dataset`.
+            recipe: grpo (the default), tango, another short name in api.recipes.WORDS, package.module:Class, or a
+                recipe object.
+            config: A YAML file's path, a mapping or a Config. All other arguments override it.
+            callbacks: Callbacks that are called during `train`.
+            settings: Short names such as lr, updates, group_size, ranks (api.names.SHORT), sections
+                (`run={"seed": 1}`), or dotted keys.
 
-        Raises ConfigError for all that `megatron-rl check` refuses.
+        Raises ConfigError for every config that `megatron-rl check` rejects.
         """
         process.refuse_ranks()
         self.callbacks = list(callbacks)
@@ -87,12 +97,13 @@ class Trainer:
         _check(self._file)
 
     def train(self, *, fresh: bool = False) -> TrainResult:
-        """Runs to the end, or until a callback stops it, in processes of its own (`ranks` of them), and returns what
-        the run left. A run that was interrupted or stopped goes on from its newest checkpoint; `fresh` collects the
-        iterations again that it had collected since.
+        """Trains until the end of the run, or until a callback stops it, in `ranks` separate processes. Returns the
+        result.
 
-        Raises ConfigError for what the run refuses, RunFailed with the run's message when it fails, KeyboardInterrupt
-        once an interrupted run has saved and left, and what a callback raises.
+        A run that was interrupted or stopped continues from its newest checkpoint. `fresh`: generate the rollouts of
+        the iterations after the checkpoint again, instead of using the saved ones. Raises ConfigError if the config is
+        rejected, RunFailed with the run's error message if it fails, and KeyboardInterrupt after an interrupted run has
+        saved. Exceptions of callbacks are raised after the run has saved.
         """
         self._write()
         run = self.config.resolve().directory
@@ -110,11 +121,12 @@ class Trainer:
     def evaluate(
         self, dataset: data_files.Rows | str | Path | None = None, *, n: int = 1, temperature: float = 0.0
     ) -> dict[str, float]:
-        """Measures the first role's model, trained or as it started, by the run's reward on `dataset` (None: the eval
-        dataset), `n` samples of each problem. Returns `accuracy` (the share that is correct), `reward` (the mean) and
-        further metrics, as `megatron-rl eval` calls them.
+        """Evaluates the first role's model with the run's reward: the trained model, or the initial one before
+        training.
 
-        Raises ConfigError where there is no data, or the recipe plays episodes of an environment; RunFailed.
+        `dataset`: the problems; None: the eval dataset. `n`: samples of each problem. Returns `accuracy` (the fraction
+        of correct answers), `reward` (the mean) and the other metrics of `megatron-rl eval`. Raises ConfigError if
+        there is no data or the recipe plays episodes of an environment, and RunFailed if the evaluation fails.
         """
         config = self.config.resolve()
         data, run = self._asked(dataset), config.directory
@@ -132,10 +144,11 @@ class Trainer:
         self, prompts: Sequence[str | Sequence[Mapping[str, str]]], *, n: int = 1, max_tokens: int | None = None,
         temperature: float | None = None,
     ) -> list[str] | list[list[str]]:  # fmt: skip
-        """Returns what the first role's model, trained or as it started, answers to each prompt: a text, or a list of
-        `n` where n is above 1. A prompt is a text, put as the training problems were, or a list of messages.
+        """Generates answers of the first role's model: the trained model, or the initial one before training.
 
-        Raises ConfigError for prompts that cannot be put, RunFailed.
+        A prompt is a text, which is formatted as the training problems are, or a list of messages. Returns one text for
+        each prompt, or a list of `n` texts for each prompt if n is above 1. Raises ConfigError if a prompt is invalid,
+        and RunFailed if the generation fails.
         """
         config = self.config.resolve()
         if isinstance(prompts, str) or not prompts:
@@ -155,10 +168,10 @@ class Trainer:
         return texts if n == 1 else [texts[place : place + n] for place in range(0, len(texts), n)]
 
     def push_to_hub(self, repo: str, *, role: str | None = None, private: bool = True) -> str:
-        """Uploads a trained model to the repository `owner/name` of the Hugging Face hub, which is made where there is
-        none, and returns its address. `role`: whose model; None: the first trained one's.
+        """Uploads a trained model to the repository `owner/name` of the Hugging Face hub, and returns its address.
 
-        Raises ConfigError where nothing is trained, the name is none, or this machine has no token or is offline.
+        The repository is created if necessary. `role`: the role whose model is uploaded; None: the first trained role.
+        Raises ConfigError if no model is trained, the name is invalid, or this machine has no token or is offline.
         """
         models = read_result(self.config.resolve().directory).models
         if not models:
@@ -171,13 +184,14 @@ class Trainer:
         process.write_config(self._file, str(self.config))
 
     def _run(self, command: str, schema: Any, tree: Settings, file: Path) -> None:
-        """Runs `megatron-rl eval` or `generate`. What it prints is shown only where it fails."""
+        """Runs `megatron-rl eval` or `generate` with the settings `tree`. Its output is shown only if it fails."""
         config = config_files.load(schema, trees=[(command, tree)])
         process.write_config(file, config_files.dump(config))
         process.run([command, str(file)], show=False)
 
     def _model_settings(self) -> dict[str, Any]:
-        """Returns the settings of eval and generate for the first role's model: the trained one where there is one."""
+        """Returns the settings of `eval` and `generate` for the first role's model: the trained model if there is
+        one."""
         config = self.config.resolve()
         role = next(iter(plugins.build(config.recipe).roles()))
         own, policy = self.config.get(f"roles.{role}", {}), config.roles[role].same_as or role
@@ -189,7 +203,8 @@ class Trainer:
         return found | {name: self.config.get(name, {}) for name in ("engine", "launch")}
 
     def _template(self) -> str | None:
-        """Returns the prompt's text of the recipe; None where it has none. Raises ConfigError for an environment."""
+        """Returns the prompt template of the recipe, or None if it has none. Raises ConfigError if the recipe plays
+        episodes of an environment."""
         recipe = self.config.resolve().recipe
         arguments = fields_of(recipe.target)
         if "environment" in arguments:
@@ -201,7 +216,7 @@ class Trainer:
         return vars(plugins.build(recipe))[named[0]] if named else None
 
     def _asked(self, dataset: Any) -> dict[str, Any]:
-        """Returns the settings of the problems to measure on."""
+        """Returns the settings of the problems for `evaluate`. Raises ConfigError if there are none."""
         held = self.config.get("evaluation.prompts") or {}
         if dataset is None:
             if not held:
@@ -211,7 +226,8 @@ class Trainer:
         return shared | data_files.data_settings(dataset, "eval", Path(self.config.resolve().run.dir) / INPUTS)
 
     def _put(self, prompts: Sequence[Any]) -> list[Any]:
-        """Returns prompts in one form: conversations where one of them is one, or the training problems are."""
+        """Returns all prompts as conversations if one of them, or the training problems, are conversations; otherwise
+        as texts."""
         first = data_files.first_row(self.config.get("data")) or {}
         data = self.config.resolve().data
         trained = bool(data.chat) or data_files.is_chat(self.config.get("data"), first)
@@ -222,7 +238,7 @@ class Trainer:
 
 
 def _recipe(base: Config, recipe: Any) -> Settings:
-    """Returns the section `recipe`: what was given, over what the base config has for the same recipe."""
+    """Returns the config section `recipe`: the given recipe, with the arguments of `base` if it has the same recipe."""
     section = use_of("grpo" if recipe is None else recipe)
     kept = base.get("recipe.args", {}) if base.get("recipe.target") in (None, section["target"]) else {}
     return {"recipe": {"target": section["target"], "args": {**kept, **section.get("args", {})}}}
@@ -238,14 +254,14 @@ def _models(model: Any, roles: Sequence[str]) -> Settings:
 
 
 def _gate(config: Config, functions: bool) -> Settings:
-    """Returns preflight.reward = false where functions were given and nothing says how an answer stands in a
-    response."""
+    """Returns preflight.reward = false if reward functions were given and the config does not set the format of a
+    response (reward.answer_format) or preflight.reward."""
     said = config.get("preflight.reward") is not None or config.get("reward.answer_format") is not None
     return {"preflight": {"reward": False}} if functions and not said else {}
 
 
 def _data(base: Config, dataset: Any, held_out: Any, directory: Path) -> Settings:
-    """Returns the sections of the data that were given. A held-out set is read as the other is."""
+    """Returns the config sections of the given data sets. The held-out set gets the training set's settings."""
     found: dict[str, Any] = {}
     data = base.get("data", {})
     if dataset is not None:
@@ -259,7 +275,7 @@ def _data(base: Config, dataset: Any, held_out: Any, directory: Path) -> Setting
 
 
 def _columns(config: Config, called: Sequence[Any]) -> Settings:
-    """Returns data.fields of every set for the columns that reward functions ask for."""
+    """Returns the settings `fields` of each problem set with the columns that the reward functions need."""
     found: Settings = {}
     for key in ("data", "evaluation.prompts"):
         source = config.get(key)
@@ -270,7 +286,8 @@ def _columns(config: Config, called: Sequence[Any]) -> Settings:
 
 
 def _plain_prompts(config: Config, target: str) -> Settings:
-    """Returns the template `plain` where nothing names another and the prompts are whole texts, as in TRL."""
+    """Returns the setting of the template `plain` if no template is set and the prompts are complete texts, as in
+    TRL."""
     source = config.get("data", {})
     named = "template" in fields_of(target) and config.get("recipe.args.template") is None
     if not named or not data_files.is_raw_text(source, data_files.first_row(source)):
@@ -279,7 +296,7 @@ def _plain_prompts(config: Config, target: str) -> Settings:
 
 
 def _without(config: Config, section: str, key: str) -> Config:
-    """Returns a config without one key of a section."""
+    """Returns a copy of a config without the key `key` of a section."""
     tree = config.settings
     if isinstance(tree.get(section), dict):
         tree[section].pop(key, None)
@@ -287,8 +304,8 @@ def _without(config: Config, section: str, key: str) -> Config:
 
 
 def _named(config: Config) -> Config:
-    """Returns a config with a run.name: where none is set, one that says which settings it has, so that other settings
-    make another run."""
+    """Returns the config with a run.name. If it is not set, it is the recipe's name and a digest of the settings, so
+    that other settings give another run."""
     if config.get("run.name") is not None:
         return config
     word = str(config.get("recipe.target")).rpartition(":")[2].lower()
@@ -296,6 +313,6 @@ def _named(config: Config) -> Config:
 
 
 def _check(file: Path) -> None:
-    """Raises ConfigError for what `megatron-rl check` refuses."""
+    """Raises ConfigError if `megatron-rl check` rejects the config file."""
     with contextlib.redirect_stdout(io.StringIO()):
         check.run(build_parser().parse_args(["check", str(file), "--command", "train"]))

@@ -1,7 +1,7 @@
-"""Episodes of environments of the library verifiers, which runs in a process and a Python environment of its own.
+"""Plays episodes of environments of the library verifiers, which runs in a separate process with its own Python.
 
-Its agents ask the roles' engines through the token route. Tokens, log-probs and weight versions of the rollouts are
-those that the route recorded; the library's traces say how they belong together.
+The library's agents send requests to the roles' engines through the token route. The route records the tokens,
+log-probs and weight versions; the library's traces define how the recorded answers form rollouts.
 """
 
 from __future__ import annotations
@@ -31,31 +31,33 @@ from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import NO_VERSION, Author, Outcome, Prompt, Rollout, spans_of
 
 HOST = Path(__file__).with_name("verifiers_host.py")
-REWARD = "reward"  # the name of the sum of what an agent got, under which all agents of an environment have something
-START_S = 600.0  # for the library and the task set, which may come from a slow disk or a network
-LATE_S = 30.0  # beyond an episode's time-out: a host that has not given it up then hangs
-LOOK_S = 0.2  # between two looks at the engines
+REWARD = "reward"  # name of the reward that is the sum of an agent's rewards; all agents of an environment have it
+START_S = 600.0  # timeout for loading the library and the task set, which may be on a slow disk or a network
+LATE_S = 30.0  # seconds after an episode's timeout until the host process is considered hung
+LOOK_S = 0.2  # seconds between two checks of the engines
 
 
 @dataclass(kw_only=True)
 class Verifiers(EpisodeMaker):
     """An environment of the library verifiers 0.4.
 
-    The process of the library is started by the first `play` and ends with this object.
+    The first `play` starts the library's process. The process ends when this object is deleted.
     """
 
-    python: str  # of the library's own Python environment: .venv-verifiers/bin/python (`make verifiers`)
-    environment: Mapping[str, Any]  # the library's settings of it: {taskset: {id: ...}}, and those of its class
-    agents: Mapping[str, str]  # every agent of the environment: the role whose model it is
-    # by role: settings of the library renderers, such as {name: qwen3}; without them the tokenizer's chat template,
-    # which reads no calls of tools
+    python: str  # Python interpreter of the library's environment: .venv-verifiers/bin/python (`make verifiers`)
+    environment: Mapping[
+        str, Any
+    ]  # the library's settings: {taskset: {id: ...}}, and settings of the environment class
+    agents: Mapping[str, str]  # {agent of the environment: role whose model generates the agent's answers}
+    # {role: settings of the library renderers}, such as {solver: {name: qwen3}}. Default: the tokenizer's chat
+    # template, which does not parse tool calls.
     renderers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    index: str = "index"  # the field of a problem that has the place of its task in the environment's task set
-    paths: tuple[str, ...] = ()  # directories from which environments are imported that are not installed
+    index: str = "index"  # field of a problem that contains the index of its task in the environment's task set
+    paths: tuple[str, ...] = ()  # directories from which environments that are not installed are imported
 
     def __post_init__(self) -> None:
         self._running: _Running | None = None
-        self._lock = threading.Lock()  # an evaluation may play at the same time as an iteration
+        self._lock = threading.Lock()  # an evaluation may call `play` at the same time as an iteration
         if shutil.which(self.python) is None:
             raise ConfigError(
                 f"python = {self.python}: there is no such program; `make verifiers` makes .venv-verifiers/bin/python"
@@ -81,9 +83,10 @@ class Verifiers(EpisodeMaker):
         samplings: Mapping[str, Sampling],
         settings: EpisodeSettings,
     ) -> list[Episode]:
-        """See EpisodeMaker. A problem's payload has the place of its task under `index`.
+        """Plays one episode of each task; see `EpisodeMaker.play`. The payload of a task contains its index in the task
+        set under the key `self.index`.
 
-        Raises ConfigError where the environment cannot be started.
+        Raises ConfigError if the environment cannot be started or a task has no index.
         """
         indices = [self._index(task) for task in tasks]
         own = {role: samplings[role] for role in dict.fromkeys(self.agents.values())}
@@ -95,9 +98,10 @@ class Verifiers(EpisodeMaker):
 
     @contextlib.contextmanager
     def _alone(self, context: RolloutContext, roles: Iterable[str]) -> Iterator[None]:
-        """Waits until no other thread plays, and keeps tending the engines meanwhile.
+        """Context manager: holds the lock for `play`, and tends the engines of the roles while it waits for the lock.
 
-        The thread that plays may wait for a server that only the waiting thread can bring to the current weights.
+        The thread that holds the lock may wait for a server that only the waiting thread can update to the current
+        weights.
         """
         while not self._lock.acquire(timeout=LOOK_S):
             _look_after(context, roles)
@@ -110,7 +114,7 @@ class Verifiers(EpisodeMaker):
         if self._running is None:
             told = {"environment": self.environment, "agents": self.agents, "paths": self.paths}
             self._running = _Running(self.python, told, self.renderers)
-            weakref.finalize(self, self._running.close)  # also at the end of the program
+            weakref.finalize(self, self._running.close)  # also called at the exit of the program
         self._running.look()
         return self._running
 
@@ -135,27 +139,29 @@ class Verifiers(EpisodeMaker):
 
 
 class _Running:
-    """The parts that are kept from one call to the next: the route, the process, and their directory.
+    """The resources that are kept between calls of `play`: the token route, the process, and a temporary directory.
 
-    This object does not refer to the Verifiers that it belongs to, so that it is closed when the Verifiers are garbage.
+    This object has no reference to its Verifiers object, so that it is closed when the Verifiers object is garbage
+    collected.
     """
 
     def __init__(self, python: str, told: Mapping[str, Any], renderers: Mapping[str, Mapping[str, Any]]) -> None:
-        """`told`: the settings of the Verifiers that the process is told."""
+        """`python`: interpreter of the library. `told`: settings that are sent to the process. `renderers`: settings of
+        the library renderers by role."""
         self._python, self._own, self._renderers = python, told, renderers
         self._directory = Path(tempfile.mkdtemp(prefix="megatron_rl_verifiers_"))
         self._process: LineProcess | None = None
         self.route = TokenRoute()
         self._owner = os.getpid()
-        self._closed = False  # an iteration that is collected ahead may go on in another thread while the program ends
+        self._closed = False  # a thread that collects an iteration ahead may call `ready` while the program exits
 
     def look(self) -> None:
-        """Forgets a process that has ended between two calls."""
+        """Discards the process if it has ended since the last call. The next `ready` starts a new process."""
         if self._process is not None and self._process.ended:
             self.end()
 
     def ready(self, context: RolloutContext) -> LineProcess:
-        """Returns the process. Starts it if it does not run.
+        """Returns the process, after starting it if it is not running.
 
         Raises ConfigError with the end of the process's log if it does not start, and EnvironmentFailure after `close`.
         """
@@ -174,13 +180,13 @@ class _Running:
         return self._process
 
     def end(self, grace_s: float = 0.0) -> None:
-        """Ends the process; the next call starts another."""
+        """Ends the process, if any, after `grace_s` seconds. The next `ready` starts a new process."""
         process, self._process = self._process, None
         if process is not None:
             process.end(grace_s)
 
     def close(self) -> None:
-        if os.getpid() != self._owner:  # a fork, whose end is not the run's
+        if os.getpid() != self._owner:  # a forked child must not close the parent's resources
             return
         self._closed = True
         self.end(grace_s=5.0)
@@ -188,10 +194,10 @@ class _Running:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _told(self, context: RolloutContext, process: LineProcess) -> dict[str, Any]:
-        """Returns the first line that is sent to the process.
+        """Returns the first message to the process: its settings.
 
-        The tokenizers of the roles are saved for the process, because they may have another chat template than the
-        model's directory.
+        Saves the tokenizers of the roles for the process, because their chat template may differ from the template in
+        the model's directory.
         """
         clients = {}
         for role in self._own["agents"].values():
@@ -206,15 +212,16 @@ class _Running:
 
 
 class _Results:
-    """The results of the episodes of one call, as the process reports them."""
+    """Collects the results of the episodes of one call of `play` from the process."""
 
     def __init__(self, running: _Running, context: RolloutContext, play: RoutedPlay, settings: EpisodeSettings) -> None:
         self._running, self._context, self._play, self._settings = running, context, play, settings
-        self._deadlines: dict[int, float] = {}  # of the episodes under way
+        self._deadlines: dict[int, float] = {}  # {index of a running episode: its deadline}
         self._found: dict[int, Mapping[str, Any]] = {}
 
     def of(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
-        """Plays the tasks at these [E] indices of the task set. Returns [E] results. Raises the error of an engine."""
+        """Plays the tasks at these [E] indices of the task set. Returns [E] results. Exceptions of engines are
+        raised."""
         waiting = deque(range(len(indices)))
         while len(self._found) < len(indices):
             _look_after(self._context, self._play.longest)
@@ -234,7 +241,8 @@ class _Results:
         return [self._found[number] for number in range(len(indices))]
 
     def _take(self, said: Mapping[str, Any]) -> None:
-        """Stores the result of a running episode. Raises EOFError for a line that is not such a result."""
+        """Stores the result of a running episode. Raises EOFError if the message is not a result of a running
+        episode."""
         number = said.get("number")
         if type(number) is not int or number not in self._deadlines:
             raise EOFError(f"it wrote a line of the episode {number!r}, which is not under way")
@@ -248,7 +256,8 @@ class _Results:
         process.say({"number": number, "task": indices[number], "session": session, "timeout_s": timeout_s})
 
     def _give_up(self, why: str) -> None:
-        """Ends the process and the running episodes. The next episode starts another process."""
+        """Ends the process and fails all running episodes with the reason `why`. The next episode starts a new
+        process."""
         self._running.end()
         for number, deadline in self._deadlines.items():
             late = deadline < time.monotonic()
@@ -258,9 +267,9 @@ class _Results:
 
 
 def _look_after(context: RolloutContext, roles: Iterable[str]) -> None:
-    """Reports that the run is alive, and tends the servers of the roles.
+    """Reports to the watchdog that the run is alive, and tends the servers of the roles.
 
-    The threads that read the answers of the servers do not own the servers.
+    It must be called in the thread that owns the servers; the threads that read the answers do not own them.
     """
     context.watch.beat()
     for role in roles:
@@ -268,9 +277,9 @@ def _look_after(context: RolloutContext, roles: Iterable[str]) -> None:
 
 
 def _scored(play: RoutedPlay, task: Prompt, agents: Mapping[str, str], result: Mapping[str, Any]) -> Episode:
-    """Returns the episode of a result.
+    """Converts a result of the process to an episode with rollouts.
 
-    Raises EnvironmentFailure for a token that the trace marks as sampled and that no engine sampled.
+    Raises EnvironmentFailure if a trace marks tokens as sampled that no engine sampled.
     """
     number, traces, rollouts = result["number"], result["traces"], []
     for trace in traces:
@@ -292,7 +301,8 @@ def _scored(play: RoutedPlay, task: Prompt, agents: Mapping[str, str], result: M
 
 
 def _answers(play: RoutedPlay, number: int, agent: str, branch: Mapping[str, Any]) -> Iterator[Rollout]:
-    """Yields the recorded answer for each range of tokens that a trace marks as sampled."""
+    """Yields the recorded answer for each token range that the trace marks as sampled. Raises EnvironmentFailure if
+    there is no recorded answer."""
     tokens = np.array(branch["tokens"], np.int32)
     for start, end, _ in branch["sampled"]:
         answer = play.answer(number, agent, tokens[:end], start)
@@ -307,9 +317,9 @@ def _rollout(
     branch: Mapping[str, Any], answers: Sequence[Rollout], role: str, group: str, payload: Mapping[str, Any],
     rewards: Mapping[str, float],
 ) -> Rollout:  # fmt: skip
-    """Joins the answers of one branch.
+    """Joins the recorded answers of one branch to a rollout.
 
-    Ranges that an earlier branch trains on belong to the environment in this branch.
+    Token ranges that are trained in an earlier branch have the author ENVIRONMENT in this branch.
     """
     tokens = np.array(branch["tokens"], np.int32)
     logprobs, parts, done = np.zeros(len(tokens), np.float32), [], 0
@@ -322,7 +332,7 @@ def _rollout(
         else:
             parts.append((end - start, Author.ENVIRONMENT, NO_VERSION))
         done = end
-    if experts is not None and done == len(tokens):  # each answer's own, from where the one before it ended
+    if experts is not None and done == len(tokens):  # the experts of each answer from the end of the previous answer
         experts = experts.copy()
         for answer in reversed(answers[:-1]):
             if answer.experts is not None:

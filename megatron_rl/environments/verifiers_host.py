@@ -1,11 +1,11 @@
-"""Plays episodes of an environment of the library verifiers (0.4), as a program of that library's own Python.
+"""A program that plays episodes of an environment of the library verifiers (0.4), in the Python of that library.
 
     python -I verifiers_host.py --list ENVIRONMENT COUNT [PATH ...]    writes its first tasks, one JSON line each
     python -I verifiers_host.py                                        plays: lines of JSON in, lines of JSON out
 
--I matters: else Python would look for `verifiers` in this file's own directory. Of this package nothing is imported
-here. The first line that comes in has the settings; {"ready": ...} answers it. Every further one is an episode, and its
-result is one line. The program ends with its standard input.
+Without -I, Python would search for `verifiers` in the directory of this file. Nothing of this package is imported here.
+The first input line contains the settings and is answered by {"ready": ...}. Every further line is an episode to play
+and is answered by one line with its result. The program exits at the end of its standard input.
 """
 
 import asyncio
@@ -19,15 +19,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
-TOKEN_VARIABLE = "MEGATRON_RL_API_KEY"  # verifiers hands no variable with API_KEY in its name to the programs it starts
-LEAVE_S = 10.0  # for what is under way when the standard input ends
+# Environment variable of the route's token. verifiers passes no variable with API_KEY in its name to its subprocesses.
+TOKEN_VARIABLE = "MEGATRON_RL_API_KEY"
+LEAVE_S = 10.0  # seconds that running episodes have to end after the end of the standard input
 
 
 class Host:
-    """One environment, and the episodes of it that are under way."""
+    """One environment of the library, which plays episodes of its tasks."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        """Loads the environment. Exits with a message where its agents are not those that the settings name."""
+        """Loads the environment. Exits with a message if its agents differ from the agents in the settings."""
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
         _prepare(settings)
@@ -37,7 +38,7 @@ class Host:
         self._roles = settings["agents"]
 
     def task(self, index: int) -> Any:
-        """Returns a task by its place in the environment's task set. Raises IndexError."""
+        """Returns the task with an index in the environment's task set. Raises IndexError if there is no such task."""
         for task in self._coming if index >= len(self._tasks) else ():
             self._tasks.append(task)
             if index < len(self._tasks):
@@ -47,11 +48,11 @@ class Host:
         return self._tasks[index]
 
     def serving(self) -> Any:
-        """An asynchronous block in which episodes can be played."""
+        """Returns the asynchronous context manager in which episodes can be played."""
         return self._env.serving()
 
     async def result(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Plays one episode -> its line. Whatever goes wrong is a result too."""
+        """Plays one episode and returns its result as a JSON object. Errors are returned as results, too."""
         number = asked["number"]
         try:
             async with asyncio.timeout(asked["timeout_s"]):
@@ -73,29 +74,29 @@ class Host:
         begun: dict[str, int] = {}
 
         def agent(trace: Any) -> None:
-            """Names a trace before its first request: the name goes out as X-Session-ID."""
+            """Sets the id of a trace before its first request. The id is sent as the header X-Session-ID."""
             name = trace.agent.name
             agents[name] = agents.get(name, 0) + 1
             trace.id = asked["session"] + (name if agents[name] == 1 else f"{name}-{agents[name]}")
             begun[trace.id] = len(begun)
 
-        # Every agent has a model and a client of its own: these stand for none.
+        # The library requires a default model and client; they are unused, because every agent has its own.
         context = ModelContext(
             model=next(iter(self._roles.values())), client=TrainClientConfig(base_url="http://unused")
         )
         episode = await self._env.run_slot(RunSlot(self.task(asked["task"])), context, on_trace=agent)
-        episode.traces.sort(key=lambda trace: begun[trace.id])  # they came in the order in which agents were done
+        episode.traces.sort(key=lambda trace: begun[trace.id])  # from the order in which agents ended to that of begin
         return episode
 
 
 def main() -> None:
     if sys.flags.hash_randomization:
-        # Starts again with the same order of Python's sets in every process of a run: an environment may show a set to
-        # a model, and a resumed run has another process. Python takes that order from a variable that -I ignores.
+        # Restarts the program with a fixed hash seed, so that sets have the same order in every process of a run: an
+        # environment may show a set to a model, and a resumed run has a new process. -I ignores PYTHONHASHSEED.
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         os.execve(sys.executable, [sys.executable, "-P", "-s", *sys.argv], own | {"PYTHONHASHSEED": "0"})
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what environments print must not get between the lines
+    os.dup2(2, 1)  # the output of environments must not be mixed with the protocol's lines
     if sys.argv[1:2] == ["--list"]:
         sys.path.extend(sys.argv[4:])
         return list_tasks(json.loads(sys.argv[2]), int(sys.argv[3]), out)
@@ -105,8 +106,10 @@ def main() -> None:
 
 
 def list_tasks(environment: dict[str, Any], count: int, out: Any) -> None:
-    """Writes {"index", "question"} of the first tasks, which is what `data.path` wants. `environment`: verifiers'
-    settings of it."""
+    """Writes one JSON line {"index", "question"} for each of the first `count` tasks, as a file for `data.path`.
+
+    `environment`: the library's settings of the environment.
+    """
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
     tasks = load_environment(resolve_env_config(environment)).taskset.take(count)
@@ -129,7 +132,7 @@ async def _serve(host: Host, out: Any) -> None:
             loop.call_soon_threadsafe(lines.put_nowait, line)
         loop.call_soon_threadsafe(lines.put_nowait, "")
         threading.Event().wait(LEAVE_S)
-        os._exit(1)  # something that is under way does not end
+        os._exit(1)  # a running episode did not end in time
 
     async def play(line: str) -> None:
         say(await host.result(json.loads(line)))
@@ -148,26 +151,26 @@ async def _serve(host: Host, out: Any) -> None:
 
 
 def _prepare(settings: dict[str, Any]) -> None:
-    """Makes the library run where there is no network, and keep its files in the directory of the settings."""
+    """Configures the library to work without a network, and to keep its files in the directory of the settings."""
     from verifiers.v1.runtimes import subprocess as local
 
     os.environ.update(settings["mark"])
     os.environ[TOKEN_VARIABLE] = settings["token"]
-    for name in ("NO_PROXY", "no_proxy"):  # its clients would ask a proxy for this machine's own address
+    for name in ("NO_PROXY", "no_proxy"):  # otherwise the library's clients would use a proxy for 127.0.0.1
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1,localhost")))
     sys.path.extend(settings["paths"])
-    os.environ["PYTHONPATH"] = os.pathsep.join(settings["paths"])  # of the tools' servers; this program has ignored it
+    os.environ["PYTHONPATH"] = os.pathsep.join(settings["paths"])  # for the servers of tools, which are subprocesses
     local.CACHE_DIR = Path(settings["directory"])
     scripts = Path(settings["directory"]) / "scripts"
     scripts.mkdir()
 
     async def prepare_uv_script(self: Any, script: Any, env: Any = None, *, activate: bool = True) -> list[str]:
-        """Runs a harness's program in this Python. The library's own way asks a registry for its dependencies, in every
-        process and also where they are there."""
+        """Returns the command that runs a harness's script with this Python. The library's version queries a package
+        registry for dependencies in every process, even if they are installed."""
         data = script.encode() if isinstance(script, str) else script
         path = scripts / f"{hashlib.sha256(data).hexdigest()}.py"
         if not path.exists():
-            path.write_bytes(data)  # one thread: nobody sees a half of it
+            path.write_bytes(data)  # only one thread reads and writes it, so no temporary file is needed
         return [sys.executable, "-I", str(path)]
 
     local.SubprocessRuntime.prepare_uv_script = prepare_uv_script
@@ -176,8 +179,8 @@ def _prepare(settings: dict[str, Any]) -> None:
 def _with_agents(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the environment's settings with a model, a client, a runtime and a harness for each agent.
 
-    An agent that nothing names a runtime for gets a process on this machine, where the library would take its vendor's
-    cloud; one without a harness gets its task set's, else the one that only talks.
+    An agent without a runtime gets a subprocess on this machine; the library's default is its vendor's cloud. An agent
+    without a harness gets the default harness of the task set, or the harness without tools (`null`) instead of `bash`.
     """
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.runtimes import PrimeConfig
@@ -205,7 +208,8 @@ def _with_agents(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trace(trace: Any) -> dict[str, Any]:
-    """Returns what one agent did in an episode."""
+    """Returns the record of one agent in an episode as JSON values. Raises ValueError for a value that is not
+    finite."""
     rewards = {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
     for name, value in (rewards | metrics).items():
@@ -224,8 +228,11 @@ def _trace(trace: Any) -> dict[str, Any]:
 
 
 def _branches(trace: Any) -> list[dict[str, Any]]:
-    """Returns the token sequences of a trace, with [start, end, new] of what the model wrote in each. What several
-    branches share is new in the first alone, so that it is trained on once (as prime-rl does)."""
+    """Returns the token sequences of a trace, each with the ranges [start, end, new] that the model generated.
+
+    `new` is true in the first branch that contains a range and false in later ones, so that tokens which branches share
+    are trained once (as in prime-rl).
+    """
     found, seen = [], set()
     for branch in trace.branches:
         if not branch.trainable:
@@ -245,7 +252,7 @@ def _branches(trace: Any) -> list[dict[str, Any]]:
 
 
 def _why(episode: Any) -> str:
-    """Returns the errors of an episode that failed, and of its agents."""
+    """Returns the errors of a failed episode and of its agents as one text."""
     errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
     return "; ".join(f"{error.type}: {error.message}" for error in errors) or "it ended without saying why"
 
