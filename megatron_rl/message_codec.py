@@ -93,7 +93,7 @@ class _Packer:
             return ["kind", np.dtype(value).name]
         raise TypeError(
             f"a {kind.__module__}.{kind.__qualname__} does not travel between ranks: send numbers, texts, lists, "
-            "dicts, arrays, or a class of packing.TRAVELLERS"
+            "dicts, arrays, or a class of message_codec.TRAVELLERS"
         )
 
     def _object(self, kind: type, value: Any) -> list[Any]:
