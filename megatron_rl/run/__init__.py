@@ -1,1 +1,1 @@
-"""Writes what a run leaves on disk and on the screen: its directory, checkpoints, metrics and console lines."""
+"""The output of a run on disk and on the screen: its directory, checkpoints, metrics and console lines."""

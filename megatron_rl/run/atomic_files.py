@@ -1,4 +1,4 @@
-"""Writes files atomically and durably, and reads files that only a trusted user may have written."""
+"""Writes files atomically and durably, and reads files after checking that a trusted user owns them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file atomically: through a temporary file in the same directory and a rename. The file is on the
-    disk when the function returns."""
+    """Writes a text file atomically, through a temporary file in the same directory and a rename. When the function
+    returns, the file has been flushed to the disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -20,10 +20,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_own(path: Path, *owners: int) -> str:
-    """Returns the text of a file that belongs to one of the users `owners` (default: this user, or root).
+    """Returns the text of a file that is owned by one of the user ids `owners` (default: this user and root).
 
-    Any member of a group can put a file into a directory that the group may write to, but cannot give it to another
-    user. Raises PermissionError when the file belongs to another user, and OSError when it cannot be read.
+    Any member of a group can create a file in a group-writable directory, but cannot set another user as its owner.
+    Raises PermissionError if the file is owned by another user, and OSError if it cannot be read.
     """
     with path.open(encoding="utf-8") as file:
         owner = os.fstat(file.fileno()).st_uid
@@ -33,7 +33,8 @@ def read_own(path: Path, *owners: int) -> str:
 
 
 def push(paths: Iterable[Path]) -> None:
-    """Flushes files or directories to the disk, so that a later rename never reaches the disk before their contents."""
+    """Flushes files or directories to the disk (fsync), so that their contents are on the disk before a later
+    rename."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -43,8 +44,8 @@ def push(paths: Iterable[Path]) -> None:
 
 
 def push_tree(directory: Path) -> None:
-    """Flushes a directory, everything below it and the two directories above it to the disk. The two directories above
-    may be as new as the directory itself."""
+    """Flushes a directory, everything below it, and the two directories above it to the disk. The two directories above
+    are included because they may also be new."""
     inside = sorted(directory.rglob("*"))
     push(path for path in inside if path.is_file())
     push([*(path for path in inside if path.is_dir()), directory, directory.parent, directory.parent.parent])

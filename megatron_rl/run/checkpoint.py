@@ -1,4 +1,4 @@
-"""Writes and finds atomic checkpoint directories, each complete or not there. The caller decides what lies inside."""
+"""Writes checkpoint directories atomically, and finds complete ones. The caller writes their contents."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written; the message says what is wrong and what to do."""
+    """A checkpoint cannot be written. The message gives the reason and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One complete checkpoint, made when `number` iterations were done."""
+    """A complete checkpoint, which was saved after `number` iterations."""
 
     number: int
     path: Path
 
     def read_state(self) -> Any:
-        """Returns what the caller wrote to `state.json`."""
+        """Returns the value in the checkpoint's `state.json`, which the caller wrote."""
         return read_json(self.path / STATE)
 
 
 class Checkpoints:
-    """The checkpoints `iteration_000012`, ... under one directory. The newest `keep` complete ones stay.
+    """The checkpoints `iteration_000012`, ... in one directory. The newest `keep` complete checkpoints are kept.
 
-    All ranks save into one temporary directory on a file system that they share:
+    All ranks save into one temporary directory on a shared file system:
         rank 0:     begin(number)                 then a barrier
         all ranks:  save into pending(number)     then a barrier
-        rank 0:     commit(number)                then a barrier before anybody reads it
-    A run that is killed anywhere in between finds the checkpoint before. `newest` only reads. Call it on one rank and
-    broadcast the number, so that all ranks agree.
+        rank 0:     commit(number)                then a barrier before any rank reads it
+    If the run is killed in between, the previous checkpoint remains the newest. `newest` only reads. Call it on one
+    rank and broadcast the number, so that all ranks use the same checkpoint.
     """
 
     def __init__(self, directory: Path, keep: int = 2) -> None:
@@ -64,7 +64,8 @@ class Checkpoints:
         return self.directory / f".iteration_{number:06d}.tmp"
 
     def begin(self, number: int) -> Path:
-        """Removes what interrupted writes left and makes the empty `pending(number)`. Only rank 0 calls it."""
+        """Removes the remains of interrupted saves, and creates and returns the empty directory `pending(number)`. Only
+        rank 0 calls it."""
         if number < 0:
             raise CheckpointError(f"checkpoint number {number}: give the number of iterations done, 0 or more")
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -78,11 +79,11 @@ class Checkpoints:
         return pending
 
     def commit(self, number: int) -> Checkpoint:
-        """Makes `pending(number)` the checkpoint `number`, in one rename, and removes the oldest beyond `keep`.
+        """Renames `pending(number)` to the final name of checkpoint `number`, and removes the oldest beyond `keep`.
 
-        Only rank 0 calls it, after a barrier. The manifest lists every file with its size and its checksum, which ranks
-        may have computed (`sum_up`). Raises CheckpointError when
-        nothing was begun or nothing was saved.
+        Only rank 0 calls it, after a barrier. Before the rename it writes the manifest, with the size and checksum of
+        every file; the ranks may have computed checksums already (`sum_up`). Raises CheckpointError if `begin` was not
+        called or nothing was saved.
         """
         pending = self.pending(number)
         if not pending.is_dir():
@@ -95,14 +96,15 @@ class Checkpoints:
         return Checkpoint(number, self.path(number))
 
     def write(self, number: int, save: Callable[[Path], None]) -> Checkpoint:
-        """Begins, saves and commits a checkpoint in one process."""
+        """Writes a checkpoint in a single process: `begin`, `save(directory)`, `commit`."""
         save(self.begin(number))
         return self.commit(number)
 
     def newest(self, verify: Callable[[Path], Sequence[str]] = lambda path: ()) -> Checkpoint | None:
-        """Returns the complete checkpoint with the highest number; None without one.
+        """Returns the complete checkpoint with the highest number, or None if there is none.
 
-        A warning names each damaged one above. `verify` returns what else is wrong with one.
+        Damaged checkpoints are skipped with a warning. `verify`: returns error messages of further checks of a
+        checkpoint's directory; an empty list if it is valid.
         """
         for number, path in self._candidates():
             wrong = damage(path) or "; ".join(verify(path))
@@ -112,8 +114,7 @@ class Checkpoints:
         return None
 
     def _candidates(self) -> list[tuple[int, Path]]:
-        """Lists (number, directory), highest number first. For one number the plain name comes before
-        `.iteration_N.old`."""
+        """Returns [(number, directory)], highest number first. `iteration_N` comes before `.iteration_N.old`."""
         if not self.directory.is_dir():
             return []
         found = [(match, path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -121,8 +122,8 @@ class Checkpoints:
         return sorted(numbered, key=lambda item: (-item[0], item[1].name.startswith(".")))
 
     def _publish(self, number: int) -> None:
-        """Renames the pending directory to its final name. An older checkpoint of the same number is renamed first and
-        removed afterwards."""
+        """Renames the pending directory to its final name. An older checkpoint with the same number is renamed before
+        and removed afterwards."""
         final, aside = self.path(number), self.directory / f".iteration_{number:06d}.old"
         if final.exists():
             if aside.exists():
@@ -147,15 +148,15 @@ class Checkpoints:
 
 
 def sum_up(directory: Path, rank: int) -> None:
-    """Writes the checksums of the files that one rank wrote into a checkpoint directory (`__RANK_N.distcp`) to a file
-    that `seal` reads. One rank alone would have to read the whole checkpoint again."""
+    """Computes the checksums of the files that `rank` wrote into a checkpoint directory (`__RANK_N.distcp`), and writes
+    them to a file that `seal` reads. Each rank calls it, so that no rank has to read the whole checkpoint."""
     own = [str(file.relative_to(directory)) for file in directory.rglob(f"__{rank}_*.distcp")]
     write_json(directory / f".sums.{rank}.json", digests(directory, own))
 
 
 def seal(directory: Path, number: int) -> None:
-    """Writes the manifest of a checkpoint directory, with the size and the checksum of every file, and flushes
-    everything to the disk. Checksums that ranks have computed (`sum_up`) are taken from their files."""
+    """Writes the manifest of a checkpoint directory, with the size and checksum of every file, and flushes all files to
+    the disk. Checksums that ranks computed with `sum_up` are used; the others are computed here."""
     known: dict[str, str] = {}
     for left in directory.glob(".sums.*.json"):
         known |= read_json(left)
@@ -168,7 +169,8 @@ def seal(directory: Path, number: int) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """Returns what is wrong with a checkpoint directory, or None when its manifest and all file sizes agree."""
+    """Returns a description of the damage of a checkpoint directory, or None if all files have the sizes in its
+    manifest."""
     if not (path / MANIFEST).is_file():
         return f"it has no {MANIFEST}, so it was never finished"
     try:
@@ -185,8 +187,8 @@ def damage(path: Path) -> str | None:
 
 
 def known_digests(path: Path) -> dict[str, str]:
-    """Returns the checksums in a checkpoint directory's manifest as {file: SHA-256}. Returns an empty dict when the
-    manifest is missing or cannot be read."""
+    """Returns {file: SHA-256} from a checkpoint directory's manifest. Returns an empty dict if the manifest is missing
+    or cannot be read."""
     try:
         found = read_json(path / MANIFEST)["digests"]
         return {name: value for name, value in found.items() if isinstance(value, str)}
@@ -200,7 +202,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Returns the value in a JSON file. Raises OSError, and ValueError for a file that is damaged."""
+    """Returns the value in a JSON file. Raises OSError if it cannot be read, and ValueError if it is damaged."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except RecursionError as error:

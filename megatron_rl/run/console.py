@@ -1,6 +1,6 @@
-"""Shows a run to a person: a live table in a terminal, plain lines elsewhere and always in logs/driver.log.
+"""Shows the progress of a run: a live table in a terminal, otherwise plain lines, which logs/driver.log always gets.
 
-docs/concepts.md says what each column is.
+docs/concepts.md explains the columns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from rich.table import Table
 
 from megatron_rl.run.metrics import MetricsRow, Sink
 
-# The metrics that a column shows: the first of these names that a role logs. A narrow terminal leaves the last out.
+# {column: names of metrics}. A column shows the first of its metrics that a role logs. The last columns are left out if
+# the table is too wide.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "update": ("update",),
     "reward": ("reward/trained", "reward", "reward/total", "reward/outcome", "reward/*"),
@@ -39,15 +40,15 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 ROLE, SMOOTH, SECONDS = "role", "smooth", "s"  # further columns of the live table
 NOTES = ("eval", "preflight")  # scopes whose rows are not iterations
-SMOOTHING = 0.9  # weight of the past in the running mean
-RECENT = 10  # iterations that the time to go is judged by
-NARROW = 80  # columns that the table fits in, whatever the terminal has
-NAME = 40  # most characters of a row's name
+SMOOTHING = 0.9  # decay factor of the running mean of the reward
+RECENT = 10  # number of iterations from which the remaining time is estimated
+NARROW = 80  # maximum width of the table in characters, in every terminal
+NAME = 40  # maximum number of characters of a row's name
 
 
 @dataclass(slots=True)
 class _Scope:
-    """The last values of one role, and the running mean of its reward."""
+    """The newest values of one scope, such as a role, and the running mean of its reward."""
 
     seconds: float = 0.0
     values: dict[str, float] = field(default_factory=dict)
@@ -55,11 +56,12 @@ class _Scope:
 
 
 class RunConsole(Sink):
-    """A metric sink (see metrics.Sink) for people, on the driver rank alone.
+    """A metric sink (see metrics.Sink) that shows metrics on the console and writes them to the log file `log_path`.
 
-    It is a context manager that closes itself. `first_iteration`: iterations that were done before a resume;
-    `total_iterations`: iterations of the whole run, None when not known. Warnings of the package's loggers are shown
-    like the lines. `stream` receives the output, as a live table when it is a terminal.
+    It is used on the driver rank only, and is a context manager that opens and closes itself. `total_iterations`:
+    number of iterations of the whole run; None if unknown. `first_iteration`: number of iterations that were done
+    before a resume. `stream`: the output, which shows a live table if it is a terminal. Warnings of the package's
+    loggers are shown as lines, too.
     """
 
     name = "console"
@@ -71,8 +73,8 @@ class RunConsole(Sink):
         self._total = total_iterations
         self._rich = RichConsole(file=stream if stream is not None else sys.stdout, soft_wrap=True)
         self._scopes: dict[str, _Scope] = {}
-        self._evaluations: list[MetricsRow] = []  # the first and the last
-        # (iterations done, time) at the ends of iterations
+        self._evaluations: list[MetricsRow] = []  # the first and the last evaluation
+        # (number of completed iterations, time) at the ends of the last iterations
         self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)
         self._handler: logging.Handler | None = None
         self._file: TextIO | None = None
@@ -86,7 +88,7 @@ class RunConsole(Sink):
         )
 
     def open(self) -> None:
-        """Starts the log file and, in a terminal, the live table. Further calls do nothing."""
+        """Opens the log file and, in a terminal, starts the live table. Further calls are no-ops."""
         if self._handler is not None:
             return
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,10 +100,10 @@ class RunConsole(Sink):
         self._handler = _Forward(self)
         logger = logging.getLogger("megatron_rl")
         logger.addHandler(self._handler)
-        logger.propagate = False  # else the root's handler would print every line a second time
+        logger.propagate = False  # otherwise the root logger's handler would print every line again
 
     def log(self, row: MetricsRow) -> None:
-        """Shows one metrics line."""
+        """Shows one metrics line on the console and writes it to the log file."""
         scope = self._scopes.setdefault(row.scope, _Scope())
         shown = headline({**row.metrics, **row.speed})
         scope.seconds = sum(row.time.values())
@@ -120,16 +122,16 @@ class RunConsole(Sink):
         self._rich.print(line(row, self._total), markup=False, highlight=False)
 
     def note(self, text: str) -> None:
-        """Writes plain text into the log file alone."""
+        """Writes plain text to the log file only."""
         self._to_file(text)
 
     def message(self, text: str) -> None:
-        """Prints plain text above the table and into the log file."""
+        """Prints plain text above the live table, and writes it to the log file."""
         self._to_file(text)
         self._rich.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        """Closes the log file and stops the live table. Further calls do nothing."""
+        """Closes the log file and stops the live table. Further calls are no-ops."""
         if self._handler is None:
             return
         logger = logging.getLogger("megatron_rl")
@@ -159,10 +161,10 @@ class RunConsole(Sink):
             self._file.write(f"{stamp} {part}\n")
 
     def _count(self, row: MetricsRow) -> None:
-        """Moves the bar, and judges the time to go by the last RECENT iterations."""
+        """Updates the progress bar and the remaining time, which is estimated from the last RECENT iterations."""
         done, now = row.iteration + 1, time.monotonic()
         if self._ends and self._ends[-1][0] == done:
-            self._ends.pop()  # a further role of the same iteration
+            self._ends.pop()  # the line of another role in the same iteration
         self._ends.append((done, now))
         (before, then), left = self._ends[0], ""
         if self._total is not None and done > before:
@@ -185,9 +187,10 @@ class RunConsole(Sink):
 
 
 def headline(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics for a line: the console's columns when there are any, otherwise (an evaluation) everything.
+    """Returns {column: value} for the columns of the console that have a metric in `metrics`.
 
-    In COLUMNS, a name that ends in `/*` stands for the first metric, by name, below it.
+    If there are none (in an evaluation), returns all metrics except counts. In COLUMNS, a name that ends in `/*` means
+    the alphabetically first metric with this prefix.
     """
     shown: dict[str, float] = {}
     for column, names in COLUMNS.items():
@@ -202,7 +205,7 @@ def line(row: MetricsRow, total_iterations: int | None) -> str:
     `iteration 12/440 (cycle 3)  generator  update 9  reward 0.512  12.3 s` or
     `after iteration 12  eval  generator/accuracy_sampled 0.512`.
 
-    Iterations, cycles and updates count from 1.
+    The indices of iterations, cycles and updates in the text start at 1. `total_iterations`: None if unknown.
     """
     of = f"/{total_iterations}" if total_iterations is not None else ""
     values = "  ".join(f"{name} {_cell(value, name)}" for name, value in headline({**row.metrics, **row.speed}).items())
@@ -219,7 +222,7 @@ def line(row: MetricsRow, total_iterations: int | None) -> str:
 
 
 def before_after(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """Returns a table, as text, of the metrics of a run's first and last evaluation."""
+    """Returns a text table of the metrics of a run's first and last evaluation."""
     names = [name for name in after if not _is_count(name)]
     width = max([len("held-out problems"), *map(len, names)])
     lines = [f"{'held-out problems':<{width}}  {'before':>8}  {'after':>8}"]
@@ -228,14 +231,14 @@ def before_after(before: Mapping[str, float], after: Mapping[str, float]) -> str
 
 
 def duration(seconds: float) -> str:
-    """Returns a time for a person: `40 s`, `12 min` or `3.5 h`."""
+    """Returns a duration as text, such as `40 s`, `12 min` or `3.5 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _is_count(name: str) -> bool:
-    """Returns whether a metric of an evaluation says how many problems it is of."""
+    """Returns whether a metric of an evaluation is a count of problems or samples (`num_...`)."""
     return name.rpartition("/")[2].startswith("num_")
 
 
@@ -244,7 +247,7 @@ def _shown(scope: _Scope, column: str) -> str:
 
 
 def _comparison(evaluations: Sequence[MetricsRow]) -> Table:
-    """Returns the metrics of the last evaluation beside those of the first."""
+    """Returns a table with the metrics of the first and the last evaluation."""
     first, last = evaluations[0], evaluations[-1]
     names = [name for name in last.metrics if not _is_count(name)]
     if last is first:
@@ -256,7 +259,7 @@ def _comparison(evaluations: Sequence[MetricsRow]) -> Table:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Returns a table of at most NARROW characters: columns that do not fit are left out, the last first."""
+    """Returns a table of at most NARROW characters. The last columns are left out if they do not fit."""
     rows = [[row[0] if len(row[0]) <= NAME else f"{row[0][: NAME - 1]}…", *row[1:]] for row in rows]
     widths = [max(len(column), *(len(row[i]) for row in rows)) + 2 for i, column in enumerate(columns)]
     fitting = [i for i in range(len(columns)) if sum(widths[: i + 1]) <= NARROW]

@@ -1,8 +1,8 @@
-"""Locks that hold a directory for one process, also on file systems without flock.
+"""Locks a directory for one process, also on file systems without flock.
 
-flock ends with its process, however that ends. Where the file system has none (Lustre without `-o flock`: ENOSYS, NFS
-without its lock service: ENOLCK, some others: EOPNOTSUPP), a file that only one process can make stands in its place.
-It names its maker, so that one who was killed on this host is known to be gone.
+A lock by flock is released whenever its process ends. If the file system has no flock (Lustre without `-o flock`:
+ENOSYS, NFS without its lock service: ENOLCK, some others: EOPNOTSUPP), a lock file is created exclusively instead. It
+identifies the process that created it, so that the lock of a process that was killed on this host can be broken.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pathlib import Path
 
 from megatron_rl import processes
 
-WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # what says that there is no flock
-UNREAD_S = 2.0  # for a file that has just been made to be written
-POLL_S = 0.05
+WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # errors of a file system without flock
+UNREAD_S = 2.0  # seconds to wait for the contents of a lock file that was just created
+POLL_S = 0.05  # seconds between two tries
 _log = logging.getLogger(__name__)
 
 
 class Taken(RuntimeError):
-    """Raised when another process holds the lock. The message names that process as far as it is known; `cure` says
-    which file may have to be removed."""
+    """Another process holds the lock. The message names the process, or is empty if it is unknown. `cure`: the lock
+    file that may have to be removed, as a sentence."""
 
     def __init__(self, who: str, cure: str = "") -> None:
         super().__init__(who)
@@ -38,22 +38,22 @@ class Taken(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that made a file which stands for a lock."""
+    """The process that created a lock file."""
 
     host: str
-    boot: str  # name of this start of the machine
-    space: str  # name of the process namespace, within which `pid` is a process's number
+    boot: str  # boot id of the machine
+    space: str  # id of the process namespace of `pid`
     pid: int
-    start: int  # the process's, see processes.Entry
-    job: str = ""  # id of its Slurm job
-    restart: int = 0  # of that job: Slurm ends the processes of a job before it starts the job again
+    start: int  # start time of the process, see processes.Entry
+    job: str = ""  # id of the process's Slurm job
+    restart: int = 0  # restart count of the job; Slurm ends the processes of a job before it restarts the job
 
     def is_gone(self, here: Holder) -> bool:
-        """Returns whether the process is known to have ended, as seen by the process `here`."""
+        """Returns whether the process has certainly ended. `here`: the process that asks."""
         if here.job and here.job == self.job and self.restart < here.restart:
             return True
         if not self.boot or (self.host, self.boot, self.space) != (here.host, here.boot, here.space):
-            return False  # two hosts may have one name: another start of the machine proves nothing
+            return False  # another boot id proves nothing, because two hosts may have the same name
         entry = processes.look(self.pid)
         return entry is None or entry.start != self.start
 
@@ -62,7 +62,7 @@ class Holder:
 
 
 def own_name(job: str = "", restart: int = 0) -> Holder:
-    """Returns the Holder that describes this process, with its Slurm job where it has one."""
+    """Returns the Holder of this process. `job`, `restart`: id and restart count of its Slurm job, if any."""
     entry = processes.look(os.getpid())
     boot = space = ""
     with contextlib.suppress(OSError):
@@ -72,9 +72,9 @@ def own_name(job: str = "", restart: int = 0) -> Holder:
 
 
 def flock(file: int) -> bool:
-    """Takes the lock of an open file, until it is closed. Returns False where the file system has none.
+    """Locks an open file until it is closed. Returns False if the file system has no flock, otherwise True.
 
-    Raises BlockingIOError when another process has it.
+    `file`: file descriptor. Raises BlockingIOError if another process holds the lock.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,9 +87,11 @@ def flock(file: int) -> bool:
 
 @contextlib.contextmanager
 def held(file: int, beside: Path, here: Holder) -> Iterator[None]:
-    """Holds the lock of an open file for the process `here`, this one; `beside` is made where there is no flock.
+    """Context manager that holds the lock of an open file.
 
-    The lock of flock lasts until the file is closed, the other until the block's end. Raises Taken.
+    `file`: file descriptor. `beside`: the lock file that is created if the file system has no flock. `here`: this
+    process. A flock is held until the file is closed, a lock file until the end of the block. Raises Taken if another
+    process holds the lock.
     """
     try:
         locked = flock(file)
@@ -109,7 +111,8 @@ def held(file: int, beside: Path, here: Holder) -> Iterator[None]:
 
 
 def _make(path: Path, here: Holder) -> None:
-    """Creates the file, and replaces the file of a process that has ended. Raises Taken."""
+    """Creates the lock file. A lock file of a process that has ended is replaced. Raises Taken if another process holds
+    the lock."""
     cure = f"when that process is gone, remove {path}"
     end = time.monotonic() + UNREAD_S
     while True:
@@ -118,7 +121,7 @@ def _make(path: Path, here: Holder) -> None:
             try:
                 os.write(file, json.dumps(asdict(here)).encode())
                 os.fsync(file)
-            except OSError:  # a full disk
+            except OSError:  # e.g. the disk is full
                 path.unlink(missing_ok=True)
                 raise
             finally:
@@ -136,8 +139,8 @@ def _make(path: Path, here: Holder) -> None:
 
 
 def _remove(path: Path, here: Holder) -> None:
-    """Removes the file of a process that has ended. Of several processes that try it, one removes the file and the
-    others wait."""
+    """Removes the lock file of a process that has ended. If several processes try it, one removes the file and the
+    others wait and return."""
     breaking = path.with_name(f"{path.name}.breaking")
     try:
         os.close(os.open(breaking, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
@@ -157,7 +160,7 @@ def _remove(path: Path, here: Holder) -> None:
 
 
 def _read(path: Path) -> Holder | None:
-    """Returns the Holder in a file; None for a file that is missing, not written yet, or damaged."""
+    """Returns the Holder in a lock file, or None if the file is missing, not written yet, or damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         found = Holder(**json.loads(path.read_text()))
         if isinstance(found.pid, int) and isinstance(found.start, int) and isinstance(found.restart, int):

@@ -1,5 +1,5 @@
-"""Computes and compares checksums of files, so that a bit that flipped on a disk or on the way is noticed before it is
-trained on."""
+"""Computes and compares checksums of files, so that corruption on a disk or in a transfer is detected before the data
+is used for training."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 from megatron_rl.config.base import ConfigError
 from megatron_rl.run.atomic_files import write_text
 
-SUMS = "SHA256SUMS"  # beside a model's weights, as coreutils' sha256sum writes and checks it
-THREADS = 4  # that read files at once
-WHOLE_BYTES = 64 << 20  # files up to this size are read whole for a quick digest
-_SAMPLES, _SAMPLE_BYTES = 256, 1 << 16  # of a larger file
+SUMS = "SHA256SUMS"  # file next to a model's weights, in the format of coreutils' sha256sum
+THREADS = 4  # number of threads that read files concurrently
+WHOLE_BYTES = 64 << 20  # files up to this size are read completely for a quick digest
+_SAMPLES, _SAMPLE_BYTES = 256, 1 << 16  # number and size of the samples of a larger file
 
 
 def digest(file: Path) -> str:
@@ -25,13 +25,13 @@ def digest(file: Path) -> str:
 
 
 def quick_digest(file: Path) -> str:
-    """Returns the SHA-256 of a file of up to 64 MiB, and of a larger file's size and samples: 64 KiB at 256 places, its
-    beginning and end among them.
+    """Returns a SHA-256 of a file that is fast to compute for large files.
 
-    A start must not read terabytes. Of a model of 671 billion parameters in 163 files this reads 2.6 GB, in seconds;
-    the safetensors headers are among the samples. It tells another model, another training of the same one, and any
-    change of a tensor that is as long as the gap between two samples (17 MiB in a file of 4.3 GB); a smaller edit in
-    between is not seen. Times of files do not count, as copies change them. Checksums (SHA256SUMS) see every bit.
+    It is the SHA-256 of the contents if the file has at most 64 MiB, otherwise of the size and 256 samples of 64 KiB,
+    including the beginning and the end. The start of a run must not read terabytes: for a model of 671 billion
+    parameters in 163 files, 2.6 GB are read. The digest differs for another model, another training of the model, and
+    any change of a region longer than the gap between two samples (17 MiB in a file of 4.3 GB). Smaller changes between
+    samples are not detected. Modification times are not used because copies change them. `digest` detects every change.
     """
     size = file.stat().st_size
     if size <= WHOLE_BYTES:
@@ -45,15 +45,17 @@ def quick_digest(file: Path) -> str:
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, str]:
-    """Returns the digests of some files in a directory, by name. Several are read at once."""
+    """Returns {name: SHA-256} of files in a directory. The files are read by several threads."""
     listed = list(names)
     with ThreadPoolExecutor(THREADS) as threads:
         return dict(zip(listed, threads.map(lambda name: digest(directory / name), listed), strict=True))
 
 
 def wrong(directory: Path, known: Mapping[str, str], *, part: tuple[int, int] = (0, 1)) -> list[str]:
-    """Returns a sentence for each file whose digest differs from the known digest. `part` = (i, n) checks every n-th
-    file, starting with the i-th."""
+    """Returns an error message for each file that is missing or whose digest differs from the known digest.
+
+    `known`: {name: SHA-256}. `part` = (i, n): check only every n-th file, starting with index i, in the order of names.
+    """
     own = dict(list(sorted(known.items()))[part[0] :: part[1]])
     there = [name for name in own if (directory / name).is_file()]
     found = digests(directory, there)
@@ -66,17 +68,19 @@ def wrong(directory: Path, known: Mapping[str, str], *, part: tuple[int, int] = 
 
 
 def write_sums(directory: Path, pattern: str = "*.safetensors") -> None:
-    """Writes SHA256SUMS for the files of a directory, and pushes it to the disk."""
+    """Computes the digests of the files of a directory that match a pattern, writes SHA256SUMS, and flushes it to the
+    disk."""
     keep(directory, digests(directory, sorted(path.name for path in directory.glob(pattern))))
 
 
 def keep(directory: Path, found: Mapping[str, str]) -> None:
-    """Writes SHA256SUMS from digests that are known already, {file name: SHA-256}, and flushes it to the disk."""
+    """Writes SHA256SUMS from known digests {file name: SHA-256}, and flushes it to the disk."""
     write_text(directory / SUMS, "".join(f"{value}  {name}\n" for name, value in found.items()))
 
 
 def wrong_of(directory: Path) -> list[str]:
-    """Returns a sentence for each file that differs from its line in SHA256SUMS; none where there is no such file."""
+    """Returns an error message for each file that differs from its line in SHA256SUMS, or if SHA256SUMS is damaged.
+    Returns [] if there is no SHA256SUMS."""
     file = directory / SUMS
     if not file.is_file():
         return []
@@ -86,6 +90,6 @@ def wrong_of(directory: Path) -> list[str]:
 
 
 def refuse(faults: Sequence[str]) -> None:
-    """Raises ConfigError where `wrong` or `wrong_of` found something."""
+    """Raises ConfigError if there are error messages of `wrong` or `wrong_of`."""
     if faults:
         raise ConfigError(f"{faults[0]}: the disk or a copy damaged it; take another copy")

@@ -1,5 +1,4 @@
-"""Records digests of everything that a run reads in RUN/inputs.json, and reports inputs whose content has changed under
-the same name."""
+"""Records digests of all inputs of a run in RUN/inputs.json, and reports inputs whose contents have changed."""
 
 from __future__ import annotations
 
@@ -18,17 +17,16 @@ from megatron_rl.run.file_checksums import THREADS, quick_digest
 from megatron_rl.run.run_directory import RunError
 
 FILE = "inputs.json"
-FILES, LATER = "files", "later"  # sections of the record: files, and what is known once data have been read
-Input = Mapping[str, Any]  # of one name: path, and what is compared: bytes and sha256, rows, or revision
-SHOWN = 10  # inputs named in a message
+FILES, LATER = "files", "later"  # sections of the record: files, and inputs that are known after the data were loaded
+Input = Mapping[str, Any]  # record of one input: path, and the values to compare: bytes and sha256, rows, or revision
+SHOWN = 10  # maximum number of inputs named in a message
 _log = logging.getLogger(__name__)
 
 
 def read_files(settings: Mapping[str, Any]) -> dict[str, Input]:
-    """Returns {name: path, bytes, sha256} of the files that a run reads (config.sources). `settings`: its resolved
-    config as plain values.
+    """Returns {name: {path, bytes, sha256}} of the files that a run reads (see config.sources).
 
-    Raises ConfigError for a file that cannot be read.
+    `settings`: the resolved config as plain values. Raises ConfigError if a file cannot be read.
     """
     found = sources(settings)
     try:
@@ -43,33 +41,36 @@ def read_files(settings: Mapping[str, Any]) -> dict[str, Input]:
 
 
 def read_revisions(models: Mapping[str, Model]) -> dict[str, Input]:
-    """Returns {name: path, revision} of the models that came from the Hugging Face hub. The revision is the newest
-    commit that the hub's cache has. Call this function when the models' tokenizers have been read."""
+    """Returns {name: {path, revision}} of the models from the Hugging Face hub.
+
+    The revision is the commit of the `main` branch in the hub's cache. Call the function after the models' tokenizers
+    were loaded, so that the cache is up to date.
+    """
     named = {name: model.path for name, model in models.items() if not Path(model.path).exists()}
     heads = {name: (path, hub_cache.head(path, "models")) for name, path in named.items()}
     return {name: {"path": path, "revision": head} for name, (path, head) in heads.items() if head is not None}
 
 
 class InputRecord:
-    """The record of one run, in its `file`, for the driver.
+    """The record of a run's inputs in `file`. Only the driver uses it.
 
-    Where a part of the run is `done`, such as "12 iterations", inputs are compared with those that the run began with.
-    Other data, models, templates or prompts are refused, unless `accept` is set. Other code, such as a reward that was
-    mended, is taken and told. What is taken is remembered from then on, with what was done before.
+    If a part of the run is done (`done`, such as "12 iterations"), the inputs are compared with the recorded inputs.
+    Changed data, models, templates or prompts are an error, unless `accept` is set. Changed code, such as a corrected
+    reward function, is accepted and reported. Accepted changes are recorded together with `done`.
     """
 
     def __init__(self, file: Path, *, done: str | None, accept: bool) -> None:
         self._file, self._done, self._accept = file, done, accept
         self._told: dict[str, Any] = {}
-        self.inputs: dict[str, Input] = {}  # all that `compare` was given
+        self.inputs: dict[str, Input] = {}  # all inputs that were passed to `compare`
         if done is not None and file.exists():
             self._told = read_json(file)
         elif done is not None:
             _log.warning("%s is not there: what was read before cannot be compared with what is read now", file)
 
     def compare(self, section: str, found: Mapping[str, Input]) -> list[str]:
-        """Compares a section of inputs with the record and writes them to it. Returns a text for each input
-        whose content has changed. Raises RunError for those that are refused."""
+        """Compares a section of inputs with the record, and updates the record. Returns a text for each changed input.
+        Raises RunError if a change is not accepted."""
         before: Mapping[str, Input] = self._told.get(section, found)
         both = {name: _difference(before.get(name), found.get(name)) for name in sorted({*before, *found})}
         changed = {name: f"{name}{what}" for name, what in both.items() if what}
@@ -90,8 +91,8 @@ class InputRecord:
 
 
 def _difference(old: Input | None, new: Input | None) -> str:
-    """Returns how two inputs differ, such as " (rows.jsonl): bytes 20 -> 31"; an empty text for equal inputs. Paths are
-    not compared."""
+    """Returns the difference of two inputs as text, such as " (rows.jsonl): bytes 20 -> 31", or "" if they are equal.
+    Paths are not compared. None: the input does not exist."""
     if old is None or new is None:
         own = (new or old or {})["path"]
         return f" ({own}): {'was not there' if old is None else 'is not there any more'}"

@@ -1,5 +1,5 @@
-"""Appends to files of JSON lines and reads them. A full disk or a killed process costs at most the line that was being
-written."""
+"""Appends to JSON Lines files and reads them. If the disk is full or the process is killed, at most the line that is
+being written is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-# Whatever a damaged text may raise where it is decoded.
+# Exceptions that decoding a damaged text may raise.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError)
 RESUME = (
     "free some space there, then start the same command again: the run goes on from its last complete checkpoint, or "
@@ -20,21 +20,22 @@ RESUME = (
 
 
 class DiskError(RuntimeError):
-    """Raised when a file of a run cannot be written. The message names the file, the reason and what to do."""
+    """A file of a run cannot be written. The message names the file, the reason and what to do."""
 
 
 @dataclass(frozen=True)
 class Lines(Generic[T]):
-    """The values of the readable lines of a file, in order, and a sentence about the unreadable lines."""
+    """The values of the readable lines of a file, in order, and a message about the unreadable lines, if any."""
 
     values: list[T]
     damage: str | None = None
 
 
 def append(path: Path, line: bytes) -> None:
-    """Appends one line, given without its line end, atomically, and flushes the file to the disk.
+    """Appends one line atomically, and flushes the file to the disk. `line`: the line without its line end.
 
-    A partial line that a killed process left is ended first. Raises DiskError when the line cannot be written.
+    If a killed process left a partial line, a line end is added first. Raises DiskError if the line cannot be written;
+    the file is then unchanged.
     """
     try:
         with path.open("a+b", buffering=0) as file:
@@ -53,11 +54,10 @@ def append(path: Path, line: bytes) -> None:
 
 
 def each(path: Path, take: Callable[[Any], object]) -> str | None:
-    """Hands the value of each line of a file of JSON lines to `take`, in order; none where there is no file. Only one
-    line is in memory at a time. Returns a sentence about the lines that were left out, or None.
+    """Calls `take` with the value of each line of a JSON Lines file, in order. Only one line is in memory at a time.
 
-    Left out are lines that are no JSON, those that `take` refuses (by ValueError, KeyError or TypeError), and a last
-    line without its end. Empty lines do not count.
+    Returns a message about the skipped lines, or None. Skipped are lines that are not JSON, lines for which `take`
+    raises one of UNREADABLE, and a last line without a line end. Empty lines are ignored. A missing file has no lines.
     """
     if not path.exists():
         return None
@@ -78,8 +78,8 @@ def each(path: Path, take: Callable[[Any], object]) -> str | None:
 
 
 def read(path: Path, decode: Callable[[Any], T]) -> Lines[T]:
-    """Reads a file of JSON lines as `each` does, and returns the values that `decode` made of the lines. A missing file
-    has no lines."""
+    """Reads a JSON Lines file, and returns the results of `decode` for its lines. Lines are skipped as in `each`. A
+    missing file has no lines."""
     values: list[T] = []
     damage = each(path, lambda raw: values.append(decode(raw)))
     return Lines(values, damage)

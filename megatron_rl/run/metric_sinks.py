@@ -15,7 +15,7 @@ from megatron_rl.run.metrics import MetricsRow, Sample, Sink, flat
 from megatron_rl.run.run_directory import WANDB_ID
 
 SAMPLE_COLUMNS = ("iteration", "group", "prompt", "response", "rewards", "length")
-HELPS = {  # the families of Prometheus's metrics, without the prefix
+HELPS = {  # {name of a Prometheus metric without its prefix: its HELP text}
     "iteration": "number of the newest iteration, from 1",
     "cycle": "number of the newest cycle, from 1",
     "metric": "metrics of the newest line of metrics.jsonl",
@@ -23,14 +23,14 @@ HELPS = {  # the families of Prometheus's metrics, without the prefix
     "speed": "rates of the newest update, and seconds of its parts",
     "engine": "what each engine server does: lives, serves, version of its weights, sequences and requests under way",
 }
-_NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}  # as Prometheus reads them
+_NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}  # Python's text of a float: the text in Prometheus's format
 _LABEL = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 class TensorBoard(Sink):
-    """A sink that writes scalars `scope/metric` over iterations as TensorBoard files, and sample rollouts as texts.
+    """A sink that writes scalars `scope/metric` over iterations to TensorBoard files, and sample rollouts as texts.
 
-    `first_iteration` hides what an interrupted run wrote beyond its checkpoint.
+    `first_iteration`: iteration at which the run resumes. Later points of an interrupted run are hidden.
     """
 
     name = "tensorboard"
@@ -51,7 +51,8 @@ class TensorBoard(Sink):
         self._writer.flush()
 
     def show(self, iteration: int, scope: str, samples: Sequence[Sample]) -> None:
-        """Writes the samples as one text, in which what models wrote is code and no markup."""
+        """Writes each sample as a text. Prompts and responses are code blocks, so that they are not rendered as
+        markup."""
         for place, sample in enumerate(samples):
             rewards = ", ".join(f"{name} {value:.4g}" for name, value in sample.rewards.items())
             text = (
@@ -65,10 +66,10 @@ class TensorBoard(Sink):
 
 
 class WandB(Sink):
-    """A sink that sends the same scalars to Weights & Biases, with the config, tables of sample rollouts, and the final
-    models as references to their directories.
+    """A sink that sends scalars `scope/metric`, the config, tables of sample rollouts, and references to the final
+    models' directories to Weights & Biases.
 
-    Scalars have an `iteration` axis of their own, so that a resumed run may go back in iterations.
+    Scalars have a separate `iteration` axis, so that a resumed run may log earlier iterations again.
     """
 
     name = "wandb"
@@ -120,7 +121,7 @@ class WandB(Sink):
         self._run.log({f"{scope}/rollouts": table, "iteration": iteration})
 
     def keep_model(self, role: str, directory: Path) -> None:
-        """Logs a model as an artefact that refers to its directory: nothing is uploaded."""
+        """Logs a model as an artifact that refers to its directory. The model is not uploaded."""
         import wandb
 
         name = re.sub(r"[^\w.-]", "-", f"{self._run_name}-{role}")
@@ -133,25 +134,25 @@ class WandB(Sink):
 
 
 class Prometheus(Sink):
-    """A sink that answers GET /metrics with the newest metrics, in the text format of Prometheus.
+    """A sink that serves the newest metrics at GET /metrics in the text format of Prometheus.
 
-    Whoever reaches the port may read the metrics: no texts, no settings. Scopes and metrics are labels.
+    There is no authentication; texts and settings are not served. Scopes and names of metrics are labels.
     """
 
     name = "prometheus"
 
     def __init__(self, host: str, port: int, *, say: Callable[[str], None] = lambda text: None) -> None:
         self._host, self._port, self._say = host, port, say
-        self._rows: dict[str, MetricsRow] = {}  # the newest by scope
-        self._loads: Callable[[], Mapping[str, Mapping[str, float]]] = dict  # by server
+        self._rows: dict[str, MetricsRow] = {}  # {scope: its newest row}
+        self._loads: Callable[[], Mapping[str, Mapping[str, float]]] = dict  # returns {server: {name: value}}
         self._change = threading.Lock()
 
     def open(self) -> None:
-        """Begins to listen. Raises OSError for an address that cannot be used."""
+        """Starts the HTTP server. Raises OSError if the address cannot be used."""
         sink = self
 
         class Answer(BaseHTTPRequestHandler):
-            timeout = 2.0  # seconds for a request: one is answered at a time, and a silent one must not keep others
+            timeout = 2.0  # seconds for a request; requests are served one at a time, so a stalled one blocks others
 
             def do_GET(self) -> None:
                 found = self.path.partition("?")[0] == "/metrics"
@@ -163,7 +164,7 @@ class Prometheus(Sink):
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Writes nothing: requests come every few seconds."""
+                """Does not log requests, which arrive every few seconds."""
 
         self._server = HTTPServer((self._host, self._port), Answer)
         threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
@@ -171,11 +172,11 @@ class Prometheus(Sink):
 
     @property
     def port(self) -> int:
-        """Returns the port at which it listens."""
+        """Returns the port of the HTTP server."""
         return int(self._server.server_address[1])
 
     def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        """Takes the function that tells what each engine server does."""
+        """Sets the function that returns the state of each engine server, {server: {name: value}}."""
         self._loads = loads
 
     def log(self, row: MetricsRow) -> None:
@@ -183,7 +184,7 @@ class Prometheus(Sink):
             self._rows[row.scope] = row
 
     def text(self) -> str:
-        """Returns the newest metrics of every scope."""
+        """Returns the newest metrics of every scope in the text format of Prometheus."""
         with self._change:
             rows = dict(self._rows)
         parts: dict[str, list[tuple[dict[str, str], float]]] = {name: [] for name in HELPS}
@@ -213,10 +214,11 @@ def configured_sinks(
     settings: Sinks, logs: Path, *, run_name: str, config: Mapping[str, Any], first_iteration: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Sink]:  # fmt: skip
-    """Returns the sinks that the settings ask for, with their files under `logs`.
+    """Returns the sinks that the settings enable.
 
-    `config`: the run's whole config as plain values, which Weights & Biases shows.
-    `first_iteration`: the iteration at which a resumed run goes on. `say` shows a person where one listens.
+    `logs`: directory of their files. `config`: the run's complete config as plain values, for Weights & Biases.
+    `first_iteration`: the iteration at which a resumed run continues. `say`: function that shows a message to the user,
+    such as the address of the Prometheus sink.
     """
     chosen = list[Sink]()
     if settings.tensorboard:
@@ -234,5 +236,5 @@ def configured_sinks(
 
 
 def _as_code(text: str) -> str:
-    """Returns a text as a block of code of Markdown, whatever it holds."""
+    """Returns a text as an indented Markdown code block."""
     return "\n".join(f"    {line}" for line in text.splitlines() or [""])

@@ -1,6 +1,6 @@
-"""Records what a run measures in metrics.jsonl and in optional further sinks.
+"""Records the metrics of a run in metrics.jsonl and in optional further sinks.
 
-Everything in metrics.jsonl but times and speeds is reproducible bit for bit.
+All values in metrics.jsonl are bitwise reproducible, except times and speeds.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 from megatron_rl.run.json_lines import UNREADABLE, append, each
 
-SECONDS = "seconds/"  # metrics with this prefix are times, which are written apart
-SPEED = "speed/"  # and so are those that say how fast an update was
+SECONDS = "seconds/"  # prefix of metrics that are times; they are written to a separate field
+SPEED = "speed/"  # prefix of metrics that are rates or times of an update; they are written to a separate field
 FILE_NAME = "metrics.jsonl"
-EVAL = "eval"  # scope of the lines of evaluations
+EVAL = "eval"  # scope of evaluations
 _log = logging.getLogger(__name__)
 
 
@@ -30,26 +30,32 @@ _log = logging.getLogger(__name__)
 class MetricsRow:
     """One line of metrics.jsonl."""
 
-    # number of the iteration, over all roles, from 0 (SFT: optimizer steps); of an evaluation, iterations done
+    # Index of the iteration over all roles, from 0 (SFT: of the optimizer step). For an evaluation: number of completed
+    # iterations.
     iteration: int
-    cycle: int  # number of the recipe's cycle, from 0 (SFT: optimizer steps); of an evaluation, cycles begun
+    # Index of the recipe's cycle, from 0 (SFT: of the optimizer step). For an evaluation: number of begun cycles.
+    cycle: int
     scope: str  # origin of the metrics: a role, "eval", "sft", ...
-    time: Mapping[str, float]  # seconds by phase
+    time: Mapping[str, float]  # {phase: seconds}
     metrics: Mapping[str, float]
-    speed: Mapping[str, float] = field(default_factory=dict)  # of the update: rates, and seconds of its parts
+    speed: Mapping[str, float] = field(default_factory=dict)  # rates of the update, and seconds of its parts
 
     @property
     def place(self) -> tuple[int, int]:
-        """The last iteration and the last cycle, from 0, that the metrics know of. An evaluation's line counts the
-        iterations that were done and the cycles that were begun before it, so that these are one less: -1 for the model
-        as it was given."""
+        """Returns the indices of the last iteration and the last cycle, from 0, that the metrics depend on.
+
+        For an evaluation these are one less than `iteration` and `cycle`, which are counts there: -1 for the initial
+        model.
+        """
         before = self.scope == EVAL
         return self.iteration - before, self.cycle - before
 
 
 def unlearned(iterations: Mapping[str, int], updates: Mapping[str, float]) -> list[str]:
-    """Returns a sentence for each role that had iterations and no update. `updates`: by role, the metric `update` of
-    its last line; a role without it is no trained one."""
+    """Returns a sentence for each trained role that had iterations but no update.
+
+    `iterations`: {role: number of iterations}. `updates`: {trained role: metric `update` of its last line}.
+    """
     return [
         f"{role} never learned: {iterations[role]} iterations and no update."
         for role, done in updates.items()
@@ -59,24 +65,24 @@ def unlearned(iterations: Mapping[str, int], updates: Mapping[str, float]) -> li
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A rollout as a person reads it."""
+    """A rollout as texts, for display."""
 
     group: str
     prompt: str
     response: str
     rewards: Mapping[str, float]
-    length: int  # tokens that models wrote
+    length: int  # number of tokens that models generated
 
 
 class Sink:
-    """A further destination of every metrics line. A subclass overrides the methods that it needs. Each method may
-    raise.
+    """Base class of further destinations of the metrics. A subclass overrides the methods that it needs. Each method
+    may raise any exception.
 
     `open` is called before the first `log`.
     """
 
     name: str
-    num_samples: int = 0  # rollouts of each role and iteration that the sink shows
+    num_samples: int = 0  # number of rollouts of each role and iteration that the sink shows
 
     def open(self) -> None: ...
 
@@ -85,21 +91,21 @@ class Sink:
     def close(self) -> None: ...
 
     def show(self, iteration: int, scope: str, samples: Sequence[Sample]) -> None:
-        """Shows rollouts of an iteration."""
+        """Shows sample rollouts of an iteration."""
 
     def keep_model(self, role: str, directory: Path) -> None:
-        """Records a model that the run has written."""
+        """Records a trained model that the run has saved."""
 
     def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        """Takes a function that returns what each engine server does."""
+        """Sets the function that returns the state of each engine server, {server: {name: value}}."""
 
 
 class Tracker:
-    """The writer of metrics.jsonl, which also feeds the sinks. It exists on the driver rank alone.
+    """Writes metrics.jsonl and forwards every line to the sinks. It is used on the driver rank only.
 
-    `failures` counts the lines that each sink lost. The first loss of each sink is logged as a warning, and none stops
-    the run. Every line is on disk when `log` returns. All that belongs to an iteration is logged before that
-    iteration's checkpoint is committed.
+    `failures`: number of failed calls of each sink. The first failure of each sink is logged as a warning; failures do
+    not stop the run. Every line is flushed to the disk when `log` returns. All lines of an iteration are logged before
+    the iteration's checkpoint is committed.
     """
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
@@ -108,13 +114,13 @@ class Tracker:
         self._sinks = list(sinks)
         self._opened: set[str] = set()
         self._broken: set[str] = set()  # sinks that could not be opened
-        self._warned: set[str] = set()  # metrics of which a warning said that they were not finite
+        self._warned: set[str] = set()  # metrics for which a warning about a non-finite value was logged
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, cycle: int, scope: str, metrics: Mapping[str, float], *, iteration: int) -> None:
-        """Appends one line. Keys that start with `seconds/` become its times, with `speed/` its speeds.
+        """Appends one line. Metrics with the prefix `seconds/` go into its field `time`, with `speed/` into `speed`.
 
-        Raises TypeError for a value that is no number, and DiskError when the disk does not take the line.
+        Raises TypeError if a value is not a number, and DiskError if the line cannot be written.
         """
         values: dict[str, float] = {}
         for name, value in sorted(metrics.items()):
@@ -137,40 +143,41 @@ class Tracker:
 
     @property
     def num_samples(self) -> int:
-        """Returns how many rollouts of each role and iteration some sink shows."""
+        """Returns the maximum number of rollouts of each role and iteration that a sink shows."""
         return max((sink.num_samples for sink in self._sinks), default=0)
 
     def show(self, iteration: int, scope: str, samples: Sequence[Sample]) -> None:
-        """Gives rollouts of an iteration to the open sinks. A sink that fails is told like one that loses a line."""
+        """Passes sample rollouts of an iteration to the open sinks. Failures are counted as those of `log`."""
         for sink in self._sinks:
             if sink.name in self._opened:
                 self._guarded(sink, partial(sink.show, iteration, scope, samples))
 
     def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        """Gives sinks a function that returns what each engine server does. Sinks call it from any thread."""
+        """Passes the function that returns the state of each engine server to the sinks, which call it from any
+        thread."""
         for sink in self._sinks:
             sink.watch(loads)
 
     def keep_model(self, role: str, directory: Path) -> None:
-        """Tells the open sinks of a model that the run has written."""
+        """Passes a trained model that the run has saved to the open sinks."""
         for sink in self._sinks:
             if sink.name in self._opened:
                 self._guarded(sink, partial(sink.keep_model, role, directory))
 
     def truncate(self, iteration: int) -> int:
-        """Drops the lines of `iteration` and later ones, and damaged ones with a warning, to resume at `iteration`.
+        """Removes the lines of `iteration` and later iterations, before the run resumes at `iteration`.
 
-        Returns how many lines it dropped.
+        Damaged lines are removed, too, with a warning. Returns the number of removed lines.
         """
         if not self.path.exists():
             return 0
         found = self.path.read_bytes().splitlines(keepends=True)
-        rows: list[MetricsRow | None] = [None] * len(found)  # None: the line is damaged or not whole
+        rows: list[MetricsRow | None] = [None] * len(found)  # None: the line is damaged or incomplete
         for place, line in enumerate(found):
             with suppress(*UNREADABLE):
                 rows[place] = _decode(json.loads(line)) if line.endswith(b"\n") else None
         kept = [line for line, row in zip(found, rows, strict=True) if row is not None and row.iteration < iteration]
-        if None in rows[:-1]:  # a half-written last line is what every killed process may leave
+        if None in rows[:-1]:  # a partial last line is normal after the process was killed
             _log.warning(
                 "%s: %d damaged lines are removed; their metrics are lost where their iterations are not collected "
                 "again",
@@ -210,9 +217,9 @@ class Tracker:
         self._guarded(sink, lambda: sink.log(row))
 
     def _guarded(self, sink: Sink, call: Callable[[], None]) -> bool:
-        """Calls a sink and returns whether it worked.
+        """Calls a method of a sink and returns whether it succeeded.
 
-        This is the border to sinks: all that they raise is counted, told once.
+        Any exception of a sink is caught here and counted; a warning is logged for the first one.
         """
         try:
             call()
@@ -235,13 +242,11 @@ class Tracker:
 
 
 class Stopwatch:
-    """A stopwatch of wall-clock seconds by name: `with watch("rollout"): ...`. Names may nest; repeats add up."""
+    """Measures wall-clock seconds by name: `with watch("rollout"): ...`. Blocks may be nested. The seconds of blocks
+    with the same name are added."""
 
     def __init__(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Takes `beat`, a function to call whenever the run makes progress.
-
-        The watch calls it when a measured part ends.
-        """
+        """`beat`: function that reports progress of the run, which is called at the end of each measured block."""
         self.beat = beat
         self._seconds: dict[str, float] = {}
 
@@ -259,15 +264,15 @@ class Stopwatch:
         self.beat()
 
     def take(self) -> dict[str, float]:
-        """Returns the seconds since the last call, as {"seconds/rollout": ...}, and starts again from zero."""
+        """Returns the seconds since the last call as {"seconds/rollout": ...}, and resets them to zero."""
         taken = {f"{SECONDS}{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return taken
 
 
 def read_metrics(run_dir: Path) -> list[MetricsRow]:
-    """Reads RUN/metrics.jsonl in order; no lines when there is no such file. A warning counts damaged lines, which are
-    left out."""
+    """Returns the rows of RUN/metrics.jsonl in order; [] if there is no such file. Damaged lines are skipped, and their
+    number is logged as a warning."""
     rows: list[MetricsRow] = []
     damage = each_metric(run_dir, rows.append)
     if damage is not None:
@@ -276,23 +281,23 @@ def read_metrics(run_dir: Path) -> list[MetricsRow]:
 
 
 def each_metric(run_dir: Path, take: Callable[[MetricsRow], object]) -> str | None:
-    """Passes each line of RUN/metrics.jsonl to `take`, in order, with one line in memory at a time.
+    """Calls `take` with each row of RUN/metrics.jsonl, in order. Only one line is in memory at a time.
 
-    Returns a sentence about the lines that are damaged or that `take` refused by a ValueError; None when there are
-    none.
+    Returns a message about the skipped lines, which are damaged or for which `take` raised ValueError; None if no line
+    was skipped.
     """
     return each(Path(run_dir) / FILE_NAME, lambda raw: take(_decode(raw)))
 
 
 def _below(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
-    """Returns the values whose names begin with a prefix, under their names without the prefix."""
+    """Returns the values whose names begin with a prefix. The prefix is removed from the names."""
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
 def _encode(row: MetricsRow) -> bytes:
-    """Returns a row as a line of JSON. Floats are written as the shortest text that reads back to the same bits.
+    """Returns a row as a line of JSON. Floats are written as the shortest text that is parsed to the same bits.
 
-    NaN and infinities, which JSON does not have, become strings.
+    NaN and infinities, which JSON does not support, become strings.
     """
     line: dict[str, Any] = {"iteration": row.iteration, "cycle": row.cycle, "scope": row.scope}
     for name, values in {"time": row.time, "metrics": row.metrics, "speed": row.speed}.items():
@@ -302,7 +307,7 @@ def _encode(row: MetricsRow) -> bytes:
 
 
 def _decode(raw: Any) -> MetricsRow:
-    """Returns the row of a parsed line. Raises KeyError, TypeError, ValueError or AttributeError for a value that is no
+    """Converts a parsed JSON line to a row. Raises KeyError, TypeError, ValueError or AttributeError if it is not a
     metrics line."""
     iteration, cycle, scope = raw["iteration"], raw["cycle"], raw["scope"]
     if type(iteration) is not int or type(cycle) is not int or not isinstance(scope, str):

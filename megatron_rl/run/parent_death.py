@@ -1,4 +1,4 @@
-"""Ends a process when the one that started it is gone, however that came."""
+"""Ends a process when its parent process ends for any reason."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1  # number of a prctl option of Linux
-_LIBC = ctypes.CDLL(None)  # looked up here: a process that was just forked of one with threads should load nothing
+PR_SET_PDEATHSIG = 1  # id of the prctl option of Linux
+# Loaded at import: a process that was just forked from a process with threads should not load libraries.
+_LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent(number: signal.Signals, parent: int) -> None:
-    """Has Linux send this process a signal when the thread that started it ends; elsewhere it does nothing.
+    """Makes Linux send this process the signal `number` when the thread that started it ends. No-op on other systems.
 
-    It is called in the new process. `parent` is the process that started it: where that is gone already, the signal
-    comes at once. A program that is started in this process's place keeps the setting.
+    It is called in the new process. `parent`: process id of the parent; if the parent has ended already, the signal is
+    sent at once. The setting is kept by exec.
     """
     if sys.platform != "linux":
         return

@@ -1,4 +1,4 @@
-"""The directory of a run: its places, who may start in it, its summary; and leaving a run on a signal."""
+"""The directory of a run: its files, its lock, its summary, and the check of a resume. Also stops a run on a signal."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from megatron_rl.run.checkpoint import Checkpoints, read_json, write_json
 from megatron_rl.run.json_lines import UNREADABLE
 from megatron_rl.run.metrics import FILE_NAME
 
-# Settings that may change between two parts of one run: they touch neither a number nor the plan.
+# Settings that may change when a run is resumed, because they change neither results nor the plan of the run.
 FREE_KEYS = (
     "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.async_save", "run.save_rollouts_every",
     "run.hang_after_s", "run.peak_tflops", "sinks", "job",
 )  # fmt: skip
-WANDB_ID = "wandb_id"  # file of the logs that keeps all starts of a run in one run of Weights & Biases
-SWEEP = "sweep.json"  # in a sweep's directory: [{"run": name of its directory, "changes": {setting: value}}]
-ENDING_S = 3.0  # for the last process of a run that was killed
-FAILED = "failed"  # in the summary: why the run's last start failed, in a line; null where it did not
-_END = b"\0"  # ends the thread that reads signals' numbers: no signal has number 0
+WANDB_ID = "wandb_id"  # file in the logs with the id of the W&B run, which all starts of a run share
+SWEEP = "sweep.json"  # file in a sweep's directory: [{"run": name of the run's directory, "changes": {setting: value}}]
+ENDING_S = 3.0  # seconds that the last process of a killed run may need to end
+FAILED = "failed"  # key of the summary: reason why the last start of the run failed, in one line; null if it did not
+_END = b"\0"  # stops the thread that reads signal numbers; no signal has number 0
 _log = logging.getLogger(__name__)
 
 
 class RunError(ConfigError):
-    """A run that cannot start where it was told to; the message names what is in the way and the cure."""
+    """A run cannot start in its directory. The message gives the reason and what to do."""
 
 
 class RunBusy(RuntimeError):
-    """Raised where another process has the run directory."""
+    """Another process is running in the run directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The places of one run. Making the value touches no file, so that every rank may; writing is for the driver."""
+    """The paths of a run's files. Constructing it accesses no file, so every rank may; only the driver writes files."""
 
     path: Path
 
@@ -79,21 +79,21 @@ class RunDirectory:
         return self.path / "summary.json"
 
     def has_begun(self) -> bool:
-        """Returns whether the run logged or saved anything."""
+        """Returns whether the run has logged metrics or saved a complete checkpoint."""
         return (self.metrics.exists() and self.metrics.stat().st_size > 0) or Checkpoints(
             self.checkpoints
         ).newest() is not None
 
     def load_summary(self) -> dict[str, Any]:
-        """Returns the metrics written so far; none before the first. Raises OSError, ValueError or RecursionError for a
-        damaged file."""
+        """Returns the content of summary.json; {} if there is no such file. Raises OSError, ValueError or
+        RecursionError if the file cannot be read or is damaged."""
         found = read_json(self.summary) if self.summary.exists() else {}
         if not isinstance(found, dict):
             raise ValueError(f"it holds a {type(found).__name__}, not a mapping")
         return found
 
     def read_summary(self) -> dict[str, Any]:
-        """Returns the metrics written so far; none before the first, and none, with a warning, of a damaged file."""
+        """Returns the content of summary.json; {} if there is no such file, or, with a warning, if it is damaged."""
         try:
             return self.load_summary()
         except (OSError, *UNREADABLE) as error:
@@ -101,23 +101,22 @@ class RunDirectory:
             return {}
 
     def update_summary(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Merges `values` into summary.json, mappings key by key, and returns the whole."""
+        """Merges `values` into summary.json recursively, and returns the new content."""
         merged = _merged(self.read_summary(), values)
         write_json(self.summary, merged)
         return merged
 
 
 def check_start(run: Run, config_text: str) -> list[str]:
-    """Checks whether a run of this config may start in its directory, and touches nothing.
+    """Checks whether a run with this config may start in its directory. Changes no file.
 
     `run.resume`:
-      auto   starts in an empty directory; continues in one that holds the same config (from its newest complete
-             checkpoint, or from the beginning when it has none); starts anew where a run with another config has left
-             no complete checkpoint
-      never  starts in an empty directory only
-      must   continues, also under a changed config; there has to be a complete checkpoint
-    Returns `key: old -> new` for the settings that differ from those of the run there; some (FREE_KEYS) never count.
-    Raises RunError otherwise, which names them.
+      auto   starts in an empty directory; continues a run with the same config (from its newest complete checkpoint, or
+             from the beginning if there is none); starts again if a run with another config has no complete checkpoint
+      never  starts only in an empty directory
+      must   continues, also with a changed config; a complete checkpoint is required
+    Returns `key: old -> new` for the settings that differ from those of the existing run, except FREE_KEYS. Raises
+    RunError if the run may not start.
     """
     directory = RunDirectory(Path(run.dir) / run.name)
     old_text = directory.config.read_text(encoding="utf-8", errors="replace") if directory.config.exists() else None
@@ -144,10 +143,11 @@ def check_start(run: Run, config_text: str) -> list[str]:
 
 
 def open_run(run: Run, config_text: str) -> RunDirectory:
-    """Makes or re-enters run.dir/run.name for the resolved config. The driver calls it before it touches the directory.
+    """Creates or reopens run.dir/run.name for the resolved config. The driver calls it before it writes to the
+    directory.
 
-    Under a changed config the old one is kept as config.1.yaml, config.2.yaml, ...; a former start that left no
-    checkpoint is moved to former.1, former.2, ... Raises RunError as `check_start` does.
+    If the config has changed, the old config is kept as config.1.yaml, config.2.yaml, ... The files of an earlier start
+    without a checkpoint are moved to former.1, former.2, ... Raises RunError as `check_start` does.
     """
     changes, directory = check_start(run, config_text), RunDirectory(Path(run.dir) / run.name)
     old_text = directory.config.read_text(encoding="utf-8", errors="replace") if changes else None
@@ -164,24 +164,24 @@ def open_run(run: Run, config_text: str) -> RunDirectory:
 
 
 def _set_aside(run: Path) -> Path:
-    """Moves what a start has written into a directory of its own, and returns that directory. Logs and the records of
-    jobs stay where they are: this start writes to them already."""
+    """Moves the files of an earlier start into a new subdirectory former.N, and returns the subdirectory. Logs and job
+    records are not moved, because the current start already writes to them."""
     place = run / f"former.{len(list(run.glob('former.*'))) + 1}"
     place.mkdir()
     written = ("metrics.jsonl", "refits.jsonl", "summary.json", "inputs.json", "rollouts", "checkpoints")
     for name in (*written, f"logs/{WANDB_ID}"):
         if (run / name).exists():
             os.rename(run / name, place / Path(name).name)
-    os.rename(run / "config.yaml", place / "config.yaml")  # the last one: where this was cut, it is done again
+    os.rename(run / "config.yaml", place / "config.yaml")  # last, so that an interrupted move is repeated
     return place
 
 
 @contextlib.contextmanager
 def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[None]:
-    """Holds the run directory for this process, until it ends in whatever way; `job` and `restart` are its Slurm job's.
+    """Context manager that locks the run directory for this process. The lock is released if the process is killed.
 
-    Raises RunBusy when another process has it, and still has it after ENDING_S, in which one that was killed ends: two
-    trainers would write the same files and bring the same engines to different weights.
+    `job`, `restart`: id and restart count of the process's Slurm job. Raises RunBusy if another process still holds the
+    lock after ENDING_S seconds. Two trainers would write the same files and send different weights to the same engines.
     """
     directory.mkdir(parents=True, exist_ok=True)
     here = directory_lock.own_name(job, restart)
@@ -199,7 +199,8 @@ def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[No
 
 
 def _take(take: Callable[[], None]) -> None:
-    """Takes a lock, which another process may have for ENDING_S. Raises what `take` raises then."""
+    """Calls `take` until it succeeds, for up to ENDING_S seconds. After that, the exception of `take` passes
+    through."""
     until = time.monotonic() + ENDING_S
     while time.monotonic() < until:
         with contextlib.suppress(directory_lock.Taken):
@@ -209,7 +210,7 @@ def _take(take: Callable[[], None]) -> None:
 
 
 def config_changes(old_text: str, new_text: str) -> list[str]:
-    """Returns `key: old -> new` for every setting that differs between two YAML configs, FREE_KEYS aside."""
+    """Returns `key: old -> new` for every setting that differs between two YAML configs, except FREE_KEYS."""
     try:
         old, new = (_flatten(parse(text, "config.yaml") or {}) for text in (old_text, new_text))
     except ConfigError as error:
@@ -224,13 +225,13 @@ def config_changes(old_text: str, new_text: str) -> list[str]:
 
 
 class Interrupts:
-    """A block in which signals ask to leave: `with Interrupts() as stop: ... if stop.requested: save and leave`.
+    """Context manager in which signals request a stop: `with Interrupts() as stop: ... if stop.requested: save, exit`.
 
-    It is for the main thread; the handlers from before are back at the end. The first SIGINT, SIGTERM or SIGUSR1
-    (Slurm's early warning) sets `requested`. A second SIGINT ends the process at once with status 130, if it comes more
-    than SAME_PRESS_S after the first: a terminal and a launcher may both deliver one Ctrl-C. That works also while the
-    main thread waits inside a collective, where Python runs no handlers: a thread reads the signals from a pipe that
-    the interpreter writes to.
+    It is used in the main thread; the earlier handlers are restored at the end. The first SIGINT, SIGTERM or SIGUSR1
+    (Slurm's early warning) sets `requested`. A second SIGINT ends the process at once with status 130 if it arrives
+    more than SAME_PRESS_S seconds after the first, because a terminal and a launcher may both deliver one Ctrl-C. This
+    also works while the main thread waits in a collective, where Python runs no signal handlers: a thread reads the
+    signal numbers from a pipe to which the interpreter writes them.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -267,7 +268,7 @@ class Interrupts:
         signal.set_wakeup_fd(self._old_wakeup)
 
     def _forget(self) -> None:
-        """Restores the handlers in a forked child, whose signals are its own and must not count as the parent's."""
+        """Restores the earlier handlers in a forked child, whose signals must not stop the parent."""
         if self._active:
             self._restore()
 
@@ -300,7 +301,7 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """{"run": {"seed": 1}} -> {"run.seed": 1}; empty mappings stay as values."""
+    """Flattens nested mappings, such as {"run": {"seed": 1}} to {"run.seed": 1}. Empty mappings stay as values."""
     if not isinstance(value, Mapping) or not value:
         return {prefix: value}
     return {

@@ -1,13 +1,17 @@
-"""Tells what a command does while it starts, one line for each part, so that no wait is silent.
+"""Prints the progress of a command while it starts, one line per step, so that the user sees the reason of each wait.
 
-Nothing is imported here: the first line of a command is printed before anything that takes time.
+Only `sys` is imported here, so that the first line is printed before slow imports.
 """
 
 import sys
 
-RUNS = ("train", "drift", "sft")  # commands whose console writes to standard output; others keep it for their result
+RUNS = (
+    "train",
+    "drift",
+    "sft",
+)  # commands that print progress to standard output; others print only their result there
 
 
 def tell(command: str, text: str) -> None:
-    """Prints a line, at once."""
+    """Prints a progress line of a command and flushes it."""
     print(f"megatron-rl {command}: {text}", file=sys.stdout if command in RUNS else sys.stderr, flush=True)
