@@ -1,1 +1,1 @@
-"""Reads problems and prompt/response pairs from files, and makes those of the last-letter task."""
+"""Reads problems and prompt/response pairs from files and Hugging Face data sets, and generates problems."""

@@ -1,4 +1,4 @@
-"""Reads conversations from rows in the forms of TRL, verl and ShareGPT, and finds the prompt of a row."""
+"""Reads conversations from rows in the formats of TRL, verl and ShareGPT, and finds the prompt of a row."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from megatron_rl.chat_template import ASSISTANT, SYSTEMS, TOOL, USER, WEIGHT, Me
 from megatron_rl.config.schema import PromptSet
 from megatron_rl.data.rows import DataError, NotThere, encodable, reach
 
-MESSAGES, QUESTION, ANSWER = "messages", "question", "answer"  # our fields
+MESSAGES, QUESTION, ANSWER = "messages", "question", "answer"  # names of the fields of a problem
 ROLES = (*SYSTEMS, USER, ASSISTANT, TOOL)
-CONVERSATIONS = (MESSAGES, "conversations")  # keys of whole conversations
+CONVERSATIONS = (MESSAGES, "conversations")  # keys of a whole conversation in a row
 _PROMPT = "prompt"
-_ANSWERS = (ANSWER, "reward_model.ground_truth", "ground_truth")  # keys of answers, the first that a row has
+_ANSWERS = (ANSWER, "reward_model.ground_truth", "ground_truth")  # keys of the answer; the first that exists is used
 _PASSED_ON = ("data_source", "extra_info")  # verl's columns for the reward function
-_SYSTEM = "system"  # a row's column with the system message of its conversation, in ShareGPT's form
-_UNREAD = ("chat_template_kwargs", "images", "videos", "audios")  # columns that change a conversation
-# Keys by which a message says whether its turn is trained on: OpenAI's, axolotl's and ms-swift's.
+_SYSTEM = "system"  # column with the system message of a conversation, as in ShareGPT
+_UNREAD = ("chat_template_kwargs", "images", "videos", "audios")  # columns that are not supported
+# Keys with which a message sets whether its turn is trained: OpenAI's, axolotl's and ms-swift's.
 _TRAINED = (WEIGHT, "train", "loss")
 _SHAREGPT = {"human": USER, "gpt": ASSISTANT, "function_response": TOOL}
 
 
 def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] | None:
-    """Returns {our field: the row's key} for a set with its ready-made settings filled in: what `source.fields` leaves
-    open is found in the row. None for a row without a prompt that can be found.
+    """Returns {field: key in the row}: `source.fields`, completed by the keys that are found in the row.
 
-    The prompt is the first of these: a conversation in `prompt` (TRL, verl), a text in `question`, a text in `prompt`,
-    a conversation in `messages` or `conversations`. Without an answer under any known key there is no answer.
+    `source`: the problem set, after `data_settings.resolve`. The prompt is the first of these: a conversation in
+    `prompt` (TRL, verl), a text in `question`, a text in `prompt`, a conversation in `messages` or `conversations`. The
+    answer is the first of the keys in _ANSWERS; if there is none, the result has no answer field. Returns None if the
+    row has no prompt.
     """
     fields = dict(source.fields)
     if MESSAGES not in fields and QUESTION not in fields:
@@ -37,11 +38,11 @@ def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] |
         elif texts := [key for key in (QUESTION, _PROMPT) if isinstance(row.get(key), str)]:
             fields[QUESTION] = texts[0]
         elif lists := [key for key in (_PROMPT, *CONVERSATIONS) if isinstance(row.get(key), list) and row[key]]:
-            fields[MESSAGES] = lists[0]  # malformed messages, too: they are named as such
+            fields[MESSAGES] = lists[0]  # may be malformed; `read_messages` then reports the error
         else:
             return None
     if MESSAGES in fields:
-        fields.pop(QUESTION, None)  # of ready-made settings: the question is the last user's message
+        fields.pop(QUESTION, None)  # set by ready-made settings; the question is the last user message
     if ANSWER not in fields:
         found = [key for key in _ANSWERS if not isinstance(reach(row, key), NotThere)]
         fields |= {ANSWER: found[0]} if found else {}
@@ -49,7 +50,7 @@ def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] |
 
 
 def passed_on(source: PromptSet, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns verl's columns for the reward function, those that the row has; none with ready-made settings."""
+    """Returns verl's columns for the reward function that the row has; {} if the set has ready-made settings."""
     return {} if source.settings is not None else {key: row[key] for key in _PASSED_ON if key in row}
 
 
@@ -60,8 +61,12 @@ def is_conversation(value: Any) -> bool:
 
 
 def read_messages(value: Any, key: str) -> list[Message]:
-    """Returns a row's messages as mappings with role and, as a text, content. ShareGPT's from and value become these;
-    entries that are null (Parquet fills them in) are left out. Raises DataError that names what is malformed."""
+    """Returns a row's messages as mappings with `role` and `content`, a text. `key`: the key of the messages in the
+    row.
+
+    ShareGPT's `from` and `value` are converted. Null entries, which Parquet adds, are removed. Raises DataError if a
+    message is malformed.
+    """
     if isinstance(value, NotThere):
         raise DataError(f"no {key!r}")
     if not isinstance(value, (list, tuple)) or not value:
@@ -70,7 +75,7 @@ def read_messages(value: Any, key: str) -> list[Message]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns a value of a row without its null entries, which Parquet fills in."""
+    """Returns a value of a row without null entries in its mappings, which Parquet adds."""
     if isinstance(value, Mapping):
         return {key: without_nulls(one) for key, one in value.items() if one is not None}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
@@ -79,8 +84,10 @@ def without_nulls(value: Any) -> Any:
 
 
 def with_columns(row: Mapping[str, Any], messages: Sequence[Message]) -> list[Message]:
-    """Returns a row's conversation with the text of its column `system` in front. Raises DataError for another system
-    message, and for columns that would change the conversation and are not read."""
+    """Returns a row's conversation with the text of its column `system`, if any, as the system message.
+
+    Raises DataError if the conversation has a different system message, or the row has unsupported columns.
+    """
     if unread := [key for key in _UNREAD if row.get(key)]:
         raise DataError(f"{unread[0]!r} is not read: leave the column out, and the rows that need it")
     system = row.get(_SYSTEM)
@@ -94,10 +101,11 @@ def with_columns(row: Mapping[str, Any], messages: Sequence[Message]) -> list[Me
 def prompt_messages(
     row: Mapping[str, Any], value: Any, key: str, *, continued: bool, system: str | None
 ) -> list[Message]:
-    """Returns the messages of a row's prompt, with `system` in front where it has no system message.
+    """Returns the messages of a row's prompt, with the system message `system` if they have none.
 
-    `continued`: the last message may be an assistant's, which the model goes on with. Raises DataError as
-    `read_messages` and `with_columns` do, and for a conversation that no model can answer.
+    `value`, `key`: the messages in the row and their key. `continued`: whether the last message may be an assistant's,
+    which the model then continues. Raises DataError as `read_messages` and `with_columns` do, and if the conversation
+    does not end with a message that a model can answer.
     """
     read = [{name: one for name, one in message.items() if name != WEIGHT} for message in read_messages(value, key)]
     messages = with_columns(row, read)
@@ -119,12 +127,12 @@ def prompt_messages(
 
 
 def as_conversation(question: str, system: str | None) -> list[Message]:
-    """Returns a question as a conversation: a user message, after a system message where `system` is given."""
+    """Returns a question as a conversation: the system message `system`, if given, and a user message."""
     return with_system([{"role": USER, "content": question}], system)
 
 
 def shape_of(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the roles of a problem's messages: what mostly decides whether a chat template renders it."""
+    """Returns the roles of a problem's messages, on which mostly depends whether a chat template can render them."""
     return tuple(message["role"] for message in values.get(MESSAGES, ()))
 
 
@@ -149,7 +157,8 @@ def _message(one: Any, key: str) -> Message:
 
 
 def _weighed(message: dict[str, Any], key: str) -> dict[str, Any]:
-    """Returns a message without the keys that say whether its turn is trained on, and with WEIGHT 0 where it is not."""
+    """Returns a message with the keys in _TRAINED removed, and with WEIGHT = 0 if its turn is not trained. Raises
+    DataError for an invalid value of the keys. `key`: location of the message in the row."""
     told = {name: message.pop(name) for name in _TRAINED if name in message}
     for name, value in told.items():
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
@@ -160,7 +169,8 @@ def _weighed(message: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _calls(calls: Any, key: str) -> list[dict[str, Any]]:
-    """Returns the tool calls of a message. Arguments that are JSON text, as in OpenAI's form, are parsed."""
+    """Returns the tool calls of a message. Arguments that are JSON text, as in OpenAI's format, are parsed. Raises
+    DataError for a malformed call."""
     if not isinstance(calls, list) or any(not isinstance(call, Mapping) for call in calls):
         raise DataError(f"{key} is {_shown(calls)}, not a list of calls of tools")
     out = []
@@ -181,7 +191,8 @@ def _calls(calls: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _text_of(content: Any, key: str) -> str:
-    """Returns a message's content as a text. The text parts of a list, as in OpenAI's form, are joined."""
+    """Returns a message's content as a text. The text parts of a list, as in OpenAI's format, are joined. Raises
+    DataError for content that is not text."""
     if isinstance(content, (list, tuple)):
         texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         if any(not isinstance(text, str) for text in texts):

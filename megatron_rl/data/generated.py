@@ -1,4 +1,4 @@
-"""Problems that reasoning-gym generates, as rows, so that those to train on and those held out have none in common."""
+"""Rows of problems that reasoning-gym generates. The training split and the held-out split have none in common."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from megatron_rl.config.schema import ConfigError, Generated, PromptSet
 from megatron_rl.data.rows import DataError
 from megatron_rl.rewards.reasoning_gym import COMPOSITE, GIVEN, digest, open_dataset, reference
 
-HELD_OUT = 5  # one question in so many is of the split `test`
-# Draws per problem wanted, and so many more: enough but where questions repeat. The number is a function of the config
-# because some data sets of the library make other problems when their size changes.
+HELD_OUT = 5  # one question in HELD_OUT belongs to the split `test`
+# Number of draws per wanted problem, and a constant number that is added. This is enough unless many questions repeat.
+# The number of draws depends only on the config, because some data sets of the library give other problems when their
+# size changes.
 _DRAWS = {TRAIN: 2, TEST: 2 * HELD_OUT}
 _MORE = 100
 
 
 def generated_rows(source: PromptSet) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (place, row) of the problems of a path `reasoning_gym:NAME`: {question, entry}, and answer where the
-    library knows one. Rows are a function of NAME, data.generated and data.split.
+    """Yields (location, row) of the problems of a path `reasoning_gym:NAME`.
 
-    Draw i is problem i of the library's data set with this seed. A question belongs to `test` where its SHA-256 says
-    so, and else to `train`, whatever the seed, the settings and the data set: the two splits have no question in
-    common. The split `all` is the library's data set as it is. Raises ConfigError for a data set that cannot be made,
-    DataError where too few draws belong to the split.
+    A row is {question, entry}, and answer if the library has answers. The rows are a function of NAME, data.generated
+    and data.split. Draw i is problem i of the library's data set with this seed. The SHA-256 of a question decides
+    whether it belongs to `test` or `train`, for all seeds, settings and data sets, so the two splits have no question
+    in common. The split `all` is the library's data set unchanged. Raises ConfigError if the data set cannot be made,
+    and DataError if too few draws belong to the split.
     """
     made = source.generated or Generated()
     name = generated_name(source.path) or ""
@@ -34,7 +35,8 @@ def generated_rows(source: PromptSet) -> Iterator[tuple[str, dict[str, Any]]]:
     args = {**made.args, "size": draws, "seed": made.seed}
     dataset = open_dataset(name, args)
     parts = dataset.datasets.values() if name == COMPOSITE else [dataset]
-    answered = all(_draw(part, 0, source.path)["answer"] is not None for part in parts)  # else none is known
+    # If a data set has no answers, the field `answer` is left out of all rows.
+    answered = all(_draw(part, 0, source.path)["answer"] is not None for part in parts)
     found = 0
     for index in range(draws):
         item = _draw(dataset, index, source.path)

@@ -1,4 +1,4 @@
-"""Downloads models and data sets of the Hugging Face hub into folders that record their commit and checksums."""
+"""Downloads models and data sets from the Hugging Face hub into folders, and records their commits and checksums."""
 
 from __future__ import annotations
 
@@ -30,52 +30,55 @@ from megatron_rl.run.file_checksums import digests, keep
 Kind = Literal["model", "dataset"]
 Config = TrainConfig | SftConfig | EvalConfig | GenerateConfig
 KINDS: dict[str, Kind] = {"model": "model", "dataset": "dataset"}
-# Beside the files: the repository, the commit, and each file's size and SHA-256, which are left out while a download is
-# under way. The record is hidden from the library `datasets`, which takes every other JSON file of a folder for rows.
+# File next to the downloaded files with the repository, the commit, and each file's size and SHA-256. Sizes and
+# checksums are written at the end of the download. Its name begins with a dot because the library `datasets` loads
+# every
+# other JSON file of a folder as rows.
 RECORD = ".fetched.json"
-BROUGHT = ".cache/huggingface/download"  # where the hub's library has NAME.metadata for every file that it has brought
-DATASETS = "datasets"  # the folder of all data sets in the one that fetch is given
+BROUGHT = ".cache/huggingface/download"  # folder in which the hub's library has NAME.metadata for each downloaded file
+DATASETS = "datasets"  # subfolder of all data sets in the folder that is passed to `fetch`
 WEIGHTS = "*.safetensors"
-FILES: dict[Kind, Sequence[str]] = {  # no pickles and no code
+FILES: dict[Kind, Sequence[str]] = {  # patterns of the files to download: neither pickles nor code
     "model": (WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja"),
     "dataset": ("*.parquet", "*.jsonl", "*.json", "*.csv", "README.md"),
 }
-LEFT_OUT: dict[Kind, Sequence[str]] = {"model": ("*/*",), "dataset": (".*",)}  # a model lies in the top folder
-# Errors of connections. The library's own base class for HTTP differs from version to version, and so is not imported.
-# When one of several downloads fails, the library closes its client, and the others raise RuntimeError.
+LEFT_OUT: dict[Kind, Sequence[str]] = {"model": ("*/*",), "dataset": (".*",)}  # model files are in the top folder
+# Connection errors. The library's base class of HTTP errors depends on its version and is therefore not imported. When
+# one of several downloads fails, the library closes its client, and the other downloads raise RuntimeError.
 BROKEN: tuple[type[BaseException], ...] = (OSError, RuntimeError, HfHubHTTPError.__mro__[1])
 AGAIN = "what is there stays: give the same command again, and it goes on"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A repository of the hub that is to be fetched, and the settings of a config that name it."""
+    """A repository of the hub to download, and the settings of a config that name it."""
 
     name: str  # owner/name
-    kind: Kind | None = None  # null: a model, or a data set where there is no model of this name
-    revision: str | None = None  # a branch, tag or commit; null: what was fetched before, or the newest
-    weights: bool = True  # false: config and tokenizer alone
-    keys: tuple[str, ...] = ()
+    kind: Kind | None = None  # None: a model, or a data set if there is no model of this name
+    revision: str | None = None  # branch, tag or commit; None: the commit that was downloaded before, or the newest
+    weights: bool = True  # False: only config and tokenizer
+    keys: tuple[str, ...] = ()  # settings that name the repository
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """A repository of the hub that is complete in a folder."""
+    """A repository of the hub that was downloaded completely into a folder."""
 
     wanted: Wanted
     folder: Path
     commit: str
-    files: Mapping[str, Mapping[str, Any]]  # name -> {bytes, sha256}
-    new: bool  # false: all of it was there before
+    files: Mapping[str, Mapping[str, Any]]  # {name: {bytes, sha256}}
+    new: bool  # False: all files had been downloaded before
 
     @property
     def size(self) -> int:
-        """Returns the bytes of all files."""
+        """Returns the total size of the files in bytes."""
         return sum(facts["bytes"] for facts in self.files.values())
 
 
 def parse(word: str) -> Wanted:
-    """Returns what OWNER/NAME, model:OWNER/NAME or dataset:OWNER/NAME asks for, each with @REVISION or without."""
+    """Parses OWNER/NAME, model:OWNER/NAME or dataset:OWNER/NAME, each optionally followed by @REVISION. Raises
+    ConfigError for any other text."""
     kind, colon, rest = word.partition(":")
     name, _, revision = (rest if colon else word).partition("@")
     own = KINDS.get(kind) if colon else None
@@ -85,9 +88,9 @@ def parse(word: str) -> Wanted:
 
 
 def wanted_by(config: Config) -> list[Wanted]:
-    """Returns the repositories of the hub that a config names, each once. What is a file or directory here is none.
+    """Returns the repositories of the hub that a config names, each once. Existing files and directories are left out.
 
-    A model behind a URL, or one that is drawn at random, is wanted for its tokenizer alone.
+    For a model of an endpoint, or with random weights, only the config and tokenizer are wanted.
     """
     found: dict[tuple[str, Kind], Wanted] = {}
     for key, name, kind, weights in _named(config):
@@ -101,12 +104,12 @@ def wanted_by(config: Config) -> list[Wanted]:
 
 
 def fetch(wanted: Wanted, to: Path, *, endpoint: str | None = None) -> Fetched:
-    """Downloads a repository to TO/owner/name, a data set to TO/datasets/owner/name, and checks every file's sum.
+    """Downloads a model to TO/owner/name or a data set to TO/datasets/owner/name, and verifies all checksums.
 
-    Files that are there already are kept, and a connection that breaks is taken up again. A download that was cut goes
-    on with its commit. Files of an earlier commit that the new one does not have are removed at the end. `endpoint`:
-    the hub's address, by default that of HF_ENDPOINT. Raises ConfigError, with the cure, for a name that is not there
-    or needs consent, for a hub that cannot be reached, a full disk, and files that are not what the hub says.
+    Existing files are kept, and broken connections are retried. An interrupted download continues with the same commit.
+    Files of an earlier commit that the new commit lacks are removed at the end. `endpoint`: address of the hub, by
+    default HF_ENDPOINT. Raises ConfigError if the repository does not exist or requires consent, the hub cannot be
+    reached, the disk is full, or a checksum differs from the hub's.
     """
     kinds: Sequence[Kind] = (wanted.kind,) if wanted.kind else ("model", "dataset")
     for kind in kinds:
@@ -132,12 +135,12 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
     before = {str(file.relative_to(folder / BROUGHT)) for file in (folder / BROUGHT).rglob("*.metadata")}
     before = {name.removesuffix(".metadata") for name in before}
     if any(name.endswith(".safetensors") for name in before):
-        wanted = dataclasses.replace(wanted, weights=True)  # a folder that has weights keeps them
+        wanted = dataclasses.replace(wanted, weights=True)  # weights that were downloaded before are kept
     ask = api.model_info if kind == "model" else api.dataset_info
     info = ask(wanted.name, revision=wanted.revision or known.get("commit"), files_metadata=True)
     listed = {file.rfilename: file for file in info.siblings or ()}
     patterns = [p for p in FILES[kind] if wanted.weights or p != WEIGHTS]
-    left_out = [*LEFT_OUT[kind], RECORD]  # a repository must not say what was fetched
+    left_out = [*LEFT_OUT[kind], RECORD]  # a file of the repository must not replace the record
     names = sorted(filter_repo_objects(listed, allow_patterns=patterns, ignore_patterns=left_out))
     _check_content(wanted, names)
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +158,7 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
         for name in wrong:
             (folder / name).unlink()
         raise ConfigError(f"{folder}: {', '.join(wrong)} came damaged and was removed; {AGAIN}")
-    for name in before.difference(names):  # of an earlier commit: `datasets` would read its rows, too
+    for name in before.difference(names):  # files of an earlier commit, whose rows `datasets` would load, too
         (folder / name).unlink(missing_ok=True)
         (folder / BROUGHT / f"{name}.metadata").unlink()
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": found[name]} for name in names}
@@ -165,7 +168,7 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
 
 
 def _check_content(wanted: Wanted, names: Sequence[str]) -> None:
-    """Raises ConfigError for a repository without the files that a run reads."""
+    """Raises ConfigError if a repository lacks the files that a run needs. `names`: the files to download."""
     if wanted.kind == "model" and "config.json" not in names:
         raise ConfigError(f"{wanted.name} has no config.json: is it a model of transformers?")
     if wanted.kind == "model" and wanted.weights and not any(name.endswith(".safetensors") for name in names):
@@ -175,7 +178,7 @@ def _check_content(wanted: Wanted, names: Sequence[str]) -> None:
 
 
 def _there(wanted: Wanted, folder: Path) -> Fetched | None:
-    """Returns the repository in a folder when it is complete there; None otherwise. Needs no network."""
+    """Returns the repository if it is complete in a folder, otherwise None. Needs no network."""
     known = _record(folder)
     files, commit = known.get("files", {}), known.get("commit", "")
     if not files or wanted.revision not in (None, commit):
@@ -188,8 +191,8 @@ def _there(wanted: Wanted, folder: Path) -> Fetched | None:
 
 
 def _as_listed(file: Path, sha256: str, listed: Any) -> bool:
-    """Returns whether a file has the checksum that the hub lists: the SHA-256 of a large file, git's SHA-1 of a
-    small one."""
+    """Returns whether a file has the checksum that the hub lists: the SHA-256 of a large (LFS) file, or git's SHA-1 of
+    a small file. `sha256`: the file's SHA-256."""
     if listed.lfs is not None:
         return listed.lfs.sha256 == sha256
     content = file.read_bytes()
@@ -220,7 +223,7 @@ def _folder(wanted: Wanted, to: Path) -> Path:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """Returns the contents of RECORD; an empty dict when the file is missing or damaged."""
+    """Returns the contents of RECORD in a folder; an empty dict if the file is missing or damaged."""
     try:
         found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -230,9 +233,9 @@ def _record(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _explained(wanted: Wanted) -> Iterator[None]:
-    """Turns errors of the hub's library into ConfigErrors that say what to do."""
+    """Context manager that converts errors of the hub's library to ConfigErrors with instructions for the user."""
     name, what = wanted.name, {"model": "model", "dataset": "data set", None: "model and no data set"}[wanted.kind]
-    cures: dict[type[BaseException], str] = {  # the first that matches
+    cures: dict[type[BaseException], str] = {  # {error: instruction}; the first match is used
         GatedRepoError: f"{name} asks for consent: accept its terms on its page at the hub, then log in by "
         "`hf auth login` or set HF_TOKEN to a token of that account",
         RepositoryNotFoundError: f"the hub shows no {what} {name}: look at the spelling; a private one is shown to its "

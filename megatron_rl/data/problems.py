@@ -1,6 +1,6 @@
-"""Reads problems from files and Hugging Face data sets, and has others generated.
+"""Reads problems from files and Hugging Face data sets, or generates them.
 
-`PromptReader` deals the problems out; its place among them is part of a checkpoint.
+`PromptReader` returns them as a stream of prompts. Its position is saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from megatron_rl.data.conversations import (
 from megatron_rl.data.rows import BadRow, DataError, NotThere, reach, refuse, refuse_no_json, rows_of, text_at
 from megatron_rl.types import Prompt
 
-MEASURED = 10_000  # most problems of a set whose prompts are measured before a run
+MEASURED = 10_000  # maximum number of problems of a set whose prompt lengths are checked before a run
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem, with our field names: `question`, mostly `answer`, `messages` where it is put as a conversation, and
-    whatever else `fields` maps.
+    """One problem of a data set.
 
-    `row` counts the rows that pass the filters. The last user's message of a conversation is the question.
+    `row`: index among the rows that pass the filters. `values`: {field: value} with `question`, usually `answer`,
+    `messages` if the problem is put as a conversation, and the other fields in `data.fields`. The question of a
+    conversation is its last user message.
     """
 
     row: int
@@ -50,10 +51,10 @@ class Problem:
 def read_problems(source: PromptSet) -> list[Problem]:
     """Returns all usable rows of `source` as problems, in file order.
 
-    What data.fields leaves open is found in the first row that passes the filters and has a prompt. A warning names bad
-    rows (not JSON, a missing field, an empty question, malformed messages, a value that JSON does not know) by file and
-    line. Raises DataError when they are more than max_bad_share of the rows that pass the filters, or when no row
-    passes, and ConfigError for a path without data.
+    Fields that data.fields does not set are found in the first row that passes the filters and has a prompt. Bad rows
+    (not JSON, a missing field, an empty question, malformed messages, a value that JSON cannot represent) are skipped
+    with a warning that names file and line. Raises DataError if more than max_bad_share of the rows that pass the
+    filters are bad, or if no row passes, and ConfigError if the path contains no data.
     """
     source = resolve(source)
     pattern = _compiled(source.answer_pattern)
@@ -71,8 +72,8 @@ def read_problems(source: PromptSet) -> list[Problem]:
 
 
 def fields_of(source: PromptSet) -> dict[str, str]:
-    """Returns {our field: the row's key} as `read_problems` finds them; nothing where it finds no prompt. Raises what
-    `read_problems` raises for a path without data."""
+    """Returns {field: key in the row} as `read_problems` finds it; {} if no row has a prompt. Raises ConfigError if the
+    path contains no data."""
     source = resolve(source)
     for _, row in _rows(source):
         if not isinstance(row, BadRow) and _passes(row, source) and (found := prompt_fields(source, row)):
@@ -81,10 +82,10 @@ def fields_of(source: PromptSet) -> dict[str, str]:
 
 
 def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> list[Problem]:
-    """Returns problems as `read_problems` does, but `read` turns each row into its values.
+    """Returns problems as `read_problems` does, with the values that `read` returns for each row.
 
-    `read` returns None for a row to pass over and raises DataError for a bad one. Of `source` only path, generated,
-    split, subset, file, limit and max_bad_share are used.
+    `read`: function that returns the values of a row, or None to skip the row, and raises DataError for a bad row. Of
+    the settings in `source`, only path, generated, split, subset, file, limit and max_bad_share are used.
     """
     problems: list[Problem] = []
     bad: list[BadRow] = []
@@ -109,7 +110,7 @@ def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str
 
 
 def place_of(prompt: Prompt) -> tuple[int, int]:
-    """Returns the epoch and the row in a prompt id of a PromptReader. Raises DataError for any other id."""
+    """Returns (epoch, row) from the id of a PromptReader's prompt. Raises DataError for any other id."""
     epoch, slash, row = prompt.id.partition("/")
     if not (slash and epoch.isdecimal() and row.isdecimal()):
         raise DataError(f"prompt {prompt.id!r} is not from a data set: its id is no epoch/row")
@@ -119,10 +120,11 @@ def place_of(prompt: Prompt) -> tuple[int, int]:
 class PromptReader:
     """An endless, deterministic stream of prompts over problems.
 
-    Every epoch goes once through all of them, in its own order. `encode` turns a problem's values into prompt tokens,
-    once the stream reaches the problem. Prompts over `max_prompt_tokens` are dropped and counted in `dropped`, again in
-    every epoch. A prompt's id is `epoch/row`. `state_dict()` is the place in the stream. A conversation that the chat
-    template does not render is a DataError.
+    Every epoch contains each problem once; with `shuffle`, every epoch has a different order. `encode` converts a
+    problem's values to prompt tokens when the stream reaches the problem. Prompts with more than `max_prompt_tokens`
+    are dropped and counted in `dropped`, again in every epoch. The id of a prompt is `epoch/row`. `state_dict()` is the
+    position in the stream. Methods that return prompts raise DataError if the chat template cannot render a
+    conversation.
     """
 
     def __init__(
@@ -142,9 +144,12 @@ class PromptReader:
         self._order = self._order_of(0)
 
     def refuse_long(self, setting: str, max_bad_share: float, where: str) -> None:
-        """Warns of problems whose prompts are too long, and so left out. Raises DataError when they are more than
-        `max_bad_share`. `setting`: the key of max_prompt_tokens; `where`: what the problems are called. Of more than
-        MEASURED problems equally many are measured, evenly spread."""
+        """Logs a warning if problems have prompts longer than `max_prompt_tokens`, which the stream drops. Raises
+        DataError if their fraction is above `max_bad_share`.
+
+        `setting`: the setting of max_prompt_tokens for the message. `where`: name of the data set for the message. At
+        most MEASURED problems are measured, evenly spaced.
+        """
         chosen = self._problems[:: -(-len(self._problems) // MEASURED)]
         lengths = [(problem.row, len(self._tokens(problem))) for problem in chosen]
         long = [
@@ -161,7 +166,8 @@ class PromptReader:
         )
 
     def once(self, count: int) -> list[Prompt]:
-        """Returns the first `count` prompts of the first epoch, each problem at most once, without over-long ones."""
+        """Returns the first `count` prompts of the first epoch, without too long prompts. Fewer if the epoch has
+        fewer."""
         problems = (self._problems[i] for i in self._order_of(0))
         kept = (p for p in ((problem, self._tokens(problem)) for problem in problems) if len(p[1]) <= self._max)
         return [
@@ -170,7 +176,7 @@ class PromptReader:
         ]
 
     def take(self, count: int) -> list[Prompt]:
-        """Returns the next `count` prompts. Raises DataError when a whole epoch gives none that fits."""
+        """Returns the next `count` prompts of the stream. Raises DataError if all prompts of an epoch are too long."""
         out: list[Prompt] = []
         misses = 0
         while len(out) < count:
@@ -188,12 +194,12 @@ class PromptReader:
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the stream, as plain numbers and text."""
+        """Returns the position in the stream as a dict of numbers and texts."""
         return {"epoch": self._epoch, "position": self._position, "dropped": self.dropped, "order": self._told_order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved place; over other data, or with another seed, to the beginning of the next epoch. Whether a
-        run may go on with other data is decided before (run.input_digests)."""
+        """Restores a saved position. If the data, seed or shuffle have changed, continues at the beginning of the next
+        epoch. run.input_digests decides before whether a run may continue with changed data."""
         self._epoch, self._position, self.dropped = state["epoch"], state["position"], state["dropped"]
         if state["order"] != self._told_order:
             self._epoch, self._position = self._epoch + 1, 0
@@ -221,7 +227,7 @@ class PromptReader:
 
     @functools.cached_property
     def told(self) -> dict[str, Any]:
-        """Returns the number of problems, and a digest of them."""
+        """Returns {"rows": number of problems, "sha256": digest of their values}."""
         digest = hashlib.sha256()
         for problem in self._problems:
             digest.update(json.dumps(dict(problem.values), sort_keys=True, default=str).encode())
@@ -233,10 +239,10 @@ class PromptReader:
 
 
 def _rows(source: PromptSet) -> Iterator[tuple[str, Any]]:
-    """Yields (place, row) as `rows_of` does. Generates the rows of a path such as `reasoning_gym:NAME`."""
+    """Yields (location, row) as `rows_of` does, or as `generated_rows` does for a path `reasoning_gym:NAME`."""
     if generated_name(source.path) is None:
         return rows_of(source.path, source.split, source.subset, source.file)
-    from megatron_rl.data.generated import generated_rows  # its library is optional
+    from megatron_rl.data.generated import generated_rows  # imported here because reasoning-gym is optional
 
     return generated_rows(source)
 
@@ -246,7 +252,7 @@ def _passes(row: Mapping[str, Any], source: PromptSet) -> bool:
 
 
 def _refuse_system(source: PromptSet, fields: Mapping[str, str]) -> None:
-    """Raises ConfigError when data.system is set and the problems are put as texts, which have no system message."""
+    """Raises ConfigError if data.system is set and the problems are put as texts, which have no system message."""
     put_as_text = source.chat is False if MESSAGES in fields else not source.chat
     if source.system is not None and fields and put_as_text:
         raise ConfigError(
@@ -258,7 +264,7 @@ def _refuse_system(source: PromptSet, fields: Mapping[str, str]) -> None:
 def _mapped(
     row: Mapping[str, Any], source: PromptSet, fields: Mapping[str, str], pattern: re.Pattern[str] | None
 ) -> dict[str, Any]:
-    """Returns a row's values under our field names. Raises DataError that says what the row lacks."""
+    """Returns {field: value} of a row. Raises DataError if a field is missing or invalid."""
     values = {name: reach(row, key) for name, key in fields.items()}
     missing = [f"{name} (from {fields[name]!r})" for name, value in values.items() if isinstance(value, NotThere)]
     if missing:
@@ -269,7 +275,8 @@ def _mapped(
 
 
 def _asked(row: Mapping[str, Any], source: PromptSet, fields: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the question, and the messages where the problem is put as a conversation."""
+    """Returns {question}, and messages if the problem is put as a conversation. Raises DataError if they are
+    invalid."""
     if MESSAGES not in fields:
         question = _shortened(text_at(row, QUESTION, fields[QUESTION]), source)
         return {QUESTION: question} | ({MESSAGES: as_conversation(question, source.system)} if source.chat else {})
@@ -318,7 +325,7 @@ def _answer(row: Mapping[str, Any], source: PromptSet, key: str, pattern: re.Pat
 def _understood(
     row: Mapping[str, Any], where: str, read: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
 ) -> tuple[Mapping[str, Any] | None, BadRow | None]:
-    """Returns (values, None) for a good row, (None, the bad row) for a bad one, (None, None) for a row to pass over."""
+    """Returns (values, None) for a good row, (None, BadRow) for a bad row, and (None, None) for a row to skip."""
     try:
         values = read(row)
         refuse_no_json(values or {})

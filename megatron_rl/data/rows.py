@@ -1,5 +1,5 @@
-"""Reads rows of files, directories and Hugging Face data sets, looks up values in rows, and refuses sets with too many
-bad rows."""
+"""Reads rows of files, directories and Hugging Face data sets, looks up values in rows, and rejects data sets with too
+many bad rows."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 else:
     pa, pq = LazyModule("pyarrow"), LazyModule("pyarrow.parquet")
 
-SHOWN = 5  # most bad rows named in a message
-LARGEST = 1e300  # numbers from here on are no answers
-# A directory's files belong to a split when their names begin with one of these.
+SHOWN = 5  # maximum number of bad rows named in a message
+LARGEST = 1e300  # answers that are numbers must have a smaller absolute value
+# Names of splits. A file in a directory belongs to a split if its name begins with the split's name.
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-BATCH_ROWS, MOST_BATCH_BYTES = 1024, 1 << 30  # rows of a Parquet file that are read at once, and their bytes
-# The name of a data set on the hub, `name` or `owner/name`, but not that of a file.
+BATCH_ROWS, MOST_BATCH_BYTES = 1024, 1 << 30  # rows per batch when a Parquet file is read, and maximum bytes of a batch
+# The name of a data set on the hub, `name` or `owner/name`, and not a file name.
 _HUB_NAME = re.compile(r"(?!.*\.(jsonl?|parquet|csv)$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _log = logging.getLogger(__name__)
 
 
 class DataError(ValueError):
-    """A data set that cannot be used; the message names rows by file and line."""
+    """A data set cannot be used. The message names the bad rows by file and line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True)
 class NotThere:
-    """The result of looking up a dotted key that is not in a row. (None would be the value null.)"""
+    """The result of `reach` for a key that is not in a row. (None would be the value null.)"""
 
 
 def rows_of(path: str, split: str, subset: str | None, file: str | None = None) -> Iterator[tuple[str, Any]]:
     """Yields (file:line, row) of a file, a directory of files, or a Hugging Face data set.
 
-    A row is a dict or a BadRow.
+    A row is a dict or a BadRow. Raises ConfigError if there is no data at `path`.
     """
     place = Path(path)
     if place.is_file():
@@ -68,7 +68,7 @@ def rows_of(path: str, split: str, subset: str | None, file: str | None = None) 
 
 
 def refuse(bad: Sequence[BadRow], total: int, max_share: float, path: str) -> None:
-    """Warns of bad rows, or raises DataError when they are more than `max_share` of `total`."""
+    """Logs a warning about bad rows, or raises DataError if they are more than `max_share` of `total` rows."""
     if not bad:
         return
     shown = "\n  ".join(f"{row.where}: {row.why}" for row in bad[:SHOWN])
@@ -82,8 +82,8 @@ def refuse(bad: Sequence[BadRow], total: int, max_share: float, path: str) -> No
 
 
 def reach(row: Any, key: str) -> Any:
-    """Returns the value at a dotted key, such as `choices.0.text`; numbers index lists. Returns NotThere when the key
-    is not in the row."""
+    """Returns the value at a dotted key, such as `choices.0.text`, in which numbers are indices of lists. Returns
+    NotThere if the key is not in the row."""
     for part in key.split("."):
         if isinstance(row, Mapping) and part in row:
             row = row[part]
@@ -115,7 +115,10 @@ def refuse_no_json(value: Any, key: str = "") -> None:
 
 
 def text_at(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = False) -> str:
-    """Returns the text at a dotted key. Raises DataError when there is none, or it cannot be written as UTF-8."""
+    """Returns the text at a dotted key. Raises DataError if there is no text, or it cannot be encoded as UTF-8.
+
+    `name`: name of the field for the message. `numbers`: convert a number to text instead of raising.
+    """
     value = reach(row, key)
     if numbers and isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST:
         value = str(value)
@@ -128,7 +131,7 @@ def text_at(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = Fals
             f"{other}"
         )
     if not isinstance(value, str):
-        large = isinstance(value, (int, float)) and abs(value) >= LARGEST  # whole ones have no text at all
+        large = isinstance(value, (int, float)) and abs(value) >= LARGEST  # Python cannot convert huge integers to text
         raise DataError(f"the {name} (from {key!r}) is {'a huge number' if large else repr(value)[:80]}, not text")
     if not value.strip():
         raise DataError(f"the {name} is empty")
@@ -136,7 +139,8 @@ def text_at(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = Fals
 
 
 def encodable(text: str, what: str) -> str:
-    """Returns a text that can be written as UTF-8. Raises DataError for any other; `what` names the text."""
+    """Returns `text` if it can be encoded as UTF-8, otherwise raises DataError. `what`: name of the text for the
+    message."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -145,8 +149,8 @@ def encodable(text: str, what: str) -> str:
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows as a Parquet file, atomically. The columns are the keys of all rows; a row without a key has null in
-    its column."""
+    """Writes rows to a Parquet file atomically. The columns are the union of the rows' keys; missing values are
+    null."""
     columns = dict.fromkeys(name for row in rows for name in row)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
@@ -155,7 +159,8 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _files_of(place: Path, split: str) -> list[Path]:
-    """Returns the files whose names begin with the split; all files where no name begins with any split."""
+    """Returns the files whose names begin with the split, or all files if no name begins with any split. Raises
+    ConfigError if there are only files of other splits."""
 
     def belongs(file: Path, name: str) -> bool:
         return re.match(rf"{re.escape(name)}([-_.]|$)", file.stem) is not None
@@ -176,9 +181,9 @@ def _saved_by_datasets(place: Path) -> bool:
 
 
 def json_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (file:line, row) for each line of a file of JSON lines that is not empty. A row is a dict or a BadRow.
+    """Yields (file:line, row) for each non-empty line of a JSON Lines file. A row is a dict or a BadRow.
 
-    Raises DataError for a file that cannot be read.
+    Raises DataError if the file cannot be read.
     """
     try:
         lines = file.open("rb")
@@ -193,7 +198,7 @@ def json_rows(file: Path) -> Iterator[tuple[str, Any]]:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
                 row = BadRow(where, f"not UTF-8: {error}")
-            except (ValueError, RecursionError) as error:  # no JSON, or an integer of thousands of digits
+            except (ValueError, RecursionError) as error:  # not JSON, or an integer with thousands of digits
                 row = BadRow(where, f"not JSON ({error})")
             yield where, row if isinstance(row, (dict, BadRow)) else BadRow(where, "not a JSON object")
 
@@ -215,7 +220,8 @@ def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _hub_rows(path: str, split: str, subset: str | None, file: str | None) -> Iterator[tuple[str, Any]]:
-    """Yields rows of a directory that save_to_disk wrote, a local data set directory, or a data set on the hub."""
+    """Yields (location, row) of a directory that save_to_disk wrote, of another local data set directory, or of a data
+    set on the hub."""
     try:
         import datasets
         import datasets.exceptions

@@ -1,4 +1,4 @@
-"""Reads samples for supervised fine-tuning, texts or conversations, and turns them into rollouts."""
+"""Reads samples for supervised fine-tuning, texts or conversations, and converts them to rollouts."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ class TextPair:
 
     prompt: str
     response: str
-    where: str = field(default="", compare=False)  # file and line
+    where: str = field(default="", compare=False)  # file and line of the sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A conversation of which the assistant messages from index `first` on are trained on."""
+    """A conversation whose assistant messages from index `first` on are trained."""
 
     messages: Sequence[Message]
     first: int = 0
-    tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas, for the chat template
-    where: str = ""  # file and line
+    tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas of tools for the chat template
+    where: str = ""  # file and line of the sample
 
 
 SftSample = TextPair | Conversation
 
 
 def read_samples(data: SftData, *, split: str = "train") -> list[SftSample]:
-    """Returns the samples of data.train. `split` is used where the path is a directory or a data set.
+    """Returns the samples of data.train. `split`: the split if the path is a directory or a data set.
 
-    The first row in which a sample is found tells where it stands: prompt and response, both texts or both messages, or
-    one conversation. A warning names bad rows by file and line; raises DataError when they are more than
-    data.max_bad_share.
+    A sample is a prompt and a response, both texts or both messages, or one conversation. Its keys are those of the
+    first row that has a sample. Bad rows are skipped with a warning that names file and line. Raises DataError if more
+    than data.max_bad_share of the rows are bad.
     """
     samples: list[SftSample] = []
     bad: list[BadRow] = []
@@ -82,8 +82,8 @@ def read_samples(data: SftData, *, split: str = "train") -> list[SftSample]:
 
 
 def sample_fields(data: SftData, row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the keys under which a row has its sample: (prompt, response), or (conversation,). Returns () for a row
-    without a sample."""
+    """Returns the keys of the sample in a row: (prompt, response) or (conversation,). Returns () if the row has no
+    sample."""
     if data.messages_field is not None:
         return (data.messages_field,)
     responses = _RESPONSES if data.response_field is None else (data.response_field,)
@@ -102,14 +102,14 @@ def sft_rollouts(
     max_bad_share: float = 0.0,
     vocabulary: Vocabulary | None = None,
 ) -> list[Rollout]:
-    """Turns samples into rollouts. The loss is on the response and its EOS token, or on what an assistant wrote
-    (`chat.conversation_tokens`).
+    """Converts samples to rollouts. The trained tokens are the response and its EOS token, or the assistant's messages
+    (`chat_template.conversation_tokens`).
 
-    The texts of a pair are tokenised apart, so that the border between them is the same as in generation. Samples
-    longer than `max_tokens` are dropped with a warning. Raises DataError when none is left, and when more than
-    `max_bad_share` of them cannot be used: one is too long, the chat template fails, the model of `vocabulary` has no
-    row for a token, or a conversation would not teach this model to stop. Raises ConfigError for conversations without
-    a chat template.
+    The prompt and response of a pair are tokenized separately, so that the boundary is the same as in generation. A
+    sample is bad if it is longer than `max_tokens`, the chat template fails, the model of `vocabulary` has no embedding
+    for a token, or a conversation would not teach the model to stop. Bad samples are dropped with a warning. Raises
+    DataError if more than `max_bad_share` are bad or none is left, and ConfigError for conversations without a chat
+    template.
     """
     if append_eos and tokenizer.eos_token_id is None and any(isinstance(sample, TextPair) for sample in samples):
         raise DataError(
@@ -175,7 +175,7 @@ def _conversation(messages: Sequence[Message], first: int, row: Mapping[str, Any
 
 
 def _pair_tokens(pair: TextPair, tokenizer: Any, append_eos: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns tokens [T] and [T] bool: True for those of the response and its EOS token."""
+    """Returns the tokens [T] int32 of a pair, and a mask [T] bool that is True for the response and its EOS token."""
     prompt = tokenize(tokenizer, pair.prompt)
     response = tokenizer.encode(pair.response, add_special_tokens=False)
     response = [*response, tokenizer.eos_token_id] if append_eos else response

@@ -1,4 +1,4 @@
-"""Makes a tiny model with random weights, and problems that it can learn in seconds on a CPU: for first tries."""
+"""Makes a tiny model with random weights, and problems that it can learn in seconds on a CPU, for first experiments."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ CHAT = (
 
 
 def write_tiny_model(directory: str | Path, *, seed: int = 0) -> Path:
-    """Writes a model of 0.1 M parameters with random weights, whose tokens are small letters, digits and signs (other
-    characters are left out), and returns its path. It has a chat template. The same seed gives the same weights."""
+    """Writes a model with 0.1 M random weights and a tokenizer with a chat template, and returns their directory.
+
+    The tokens are lower-case letters, digits and punctuation; other characters are dropped. The same seed gives the
+    same weights.
+    """
     path = Path(directory)
     words = {word: i for i, word in enumerate([*SPECIAL, *CHARACTERS])}
     core = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[-1]))
@@ -49,7 +52,8 @@ def write_tiny_model(directory: str | Path, *, seed: int = 0) -> Path:
 
 
 def tiny_problems(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Returns problems {question, answer}: a letter three times, and that letter. `rewards.tiny_task` grades them."""
+    """Returns `count` problems {question, answer}. The question is a letter repeated three times, and the answer is the
+    letter. `rewards.tiny_task` grades the answers."""
     rng, rows = random.Random(seed), []
     for _ in range(count):
         letter = rng.choice("abc")
@@ -58,7 +62,7 @@ def tiny_problems(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def write_tiny_problems(path: str | Path, count: int, *, seed: int = 0) -> Path:
-    """Writes `tiny_problems` as JSONL and returns the path."""
+    """Writes `tiny_problems(count)` to a JSONL file and returns its path."""
     place = Path(path)
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text("".join(json.dumps(row) + "\n" for row in tiny_problems(count, seed=seed)), encoding="utf-8")

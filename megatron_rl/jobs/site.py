@@ -1,4 +1,4 @@
-"""Refuses what a site's nodes, or the container there, do not have: GPUs of a server, and paths of a config."""
+"""Checks a run against the nodes and the container of a site (cluster): GPUs of servers, and paths in the config."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_rl.cluster.profile import SHIPPED, Profile
 from megatron_rl.config.schema import ConfigError, Servers
 from megatron_rl.spec.run_spec import Spec, TrainingSpec
 
-MAX_PATH = 4096  # Linux's
+MAX_PATH = 4096  # maximum length of a path in Linux
 
 
 def refuse(spec: Spec, profile: Profile) -> None:
-    """Raises ConfigError for servers that need GPUs which a node of the profile does not have, and for paths that its
-    container does not show under the same name."""
+    """Raises ConfigError if servers need more GPUs than a node of the profile has, or if a path of the config is not
+    mounted under the same name in the profile's container."""
     settings, gpus = None if spec.engine is None else spec.engine.settings, profile.gpus_per_node
     if isinstance(settings, Servers) and not settings.urls and gpus > 0:
         if gpus < settings.tp:
@@ -51,7 +51,7 @@ def refuse(spec: Spec, profile: Profile) -> None:
 
 
 def _paths(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Yields (setting, text) for the texts of a config that may be paths."""
+    """Yields (setting, text) for each text of a config that may be a path."""
     if isinstance(value, str):
         if "/" in value and len(value) < MAX_PATH and value.isprintable():
             yield where, value

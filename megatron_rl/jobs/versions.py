@@ -1,4 +1,4 @@
-"""Reads which versions of torch, NCCL and others an environment has, from its packages' metadata, and compares two."""
+"""Reads the versions of packages such as torch and NCCL in a Python environment, and compares two environments."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 ANSWER_S = 30.0
-NCCL = "nvidia-nccl"  # with the suffix of a CUDA version: nvidia-nccl-cu13
-# Prints the version of every package of an environment as JSON. It runs in an interpreter that lacks this project.
+NCCL = "nvidia-nccl"  # package of NCCL without the suffix of the CUDA version, as in nvidia-nccl-cu13
+# A program that prints {package: version} of an environment as JSON. It needs no package of this project.
 LIST = (
     "import importlib.metadata as m, json; "
     "print(json.dumps({d.metadata['Name']: d.version for d in m.distributions() if d.metadata['Name']}))"
@@ -20,16 +20,16 @@ LIST = (
 
 
 class NoEnvironmentError(Exception):
-    """An interpreter does not run, or does not say what it has."""
+    """A Python interpreter does not run, or does not report its packages."""
 
 
 def here() -> dict[str, str]:
-    """Returns the versions of this environment's packages by their names, in lower case with hyphens."""
+    """Returns {package: version} of this environment. Package names are in lower case with hyphens."""
     return _named({each.metadata["Name"]: each.version for each in metadata.distributions() if each.metadata["Name"]})
 
 
 def of_interpreter(python: str) -> dict[str, str]:
-    """Returns the versions of the packages that another interpreter finds. Raises NoEnvironmentError."""
+    """Returns {package: version} of another interpreter's environment. Raises NoEnvironmentError if it does not run."""
     try:
         done = subprocess.run([python, "-c", LIST], capture_output=True, text=True, timeout=ANSWER_S)
         found = json.loads(done.stdout) if done.returncode == 0 else None
@@ -41,22 +41,20 @@ def of_interpreter(python: str) -> dict[str, str]:
 
 
 def nccl(versions: Mapping[str, str]) -> str:
-    """Returns the version of the NCCL wheel, `2.29.7`; empty where there is none, as with a build of torch for CPUs."""
+    """Returns the version of the NCCL package, such as `2.29.7`; "" if there is none, as in a CPU build of torch."""
     return next((versions[name] for name in sorted(versions) if name.startswith(f"{NCCL}-cu")), "")
 
 
 def differences(trainer: Mapping[str, str], engine: Mapping[str, str]) -> list[str]:
-    """Returns where the two environments differ in what weights pass through, in words; none where they agree.
-
-    What one of them does not have is not compared.
-    """
+    """Returns a text for each difference between the torch and NCCL versions of two environments, which exchange
+    weights. Packages that one environment lacks are not compared."""
     pairs = [("torch", trainer.get("torch", ""), engine.get("torch", "")), ("NCCL", nccl(trainer), nccl(engine))]
     return [f"{name} {own} here, {other} there" for name, own, other in pairs if own and other and own != other]
 
 
 def bounds(package: str, needs: str) -> Requirement | None:
-    """Returns what an installed package's metadata asks of another package, in any of its extras; None where it names
-    none."""
+    """Returns the version requirement of the installed package `package` for the package `needs`, including extras.
+    Returns None if there is no such requirement or package."""
     try:
         lines: Iterable[str] = metadata.requires(package) or []
     except metadata.PackageNotFoundError:
