@@ -30,7 +30,7 @@ from megatron_rl.weights.parameter_mapping import WHOLE, hf_shapes, kept_float32
 
 # JSON files that belong to a checkpoint, not to a model
 OF_CHECKPOINTS = ("metadata.json", "COMPLETE.json", "state.json")
-EMPTY = [None]  # value that megatron-core stores for a module without extra state
+EMPTY = [None]  # value that Megatron-core stores for a module without extra state
 LOGITS = 1e-3  # tolerance for float32 logits: largest difference relative to the largest logit
 MERGED = 1e-5  # tolerance for merged float32 weights: largest difference relative to a tensor's largest element
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def to_megatron(
 ) -> None:
     """Writes a Hugging Face directory as a Megatron distributed checkpoint, together with its config and tokenizer.
 
-    The checkpoint has no optimizer state. megatron-core can load it under any layout. Raises ConfigError as `to_hf`
+    The checkpoint has no optimizer state. Megatron-core can load it under any layout. Raises ConfigError as `to_hf`
     does.
     """
     if source.checkpoint is not None:
@@ -114,7 +114,7 @@ def to_megatron(
                 writer.add(
                     place.key, (*counts(sizes, place), *parameter.shape), offsets, parameter[(None,) * len(place.at)]
                 )
-        empty = io.BytesIO()  # an empty extra state, as written by megatron-core
+        empty = io.BytesIO()  # an empty extra state, as written by Megatron-core
         torch.save(EMPTY, empty)
         for key in extra_states(sizes):
             writer.add_bytes(key, empty.getvalue())
@@ -204,7 +204,7 @@ def _compare_logits(source: WeightSource, sizes: Sizes, folder: Path, *, exact: 
     """
     if source.checkpoint is None:
         return "logits not compared: the source is no checkpoint"
-    from megatron_rl.conversion import parity  # brings megatron-core, which nothing else here needs
+    from megatron_rl.conversion import parity  # brings Megatron-core, which nothing else here needs
 
     if why := parity.obstacle(sizes):
         return f"logits not compared: {why}"
@@ -225,7 +225,7 @@ def _compare_merged(source: WeightSource, sizes: Sizes, folder: Path, *, exact: 
     """
     if importlib.util.find_spec("peft") is None:
         return "not compared with peft, which is not installed"
-    from megatron_rl.conversion import parity  # brings megatron-core, which nothing else here needs
+    from megatron_rl.conversion import parity  # brings Megatron-core, which nothing else here needs
 
     if why := parity.obstacle(sizes):
         return f"not compared with peft: {why}"

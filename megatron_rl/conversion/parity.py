@@ -45,7 +45,7 @@ def available_bytes() -> int:
 def logits_gap(checkpoint: Path, model: Path) -> tuple[float, float]:
     """Returns (largest difference of the logits, largest logit) over POSITIONS positions.
 
-    megatron-core loads the checkpoint and transformers loads the directory, both in float32, in this process.
+    Megatron-core loads the checkpoint and transformers loads the directory, both in float32, in this process.
     """
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokens = torch.arange(POSITIONS) * 7919 % reference.config.vocab_size

@@ -1,8 +1,8 @@
 """Reshards a checkpoint (model and optimizer) for another layout, one parameter at a time, without distributed ranks.
 
-megatron-core can load a checkpoint under any layout, but it loads faster if the checkpoint was written for the reader's
+Megatron-core can load a checkpoint under any layout, but it loads faster if the checkpoint was written for the reader's
 layout. Every rank then has a separate file and reads nothing else. For comparison, a rank of tp 8 reads eight times its
-share of a checkpoint written with tp 1. Resharding also checks what megatron-core does not check: that every tensor is
+share of a checkpoint written with tp 1. Resharding also checks what Megatron-core does not check: that every tensor is
 known and has the model's shape, and that the optimizer state matches the weights.
 """
 

@@ -1,4 +1,4 @@
-"""Starts the processes that write core's checkpoints in the background, and provides their result queues."""
+"""Starts the processes that write Megatron-core's checkpoints in the background, and provides their result queues."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _manager: SyncManager | None = None  # manager process of the result queues of t
 def one_save() -> Iterator[None]:
     """Context manager in which one save is started. The writer processes of the save report to a separate queue.
 
-    Core has one queue for all saves of a process and assigns the oldest result in the queue to any save that it polls.
-    If two roles save at once and the second save finishes first, each save would get the file offsets of the other:
-    the checkpoints would have correct checksums and be unreadable.
+    Megatron-core has one queue for all saves of a process and assigns the oldest result in the queue to any save that
+    it polls. If two roles save at once and the second save finishes first, each save would get the file offsets of the
+    other: the checkpoints would have correct checksums and be unreadable.
 
     Signals are blocked in the block, and the writer processes, which are forked in the block, inherit the blocked
     signals. A signal to the whole process group must not kill a writer in the middle of a file.
@@ -33,7 +33,7 @@ def one_save() -> Iterator[None]:
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
-        if "_results_queue" in vars(core):  # not every version of core has this queue
+        if "_results_queue" in vars(core):  # not every version of Megatron-core has this queue
             core._results_queue = (_manager or start_manager()).Queue()  # type: ignore[assignment]
         yield
     finally:
@@ -43,9 +43,10 @@ def one_save() -> Iterator[None]:
 def start_manager() -> SyncManager:
     """Starts the manager process of the result queues of this rank's saves.
 
-    The process ends with this rank, whereas core's manager process runs forever if the rank is killed. On Linux the
-    process listens on an abstract socket protected by an authentication key; core's leaves a temporary directory behind
-    if it is killed. The caller blocks signals beforehand, and the process inherits the blocked signals.
+    The process ends with this rank, whereas Megatron-core's manager process runs forever if the rank is killed. On
+    Linux the process listens on an abstract socket protected by an authentication key; core's leaves a temporary
+    directory behind if it is killed. The caller blocks signals beforehand, and the process inherits the blocked
+    signals.
     """
     name = f"\0megatron_rl-{uuid.uuid4().hex}" if sys.platform == "linux" else None
     resource_tracker.ensure_running()

@@ -20,8 +20,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 class JointNorm(torch.nn.Module):
     """A root-mean-square norm over all heads, [..., heads of this rank, d] -> the same shape.
 
-    Each rank holds the weight elements that belong to its heads. `qk_layernorm` in core's config must be False: core
-    would treat the weight, which has the name of a per-head norm, as replicated, and would sum its gradient over ranks.
+    Each rank holds the weight elements that belong to its heads. `qk_layernorm` in Megatron-core's config must be
+    False: core would treat the weight, which has the name of a per-head norm, as replicated, and would sum its gradient
+    over ranks.
     """
 
     def __init__(self, config: Any, hidden_size: int, heads: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -30,7 +31,7 @@ class JointNorm(torch.nn.Module):
         self.eps, self.head_dim, self.width = eps, hidden_size, heads * hidden_size
         own = self.width // self.group.size()
         self.weight = torch.nn.Parameter(torch.ones(own, dtype=config.params_dtype))
-        # Without these attributes core includes only the first rank's weight in the gradient norm.
+        # Without these attributes Megatron-core includes only the first rank's weight in the gradient norm.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +42,8 @@ class JointNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns core's sharded state dict of the weight: the tensor ranks hold different parts, not copies."""
+        """Returns Megatron-core's sharded state dict of the weight: the tensor ranks hold different parts, not
+        copies."""
         state = self.state_dict(prefix="", keep_vars=True)
         replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return make_sharded_tensors_for_checkpoint(

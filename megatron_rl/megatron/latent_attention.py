@@ -1,8 +1,8 @@
 """Multi-latent attention of the project's torch layer spec.
 
-The layer's forward pass is core's (MultiLatentAttention). Its projections are replaced here for three reasons: core
-uses the layer norms' epsilon for the norms of the latents, its rotary embedding loops over packed sequences in every
-layer, and without Transformer Engine it does not sum the gradient of the key's shared part over tensor ranks.
+The layer's forward pass is Megatron-core's (MultiLatentAttention). Its projections are replaced here for three reasons:
+core uses the layer norms' epsilon for the norms of the latents, its rotary embedding loops over packed sequences in
+every layer, and without Transformer Engine it does not sum the gradient of the key's shared part over tensor ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 class SharedLinear(MegatronModule):
     """A linear projection whose weight is replicated on every tensor rank.
 
-    Under sequence parallelism each rank projects only its tokens, and core sums the weight's gradients over the ranks.
+    Under sequence parallelism each rank projects only its tokens, and Megatron-core sums the weight's gradients over
+    the ranks.
     """
 
     def __init__(self, config: Any, inputs: int, outputs: int) -> None:
@@ -102,7 +103,8 @@ class LatentAttention(Chosen, MultiLatentAttention):
             turned = gather_from_sequence_parallel_region(turned, group=self.tp_group)
         else:
             turned = copy_to_tensor_model_parallel_region(turned, group=self.tp_group)
-            if turned.requires_grad:  # core all-reduces a copy of a non-contiguous gradient and discards it (0.16.1)
+            # Megatron-core all-reduces a copy of a non-contiguous gradient and discards it (0.16.1)
+            if turned.requires_grad:
                 turned.register_hook(Tensor.contiguous)
         if config.q_lora_rank is None:
             low, made = hidden_states, self.linear_q_proj(hidden_states)[0]

@@ -52,7 +52,7 @@ class Adapter(torch.nn.Module):
     """This rank's part of A [r, columns] and B [rows, r] of one adapted matrix.
 
     One of the two matrices is split over the tensor ranks; the other is replicated on all of them. Under sequence
-    parallelism each rank sees only a part of the tokens, and core sums the gradients of the replicated matrix.
+    parallelism each rank sees only a part of the tokens, and Megatron-core sums the gradients of the replicated matrix.
     """
 
     def __init__(self, config: Any, projection: Projection, rank: int, *, device: torch.device) -> None:
@@ -71,7 +71,8 @@ class Adapter(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns core's sharded state dict of both matrices: one is split over the tensor ranks, one is replicated."""
+        """Returns Megatron-core's sharded state dict of both matrices: one is split over the tensor ranks, one is
+        replicated."""
         state = self.state_dict(prefix="", keep_vars=True)
         replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return make_sharded_tensors_for_checkpoint(
@@ -119,7 +120,7 @@ class LayerAdapters(torch.nn.ModuleDict):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns core's sharded state dict of all adapters of the layer."""
+        """Returns Megatron-core's sharded state dict of all adapters of the layer."""
         state: dict[str, Any] = {}
         for name, adapter in self.items():
             own: Any = adapter
@@ -132,7 +133,8 @@ class LayerAdapters(torch.nn.ModuleDict):
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
         spread = copy_to_tensor_model_parallel_region(low, group=self.group)
-        if spread.requires_grad:  # core all-reduces a copy of a non-contiguous gradient and discards the copy (0.16.1)
+        # Megatron-core all-reduces a copy of a non-contiguous gradient and discards the copy (0.16.1)
+        if spread.requires_grad:
             spread.register_hook(Tensor.contiguous)
         return spread
 
@@ -237,8 +239,8 @@ def only_adapters(state: Mapping[str, Any]) -> dict[str, Any]:
 def freeze(cores: Sequence[Any]) -> None:
     """Freezes a model's weights, and keeps activation recomputation working for adapters.
 
-    Core recomputes a layer only if the layer's input requires a gradient. The embedding output of a frozen model does
-    not, so a hook makes it require one.
+    Megatron-core recomputes a layer only if the layer's input requires a gradient. The embedding output of a frozen
+    model does not, so a hook makes it require one.
     """
     for core in cores:
         core.requires_grad_(False)

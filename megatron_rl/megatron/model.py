@@ -50,8 +50,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 _log = logging.getLogger(__name__)
 
-# Activation name (models/sizes.py) -> (function for core's config, which accepts only activations that core knows;
-# module that computes the gated activation from fc1's fused output instead of core).
+# Activation name (models/sizes.py) -> (function for Megatron-core's config, which accepts only activations that core
+# knows; module that computes the gated activation from fc1's fused output instead of core).
 ACTIVATIONS: dict[str, tuple[Any, Any]] = {
     "silu": (F.silu, SwiGLU),
     "gelu_tanh": (F.gelu, GeGLU),
@@ -82,7 +82,8 @@ class PolicyModel(Chosen, GPTModel):
         """Returns [R, n]: statistics of the n labels, row by row (see vocab_parallel_statistics).
 
         `hidden_states` is [L, S, h]. `labels` is [n, 1], or [n, 1 + k] with the k candidates of each label after the
-        label. `wanted` maps each label to its hidden state. Without labels, returns core's logits [S, L, V/tp].
+        label. `wanted` maps each label to its hidden state. Without labels, returns Megatron-core's logits [S, L,
+        V/tp].
         """
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **rest)
@@ -92,8 +93,8 @@ class PolicyModel(Chosen, GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         chosen = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1]).index_select(0, self.wanted)
         if not self.config.sequence_parallel:
-            # Applied to `chosen` and not to `hidden`, whose gradient is not contiguous: core all-reduces a copy of a
-            # non-contiguous gradient and discards the copy (0.16.1, mappings._reduce).
+            # Applied to `chosen` and not to `hidden`, whose gradient is not contiguous: Megatron-core all-reduces a
+            # copy of a non-contiguous gradient and discards the copy (0.16.1, mappings._reduce).
             chosen = copy_to_tensor_model_parallel_region(chosen)
         tied = self.share_embeddings_and_output_weights
         for wait in [] if self.output_layer is None else [*self.output_layer._forward_pre_hooks.values()]:
@@ -116,7 +117,7 @@ class PolicyModel(Chosen, GPTModel):
 
 
 def has_transformer_engine() -> bool:
-    """Checks whether a GPU is present and core was able to import Transformer Engine."""
+    """Checks whether a GPU is present and Megatron-core was able to import Transformer Engine."""
     return torch.cuda.is_available() and transformer_engine.HAVE_TE
 
 
@@ -124,8 +125,9 @@ def uses_transformer_engine(arch: Architecture, dtype: str, *, adapted: bool = F
     """Checks whether a model uses Transformer Engine's layers. Otherwise the model uses the project's torch layer spec.
 
     The torch spec is used in three cases: in float32, because Transformer Engine has no float32 attention over packed
-    sequences; for models for which core has no Transformer Engine layers; and for `adapted` (LoRA) models, because
-    adapters need the input of each linear module, and Transformer Engine computes the norm before it inside the module.
+    sequences; for models for which Megatron-core has no Transformer Engine layers; and for `adapted` (LoRA) models,
+    because adapters need the input of each linear module, and Transformer Engine computes the norm before it inside the
+    module.
     """
     own = adapted or dtype != "bfloat16" or core_settings.needs_own_layers(arch, arch.features)
     return has_transformer_engine() and not own
@@ -209,7 +211,7 @@ def check_fp8() -> None:
 def transformer_config(
     arch: Architecture, model: Model, groups: Groups, *, deterministic: bool = False, fused: bool = False
 ) -> TransformerConfig:
-    """Returns core's config for an architecture under the layout of `groups`.
+    """Returns Megatron-core's config for an architecture under the layout of `groups`.
 
     `fused` selects Transformer Engine's layers. Raises ConfigError if fp8 is requested and not available.
     """
@@ -227,14 +229,15 @@ def transformer_config(
         bf16=model.dtype == "bfloat16",
         use_cpu_initialization=platform.is_active(),
         bias_activation_fusion=fused,
-        use_te_activation_func=not fused,  # despite its name, makes core use the layer spec's activation
+        use_te_activation_func=not fused,  # despite its name, makes Megatron-core use the layer spec's activation
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=fused,  # core's unfused version copies the sequence lengths to the host in every layer
+        # Megatron-core's unfused version copies the sequence lengths to the host in every layer
+        apply_rope_fusion=fused,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         attention_softmax_in_fp32=False,
-        # With overlap, gloo may read an output after core would have freed its memory.
+        # With overlap, gloo may read an output after Megatron-core would have freed its memory.
         deallocate_pipeline_outputs=not (platform.is_active() and groups.layout.overlap_p2p),
         deterministic_mode=deterministic,
         fp8="hybrid" if model.fp8 else None,
@@ -246,7 +249,7 @@ def transformer_config(
 
 
 def _parallelism(layout: Layout) -> dict[str, Any]:
-    """Returns core's settings that split the model over ranks."""
+    """Returns Megatron-core's settings that split the model over ranks."""
     return dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -256,7 +259,7 @@ def _parallelism(layout: Layout) -> dict[str, Any]:
         expert_tensor_parallel_size=layout.expert_tp,
         sequence_parallel=layout.sequence_parallel,
         variable_seq_lengths=layout.pp > 1,
-        moe_token_dispatcher_type="alltoall",  # core's default rejects variable lengths, even for dense models
+        moe_token_dispatcher_type="alltoall",  # Megatron-core's default rejects variable lengths, even for dense models
         overlap_p2p_comm=layout.overlap_p2p,
         batch_p2p_comm=not layout.overlap_p2p,
     )
@@ -335,8 +338,8 @@ def unwrap(chunk: Any) -> PolicyModel:
 
 
 def _mark_experts(chunk: PolicyModel) -> None:
-    """Marks expert parameters so that core sums their gradients over the ranks that hold the same experts, and gives
-    them a separate optimizer.
+    """Marks expert parameters so that Megatron-core sums their gradients over the ranks that hold the same experts, and
+    gives them a separate optimizer.
 
     Core 0.16 does this only for ep > 1. At ep = 1 with etp != tp, core 0.16 would silently sum over the wrong ranks:
     the replicas of the dense parameters (core 0.19 also checks etp). In both versions, a checkpoint's optimizer state
@@ -350,8 +353,8 @@ def _mark_experts(chunk: PolicyModel) -> None:
 def _prepare_routers(chunk: PolicyModel, routing: Routing | None) -> None:
     """Adds the expert bias and the expert groups to a chunk's routers if the model family has them.
 
-    The bias is a frozen parameter, so that it is loaded, saved and sent to engines like all other parameters. Core
-    itself would register a buffer.
+    The bias is a frozen parameter, so that it is loaded, saved and sent to engines like all other parameters.
+    Megatron-core itself would register a buffer.
     """
     for _, router in router_replay.routers(chunk):
         assert routing is not None, "a model whose layers have experts has routers"
@@ -377,7 +380,8 @@ def _scale_embedding(chunk: PolicyModel, scale: float) -> None:
 def _layer_spec(
     arch: Architecture, config: TransformerConfig, virtual: dict[str, int], *, fused: bool, attends: bool
 ) -> Any:
-    """Returns the layer spec: core's Transformer Engine spec if `fused`, otherwise the project's torch spec."""
+    """Returns the layer spec: Megatron-core's Transformer Engine spec if `fused`, otherwise the project's torch
+    spec."""
     if fused:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -390,7 +394,7 @@ def _layer_spec(
     first, count = get_transformer_layer_offset(config, **virtual), get_num_layers_to_build(config, **virtual)
     sparse = [arch.is_sparse(number) for number in range(first, first + count)]
     made = {experts: _torch_layer(arch, config, experts=experts) for experts in {*sparse}}
-    norm = cast(Any, RMSNorm)  # core's type hint does not name classes, but core accepts them
+    norm = cast(Any, RMSNorm)  # Megatron-core's type hint does not name classes, but core accepts them
     return TransformerBlockSubmodules(layer_specs=[made[experts] for experts in sparse], layer_norm=norm)
 
 
@@ -403,7 +407,7 @@ def _torch_layer(arch: Architecture, config: TransformerConfig, *, experts: bool
         qk_layernorm=arch.features.qk_norm,
         multi_latent_attention=latent,
     )
-    layer = cast(Any, spec)  # core declares its submodules as `object`
+    layer = cast(Any, spec)  # Megatron-core declares its submodules as `object`
     names = dict(layer.submodules.sharded_state_dict_keys_map)
     # Checkpoints name this norm as Transformer Engine does: a separate module before experts, a part of fc1 otherwise.
     names.pop("pre_mlp_layernorm.", None)
@@ -443,5 +447,5 @@ def _set_norms(parts: Any, arch: Architecture, config: TransformerConfig) -> Non
 
 
 def _submodules(spec: Any) -> Any:
-    """Returns the submodules of a module spec, which is a `functools.partial` in core 0.19."""
+    """Returns the submodules of a module spec, which is a `functools.partial` in Megatron-core 0.19."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules

@@ -200,15 +200,15 @@ def _gradient_buffers(chunks: list[Any]) -> Iterator[Tensor]:
 
 
 def _buffers(chunk: Any) -> list[Any]:
-    """Returns core's parameter and gradient buffers of a chunk, for dense parameters and for experts. Returns an empty
-    list for a chunk that is not trained."""
+    """Returns Megatron-core's parameter and gradient buffers of a chunk, for dense parameters and for experts. Returns
+    an empty list for a chunk that is not trained."""
     wrapped: Any = chunk if isinstance(chunk, DistributedDataParallel) else None
     return [] if wrapped is None else [*wrapped.buffers, *wrapped.expert_parallel_buffers]
 
 
 def _weight_tensors(chunks: list[Any]) -> Iterator[Tensor]:
-    """Yields one tensor for each storage of weights: core's buffers, of which trained parameters are views, and the
-    parameters outside of these buffers.
+    """Yields one tensor for each storage of weights: Megatron-core's buffers, of which trained parameters are views,
+    and the parameters outside of these buffers.
     """
     seen: set[int] = set()
     for chunk in chunks:

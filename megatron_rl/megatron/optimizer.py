@@ -31,8 +31,8 @@ def wrap(
     `overlap`: gradients are reduced over ranks while the last backward pass runs.
     `late`: after an optimizer step each rank has only its shard of the new weights. Call `gather` or `gather_late`
     after the step.
-    `fused_sums`: core's linear layers add weight gradients directly to the buffers, as Transformer Engine's layers
-    always do.
+    `fused_sums`: Megatron-core's linear layers add weight gradients directly to the buffers, as Transformer Engine's
+    layers always do.
     """
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, overlap_param_gather=late
@@ -43,12 +43,13 @@ def wrap(
     if fused_sums:
         platform.sum_weight_gradients()
     for module in (module for chunk in wrapped for module in chunk.modules()):
-        # Core's equivalent config setting cannot be used: with it, core's output layer needs a kernel of apex.
+        # Megatron-core's equivalent config setting cannot be used: with it, core's output layer needs a kernel of apex.
         if hasattr(module, "fuse_wgrad_accumulation"):
             cast(Any, module).fuse_wgrad_accumulation = True
         elif fused_sums and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             module.gradient_accumulation_fusion = True
-    if overlap:  # otherwise core would reduce after every micro-batch and count earlier micro-batches repeatedly
+    # otherwise Megatron-core would reduce after every micro-batch and count earlier micro-batches repeatedly
+    if overlap:
         syncs = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
     return wrapped
@@ -95,7 +96,8 @@ def build(role: RoleConfig, config: Any, chunks: list[Any], *, timer: Timer) -> 
             use_distributed_optimizer=True,
         ),
         chunks,
-        config_overrides={} if settings.decay_norms else None,  # None: core sets weight decay 0 for norms and biases
+        # None: Megatron-core sets weight decay 0 for norms and biases
+        config_overrides={} if settings.decay_norms else None,
     )
     config.finalize_model_grads_func = timer.around("gradient_reduction", finalize_model_grads)
     config.grad_scale_func = optimizer.scale_loss
@@ -124,7 +126,7 @@ def build(role: RoleConfig, config: Any, chunks: list[Any], *, timer: Timer) -> 
 
 
 class Schedule(OptimizerParamScheduler):
-    """Core's learning-rate schedule, extended by an exponential decay."""
+    """Megatron-core's learning-rate schedule, extended by an exponential decay."""
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """Returns the learning rate of a parameter group at the current step.
@@ -140,14 +142,15 @@ class Schedule(OptimizerParamScheduler):
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """Returns the optimizers that core chains: one for dense parameters, and one for experts if the model has them."""
+    """Returns the optimizers that Megatron-core chains: one for dense parameters, and one for experts if the model has
+    them."""
     return optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]
 
 
 def initialize_state(optimizer: Any) -> None:
     """Allocates Adam's moments as zeros, so that a role can be saved and loaded before its first optimizer step.
 
-    Runs core's dummy step with learning rate 0, which changes no weights.
+    Runs Megatron-core's dummy step with learning rate 0, which changes no weights.
     """
     for part in parts(optimizer):
         groups = part.optimizer.param_groups
@@ -162,7 +165,7 @@ def initialize_state(optimizer: Any) -> None:
 def adopt_rates(optimizer: Any, state: dict[Any, Any]) -> None:
     """Copies a checkpoint's learning rates into the parameter groups. Call it before the checkpoint is loaded.
 
-    Core 0.19 matches the parameter groups of optimizer and checkpoint by their learning rates.
+    Megatron-core 0.19 matches the parameter groups of optimizer and checkpoint by their learning rates.
     """
     own = parts(optimizer)
     states = [state] if len(own) == 1 else [state[i] for i in range(len(own))]

@@ -1,9 +1,9 @@
 """Returns the rows of the optimizer state that each rank writes to a checkpoint: those that begin in the rank's part.
 
-Core's format `fully_reshardable` stores the optimizer state of a parameter with the parameter's shape, so that any
-layout can load it. Core gathers the state on the first data-parallel rank, or on all of them. Here each rank writes its
-part directly from memory. A part may end within a row of a matrix; the rank in whose part the row begins then receives
-the rest of the row from its neighbours. Only these rows are sent and need additional memory.
+Megatron-core's format `fully_reshardable` stores the optimizer state of a parameter with the parameter's shape, so that
+any layout can load it. Core gathers the state on the first data-parallel rank, or on all of them. Here each rank writes
+its part directly from memory. A part may end within a row of a matrix; the rank in whose part the row begins then
+receives the rest of the row from its neighbours. Only these rows are sent and need additional memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     apply_factories,
 )
 
-STATE = ("param", "exp_avg", "exp_avg_sq")  # core's names of the state tensors that a checkpoint has per parameter
+# Megatron-core's names of the state tensors that a checkpoint has per parameter
+STATE = ("param", "exp_avg", "exp_avg_sq")
 KEY = "optimizer.state.{}.{}"
 
 
@@ -87,8 +88,8 @@ class Bucket:
 
 
 def sharded_rows(optimizer: Any, model_state: dict[str, Any]) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """Returns the rows of a distributed optimizer's state that this rank writes: core's parameter index -> state name
-    -> tensors. Collective over the optimizer's data-parallel ranks.
+    """Returns the rows of a distributed optimizer's state that this rank writes: Megatron-core's parameter index ->
+    state name -> tensors. Collective over the optimizer's data-parallel ranks.
 
     `model_state` is the model's sharded state dict. Each element is written by exactly one rank. Raises ValueError if a
     parameter is stored in tensors that are not consecutive contiguous ranges of the parameter.
@@ -130,8 +131,8 @@ def without_copies(state: dict[str, Any]) -> dict[str, Any]:
     """Replaces the contiguous CPU tensors of a sharded state by aliases with separate storages, without copying data,
     and returns the state.
 
-    Core's writer copies every tensor that covers only a part of its storage, and does so before it writes the first
-    tensor. Tensors in pinned memory are not replaced, because the writer processes could not read pinned memory.
+    Megatron-core's writer copies every tensor that covers only a part of its storage, and does so before it writes the
+    first tensor. Tensors in pinned memory are not replaced, because the writer processes could not read pinned memory.
     """
     apply_factories(state)
     dict_list_map_inplace(_alone, state)
@@ -232,7 +233,7 @@ def _rows(piece: Piece, first: int, values: Tensor) -> ShardedTensor:
     axis = whole.prepend_axis_num
     offset = list(whole.global_offset)
     offset[axis] += first
-    # Core needs all axes in the shape of a tensor without axis_fragmentations, also the prepended ones.
+    # Megatron-core needs all axes in the shape of a tensor without axis_fragmentations, also the prepended ones.
     data = values.view(*(1,) * axis, -1, *whole.local_shape[1:])
     assert isinstance(whole.replica_id, tuple)
     return replace(

@@ -1,4 +1,5 @@
-"""Creates the process groups of a layout. Several layouts can coexist in one world; core uses one layout at a time."""
+"""Creates the process groups of a layout. Several layouts can coexist in one world; Megatron-core uses one layout at a
+time."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of one layout. Core reads them from module globals, which `active()` sets and restores."""
+    """The process groups of one layout. Megatron-core reads them from module globals, which `active()` sets and
+    restores."""
 
     layout: Layout
     tp: Any  # process group of the tensor-parallel ranks
@@ -79,7 +81,8 @@ class Groups:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Makes this layout core's active layout inside the block, and restores the previous layout afterwards."""
+        """Makes this layout Megatron-core's active layout inside the block, and restores the previous layout
+        afterwards."""
         before = _snapshot()
         parallel_state.__dict__.update(self._globals)
         try:
@@ -109,7 +112,7 @@ def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
 
 
 def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
-    """Creates the groups of a layout with core's function, and restores core's globals afterwards."""
+    """Creates the groups of a layout with Megatron-core's function, and restores core's globals afterwards."""
     world = dist.get_world_size()
     if world % layout.model_ranks:
         raise ValueError(
@@ -122,7 +125,8 @@ def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
             "ranks: lower layout.ep or layout.etp (null is tp), or start a multiple"
         )
     before = _snapshot()
-    parallel_state.destroy_model_parallel()  # resets core's globals only: the groups of other layouts keep working
+    # resets Megatron-core's globals only: the groups of other layouts keep working
+    parallel_state.destroy_model_parallel()
     with _one_backend():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
@@ -153,7 +157,7 @@ def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
 
 @contextlib.contextmanager
 def _one_backend() -> Iterator[None]:
-    """Makes NCCL the default backend of groups that core creates inside the block. No-op without a GPU.
+    """Makes NCCL the default backend of groups that Megatron-core creates inside the block. No-op without a GPU.
 
     By default torch creates a group with both backends of the world, gloo and NCCL. Gloo then connects every pair of
     ranks of the group when the group is created, although these groups never carry CPU tensors.
@@ -193,5 +197,5 @@ def _replicas(control: Any, timeout_s: int) -> Replicas:
 
 
 def _snapshot() -> dict[str, Any]:
-    """Returns every global variable of core's parallel_state that holds a group, a rank or a size."""
+    """Returns every global variable of Megatron-core's parallel_state that holds a group, a rank or a size."""
     return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}

@@ -77,7 +77,7 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Returns this rank's micro-batch of a batch.
 
-    `rotary`: None if core and Transformer Engine compute rotary embedding and attention.
+    `rotary`: None if Megatron-core and Transformer Engine compute rotary embedding and attention.
     `cut`: the distribution of the tokens over the ranks.
     `like`: a tensor with the dtype and device of the model.
     `start`: index of the batch's first token in the replica's work.
@@ -147,7 +147,7 @@ def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, sca
     core = unwrap(model)
     core.wanted = micro.wanted
     router_replay.show(core, micro.experts, training=what.backward)
-    labels = micro.labels[:, None]  # core forwards labels of any shape to PolicyModel
+    labels = micro.labels[:, None]  # Megatron-core forwards labels of any shape to PolicyModel
     if "candidate_logprobs" in what.names:
         assert micro.candidates is not None
         labels = torch.cat([labels, micro.candidates], dim=-1)
@@ -156,8 +156,8 @@ def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, sca
 
 
 def _reduce(answer: Tensor, *, micro: MicroBatch, what: Pass, scale: float) -> tuple[Tensor, dict[str, Any]]:
-    """Converts the last stage's output [R, n] to (scalar for the backward pass, sums by name). Core then divides the
-    scalar by the number of micro-batches."""
+    """Converts the last stage's output [R, n] to (scalar for the backward pass, sums by name). Megatron-core then
+    divides the scalar by the number of micro-batches."""
     whole = torch.zeros(len(answer), len(micro.batch.tokens), device=answer.device)
     whole = whole.index_copy(1, micro.answers, answer.float())
     if (

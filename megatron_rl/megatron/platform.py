@@ -101,7 +101,7 @@ def install() -> None:
 
 
 def _silence_warnings() -> None:
-    """Silences core's import-time warnings that Transformer Engine is missing.
+    """Silences Megatron-core's import-time warnings that Transformer Engine is missing.
 
     The project logs at start-up which backend is used.
     """
@@ -109,13 +109,14 @@ def _silence_warnings() -> None:
         with contextlib.redirect_stderr(io.StringIO()):  # the import prints on every rank that no GPU was found
             importlib.import_module("torch.utils.cpp_extension")
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
-    # Core's calls of torch cause these warnings.
+    # Megatron-core's calls of torch cause these warnings.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.(c10d_logger|checkpoint)")
     warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|transformer_engine|apex).*")
 
 
 def _stub_triton_kernels() -> None:
-    """Replaces the only module of core 0.19.x that imports Triton unconditionally with a stub if Triton is missing.
+    """Replaces the only module of Megatron-core 0.19.x that imports Triton unconditionally with a stub if Triton is
+    missing.
 
     A stub of Triton itself would break torch's inductor.
     """
@@ -144,7 +145,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _patch_cuda() -> None:
-    """Replaces the functions of torch.cuda that core calls by no-ops, constants and CPU equivalents."""
+    """Replaces the functions of torch.cuda that Megatron-core calls by no-ops, constants and CPU equivalents."""
     cuda: Any = torch.cuda
     cuda.current_device, cuda.device_count = _constant(CPU), _constant(1)
     nothing = ("synchronize", "empty_cache", "set_device", "manual_seed_all", "ipc_collect", "reset_peak_memory_stats")
@@ -191,7 +192,8 @@ def _patch_tensor() -> None:
         return original_to(self, *(CPU if _is_cuda(a) else a for a in args), **kwargs)
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns a CUDA type name for a CPU tensor: core's optimizer expects 'torch.cuda.FloatTensor' and the like."""
+        """Returns a CUDA type name for a CPU tensor: Megatron-core's optimizer expects 'torch.cuda.FloatTensor' and the
+        like."""
         return (
             original_type(self, *args, **kwargs)
             if args or kwargs
@@ -204,7 +206,7 @@ def _patch_tensor() -> None:
 
 
 def _patch_megatron() -> None:
-    """Replaces the functions of core that assume CUDA or NCCL."""
+    """Replaces the functions of Megatron-core that assume CUDA or NCCL."""
     with _silent_imports(), _without_compiler(), _without_wandb():
         from megatron.core.distributed import param_and_grad_buffer as buffers
         from megatron.core.tensor_parallel import mappings
@@ -214,14 +216,15 @@ def _patch_megatron() -> None:
     mappings._gather_along_first_dim = _uneven_gather(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim)
     buffers.dist_reduce_scatter_func = _sum_of_several(buffers.dist_reduce_scatter_func)
-    # Core converts the split sizes of the dispatcher's all-to-all to numpy arrays only if they are on a CUDA device.
+    # Megatron-core converts the split sizes of the dispatcher's all-to-all to numpy arrays only if they are on a CUDA
+    # device.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_numpy
     core_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     _replace_torch_optimizer()
 
 
 def _replace_torch_optimizer() -> None:
-    """Replaces torch's Adam, which core uses without Transformer Engine and apex, by `FusedAdam`.
+    """Replaces torch's Adam, which Megatron-core uses without Transformer Engine and apex, by `FusedAdam`.
 
     Core's distributed optimizer cannot load a checkpoint into torch's Adam. On a GPU, core's fallback for the gradient
     norm is replaced too, because the fallback synchronizes with the GPU for each tensor.
@@ -239,7 +242,8 @@ def _replace_torch_optimizer() -> None:
 
 
 def sum_weight_gradients() -> None:
-    """Provides core's linear layers with a replacement for apex's kernel that adds a weight gradient to its buffer.
+    """Provides Megatron-core's linear layers with a replacement for apex's kernel that adds a weight gradient to its
+    buffer.
 
     Layers call the kernel if their `gradient_accumulation_fusion` is True (core 0.16.1, tensor_parallel/layers.py:569).
     """
@@ -254,14 +258,15 @@ def sum_weight_gradients() -> None:
 def _norm_of_all(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Any, per_tensor: bool, *unused: Any
 ) -> tuple[torch.Tensor, None]:
-    """Returns (norm over all tensors together, [1] on their device; None). Replaces core's function of the same
-    signature."""
+    """Returns (norm over all tensors together, [1] on their device; None). Replaces Megatron-core's function of the
+    same signature."""
     return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().view(1), None
 
 
 @contextlib.contextmanager
 def _without_wandb() -> Iterator[None]:
-    """Hides Weights & Biases in the block. Core's inference modules would import it, which takes half a second."""
+    """Hides Weights & Biases in the block. Megatron-core's inference modules would import it, which takes half a
+    second."""
     there = {name: module for name, module in sys.modules.items() if name == "wandb"}
     sys.modules["wandb"] = None  # type: ignore[assignment]
     try:
@@ -275,8 +280,8 @@ def _without_wandb() -> Iterator[None]:
 def _without_compiler() -> Iterator[None]:
     """Makes torch.compile return functions unchanged in the block.
 
-    Core decorates small functions with torch.compile to fuse GPU kernels. On a CPU, the decorator would load torch's
-    compiler at every start, which takes two seconds, and later call a C++ compiler.
+    Megatron-core decorates small functions with torch.compile to fuse GPU kernels. On a CPU, the decorator would load
+    torch's compiler at every start, which takes two seconds, and later call a C++ compiler.
     """
     original = torch.compile
     torch.compile = _uncompiled  # type: ignore[assignment]
@@ -292,7 +297,8 @@ def _uncompiled(model: Any = None, **unused: Any) -> Any:
 
 
 def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns a replacement for core's all-gather that supports different row counts: [n_rank, ...] -> [sum of n, ...].
+    """Returns a replacement for Megatron-core's all-gather that supports different row counts: [n_rank, ...] -> [sum of
+    n, ...].
 
     Gloo can only gather equal row counts. `even` is core's function, which is still used if no split sizes are given.
     """
@@ -313,7 +319,7 @@ def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns a replacement for core's reduce-scatter that supports different row counts: [sum of n, ...] ->
+    """Returns a replacement for Megatron-core's reduce-scatter that supports different row counts: [sum of n, ...] ->
     [n_rank, ...].
 
     Gloo can only scatter equal row counts. `even` is core's function, which is still used if no split sizes are given.
@@ -332,7 +338,7 @@ def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., t
 
 
 def _sum_of_several(summed: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement for core's reduce-scatter of gradients that is a no-op in a group of one rank.
+    """Returns a replacement for Megatron-core's reduce-scatter of gradients that is a no-op in a group of one rank.
 
     Core also reduces over a single rank (0.16.1, distributed/param_and_grad_buffer.py:443). Gloo would then copy the
     whole gradient buffer onto itself.
@@ -346,7 +352,7 @@ def _sum_of_several(summed: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mend_names() -> None:
-    """Fixes two names in core that are wrong without Transformer Engine.
+    """Fixes two names in Megatron-core that are wrong without Transformer Engine.
 
     `te_general_gemm`: the router of core 0.16.1 checks whether it is None, but defines it only with Transformer Engine.
     `HAVE_TE` in core's multi-latent attention: it is True even if the import of Transformer Engine produced a
@@ -362,12 +368,13 @@ def _mend_names() -> None:
 
 
 def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Replaces core's maybe_move_tensor_to_cpu for tensors that are already on the CPU."""
+    """Replaces Megatron-core's maybe_move_tensor_to_cpu for tensors that are already on the CPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def mend_saved_offsets(buffers: Iterable[Any]) -> None:
-    """Corrects the offsets with which core slices parameters out of the optimizer state that it saves (with CUDA too).
+    """Corrects the offsets with which Megatron-core slices parameters out of the optimizer state that it saves (with
+    CUDA too).
 
     When core (0.16 to 0.19) saves, it concatenates a buffer's buckets without their padding, but slices each parameter
     at its offset in the padded buffer. After a padded bucket, such as the separate bucket of a shared embedding, core
@@ -385,7 +392,7 @@ def mend_saved_offsets(buffers: Iterable[Any]) -> None:
 def write_own_rows(optimizer: Any, own_rows: Callable[[Any, dict[str, Any]], Any]) -> None:
     """Makes a distributed optimizer save `own_rows(optimizer, model's sharded state)` in checkpoints (with CUDA too).
 
-    Core's method gathers the state of all data-parallel ranks on the first of these ranks, or on each of them.
+    Megatron-core's method gathers the state of all data-parallel ranks on the first of these ranks, or on each of them.
     """
     original = optimizer.sharded_param_state_fully_reshardable
 
@@ -399,8 +406,8 @@ def write_own_rows(optimizer: Any, own_rows: Callable[[Any, dict[str, Any]], Any
 def _silent_imports() -> Iterator[None]:
     """Silences warnings and hides wandb inside the block.
 
-    Core imports an installed wandb for loggers that this project does not use. The import creates two temporary
-    directories, which a killed process leaves behind.
+    Megatron-core imports an installed wandb for loggers that this project does not use. The import creates two
+    temporary directories, which a killed process leaves behind.
     """
     hidden = {} if "wandb" in sys.modules else {"wandb": None}
     sys.modules.update(hidden)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Builds the Megatron model of one role on this rank from a Hugging Face directory, and activates it in core."""
+"""Builds the Megatron model of one role on this rank from a Hugging Face directory, and activates it in
+Megatron-core."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ from megatron_rl.weights.lora_adapters import is_adapter
 
 platform.install()
 
-# Fields of core's config that each role's optimizer sets. Roles that share a model also share core's config object.
+# Fields of Megatron-core's config that each role's optimizer sets. Roles that share a model also share core's config
+# object.
 _OF_ROLE = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func")
 
 
 class RoleModel:
-    """This rank's part of a role's model: core's config, the model chunks, and the LoRA adapters if the role has them.
+    """This rank's part of a role's model: Megatron-core's config, the model chunks, and the LoRA adapters if the role
+    has them.
 
     A trainable role also has gradient buffers, an optimizer and a learning-rate schedule. In a role with adapters, the
     base model is frozen. `base` is the model of another role with adapters and the same path and layout; this role then
@@ -140,8 +143,8 @@ class RoleModel:
             raise ConfigError("\n  ".join(problems))
 
     def _build(self, seed: int, *, deterministic: bool) -> tuple[Any, list[Any]]:
-        """Builds this rank's model chunks and loads their weights. Returns core's config and the chunks, converted to
-        the model's dtype."""
+        """Builds this rank's model chunks and loads their weights. Returns Megatron-core's config and the chunks,
+        converted to the model's dtype."""
         role, fused = self.role, self.fused
         models.warn_of_slow_products(role.model, self.groups.control)
         config = models.transformer_config(self.arch, role.model, self.groups, deterministic=deterministic, fused=fused)

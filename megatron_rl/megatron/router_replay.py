@@ -11,11 +11,13 @@ from torch import Tensor
 from megatron_rl.models.sizes import Routing
 from megatron_rl.types import FREE
 
-Choose = Callable[..., tuple[Tensor, Tensor]]  # a function that chooses experts, as core calls and implements it
+# a function that chooses experts, as Megatron-core calls and implements it
+Choose = Callable[..., tuple[Tensor, Tensor]]
 
 
 class GroupLimit:
-    """Group-limited routing: chooses experts from a token's best groups. It is attached as core's `router_replay` hook.
+    """Group-limited routing: chooses experts from a token's best groups. It is attached as Megatron-core's
+    `router_replay` hook.
 
     Core itself scores a group by the sum of its k / groups_chosen best scores, but some model families use another
     number of scores.
@@ -41,17 +43,17 @@ class GroupLimit:
 
 
 class RouterReplay:
-    """Replays the expert choices of one layer's router. It is attached as core's `router_replay` hook, which core calls
-    for every choice of experts.
+    """Replays the expert choices of one layer's router. It is attached as Megatron-core's `router_replay` hook, which
+    core calls for every choice of experts.
 
     With activation recomputation, core calls the hook twice per micro-batch: first without gradients, and then with
-    gradients in the backward pass. Other micro-batches may have run in between, so the choices are queued: the
-    backward passes of a chunk run in the order of the forward passes.
+    gradients in the backward pass. Other micro-batches may have run in between, so the choices are queued: the backward
+    passes of a chunk run in the order of the forward passes.
     """
 
     def __init__(self, layer: int, own: GroupLimit | None = None) -> None:
         self._layer = layer  # index of the layer in the whole model
-        self._own = own  # how the router chooses experts that are not replayed; None: by core's function
+        self._own = own  # how the router chooses experts that are not replayed; None: by Megatron-core's function
         self._now: Tensor | None = None  # choices of the micro-batch whose forward pass is next
         self._again: list[Tensor | None] = []  # queue of choices for the recomputation in backward passes
         self._training = False
@@ -141,8 +143,8 @@ def of_tokens(experts: Tensor, places: Tensor, *, parts: int, part: int) -> Tens
     """Returns the expert choices for the tokens that this rank's routers process, [S * L / parts, layers, k].
 
     `experts` is [N, layers, k], and `places` [S, L] has the row in `experts` of each token, -1 for padding. The result
-    is in the order in which core flattens hidden states [L, S, h]. With sequence parallelism over `parts` tensor ranks,
-    this rank processes part number `part` of the tokens.
+    is in the order in which Megatron-core flattens hidden states [L, S, h]. With sequence parallelism over `parts`
+    tensor ranks, this rank processes part number `part` of the tokens.
     """
     own = places.T.chunk(parts)[part].flatten()
     return experts[own.clamp(min=0)].masked_fill((own < 0)[:, None, None], FREE)

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 
-# Core 0.19 uses another package for background saves unless `async_strategy` names core's writer.
+# Megatron-core 0.19 uses another package for background saves unless `async_strategy` names core's writer.
 _OWN_WRITER: dict[str, Any] = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
@@ -76,7 +76,7 @@ class PolicyState:
                 optimizer.adopt_rates(model.optimizer, state["optimizer"])
                 model.optimizer.load_state_dict(state["optimizer"])
                 optimizer.apply_settings(model.role, model.optimizer)
-                model.scheduler.num_steps = 0  # core adds the checkpoint's step count to the current value
+                model.scheduler.num_steps = 0  # Megatron-core adds the checkpoint's step count to the current value
                 model.scheduler.load_state_dict(state["scheduler"])
 
     def _check_base(self, directory: Path) -> None:
@@ -107,7 +107,7 @@ class PolicyState:
         return state
 
     def _sharded(self, *, loading: bool) -> dict[str, Any]:
-        """Returns the role's state on this rank as core's sharded state dict."""
+        """Returns the role's state on this rank as Megatron-core's sharded state dict."""
         model, metadata = self._model, optimizer.checkpoint_metadata()
         state: dict[str, Any] = {}
         for i, chunk in enumerate(model.chunks):

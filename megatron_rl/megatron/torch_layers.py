@@ -48,8 +48,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, triton: bool = False) -> Tens
 class RMSNorm(Chosen, torch.nn.RMSNorm):
     """A root-mean-square norm whose weight gradient Megatron sums over tensor ranks under sequence parallelism.
 
-    With core's `layernorm_zero_centered_gamma`, the norm multiplies by 1 + weight, in float32. Only this variant has a
-    Triton kernel, because torch has a fused kernel for the ordinary variant.
+    With Megatron-core's `layernorm_zero_centered_gamma`, the norm multiplies by 1 + weight, in float32. Only this
+    variant has a Triton kernel, because torch has a fused kernel for the ordinary variant.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -70,7 +70,8 @@ class RMSNorm(Chosen, torch.nn.RMSNorm):
 class NormedAddition(RMSNorm):
     """Applies an RMS norm to the output of attention or MLP and adds the result to the residual stream.
 
-    It replaces core's bias-dropout-add function and has the same interface: the call returns the function that adds.
+    It replaces Megatron-core's bias-dropout-add function and has the same interface: the call returns the function that
+    adds.
     """
 
     def __init__(self, config: Any) -> None:

@@ -226,7 +226,7 @@ def vocab_parallel_statistics(
 
     `first_row` is the vocabulary id of the first row of `weight`. Vocabulary ids from `vocab` on are padding and have
     probability 0. The gradient with respect to `hidden` is this rank's contribution: the caller sums it over `group`
-    (core's copy_to_tensor_model_parallel_region). With `triton`, the kernels of kernels/head.py are used.
+    (Megatron-core's copy_to_tensor_model_parallel_region). With `triton`, the kernels of kernels/head.py are used.
     """
     rows = max(0, min(weight.shape[0], vocab - first_row))
     keep = torch.is_grad_enabled() and not triton and len(hidden) * rows <= KEPT_ELEMENTS[hidden.device.type]

@@ -25,7 +25,7 @@ def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
         ffn_hidden_size=sizes.ffn,
         normalization="RMSNorm",
         layernorm_epsilon=features.norm_eps,
-        qk_layernorm=features.qk_norm,  # not for joint norms: core would sum their gradients over tensor ranks
+        qk_layernorm=features.qk_norm,  # not for joint norms: Megatron-core would sum their gradients over tensor ranks
         gated_linear_unit=True,
         activation_func=features.activation,
         add_bias_linear=False,
@@ -41,7 +41,7 @@ def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
 def _latent(sizes: Sizes) -> dict[str, Any]:
     """Returns the settings of multi-head latent attention; an empty dict for other attention.
 
-    Core's rotary embedding is not used. The project's layers rotate queries and keys, and scale the scores.
+    Megatron-core's rotary embedding is not used. The project's layers rotate queries and keys, and scale the scores.
     """
     if not sizes.kv_rank:
         return {}
@@ -80,9 +80,9 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
     equals the softmax over all experts, divided by the sum over the chosen experts. Families that renormalise use the
     latter.
 
-    Expert groups and expert biases are not passed to core. megatron/router_replay.py limits the choice to groups,
-    because core scores a group by the sum of its k / groups_chosen best experts. Core's load balancing would change its
-    bias.
+    Expert groups and expert biases are not passed to Megatron-core. megatron/router_replay.py limits the choice to
+    groups, because core scores a group by the sum of its k / groups_chosen best experts. Core's load balancing would
+    change its bias.
 
     Raises ConfigError for a router that could not learn.
     """
@@ -106,7 +106,7 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
         moe_router_pre_softmax=routing.scores == "softmax" and not routing.renormalised,
         moe_router_score_function=routing.scores,
         moe_router_topk_scaling_factor=None if routing.scale == 1.0 else routing.scale,
-        # With a list, core writes checkpoints layer by layer, which is required if layers differ.
+        # With a list, Megatron-core writes checkpoints layer by layer, which is required if layers differ.
         moe_layer_freq=[int(sizes.is_sparse(n)) for n in range(sizes.num_layers)] if sizes.dense_layers else 1,
         moe_router_dtype="fp32",  # dtype of the router's logits and probabilities, also in a bfloat16 model
         moe_router_load_balancing_type="aux_loss" if aux_loss else "none",
@@ -116,7 +116,7 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
 
 
 def rotary(features: Features) -> dict[str, Any]:
-    """Returns the settings of core's rotary embedding, for a model that does not need the project's layers."""
+    """Returns the settings of Megatron-core's rotary embedding, for a model that does not need the project's layers."""
     own = features.kinds[0].rotary
     return {
         "position_embedding_type": "rope",

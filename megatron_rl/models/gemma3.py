@@ -71,8 +71,8 @@ class Gemma3(Family):
         )
 
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
-        """Returns the parameters of a layer. The norms after attention and feed-forward belong to core's residual
-        modules (*_bda)."""
+        """Returns the parameters of a layer. The norms after attention and feed-forward belong to Megatron-core's
+        residual modules (*_bda)."""
         width = sizes.hidden
         return [
             *blocks.attention(sizes, head_norms=True),
