@@ -1,4 +1,4 @@
-"""`megatron-rl doctor`: checks what a run needs of this host before it costs node-hours, and names cures."""
+"""`megatron-rl doctor`: checks whether this host meets the requirements of a run, and tells how to fix problems."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ from megatron_rl.weights.parameter_mapping import hf_shapes
 
 Verdict = Literal["ok", "note", "wrong"]
 PYTHON = (3, 11)
-MEGATRON = ((0, 16, 1), (0, 20))  # supported versions: from, below
-PROBE_MIB = {True: 1, False: 64}  # MiB written to the run directory, by whether the check is quick
-SLOW_MIB_S = 20.0  # a file system that writes fewer MiB a second is noted
-# Bytes of a parameter: float32 gradients; float32 weights and Adam's two moments, shared by data parallel ranks.
+MEGATRON = ((0, 16, 1), (0, 20))  # supported versions of megatron-core: first version, first version not supported
+PROBE_MIB = {True: 1, False: 64}  # {whether the check is quick: MiB that are written to the run directory}
+SLOW_MIB_S = 20.0  # a file system that writes fewer MiB per second is reported as slow
+# Bytes per parameter of float32 gradients, and of float32 weights with Adam's two moments, which are sharded over the
+# data-parallel ranks.
 GRADIENT, MASTER = 4, 12
-# Share of a GPU's memory that activations and buffers may want in addition to weights, gradients and optimizer.
+# Fraction of a GPU's memory that activations and buffers may need in addition to weights, gradients and optimizer.
 OTHER_SHARE = 0.5
 GIB = 1 << 30
 ELSEWHERE = "on a login node this says nothing about the nodes of a job"
@@ -55,7 +56,8 @@ NO_FLOCK = (
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table: what was checked, what was found, and the cure where something is wrong."""
+    """The result of one check, a row of the table: `what` was checked, what was `found`, the verdict, and the cure if
+    the verdict is not ok."""
 
     what: str
     found: str
@@ -66,7 +68,9 @@ class Check:
 def examine(spec: Spec | None, profile: Profile | None, *, quick: bool, environment: Mapping[str, str]) -> list[Check]:
     """Returns the results of all checks that apply.
 
-    `quick`: only those that every node of a job makes as it starts, in a second or two. `environment`: the process's.
+    `spec`: the specification of the run, or None for checks of the host only. `profile`: the profile of the cluster.
+    `quick`: make only the checks of a starting job on each of its nodes, which take one or two seconds. `environment`:
+    the environment variables.
     """
     parts: list[Callable[[], Iterator[Check]]] = [
         _packages,
@@ -85,7 +89,7 @@ def examine(spec: Spec | None, profile: Profile | None, *, quick: bool, environm
 
 
 def show(checks: list[Check], console: Console, *, only_wrong: bool, environment: Mapping[str, str]) -> None:
-    """Prints the checks as a table with the worst last. `only_wrong`: leaves out what is not wrong."""
+    """Prints the checks as a table, the worst last. `only_wrong`: print only checks with the verdict wrong."""
     host = socket.gethostname()
     node = environment.get("SLURMD_NODENAME", host)
     chosen = [check for check in checks if not only_wrong or check.verdict == "wrong"]
@@ -123,7 +127,8 @@ def _packages() -> Iterator[Check]:
 
 
 def _transformer_engine(here: Mapping[str, str]) -> Iterator[Check]:
-    """Compares Transformer Engine, where it is installed, with what megatron-core's metadata asks for."""
+    """Checks the version of Transformer Engine, if it is installed, against the requirement in megatron-core's
+    metadata."""
     found, asked = here.get("transformer-engine"), versions.bounds("megatron-core", "transformer-engine")
     if found is None:
         return
@@ -136,7 +141,7 @@ def _transformer_engine(here: Mapping[str, str]) -> Iterator[Check]:
 
 def _gpus(profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
     in_job, wanted = "SLURM_JOB_ID" in environment, profile and profile.gpus_per_node
-    given = environment.get("SLURM_GPUS_ON_NODE", "")  # where doctor is tried by hand, a job may have a part of a node
+    given = environment.get("SLURM_GPUS_ON_NODE", "")  # an interactive job may have only a part of a node's GPUs
     wanted = int(given) if in_job and given.isdigit() else wanted
     if shutil.which("nvidia-smi") is None:
         bad = bool(wanted) and in_job
@@ -191,11 +196,11 @@ def _network(engine: EngineSpec | None, profile: Profile | None, environment: Ma
 
 
 def _files(directory: Path, quick: bool) -> Iterator[Check]:
-    """Checks that the run directory's file system can write, rename and lock, and has space."""
+    """Checks that files in the run directory can be written, renamed and locked, and measures the write speed."""
     while not directory.exists():
         directory = directory.absolute().parent
     probe, size = directory / f".doctor.{socket.gethostname()}.{os.getpid()}", PROBE_MIB[quick]
-    moved = probe.with_name(probe.name + ".moved")  # a name of this process: other nodes may check at the same moment
+    moved = probe.with_name(probe.name + ".moved")  # unique to this process: other nodes may check at the same time
     try:
         start = time.perf_counter()
         with probe.open("wb") as file:
@@ -223,14 +228,14 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
 
 
 def _space(spec: Spec, quick: bool) -> Iterator[Check]:
-    """Compares the free space of the run directory's file system with the checkpoints that will stand there at once:
-    run.keep and the one that is being written, less those that are there, and the models at the end."""
+    """Checks that the run directory's file system has space for run.keep + 1 checkpoints, minus the existing ones, and
+    for the exported models."""
     directory = place = spec.directory
     while not place.exists():
         place = place.absolute().parent
     free, need, said = shutil.disk_usage(place).free / GIB, 1.0, ""
     if isinstance(spec, TrainingSpec) and not quick:
-        with contextlib.suppress(ConfigError, ValueError):  # _inputs tells of it
+        with contextlib.suppress(ConfigError, ValueError):  # reported by _inputs
             own = [_saved_bytes(role) for role in spec.roles.values() if role.has_policy]
             one, models = sum(saved for saved, _ in own) / GIB, sum(model for _, model in own) / GIB
             there = len([*RunDirectory(directory).checkpoints.glob("iteration_*")])
@@ -243,8 +248,8 @@ def _space(spec: Spec, quick: bool) -> Iterator[Check]:
 
 
 def _saved_bytes(role: Any) -> tuple[float, float]:
-    """Returns the bytes of a role's checkpoint, and of its exported model. Raises ConfigError, also where the model's
-    config.json is not here."""
+    """Returns (bytes of a role's checkpoint, bytes of its exported model). Raises ConfigError if the model's
+    config.json is not on this host or cannot be used."""
     found = _sizes(role.model)
     if found is None:
         raise ConfigError(f"{role.model.path}: no config.json here")
@@ -281,7 +286,7 @@ def _inputs(spec: Spec, quick: bool) -> Iterator[Check]:
 
 
 def _hub(spec: Spec, environment: Mapping[str, str]) -> Iterator[Check]:
-    """Tells where the hub's files are kept, whether the hub is asked, and whether there is a token."""
+    """Reports the directory of the Hugging Face cache, whether the hub is contacted, and whether there is a token."""
     if not any(one.on_hub for one in missing_files.absent_files(spec)):
         return
     where, told = hub_cache.cache(), environment.get("HF_HOME") or environment.get("HF_HUB_CACHE")
@@ -329,7 +334,10 @@ def _engine(engine: EngineSpec, profile: Profile | None, environment: Mapping[st
 
 
 def _shared(transport: str, here: Mapping[str, str], there: Mapping[str, str]) -> Check:
-    """Compares what weights pass through: torch and NCCL of the trainer's environment and of the engines'."""
+    """Compares the torch and NCCL versions of the trainer's and the engines' environments, which exchange weights.
+
+    `transport`: the setting refit.transport. `here`, `there`: {package: version} of the trainer and the engines.
+    """
     what = "torch of trainer and engines"
     if different := versions.differences(here, there):
         bad = transport == "nccl" and any(line.startswith("NCCL") for line in different)
@@ -341,20 +349,19 @@ def _shared(transport: str, here: Mapping[str, str], there: Mapping[str, str]) -
 
 
 def _memory(spec: Spec, profile: Profile | None) -> Iterator[Check]:
-    """Compares the weights, gradients and optimizer of every role on a rank with the memory there is for them.
-
-    That is the GPU's memory, or without GPUs the host's, divided by its ranks.
-    """
+    """Compares the memory that a rank needs for the weights, gradients and optimizer of all roles with the memory that
+    it has: the GPU's memory, or without GPUs the host's memory divided by the number of ranks."""
     ranks = 1 if profile is None else profile.ranks_per_node
     world = ranks * spec.cluster.job.nodes
     awake, asleep = 0.0, 0.0
     settings = spec.engine.settings if isinstance(spec, RunSpec) else None
-    leaves = isinstance(settings, Servers) and settings.colocate  # a role's weights leave the GPU with all else
+    # With colocated servers, all memory of a role is released while the role is not trained, including its weights.
+    leaves = isinstance(settings, Servers) and settings.colocate
     for role in spec.roles.values() if isinstance(spec, TrainingSpec) else ():
         try:
             found = _sizes(role.model)
         except (ConfigError, ValueError):
-            return  # _inputs has told of it
+            return  # reported by _inputs
         if found is None:
             yield Check("memory", f"unknown: no config.json of {role.model.path} here", "note", "fetch the model first")
             return
@@ -381,7 +388,7 @@ def _memory(spec: Spec, profile: Profile | None) -> Iterator[Check]:
 
 
 def _room(ranks: int) -> tuple[float, str]:
-    """Returns the GiB that a rank has, and where they are."""
+    """Returns (GiB of memory that a rank has, description of the memory)."""
     if shutil.which("nvidia-smi"):
         with contextlib.suppress(slurm_commands.SlurmError, ValueError):
             said = slurm_commands.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
@@ -415,7 +422,7 @@ def _slurm(profile: Profile | None) -> Iterator[Check]:
 
 
 def _sizes(model: Model) -> Sizes | None:
-    """Returns the model's sizes, or None where its config.json is not here."""
+    """Returns the model's sizes, or None if its config.json is not on this host."""
     file = Path(model.path) / "config.json"
     return registry.read(read_json(file), str(file)) if file.is_file() else None
 

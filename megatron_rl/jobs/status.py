@@ -1,4 +1,4 @@
-"""`megatron-rl status`, `stop` and `logs`: read a run from its directory and Slurm's queue."""
+"""`megatron-rl status`, `stop` and `logs`, which use the run directory and Slurm's queue."""
 
 from __future__ import annotations
 
@@ -27,47 +27,48 @@ from megatron_rl.run.run_directory import RunDirectory
 from megatron_rl.session import generation_progress
 from megatron_rl.session.server_connection import ENGINES
 
-RECENT = 10  # the last iterations, of which seconds per iteration are the median
-LOOK_S = 2.5  # time between two looks at the server registry: a server that lives renews its file every second
-FOLLOW_S = 1.0
-SHOWN = ("update", "staleness", "version_lag", "skipped", "rests", "loss", "length")  # metrics of a role
+RECENT = 10  # number of last iterations over which the median of the seconds per iteration is taken
+LOOK_S = 2.5  # seconds between two reads of the server registry; a running server renews its file every second
+FOLLOW_S = 1.0  # seconds between two reads of followed logs
+SHOWN = ("update", "staleness", "version_lag", "skipped", "rests", "loss", "length")  # metrics of a role that are shown
 REWARD = "reward/"
 NO_JOBS = "no job of it waits or runs"
-RUNS = ("train.sbatch", "roles.sbatch", "sweep.sbatch")  # scripts of what has iterations
-DATA, EVALUATIONS = "generate.sbatch", "eval.sbatch"  # scripts of what has answers alone
+RUNS = ("train.sbatch", "roles.sbatch", "sweep.sbatch")  # batch scripts of runs, which have iterations
+DATA, EVALUATIONS = "generate.sbatch", "eval.sbatch"  # batch scripts of SFT data and evaluations, without iterations
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """A run's progress, jobs and engines at one moment."""
+    """The progress, jobs and engines of a run at one time."""
 
     directory: Path
-    iterations: int  # iterations in the metrics
-    planned: int | None  # iterations of the whole run, where it has said so
-    saved: int  # iterations in the newest complete checkpoint
+    iterations: int  # number of iterations in the metrics
+    planned: int | None  # number of iterations of the whole run; None if the run has not recorded it yet
+    saved: int  # number of iterations in the newest complete checkpoint
     seconds_per_iteration: float | None
-    last: Mapping[str, MetricsRow]  # the newest line of each scope
-    slices: Sequence[Slice]
-    engines: Sequence[tuple[Listing, bool]]  # each with whether it lives
+    last: Mapping[str, MetricsRow]  # {scope: its newest metrics line}
+    slices: Sequence[Slice]  # starts of the run
+    engines: Sequence[tuple[Listing, bool]]  # (listing of a server, whether the server is running)
     jobs: Sequence[slurm_commands.Queued]
-    state: str  # finished, running, waiting for nodes, failed, stopped, or why it is not known
-    failed: str | None = None  # why the last start failed
-    damage: Sequence[str] = ()  # sentences about files that could not be read
-    unlearned: Sequence[str] = ()  # a sentence for each role that had iterations and no update
-    answered: str | None = None  # how far SFT data or evaluations are, which have no iterations; None for a run
+    state: str  # finished, running, waiting for nodes, failed, stopped, or the reason why it is unknown
+    failed: str | None = None  # reason why the last start failed
+    damage: Sequence[str] = ()  # messages about files that could not be read
+    unlearned: Sequence[str] = ()  # a sentence for each role that had iterations but no update
+    answered: str | None = None  # progress of SFT data or evaluations, which have no iterations; None for a run
 
     @property
     def remaining_s(self) -> float | None:
-        """Returns the seconds that are left, or None where planned iterations or rates are not known."""
+        """Returns the estimated remaining seconds, or None if the planned iterations or the rate are unknown."""
         if self.planned is None or self.seconds_per_iteration is None:
             return None
         return (self.planned - self.iterations) * self.seconds_per_iteration
 
 
 def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm_commands.Queued] | None = None) -> Status:
-    """Reads a run's status. Takes `look_s` seconds where there are servers.
+    """Returns the status of a run. If the run has servers, this takes `look_s` seconds.
 
-    `jobs`: the run's own jobs, for a run in a sweep; None asks Slurm. Raises ConfigError for what is no run directory.
+    `jobs`: the run's jobs, for a run in a sweep; None: query Slurm. Raises ConfigError if `directory` is not a run
+    directory.
     """
     own = RunDirectory(directory)
     if not (own.config.exists() or (directory / "jobs").exists()):
@@ -79,7 +80,7 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm_comman
     planned, failed = summary.get("planned"), summary.get("failed")
     try:
         jobs = slurm_commands.queue(jobs_of(directory)) if jobs is None else jobs
-    except slurm_commands.SlurmError as error:  # slurmctld is busy; the directory still tells most
+    except slurm_commands.SlurmError as error:  # e.g. slurmctld is busy; most of the status is in the directory
         jobs, trouble = [], f"what its jobs do is not known ({error})"
     state = _state(directory, jobs, trouble)
     alive = state not in (NO_JOBS, "stopped", "failed")
@@ -148,10 +149,10 @@ def show(status: Status, console: Console) -> None:
 
 
 def stop(directory: Path, *, now: bool) -> str:
-    """Asks the run to save and leave after its iteration, and cancels its jobs that wait. Returns a line to print.
+    """Asks the run to save and exit after the current iteration, and cancels its pending jobs. Returns a line to print.
 
-    `now`: cancels all its jobs at once, as is always done with those of SFT data and evaluations. Raises ConfigError
-    where there is no directory, and SlurmError.
+    `now`: cancel all jobs at once, as is always done for SFT data and evaluations. Raises ConfigError if there is no
+    directory, and SlurmError if a Slurm command fails.
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory} is no run directory")
@@ -171,13 +172,14 @@ def stop(directory: Path, *, now: bool) -> str:
 
 
 def _has_answers_alone(directory: Path) -> bool:
-    """Says whether the directory is one of SFT data or evaluations: their jobs take no iterations, and save none."""
+    """Returns whether the directory is one of SFT data or evaluations, whose jobs have no iterations or checkpoints."""
     here = {path.name for path in (directory / JOBS).glob("*.sbatch")}
     return bool(here & {DATA, EVALUATIONS}) and not here & {*RUNS}
 
 
 def _cancel_answers(directory: Path) -> str:
-    """Cancels jobs that have answers alone, which lose the part at hand. Returns the end of a line to print."""
+    """Cancels the jobs of SFT data or evaluations. The part of the answers that is being generated is lost. Returns the
+    end of a line to print."""
     goes_on = "finished parts of the answers are kept, and `megatron-rl submit` of the same config goes on after them"
     if not slurm_commands.present():
         return f"there is no Slurm here to cancel its jobs with; they are not queued again; {goes_on}"
@@ -188,7 +190,7 @@ def _cancel_answers(directory: Path) -> str:
 
 
 def _answered(directory: Path) -> str | None:
-    """Returns how far SFT data or evaluations are; None for a run."""
+    """Returns the progress of SFT data or evaluations as text; None for a run."""
     if not _has_answers_alone(directory):
         return None
     said = []
@@ -203,7 +205,7 @@ def _answered(directory: Path) -> str | None:
 
 
 def _complete(directory: Path) -> bool:
-    """Returns whether the SFT data that were submitted last are there."""
+    """Returns whether the SFT data that were submitted last are complete."""
     try:
         config = config_files.load(GenerateConfig, [directory / JOBS / "config.yaml"])
     except ConfigError:
@@ -212,7 +214,7 @@ def _complete(directory: Path) -> bool:
 
 
 def _output(config: Path) -> Path | None:
-    """Returns the file that an evaluation writes; None where the config cannot tell."""
+    """Returns the output file of an evaluation's config; None if the config cannot be read or has no output."""
     try:
         found = config_files.read_yaml(config)
     except ConfigError:
@@ -221,7 +223,8 @@ def _output(config: Path) -> Path | None:
 
 
 def log_files(directory: Path) -> list[Path]:
-    """Returns the run's log files, the one that changed last at the end. Raises ConfigError without logs/."""
+    """Returns the run's log files, the most recently changed one last. Raises ConfigError if there is no directory
+    logs/."""
     if not (directory / "logs").is_dir():
         raise ConfigError(f"{directory} is no run directory: it has no logs/")
     found = [
@@ -231,7 +234,7 @@ def log_files(directory: Path) -> list[Path]:
 
 
 def tails(directory: Path, pattern: str, lines: int) -> Iterator[str]:
-    """Yields the last `lines` lines of every log with `pattern` in its name, each log after a line with its path."""
+    """Yields the last `lines` lines of every log with `pattern` in its name. A line with its path precedes each log."""
     for path in log_files(directory):
         if pattern in path.name:
             yield f"==> {path} <=="
@@ -239,7 +242,7 @@ def tails(directory: Path, pattern: str, lines: int) -> Iterator[str]:
 
 
 def follow(directory: Path, pattern: str) -> Iterator[str]:
-    """Yields new lines of the logs with `pattern` in their names, as they come, until the run is over."""
+    """Yields new lines of the logs with `pattern` in their names as they are written, until the run has ended."""
     places = {path: path.stat().st_size for path in log_files(directory)}
     while True:
         for path in log_files(directory):
@@ -254,7 +257,7 @@ def follow(directory: Path, pattern: str) -> Iterator[str]:
 
 
 def sweep_status(directory: Path) -> list[tuple[str, str, Status | None]] | None:
-    """Returns (run, its settings, its status) for every run of a sweep; None where the directory is no sweep's.
+    """Returns [(name, changed settings, status)] of the runs of a sweep; None if the directory is not a sweep's.
 
     The status of a run that has not begun is None.
     """
@@ -273,7 +276,7 @@ def sweep_status(directory: Path) -> list[tuple[str, str, Status | None]] | None
 
 
 def show_sweep(runs: Sequence[tuple[str, str, Status | None]], console: Console) -> None:
-    """Prints a table with a row for every run of a sweep."""
+    """Prints a table with one row for each run of a sweep. `runs`: the result of `sweep_status`."""
 
     def cells(run: str, changes: str, found: Status | None) -> tuple[str, ...]:
         if found is None:
@@ -284,8 +287,8 @@ def show_sweep(runs: Sequence[tuple[str, str, Status | None]], console: Console)
 
 
 def _engines(directory: Path, look_s: float) -> list[tuple[Listing, bool]]:
-    """Returns the listed engines, each with whether it renewed its listing within `look_s` seconds."""
-    registry = ServerRegistry(directory / ENGINES, directory.stat().st_uid)  # the run may be somebody else's
+    """Returns [(listing, whether the server renewed its listing within `look_s` seconds)] of the run's servers."""
+    registry = ServerRegistry(directory / ENGINES, directory.stat().st_uid)  # the run may belong to another user
     before = {(listing.name, listing.incarnation): listing.beat for listing in registry.all()}
     if not before:
         return []
@@ -294,7 +297,8 @@ def _engines(directory: Path, look_s: float) -> list[tuple[Listing, bool]]:
 
 
 def _with_accounting(starts: Sequence[Slice], jobs: Sequence[str]) -> list[Slice]:
-    """Returns the starts; one that ended without a word gets the end that Slurm's accounting knows, if any."""
+    """Returns the starts of a run. The cause of the end of a start that recorded none is taken from Slurm's accounting
+    if it is known there."""
     known = slurm_commands.accounted(jobs) if any(one.cause == job_slices.SILENT for one in starts) else {}
     return [
         replace(one, cause=f"{known[one.job, one.restart]} (sacct)")
@@ -331,7 +335,7 @@ def _rates(status: Status) -> str:
 def _slice_cells(one: Slice) -> tuple[str, ...]:
     try:
         began = time.strftime("%m-%d %H:%M:%S", time.localtime(one.began))
-    except (OverflowError, ValueError, OSError):  # a damaged file
+    except (OverflowError, ValueError, OSError):  # the record is damaged
         began = "?"
     iterations = f"{one.iterations_before} to {'?' if one.iterations_after is None else one.iterations_after}"
     return one.job, str(one.restart), one.nodes, began, iterations, one.cause or "it runs, or has just ended"

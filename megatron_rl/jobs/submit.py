@@ -1,4 +1,5 @@
-"""`megatron-rl submit`: writes the batch scripts of runs, sweeps, SFT data and evaluations, and gives them to Slurm."""
+"""`megatron-rl submit`: writes the batch scripts of runs, sweeps, SFT data and evaluations, and submits them to
+Slurm."""
 
 from __future__ import annotations
 
@@ -37,32 +38,37 @@ from megatron_rl.spec import server_gpus
 from megatron_rl.spec.resolve import resolve
 from megatron_rl.spec.run_spec import Spec, TrainingSpec
 
-JOBS = "jobs"  # the directory of scripts and configs in the run directory; it has the two files below
-SITE, SUBMITTED = "site.yaml", "submitted.jsonl"
-# Files with a job's number each, for slurm/job.sh: the trainer cancels the engines, which do not outlive it.
+JOBS = "jobs"  # subdirectory of the run directory with scripts, configs and the two files below
+SITE, SUBMITTED = "site.yaml", "submitted.jsonl"  # files with the profile, and with the submitted jobs
+# Files with the id of the trainer's and the engines' job for slurm/job.sh, which cancels the engines with the trainer.
 TRAINER, ENGINES = "trainer", "engines"
-ENGINE_WARNING_S = 120  # of jobs that end servers: one may take 30 s to end, and the warning comes up to 30 s late
-MAX_ELEMENTS = 1000  # of an array: Slurm's MaxArraySize is 1001 by default
+# Seconds before the time limit at which jobs with servers are warned. A server may take 30 s to end, and the warning
+# may be up to 30 s late.
+ENGINE_WARNING_S = 120
+MAX_ELEMENTS = 1000  # maximum number of elements of a job array; Slurm's MaxArraySize is 1001 by default
 
 
 @dataclass(frozen=True)
 class Submission:
     """The files and batch scripts of a run, a sweep, SFT data or an evaluation, ready to be written and submitted."""
 
-    directory: Path  # the run's, the sweep's, that of the SFT data or the evaluation's
-    files: Mapping[str, str]  # texts by path below directory/jobs
-    scripts: Sequence[str]  # names of files, in the order of submission
-    # script of engines -> the script of their trainer, and the element of a sweep that is it (None: the whole chain)
+    directory: Path  # directory of the run, the sweep, the SFT data or the evaluation
+    files: Mapping[str, str]  # {path below directory/jobs: text}
+    scripts: Sequence[str]  # names of the batch scripts, in the order of submission
+    # {script of engines: (script of their trainer, array index of the trainer in a sweep)}. The index is None for a
+    # single run.
     trainers: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
-    finished: str | None = None  # says that the jobs would have nothing to do; None where they have
+    finished: str | None = None  # error message if the jobs would have nothing to do, otherwise None
 
 
 def plan_run(
     config: TrainConfig | SftConfig, profile: Profile, *, command: str, as_roles: bool = False, to_come: bool = False
 ) -> Submission:
-    """Plans a chain of the trainer's slices, and an array of engines where the config has servers.
+    """Returns the submission of a run: an array with the trainer's consecutive slices, and an array of servers if the
+    config has any.
 
-    `as_roles`: trainer and engines in one array. `to_come`: an earlier job writes the models. Raises ConfigError.
+    `command`: train or sft. `as_roles`: put trainer and servers into one array. `to_come`: the models do not exist yet,
+    because an earlier job writes them. Raises ConfigError if the config cannot be run on the site.
     """
     config, spec = for_site(config, profile, config.job.nodes * profile.ranks_per_node, to_come=to_come)
     job, directory = config.job, spec.directory.absolute()
@@ -95,8 +101,8 @@ def plan_run(
 def _trainer_shape(
     job: JobConfig, profile: Profile, *, template: str, name: str, array: str, of: Path
 ) -> ScriptShape:  # fmt: skip
-    """Returns the shape of a trainer's job, whose logs go to the directory `of`. Raises ConfigError for a warning that
-    comes as the job starts."""
+    """Returns the shape of a trainer's job. `of`: the directory of the run, in which the logs are written. Raises
+    ConfigError if the warning before the time limit would come at the start of the job."""
     shape = ScriptShape(
         template=template, name=name, nodes=job.nodes, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,
         time=job.time or profile.time, array=array, warning_s=job.warning_s or profile.warning_s,
@@ -108,7 +114,7 @@ def _trainer_shape(
 
 @dataclass(frozen=True)
 class _EngineJobs:
-    """The servers of a run that are jobs of their own."""
+    """The servers of a run that are started by separate jobs."""
 
     roles: Sequence[str]
     engine: Servers
@@ -119,12 +125,12 @@ class _EngineJobs:
 
     @property
     def settings(self) -> dict[str, str | Sequence[str]]:
-        """Returns what the batch scripts have to know of the servers."""
+        """Returns the settings of the servers for the batch scripts."""
         return {"ROLES": self.roles, "REPLICAS": str(self.engine.replicas)}
 
 
 def _engine_jobs(spec: Spec) -> _EngineJobs | None:
-    """Returns the servers that jobs of their own start; None where the run has no such servers."""
+    """Returns the servers that separate jobs start, or None if the run has no such servers."""
     settings = None if spec.engine is None else spec.engine.settings
     if spec.engine is None or not isinstance(settings, Servers) or settings.colocate or settings.urls:
         return None
@@ -135,10 +141,10 @@ def _engines_script(
     servers: _EngineJobs, time: str | None, profile: Profile, trainer: ScriptShape,
     settings: Mapping[str, str | Sequence[str]],
 ) -> str:  # fmt: skip
-    """Returns the batch script of a run's servers, an array. Raises ConfigError.
+    """Returns the batch script of a run's servers, which is a job array.
 
-    `time`: the time limit, None for the trainer's. `settings`: those that it shares with the trainer, CONFIG among
-    them.
+    `time`: the time limit; None: the trainer's. `settings`: settings that the script shares with the trainer's, such as
+    CONFIG. Raises ConfigError if the time limit is invalid or too short.
     """
     shape = replace(
         trainer, template="engines", nodes=1, ranks=1, gpus=servers.engine.tp if profile.gpus_per_node else 0,
@@ -149,10 +155,11 @@ def _engines_script(
 
 
 def for_site(config: Any, profile: Profile, ranks: int, *, to_come: bool = False) -> tuple[Any, Any]:
-    """Returns (a config with what the profile decides, its specification for so many ranks). Raises ConfigError.
+    """Returns (config adapted to the profile, its specification for `ranks` ranks).
 
-    The profile decides which interpreter has the servers, and where servers of a training run listen. Jobs of their own
-    start these servers, unless they are in the trainer's GPUs.
+    The profile determines the Python interpreter of servers, and the address at which servers of a training run listen.
+    Separate jobs start these servers, unless they share the trainer's GPUs. `to_come`: the models do not exist yet.
+    Raises ConfigError if the config cannot be run on the site.
     """
     settings = getattr(config, "engine", None)
     if isinstance(settings, Servers) and isinstance(config, TrainConfig):
@@ -166,13 +173,14 @@ def for_site(config: Any, profile: Profile, ranks: int, *, to_come: bool = False
         server_gpus.refuse(spec.engine if profile.gpus_per_node else None, ranks)
         return config, spec
     check_start(config.run, config_files.dump(config))
-    # a job that is queued again finds its own run
+    # A job that Slurm requeues finds the run that it began, so `never` would make it fail.
     again = replace(config.run, resume="auto") if config.run.resume == "never" else config.run
     return replace(config, run=again), spec
 
 
 def check_warning(name: str, shape: ScriptShape) -> None:
-    """Raises ConfigError for a time limit that Slurm cannot read, and for a warning that comes as the job starts."""
+    """Raises ConfigError if the time limit is invalid, or if the warning would come at the start of the job. `name`:
+    the setting of the warning for the message."""
     limit = limit_seconds(shape.time)
     if limit is not None and shape.warning_s is not None and shape.warning_s >= limit:
         raise ConfigError(
@@ -181,9 +189,9 @@ def check_warning(name: str, shape: ScriptShape) -> None:
 
 
 def limit_seconds(limit: str) -> int | None:
-    """Returns the seconds of a time limit, or None when it is unlimited. Raises ConfigError for another form.
+    """Returns a time limit in seconds, or None if it is unlimited. Raises ConfigError for an invalid format.
 
-    sbatch's forms are M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
+    The formats of sbatch are M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
     """
     if limit.lower() in ("infinite", "unlimited"):
         return None
@@ -197,11 +205,12 @@ def limit_seconds(limit: str) -> int | None:
 
 
 def engine_python(engine: Servers, profile: Profile) -> str:
-    """Returns the interpreter that has the engine on a site; a relative path counts from the checkout.
+    """Returns the Python interpreter of the engine's environment on a site. A relative path is resolved against the
+    checkout.
 
-    The profile's comes first, because a config does not know the site; then the config's, then the environment of
-    `make engines` (or `make engines-sglang`). Raises ConfigError where servers run in a container and the profile does
-    not name the interpreter in it.
+    The profile's setting has precedence, because a config is independent of the site; then the config's setting, then
+    the environment that `make engines` (or `make engines-sglang`) creates. Raises ConfigError if servers run in a
+    container and the profile does not name the interpreter in the container.
     """
     if profile.container is not None and profile.engine_python is None:
         raise ConfigError(
@@ -213,10 +222,10 @@ def engine_python(engine: Servers, profile: Profile) -> str:
 
 
 def sweep_configs(directory: Path, points: Sequence[tuple[Mapping[str, Any], Any]]) -> tuple[list[Any], str]:
-    """Returns the config of each run of a sweep, in a directory of its own, and the text of the sweep's file SWEEP.
+    """Returns (configs of the runs of a sweep, each with a separate directory; text of the sweep's file SWEEP).
 
-    `points`: (the settings that differ, the whole config of that run). Raises ConfigError for runs that would send
-    their weights to the same servers.
+    `points`: [(changed settings, complete config)] of the runs. Raises ConfigError if several runs would send their
+    weights to the same servers.
     """
     configs = [
         replace(own, run=replace(own.run, dir=str(directory), name=f"{index:03d}"))
@@ -237,10 +246,11 @@ def plan_sweep(
     config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[str, Any], Any]], profile: Profile, *,
     command: str, to_come: bool = False,
 ) -> Submission:  # fmt: skip
-    """Plans an array with one run for each point, and an array of engines for each run that has servers in jobs of
-    their own. Raises ConfigError.
+    """Returns the submission of a sweep: an array with one run for each point, and an array of servers for each run
+    whose servers are started by separate jobs.
 
-    `points`: (the settings that differ, the whole config of that run). `to_come`: an earlier job writes the models.
+    `points`: [(changed settings, complete config)] of the runs. `to_come`: the models do not exist yet, because an
+    earlier job writes them. Raises ConfigError if a config cannot be run on the site.
     """
     directory = config.directory.absolute()
     configs, listing = sweep_configs(directory, points)
@@ -269,7 +279,8 @@ def plan_sweep(
 
 
 def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) -> Submission:
-    """Plans an array with one element for each config; all have an output. Raises ConfigError."""
+    """Returns the submission of evaluations: an array with one element for each config. Every config must have an
+    output. Raises ConfigError if a config cannot be run on the site."""
     check_path("--out", str(directory))
     directory = directory.absolute()
     configs = [for_site(config, profile, profile.ranks_per_node)[0] for config in configs]
@@ -284,9 +295,10 @@ def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) 
 
 
 def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
-    """Plans one job, on one node, that writes SFT data to the config's output. Raises ConfigError.
+    """Returns the submission of one job on one node that writes SFT data to the config's output.
 
-    One rank starts servers on the node's GPUs; the embedded engine has a rank on each of them.
+    With servers, the job has one rank, which starts them on the node's GPUs; with the embedded engine, it has one rank
+    per GPU. Raises ConfigError if the config cannot be run on the site.
     """
     ranks = 1 if isinstance(config.engine, Servers) else profile.ranks_per_node
     config, spec = for_site(config, profile, ranks)
@@ -312,9 +324,10 @@ def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
 
 
 def evaluations(settings: Sequence[str], checkpoints: Sequence[str], out: Path) -> list[EvalConfig]:
-    """Returns each config of `eval` for each checkpoint, with an output of its own in `out`. Raises ConfigError.
+    """Returns the configs of all combinations of evaluations and checkpoints, each with a separate output in `out`.
 
-    `settings`: YAML files, each an evaluation, and a.b=c for all of them. `checkpoints`: model directories.
+    `settings`: YAML files, one for each evaluation, and overrides a.b=c for all of them. `checkpoints`: model
+    directories. Raises ConfigError if a config is invalid or two evaluations would have the same output.
     """
     files, overrides = [Path(s) for s in settings if "=" not in s], [s for s in settings if "=" in s]
     if not files:
@@ -333,9 +346,10 @@ def evaluations(settings: Sequence[str], checkpoints: Sequence[str], out: Path) 
 
 
 def read_grid(path: Path) -> list[dict[str, Any]]:
-    """Reads the points of a sweep file. Raises ConfigError.
+    """Returns the points of a sweep file, each a dict of settings.
 
-    A mapping of settings to lists of values stands for all combinations, a list of mappings for itself.
+    The file is a mapping of settings to lists of values, which means all combinations, or a list of points. Raises
+    ConfigError if it is neither, or has more than MAX_ELEMENTS points.
     """
     found = config_files.read_yaml(path)
     if isinstance(found, Mapping) and found and all(isinstance(values, list) and values for values in found.values()):
@@ -353,15 +367,15 @@ def read_grid(path: Path) -> list[dict[str, Any]]:
 
 
 def overrides(point: Mapping[str, Any]) -> list[str]:
-    """Returns the settings of a sweep's point as a.b=c arguments."""
+    """Returns the settings of a sweep's point as overrides a.b=c."""
     return [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in point.items()]
 
 
 def write(submission: Submission) -> None:
-    """Writes the files, and makes the directories that the jobs write to.
+    """Writes the files of a submission, and creates the directories that the jobs write to.
 
-    Raises ConfigError where there is no Slurm, where the jobs would have nothing to do, and where a job of this
-    directory still waits or runs: its next start would read the new files.
+    Raises ConfigError if there is no Slurm, the jobs would have nothing to do, or a job of this directory is pending or
+    running, because its next start would read the new files.
     """
     if submission.finished is not None:
         raise ConfigError(submission.finished)
@@ -371,7 +385,7 @@ def write(submission: Submission) -> None:
 
 
 def write_files(submission: Submission) -> None:
-    """Writes the files and makes the directories, whatever jobs there are."""
+    """Writes the files of a submission and creates the directories, without any check."""
     for place in (submission.directory / JOBS, submission.directory / "logs"):
         place.mkdir(parents=True, exist_ok=True)
     for name, text in submission.files.items():
@@ -379,9 +393,9 @@ def write_files(submission: Submission) -> None:
 
 
 def reopen(run: Run) -> None:
-    """Opens a finished run again where run.resume=must asks for more of it.
+    """Marks a finished run as unfinished if run.resume=must, so that it can be extended. No-op for an unfinished run.
 
-    Raises ConfigError for a finished run without it, whose jobs would have nothing to do.
+    Raises ConfigError if the run is finished and run.resume is not must: its jobs would have nothing to do.
     """
     directory = Path(run.dir) / run.name
     if not job_slices.finished(directory):
@@ -392,9 +406,10 @@ def reopen(run: Run) -> None:
 
 
 def send(submission: Submission, *, dependency: str | None = None) -> dict[str, str]:
-    """Submits what is written, all scripts or none. Returns the jobs' ids by script. Raises SlurmError.
+    """Submits the written scripts, all or none. Returns {script: job id}.
 
-    `dependency`: sbatch's, for the scripts that do not wait for another one of the submission.
+    `dependency`: sbatch's --dependency for the scripts that do not depend on another script of the submission. Raises
+    SlurmError if a script cannot be submitted; jobs that were submitted before are then cancelled.
     """
     allow_start(submission.directory)
     runs = runs_of(submission.directory)
@@ -422,38 +437,38 @@ def send(submission: Submission, *, dependency: str | None = None) -> dict[str, 
 
 
 def refuse_busy(directory: Path) -> None:
-    """Raises ConfigError where a job of this directory still waits or runs."""
+    """Raises ConfigError if a job of this directory is pending or running."""
     if busy := slurm_commands.queue(jobs_of(directory)):
         listed = ", ".join(f"{job.id} ({job.state.lower()})" for job in busy)
         raise ConfigError(f"{directory} has jobs already: {listed}; megatron-rl stop {directory} ends them")
 
 
 def allow_start(directory: Path) -> None:
-    """Removes the stop files of the directory's runs: whoever submits them wants them to go on."""
+    """Removes the stop files of the directory's runs, so that submitted jobs continue them."""
     for run in runs_of(directory):
         (run / STOP).unlink(missing_ok=True)
 
 
 def record_job(directory: Path, script: str, job: str) -> None:
-    """Records a job of this directory, for `megatron-rl status` and `stop`."""
+    """Records the id of a submitted job of this directory, for `megatron-rl status` and `stop`."""
     json_lines.append(
         directory / JOBS / SUBMITTED, json.dumps({"script": script, "job": job, "time": time.time()}).encode()
     )
 
 
 def jobs_of(directory: Path) -> list[str]:
-    """Returns all jobs that were ever submitted for this directory."""
-    return json_lines.read(directory / JOBS / SUBMITTED, _job_of).values  # a full disk may have left half a line
+    """Returns the ids of all jobs that were submitted for this directory."""
+    return json_lines.read(directory / JOBS / SUBMITTED, _job_of).values  # skips a partial line, e.g. after a full disk
 
 
 def runs_of(directory: Path) -> list[Path]:
-    """Returns the run directories of a sweep; else the directory itself."""
+    """Returns the run directories of a sweep; for any other directory, the directory itself."""
     points = read_sweep(directory)
     return [directory] if points is None else [directory / point["run"] for point in points]
 
 
 def read_sweep(directory: Path) -> list[dict[str, Any]] | None:
-    """Returns the runs of a sweep's directory as [{"run", "changes"}]; None where it is no sweep's."""
+    """Returns the runs of a sweep's directory as [{"run", "changes"}]; None if it is not a sweep's directory."""
     path = directory / SWEEP
     return read_points(path) if path.exists() else None
 

@@ -5,11 +5,8 @@ Only `sys` is imported here, so that the first line is printed before slow impor
 
 import sys
 
-RUNS = (
-    "train",
-    "drift",
-    "sft",
-)  # commands that print progress to standard output; others print only their result there
+# Commands that print progress to standard output. Others reserve standard output for their result.
+RUNS = ("train", "drift", "sft")
 
 
 def tell(command: str, text: str) -> None:
