@@ -1,1 +1,1 @@
-"""Reads what runs and evaluations have left and writes pages, tables and pictures about them."""
+"""Reads the files of runs and evaluations, and writes HTML pages, tables and images about them."""

@@ -1,4 +1,4 @@
-"""Sorts the metrics of runs by the question that they answer, and thins them out so that a page stays small."""
+"""Groups the metrics of runs into charts by the question that they answer, and downsamples them for the page."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 from megatron_rl.report.reading import PREFLIGHT, SFT, Clock, Curve, Key, RunMetrics
 from megatron_rl.run.metrics import EVAL
 
-MAX_POINTS = 2000  # most values of one line: the least and the greatest of each bucket of iterations
-PAGE_POINTS = 400_000  # most values of all lines of a page; with many lines each has fewer
-FEWEST = 100  # points of a line in any case
+MAX_POINTS = 2000  # maximum number of values of one line, which are the minimum and maximum of each bucket
+PAGE_POINTS = 400_000  # maximum number of values of all lines of a page
+FEWEST = 100  # minimum of the limit of values per line on a page with many lines
 LEARN, VERIFY, UPDATE, TIME, REST = "learn", "verify", "update", "time", "rest"
 QUESTIONS = {
     LEARN: "Does it learn?",
@@ -23,7 +23,7 @@ QUESTIONS = {
     TIME: "Where does the time go?",
     REST: "Other metrics",
 }
-# The first pattern that is found in a metric's name decides which question it answers.
+# [(question, pattern)]. The first pattern that matches a metric's name determines the question.
 _SORTED = (
     (TIME, r"^seconds|^speed"),
     (
@@ -42,7 +42,7 @@ _SORTED = (
 )
 PALETTE = ("#2f7ed8", "#e07b39", "#2ca25f", "#9467bd", "#d64550", "#17a2b8", "#b8860b", "#7f7f7f")
 _FIRST = ("accuracy", "outcome", "reward", "f1", "loss", "kl_ref", "entropy", "grad_norm", "engine_gap", "seconds")
-# What the metrics mean whose names say too little.
+# {metric or family of metrics: description}, for metrics whose names are not clear enough.
 MEANINGS = {
     "answers": "answers in an episode, of all its agents",
     "tool_calls": "calls of tools in an episode",
@@ -75,39 +75,38 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Thinned:
-    """A line to be drawn. With several iterations to a bucket: its mean, and its least and greatest value; else the
-    values."""
+    """A downsampled line to draw. Each point is a bucket of one or more iterations."""
 
-    x: list[int]  # the first iteration of each bucket
-    y: list[float]
-    low: list[float] | None = None
-    high: list[float] | None = None
+    x: list[int]  # first iteration of each bucket
+    y: list[float]  # mean of each bucket
+    low: list[float] | None = None  # minimum of each bucket; None if buckets have one iteration
+    high: list[float] | None = None  # maximum of each bucket; None if buckets have one iteration
 
     def plain(self) -> dict[str, Any]:
-        """Returns the line as the page's scripts read it."""
+        """Returns the line in the format of the page's scripts."""
         found: dict[str, Any] = {"x": self.x, "y": self.y}
         return found if self.low is None else found | {"low": self.low, "high": self.high}
 
 
 @dataclass(slots=True, kw_only=True)
 class Chart:
-    """Lines that are drawn over one axis."""
+    """A chart: lines that are drawn in one coordinate system."""
 
     question: str
     title: str
     about: str = ""
-    dots: bool = False  # every point is a measurement of its own (an evaluation), so that nothing is smoothed
-    lines: list[tuple[int, str, Curve]] = field(default_factory=list)  # (place of the run, name, metrics)
+    dots: bool = False  # whether the points are separate measurements (evaluations), which are not smoothed
+    lines: list[tuple[int, str, Curve]] = field(default_factory=list)  # (index of the run, name of the line, values)
 
     @property
     def trouble(self) -> str:
-        """Returns sentences about values that are not finite."""
+        """Returns sentences about values that are not finite, or "" if all are finite."""
         return "; ".join(curve.trouble for _, _, curve in self.lines if curve.trouble)
 
 
 @dataclass(slots=True)
 class Sorted:
-    """The metrics of runs: charts, and by question a text for each metric that never changes."""
+    """The metrics of runs: charts, and {question: texts} about metrics that never change."""
 
     charts: list[Chart]
     constants: dict[str, list[str]]
@@ -116,11 +115,12 @@ class Sorted:
 def sort_curves(runs: Sequence[RunMetrics]) -> Sorted:
     """Returns charts of all metrics that change.
 
-    Of one run, a chart has a line for each role, and families `a/b` (reward/outcome, reward/format) get one for each
-    role. Of several runs, each metric of each role has a chart of its own with a line for each run.
+    For one run, a chart of a metric has a line for each role, and a family of metrics `a/b` (reward/outcome,
+    reward/format) has a chart for each role. For several runs, each metric of each role has a chart with a line for
+    each run.
     """
     charts: dict[tuple[str, ...], Chart] = {}
-    constants: dict[str, dict[str, list[str]]] = {}  # by question: "name = value" -> scopes
+    constants: dict[str, dict[str, list[str]]] = {}  # {question: {"name = value": scopes}}
     drawn = [_drawn(run) for run in runs]
     for key in dict.fromkeys(key for own in drawn for key in own):
         found = [(place, own[key]) for place, own in enumerate(drawn) if key in own and own[key].values]
@@ -138,7 +138,7 @@ def sort_curves(runs: Sequence[RunMetrics]) -> Sorted:
         chart.about = chart.about or ("" if chart.dots else about)
         for place, curve in found:
             same = [i for i, (other, _, drawn) in enumerate(chart.lines) if other == place and drawn == curve]
-            if same:  # of the same run: one line has both names
+            if same:  # the run has a line with equal values: one line gets both names
                 chart.lines[same[0]] = (place, f"{chart.lines[same[0]][1]} = {name}", curve)
             else:
                 chart.lines.append((place, name, curve))
@@ -152,7 +152,7 @@ def sort_curves(runs: Sequence[RunMetrics]) -> Sorted:
 
 
 def question_of(scope: str, name: str) -> str:
-    """Returns the question that a metric answers."""
+    """Returns the question that a metric answers, a key of QUESTIONS."""
     last = name.rpartition("/")[2]
     if scope == PREFLIGHT:
         return UPDATE
@@ -165,7 +165,7 @@ def question_of(scope: str, name: str) -> str:
 
 
 def plain_charts(found: Sorted) -> list[dict[str, Any]]:
-    """Returns the charts as the page's scripts read them, thinned out."""
+    """Returns the charts, downsampled, in the format of the page's scripts."""
     width = bucket_width(found.charts)
     return [
         {
@@ -182,8 +182,8 @@ def plain_charts(found: Sorted) -> list[dict[str, Any]]:
 
 
 def bucket_width(charts: Iterable[Chart]) -> int:
-    """Returns how many iterations share a bucket, the same for all lines of a page, so that runs have their points at
-    the same iterations: 1 where nothing need be thinned out."""
+    """Returns the number of iterations per bucket; 1 if no line needs downsampling. It is the same for all lines of a
+    page, so that all runs have points at the same iterations."""
     curves = [curve for chart in charts for _, _, curve in chart.lines]
     if not curves:
         return 1
@@ -195,7 +195,7 @@ def bucket_width(charts: Iterable[Chart]) -> int:
 
 
 def thin(curve: Curve, width: int) -> Thinned:
-    """Returns a curve by buckets of `width` iterations; with a width of 1 all of its points."""
+    """Downsamples a curve to buckets of `width` iterations. If `width` is 1, all points are kept."""
     iterations, values = np.frombuffer(curve.iterations, np.intc), np.frombuffer(curve.values, np.float64)
     if width == 1:
         return Thinned(iterations.tolist(), rounded(values))
@@ -205,13 +205,13 @@ def thin(curve: Curve, width: int) -> Thinned:
         buckets, values = buckets[order], values[order]
     starts = np.flatnonzero(np.diff(buckets, prepend=buckets[0] - 1))
     counts = np.diff(starts, append=len(values))
-    means = np.add.reduceat(values / np.repeat(counts, counts), starts)  # divided first: sums of large values overflow
+    means = np.add.reduceat(values / np.repeat(counts, counts), starts)  # divided first, so that sums do not overflow
     low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
     return Thinned(np.maximum(buckets[starts] * width, -1).tolist(), rounded(means), rounded(low), rounded(high))
 
 
 def thin_clock(clock: Clock, most: int = MAX_POINTS // 2) -> dict[str, Any]:
-    """Returns the cycles, counted from 1, and hours at some iterations, between which a page may interpolate."""
+    """Returns the cycles (from 1) and hours at up to `most` iterations, between which the page interpolates."""
     if not clock.iterations:
         return {"iteration": [], "cycle": [], "hours": []}
     iterations = np.frombuffer(clock.iterations, np.intc)
@@ -227,18 +227,18 @@ def thin_clock(clock: Clock, most: int = MAX_POINTS // 2) -> dict[str, Any]:
 
 
 def rounded(values: np.ndarray) -> list[float]:
-    """Returns floats with six significant digits, which is more than a chart can show."""
+    """Returns the values rounded to six significant digits, which is more than a chart can show."""
     return [rounded_float(value) for value in values.tolist()]
 
 
 def rounded_float(value: float) -> float:
-    """Returns a float with six significant digits."""
+    """Returns a float rounded to six significant digits."""
     return float(f"{value:.6g}")
 
 
 def _drawn(run: RunMetrics) -> Mapping[Key, Curve]:
-    """Returns the metrics that are drawn: those logged, the verifier's two accuracies in place of its counts, and the
-    seconds by phase."""
+    """Returns the curves to draw: the logged metrics, with the verifier's counts replaced by its two accuracies, and
+    the seconds of each phase."""
     own = {
         key: curve
         for key, curve in run.curves.items()
@@ -253,8 +253,8 @@ def _drawn(run: RunMetrics) -> Mapping[Key, Curve]:
 
 
 def class_accuracies(run: RunMetrics, scope: str) -> dict[str, Curve]:
-    """Returns by iteration the verifier's accuracies on correct and on wrong solutions, from its counts; none
-    without."""
+    """Returns the curves of a verifier's accuracies on correct and on wrong solutions, computed from its counts.
+    Returns {} if the scope has no counts."""
     known = run.confusion(scope)
     if not known:
         return {}
@@ -268,7 +268,7 @@ def class_accuracies(run: RunMetrics, scope: str) -> dict[str, Curve]:
 
 
 def _place(key: Key, *, alone: bool) -> tuple[str, str]:
-    """Returns the title of a metric's chart and the name of its line there. `alone`: there is one run."""
+    """Returns (title of a metric's chart, name of its line). `alone`: whether there is only one run."""
     scope, name = key
     if scope == EVAL:
         role, _, metric = name.rpartition("/")

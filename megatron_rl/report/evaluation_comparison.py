@@ -26,23 +26,23 @@ COLUMNS = ("set", "first", "second", "scores", "difference", "better / worse", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """The result `second` against `first`, on one measure of one set.
+    """The comparison of the evaluations `first` and `second` on one measure of one problem set.
 
-    The set named "all" holds the problems of all sets.
+    The set named "all" contains the problems of all sets.
     """
 
     first: str
     second: str
     name: str
     measure: str
-    scores: tuple[float, float]  # means over the problems that both have
+    scores: tuple[float, float]  # mean scores of `first` and `second` over the problems that both have
     test: Paired
 
 
 def compare(files: Sequence[Path]) -> list[Compared]:
-    """Compares finished evaluations, each with the first. `files`: their NAME.json, with NAME.jsonl beside it.
+    """Compares each finished evaluation with the first one. `files`: NAME.json of each, with NAME.jsonl next to it.
 
-    Raises ConfigError for a file that is no finished evaluation, or has no problem in common with the first.
+    Raises ConfigError if a file is not a finished evaluation, or has no problem in common with the first.
     """
     if len(files) < 2:
         raise ConfigError("--compare: give two results or more, NAME.json files of `megatron-rl eval`")
@@ -66,7 +66,7 @@ def compare(files: Sequence[Path]) -> list[Compared]:
 
 
 def console(rows: Sequence[Compared]) -> Table:
-    """Returns the comparisons as a table for the terminal."""
+    """Returns the comparisons as a `rich` table for the terminal."""
     title = "paired differences [95 % bootstrap interval over problems]"
     shown = Table(box=SIMPLE_HEAD, title=title, title_justify="left", show_edge=False)
     for place, column in enumerate(COLUMNS):
@@ -87,7 +87,7 @@ def write(rows: Sequence[Compared], directory: Path) -> None:
 
 
 def names_of(files: Sequence[Path]) -> list[str]:
-    """Returns a short name for each file: its stem, or its path where stems are equal."""
+    """Returns a short name for each file: its stem, or, if several stems are equal, its path without the suffix."""
     stems = [path.stem for path in files]
     return stems if len(set(stems)) == len(stems) else [str(path.with_suffix("")) for path in files]
 
@@ -95,7 +95,7 @@ def names_of(files: Sequence[Path]) -> list[str]:
 def read_answers(path: Path) -> dict[tuple[str, str], dict[str, list[Sample]]]:
     """Returns the samples of a finished evaluation that have a score, as {(measure, set): {problem: samples}}.
 
-    A problem is known by its row and its question. Raises ConfigError for a file that is no NAME.json of a finished
+    A problem is identified by its row and its question. Raises ConfigError if the file is not NAME.json of a finished
     evaluation.
     """
     if path.suffix != ".json" or not path.is_file():
@@ -116,7 +116,7 @@ def read_answers(path: Path) -> dict[tuple[str, str], dict[str, list[Sample]]]:
 
 
 def score_of(row: Sample) -> float | None:
-    """Returns a sample's score, or whether a judgement is correct; None for a sample without either."""
+    """Returns a sample's score; for a judgement, 1.0 if it is correct and 0.0 if not; None if there is neither."""
     if isinstance(score := row.get("score"), int | float):
         return float(score)
     return float(row["predicted"] == row["label"]) if {"predicted", "label"} <= row.keys() else None

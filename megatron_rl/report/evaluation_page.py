@@ -21,10 +21,10 @@ from megatron_rl.evaluation.statistics import Interval
 from megatron_rl.report.html_page import shortened, write_page
 from megatron_rl.run.atomic_files import write_text
 
-SHOWN = 3  # correct and wrong samples of each set on the page
-MAX_CHARACTERS = 6000  # longest text of a sample that is shown whole
-BAR_HEIGHT = 24  # of a set in the drawing of all sets
-# A metric whose name matches is a share, between 0 and 1.
+SHOWN = 3  # number of correct samples, and of wrong samples, of each set on the page
+MAX_CHARACTERS = 6000  # maximum length of a sample's text; longer texts are truncated
+BAR_HEIGHT = 24  # height of a set's bar in the bar chart of all sets
+# Pattern of the names of metrics that are fractions between 0 and 1.
 SHARES = re.compile(r"accuracy|pass@|maj@|best_of_|vote_of_|f1|finished|aligned|located|first_share")
 FORMAT = 1  # version of NAME.json
 
@@ -32,9 +32,10 @@ FORMAT = 1  # version of NAME.json
 def metrics_json(
     sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, Interval]], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the content of NAME.json: `metrics` and `intervals` over all sets, and `sets`, the metrics of each.
+    """Returns the content of NAME.json: `metrics` and `intervals` over all sets, and `sets` with the metrics of each.
 
-    Metrics of other measures than solve and judge have the measure's name before theirs.
+    The names of metrics are prefixed by their measure, except for solve and judge. `means`: {measure: {metric: mean
+    over the sets}}. `about`: further keys of the content.
     """
     flat = {
         name if measure in (SOLVE, JUDGE) else f"{measure}/{name}": interval
@@ -55,7 +56,7 @@ def metrics_json(
 
 
 def console_tables(sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, Interval]]) -> list[Table]:
-    """Returns one table for each measure: a row for each metric, with its interval in a column for each set."""
+    """Returns a table for each measure, with a row for each metric and a column for each set."""
     out = []
     for measure, names, rows in _rows(sets, means):
         title = f"{measure}: mean over problems [95 % bootstrap interval]"
@@ -73,7 +74,7 @@ def console_tables(sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, 
 def write_evaluation_page(
     path: Path, sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, Interval]], samples: Samples, config: str
 ) -> None:
-    """Writes NAME.html, which loads nothing else. All texts of models are escaped."""
+    """Writes NAME.html, a self-contained page. All texts of models are escaped."""
     count = {"sets": len({s.name for s in sets}), "problems": sum(s.problems for s in sets)}
     write_page(path, "evaluation.html", {
         "title": f"Evaluation {path.stem}",
@@ -92,16 +93,16 @@ def write_evaluation_page(
 
 
 def write_metrics(path: Path, metrics: Mapping[str, Any]) -> None:
-    """Writes NAME.json atomically: the file's existence says that the evaluation is done."""
+    """Writes NAME.json atomically. The existence of the file means that the evaluation is finished."""
     write_text(path, json.dumps(metrics, indent=1) + "\n")
 
 
 def _rows(
     sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, Interval]]
 ) -> list[tuple[str, list[str], list[tuple[str, int, Mapping[str, Interval]]]]]:
-    """Returns (measure, names of its metrics, [(title, problems, metrics)]) for each measure.
+    """Returns [(measure, names of its metrics, [(title of the set, number of problems, metrics)])].
 
-    The mean over sets comes last, where there are several sets.
+    If a measure has several sets, the last entry is the mean over the sets.
     """
     out = []
     for measure, mean in means.items():
@@ -129,7 +130,8 @@ def _intervals(metrics: Mapping[str, Interval]) -> dict[str, list[float]]:
 
 
 def _chosen(metrics: SetMetrics, samples: Samples) -> list[tuple[Sample, bool]]:
-    """Returns some correct samples of a set, then some wrong ones, each with whether it is correct."""
+    """Returns [(sample, whether it is correct)] of a set: up to SHOWN correct samples, then up to SHOWN wrong
+    samples."""
     rows = [row for group in samples.rows(metrics.name, metrics.measure) for row in group]
     told = [(r, r["predicted"] == r["label"] if "predicted" in r else r["score"] > CORRECT) for r in rows]
     return [item for kind in (True, False) for item in [one for one in told if one[1] is kind][:SHOWN]]

@@ -1,4 +1,4 @@
-"""Finds the problems that flipped: solved in one evaluation and not in another, or early in a run and not late."""
+"""Finds problems that flipped: solved in only one of two evaluations, or only early or only late in a run."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from megatron_rl.report.evaluation_comparison import names_of, read_answers, sco
 from megatron_rl.report.html_page import shortened
 from megatron_rl.report.shown_rollouts import Picked
 
-FLIP = 0.5  # a problem is solved where more than this share of its answers is correct
-MAX_FLIPS = 500  # shown for each pair
-MAX_CHARACTERS = 4000  # of a text
-Solved = tuple[int, int]  # correct answers, answers
+FLIP = 0.5  # a problem is solved if more than this fraction of its answers is correct
+MAX_FLIPS = 500  # maximum number of flips shown for each pair
+MAX_CHARACTERS = 4000  # maximum length of a text; longer texts are truncated
+Solved = tuple[int, int]  # (number of correct answers, number of answers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flips:
-    """The problems whose answers changed between two looks at them."""
+    """The problems that flipped between `first` and `second`, two evaluations or two times in a run."""
 
     first: str
     second: str
-    common: int  # problems that both have
-    gained: int  # wrong, then correct
-    lost: int  # correct, then wrong
-    rows: Sequence[Mapping[str, Any]]  # at most MAX_FLIPS
+    common: int  # number of problems that both have
+    gained: int  # number of problems that were wrong in `first` and correct in `second`
+    lost: int  # number of problems that were correct in `first` and wrong in `second`
+    rows: Sequence[Mapping[str, Any]]  # the flipped problems, at most MAX_FLIPS
 
 
 def of_evaluations(files: Sequence[Path]) -> list[Flips]:
-    """Compares each result of `megatron-rl eval` with the one before it. `files`: NAME.json, with NAME.jsonl beside.
+    """Compares each result of `megatron-rl eval` with the previous one.
 
-    Raises ConfigError for a file that is no finished evaluation.
+    `files`: NAME.json of each evaluation, with NAME.jsonl next to it. Raises ConfigError if a file is not a finished
+    evaluation.
     """
     names, read, out = names_of(files), [read_answers(path) for path in files], []
     for place in range(1, len(files)):
@@ -52,7 +53,8 @@ def of_evaluations(files: Sequence[Path]) -> list[Flips]:
 
 
 def of_rollouts(picked: Picked, runs: Sequence[str]) -> list[Flips]:
-    """Compares the first with the last time that a run met a problem, over the rollouts that were picked."""
+    """Compares the first and the last iteration in which a run answered a problem, among the picked rollouts. `runs`:
+    names of the runs."""
     out = []
     for place, name in enumerate(runs):
         again = {key: found for key, found in picked.solved.items() if key[0] == place and len(found) > 1}
@@ -69,7 +71,7 @@ def of_rollouts(picked: Picked, runs: Sequence[str]) -> list[Flips]:
 
 def _flips(first: str, second: str, common: int, rows: list[dict[str, Any]]) -> Flips:
     gained = sum(row["gained"] for row in rows)
-    ordered = sorted(rows, key=lambda row: (row["gained"], row["question"] or ""))  # what was lost comes first
+    ordered = sorted(rows, key=lambda row: (row["gained"], row["question"] or ""))  # lost problems come first
     return Flips(
         first=first, second=second, common=common, gained=gained, lost=len(rows) - gained, rows=ordered[:MAX_FLIPS]
     )
@@ -88,6 +90,6 @@ def _share(rows: Sequence[Sample]) -> Solved:
 
 
 def _of(rows: Sequence[Sample], name: str) -> str | None:
-    """Returns a text of the first row that has it."""
+    """Returns the text `name` of the first row that has it, truncated; None if no row has it."""
     value = next((str(row[name]) for row in rows if row.get(name) is not None), None)
     return None if value is None else shortened(value, MAX_CHARACTERS)

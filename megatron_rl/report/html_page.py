@@ -1,4 +1,4 @@
-"""Renders the templates in page/ as HTML pages that load nothing else."""
+"""Renders the templates in page/ to self-contained HTML pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 FILES = Path(__file__).parent / "page"  # templates, styles and scripts
 STYLES = ("page.css",)
-# Characters that cannot be seen, or that turn the direction of writing; page/base.js has the same ones.
+# Characters that are invisible or that change the direction of writing. page/base.js has the same list.
 _HIDDEN = re.compile(
     "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u061c\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff"
     "\\U000e0000-\\U000e007f]"
@@ -25,9 +25,9 @@ _HIDDEN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Data for the scripts of a page: the text of an element that is neither shown nor run.
+    """Data for the scripts of a page: the text of an element that is neither shown nor executed.
 
-    `text` must not contain `<`. The results of `as_json` and base64 do not.
+    `text` must not contain `<`. This holds for the results of `as_json` and base64.
     """
 
     id: str
@@ -40,9 +40,10 @@ def write_page(
 ) -> None:  # fmt: skip
     """Renders page/TEMPLATE with `values` and writes the page atomically.
 
-    All values are escaped. `styles`, `scripts`: names of files in page/, which become a part of the page. The page's
-    content security policy lets a browser run these scripts alone, and load nothing. `data` may be large: its blocks
-    are written one after the other. What is no UTF-8, such as a lone surrogate, becomes a question mark.
+    All values are escaped. `styles`, `scripts`: names of files in page/, which are included in the page. The page's
+    content security policy allows a browser to run only these scripts, and to load nothing. `data`: blocks for the
+    scripts; they are written one at a time, because they may be large. Characters that cannot be encoded as UTF-8, such
+    as lone surrogates, become question marks.
     """
     codes = [(FILES / name).read_text(encoding="utf-8") for name in scripts]
     frame = {"styles": [(FILES / name).read_text(encoding="utf-8") for name in styles], "scripts": codes, "data": data}
@@ -59,7 +60,8 @@ def write_page(
 
 
 def templates() -> Environment:
-    """Returns the environment of the templates in page/. It escapes every value, and refuses a name without a value."""
+    """Returns the jinja2 environment of the templates in page/. It escapes all values; an undefined name is an
+    error."""
     found = Environment(
         loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, extensions=["jinja2.ext.do"],
@@ -69,7 +71,7 @@ def templates() -> Environment:
 
 
 def as_json(value: Any) -> str:
-    """Returns a value as JSON that may stand inside a script element: ASCII without `<`.
+    """Returns a value as JSON that is safe inside a script element: ASCII without `<`.
 
     Raises ValueError for NaN and infinities.
     """
@@ -77,22 +79,23 @@ def as_json(value: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """Returns a value as text. Floats get four significant digits."""
+    """Returns a value as text. Floats have four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def shortened(text: str, most: int) -> str:
-    """Returns a text of up to `most` characters as it is. Of a longer one, says how much is left out."""
+    """Returns a text truncated to `most` characters, with a note about the number of omitted characters."""
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most} more characters)"
 
 
 def _anchor(heading: str) -> str:
-    """Returns the id of the section with this heading."""
+    """Returns the HTML id of the section with this heading."""
     return "".join(letter for letter in heading.lower().replace(" ", "-") if letter.isalnum() or letter == "-")
 
 
 def _visible(text: str) -> str:
-    """Returns a text in which hidden characters can be seen: control characters, and those that turn the direction."""
+    """Returns a text in which control characters, invisible characters and characters that change the direction of
+    writing are replaced by visible ones."""
 
     def told(match: re.Match[str]) -> str:
         code = ord(match[0])

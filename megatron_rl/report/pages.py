@@ -1,4 +1,4 @@
-"""Writes one self-contained HTML page about a run, a sweep, or any runs and evaluations beside each other."""
+"""Writes a self-contained HTML page about a run or a sweep, or a page that compares runs and evaluations."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _log = logging.getLogger(__name__)
 
 
 def write_report(run_dir: Path, target: Path | None = None, *, rollouts: int = MAX_ROLLOUTS) -> Path:
-    """Writes a page about a run or a sweep from what its directory holds so far.
+    """Writes a page about a run or a sweep from the files that its directory has so far.
 
-    Returns the path of the page: `target`, or DIRECTORY/report.html. Uses no network. `rollouts` is the largest number
-    of rollouts on the page. What was not logged (rollouts, a verifier, evaluations) is left out, and so is what is
-    damaged, which the page and a warning then say. Raises FileNotFoundError for a directory without a run, and
-    ConfigError for a damaged sweep.json.
+    Returns the path of the page: `target`, or DIRECTORY/report.html. Uses no network. `rollouts`: maximum number of
+    rollouts on the page. Parts that were not logged (rollouts, a verifier, evaluations) are left out. Damaged files are
+    left out too, and are named on the page and in a warning. Raises FileNotFoundError if the directory has no run, and
+    ConfigError if sweep.json is damaged.
     """
     target = target or run_dir / "report.html"
     if (run_dir / SWEEP).exists():
@@ -54,10 +54,10 @@ def write_report(run_dir: Path, target: Path | None = None, *, rollouts: int = M
 
 
 def write_comparison(paths: Sequence[Path], target: Path, *, rollouts: int = MAX_ROLLOUTS) -> Path:
-    """Writes a page about several runs to `target` and returns `target`.
+    """Writes a page that compares runs and evaluations to `target`, and returns `target`.
 
-    `paths` are run directories, sweeps, and NAME.json of finished evaluations. Each evaluation is compared with the one
-    before it. Raises ConfigError for a path that is none of these.
+    `paths`: run directories, directories of sweeps, and NAME.json of finished evaluations. Each evaluation is compared
+    with the previous one. Raises ConfigError for any other path.
     """
     evaluations = flips.of_evaluations([path for path in paths if not path.is_dir()])
     runs = read_runs([path for path in paths if path.is_dir()])
@@ -78,7 +78,7 @@ def write_comparison(paths: Sequence[Path], target: Path, *, rollouts: int = MAX
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What both kinds of pages have."""
+    """The content that both kinds of pages have: runs, arms (groups of equal settings), rollouts and flips."""
 
     runs: Sequence[RunMetrics]
     arms: Sequence[Arm]
@@ -86,8 +86,8 @@ class _Content:
     flips: Sequence[flips.Flips]
 
     def runs_and_colours(self) -> list[dict[str, Any]]:
-        """Returns name, arm and colour of each run. Runs that differ in the seed alone have one colour, where there are
-        several such groups."""
+        """Returns the name, arm and colour of each run. If there are several arms, and one of them has several runs,
+        all runs of an arm have the same colour."""
         arm_of = {run: number for number, arm in enumerate(self.arms) for run in arm.runs}
         shared = 1 < len(self.arms) < len(self.runs)
         return [
@@ -96,7 +96,7 @@ class _Content:
         ]
 
     def data(self, found: Sorted) -> Iterator[Block]:
-        """Yields what the page's scripts read. `found`: the charts."""
+        """Yields the data of the page's scripts. `found`: the charts."""
         report = {
             "runs": self.runs_and_colours(),
             "arms": [arm.label for arm in self.arms],
@@ -109,7 +109,7 @@ class _Content:
 
 
 def _write(target: Path, template: str, content: _Content, values: Mapping[str, Any]) -> None:
-    """Writes a page, and warns of what is damaged. `values`: what the template shows beside the content."""
+    """Writes a page, and logs a warning if files are damaged. `values`: further values for the template."""
     found = sort_curves(content.runs)
     damage = list(dict.fromkeys(sentence for run in content.runs for sentence in run.record.damage))
     shown = {"sorted": found, "questions": QUESTIONS, "left_out": damage, "picked": content.picked}

@@ -1,4 +1,4 @@
-"""Draws the main curves of a run as one PNG, for a README or a slide; the report's page draws its own."""
+"""Draws the main curves of a run into one PNG image, for a README or a slide. The HTML report does not use it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron_rl.report.curves import PALETTE, Chart, bucket_width, sort_curves,
 from megatron_rl.report.reading import RunMetrics
 
 INK = "#222222"
-MOST = 9  # charts
-COLUMNS = 3
-FEW = 20  # a line with fewer points is not smoothed
+MOST = 9  # maximum number of charts
+COLUMNS = 3  # charts per row
+FEW = 20  # lines with fewer points are not smoothed
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
@@ -36,7 +36,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw_overview(run: RunMetrics, path: Path) -> Path:
-    """Draws a run's first curves on one white sheet and returns its path: held-out figures, then training."""
+    """Draws up to MOST charts of a run into an image and returns its path: held-out metrics, then training metrics."""
     charts = sorted(sort_curves([run]).charts, key=lambda chart: not chart.dots)[:MOST]
     rows = max(1, math.ceil(len(charts) / COLUMNS))
     width = bucket_width(charts)
@@ -53,7 +53,8 @@ def draw_overview(run: RunMetrics, path: Path) -> Path:
 
 
 def _draw(axes: Axes, chart: Chart, width: int) -> None:
-    """Draws each line thin and pale as measured, with its running mean on top when there are enough points."""
+    """Draws a chart. A line with enough points is drawn thin and pale, with its running mean on top. `width`:
+    iterations per bucket."""
     for place, (_, name, curve) in enumerate(chart.lines):
         found, color = thin(curve, width), PALETTE[place % len(PALETTE)]
         label = name.replace("$", r"\$")
@@ -70,9 +71,9 @@ def _draw(axes: Axes, chart: Chart, width: int) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Returns running means over a centred window of about a tenth of the line.
+    """Returns running means over a centered window of about a tenth of the line.
 
-    The window is narrower toward the ends, so that nothing is shifted.
+    The window is narrower near the ends, so that it stays centered.
     """
     half = max(1, len(values) // 20)
     means = []

@@ -1,4 +1,4 @@
-"""Reads what a report shows of one run, in little memory: metrics as columns of numbers, settings, refits, damage."""
+"""Reads the data of one run for a report, with compact arrays for metrics: metrics, settings, refits, damaged files."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from typing import Any
 from megatron_rl.report.run_record import RunRecord
 from megatron_rl.run.metrics import EVAL, SPEED, MetricsRow, unlearned
 
-PREFLIGHT, SFT = "preflight", "sft"  # with EVAL, the scopes of metrics lines that are no roles
-CELLS = ("tp", "fn", "tn", "fp")  # of a verifier's verdicts: what it said of correct, and of wrong solutions
-MOST_ITERATIONS = 2**31 - 1  # a larger number of an iteration is damage
+PREFLIGHT, SFT = "preflight", "sft"  # with EVAL, the scopes of metrics lines that are not roles
+CELLS = ("tp", "fn", "tn", "fp")  # counts of a verifier's verdicts on correct (tp, fn) and wrong (tn, fp) solutions
+MOST_ITERATIONS = 2**31 - 1  # a line with a larger iteration index is damaged
 Key = tuple[str, str]  # (scope, name of the metric)
 Columns = dict[str, dict[str, "Curve"]]
 
 
 @dataclass(slots=True)
 class Curve:
-    """One metric of a run over its iterations (metrics.MetricsRow.place), in the order of the file. Values that are not
-    finite are counted instead."""
+    """The values of one metric of a run over its iterations (see metrics.MetricsRow.place), in the order of the file.
+    Values that are not finite are left out and counted."""
 
     iterations: array[int] = field(default_factory=lambda: array("i"))
     values: array[float] = field(default_factory=lambda: array("d"))
-    broken: int = 0  # values that were NaN or infinite
-    first_broken: int = -1  # iteration of the first of them
+    broken: int = 0  # number of values that were NaN or infinite
+    first_broken: int = -1  # iteration of the first value that was NaN or infinite
 
     @property
     def trouble(self) -> str:
-        """Returns a sentence about values that are not finite; nothing where all are finite."""
+        """Returns a sentence about values that are not finite, or "" if all are finite."""
         if not self.broken:
             return ""
         return f"{self.broken} values are not finite, the first at iteration {self.first_broken + 1}"
 
     def add(self, iteration: int, value: float) -> None:
-        """Appends a value."""
+        """Appends a value, or counts it if it is not finite."""
         if math.isfinite(value):
             self.iterations.append(iteration)
             self.values.append(value)
@@ -49,11 +49,11 @@ class Curve:
 
 @dataclass(slots=True)
 class Clock:
-    """The cycles of the recipe and the measured seconds that had passed at each line of the metrics."""
+    """The iteration, the recipe's cycle, and the measured seconds so far at each line of the metrics."""
 
     iterations: array[int] = field(default_factory=lambda: array("i"))
     cycles: array[int] = field(default_factory=lambda: array("q"))
-    seconds: array[float] = field(default_factory=lambda: array("d"))  # summed over the lines so far
+    seconds: array[float] = field(default_factory=lambda: array("d"))  # cumulative sum over the lines
 
     @property
     def total(self) -> float:
@@ -62,19 +62,19 @@ class Clock:
 
 @dataclass(slots=True, kw_only=True)
 class RunMetrics:
-    """The metrics that a report shows of one run. Its rollouts are read apart."""
+    """The metrics and settings of one run for a report. Rollouts are read separately."""
 
     name: str
     record: RunRecord
     curves: dict[Key, Curve]  # metrics
-    seconds: dict[Key, Curve]  # times; the name is that of the phase
+    seconds: dict[Key, Curve]  # times by (scope, phase)
     clock: Clock
-    updates: dict[str, int]  # lines by scope, evaluations and preflight aside
+    updates: dict[str, int]  # {scope: number of lines}, without evaluations and preflight
     summary: Mapping[str, Any]
-    settings: Mapping[str, Any]  # {"run.seed": 1}
+    settings: Mapping[str, Any]  # flat settings, such as {"run.seed": 1}
     config_text: str
     refits: dict[Key, Curve]  # metrics of refits by (role, name)
-    changes: Mapping[str, Any] = field(default_factory=dict)  # settings that a sweep gave it
+    changes: Mapping[str, Any] = field(default_factory=dict)  # settings that the run's sweep changed
 
     @property
     def finished(self) -> bool:
@@ -82,12 +82,12 @@ class RunMetrics:
 
     @property
     def failed(self) -> str | None:
-        """Returns why the run's last start failed; None where it did not."""
+        """Returns the reason why the run's last start failed, or None if it did not fail."""
         return self.record.failed()
 
     @property
     def iterations(self) -> int:
-        """Returns how many iterations have a line; evaluations and preflight are none."""
+        """Returns the number of iterations so far: the last iteration index of a role's lines + 1."""
         own = (
             curve.iterations[-1]
             for (scope, _), curve in self.curves.items()
@@ -96,18 +96,19 @@ class RunMetrics:
         return max(own, default=-1) + 1
 
     def unlearned(self) -> list[str]:
-        """Returns a sentence for each role that had iterations and no update."""
+        """Returns a sentence for each trained role that had iterations but no update."""
         found = {role: curve.values[-1] for (role, name), curve in self.curves.items() if name == "update"}
         return unlearned(self.updates, found)
 
     def confusion(self, scope: str) -> list[Curve]:
-        """Returns a verifier's counts CELLS of a scope, equally long; an empty list where the scope has none."""
+        """Returns the curves of a verifier's counts CELLS in a scope, which have equal lengths; [] if there are
+        none."""
         found = [self.curves.get((scope, f"confusion/{cell}"), Curve()) for cell in CELLS]
         lengths = {len(curve.values) for curve in found}
         return found if len(lengths) == 1 and lengths != {0} else []
 
     def evaluated(self) -> dict[str, Curve]:
-        """Returns the held-out metrics by name, such as `generator/accuracy_sampled`, counts aside."""
+        """Returns {name: curve} of the held-out metrics, such as `generator/accuracy_sampled`, without counts."""
         return {
             name: curve
             for (scope, name), curve in self.curves.items()
@@ -116,7 +117,8 @@ class RunMetrics:
 
 
 def read_run(directory: Path, *, name: str | None = None) -> RunMetrics:
-    """Reads a run directory. A directory without a run in it gives no metrics."""
+    """Reads a run directory. If it has no run, the result has no metrics. `name`: name of the run; None: the name of
+    the directory."""
     record, columns = RunRecord(directory), _Columns()
     record.each_metric(columns.take)
     record.each_refit(columns.take_refit)
@@ -135,13 +137,13 @@ def read_run(directory: Path, *, name: str | None = None) -> RunMetrics:
 
 
 def is_run(directory: Path) -> bool:
-    """Returns whether a run has left something in the directory."""
+    """Returns whether the directory has metrics or the config of a run."""
     own = RunRecord(directory).directory
     return own.metrics.exists() or own.config.exists()
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns a tree of mappings as {"run.seed": 1}; empty mappings vanish."""
+    """Flattens nested mappings to a dict such as {"run.seed": 1}. Empty mappings are dropped."""
     found: dict[str, Any] = {}
     for key, inner in value.items():
         found |= flatten(inner, f"{prefix}{key}.") if isinstance(inner, Mapping) else {f"{prefix}{key}": inner}
@@ -149,7 +151,7 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class _Columns:
-    """The columns that lines of metrics and refits are sorted into, by scope and then by name."""
+    """Collects lines of metrics and refits into columns {scope: {name: curve}}."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -159,7 +161,7 @@ class _Columns:
         self.refits: Columns = defaultdict(lambda: defaultdict(Curve))
 
     def take(self, row: MetricsRow) -> None:
-        """Adds a line of metrics. Raises ValueError for a line whose iteration or cycle cannot be."""
+        """Adds a line of metrics. Raises ValueError if its iteration or cycle is out of range."""
         if not (0 <= row.iteration <= MOST_ITERATIONS and abs(row.cycle) < 2**62):
             raise ValueError(f"iteration {row.iteration} and cycle {row.cycle} are out of range")
         iteration, cycle = row.place
@@ -174,7 +176,7 @@ class _Columns:
             self.updates[row.scope] = self.updates.get(row.scope, 0) + 1
 
     def take_refit(self, line: Mapping[str, Any]) -> None:
-        """Adds a line of refits."""
+        """Adds a line of refits.jsonl."""
         own = {name.removeprefix("refit/"): v for name, v in line.items() if name not in ("role", "version")}
         _add(self.refits[line["role"]], 0, own)
 
@@ -182,7 +184,7 @@ class _Columns:
 def _add(columns: dict[str, Curve], iteration: int, values: Mapping[str, float]) -> None:
     for name, value in values.items():
         curve = columns[name]
-        if math.isfinite(value):  # as Curve.add does; a call for each of millions of values would take seconds
+        if math.isfinite(value):  # inlined from Curve.add, because there may be millions of values
             curve.iterations.append(iteration)
             curve.values.append(value)
         else:

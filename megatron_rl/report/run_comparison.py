@@ -1,4 +1,4 @@
-"""Compares runs in a report: their settings, their last metrics, and means over runs that differ in the seed alone."""
+"""Compares runs in a report: their settings, their last metrics, and means over runs that differ only in the seed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron_rl.report.reading import RunMetrics, read_run
 from megatron_rl.report.run_sections import HAS_DIRECTION, LOWER_IS_BETTER
 from megatron_rl.run.run_directory import FREE_KEYS, SWEEP
 
-SEED = "run.seed"  # the setting that distinguishes runs of which a mean is taken
-MAX_LABEL = 60  # characters; an arm with more settings of its own has the name of its first run
-MAX_COLUMNS = 12  # runs that have a column each in the table of settings
-# The 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom; beyond the last, that of the normal.
+SEED = "run.seed"  # means are taken over runs that differ only in this setting
+MAX_LABEL = 60  # maximum number of characters of an arm's label; an arm with a longer label has its first run's name
+MAX_COLUMNS = 12  # maximum number of runs that have a column each in the table of settings
+# The 97.5 % quantiles of Student's t distribution with 1, 2, ... degrees of freedom. NORMAL is used for more degrees.
 T = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -30,15 +30,15 @@ NORMAL = 1.960
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Runs that differ in their seed alone."""
+    """A group of runs that differ only in their seed."""
 
     label: str
-    runs: Sequence[int]  # places of them
+    runs: Sequence[int]  # indices of the runs
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunMetrics]:
-    """Reads run directories, and all runs of sweeps in the order of the sweep's file. A run of a sweep that has not
-    begun has no metrics. Raises ConfigError without a whole sweep.json."""
+    """Reads run directories, and all runs of sweeps in the order of sweep.json. A run of a sweep that has not begun has
+    no metrics. Raises ConfigError if a sweep.json is damaged."""
     found: list[RunMetrics] = []
     for path in paths:
         if not (path / SWEEP).exists():
@@ -49,15 +49,15 @@ def read_runs(paths: Sequence[Path]) -> list[RunMetrics]:
             run.changes = entry["changes"]
             found.append(run)
     names = [run.name for run in found]
-    for run in found:  # two runs of one name are told apart by their places
+    for run in found:  # runs with equal names get the names of their parent directories as prefixes
         if names.count(run.name) > 1:
             run.name = f"{run.record.directory.path.resolve().parent.name}/{run.name}"
     return found
 
 
 def differences(runs: Sequence[RunMetrics]) -> dict[str, list[Any]]:
-    """Returns the settings that differ, each with its value in every run (None: it is not set there). Settings that
-    touch no number, such as the run's name, are left out."""
+    """Returns {setting: its value in each run, or None if it is not set} of the settings that differ. Settings that do
+    not affect results, such as the run's name, are left out."""
     settings = [{**run.settings, **run.changes} for run in runs]
     known = [own for own in settings if own]
     if len(known) < 2:
@@ -72,7 +72,8 @@ def differences(runs: Sequence[RunMetrics]) -> dict[str, list[Any]]:
 
 
 def arms(runs: Sequence[RunMetrics]) -> list[Arm]:
-    """Returns the runs by their settings, the seed aside. An arm is called by what distinguishes it."""
+    """Groups the runs into arms with equal settings except the seed. The label of an arm is its distinguishing
+    settings."""
     changed = {name: values for name, values in differences(runs).items() if name != SEED}
     found: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
@@ -90,7 +91,7 @@ def arms(runs: Sequence[RunMetrics]) -> list[Arm]:
 
 
 def ends(run: RunMetrics) -> dict[str, float]:
-    """Returns the last value of every evaluated metric; of training metrics if nothing was evaluated."""
+    """Returns the last value of every held-out metric, or of every training metric if there was no evaluation."""
     evaluated = run.evaluated()
     if evaluated:
         return {name: curve.values[-1] for name, curve in evaluated.items()}
@@ -98,7 +99,8 @@ def ends(run: RunMetrics) -> dict[str, float]:
 
 
 def interval(values: Sequence[float]) -> float | None:
-    """Returns the half width of the 95 % interval of a mean by Student's t; None for a single value."""
+    """Returns half the width of the 95 % confidence interval of a mean (Student's t), or None for fewer than two
+    values."""
     if len(values) < 2:
         return None
     quantile = T[len(values) - 2] if len(values) - 2 < len(T) else NORMAL
@@ -107,14 +109,15 @@ def interval(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of a page: the names of its columns, and its rows as the template takes them."""
+    """A table of a page: the names of its columns, and its rows in the template's format."""
 
     heads: Sequence[str]
     rows: Sequence[Any]
 
 
 def runs_table(runs: Sequence[RunMetrics], found: Sequence[Arm]) -> Table:
-    """Returns a table of the runs' states and last metrics, with rows (name, cells, [(last value, is it the best)])."""
+    """Returns a table of the runs' states and last metrics, with rows (name, cells, [(last value, whether it is the
+    best)])."""
     names, rows, best = _names(runs), [], _best(runs)
     arm_of = {place: arm.label for arm in found for place in arm.runs}
     for place, run in enumerate(runs):
@@ -128,7 +131,8 @@ def runs_table(runs: Sequence[RunMetrics], found: Sequence[Arm]) -> Table:
 
 
 def _best(runs: Sequence[RunMetrics]) -> dict[str, float]:
-    """Returns the best last value of each evaluated metric that differs among the runs and has a better way."""
+    """Returns {metric: best last value} of the held-out metrics that differ among the runs, and for which it is known
+    whether higher or lower is better."""
     found: dict[str, list[float]] = {}
     for run in runs:
         for name, curve in run.evaluated().items():
@@ -139,10 +143,10 @@ def _best(runs: Sequence[RunMetrics]) -> dict[str, float]:
 
 
 def means_table(runs: Sequence[RunMetrics], found: Sequence[Arm]) -> Table | None:
-    """Returns a table of means over the runs of each arm with their 95 % intervals; None without several seeds.
+    """Returns a table of means with 95 % intervals over the runs of each arm; None if every arm has only one run.
 
-    A mean is over the runs that have the metric. Where these are not all that have begun, the cell says how many they
-    are.
+    A mean is over the runs that have the metric. If some runs that have begun lack the metric, the cell includes the
+    number of runs.
     """
     if all(len(arm.runs) < 2 for arm in found):
         return None
@@ -170,7 +174,7 @@ def _names(runs: Sequence[RunMetrics]) -> list[str]:
 
 
 def _mean(values: Sequence[float], runs: int) -> str:
-    """Returns a mean and its interval as text, with the number of values where not all `runs` have one."""
+    """Returns a mean and its interval as text, with the number of values if it is less than `runs`."""
     if not values:
         return ""
     half = interval(values)

@@ -1,4 +1,4 @@
-"""Reads what a run directory holds. What is damaged there is left out, and a list says what that was."""
+"""Reads the files of a run directory. Damaged files and lines are left out and recorded in a list."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron_rl.training.store import StoreError, iteration_files, read_rows
 
 
 class RunRecord:
-    """The record of one run, for those who look at it: the report and the status. None of its methods raises.
+    """Reads the files of one run for the report and the status. Its methods do not raise for damaged files.
 
-    `damage` has a sentence for every file that could not be read, or not as a whole.
+    `damage`: a message for every file that could not be read completely.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -27,19 +27,20 @@ class RunRecord:
         self._config: Mapping[str, Any] | None = None
 
     def metrics(self) -> list[MetricsRow]:
-        """Returns the lines of metrics.jsonl."""
+        """Returns the rows of metrics.jsonl."""
         rows: list[MetricsRow] = []
         self.each_metric(rows.append)
         return rows
 
     def each_metric(self, take: Callable[[MetricsRow], object]) -> None:
-        """Hands each line of metrics.jsonl to `take`, which may refuse it by a ValueError."""
+        """Calls `take` with each row of metrics.jsonl. A row for which `take` raises ValueError is recorded as
+        damaged."""
         damage = each_metric(self.directory.path, take)
         if damage is not None:
             self.damage.append(damage)
 
     def each_refit(self, take: Callable[[dict[str, Any]], object]) -> None:
-        """Hands each line of refits.jsonl to `take`: `role`, and numbers."""
+        """Calls `take` with each line of refits.jsonl: a dict of `role` and numbers."""
 
         def refit(raw: Any) -> None:
             if not isinstance(raw["role"], str):
@@ -51,7 +52,7 @@ class RunRecord:
             self.damage.append(damage)
 
     def summary(self) -> dict[str, Any]:
-        """Returns the metrics of summary.json; none where it is missing or damaged."""
+        """Returns the content of summary.json; {} if it is missing or damaged."""
         try:
             return self.directory.load_summary()
         except (OSError, *json_lines.UNREADABLE) as error:
@@ -59,12 +60,12 @@ class RunRecord:
             return {}
 
     def failed(self) -> str | None:
-        """Returns why the run's last start failed; None where it did not."""
+        """Returns the reason why the run's last start failed, or None if it did not fail."""
         found = self.summary().get(FAILED)
         return found if isinstance(found, str) else None
 
     def config_text(self) -> str:
-        """Returns config.yaml as it is; empty where there is none."""
+        """Returns the text of config.yaml; "" if there is none."""
         try:
             path = self.directory.config
             return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
@@ -73,7 +74,7 @@ class RunRecord:
             return ""
 
     def config(self) -> Mapping[str, Any]:
-        """Returns the settings of config.yaml; none where it is missing or damaged. It is read once."""
+        """Returns the settings of config.yaml; {} if it is missing or damaged. The file is read only once."""
         if self._config is None:
             self._config = {}
             try:
@@ -84,21 +85,21 @@ class RunRecord:
         return self._config
 
     def threshold(self) -> float:
-        """Returns the reward above which the run counts an answer as correct: the middle of its `reward.range`."""
+        """Returns the reward above which an answer is considered correct: the midpoint of the run's `reward.range`."""
         section = self.config().get("reward")
         bounds = section.get("range") if isinstance(section, Mapping) else None
         try:
             return Reward(range=(float(bounds[0]), float(bounds[1]))).threshold if bounds else Reward().threshold
-        except (ConfigError, LookupError, TypeError, ValueError):  # a damaged config
+        except (ConfigError, LookupError, TypeError, ValueError):  # the config is damaged
             return Reward().threshold
 
     def iteration_files(self) -> list[Path]:
-        """Returns the files of rollouts, by iteration."""
+        """Returns the files of rollouts in the order of iterations."""
         return iteration_files(self.directory.rollouts)
 
     def rollouts(self, path: Path) -> list[dict[str, Any]]:
-        """Returns the rollouts in one of the `iteration_files`; none of a damaged one. Where an iteration was not kept
-        for readers, texts are None."""
+        """Returns the rollouts in one of the `iteration_files`; [] if it is damaged. Texts are None if the iteration
+        was saved without texts (see run.save_rollouts_every)."""
         try:
             return read_rows(path)
         except StoreError as error:
@@ -107,7 +108,7 @@ class RunRecord:
             return []
 
     def look(self) -> list[str]:
-        """Reads all files but those of rollouts. Returns the sentences of `damage`, each once."""
+        """Reads all files except rollouts. Returns the messages in `damage` without duplicates."""
         self.each_metric(lambda _: None)
         self.each_refit(lambda _: None)
         for read in (self.summary, self.config):
@@ -120,8 +121,8 @@ def _short(error: BaseException) -> str:
 
 
 def read_points(path: Path) -> list[dict[str, Any]]:
-    """Reads a sweep's file, [{"run": name of its directory, "changes": {setting: value}}]. Raises ConfigError for a
-    damaged one, without which nobody knows the sweep's runs."""
+    """Returns the content of sweep.json, [{"run": name of the run's directory, "changes": {setting: value}}]. Raises
+    ConfigError if the file is damaged, because the runs of the sweep are then unknown."""
     try:
         found = read_json(path)
         if not all(isinstance(point["run"], str) and isinstance(point["changes"], dict) for point in found):

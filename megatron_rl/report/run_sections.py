@@ -1,4 +1,4 @@
-"""Computes what the parts of a run's page show: whether it learned, verdicts against the truth, times and refits."""
+"""Computes the sections of a run's page: whether it learned, a verifier's verdicts against the truth, times, refits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.report.reading import CELLS, SFT, Curve, RunMetrics, flatten
 from megatron_rl.run.console import COLUMNS
 from megatron_rl.run.metrics import EVAL
 
-# Settings that the head of the page shows, as patterns of their names.
+# Patterns of the names of settings that are shown at the top of the page.
 FACTS = (
     r"recipe\.target",
     r"(roles\.\w+\.)?model\.(path|init)",
@@ -26,9 +26,9 @@ FACTS = (
     r"launch\.nproc",
     r"recipe\.args\.\w+",
 )
-WINDOW = 0.2  # the first iterations are this share of all, and so are the last iterations
-LARGEST = 1e300  # whole numbers beyond it are no floats, and differences of floats beyond it are not finite
-# The metrics of an evaluation that say most of a role, best first.
+WINDOW = 0.2  # fraction of all iterations that are the "first", and the "last", iterations
+LARGEST = 1e300  # larger integers have no float, and differences of larger floats may not be finite
+# Patterns of the main metric of a role in an evaluation, in order of preference.
 MAIN = (
     r"accuracy_sampled$",
     r"reward_sampled$",
@@ -39,10 +39,10 @@ MAIN = (
     r"accuracy|outcome|score|reward",
 )
 LOWER_IS_BETTER = re.compile(r"loss|exploitab|error|cross_entropy|(^|_)kl|gap|num_failed")
-# Metrics of which it is known whether more is better; of others, such as the number of answers, it is not.
+# Metrics for which it is known whether higher or lower is better. Unknown for others, such as the number of answers.
 HAS_DIRECTION = re.compile(r"accuracy|outcome|f1|score|reward|success|aligned|pass@|maj@|loss|exploitab|cross_entropy")
-MAX_CARDS = 4  # evaluated metrics with a card of their own
-SPARK = 60  # points of a small curve
+MAX_CARDS = 4  # maximum number of held-out metrics that have a card
+SPARK = 60  # maximum number of points of a sparkline
 REFIT_FIGURES = (
     *("seconds", "floor_seconds", "ratio_to_floor", "gigabytes", "local_gigabytes"),
     *("checked_slices", "failed_engines"),
@@ -51,14 +51,14 @@ REFIT_FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A metric before and after."""
+    """The change of a metric between the start and the end of a run."""
 
     name: str
     start: float
     end: float
-    problems: int | None = None  # number of problems that both values are means over
+    problems: int | None = None  # number of problems over which both values are means; None if unknown
     curve: Curve | None = None
-    held_out: bool = True  # False: a metric of training, whose change is never called better or worse
+    held_out: bool = True  # False: a training metric, whose change is never called better or worse
 
     @property
     def role(self) -> str:
@@ -70,7 +70,7 @@ class Gain:
 
     @property
     def spoken(self) -> str:
-        """Returns the name in a sentence, such as `the generator's sampled accuracy`."""
+        """Returns the metric's name for use in a sentence, such as `the generator's sampled accuracy`."""
         way = re.fullmatch(r"(.*) (sampled|greedy)", self.metric)
         metric = f"{way[2]} {way[1]}" if way else self.metric
         return f"the {self.role}'s {metric}" if self.role else metric
@@ -83,10 +83,10 @@ class Gain:
 
     @property
     def error(self) -> float | None:
-        """Returns half of the 95 % interval of the difference of two shares of equally many problems.
+        """Returns half the width of the 95 % interval of `end - start`, if both are fractions of `problems` problems.
 
-        The two shares are taken as independent, which is too cautious where the problems are the same. Returns None for
-        a metric that is no share, and for an unknown number of problems.
+        The two fractions are treated as independent, which gives a too wide interval if the problems are the same.
+        Returns None if the values are not fractions between 0 and 1, or the number of problems is unknown.
         """
         if not self.problems or self.problems < 0 or not (0 <= self.start <= 1 and 0 <= self.end <= 1):
             return None
@@ -94,15 +94,15 @@ class Gain:
 
     @property
     def by_chance(self) -> bool:
-        """Returns whether the change is within its interval."""
+        """Returns whether the change is within the interval of `error`, and may therefore be due to chance."""
         return self.error is not None and abs(self.end - self.start) <= self.error
 
     @property
     def better(self) -> bool | None:
-        """Returns whether the metric got better.
+        """Returns whether the metric improved.
 
-        Returns None for a metric that did not change, or not by more than chance would, and for a metric of which it is
-        not known whether more is better.
+        Returns None for a training metric, for a metric that did not change more than by chance, and if it is not known
+        whether higher or lower values are better.
         """
         change = self.end - self.start
         if not self.held_out or change == 0 or self.by_chance or not HAS_DIRECTION.search(self.name):
@@ -111,7 +111,7 @@ class Gain:
 
     @property
     def spark(self) -> str:
-        """Returns the points of a small curve in a box of 100 x 32, as SVG's polyline has them."""
+        """Returns the points of a sparkline in a box of 100 x 32, in the format of an SVG polyline."""
         values = list(self.curve.values) if self.curve is not None else []
         size = max(1, -(-len(values) // SPARK))
         means = [_mean(values[i : i + size]) for i in range(0, len(values), size)]
@@ -125,26 +125,26 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """What a reader sees first: whether the run learned."""
+    """The first section of the page: whether the run learned."""
 
-    alarms: Sequence[str]  # sentences
+    alarms: Sequence[str]  # sentences about problems
     gains: Sequence[Gain]  # the main held-out metric of each role
     rewards: Sequence[Gain]  # the main training metric of each role
     rest: Sequence[Gain]  # the other held-out metrics
-    longest: tuple[str, float] | None  # the phase that takes most time, and its share
+    longest: tuple[str, float] | None  # (phase that takes most time, its fraction of the time)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictCounts:
-    """The verdicts of a verifier against the truth, in some iterations."""
+    """The confusion matrix of a verifier's verdicts in some iterations."""
 
     title: str
-    rows: Mapping[str, Sequence[tuple[str, float, float]]]  # truth -> (colour, count, share) by what the verifier said
-    f1: float
+    rows: Mapping[str, Sequence[tuple[str, float, float]]]  # {truth: (colour, count, fraction) for each verdict}
+    f1: float  # harmonic mean of the accuracies on correct and on wrong solutions
 
 
 def headline(run: RunMetrics) -> Headline:
-    """Returns whether the run learned: held-out metrics, metrics of training, and what went wrong."""
+    """Returns the first section of the page: problems, held-out metrics, and training metrics."""
     gains = evaluation_gains(run) or [Gain(name, *both) for name, both in pairs(run.summary).items()]
     chosen = _main(gains)
     named = [gain.role for gain in chosen]
@@ -163,7 +163,8 @@ def headline(run: RunMetrics) -> Headline:
 
 
 def evaluation_gains(run: RunMetrics) -> list[Gain]:
-    """Returns each evaluated metric at the first and the last evaluation, where there are two."""
+    """Returns the change of each held-out metric from the first to the last evaluation. Metrics with only one
+    evaluation are left out."""
     counts = {name: curve for (scope, name), curve in run.curves.items() if scope == EVAL}
     out = []
     for name, curve in run.evaluated().items():
@@ -178,7 +179,7 @@ def evaluation_gains(run: RunMetrics) -> list[Gain]:
 
 
 def pairs(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Returns {NAME: (start, end)} for every metric that a summary gives as NAME_start and NAME_end."""
+    """Returns {NAME: (start, end)} for every metric that a summary has as NAME_start and NAME_end."""
     flat = flatten(summary)
     names = [key.removesuffix("_start") for key in flat if key.endswith("_start")]
     both = {name: (flat[f"{name}_start"], flat.get(f"{name}_end")) for name in names if "_num_" not in name}
@@ -186,7 +187,8 @@ def pairs(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def confusions(run: RunMetrics) -> list[VerdictCounts]:
-    """Returns what the verifier said against what is true, in the first and in the last iterations."""
+    """Returns the confusion matrices of the verifier's verdicts in the first and in the last iterations of each
+    scope."""
     out = []
     for scope in run.updates:
         if not (known := run.confusion(scope)):
@@ -212,7 +214,7 @@ def _verdict_counts(title: str, cells: Mapping[str, float]) -> VerdictCounts:
 
 
 def seconds(run: RunMetrics) -> dict[str, dict[str, float]]:
-    """Returns the measured seconds as {role: {phase: seconds}}; nothing where none were measured."""
+    """Returns the measured seconds as {scope: {phase: seconds}}; {} if no seconds were measured."""
     found: dict[str, dict[str, float]] = {}
     for (scope, phase), curve in run.seconds.items():
         found.setdefault(scope, {})[phase] = sum(curve.values)
@@ -220,7 +222,7 @@ def seconds(run: RunMetrics) -> dict[str, dict[str, float]]:
 
 
 def refits(run: RunMetrics) -> dict[str, list[str]]:
-    """Returns a row of a table for each role: its number of refits, and the medians of REFIT_FIGURES."""
+    """Returns {role: row of a table}: the role's number of refits, and the medians of REFIT_FIGURES."""
     found: dict[str, list[str]] = {}
     for role in dict.fromkeys(role for role, _ in run.refits):
         own = {name: curve.values for (other, name), curve in run.refits.items() if other == role and curve.values}
@@ -230,13 +232,13 @@ def refits(run: RunMetrics) -> dict[str, list[str]]:
 
 
 def facts(run: RunMetrics) -> list[tuple[str, Any]]:
-    """Returns the settings that the head of the page shows."""
+    """Returns [(setting, value)] of the settings that are shown at the top of the page."""
     chosen = [(key, run.settings[key]) for pattern in FACTS for key in run.settings if re.fullmatch(pattern, key)]
     return [(key, value) for key, value in chosen if value is not None]
 
 
 def subtitle(run: RunMetrics) -> str:
-    """Returns the number of iterations and updates by role and the measured time."""
+    """Returns a text with the numbers of iterations and updates of each role, and the measured time."""
     parts = []
     for scope, count in run.updates.items():
         done = run.curves.get((scope, "update"))
@@ -246,7 +248,7 @@ def subtitle(run: RunMetrics) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns seconds as hours and minutes."""
+    """Returns a duration as text, in hours and minutes, minutes and seconds, or seconds."""
     if not math.isfinite(seconds) or seconds > LARGEST:
         return "an unknown time"
     minutes, rest = divmod(round(seconds), 60)
@@ -255,7 +257,7 @@ def duration(seconds: float) -> str:
 
 
 def _main(gains: Sequence[Gain]) -> list[Gain]:
-    """Returns the gain that says most of each role, at most MAX_CARDS."""
+    """Returns the change of the main metric of each role (see MAIN), at most MAX_CARDS."""
     by_role: dict[str, list[Gain]] = {}
     for gain in gains:
         by_role.setdefault(gain.role, []).append(gain)
@@ -267,8 +269,11 @@ def _main(gains: Sequence[Gain]) -> list[Gain]:
 
 
 def _reward_gain(run: RunMetrics, role: str) -> Gain | None:
-    """Returns the mean of a role's main metric of training over its first and its last iterations: the reward that it
-    is trained on, or the loss where there is none."""
+    """Returns the change of a role's main training metric from its first to its last iterations (means over WINDOW).
+
+    The metric is the reward on which the role is trained, or the loss if there is no reward. Returns None if there is
+    no such metric with several values.
+    """
     names = ["validation_loss"] if role == SFT else [*COLUMNS["reward"][:-1]]
     names += sorted(name for scope, name in run.curves if scope == role and name.startswith("reward/"))
     for name in [*names, "loss"]:
@@ -285,5 +290,5 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Returns a mean. Each value is divided first: the sum of very large ones is not finite."""
+    """Returns a mean. Each value is divided first, so that the sum of very large values does not overflow."""
     return sum(value / len(values) for value in values)

@@ -1,4 +1,5 @@
-"""Picks rollouts of runs for a report: a small index by which a page filters them, and their texts in packed chunks."""
+"""Selects rollouts of runs for a report: a small index by which the page filters them, and their texts in compressed
+chunks."""
 
 from __future__ import annotations
 
@@ -17,22 +18,23 @@ from megatron_rl.report.html_page import Block, as_json, shortened
 from megatron_rl.report.run_record import RunRecord
 from megatron_rl.rewards.verdicts import final_verdict
 
-MAX_ROLLOUTS = 4000  # shown of all runs together, unless more are asked for
-MAX_FILES = 400  # iterations read of all runs together, unless more rollouts are asked for
-CHUNK = 64  # rollouts whose texts are packed together
-MAX_CHARACTERS = 20_000  # longer texts are cut
-MAX_PIECES = 400  # of a conversation
-Row = Mapping[str, Any]  # of an iteration's file, as store.read_rows gives it
+MAX_ROLLOUTS = 4000  # default maximum number of rollouts of all runs together
+MAX_FILES = 400  # maximum number of iterations that are read of all runs together; more if more rollouts are requested
+CHUNK = 64  # number of rollouts whose texts are compressed together
+MAX_CHARACTERS = 20_000  # maximum length of a text; longer texts are truncated
+MAX_PIECES = 400  # maximum number of pieces of a conversation
+Row = Mapping[str, Any]  # a rollout as store.read_rows returns it
 
 
 @dataclass(slots=True)
 class Index:
-    """The columns by which a page filters rollouts.
+    """The columns by which the page filters rollouts. In integer columns, -1 means None.
 
-    role, agent: places in `roles` and `agents`; episode: the number of the episode on the page; outcome: 1 for a
-    correct rollout, 0 for a wrong one; says: a verifier's final verdict on the solution, 2 where it is unreadable;
-    truth: whether that solution is correct; length: tokens that models wrote; steps: number of reasoning steps. In
-    these columns -1 stands for None.
+    `run`, `iteration`: index of the run, and of the iteration. `role`, `agent`: indices in `roles` and `agents`.
+    `episode`: index of the episode on the page. `outcome`: 1 for a correct rollout, 0 for a wrong one. `says`: the
+    verifier's final verdict on the solution, 1 or 0, or 2 if it is unreadable. `truth`: whether the solution is
+    correct. `length`: number of tokens that models generated. `steps`: number of reasoning steps. `reward` and
+    `advantage`: floats or None.
     """
 
     columns: dict[str, list[Any]] = field(default_factory=dict)
@@ -44,7 +46,7 @@ class Index:
         return len(self.columns.get("run", ()))
 
     def add(self, run: int, row: Row, threshold: float) -> None:
-        """Adds a rollout. threshold: as in `is_correct`."""
+        """Adds a rollout. `run`: index of its run. `threshold`: as in `is_correct`."""
         says, truth = opinion(row, threshold)
         episode, agent = row["episode"], row["agent"]
         values = {
@@ -67,24 +69,24 @@ class Index:
             self.columns.setdefault(name, []).append(value)
 
     def plain(self, runs: Sequence[str]) -> dict[str, Any]:
-        """Returns the index as the page's scripts read it."""
+        """Returns the index in the format of the page's scripts. `runs`: names of the runs."""
         return {**self.columns, "roles": list(self.roles), "agents": list(self.agents), "runs": runs, "chunk": CHUNK}
 
 
 @dataclass(slots=True)
 class Picked:
-    """The rollouts that a page shows, and what is known of problems that came up again."""
+    """The rollouts that a page shows, and the results of each problem by iteration, for problems that recur."""
 
     index: Index = field(default_factory=Index)
-    chunks: list[str] = field(default_factory=list)  # base64 of gzip of JSON: a list of CHUNK rollouts
+    chunks: list[str] = field(default_factory=list)  # each a list of CHUNK rollouts as base64 of gzipped JSON
     solved: dict[tuple[int, str, str], list[tuple[int, int, int]]] = field(default_factory=dict)
     """(run, role, question) -> (iteration, correct answers, answers), by iteration"""
-    files: int = 0  # files there are
-    read: int = 0  # files that were read
-    seen: int = 0  # rollouts in these
+    files: int = 0  # number of files of rollouts
+    read: int = 0  # number of files that were read
+    seen: int = 0  # number of rollouts in the files that were read
 
     def note(self) -> str:
-        """Returns a sentence about what part of the rollouts this is."""
+        """Returns a text with the numbers of shown rollouts and iterations, and of all."""
         shown, of = len(self.index), f" of {self.seen:,}" if self.seen > len(self.index) else ""
         iterations = (
             f"all {self.files:,} iterations"
@@ -94,7 +96,7 @@ class Picked:
         return f"{shown:,}{of} rollouts, from {iterations} that were kept"
 
     def blocks(self, runs: Sequence[str]) -> Iterator[Block]:
-        """Yields the page's data; none without rollouts."""
+        """Yields the data blocks of the page; none if there are no rollouts. `runs`: names of the runs."""
         if len(self.index):
             yield Block("rollouts-data", as_json(self.index.plain(runs)))
         for number, chunk in enumerate(self.chunks):
@@ -102,8 +104,8 @@ class Picked:
 
 
 def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
-    """Reads rollouts of some iterations of each run, evenly over the run with both ends, and of each iteration whole
-    groups."""
+    """Selects about `most` rollouts. The iterations are evenly spaced over each run, with its first and last iteration.
+    In an iteration, whole groups are selected."""
     picked, waiting = Picked(), list[dict[str, Any]]()
     for place, record in enumerate(records):
         files, threshold = record.iteration_files(), record.threshold()
@@ -127,8 +129,11 @@ def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
 
 
 def is_correct(row: Row, threshold: float) -> bool | None:
-    """Returns the `correct` column; where it is empty, whether the reward `outcome` (or the only one) is above
-    threshold, the middle of the run's `reward.range`."""
+    """Returns whether a rollout is correct: its column `correct`, or, if that is empty, whether its reward `outcome`
+    (or its only reward) is above `threshold`. Returns None if it is unknown.
+
+    `threshold`: the midpoint of the run's `reward.range`.
+    """
     if row["correct"] is not None:
         return row["correct"]
     rewards = row["rewards"]
@@ -137,11 +142,11 @@ def is_correct(row: Row, threshold: float) -> bool | None:
 
 
 def opinion(row: Row, threshold: float) -> tuple[int, bool | None]:
-    """Returns a verifier's final verdict on a solution (1, 0, 2 where it cannot be read, -1 without one), and whether
-    the solution is correct. threshold: as in `is_correct`.
+    """Returns (a verifier's final verdict on a solution, whether the solution is correct or None if unknown).
 
-    A solution's row has its verification as `review`. A verification's own row has verdicts and no review; its
-    `correct` is whether its verdict agrees with the truth.
+    The verdict is 1 (correct), 0 (wrong), 2 if it is unreadable, or -1 if there is none. The row of a solution has its
+    verification in the column `review`. The row of a verification has `verdicts` and no `review`; its column `correct`
+    is whether the verdict agrees with the truth. `threshold`: as in `is_correct`.
     """
     if row["review"] is not None:
         verdict = final_verdict(row["review"])
@@ -153,7 +158,7 @@ def opinion(row: Row, threshold: float) -> tuple[int, bool | None]:
 
 
 def main_reward(rewards: Mapping[str, float]) -> float | None:
-    """Returns the reward `trained` or `outcome`; where there is neither, the first."""
+    """Returns the reward `trained`, or else `outcome`, or else the first reward; None if there are no rewards."""
     for name in ("trained", "outcome"):
         if name in rewards:
             return rewards[name]
@@ -161,7 +166,7 @@ def main_reward(rewards: Mapping[str, float]) -> float | None:
 
 
 def texts(row: Row) -> dict[str, Any]:
-    """Returns what the page shows of an opened rollout, without what is empty. Long texts are cut."""
+    """Returns the details of a rollout that the page shows. Empty values are left out; long texts are truncated."""
     names = ("group", "question", "answer", "prompt", "stop", "version", "steps", "verdicts", "review", "episode")
     found = {name: row[name] for name in names} | {
         "text": None if row["pieces"] else row["text"],
@@ -186,15 +191,15 @@ def _packed(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _evenly(files: Sequence[Path], count: int) -> list[Path]:
-    """Returns some of the files, evenly from the first to the last."""
+    """Returns up to `count` files, evenly spaced from the first to the last."""
     if len(files) <= count:
         return list(files)
     return [files[round(i * (len(files) - 1) / (count - 1))] for i in range(count)]
 
 
 def _groups(rows: Sequence[dict[str, Any]], quota: int) -> list[dict[str, Any]]:
-    """Returns about as many rows as the quota says, of every role as many: whole groups while they fit, at least a part
-    of one."""
+    """Returns about `quota` rows, equally many of each role: whole groups as long as they fit, and at least a part of
+    one group."""
     roles = {role: list(own) for role, own in groupby(sorted(rows, key=lambda row: row["role"]), lambda r: r["role"])}
     out: list[dict[str, Any]] = []
     for own in roles.values():
@@ -209,7 +214,7 @@ def _groups(rows: Sequence[dict[str, Any]], quota: int) -> list[dict[str, Any]]:
 
 
 def _count(picked: Picked, run: int, row: Row, threshold: float) -> None:
-    """Counts an answer to a problem, if it is known whether it is correct."""
+    """Adds an answer to `picked.solved`, if it is known whether it is correct."""
     correct = is_correct(row, threshold)
     if correct is None or row["question"] is None or (row["verdicts"] is not None and row["review"] is None):
         return
