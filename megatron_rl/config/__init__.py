@@ -1,1 +1,1 @@
-"""Settings of a run: their schema, how files are read, and what is checked before anything starts."""
+"""The settings of a run: their schema, the loading of config files, and the checks before a run starts."""

@@ -20,7 +20,7 @@ DATA_PARALLEL = ("--data-parallel-size", "-dp", "--dp-size", "--dp")
 
 @config
 class Embedded:
-    """The engine inside the trainer's own ranks."""
+    """The engine that runs inside the trainer's ranks."""
 
     kind: Literal["embedded"] = "embedded"  # the engine inside the trainer's ranks
     max_batch: PositiveInt = 256  # maximum number of sequences that one rank decodes together

@@ -1,4 +1,4 @@
-"""Rows of problems that reasoning-gym generates. The training split and the held-out split have none in common."""
+"""Rows of problems that reasoning-gym generates. The training and held-out splits share no problem."""
 
 from __future__ import annotations
 

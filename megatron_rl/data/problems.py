@@ -40,7 +40,7 @@ class Problem:
     """One problem of a data set.
 
     `row`: index among the rows that pass the filters. `values`: {field: value} with `question`, usually `answer`,
-    `messages` if the problem is put as a conversation, and the other fields in `data.fields`. The question of a
+    `messages` if the prompt is a conversation, and the other fields in `data.fields`. The question of a
     conversation is its last user message.
     """
 
@@ -252,7 +252,7 @@ def _passes(row: Mapping[str, Any], source: PromptSet) -> bool:
 
 
 def _refuse_system(source: PromptSet, fields: Mapping[str, str]) -> None:
-    """Raises ConfigError if data.system is set and the problems are put as texts, which have no system message."""
+    """Raises ConfigError if data.system is set although the prompts are plain texts, which have no system message."""
     put_as_text = source.chat is False if MESSAGES in fields else not source.chat
     if source.system is not None and fields and put_as_text:
         raise ConfigError(
@@ -275,7 +275,7 @@ def _mapped(
 
 
 def _asked(row: Mapping[str, Any], source: PromptSet, fields: Mapping[str, str]) -> dict[str, Any]:
-    """Returns {question}, and messages if the problem is put as a conversation. Raises DataError if they are
+    """Returns {question}, and messages if the prompt is a conversation. Raises DataError if they are
     invalid."""
     if MESSAGES not in fields:
         question = _shortened(text_at(row, QUESTION, fields[QUESTION]), source)

@@ -85,7 +85,7 @@ class Host:
             model=next(iter(self._roles.values())), client=TrainClientConfig(base_url="http://unused")
         )
         episode = await self._env.run_slot(RunSlot(self.task(asked["task"])), context, on_trace=agent)
-        episode.traces.sort(key=lambda trace: begun[trace.id])  # from the order in which agents ended to that of begin
+        episode.traces.sort(key=lambda trace: begun[trace.id])  # in the order in which the agents began
         return episode
 
 

@@ -138,9 +138,7 @@ class Checkpoints:
         complete = 0
         for number, path in self._candidates():
             if complete >= self.keep and number != just_written:
-                doomed = self.pending(
-                    number
-                )  # a removal that is cut short leaves a directory that counts as a leftover
+                doomed = self.pending(number)  # an interrupted removal leaves a directory that `begin` removes
                 os.rename(path, doomed)
                 shutil.rmtree(doomed)
             elif damage(path) is None:
