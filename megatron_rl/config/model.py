@@ -74,7 +74,7 @@ class Layout:
 
 @config
 class Model:
-    """A model's files, and how it is built from them."""
+    """The files of a model, and the settings with which the model is built."""
 
     # A Hugging Face model directory or hub name: config.json, tokenizer, and safetensors when init is pretrained.
     path: str

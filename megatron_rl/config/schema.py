@@ -160,11 +160,11 @@ class SftConfig:
     # dir/name/adapter, the merged model in dir/name/model.
     lora: Lora | None = None
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=5e-6))  # Adam and its learning rate
-    samples_per_step: PositiveInt = 64  # pairs in one optimizer step
-    steps: PositiveInt | None = None  # optimizer steps; null: `epochs` passes over the data
+    samples_per_step: PositiveInt = 64  # prompt/response pairs per optimizer step
+    steps: PositiveInt | None = None  # number of optimizer steps; null: `epochs` passes over the data
     epochs: PositiveFloat = 1.0  # passes over the data if `steps` is null
     validate_every: NonNegativeInt = 100  # optimizer steps between validations; 0: only at the end
-    micro_batch_tokens: PositiveInt = 8192  # largest micro-batch, in tokens; at least data.max_tokens
+    micro_batch_tokens: PositiveInt = 8192  # maximum size of a micro-batch, in tokens; at least data.max_tokens
     run: Run = field(default_factory=lambda: Run(name="sft", save_every=100))  # directory and checkpoints
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
     sinks: Sinks = field(default_factory=Sinks)  # destinations of the metrics in addition to metrics.jsonl

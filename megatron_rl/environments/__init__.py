@@ -1,1 +1,1 @@
-"""Environments that models act in over several turns: their protocol, how episodes are played, tools, and adapters."""
+"""Environments with several turns: their base class, the playing of episodes, tools, and adapters to libraries."""

@@ -227,7 +227,7 @@ def _write(place: Path, scores: Any, starts: np.ndarray, stamp: Mapping[str, Any
     shutil.rmtree(place, ignore_errors=True)
     try:
         partial.rename(place)
-    except OSError:  # another process was faster
+    except OSError:  # another process has saved the index
         shutil.rmtree(partial)
 
 

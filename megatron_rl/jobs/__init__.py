@@ -1,1 +1,1 @@
-"""Submits runs as Slurm jobs, shows how they do, and diagnoses their hosts."""
+"""Submits runs as Slurm jobs, shows their status, and checks their hosts."""

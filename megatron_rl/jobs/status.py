@@ -266,7 +266,9 @@ def sweep_status(directory: Path) -> list[tuple[str, str, Status | None]] | None
         return None
     jobs, out = slurm_commands.queue(jobs_of(directory)), []
     for index, point in enumerate(points):
-        element = [job for job in jobs if job.id.endswith(f"_{index}") and job.name.endswith("-sweep")]  # not engines
+        element = [
+            job for job in jobs if job.id.endswith(f"_{index}") and job.name.endswith("-sweep")
+        ]  # no engine jobs
         own = directory / point["run"]
         changes = ", ".join(f"{name}={value}" for name, value in point["changes"].items())
         out.append(

@@ -259,7 +259,7 @@ class Stopwatch:
             self.add(name, time.perf_counter() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """Adds seconds to a name."""
+        """Adds seconds to the total of a name, and reports progress by `beat`."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         self.beat()
 
