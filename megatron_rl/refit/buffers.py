@@ -19,13 +19,15 @@ class Buffers:
         self._free, self._change = list[Tensor](), threading.Lock()
 
     def take(self, size: int, device: torch.device) -> Tensor:
-        """Returns a buffer on `device`: a kept one if it is large enough, otherwise a new one. uint8 [size]."""
+        """Returns a uint8 buffer [size] on `device`: a buffer of the pool if a large enough one is free, otherwise a
+        new buffer.
+        """
         with self._change:
             for i, kept in enumerate(self._free):
                 if len(kept) >= size and kept.device == device:
                     return self._free.pop(i)[:size]
             if self._free:
-                self._free.pop(0)  # drops a buffer that is too small or on another device
+                self._free.pop(0)  # the free buffer is too small or on another device, so it is dropped
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def give_back(self, message: Tensor) -> None:
@@ -41,11 +43,11 @@ class Buffers:
 
 
 def parts(message: Tensor, pieces: Sequence[Tensor | int]) -> list[Tensor]:
-    """Returns the uint8 tensors to receive a message and its pieces into, in the order in which they arrive.
+    """Returns the list of uint8 tensors to receive a message and its pieces into, in the order in which they arrive.
 
-    The first tensor is the start of `message`. It is followed by one tensor per piece. If a piece is a tensor, it is
-    filled itself. If a piece is an int, it is a number of bytes, and the piece is received into that many bytes at the
-    end of `message`; the bytes of all such pieces are consecutive.
+    The first tensor is the start of `message`. It is followed by one tensor per entry of `pieces`. If a piece is a
+    tensor, it is filled itself. If a piece is an int, it is a number of bytes, and the piece is received into that many
+    bytes at the end of `message`; the bytes of all such pieces are consecutive.
     """
     place = len(message) - sum(piece for piece in pieces if isinstance(piece, int))
     out = [message[:place]]

@@ -15,12 +15,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-Place = Literal["host", "device"]  # where all ranks of a refit compute checksums
+Place = Literal["host", "device"]  # where the ranks compute checksums; the same on all ranks
 
 # Element size in bytes -> integer dtype of the same size, to view the bits of an element as an integer.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 20  # number of elements summed at once; two temporary int64 tensors of 8 MiB each are needed
-_MIX = -7046029254386353131  # 2^64 divided by the golden ratio, rounded to an odd number, as a signed int64
+# factor of the pseudo-random weights: 2^64 divided by the golden ratio, rounded to an odd number, as a signed int64
+_MIX = -7046029254386353131
 
 
 def place_for(device: torch.device) -> Place:
@@ -29,7 +30,8 @@ def place_for(device: torch.device) -> Place:
 
 
 def checksums(slices: Iterable[Tensor], dtype: torch.dtype, sums_on: Place, device: torch.device) -> Tensor:
-    """Returns one checksum per slice, int64 [slices]. The slices are cast to `dtype` first; at least one is required.
+    """Returns one checksum per slice (a rectangle of a parameter), int64 [slices]. The slices are cast to `dtype`
+    first; at least one is required.
 
     If `sums_on` is "device", the result is on this rank's `device`, wherever the slices are. Otherwise it is on the
     CPU.

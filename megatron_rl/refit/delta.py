@@ -19,7 +19,8 @@ FULL, MASK, POSITIONS = range(3)
 def encode(new: Tensor, old: Tensor | None, out: Tensor) -> int:
     """Encodes the difference of `new` from `old` into `out` and returns the number of bytes written.
 
-    Chooses the smallest of the three encodings. If `old` is None, writes all of `new`.
+    Chooses the encoding with the smallest result among the three encodings of this module. If `old` is None, writes all
+    of `new`.
 
     `new`, `old`: integers [n]. `out`: uint8, at least HEADER bytes longer than `new`. `new` may be a view of
     out[HEADER:].
@@ -32,7 +33,7 @@ def encode(new: Tensor, old: Tensor | None, out: Tensor) -> int:
         costs = {FULL: size * width, MASK: (size + 7) // 8 + count * width, POSITIONS: count * (4 + width)}
         kind = min(costs, key=lambda k: costs[k])
         if kind == FULL:
-            count = size  # a full message holds the unchanged values too
+            count = size  # the encoding without indices holds unchanged values too
         else:
             values, positions = _pick(new, changed)
             marks = (
@@ -51,9 +52,10 @@ def encode(new: Tensor, old: Tensor | None, out: Tensor) -> int:
 def decode(message: Tensor, current: Tensor) -> Tensor:
     """Applies an encoded message to the receiver's current values and returns the new values, integers [n].
 
-    `message`: uint8 [bytes]; bytes after the end of the encoded message are ignored. `current`: integers [n]. For a
-    delta, `current` is changed in place and returned. For a full message, the result is a view of `message` if the
-    alignment allows it. Raises ValueError for a message that does not fit `current`.
+    `message`: uint8 [bytes]; bytes after the end of the encoded message are ignored. `current`: integers [n]. If the
+    message is a delta, `current` is changed in place and returned. If the message holds all values, the result is a
+    view of `message` if the alignment allows it. Raises ValueError if the message was encoded for another number of
+    values than `current` has, or is malformed.
     """
     size, width = current.numel(), current.element_size()
     kind, count = message[:HEADER].cpu().view(torch.int64).tolist()
@@ -80,12 +82,16 @@ def decode(message: Tensor, current: Tensor) -> Tensor:
 
 
 def _changed(new: Tensor, old: Tensor) -> Tensor:
-    """Returns a mask of the elements that differ, bool [n]. On a CPU, numpy is several times faster than torch."""
+    """Returns a mask of the elements in which the two tensors differ, bool [n]. On a CPU, uses numpy, which is several
+    times faster than torch.
+    """
     return new != old if new.is_cuda else torch.from_numpy(np.not_equal(new.numpy(), old.numpy()))
 
 
 def _pick(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (the values selected by the mask, their indices). On a CPU, numpy is several times faster than torch."""
+    """Returns (the values selected by the mask, their indices). On a CPU, uses numpy, which is several times faster
+    than torch.
+    """
     if values.is_cuda:
         positions = mask.nonzero()[:, 0]
         return values[positions], positions
@@ -101,7 +107,9 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _as_numbers(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `part` (uint8) as numbers of `dtype`: a view, or a copy if the bytes are not aligned for `dtype`."""
+    """Returns the bytes in `part` (uint8) as numbers of `dtype`: a view, or a copy if the bytes are not aligned for
+    `dtype`.
+    """
     if not len(part):
         return torch.empty(0, dtype=dtype, device=part.device)
     return (part.clone() if part.storage_offset() % dtype.itemsize else part).view(dtype)

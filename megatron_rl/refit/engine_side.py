@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Endpoint(Protocol):
-    """The interface through which a refit updates an engine."""
+    """The interface of an engine whose weights are updated by refits (weight syncs from the trainer)."""
 
     @property
     def targets(self) -> Parameters:
@@ -29,23 +29,24 @@ class Endpoint(Protocol):
         ...
 
     def begin_refit(self) -> None:
-        """Stops serving until `commit_refit` is called. Until then the weights may be a mixture of two versions."""
+        """Stops serving until `commit_refit` is called. In between, the weights may be a mixture of two versions."""
         ...
 
     def commit_refit(self, version: int) -> None:
-        """Resumes serving: all weights are those of `version`."""
+        """Resumes serving. All weights now belong to weight version `version`."""
         ...
 
 
 class EngineSide:
     """One rank of an engine that runs in a separate process from the trainer.
 
-    The rank is counted over all replicas. The engine rank registers on the trainer's store, and registers again after
-    a failed refit. The next refit then sends it all weights instead of a delta.
+    Engine ranks are numbered over all replicas. The engine rank registers on the trainer's key-value store, and
+    registers again after a failed refit (weight sync). The next refit then sends all weights to the rank, instead of
+    the difference from the last version.
     """
 
     def __init__(self, store: RefitStore, rank: int, endpoint: Endpoint, device: torch.device) -> None:
-        """Registers engine rank `rank` on the trainer's store.
+        """Registers engine rank `rank` on the trainer's key-value store.
 
         Raises TransportError when the trainer does not answer, and ValueError when the trainer does not expect `rank`.
         """
@@ -62,12 +63,13 @@ class EngineSide:
         self._join()
 
     def take_part(self, idle_s: float) -> int | None:
-        """Waits up to `idle_s` seconds for a refit and takes part in it. Returns the version that was committed.
+        """Waits up to `idle_s` seconds for a refit (weight sync) and takes part in it. Returns the weight version that
+        the engine now serves.
 
         Returns None if no refit began in that time, if the refit did not include this engine, or if it failed. After a
         failed refit the engine holds no version. Raises TransportError when the trainer is gone.
         """
-        # If the key is missing or has another value, the trainer has dropped this process as late or lost.
+        # If the registration is missing or has another value, the trainer has dropped this process as late or lost.
         if self._store.peek(f"hello/{self._rank}") != self._incarnation:
             self._leave()
             self._join()
@@ -101,7 +103,11 @@ class EngineSide:
         self._leave()
 
     def _vote(self, go: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """Receives the weights. Returns this rank's vote: the error (or None), the outcome, and the link probe."""
+        """Receives the weights.
+
+        Returns this rank's vote on the refit: the error message (None if the weights arrived), the outcome of the
+        transfer, and the result of the bandwidth measurement.
+        """
         outcome, error, probe = ExchangeOutcome(), None, (0, 0.0)
         try:
             if go["epoch"] != self._epoch:
@@ -118,7 +124,9 @@ class EngineSide:
         return {"error": error, "outcome": asdict(outcome), "probe": probe}
 
     def _connect(self, go: dict[str, Any]) -> None:
-        """Creates the plan and the transports for the engines that take part in this refit."""
+        """Creates the refit plan and the transports between the trainer ranks and the engine ranks that take part in
+        this refit.
+        """
         self._leave()
         locations = {int(rank): RankLocation(*location) for rank, location in go["engines"].items()}
         locations = RankLocations([RankLocation(*location) for location in go["trainer"]], locations)
@@ -131,7 +139,8 @@ class EngineSide:
         self._epoch = go["epoch"]
 
     def _await_value(self, number: int, what: str) -> Any:
-        """Waits for the value that the trainer stores under `what` for refit `number`, and returns it.
+        """Waits for the value that the trainer stores on the key-value store under the name `what` for the refit with
+        index `number`, and returns it.
 
         Returns None if the refit ends without the value.
         """
@@ -139,7 +148,7 @@ class EngineSide:
         return self._store.peek(f"{number}/{what}")
 
     def _patient_deadline(self, number: int) -> Deadline:
-        """Returns a deadline for this engine's waits in refit `number`.
+        """Returns a deadline for the waits of this engine rank in the refit with index `number`.
 
         A wait lasts up to `timeout_s`, because the trainer may itself be waiting for a lost engine. A wait ends early
         when the refit is over. During a wait, this engine updates a counter on the store to show that it is alive.
@@ -153,7 +162,9 @@ class EngineSide:
         return Deadline.start(self._settings.timeout_s, self._settings.timeout_s, over)
 
     def _join(self) -> None:
-        """Registers this engine rank on the store under a new random id, so that the trainer finds it."""
+        """Registers this engine rank on the trainer's store under a new random id, so that the trainer includes the
+        rank in refits.
+        """
         self._incarnation = uuid.uuid4().hex
         self._store.put(f"hello/{self._rank}", self._incarnation)
 

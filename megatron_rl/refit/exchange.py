@@ -37,10 +37,11 @@ from megatron_rl.refit.transport import (
 )
 from megatron_rl.weights.refit_plan import RefitBucket, RefitPlan
 
-# On a streaming transport, the slices of a long run are sent without packing if they have this average size in bytes.
+# On a transport that streams, a run of slices is sent without being packed into one buffer if the average size of its
+# slices in bytes is at least this.
 ALONE_PART_BYTES = 1 << 16
 PROBE_BYTES = 256 << 20  # total size in bytes, over all ranks, of the messages that measure the bandwidth of the links
-# (source rank, destination rank) -> (transport, index of the other side in the transport)
+# (trainer rank, engine rank) -> (transport between the two ranks, index of the other side in the transport)
 Route = Callable[[int, int], tuple[Transport, int]]
 
 
@@ -57,14 +58,15 @@ class LocalSide:
 
 @dataclass(frozen=True, kw_only=True)
 class RefitOrder:
-    """The settings of one refit, the same on all ranks."""
+    """The settings of one refit (weight sync to the engines), the same on all ranks."""
 
     version: int
     verify: Verify = "sample"
     sums_on: Place = "host"  # where checksums are computed
-    # engine rank -> the version that it holds, to which a delta may be applied
+    # engine rank -> weight version that the engine rank holds, so that only the difference from this version may be
+    # sent
     base: dict[int, int] = field(default_factory=dict)
-    keeps_sent: bool = False  # whether sources keep a copy of the sent values, to compute the next refit's delta from
+    keeps_sent: bool = False  # whether senders keep a copy of the sent values, to compute the next refit's delta from
 
 
 @dataclass(kw_only=True)
@@ -72,19 +74,22 @@ class ExchangeOutcome:
     """The result of one rank's part in a refit. Sizes are in bytes."""
 
     sent: int = 0
-    full: int = 0  # the value that `sent` would have without delta encoding
+    full: int = 0  # number of bytes that would have been sent without delta encoding
     received: int = 0
     local: int = 0  # bytes copied within this process
     checked: int = 0  # number of slices whose checksum was compared
     delta_seconds: float = 0.0  # time spent on encoding and applying deltas
     seconds: float = 0.0
-    lost_destinations: dict[int, str] = field(default_factory=dict)  # engine rank that a message did not reach -> error
-    lost_sources: dict[int, str] = field(default_factory=dict)  # trainer rank whose message did not arrive -> error
-    mismatch: str | None = None  # error message for the first parameter that differs from the source
+    # engine rank -> error, if a message did not reach it
+    lost_destinations: dict[int, str] = field(default_factory=dict)
+    lost_sources: dict[int, str] = field(default_factory=dict)  # trainer rank -> error, if a message from it is missing
+    mismatch: str | None = None  # error message for the first parameter that differs from the trainer's values
 
 
 class Exchange:
-    """The message exchange of one rank under a refit plan. One instance serves every refit under the plan."""
+    """Sends and receives the messages of one rank under a refit plan (which lists the messages of a refit). One
+    instance serves every refit under the plan.
+    """
 
     def __init__(
         self,
@@ -97,12 +102,14 @@ class Exchange:
     ) -> None:
         """Prepares the messages of this rank.
 
-        `route`: returns the transport of a message.
+        `route`: function that returns the transport between a trainer rank and an engine rank.
         `dtype`: the dtype in which weights are sent.
-        `pulse`: takes an engine rank and returns a value that changes while the engine rank is alive and waiting.
+        `pulse`: function that takes an engine rank and returns a value that changes while the engine rank is alive and
+        waiting.
         """
         self._side, self._route, self._dtype, self._pulse = side, route, dtype, pulse
-        # Parameters that a transport may read from and write to directly, without a copy; None if it may not.
+        # Parameters that a transport may read or write directly, without a copy; None if a transport may not access
+        # them.
         self._readable, self._writable = (
             parameters if isinstance(parameters, Reachable) else None for parameters in (side.sources, side.targets)
         )
@@ -110,16 +117,16 @@ class Exchange:
         local = [(n, b) for n, b in enumerate(plan.local, len(plan.buckets))]
         inside = [(n, b) for n, b in local if b.source == side.source and b.destination == side.destination]
         self._inside = [messages.bucket_message(plan, n, b, width) for n, b in inside]
-        between = [x for x in local if x not in inside]  # ranks on one device in different processes
+        between = [x for x in local if x not in inside]  # messages between different processes on the same device
         rounds = functools.partial(messages.rounds, plan, source=side.source, destination=side.destination, width=width)
         self._rounds = rounds(between) + rounds(sent)
         self._probed = rounds(sent[: messages.buckets_in_first_rounds(plan, PROBE_BYTES // width)])
         self._last: dict[int, tuple[int, Tensor]] = {}  # bucket index -> (version, values sent)
 
     def run(self, order: RefitOrder, deadline: Deadline, out: ExchangeOutcome) -> None:
-        """Transfers the weights and fills `out`.
+        """Sends and receives the weights, and records the result in `out`.
 
-        A rank that does not answer is recorded in `out`, and its remaining messages are skipped.
+        A rank that does not answer is recorded in `out` as lost, and the remaining messages of that rank are skipped.
         """
         start = time.perf_counter()
         if not order.keeps_sent:
@@ -132,14 +139,15 @@ class Exchange:
                 self._copy_locally(message, order, out)
             _finish(waiting)
             waiting = begun
-        for message in inside:  # a rank without any round copies all its messages here
+        for message in inside:  # messages within this process that were not copied between rounds
             self._copy_locally(message, order, out)
         _finish(waiting)
         _synchronize(self._side.device)
         out.seconds = time.perf_counter() - start
 
     def probe(self, deadline: Deadline, out: ExchangeOutcome) -> tuple[int, float]:
-        """Measures the bandwidth of the links with dummy messages, sized like the messages of the plan's first rounds.
+        """Measures the bandwidth of the links with dummy messages, of the size of the messages that the plan sends
+        first.
 
         Returns (bytes sent and received by this rank, seconds). Records ranks that do not answer in `out.lost_sources`
         and `out.lost_destinations`.
@@ -159,9 +167,9 @@ class Exchange:
     def _start_probe(
         self, message: BucketMessage, out: bool, lost: dict[int, str], deadline: Deadline
     ) -> Callable[[], None]:
-        """Starts to send (if `out`) or receive a dummy message of the bucket's size.
+        """Starts to send (if `out` is True) or to receive a dummy message of the same size as `message`.
 
-        Returns a function that waits for the message and records a failure in `lost`.
+        Returns a function that waits until the dummy message is transferred, and records a failure in `lost`.
         """
         bucket, size = message.bucket, message.bucket.elements * self._dtype.itemsize
         transport, peer = self._route(bucket.source, bucket.destination)
@@ -217,9 +225,9 @@ class Exchange:
         deadline: Deadline,
         out: ExchangeOutcome,
     ) -> list[Callable[[], None]]:
-        """Starts the messages that this rank sends and receives in a round.
+        """Starts the messages that this rank sends and receives in one round of the plan: at most one of each.
 
-        Returns a function per message that waits for the message and completes it.
+        Returns one function per message. The function waits for the message and completes it.
         """
         starts: list[tuple[int, Callable[[], Callable[[], None]]]] = []
         if sending is not None and sending.bucket.destination not in out.lost_destinations:
@@ -228,7 +236,8 @@ class Exchange:
             starts.append((receiving.bucket.source, lambda: self._receive(receiving, order, deadline, out)))
         # NCCL requires that both sides of a pair start their messages in the same order.
         begun = {start: start() for _, start in sorted(starts, key=lambda item: item[0])}
-        # Receives are completed before sends, because the sender on the other side waits for them.
+        # The received message is completed before the sent message, because the sender on the other side waits until
+        # its message has been read.
         return [begun[start] for _, start in reversed(starts)]
 
     def _send(
@@ -283,7 +292,7 @@ class Exchange:
     ) -> Callable[[], None]:
         """Starts to receive a message.
 
-        Returns a function that waits for the message and writes it to the parameters.
+        Returns a function that waits for the message and writes its values to the parameters.
         """
         bucket, checked = message.bucket, message.checked(order.verify, order.version)
         size_known = order.base.get(bucket.destination) is None
@@ -312,7 +321,7 @@ class Exchange:
             except Mismatch as error:
                 out.mismatch = out.mismatch or str(error)
             else:
-                _synchronize(self._side.device)  # after the release, the sender may overwrite the memory
+                _synchronize(self._side.device)  # after this call, the sender may overwrite the memory of the message
                 handle.release()
 
         return finish
@@ -330,9 +339,9 @@ class Exchange:
     ) -> None:
         """Writes a received message to the parameters and verifies its checksums.
 
-        `whole` holds the values of `joined`, then the checksums of `checked`, then the values of `loose`. `loose` are
-        the runs that were sent as pieces, but whose parameters the transport cannot write to directly. Raises Mismatch
-        for a wrong checksum and ValueError for an invalid delta.
+        `whole` holds the values of `joined`, then the checksums of `checked`, then the values of `loose`. `loose`: runs
+        of slices that were sent as separate pieces, but into whose parameters the transport cannot write directly.
+        Raises Mismatch if a checksum is wrong and ValueError if an encoded difference is invalid.
         """
         assert self._side.targets is not None
         sums, width = CHECKSUM_BYTES * len(checked), self._dtype.itemsize
@@ -361,10 +370,10 @@ class Exchange:
             place += run.part.elements
 
     def _pieces(self, runs: Sequence[SliceRun], buffer: Tensor, streams: bool) -> Iterator[Tensor]:
-        """Yields the bytes of the runs in order, packing each run only when it is requested.
+        """Yields the bytes of the runs of slices in order. Each run is copied only when the caller requests it.
 
-        Yields views of the parameters' memory if the transport can read it directly. Otherwise, packs the run into
-        `buffer` and yields the packed bytes.
+        Yields views of the parameters' memory if the transport can read it directly. Otherwise, copies the run into
+        `buffer` and yields the copied bytes.
         """
         for run in runs:
             size, found = run.part.elements * self._dtype.itemsize, list[Tensor | None]()
@@ -379,7 +388,7 @@ class Exchange:
             yield from lying
 
     def _pack(self, runs: Sequence[SliceRun], buffer: Tensor) -> Tensor:
-        """Concatenates the values of the runs and returns them viewed as integers.
+        """Concatenates the values of the runs of slices and returns the values viewed as integers.
 
         The values are written to `buffer` if it is aligned for the dtype, otherwise to new memory.
         """
@@ -394,7 +403,8 @@ class Exchange:
         return values.view(INTEGERS[self._dtype.itemsize])
 
     def _encode(self, number: int, values: Tensor, base: int | None, whole: Tensor) -> int:
-        """Encodes `values` into `whole`, as a delta if the values of the receiver's version `base` were kept.
+        """Encodes `values` into `whole`, as a difference if the sender still has the values of version `base`, which
+        the receiver holds.
 
         Returns the encoded size in bytes.
         """
@@ -402,7 +412,7 @@ class Exchange:
         return delta.encode(values, old if version == base else None, whole)
 
     def _put_checksums(self, checked: Sequence[SliceMove], place: Tensor, sums_on: Place) -> None:
-        """Writes the checksums of the checked slices to `place`, uint8 [8 * slices]."""
+        """Writes the checksums of the `checked` slices to `place`, uint8 [8 * slices]."""
         if checked:
             sources = self._side.sources
             assert sources is not None
@@ -435,7 +445,7 @@ class Exchange:
 
 
 def _gather(parameters: Readable, parts: Sequence[NamedPart], out: Tensor) -> None:
-    """Concatenates the parts of the parameters in `out` [elements], cast to the dtype of `out`."""
+    """Concatenates the given parts of the parameters into `out` [elements], cast to the dtype of `out`."""
     whole, place, dtype, width = as_words(out[None]), 0, out.dtype, out.element_size()
     cut = parameters.words if isinstance(parameters, Tensors) and whole is not None else None
     for name, part in parts:
@@ -454,6 +464,6 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _finish(waiting: Sequence[Callable[[], None]]) -> None:
-    """Calls the functions, which complete messages, in order."""
+    """Calls the functions in order. Each function waits for a message and completes it."""
     for finish in waiting:
         finish()

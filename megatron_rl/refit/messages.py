@@ -11,7 +11,7 @@ from megatron_rl.weights.refit_plan import RefitBucket, RefitPlan
 
 Verify = Literal["off", "sample", "full"]
 NamedPart = tuple[str, ParameterPart]  # (parameter name, part of the parameter)
-SAMPLE_EVERY = 16  # with verify = sample, one in this many slices carries a checksum
+SAMPLE_EVERY = 16  # with verify: "sample", one of this many slices carries a checksum
 CHECKSUM_BYTES = 8
 # A run of slices of at least this many bytes may be sent separately from the packed message, which saves a copy.
 ALONE_BYTES = 1 << 20
@@ -27,7 +27,7 @@ class SliceMove(NamedTuple):
 
 
 class SliceRun(NamedTuple):
-    """Slices whose destinations are consecutive rows of one destination parameter."""
+    """A run: slices whose destinations are consecutive rows of one destination parameter."""
 
     moves: list[SliceMove]
     name: str
@@ -35,12 +35,12 @@ class SliceRun(NamedTuple):
 
     @property
     def sources(self) -> list[NamedPart]:
-        """Returns the (name, part) of each slice in the source's parameters."""
+        """Returns (parameter name, part of the parameter) of the source of each slice."""
         return [(move.source_name, move.source) for move in self.moves]
 
 
 class BucketMessage(NamedTuple):
-    """A bucket of the plan with its slices."""
+    """A message of the refit plan, called a bucket, with the slices that it carries."""
 
     number: int  # index of the bucket in the plan
     bucket: RefitBucket
@@ -52,7 +52,7 @@ class BucketMessage(NamedTuple):
 
         The result is the same on both sides of a message.
 
-        `pieces`: whether the transport can send from any memory.
+        `pieces`: whether the transport can send from any memory. If not, all runs are packed into one message.
         `width`: size of an element in bytes.
         """
         alone = [run.part.elements * width >= ALONE_BYTES for run in self.runs] if pieces else [False] * len(self.runs)
@@ -60,9 +60,9 @@ class BucketMessage(NamedTuple):
         return joined, [*itertools.compress(self.runs, alone)]
 
     def checked(self, verify: Verify, version: int) -> list[SliceMove]:
-        """Returns the slices that carry a checksum in the refit to `version`.
+        """Returns the slices that carry a checksum in the refit to weight version `version`.
 
-        With verify = sample, the selection changes from version to version.
+        If `verify` is "sample", other slices are selected for each version.
         """
         if verify == "off":
             return []
@@ -77,7 +77,7 @@ class BucketMessage(NamedTuple):
 
 
 def elements_of(runs: Sequence[SliceRun]) -> int:
-    """Returns the total number of elements in the runs."""
+    """Returns the total number of elements in the runs of slices."""
     return sum(run.part.elements for run in runs)
 
 
@@ -89,10 +89,12 @@ def rounds(
     destination: int | None,
     width: int,
 ) -> list[tuple[BucketMessage | None, BucketMessage | None]]:
-    """Returns (message to send, message to receive) for each round in which this process sends or receives.
+    """Returns (message to send, message to receive) for each round of the plan in which this process sends or receives.
+    A process sends and receives at most one message in a round.
 
-    `buckets`: (index in the plan, bucket).
-    `source`, `destination`: trainer rank and engine rank of this process, or None.
+    `buckets`: list of (index in the plan, bucket).
+    `source`: trainer rank of this process, or None.
+    `destination`: engine rank of this process, or None.
     `width`: size of an element in bytes.
     """
     found: dict[int, list[BucketMessage | None]] = {}
@@ -105,8 +107,9 @@ def rounds(
 
 
 def buckets_in_first_rounds(plan: RefitPlan, elements: int) -> int:
-    """Returns the number of buckets in the first rounds of the plan, up to the round in which the total number of
-    elements exceeds `elements`."""
+    """Returns the number of buckets (messages of the plan) in the first rounds, up to the round in which the total
+    number of elements exceeds `elements`.
+    """
     total = 0
     for number, bucket in enumerate(plan.buckets):
         if total > elements and bucket.round_number != plan.buckets[number - 1].round_number:
@@ -116,9 +119,9 @@ def buckets_in_first_rounds(plan: RefitPlan, elements: int) -> int:
 
 
 def bucket_message(plan: RefitPlan, number: int, bucket: RefitBucket, width: int) -> BucketMessage:
-    """Returns a bucket of the plan with its slices, grouped into runs.
+    """Returns the bucket (message of the refit plan) with index `number` and its slices, grouped into runs.
 
-    `number`: index of the bucket in the plan. `width`: size of an element in bytes.
+    `width`: size of an element in bytes.
     """
     s, part = plan.slices, slice(bucket.first, bucket.last)
     columns = (
@@ -142,7 +145,7 @@ def _runs(moves: Sequence[SliceMove], long: int) -> list[SliceRun]:
     A longer slice is a run by itself, because it may be contiguous in the source too and then needs no copy.
     """
     runs: list[SliceRun] = []
-    last: dict[str, int] = {}  # destination parameter -> index of its latest run in `runs`
+    last: dict[str, int] = {}  # name of the destination parameter -> index of its latest run in `runs`
     for move in moves:
         part, at = move.destination, last.get(move.destination_name)
         if at is not None and max(part.elements, runs[at].moves[0].destination.elements) < long:

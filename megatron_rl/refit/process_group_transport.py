@@ -24,9 +24,11 @@ from megatron_rl.refit.transport import Deadline, TransportError
 
 POLL_S = 0.0002  # interval in seconds at which NCCL operations are polled for completion
 JOIN_S = 5.0  # longest wait in seconds for a thread to end
-# NCCL's timeout of a message, longer than that of any refit: when it expires, torch ends the whole process.
+# NCCL's timeout of a message. It is longer than the timeout of any refit, because when it expires, torch ends the whole
+# process.
 NCCL_TIMEOUT = timedelta(days=30)
-ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # environment variable that torch reads when it creates a group
+# environment variable that torch reads when it creates a process group
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class PointToPoint:
@@ -48,7 +50,8 @@ class PointToPoint:
         self._rank, self._backend, self.buffers = rank, backend, Buffers()
         come = settings.message_timeout_s
         try:
-            self._store = store.rank_store(timedelta(seconds=come))  # kept: torch refers to its C++ half only
+            # the reference keeps the object alive, because torch refers only to its C++ half
+            self._store = store.rank_store(timedelta(seconds=come))
             prefixed = dist.PrefixStore(store.prefix, self._store)
             self._group = _make(backend, prefixed, store.way()[0], (rank, size), timedelta(seconds=come))
         except RuntimeError as error:
@@ -58,8 +61,9 @@ class PointToPoint:
         self._long = timedelta(seconds=settings.timeout_s)
         self._starter = _Starter() if backend == "nccl" else None
         self._waiter: _Waiter | None = None
-        self._left: list[tuple[_Waiter, Sequence[Any]]] = []  # abandoned threads, with the works that they wait for
-        # Number of messages sent to and received from each peer.
+        # abandoned threads, with the torch Works that they wait for
+        self._left: list[tuple[_Waiter, Sequence[Any]]] = []
+        # Number of messages sent to each peer so far, and received from each peer.
         self._sent, self._came = ([itertools.count() for _ in range(size)] for _ in range(2))
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
@@ -67,7 +71,8 @@ class PointToPoint:
 
     @property
     def takes_pieces(self) -> bool:
-        return self._backend == "gloo"  # on a GPU, a copy costs less than a further message
+        # on a GPU, packing slices into one message costs less time than a further message
+        return self._backend == "gloo"
 
     @property
     def streams(self) -> bool:
@@ -102,18 +107,19 @@ class PointToPoint:
         self.buffers.clear()
         for waiter, works in self._left:
             self.abort(works)
-            waiter.end()  # torch aborts the process if Python exits while the thread waits
+            waiter.end()  # the thread is ended first: torch aborts the process if Python exits while the thread waits
         if self._waiter is not None:
             self._waiter.end()
         if self._backend == "nccl":
-            self._group.abort()  # otherwise, kernels that wait for a dead peer would spin forever
+            self._group.abort()  # the group is aborted: kernels that wait for a dead peer would spin forever
         if self._starter is not None:
             self._starter.end()
 
     def _start(self, way: str, message: Tensor, peer: int, tag: int) -> Any:
-        """Starts one send or receive. Returns the torch Work, or the RuntimeError if the connection is already lost.
+        """Starts one send or receive. Returns the torch Work, or a RuntimeError (which is not raised) if the connection
+        is already lost.
 
-        With NCCL, returns a Future of the Work or error. `way`: "send" or "receive".
+        With NCCL, returns a Future of the Work or error. `way`: direction, "send" or "receive".
         """
         if self._starter is not None:
             return self._starter.submit(lambda: self._start_now(way, message, peer, tag))
@@ -128,16 +134,19 @@ class PointToPoint:
             return error
 
     def receive_after_length(self, length: Tensor, peer: int, number: int, device: torch.device) -> tuple[Tensor, Any]:
-        """Starts to receive message `number` of a peer after its length has been received.
+        """Starts to receive message `number` of a peer, whose length has already been received.
 
-        `length`: the length in bytes as uint8 [8]. Returns (memory of the message, the torch Work as `_start` returns
-        it).
+        `length`: the length in bytes as uint8 [8].
+
+        Returns (memory of the message, the torch Work as `_start` returns it).
         """
         message = self.buffer(int(length.cpu().view(torch.int64)[0]), device)
         return message, self._start("receive", message, peer, 2 * number + 1)
 
     def finish(self, works: Sequence[Any], deadline: Deadline) -> str | None:
-        """Waits for all works. Returns None if all are done, otherwise the reason of the failure."""
+        """Waits for all works of one message. Returns None if all are done, otherwise the reason of the failure as
+        text.
+        """
         if self._starter is not None:
             if late := deadline.until(lambda seconds: not futures.wait(works, seconds).not_done):
                 return late
@@ -171,7 +180,7 @@ class PointToPoint:
 
 
 class _Waiter:
-    """A thread that waits for the works of queued messages, one message after another."""
+    """A thread that waits for messages, one after another. A message consists of one or more torch Works."""
 
     def __init__(self, longest: timedelta) -> None:
         self._tasks: queue.SimpleQueue[tuple[Sequence[Any], list[str], threading.Event] | None] = queue.SimpleQueue()
@@ -204,20 +213,22 @@ class _Waiter:
 
 
 class _Starter:
-    """A thread that starts messages one after another. It does not keep the process alive if a start never returns."""
+    """A thread that starts messages of NCCL one after another. The thread does not keep the process alive if a start
+    never returns.
+    """
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[tuple[futures.Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
 
     def submit(self, start: Callable[[], Any]) -> futures.Future[Any]:
-        """Queues a call of `start`, which must not raise. Returns the Future of its result."""
+        """Queues a call of the function `start`, which must not raise. Returns the Future of the function's result."""
         future: futures.Future[Any] = futures.Future()
         self._tasks.put((future, start))
         return future
 
     def end(self) -> None:
-        """Ends the thread after the queued starts, without waiting for it."""
+        """Asks the thread to end after the queued starts, and does not wait for it."""
         self._tasks.put(None)
 
     def _work(self) -> None:
@@ -259,7 +270,7 @@ class _GroupHandle:
         failure = "given up"
         try:
             failure = self._transport.finish(works, deadline)
-        finally:  # also when a callback of the deadline raises
+        finally:  # also when a callback of the deadline raises an exception
             if failure is not None and self._into_pieces:
                 self._transport.abort(self._works)
         if failure is not None:
@@ -284,7 +295,8 @@ def _make(backend: str, store: Any, address: str, place: tuple[int, int], timeou
 
 @contextlib.contextmanager
 def _errors_left_alone() -> Iterator[None]:
-    """Makes torch report errors of an NCCL group that is created in the block only to callers that wait for messages.
+    """Context manager. An NCCL group that is created in the block reports its errors only to callers that wait for
+    messages.
 
     By default, a thread of torch ends the whole process when a peer is lost or a message is late.
     """

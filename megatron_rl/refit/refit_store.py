@@ -19,7 +19,7 @@ from megatron_rl.refit.transport import TransportError
 
 
 class Address(NamedTuple):
-    """The address of a store, and the secret that is required to join the store."""
+    """The address of a key-value store, and the secret that a client needs to access it."""
 
     host: str
     port: int
@@ -57,7 +57,7 @@ class RefitStore:
 
     @classmethod
     def join(cls, address: Address, timeout_s: float = 60) -> RefitStore:
-        """Connects to the store at `address`.
+        """Connects to the key-value store at `address`.
 
         Raises TransportError when no store answers within `timeout_s`, or when the store has another secret.
         """
@@ -70,18 +70,20 @@ class RefitStore:
             raise TransportError(f"no refit store at {host}:{port}: does the trainer run there? ({error})") from error
 
     def way(self) -> tuple[str, int]:
-        """Returns (IP address of this host on the interface that routes to the store, address family)."""
+        """Returns (IP address of this host on the interface that routes to the store, address family such as
+        socket.AF_INET).
+        """
         family, kind, _, _, place = socket.getaddrinfo(self._client.host, self._client.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)  # this sends nothing
             return probe.getsockname()[0], family
 
     def under(self, prefix: str) -> RefitStore:
-        """Returns a view of this store that prepends `prefix` and "/" to all keys."""
+        """Returns a view of this store that adds `prefix` and "/" to the front of all keys."""
         return RefitStore(self._client, self._secret, f"{self._prefix}{prefix}/")
 
     def sign(self, text: bytes) -> bytes:
-        """Returns the HMAC-SHA256 of `text` under the secret of the store, 32 bytes."""
+        """Returns the HMAC-SHA256 of `text` with the secret of the store as key, 32 bytes."""
         return hmac.digest(self._secret, text, "sha256")
 
     def rank_store(self, timeout: timedelta) -> RankStore:
@@ -95,18 +97,18 @@ class RefitStore:
         return self._prefix
 
     def put(self, key: str, value: Any) -> None:
-        """Stores a JSON-serializable `value` under `key`. Raises TransportError when the store is gone."""
+        """Stores a JSON-serializable `value` under `key`. Raises TransportError when the store no longer answers."""
         self.put_together({key: value})
 
     def put_together(self, values: Mapping[str, Any]) -> None:
-        """Stores several values atomically. Raises TransportError when the store is gone."""
+        """Stores several values atomically. Raises TransportError when the store no longer answers."""
         with _gone():
             self._client.set({self._prefix + key: json.dumps(value).encode() for key, value in values.items()})
 
     def get(self, key: str, timeout_s: float) -> Any:
         """Waits for a value under `key` and returns it.
 
-        Raises TransportError when there is no value after `timeout_s`, or when the store is gone.
+        Raises TransportError when there is no value after `timeout_s`, or when the store no longer answers.
         """
         name = self._prefix + key
         try:
@@ -118,7 +120,7 @@ class RefitStore:
     def has(self, key: str, timeout_s: float) -> bool:
         """Waits up to `timeout_s` until `key` exists. Returns whether it exists.
 
-        Raises TransportError when the store is gone.
+        Raises TransportError when the store no longer answers.
         """
         try:
             with _gone():
@@ -130,7 +132,7 @@ class RefitStore:
     def peek(self, key: str) -> Any:
         """Returns the current value under `key` without waiting, or None if the key does not exist.
 
-        Raises TransportError when the store is gone.
+        Raises TransportError when the store no longer answers.
         """
         try:
             with _gone():
@@ -151,7 +153,9 @@ class RefitStore:
 
 @contextlib.contextmanager
 def _gone() -> Iterator[None]:
-    """Converts errors of the store in the block to TransportError. KeyValueTimeout is left to the caller."""
+    """Context manager that converts errors of the key-value store in the block to TransportError. Does not convert
+    KeyValueTimeout, which the caller handles.
+    """
     try:
         yield
     except KeyValueTimeout:

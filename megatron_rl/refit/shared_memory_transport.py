@@ -29,27 +29,38 @@ SMALLEST_SLOT = 1 << 16  # minimum size of a slot in bytes
 
 
 class Medium(Protocol):
-    """A kind of memory in which slots are allocated. The address of a slot is a JSON value."""
+    """A kind of memory in which slots are allocated. A slot is memory for one message, which the sender writes and the
+    receiver reads. The address of a slot is a JSON value.
+    """
 
     def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
-        """Allocates a slot. Returns (address of the slot, memory of the slot as uint8 [at least size])."""
+        """Allocates a slot (memory for one message).
+
+        Returns (address of the slot, memory of the slot as uint8 [at least size]).
+        """
         ...
 
     def publish(self, address: Any, message: Tensor) -> Any:
-        """Makes the message in a slot visible to the receiver. Returns the address that the receiver must open."""
+        """Makes the message in a slot visible to the receiver. Returns the address with which the receiver opens the
+        slot.
+        """
         ...
 
     def open(self, address: Any, device: torch.device) -> Tensor:
-        """Returns the memory of the slot at a published `address`, uint8. Raises OSError or RuntimeError."""
+        """Returns the memory of a slot as uint8 [bytes], for the receiver. `address`: the address that `publish`
+        returned to the sender.
+
+        Raises OSError or RuntimeError if the slot cannot be opened, for example because the sender has ended.
+        """
         ...
 
     def free(self, address: Any) -> None:
-        """Frees a slot."""
+        """Frees the memory of a slot."""
         ...
 
 
 class SharedMemory:
-    """A medium whose slots are files in /dev/shm, mapped into memory by both sides.
+    """A medium whose slots (memory for one message each) are files in /dev/shm, mapped into memory by both sides.
 
     A new instance removes the files that dead processes of the same user left behind.
     """
@@ -57,18 +68,21 @@ class SharedMemory:
     def __init__(self) -> None:
         self._prefix = f"megatron_rl-{os.getuid()}-"
         self._open: dict[str, Tensor] = {}
-        self._held: dict[str, int] = {}  # slot name -> descriptor, locked while this process lives
+        # slot name -> descriptor of the slot's file, which is locked while this process lives
+        self._held: dict[str, int] = {}
         for left in SHARED_MEMORY.glob(f"{self._prefix}*"):
             _remove_if_unlocked(left)
 
     def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
         path = SHARED_MEMORY / f"{self._prefix}{uuid.uuid4().hex[:16]}"
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        with contextlib.suppress(OSError):  # if flock is not supported, a file left behind is never removed
+        # without flock on this file system, a file that a dead process left behind is never removed
+        with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         self._held[path.name] = descriptor
         try:
-            # Reserves the memory, so that a lack of memory is an error here rather than a bus error at the first write.
+            # Reserves the memory now, so that a lack of memory raises an error instead of a bus error at the first
+            # write.
             os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
             self.free([path.name])
@@ -95,7 +109,7 @@ class SharedMemory:
 
 
 class Disk:
-    """A medium whose slots are safetensors files in a directory that all ranks share.
+    """A medium whose slots (memory for one message each) are safetensors files in a directory that all ranks share.
 
     Each file is written under a temporary name and then renamed, so that no partial file is read.
     """
@@ -130,7 +144,9 @@ class Disk:
 
 
 class CudaIpc:
-    """A medium whose slots are in GPU memory. Other processes of the same host open a slot by its CUDA IPC handle."""
+    """A medium whose slots (memory for one message each) are in GPU memory. Other processes of the same host open a
+    slot by its CUDA IPC handle.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, Tensor] = {}
@@ -148,7 +164,7 @@ class CudaIpc:
         key = str(address)
         if key not in self._open:
             parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in address]
-            parts[0] = device.index  # the sender may use another index for the same GPU
+            parts[0] = device.index  # the sending process may number the same GPU differently
             storage = torch.UntypedStorage._new_shared_cuda(*parts)
             self._open[key] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return self._open[key]
@@ -158,9 +174,10 @@ class CudaIpc:
 
 
 class Slots:
-    """A transport through the slots of a medium. Implements transport.Transport.
+    """A transport that sends a message by copying it into a slot of a medium, such as shared memory, from which the
+    receiver reads it. Implements transport.Transport.
 
-    `rank` is the index of this process among the peers. No other processes may use `store`.
+    `rank` is the index of this process among the peers. Only the peers may use `store`.
     """
 
     def __init__(self, store: RefitStore, rank: int, medium: Medium) -> None:
@@ -176,7 +193,8 @@ class Slots:
             for s in free:
                 self._medium.free(s.address)
                 self._slots.remove(s)
-            # Sizes are rounded up to powers of two to limit the number of slots: the receiver keeps slots open.
+            # Slot sizes are rounded up to powers of two. This limits the number of slots, which the receiver keeps
+            # open.
             room = max(SMALLEST_SLOT, 1 << (size - 1).bit_length())
             slot = _Slot(*self._medium.allocate(room, device))
         else:
@@ -186,7 +204,7 @@ class Slots:
 
     @property
     def takes_pieces(self) -> bool:
-        return False  # a message is sent by copying it into the slot
+        return False  # a message is sent by copying it into a slot anyway
 
     @property
     def streams(self) -> bool:
@@ -226,11 +244,12 @@ class Slots:
 
 
 class _Slot:
-    """A slot of this sender, and its state."""
+    """A slot (memory for one message) of this sender, and its state."""
 
     def __init__(self, address: Any, memory: Tensor) -> None:
         self.address, self.memory = address, memory
-        self.key: str | None = None  # store key of the message that the receiver has not read yet
+        # store key that announces the message in the slot, until the receiver has read the message
+        self.key: str | None = None
         self.what = ""
 
 
@@ -269,14 +288,14 @@ class _Awaited:
 
 
 def _remove_if_unlocked(path: Path) -> None:
-    """Removes the file of a slot unless a live process holds the lock on the file."""
+    """Removes the file of a shared-memory slot unless a live process holds the lock on the file."""
     try:
         descriptor = os.open(path, os.O_RDWR)
-    except OSError:  # the file is gone, or belongs to another user
+    except OSError:  # the file does not exist any more, or belongs to another user
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_size:  # an empty file has just been made and will be locked
+        if os.fstat(descriptor).st_size:  # an empty file has just been created, and its owner is about to lock it
             path.unlink(missing_ok=True)
     except OSError:  # a live process holds the lock
         pass
@@ -285,7 +304,9 @@ def _remove_if_unlocked(path: Path) -> None:
 
 
 def _await(store: RefitStore, key: str, deadline: Deadline) -> str | None:
-    """Waits until `key` exists. Returns None if it exists, otherwise the reason why the wait failed."""
+    """Waits until `key` exists on the store. Returns None if the key exists, otherwise the reason as text why the wait
+    failed.
+    """
     try:
         return deadline.until(lambda seconds: store.has(key, seconds))
     except TransportError as error:

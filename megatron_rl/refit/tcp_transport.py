@@ -27,15 +27,17 @@ from megatron_rl.refit.buffers import Buffers, parts
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.transport import RECHECK_S, Deadline, TransportError
 
-# A sender's first bytes: a signature of the receiver's challenge and the sender's rank, followed by the rank.
+# A sender's first bytes (hello): a signature of the receiver's challenge and the sender's rank, followed by the rank.
 HELLO = struct.Struct("<32sI")
-LENGTH = struct.Struct("<Q")  # header of each message: size of the message in bytes, without its pieces
-JOIN_S = 1.0  # longest wait for the end of a thread that has no connection yet, and so does not access any message
-PAUSE_S = 0.1  # pause in seconds after a connection could not be accepted
+# header of each message: size of the message in bytes, not counting pieces sent separately
+LENGTH = struct.Struct("<Q")
+JOIN_S = 1.0  # longest wait in seconds for the end of a thread that has no connection yet, and so accesses no message
+PAUSE_S = 0.1  # pause in seconds after a failed attempt to accept a connection
 IDLE_S = 60  # seconds without traffic after which the kernel probes whether the other side is alive
-HELLO_S = 5.0  # a caller that has not sent its hello within this time is refused
-MAX_CALLERS = 256  # maximum number of callers that have not sent their hello, each with a thread and a descriptor
-MERCY_S = 1.0  # when MAX_CALLERS is reached, the oldest caller is disconnected if it has been waiting longer than this
+HELLO_S = 5.0  # seconds after which a caller is refused if it has not sent its hello (proof that it knows the secret)
+MAX_CALLERS = 256  # maximum number of connections without a hello; each has a thread and a file descriptor
+# when MAX_CALLERS is reached, the oldest caller is disconnected if it has waited for more seconds than this
+MERCY_S = 1.0
 BLOCKS_PER_CALL = 256  # maximum number of memory blocks per sendmsg call
 START_BYTES = 1 << 20  # the sending thread starts as soon as this many bytes of pieces are collected
 
@@ -50,14 +52,15 @@ class Tcp:
     takes_pieces = streams = True
 
     def __init__(self, store: RefitStore, rank: int, settings: RefitConfig) -> None:
-        """Starts to listen on a free port and publishes the address under `rank` on the store.
+        """Starts to listen on a free port and stores the address under `rank` on the store.
 
-        Raises TransportError when the store is gone, or when no port is free.
+        Raises TransportError when the store no longer answers, or when no port is free.
         """
         self._store, self._rank, self._timeout_s = store, rank, settings.message_timeout_s
         self._buffers, self._lanes, self._closed = Buffers(), dict[tuple[str, int], _Lane](), False
         self._change = threading.Lock()
-        self._callers: dict[socket.socket, float] = {}  # connections without a hello -> connection time; oldest first
+        # connections that have not sent a hello -> time of the connection; oldest first
+        self._callers: dict[socket.socket, float] = {}
         self._challenge = secrets.token_bytes(16)
         try:
             host, family = store.way()
@@ -111,7 +114,9 @@ class Tcp:
         self._buffers.clear()
 
     def _lane(self, way: str, peer: int) -> _Lane:
-        """Returns the lane to or from a peer, and creates it at its first use. `way`: "to" or "from".
+        """Returns the lane (message queue of one direction) to or from a peer, and creates it at its first use.
+
+        `way`: "to" or "from".
 
         Raises TransportError if the transport is closed.
         """
@@ -165,7 +170,8 @@ class Tcp:
     def _has_place(self) -> bool:
         """Returns whether another connection may be accepted.
 
-        If MAX_CALLERS is reached, disconnects the oldest caller without a hello if it is older than MERCY_S.
+        If MAX_CALLERS connections have not sent a hello (proof that the caller knows the secret), disconnects the
+        oldest of them if it is older than MERCY_S seconds.
         """
         with self._change:
             full = len(self._callers) >= MAX_CALLERS and not self._closed
@@ -180,7 +186,9 @@ class Tcp:
             self._callers.pop(made, None)
 
     def _greet(self, made: socket.socket) -> None:
-        """Checks the hello of a new connection, and passes the connection to the lane of its peer."""
+        """Checks the hello (proof that the caller knows the secret) of a new connection, and passes the connection to
+        the lane of its peer.
+        """
         try:
             said, end = bytearray(), time.monotonic() + HELLO_S
             while len(said) < HELLO.size:
@@ -223,20 +231,22 @@ class _Lane:
         self._thread.start()
 
     def give(self, made: socket.socket) -> None:
-        """Passes a connection that the other side has opened to this lane."""
+        """Passes a connection that the other side has opened to the thread of this lane."""
         self._given.put(made)
         if self.ended:
             self._refuse()
 
     def given(self) -> socket.socket:
-        """Waits for a connection that the other side opens, and returns it. Raises TransportError when closed."""
+        """Waits for a connection that the other side opens, and returns the connection. Raises TransportError when the
+        lane is closed.
+        """
         made = self._given.get()
         if made is None:
             raise TransportError("closed")
         return made
 
     def start(self, task: _Sending | _Receiving, done: _TaskResult | None = None) -> None:
-        """Queues a task. `done`, if given, receives the result of the task."""
+        """Queues a task (sending or receiving a message). `done`, if given, is called with the result of the task."""
         if not self.ended:
             self._tasks.put((task, done))
         elif done is not None:
@@ -244,7 +254,7 @@ class _Lane:
 
     def stop(self) -> None:
         """Asks the thread to end."""
-        self.ended = True  # a thread without a connection checks the flag before it accesses a message
+        self.ended = True  # a thread that has no connection yet checks the flag before it accesses a message
         self._shut()
         self._given.put(None)
         self._tasks.put(None)
@@ -255,7 +265,7 @@ class _Lane:
         self._thread.join(JOIN_S if self._socket is None else None)
 
     def _refuse(self) -> None:
-        """Closes the connections that were passed to this lane but are not used."""
+        """Closes the connections that were passed to this lane and that the thread does not use."""
         with contextlib.suppress(queue.Empty):
             while True:
                 made = self._given.get_nowait()
@@ -278,7 +288,7 @@ class _Lane:
                     if self.ended:
                         raise TransportError("given up")
                     task.run(self._socket)
-            except Exception as error:  # torch raises errors of other types, such as for lack of memory
+            except Exception as error:  # torch raises exceptions of other types, for example when memory is exhausted
                 failure = str(error) or type(error).__name__
                 self._shut()  # so that the other side notices
             if done is not None:
@@ -290,7 +300,7 @@ class _Lane:
 
 
 class _TaskResult:
-    """The result of a task: a message, or the reason of a failure. `event` is set when the task has ended."""
+    """The result of a task: a received message, or the reason of a failure. `event` is set when the task has ended."""
 
     def __init__(self, message: Tensor | None) -> None:
         self.message, self.failure, self.event = message, None, threading.Event()
@@ -301,7 +311,7 @@ class _TaskResult:
 
 
 class _Sending:
-    """A task that sends blocks of memory."""
+    """A task that sends blocks of memory over a connection."""
 
     def __init__(self, blocks: Sequence[memoryview]) -> None:
         self._blocks = blocks
@@ -345,7 +355,7 @@ class _TcpHandle:
         failure = "given up"
         try:
             failure = deadline.until(self._done.event.wait) or self._done.failure
-        finally:  # also when a callback of the deadline raises
+        finally:  # also when a callback of the deadline raises an exception
             if failure is not None:
                 self._lane.end()
         if failure is not None:
@@ -362,7 +372,8 @@ def _configure(made: socket.socket) -> None:
     """Sets the options of a connection: no send delay (TCP_NODELAY), and keepalive probes while it is idle."""
     made.settimeout(None)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # needed because nothing is sent between refits
+    # keepalive is needed because a connection is idle between refits
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
 
 
@@ -371,7 +382,9 @@ def _memory(block: Tensor) -> memoryview:
 
 
 def _fill(of: socket.socket, memory: memoryview) -> None:
-    """Receives into `memory` until it is full. Raises TransportError when the other side closes the connection."""
+    """Receives bytes from a connection until `memory` is full. Raises TransportError when the other side closes the
+    connection.
+    """
     while memory:
         came = of.recv_into(memory, 0, socket.MSG_WAITALL)
         if not came:

@@ -21,7 +21,9 @@ P = TypeVar("P", bound=Parameters)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The sizes of the model, and the trainer's and the engines' layouts between which a refit moves its weights."""
+    """The sizes of the model, and the layouts of the trainer and the engines. A refit sends the weights from the
+    trainer's layout to the engines' layout.
+    """
 
     sizes: Sizes
     trainer: TrainerLayout
@@ -36,7 +38,7 @@ class Topology:
     def to_json(self) -> dict[str, Any]:
         """Returns this topology as JSON-serializable values."""
         parts = {name: dataclasses.asdict(getattr(self, name)) for name in ("trainer", "engines")}
-        # The additional fields of a subclass of Sizes are left out.
+        # Sizes only: if the object is of a subclass, the fields that the subclass adds are left out.
         sizes = {f.name: getattr(self.sizes, f.name) for f in dataclasses.fields(Sizes)}
         return {"sizes": sizes, "dtype": self.dtype, **parts}
 
@@ -52,7 +54,9 @@ class Topology:
         )
 
     def plan(self, locations: RankLocations, bucket_mib: float) -> RefitPlan:
-        """Returns the refit plan for the engine ranks in `locations`, with messages of up to `bucket_mib` MiB."""
+        """Returns the refit plan (the list of messages) for the engine ranks in `locations`, with messages of up to
+        `bucket_mib` MiB.
+        """
         trainer, engine = locations.placements(self.engines.world)
         return refit_plan.plan(
             self._carried(rank_layouts.trainer(self.sizes, self.trainer)),
@@ -63,17 +67,18 @@ class Topology:
         )
 
     def carried(self, parameters: P) -> P:
-        """Returns the parameters of a rank in the form that the plan uses.
+        """Returns the parameters of a rank in the form in which a refit sends them.
 
-        Parameters that are float32 in every model dtype are viewed bit for bit as the dtype in which weights are sent.
+        Parameters that are float32 whatever the model's dtype are viewed bit for bit as the dtype in which weights are
+        sent.
         """
         kept = kept_float32(self.sizes)
         return parameters.carried(kept, self.torch_dtype) if kept and self._words > 1 else parameters
 
     def _carried(self, holdings: Iterable[Holding]) -> Iterator[Holding]:
-        """Yields the holdings with wider rectangles for parameters that are float32 in every model dtype.
-
-        Each float32 element is counted as several elements of the dtype in which weights are sent.
+        """Yields the holdings (parameters and the ranks that hold them). Rectangles are widened for parameters that are
+        float32 whatever the model's dtype: each float32 element is counted as several elements of the dtype in which
+        weights are sent.
         """
         kept = kept_float32(self.sizes)
         for holding in holdings:
@@ -85,7 +90,9 @@ class Topology:
 
     @property
     def _words(self) -> int:
-        """Returns the number of elements of the sent dtype that have the size of one float32: 2 for bfloat16."""
+        """Returns the number of elements of the sent dtype that have the size of one float32, for example 2 for
+        bfloat16.
+        """
         return torch.float32.itemsize // self.torch_dtype.itemsize
 
     def check_trainer(self, rank: int, names: Collection[str]) -> None:

@@ -27,15 +27,17 @@ from megatron_rl.refit.transport import Added, Deadline, Mismatch, RefitError, S
 from megatron_rl.refit.transport_choice import RankLocation, RankLocations, Wiring
 from megatron_rl.world import all_gather, broadcast
 
-ROLL_CALL_S = 10.0  # an engine that does not answer the roll call within this time is left out of the refit
-REJOIN_S = 5.0  # longest wait for live engines to join again after a refit that failed for all engines
-VERDICTS = 16  # number of the latest refits whose verdicts stay on the store
+ROLL_CALL_S = 10.0  # seconds after which an engine that does not answer is left out of the refit
+REJOIN_S = 5.0  # longest wait in seconds for live engines to register again, after a refit that failed for all engines
+VERDICTS = 16  # number of the latest refits whose results (verdicts) stay on the key-value store
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _RollCall:
-    """The engines that take part in a refit. The same on every trainer rank."""
+    """The engines that answered the trainer at the start of a refit and take part in it. The same on every trainer
+    rank.
+    """
 
     number: int  # index of the refit
     locations: dict[int, RankLocation]  # engine rank -> location
@@ -45,7 +47,7 @@ class _RollCall:
 
 @dataclass(frozen=True)
 class _RefitReport:
-    """The result of a refit."""
+    """The result of one refit (weight sync to the engines)."""
 
     committed: list[int]  # engine ranks that hold the new version
     failed: dict[int, str]  # replica index -> reason
@@ -57,11 +59,11 @@ TRAVELLERS = (RankLocation, Address, ExchangeOutcome, _RollCall, _RefitReport)  
 
 
 class TrainerSide:
-    """The trainer's side of the weight synchronization. Creating and calling an instance are collective over all
-    trainer ranks.
+    """The trainer's side of refits, which send weights to the engines. Creating and calling an instance are collective
+    over all trainer ranks.
 
     `endpoint` is an engine inside this process, whose engine rank is the trainer rank. If `endpoint` is None, the
-    engines are separate processes, which join the store at `address`.
+    engines are separate processes, which connect to the key-value store at `address`.
     """
 
     def __init__(
@@ -75,14 +77,14 @@ class TrainerSide:
         host: str = "127.0.0.1",
         added: Added | None = None,
     ) -> None:
-        """Opens the store on rank 0 and joins it on the other ranks.
+        """Opens the key-value store on rank 0, and connects to it on the other ranks.
 
         `parameters`: the parameters of this rank, by names that contain global layer and expert indices.
         `group`: a gloo process group of all trainer ranks.
         `endpoint`: the engine inside this process, or None if the engines are separate processes.
         `host`: name or address of rank 0's host, at which the other ranks and the engines reach the store. The default
         suffices if all of them run on one host.
-        `added`: returns the values to add to the parameters that are sent, such as a LoRA delta.
+        `added`: function that returns the values to add to the parameters that are sent, such as a LoRA delta.
 
         Raises ValueError when the group or the parameters do not match the topology.
         """
@@ -99,18 +101,18 @@ class TrainerSide:
         self._trainer_locations: list[RankLocation] = self._gather(RankLocation.new(self._device))
         self._store, self.address = self._open_store(host)
         self._number, self._epoch = 0, 0
-        self._awaited: set[int] = set()  # engine ranks that the retry of a failed refit waits for
+        self._awaited: set[int] = set()  # engine ranks that took part in a failed refit and that the retry waits for
         self._locations: RankLocations | None = None
         self._wiring: Wiring | None = None
         self._exchange: Exchange | None = None
-        self._versions: dict[int, int | None] = {}  # engine rank -> version, for endpoints inside the trainer
+        self._versions: dict[int, int | None] = {}  # engine rank -> weight version, for engines inside the trainer
         self._probes: list[tuple[int, float]] = []
         self._copy_rate = _copy_rate(self._device)
         self._delta_pays = settings.delta
 
     def __call__(self, version: int, replicas: Collection[int] | None = None) -> dict[str, float]:
-        """Sends weights `version` to the engines. Returns metrics (refit/seconds, refit/gigabytes, ...), the same on
-        every rank.
+        """Sends the weights to the engines as weight version `version`. Returns metrics (refit/seconds,
+        refit/gigabytes, ...), the same on every rank.
 
         `replicas`: indices of the engine replicas to refit, which must all have joined. If None, refits all replicas
         that have joined, and waits for at least one.
@@ -123,7 +125,7 @@ class TrainerSide:
         deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
         report = self._transfer(self._roll_call(deadline, replicas), version, deadline)
         again = not report.committed and not report.mismatch and self._endpoint is None and replicas is None
-        if again:  # an engine may have died between the roll call and its first message
+        if again:  # retries: an engine may have died between its answer and its first message
             deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
             report = self._transfer(self._roll_call(deadline, None), version, deadline)
         self._awaited = set()
@@ -141,17 +143,17 @@ class TrainerSide:
         self._disconnect()
 
     def _roll_call(self, deadline: Deadline, replicas: Collection[int] | None) -> _RollCall:
-        """Returns the engines that take part in the refit. Engines inside the trainer always take part."""
+        """Returns the engines that take part in the refit. Engines inside the trainer process always take part."""
         self._number += 1
         if self._endpoint is not None:
             return _RollCall(self._number, dict(enumerate(self._trainer_locations)), self._versions, {})
         return self._on_first_rank(lambda: self._call_engines(deadline, replicas))
 
     def _call_engines(self, deadline: Deadline, replicas: Collection[int] | None) -> _RollCall:
-        """Returns the joined engines that answer now. Called on rank 0.
+        """Returns the registered engines that answer the trainer now. Called on rank 0.
 
-        Waits until at least one replica has joined with all its ranks. In the retry of a failed refit, it also waits up
-        to REJOIN_S for all engines of the first try. Raises RefitError when no engine joins before the deadline.
+        Waits until at least one replica has joined with all its ranks. When a failed refit is retried, also waits up to
+        REJOIN_S seconds for all engines of the first try. Raises RefitError when no engine joins before the deadline.
         """
         tp, world = self.topology.engines.tp, self.topology.engines.world
         patience = time.monotonic() + REJOIN_S
@@ -174,7 +176,7 @@ class TrainerSide:
                 ready = self._store.get(f"{self._number}/ready/{rank}", max(0.05, end - time.monotonic()))
             except TransportError:
                 call.lost[rank] = f"engine rank {rank} did not answer the roll call within {ROLL_CALL_S:.0f} s"
-                self._store.remove(f"hello/{rank}")  # an engine that finds its key removed joins again
+                self._store.remove(f"hello/{rank}")  # an engine that finds its registration removed registers again
                 continue
             call.locations[rank], call.versions[rank] = RankLocation(*ready["location"]), ready["version"]
         for rank in [r for r in call.locations if not all(q in call.locations for q in _replica(r, tp))]:
@@ -183,7 +185,9 @@ class TrainerSide:
         return call
 
     def _transfer(self, call: _RollCall, version: int, deadline: Deadline) -> _RefitReport:
-        """Transfers the weights to the engines of a roll call, collects their votes, and publishes the verdict."""
+        """Transfers the weights to the engines that answered, collects their votes (whether the weights arrived), and
+        stores the verdict (which engines hold the new version) on the key-value store.
+        """
         fresh = self._locations is None or self._locations.engines != call.locations
         if fresh:
             self._disconnect()
@@ -229,11 +233,14 @@ class TrainerSide:
         return report
 
     def _order(self, call: _RollCall, version: int, *, fresh: bool) -> RefitOrder:
-        """Returns the instructions for a refit. `fresh`: the transports are new, so that no engine can take deltas."""
+        """Returns the settings of one refit. `fresh`: whether the transports are new, in which case no engine can
+        receive only differences from the last version.
+        """
         held = {r: v for r, v in call.versions.items() if v is not None and r in call.locations}
         base = held if self._delta_pays and not fresh else {}
         if self._wiring is not None and "nccl" in self._wiring.kinds:
-            self._delta_pays = False  # NCCL needs the sizes in advance, and is too fast for deltas to pay
+            # no delta over NCCL: it needs the sizes in advance, and is too fast for deltas to save time
+            self._delta_pays = False
         return RefitOrder(
             version=version,
             verify=self._settings.verify,
@@ -243,7 +250,7 @@ class TrainerSide:
         )
 
     def _connect(self, call: _RollCall) -> None:
-        """Creates the plan and the transports for the engines of a roll call."""
+        """Creates the refit plan and the transports for the engines that answered at the start of the refit."""
         locations = RankLocations(self._trainer_locations, call.locations)
         self._wiring = Wiring(
             self._store.under(f"epoch{self._epoch}"), locations, self._trainer_locations[self._rank], self._settings
@@ -266,7 +273,8 @@ class TrainerSide:
     def _judge(
         self, call: _RollCall, sides: list[tuple[ExchangeOutcome, tuple[int, float], str | None]], deadline: Deadline
     ) -> _RefitReport:
-        """Decides which replicas hold the new version, from the outcomes of all trainer ranks and the engines' votes.
+        """Decides which engine replicas hold the new weight version, from the outcomes of all trainer ranks and the
+        engines' votes.
 
         Called on rank 0. If the engines are inside the trainer, every rank calls it and gets the same result.
         """
@@ -302,12 +310,14 @@ class TrainerSide:
         return _RefitReport(committed, failed, mismatch, done)
 
     def _close_call(self, call: _RollCall, report: _RefitReport) -> None:
-        """Publishes the verdict to the engines, and removes the keys of earlier refits from the store.
+        """Stores the verdict (which engines hold the new version) on the key-value store, and removes the keys of
+        earlier refits.
 
         The last VERDICTS verdicts stay on the store for engines that read them late. All other keys of older refits and
-        of earlier transport epochs are removed, including keys that a suspended engine has written since.
+        of earlier sets of transports are removed, including keys that a suspended engine has written since.
         """
-        # Stored atomically: an engine that saw the verdict but the old number would take part in the same refit again.
+        # Stored atomically: an engine that saw the verdict but not the index of the next refit would take part in the
+        # same refit again.
         verdict = {"committed": report.committed}
         self._store.put_together({"next": call.number + 1, f"{call.number}/verdict": verdict})
         for rank in range(self.topology.engines.world):
@@ -342,7 +352,9 @@ class TrainerSide:
         return {f"refit/{name}": value for name, value in metrics.items()}
 
     def _weigh_delta(self, report: _RefitReport) -> None:
-        """Turns delta encoding off if it took longer than the sending time that it saved, as on a fast link."""
+        """Turns delta encoding off if encoding and applying deltas took longer than the sending time that they saved,
+        as on a fast link.
+        """
         for (outcome, _), (size, seconds) in zip(report.sides, self._probes, strict=False):
             saved = (outcome.full - outcome.sent) * seconds / size if size else 0.0
             if self._delta_pays and outcome.full > outcome.sent and outcome.delta_seconds > saved:
@@ -355,7 +367,9 @@ class TrainerSide:
                     )
 
     def _open_store(self, host: str) -> tuple[RefitStore, Address]:
-        """Opens a store on rank 0, which the other ranks join. Returns (client of the store, address of the store)."""
+        """Opens a key-value store on rank 0 and connects the other ranks to it. Returns (client of the store, address
+        of the store).
+        """
         opened: list[RefitStore] = []
 
         def open_() -> Address:
@@ -370,17 +384,19 @@ class TrainerSide:
         return opened[0] if opened else RefitStore.join(address), address
 
     def _disconnect(self) -> None:
-        """Closes the transports. The next refit creates a new plan and new transports."""
+        """Closes the transports. The next refit then creates a new plan and new transports."""
         if self._wiring is not None:
             self._wiring.close()
         self._locations, self._wiring, self._exchange = None, None, None
 
     def _gather(self, value: Any) -> list[Any]:
-        """Gathers `value` from all ranks. Returns the list of values, indexed by rank, on every rank."""
+        """Gathers `value` from all trainer ranks. Returns the list of values, indexed by rank, on every rank."""
         return all_gather(value, self._group, travellers=TRAVELLERS)
 
     def _on_first_rank(self, function: Callable[[], Any]) -> Any:
-        """Calls `function` on rank 0 only. Returns its result, or raises its RefitError, on every rank."""
+        """Calls `function` on trainer rank 0 only. Returns its result on every rank. If it raises RefitError, raises
+        the RefitError on every rank.
+        """
         result, failure = None, None
         if self._rank == 0:
             try:

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 WORD_BYTES = 8
-RECHECK_S = 0.5  # interval in seconds at which a wait checks whether the refit has ended
+RECHECK_S = 0.5  # interval in seconds at which a wait for a message checks whether the refit has ended
 
 
 class RefitError(RuntimeError):
-    """Raised when a refit did not bring an engine to the new version.
-
-    The message names the rank, and the bucket if the failure belongs to one.
+    """Raised when an engine did not receive the new weight version. The message names the rank, and the bucket (message
+    of the plan) if the failure belongs to one.
     """
 
 
@@ -66,7 +65,7 @@ class Parameters(Readable, Protocol):
         ...
 
     def carried(self, names: Collection[str], dtype: torch.dtype) -> Self:
-        """Returns the same parameters with the parameters in `names` viewed bit for bit as `dtype`.
+        """Returns these parameters, with those in `names` viewed bit for bit as `dtype`.
 
         Each parameter in `names` has n float32 values. It is viewed as [n, 4 / itemsize of `dtype`], so that it can be
         sent together with parameters of `dtype` without loss of precision.
@@ -81,7 +80,7 @@ class Reachable(Protocol):
     def memory(self, name: str, part: ParameterPart, dtype: torch.dtype) -> Tensor | None:
         """Returns the memory of a part of the parameter `name` as uint8 [bytes].
 
-        Returns None unless the part is contiguous, is on a CPU, and has the dtype `dtype`.
+        Returns None if the part is not contiguous, is not on a CPU, or has another dtype than `dtype`.
         """
         ...
 
@@ -98,7 +97,7 @@ class Tensors:
         self._words = {name: as_words(t) for name, t in self._tensors.items()}
         self._cut: dict[
             tuple[str, ParameterPart, torch.dtype], np.ndarray | None
-        ] = {}  # cached, because every refit asks for the same parts
+        ] = {}  # cached, because every refit accesses the same parts
         self._whole: dict[tuple[str, ParameterPart, torch.dtype], Tensor | None] = {}
 
     def read(self, name: str, part: ParameterPart) -> Tensor:
@@ -189,10 +188,10 @@ class Deadline:
 
     end: float  # time.monotonic() value at which the whole refit must have ended
     message_s: float  # longest wait for one message, in seconds
-    # Called every RECHECK_S during a wait. Returns true once the refit has ended without this side.
+    # Called every RECHECK_S seconds during a wait. Returns true if the refit has ended without this process.
     is_over: Callable[[], bool] = lambda: False
-    # Returns a value that changes while the other side is alive but itself waiting. If the value has changed when a
-    # wait times out, the wait goes on.
+    # Returns a value that changes while the other process is alive but itself waiting for a message. If the value has
+    # changed when a wait times out, the wait goes on.
     pulse: Callable[[], Any] = lambda: None
 
     @classmethod
@@ -223,7 +222,7 @@ class Deadline:
 
 
 class Handle(Protocol):
-    """A message whose transfer has been started."""
+    """A message whose transfer has been started, but may not be complete."""
 
     def wait(self, deadline: Deadline) -> Tensor:
         """Waits until the message has been sent or received, and returns the message, uint8 [size].
@@ -253,7 +252,7 @@ class Transport(Protocol):
 
     @property
     def streams(self) -> bool:
-        """Returns whether the receiver may receive several consecutive pieces of the sender as a single piece."""
+        """Returns whether the receiver may receive several consecutive pieces as a single piece."""
         ...
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
@@ -280,9 +279,9 @@ class Transport(Protocol):
 
         `label`: the name of the message in errors.
         `size`: size of the message in bytes, or None if the sender sends the size along.
-        `pieces`: the destinations of the sender's pieces, in order. A tensor is filled itself. An int is a number of
-        bytes: the piece is received into that many of the last bytes of the message.
-        After a failed wait, the transport does not write to any of this memory.
+        `pieces`: the destinations of the sender's pieces, in order. A tensor receives the piece itself. An int is the
+        size of the piece in bytes: the piece is stored in the last bytes of the returned message. After a failed wait,
+        the transport does not write to any of this memory.
         """
         ...
 

@@ -45,9 +45,10 @@ class RankLocation(NamedTuple):
 
     @property
     def place(self) -> tuple[str, str]:
-        """Returns an id of the memory that the rank uses: (host, GPU), or (host, process) for a rank on a CPU.
+        """Returns an id of the memory that holds the rank's weights: (host, GPU), or (host, process) for a rank on a
+        CPU.
 
-        Weights are copied without a network link between ranks of the same place.
+        Weights are copied without a network link between ranks with the same id.
         """
         return self.host, self.device if self.device != "cpu" else self.process
 
@@ -60,7 +61,8 @@ class RankLocations:
     engines: dict[int, RankLocation]
 
     def placements(self, engine_world: int) -> tuple[RankPlacement, RankPlacement]:
-        """Returns the placements of (all trainer ranks, all `engine_world` engine ranks) for the planner.
+        """Returns the placements of (all trainer ranks, all `engine_world` engine ranks) in the form that
+        `refit_plan.plan` takes.
 
         Node and device are -1 for an engine rank that does not take part.
         """
@@ -80,13 +82,13 @@ class RankLocations:
 
 
 class Wiring:
-    """The open transports of one process to the other processes of a refit."""
+    """The open transports between this process and the other processes of a refit."""
 
     def __init__(self, store: RefitStore, locations: RankLocations, here: RankLocation, settings: RefitConfig) -> None:
-        """Opens the transports that the pairs of ranks in `locations` need. `here` is the location of this process.
+        """Opens the transports that the pairs of ranks in `locations` need. `here`: the location of this process.
 
-        Raises TransportError when a process of `locations` does not connect in time, and ConfigError for an unusable
-        setting of the transport.
+        Raises TransportError when a process of `locations` does not connect in time, and ConfigError if the configured
+        transport cannot be used.
         """
         self._locations, self._here, self._settings = locations, here, settings
         _check_nccl(locations, settings)
@@ -116,7 +118,7 @@ class Wiring:
             transport.close()
 
     def _kind(self, trainer: RankLocation, engine: RankLocation) -> str:
-        """Returns the name of the transport between a trainer rank and an engine rank."""
+        """Returns the name of the transport to use between a trainer rank and an engine rank, e.g. "tcp"."""
         if self._settings.transport != "auto":
             return self._settings.transport
         if "cpu" in (trainer.device, engine.device):
@@ -129,7 +131,8 @@ class Wiring:
 def _check_nccl(locations: RankLocations, settings: RefitConfig) -> None:
     """Logs a warning if weights are sent over TCP because the NCCL versions of trainer and engine differ.
 
-    NCCL cannot connect processes with different versions. Raises ConfigError if the settings require NCCL.
+    NCCL cannot connect processes with different versions. Raises ConfigError instead if the versions differ and the
+    config requires NCCL.
     """
     pairs = [
         (trainer.nccl or "none", engine.nccl or "none")
@@ -147,7 +150,7 @@ def _check_nccl(locations: RankLocations, settings: RefitConfig) -> None:
 
 
 def _medium(kind: str, settings: RefitConfig) -> SharedMemory | Disk | CudaIpc:
-    """Returns the medium that holds the slots of the transport named `kind`.
+    """Returns the medium (kind of shared memory) through which the transport named `kind` sends messages.
 
     Raises ConfigError if the transport is "disk" and no directory is set.
     """
