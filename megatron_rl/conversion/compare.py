@@ -17,14 +17,15 @@ from megatron_rl.weights.parameter_mapping import hf_shapes
 
 
 def compare(first: WeightSource, second: WeightSource) -> list[dict[str, Any]]:
-    """Returns one row per tensor, as a dict with these keys:
+    """Compares two models tensor by tensor. Returns one dict per tensor, with these keys:
 
     - `name`: the tensor's name.
     - `equal`: whether the tensors are bit-identical.
-    - `relative`: |a - b| / |a|, with Frobenius norms.
+    - `relative`: the relative difference |a - b| / |a| with Frobenius norms, where a is the tensor of `first` and b the
+      tensor of `second`.
     - `largest`: the largest absolute difference of two elements.
 
-    Raises ConfigError if names or shapes differ.
+    Raises ConfigError if the two models have different tensor names or shapes.
     """
     rows = []
     total = len(first.shapes()) if first.checkpoint is None else len(hf_shapes(first.sizes))
@@ -40,10 +41,10 @@ def compare(first: WeightSource, second: WeightSource) -> list[dict[str, Any]]:
 
 
 def _pairs(first: WeightSource, second: WeightSource) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields (name, first's tensor, second's tensor).
+    """Yields (name of a tensor, the tensor in `first`, the tensor in `second`) for all tensors.
 
     A checkpoint is read in its stored order, and the tensors of a directory are looked up by name. Raises ConfigError
-    if names or sizes differ.
+    if the two models have different tensor names or sizes, or if both are adapters.
     """
     if first.checkpoint is not None and second.checkpoint is not None:
         if first.sizes != second.sizes:
@@ -68,7 +69,8 @@ def _pairs(first: WeightSource, second: WeightSource) -> Iterator[tuple[str, Ten
 
 
 def _gap(a: Tensor, b: Tensor) -> dict[str, float]:
-    """Returns the relative and the largest difference, computed in float64 block by block."""
+    """Returns {"relative": |a - b| / |a| with Frobenius norms, "largest": largest absolute difference of two elements}.
+    Both are computed in float64, block by block."""
     gap = norm = largest = 0.0
     for x, y in zip(tensor_copies.blocks(a), tensor_copies.blocks(b), strict=True):
         x = x.double()

@@ -28,9 +28,9 @@ from megatron_rl.weights.dist_writer import FILE_BYTES, DistWriter
 from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned, plan_tensors
 from megatron_rl.weights.parameter_mapping import WHOLE, hf_shapes, kept_float32, megatron
 
-# JSON files that belong to a checkpoint, not to a model
+# JSON files of a checkpoint directory that are not copied with a model's config and tokenizer
 OF_CHECKPOINTS = ("metadata.json", "COMPLETE.json", "state.json")
-EMPTY = [None]  # value that Megatron-core stores for a module without extra state
+EMPTY = [None]  # value that Megatron-core saves as the extra state of a module that has none
 LOGITS = 1e-3  # tolerance for float32 logits: largest difference relative to the largest logit
 MERGED = 1e-5  # tolerance for merged float32 weights: largest difference relative to a tensor's largest element
 T = TypeVar("T")
@@ -44,14 +44,16 @@ def to_hf(
     shard_bytes: int = SHARD_BYTES,
     verify: bool = False,
 ) -> str:
-    """Writes a Hugging Face directory with weights, config and tokenizer, ready to load.
+    """Writes a Hugging Face directory with weights, config and tokenizer, ready to be loaded by transformers.
 
-    `dtype`: the dtype to cast to; None keeps the stored dtype.
-    `shard_bytes`: the maximum size of a file.
-    `verify`: whether to read the result back and compare it bit for bit. The logits of a checkpoint's Megatron model
-    are then compared with those of transformers. For an adapter, the merged weights are compared with peft's.
+    `dtype`: the dtype to which the weights are cast; None keeps the stored dtype.
+    `shard_bytes`: the maximum size of a weight file.
+    `verify`: whether to read the written weights back and compare them bit for bit. If the source is a checkpoint, its
+    logits in Megatron are also compared with the logits of the written model in transformers. If the source is an
+    adapter, the merged weights are also compared with weights merged by peft.
 
-    Returns the result of the last comparison, or why it was skipped; "" without `verify`.
+    Returns a sentence with the result of the logits or peft comparison, or with the reason why the comparison was
+    skipped. Returns "" without `verify`.
 
     Raises ConfigError if `target` exists, if there is too little disk space, if a tensor has non-finite values, or if a
     comparison fails.
@@ -90,8 +92,9 @@ def to_megatron(
 ) -> None:
     """Writes a Hugging Face directory as a Megatron distributed checkpoint, together with its config and tokenizer.
 
-    The checkpoint has no optimizer state. Megatron-core can load it under any layout. Raises ConfigError as `to_hf`
-    does.
+    The checkpoint has no optimizer state. Megatron-core can load it under any layout. Raises ConfigError if `source` is
+    not a Hugging Face directory, if `target` exists, if there is too little disk space, if a tensor has non-finite
+    values, or if a comparison fails.
     """
     if source.checkpoint is not None:
         raise ConfigError(f"{source.path} is a checkpoint already: give a Hugging Face directory")
@@ -124,7 +127,7 @@ def to_megatron(
 
 
 def _planned(source: WeightSource, sizes: Sizes, dtype: torch.dtype | None) -> list[Planned]:
-    """Returns the tensors to write, in the order in which `source` yields them."""
+    """Returns name, shape and dtype of the tensors to write, in the order in which `source` yields them."""
     stored, kept = source.dtypes(), kept_float32(sizes)
     if source.checkpoint is not None:
         one = dtype or source.checkpoint.dtype(whole_names(sizes)[0])
@@ -138,7 +141,8 @@ def _planned(source: WeightSource, sizes: Sizes, dtype: torch.dtype | None) -> l
 def _parameter(
     source: WeightSource, sizes: Sizes, tensors: hf_model.DirectoryTensors, name: str, dtype: torch.dtype | None
 ) -> Tensor:
-    """Returns one whole Megatron parameter, without vocabulary padding. Raises ConfigError for non-finite values."""
+    """Returns one whole Megatron parameter, built from Hugging Face tensors, without vocabulary padding. Raises
+    ConfigError if it has non-finite values."""
     (rows, columns), rects = megatron(sizes, name, WHOLE)
     for tensor in dict.fromkeys(rect.tensor for rect in rects):
         _check_finite(source, tensor, tensors.whole(tensor))
@@ -163,7 +167,8 @@ def _check_finite(source: WeightSource, name: str, tensor: Tensor) -> None:
 
 
 def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
-    """Sets the dtype in a config.json if the weights were cast."""
+    """Sets the dtype in a config.json to `dtype`. If `dtype` is None, the weights were not cast and the file is
+    unchanged."""
     config = read_object(file)
     if dtype is not None:
         config.pop("torch_dtype", None)
@@ -178,9 +183,12 @@ def _verify(
     *,
     cast: torch.dtype | None = None,
 ) -> None:
-    """Compares every tensor of `source`, cast to `dtype`, with the tensor of `other`, cast to `cast`, bit for bit.
+    """Compares every tensor of `source` with the tensor of the same name in `other`, bit for bit.
 
-    Raises ConfigError if a tensor differs.
+    `dtype`: the dtype to which tensors of `source` are cast before the comparison; None: not cast.
+    `cast`: the dtype to which tensors of `other` are cast before the comparison; None: not cast.
+
+    Raises ConfigError if a tensor differs or is missing.
     """
     wanted, names, kept = hf_shapes(source.sizes).keys(), set(), kept_float32(source.sizes)
     for name, tensor in _steps(source.tensors(), len(wanted), "verify"):
@@ -197,14 +205,15 @@ def _verify(
 
 
 def _compare_logits(source: WeightSource, sizes: Sizes, folder: Path, *, exact: bool) -> str:
-    """Compares the logits of the Megatron model with those of transformers, and returns a line with the result.
+    """Compares the logits of the Megatron model with the logits of transformers for the same weights, and returns a
+    sentence with the result.
 
-    `exact`: whether to raise ConfigError for a difference above LOGITS. It is False for a cast model, whose difference
-    is only reported.
+    `exact`: whether to raise ConfigError for a difference above the tolerance LOGITS. `exact` is False for a cast
+    model, whose difference is only reported.
     """
     if source.checkpoint is None:
         return "logits not compared: the source is no checkpoint"
-    from megatron_rl.conversion import parity  # brings Megatron-core, which nothing else here needs
+    from megatron_rl.conversion import parity  # imported late: parity imports Megatron-core
 
     if why := parity.obstacle(sizes):
         return f"logits not compared: {why}"
@@ -218,14 +227,15 @@ def _compare_logits(source: WeightSource, sizes: Sizes, folder: Path, *, exact: 
 
 
 def _compare_merged(source: WeightSource, sizes: Sizes, folder: Path, *, exact: bool) -> str:
-    """Compares every merged tensor with peft's merge of the same base and adapter, and returns a line with the result.
+    """Compares every merged tensor with the same tensor as merged by peft from the same base model and adapter, and
+    returns a sentence with the result.
 
-    `exact`: whether to raise ConfigError for a difference beyond rounding. It is False for a cast model, whose
+    `exact`: whether to raise ConfigError for a difference beyond rounding. `exact` is False for a cast model, whose
     difference is only reported.
     """
     if importlib.util.find_spec("peft") is None:
         return "not compared with peft, which is not installed"
-    from megatron_rl.conversion import parity  # brings Megatron-core, which nothing else here needs
+    from megatron_rl.conversion import parity  # imported late: parity imports Megatron-core
 
     if why := parity.obstacle(sizes):
         return f"not compared with peft: {why}"

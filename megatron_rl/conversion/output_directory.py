@@ -23,14 +23,15 @@ SPARE = 1.02  # required free disk space, as a multiple of the tensors' size
 def fresh(target: Path, *, wanted_bytes: int, replace: bool = False) -> Iterator[Path]:
     """Context manager that yields an empty directory, which is renamed to `target` when the block ends.
 
-    The files are flushed to disk before the rename. If the block fails, nothing is left. If the process is killed, a
-    directory .NAME.partial is left, and the next process with the same target removes it.
+    The files are flushed to disk before the rename. If the block raises an exception, the new directory is removed. If
+    the process is killed, the files are left in a directory .NAME.partial, and the next process that writes the same
+    target removes them.
 
-    `wanted_bytes`: the size of the result, which must be available on the disk.
+    `wanted_bytes`: the size of the files to be written, which must be free on the disk.
     `replace`: whether an existing directory at `target` is removed before the rename.
 
-    Raises ConfigError if `target` exists and `replace` is False, if another process is writing it, if the disk has less
-    than `wanted_bytes` free, or if writing fails.
+    Raises ConfigError if `target` exists and `replace` is False, if another process is writing `target`, if the disk
+    has less than `wanted_bytes` free, or if writing fails.
     """
     if target.exists() and not replace:
         raise ConfigError(f"{target} exists: remove it, or give another place")
@@ -69,7 +70,8 @@ def fresh(target: Path, *, wanted_bytes: int, replace: bool = False) -> Iterator
 def _locked(target: Path, partial: Path, descriptor: int) -> contextlib.ExitStack:
     """Locks the directory `partial`, which `descriptor` has open, against other processes that write `target`.
 
-    Returns the stack that releases the lock. Closes `descriptor` and raises ConfigError if the lock cannot be had.
+    Returns the stack that releases the lock. Closes `descriptor` and raises ConfigError if another process holds the
+    lock or the lock file cannot be written.
     """
     held = contextlib.ExitStack()
     name = target.with_name(f"{partial.name}.held")
@@ -88,9 +90,11 @@ def _locked(target: Path, partial: Path, descriptor: int) -> contextlib.ExitStac
 
 @contextlib.contextmanager
 def stoppable(target: Path) -> Iterator[None]:
-    """Context manager that lets the block clean up on SIGINT or SIGTERM, and then raises SystemExit.
+    """Context manager that stops the block on SIGINT or SIGTERM. The signal raises KeyboardInterrupt in the block, so
+    that the block can clean up. The context manager then raises SystemExit.
 
-    Any error after the signal is treated as its consequence.
+    Any exception of the block after a signal is treated as a consequence of the signal. `target`: the output directory,
+    for the printed message.
     """
     asked: list[int] = []
 
@@ -112,8 +116,8 @@ def stoppable(target: Path) -> Iterator[None]:
 
 
 def copy_side_files(source: Path, target: Path, *, keep: tuple[str, ...] = ()) -> None:
-    """Copies the config, generation config and tokenizer files of a model directory, except for the file names in
-    `keep`."""
+    """Copies the config, generation config and tokenizer files of the model directory `source` to `target`, except for
+    files whose names are in `keep`."""
     for pattern in ("*.json", "*.txt", "*.model", "*.jinja"):
         for file in source.glob(pattern):
             if not file.name.endswith(".index.json") and file.name not in keep:

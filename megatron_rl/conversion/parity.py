@@ -22,11 +22,12 @@ from megatron_rl.weights.parameter_mapping import hf_shapes
 from megatron_rl.weights.tensor_copies import by_expert
 
 POSITIONS = 8
-BYTES_PER_PARAMETER = 8  # memory for both models together, in float32
+BYTES_PER_PARAMETER = 8  # memory per parameter for the Megatron model and the transformers model together, in float32
 
 
 def obstacle(sizes: Sizes) -> str | None:
-    """Returns why the two models cannot be compared on this machine, or None if they can."""
+    """Returns the reason why a model's logits in Megatron and in transformers cannot be compared in this process (for
+    example, too little memory), or None if they can be compared."""
     if dist.is_initialized():
         return "this process is a rank of something else"
     wanted = BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in hf_shapes(sizes).values())
@@ -36,16 +37,19 @@ def obstacle(sizes: Sizes) -> str | None:
 
 
 def available_bytes() -> int:
-    """Returns the bytes of memory that are available without swapping (Linux); 0 if unknown."""
+    """Returns the number of bytes of host memory that are available without swapping. Returns 0 if the number is
+    unknown, as on systems other than Linux."""
     info = Path("/proc/meminfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
 
 
 def logits_gap(checkpoint: Path, model: Path) -> tuple[float, float]:
-    """Returns (largest difference of the logits, largest logit) over POSITIONS positions.
+    """Compares the logits of a checkpoint in Megatron with the logits of a Hugging Face directory in transformers, for
+    one sequence of POSITIONS tokens. Returns (largest absolute difference of two logits, largest absolute logit).
 
-    Megatron-core loads the checkpoint and transformers loads the directory, both in float32, in this process.
+    Megatron-core loads the checkpoint and transformers loads the directory, both in float32, one after the other in
+    this process.
     """
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokens = torch.arange(POSITIONS) * 7919 % reference.config.vocab_size
@@ -71,7 +75,8 @@ def merged_by_peft(base: Path, adapter: Path, sizes: Sizes) -> dict[str, torch.T
 
 
 def _logits(checkpoint: Path, model: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the Megatron model's logits [POSITIONS, vocabulary]."""
+    """Returns the logits [POSITIONS, vocabulary] of the Megatron model that is loaded from `checkpoint`, on the CPU in
+    float32."""
     groups = parallel.create(Layout())
     policy = MegatronPolicy(RoleConfig(model=Model(path=str(model))), groups, trainable=False)
     policy.state.load(checkpoint)

@@ -30,24 +30,29 @@ from megatron_rl.weights.parameter_mapping import WHOLE, Shard, kept_float32, me
 from megatron_rl.weights.plain_data import COMMON, read_object
 from megatron_rl.weights.rank_layouts import TrainerLayout
 
-MASTER = OPTIMIZER + "param."  # prefix of the optimizer's float32 copies of the weights
-Cuts = dict[str, list[tuple[int, Piece]]]  # parameter -> (rank that writes the piece, piece)
+# prefix of the names under which a checkpoint stores the optimizer's float32 copies of the weights
+MASTER = OPTIMIZER + "param."
+# name of a parameter -> [(rank that writes the piece, piece of the parameter)]
+Cuts = dict[str, list[tuple[int, Piece]]]
 
 
 def reshard(
     path: Path, target: Path, layout: TrainerLayout, *, experts: TrainerLayout | None = None,
     role: str | None = None, model: Path | None = None, trust: bool = False,
 ) -> list[Path]:  # fmt: skip
-    """Writes one role's directory, or the whole checkpoint if `role` is None, to `target`, sharded for `layout`.
+    """Copies a checkpoint to `target`, sharded for another parallel layout. Copies one role's directory if `role` is
+    given or `path` is a role's directory, otherwise the whole checkpoint.
 
-    A whole checkpoint consists of all roles and the state of the run. Its directory must have the same name as its
-    source (iteration_N), so that a run can resume from it.
+    A whole checkpoint consists of all roles and the state of the run. The directory name of `target` must then be the
+    name of the source checkpoint (iteration_N), so that a run can resume from the copy.
 
-    `experts`: the layout for models with experts; None: `layout`.
-    `model`: the model directory, if it is not found from the run's config.
-    `trust`: whether pickled parts may run code.
+    `layout`: the parallel layout to shard for.
+    `experts`: the parallel layout for models with experts; None: the same as `layout`.
+    `model`: the directory with config.json and tokenizer; None: the directory named by the run's config.yaml.
+    `trust`: whether pickled parts of the checkpoint may run code when they are loaded.
 
-    Returns the directories that were read. Raises ConfigError.
+    Returns the role directories that were read. Raises ConfigError if the checkpoint is missing or damaged, if the
+    model cannot be sharded for the layout, or if `target` cannot be written.
     """
     path = Path(path)
     if role is not None or (path / ".metadata").is_file() or not path.is_dir():
@@ -116,13 +121,13 @@ def _recut(source: WeightSource, dense: TrainerLayout, experts: TrainerLayout | 
 
 
 def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:
-    """Returns the pieces of every parameter, each with the first rank that holds the piece."""
+    """Returns the pieces into which `layout` splits every parameter, each with the lowest rank that holds the piece."""
     found: Cuts = {}
     for holding in rank_layouts.trainer(sizes, layout):
         rank = holding.ranks[0]
         for name in dict.fromkeys(name for name, _ in holding.parameters):
             if name == "output_layer.weight" and sizes.tied:
-                continue  # a copy of the embedding on the last stage
+                continue  # the output layer of a tied model is a copy of the embedding and is not stored
             expert = ".experts." in name
             position = rank % (layout.ep * layout.etp) % layout.etp if expert else rank % layout.tp
             shard = Shard(expert_tp=layout.etp, expert_rank=position) if expert else Shard(layout.tp, position)
@@ -134,8 +139,8 @@ def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:
 def _write(
     writer: DistWriter, sizes: Sizes, tp: int, what: tuple[str, str, list[tuple[int, Piece]]], whole: Tensor
 ) -> None:
-    """Writes the pieces of one tensor, with vocabulary padding. `what`: (optimizer state's prefix or "", name,
-    pieces)."""
+    """Writes the pieces of the tensor `whole`, with vocabulary padding. `what`: (prefix of an optimizer state, or ""
+    for the weight itself; name of the parameter; pieces)."""
     prefix, name, cuts = what
     matrix = whole if whole.dim() > 1 else whole[:, None]
     shape = stored_shape(sizes, name, tp)
@@ -152,7 +157,8 @@ def _write(
 
 
 def _check_master(checkpoint: DistCheckpoint, sizes: Sizes, name: str, weight: Tensor, master: Tensor) -> None:
-    """Raises ConfigError if the optimizer's float32 copy does not round to the weight."""
+    """Raises ConfigError if the optimizer's float32 copy `master` of a parameter, rounded to the dtype of `weight`, is
+    not equal to `weight`."""
     rows = megatron(sizes, name, WHOLE)[0][0]
     if not all(
         torch.equal(a, b.to(a.dtype))

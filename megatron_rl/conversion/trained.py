@@ -20,11 +20,12 @@ from megatron_rl.world import World
 def export_model(
     world: World, export: WeightExport, model: Model, target: Path, *, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes a Hugging Face directory with sharded weights, config, tokenizer, and the chat template used in training.
+    """Exports a trained role to a Hugging Face directory with sharded weights, config, tokenizer, and the chat template
+    used in training.
 
-    Rank 0 writes each tensor when it arrives, so that no rank holds more than one whole tensor. An existing directory
-    at `target` is replaced once the new one is completely on disk. Collective: all ranks call it. Raises
-    json_lines.DiskError if the files cannot be written.
+    Rank 0 writes each gathered tensor to disk at once, so that no rank holds more than one whole tensor. An existing
+    directory at `target` is replaced once the new one is completely on disk. Collective: all ranks call it. Raises
+    json_lines.DiskError on every rank if rank 0 cannot write the files.
     """
     stream = export.weights(everywhere=False)
     failure: OSError | ConfigError | None = None
@@ -33,7 +34,7 @@ def export_model(
             _write(stream, export.planned(), model, target, shard_bytes)
         except (OSError, ConfigError) as error:
             failure = error
-    for _ in stream:  # other ranks, and rank 0 after a failure, must consume the stream
+    for _ in stream:  # `weights` is collective: every rank must iterate to the end, also rank 0 after a failure
         pass
 
     def raise_failure() -> None:

@@ -24,26 +24,28 @@ from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Weights on disk: a Hugging Face directory, or one role of a checkpoint together with the model it started
-    from."""
+    """Weights on disk: a Hugging Face directory, an adapter with its base model, or one role of a checkpoint together
+    with the directory of the model that the role was initialized from."""
 
     path: Path
-    given_model: Path | None  # directory with config.json and tokenizer; None: resolved from the run's config
+    given_model: Path | None  # directory with config.json and tokenizer; None: found by the run's config.yaml
     checkpoint: DistCheckpoint | None  # None for a Hugging Face directory
     adapter: Path | None = None  # directory of an adapter that is merged into the weights at `path`
 
     @property
     def model(self) -> Path:
-        """Returns the directory with config.json and tokenizer. Raises ConfigError if it is not found."""
+        """Returns the directory with config.json and tokenizer. Raises ConfigError if the directory is not found."""
         return self.given_model or _model_of(self.path)
 
     @property
     def sizes(self) -> Sizes:
-        """Returns the model's sizes. Raises ConfigError as `read_sizes` does."""
+        """Returns the sizes of the model, such as the number of layers. Raises ConfigError if config.json is missing,
+        is damaged, or describes an unknown architecture."""
         return read_sizes(self.model)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, tensor), one at a time. An adapter is merged into the tensors."""
+        """Yields (Hugging Face name, whole tensor), loading one tensor at a time. If there is an adapter, it is merged
+        into the tensors."""
         if self.checkpoint is not None:
             return self.checkpoint.tensors(self.sizes)
         found = hf_model.read_tensors(self.path)
@@ -53,12 +55,13 @@ class WeightSource:
         return lora_adapters.merged(found, self.sizes, settings, lora_adapters.read(self.adapter, self.sizes, settings))
 
     def file_of(self, name: str) -> Path:
-        """Returns the file that contains a Hugging Face tensor. For a checkpoint, returns its directory."""
+        """Returns the file that contains the tensor with the Hugging Face name `name`. For a checkpoint, returns the
+        checkpoint's directory."""
         return self.path if self.checkpoint is not None else hf_model.tensor_files(self.path)[name]
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Returns the dtype of every stored tensor by Hugging Face name. For a checkpoint, the names are Megatron's and
-        layers are stacked."""
+        """Returns the dtype of every stored tensor by Hugging Face name. For a checkpoint, the names are Megatron's,
+        and one name stands for the parameters of all layers, which are stacked."""
         if self.checkpoint is not None:
             return {name: dtype for name, (_, dtype) in self.checkpoint.shapes.items()}
         return {
@@ -80,7 +83,7 @@ class WeightSource:
 
 
 def read_sizes(model: Path) -> Sizes:
-    """Reads the sizes of a model directory.
+    """Reads the sizes of a model, such as the number of layers, from the model directory's config.json.
 
     Raises ConfigError if config.json is missing, is damaged, or describes an unknown architecture.
     """
@@ -93,11 +96,13 @@ def find(path: Path, *, role: str | None = None, model: Path | None = None, trus
 
     `path`: a run directory (its newest checkpoint is used), a checkpoint iteration_N, a role's directory in a
     checkpoint, an adapter's directory, or a Hugging Face directory.
-    `role`: the role, required if a checkpoint holds several roles.
-    `model`: the model directory, required if no parent directory has a run's config.yaml.
-    `trust`: whether the pickled parts of a checkpoint may run code.
+    `role`: the name of the role, required if a checkpoint holds several roles.
+    `model`: the directory with config.json and tokenizer of a checkpoint's model. Required if no parent directory of
+    the checkpoint has a run's config.yaml.
+    `trust`: whether the pickled parts of a checkpoint may run code when they are loaded.
 
-    Raises ConfigError, also if files do not match their recorded checksums.
+    Raises ConfigError if no weights are found, if the role is missing or ambiguous, or if files do not match their
+    recorded checksums.
     """
     path = Path(path)
     if not path.is_dir():
@@ -127,7 +132,8 @@ def find(path: Path, *, role: str | None = None, model: Path | None = None, trus
 
 
 def _checkpoint(path: Path, model: Path | None, trust: bool) -> WeightSource:
-    """Opens one role's directory after checking its files against the checksums that the run recorded."""
+    """Returns the weights in one role's directory of a checkpoint. First checks the files against the checksums that
+    the run recorded, and raises ConfigError if a file differs."""
     known = {name: value for name, value in known_digests(path.parent).items() if name.startswith(f"{path.name}/")}
     refuse(wrong(path.parent, known))
     if (path / lora_adapters.DIRECTORY).is_dir():
@@ -136,7 +142,8 @@ def _checkpoint(path: Path, model: Path | None, trust: bool) -> WeightSource:
 
 
 def _adapted(path: Path, base: Path) -> WeightSource:
-    """Returns an adapter together with its base model. Raises ConfigError if it was trained on a different model."""
+    """Returns the weights of the base model `base` with the adapter at `path` merged. Raises ConfigError if the adapter
+    was trained on a different model."""
     refuse(wrong_of(base))
     if (path / lora_adapters.BASE).is_file() and (other := lora_adapters.other_base(path, base)):
         raise ConfigError(other)
@@ -146,7 +153,8 @@ def _adapted(path: Path, base: Path) -> WeightSource:
 def iteration_directory(path: Path) -> Path:
     """Returns the newest checkpoint of a run directory; any other path is returned unchanged.
 
-    Raises ConfigError if a run has no complete checkpoint, or if a checkpoint is not complete.
+    Raises ConfigError if the run directory has no complete checkpoint (a checkpoint with all its files), or if `path`
+    is a checkpoint with missing or damaged files.
     """
     if (path / "checkpoints").is_dir():
         newest = Checkpoints(path / "checkpoints").newest()
@@ -159,15 +167,15 @@ def iteration_directory(path: Path) -> Path:
 
 
 def roles(step: Path) -> list[str]:
-    """Returns the names of the roles in a checkpoint directory."""
+    """Returns the sorted names of the roles whose weights are in the checkpoint directory `step`."""
     return sorted(file.parent.name for file in step.glob("*/.metadata"))
 
 
 def _model_of(path: Path) -> Path:
-    """Returns the model directory of a role's checkpoint: the model its run started from, or the model that its run
-    exported.
+    """Returns the directory with config.json and tokenizer for a role's checkpoint: the checkpoint itself if it has a
+    config.json, otherwise the model from which the run started or the model that the run exported.
 
-    Raises ConfigError if neither is found.
+    Raises ConfigError if none of these directories is found.
     """
     if (path / "config.json").is_file():
         return path

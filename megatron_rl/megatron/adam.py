@@ -35,7 +35,7 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
     def initialize_state(self, param: torch.Tensor, *unused: Any) -> None:
-        """Initializes the moments of a parameter to zeros."""
+        """Sets the first and second moment of a parameter to zeros."""
         self.state[param] = dict(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
 
     @torch.no_grad()

@@ -38,12 +38,13 @@ WIDENED = 384
 
 @dataclass(frozen=True)
 class Grid:
-    """A padded [S, L] grid in which row `source[i]` of a flat tensor is placed at position `target[i]`."""
+    """A padded [S, L] grid of token positions, for S sequences of at most L tokens. Row `source[i]` of a flat tensor
+    [rows, ...] is placed at position `target[i]` of the flattened grid."""
 
     shape: tuple[int, int]
-    source: Tensor  # [n] row indices of the flat tensor
+    source: Tensor  # [n] row indices in the flat tensor
     target: Tensor  # [n] positions in the flattened grid
-    repeats: bool = False  # True if a row may be at several positions; its gradient is then the sum of their gradients
+    repeats: bool = False  # True if a row may be at several positions; gradients of equal rows are then summed
 
     def spread(self, x: Tensor) -> Tensor:
         """Returns the grid [S, H, L, d] filled with the flat rows [rows, H, d], and with zeros at empty positions."""
@@ -57,9 +58,9 @@ class AttentionBucket:
     """Sequences of similar length whose attention is computed in one call."""
 
     queries: Grid
-    keys: Grid  # grid over the concatenated rows of all context-parallel ranks, in order of the ranks
-    # One mask per kind of attention: [S or 1, 1, L of queries, L of keys], True where a query attends to a key. None
-    # means a causal mask, where queries and keys are the same tokens.
+    keys: Grid  # source rows: concatenation of the rows of all context-parallel ranks, in order of the ranks
+    # One mask per kind of attention: [S or 1, 1, L of queries, L of keys], True where a query attends to a key. If a
+    # mask is None, attention is causal, and queries and keys are the same tokens.
     masks: tuple[Tensor | None, ...]
 
 
@@ -76,18 +77,18 @@ class Context:
     group: Any = None
 
     def multiple(self, others: int) -> int:
-        """Returns the number that a length must be a multiple of, to be split over these ranks and then into `others`
-        equal parts."""
+        """Returns the number that a sequence length must be a multiple of, so that the sequence can be split over the
+        context-parallel ranks and each rank's tokens into `others` equal parts."""
         return math.lcm(2 * self.size, others * self.size) if self.size > 1 else others
 
     def chunks(self, rank: int) -> tuple[int, int]:
-        """Returns the indices of a rank's two chunks of a sequence, in order."""
+        """Returns the indices, in ascending order, of the two chunks of a sequence that rank `rank` has."""
         return rank, 2 * self.size - 1 - rank
 
     def own(self, lengths: Sequence[int]) -> Tensor:
         """Returns the positions of this rank's tokens in the concatenation of padded sequences of the given lengths.
 
-        [S] -> [sum of lengths / size].
+        `lengths` has S elements, and the result is [sum of lengths / size].
         """
         ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
         if self.size == 1:
@@ -106,17 +107,19 @@ ALONE = Context()
 class SequenceLayout(PackedSeqParams):
     """The arrangement of a micro-batch's tokens into sequences, with rotary tables and masks per kind of attention.
 
-    `buckets` is empty if `runs` is set, and for a padded micro-batch without context parallelism.
+    `buckets` is empty in two cases: if `runs` is set, and for a padded micro-batch without context parallelism, which
+    uses `masks`.
     """
 
     turns: tuple[
         tuple[Tensor, Tensor], ...
-    ] = ()  # (cos, sin) of this rank's tokens per kind of attention: [N, 1, d] packed, [L, 1, 1, d] padded
-    masks: tuple[Tensor | None, ...] = ()  # masks [1, 1, L, L] of a padded micro-batch without buckets, as in a bucket
+    ] = ()  # rotary (cos, sin) of this rank's tokens per kind of attention: [N, 1, d] if packed, else [L, 1, 1, d]
+    masks: tuple[Tensor | None, ...] = ()  # [1, 1, L, L] per kind of attention, if padded without buckets; None: causal
     buckets: tuple[AttentionBucket, ...] = ()
-    packed: Tensor | None = None  # [N] packed positions of the queries, in the order of the buckets' grids
-    gridded: Tensor | None = None  # [N] positions of the same tokens in the concatenated grids
-    runs: varlen.Segments | None = None  # used in place of buckets if one call computes the attention of all sequences
+    packed: Tensor | None = None  # [N] row index of each query, in the order of the buckets' grids
+    # [N] position of each query in the concatenation of the buckets' flattened query grids
+    gridded: Tensor | None = None
+    runs: varlen.Segments | None = None  # set if one flash attention call computes all sequences, without buckets
     context: Context = ALONE
 
 
@@ -159,10 +162,10 @@ def packed_layout(
 ) -> SequenceLayout:
     """Returns the layout of sequences that are packed end to end in one row.
 
-    `lengths`: [S] lengths over all context-parallel ranks, positive and padded to the context's multiple.
+    `lengths`: [S] lengths over all context-parallel ranks, positive and multiples of `context.multiple`.
     `rotary`: if None, the layout has only the fields that Transformer Engine's layers need.
     `like`: a tensor with the dtype and device of the model.
-    `flash`: one call computes the attention of all sequences (kernels/varlen.py).
+    `flash`: whether one flash attention call computes the attention of all sequences (kernels/varlen.py).
     """
     cu = upload(torch.tensor([0, *lengths]).cumsum(0).int(), like.device)
     longest = max(lengths)
@@ -182,8 +185,12 @@ def packed_layout(
 def padded_layout(
     shape: tuple[int, int], rotary: RotaryTable | None, *, context: Context = ALONE, like: Tensor
 ) -> SequenceLayout:
-    """Returns the layout of a [S, L] micro-batch that is padded on the right to the context's multiple. `rotary` and
-    `like` are as in `packed_layout`."""
+    """Returns the layout of a [S, L] micro-batch of S sequences that are padded on the right to length L, a multiple of
+    `context.multiple`.
+
+    `rotary`: if None, the layout has only the fields that Transformer Engine's layers need.
+    `like`: a tensor with the dtype and device of the model.
+    """
     if rotary is None:
         return SequenceLayout(qkv_format="sbhd", context=context)
     count, length = shape
@@ -201,7 +208,8 @@ def padded_layout(
 
 
 def _runs(lengths: Sequence[int], rows: Sequence[Tensor], context: Context, device: torch.device) -> varlen.Segments:
-    """Returns the runs of queries of sequences without a shared prefix. `rows` is as in `whole_buckets`.
+    """Returns the segments for flash attention of sequences without a shared prefix. `rows[s]` has the row indices of
+    sequence s on a rank.
 
     With context parallelism, each of a rank's two chunks of a sequence is a separate run.
     """
@@ -215,7 +223,8 @@ def _runs(lengths: Sequence[int], rows: Sequence[Tensor], context: Context, devi
 
 
 def _keys_up_to(last: int, own: Tensor, local: int, context: Context) -> Tensor:
-    """Returns the indices of a sequence's chunks 0 to `last` in the concatenated rows of all context-parallel ranks.
+    """Returns the indices of the tokens in a sequence's chunks 0 to `last`, within the concatenated rows of all
+    context-parallel ranks.
 
     `own` has the sequence's row indices on a rank, and `local` is the number of rows of a rank.
     """
@@ -229,8 +238,8 @@ def whole_buckets(
 ) -> list[AttentionBucket]:
     """Returns the attention buckets of sequences without a shared prefix.
 
-    `rows[s]` has the row indices of sequence s on a rank, which are the same on all ranks. `windows` has one entry per
-    kind of attention.
+    `rows[s]` has the row indices of sequence s on a rank; they are the same on all context-parallel ranks. `windows`
+    has one sliding window per kind of attention, or None for no window.
     """
     return [
         bucket
@@ -240,8 +249,8 @@ def whole_buckets(
 
 
 def attention_fields(buckets: Sequence[AttentionBucket], device: torch.device) -> dict[str, Any]:
-    """Returns the fields of a SequenceLayout that describe the attention buckets. Each row must be a query of exactly
-    one bucket."""
+    """Returns the values of the SequenceLayout fields `buckets`, `packed` and `gridded`, on `device`. Each row must be
+    a query of exactly one bucket."""
     starts = torch.tensor([0] + [b.queries.shape[0] * b.queries.shape[1] for b in buckets]).cumsum(0).tolist()
     return dict(
         buckets=tuple(_to_device(bucket, device) for bucket in buckets),
@@ -253,8 +262,8 @@ def attention_fields(buckets: Sequence[AttentionBucket], device: torch.device) -
 
 
 def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Groups sequences of similar length, longest first, so that padding stays within MAX_PADDING. Returns the indices
-    of the sequences in each group."""
+    """Groups sequences of similar length, longest first, so that the tokens with padding of a group are at most
+    MAX_PADDING times the tokens without padding. Returns the indices of the sequences in each group."""
     groups: list[list[int]] = []
     real = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -299,22 +308,25 @@ def _group_buckets(
 
 
 def _causal_mask(width: int, widest: int, chunk: int, window: int | None = None) -> Tensor:
-    """Returns the attention mask of the queries of chunk `chunk` of `width` tokens, in a grid of width `widest`.
+    """Returns the attention mask for the queries in chunk `chunk` of a sequence with chunks of `width` tokens. The mask
+    is padded to `widest` queries.
 
-    The mask is [widest, widest * (chunk + 1)]. With a `window`, a query attends to the last `window` tokens, including
-    itself.
+    The mask is [widest, widest * (chunk + 1)], True where a query attends to a key. With a `window`, a query attends to
+    the last `window` tokens, including itself.
     """
     keys, queries = torch.arange(widest * (chunk + 1)), torch.arange(widest)[:, None] + chunk * width
     return keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
 
 
 def _window_mask(length: int, window: int | None) -> Tensor | None:
-    """Returns the mask [1, 1, length, length] of whole sequences, or None if the window does not exclude any key."""
+    """Returns the causal sliding-window mask [1, 1, length, length] of whole sequences, or None if the window does not
+    exclude any key."""
     return None if window is None or window >= length else _causal_mask(length, length, 0, window)[None, None]
 
 
 def grid(rows: Sequence[Tensor], *, repeats: bool = False) -> Grid:
-    """Returns the grid of sequences with the given row indices. `repeats`: a row index may occur several times."""
+    """Returns the grid of sequences, padded on the right. `rows[s]` has the row indices of sequence s in a flat tensor.
+    `repeats`: whether a row index may occur several times."""
     width = max(len(r) for r in rows)
     return Grid(
         (len(rows), width),
@@ -325,7 +337,8 @@ def grid(rows: Sequence[Tensor], *, repeats: bool = False) -> Grid:
 
 
 def _to_device(bucket: AttentionBucket, device: torch.device) -> AttentionBucket:
-    """Returns the bucket with its tensors on `device`. Queries and keys that are the same grid object stay so."""
+    """Returns the bucket with its tensors on `device`. If queries and keys are the same grid object, they are also the
+    same object in the result."""
 
     def moved(own: Grid) -> Grid:
         return Grid(own.shape, upload(own.source, device), upload(own.target, device), own.repeats)
@@ -419,11 +432,12 @@ class SDPAttention(Chosen, MegatronModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Computes attention: query [S, H, L, d], key [S, H_kv, M, d], value [S, H_kv, M, v] -> [S, H, L, v].
 
-        Causal if `mask` is None.
+        If `mask` is None, attention is causal.
         """
         width, dtype = value.shape[-1], query.dtype
         if dtype == torch.bfloat16 and query.device.type == "cpu" and key.shape[-2] < WIDENED:
             query, key, value = query.float(), key.float(), value.float()
-        if width != key.shape[-1] and not value.is_cuda:  # otherwise torch would materialize all scores on a CPU
+        # for values narrower than keys, torch would materialize all scores on a CPU
+        if width != key.shape[-1] and not value.is_cuda:
             value = F.pad(value, (0, key.shape[-1] - width))
         return sdpa.attend(query, key, value, mask=mask, scale=self.scale)[..., :width].to(dtype)

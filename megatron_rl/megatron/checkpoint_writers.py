@@ -15,18 +15,20 @@ from multiprocessing.managers import SyncManager
 from megatron_rl.run.parent_death import end_with_parent
 
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # signals that are blocked while a checkpoint is written
-_manager: SyncManager | None = None  # manager process of the result queues of this rank's saves
+# manager process of the queues to which this rank's writer processes report results
+_manager: SyncManager | None = None
 
 
 @contextlib.contextmanager
 def one_save() -> Iterator[None]:
-    """Context manager in which one save is started. The writer processes of the save report to a separate queue.
+    """Context manager in which the caller starts one checkpoint save. The writer processes of the save report to a
+    separate queue.
 
     Megatron-core has one queue for all saves of a process and assigns the oldest result in the queue to any save that
     it polls. If two roles save at once and the second save finishes first, each save would get the file offsets of the
     other: the checkpoints would have correct checksums and be unreadable.
 
-    Signals are blocked in the block, and the writer processes, which are forked in the block, inherit the blocked
+    Signals are blocked inside the context. The writer processes are forked inside the context and inherit the blocked
     signals. A signal to the whole process group must not kill a writer in the middle of a file.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async as core
@@ -41,16 +43,17 @@ def one_save() -> Iterator[None]:
 
 
 def start_manager() -> SyncManager:
-    """Starts the manager process of the result queues of this rank's saves.
+    """Starts the manager process of the queues to which this rank's writer processes report results.
 
     The process ends with this rank, whereas Megatron-core's manager process runs forever if the rank is killed. On
-    Linux the process listens on an abstract socket protected by an authentication key; core's leaves a temporary
-    directory behind if it is killed. The caller blocks signals beforehand, and the process inherits the blocked
-    signals.
+    Linux the process listens on an abstract socket protected by an authentication key; Megatron-core's manager leaves a
+    temporary directory behind if it is killed. The caller blocks signals beforehand, and the process inherits the
+    blocked signals.
     """
     name = f"\0megatron_rl-{uuid.uuid4().hex}" if sys.platform == "linux" else None
     resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # starting the tracker unblocks some of the signals
+    # blocks the signals again: starting the resource tracker unblocks some of them
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     manager = SyncManager(name, ctx=multiprocessing.get_context("spawn"))
     manager.start(end_with_parent, (signal.SIGKILL, os.getpid()))
     share_manager(manager)
@@ -58,6 +61,6 @@ def start_manager() -> SyncManager:
 
 
 def share_manager(manager: SyncManager) -> None:
-    """Makes this rank's saves report to queues of a manager process that is already running."""
+    """Makes this rank's checkpoint writer processes report to queues of `manager`, which is already running."""
     global _manager
     _manager = manager

@@ -21,15 +21,16 @@ from megatron_rl.weights.rank_layouts import Holding, TrainerLayout
 
 
 class WeightExport:
-    """Exports the weights of one role. Methods are collective unless their docstring says otherwise."""
+    """Exports the weights of one role from the trainer, for engines and for files. Methods are collective (all ranks
+    must call them) unless their docstring says otherwise."""
 
     def __init__(self, model: RoleModel) -> None:
         self._model = model
 
     @property
     def trainer_layout(self) -> TrainerLayout:
-        """The parallel layout from which each rank's parameter shards follow. The refit (weight sync to the engines) is
-        planned with it. Not collective."""
+        """The trainer's parallel layout, which determines the shard of each parameter on each rank. The weight sync to
+        the engines is computed from this layout. Not collective."""
         layout, arch = self._model.role.layout, self._model.arch
         return TrainerLayout(
             tp=layout.tp,
@@ -44,19 +45,19 @@ class WeightExport:
     def shards(self) -> dict[str, Tensor]:
         """Returns this rank's parameters by name, with global layer indices. Not collective.
 
-        The tensors share memory with the model, and updates change them in place. Adapters are not included; `added`
-        returns their contribution.
+        The tensors share memory with the model, and updates change them in place. LoRA adapters are not included;
+        `added` returns the LoRA delta.
         """
         return {name: parameter.detach() for name, parameter in self._model.named().items()}
 
     def added(self, name: str, part: ParameterPart) -> Tensor | None:
-        """Returns the LoRA delta of one part of a tensor of `shards`, float32. Returns None if no adapter changes the
-        part. Not collective."""
+        """Returns the LoRA delta of one part of a tensor of `shards`, in float32. Returns None if no adapter changes
+        this part. Not collective."""
         return None if self._model.adapters is None else self._model.adapters.added(name, *part)
 
     def planned(self) -> list[Planned]:
-        """Returns name, shape and dtype of the tensors that `weights` yields, in the order of a Hugging Face directory.
-        Not collective."""
+        """Returns name, shape and dtype of the tensors that `weights` yields, in the order in which a Hugging Face
+        directory stores them. Not collective."""
         arch, dtype = self._model.arch, getattr(torch, self._model.role.model.dtype)
         kept = parameter_mapping.kept_float32(arch)
         return plan_tensors(arch, {n: torch.float32 if n in kept else dtype for n in parameter_mapping.hf_shapes(arch)})
@@ -65,8 +66,8 @@ class WeightExport:
         """Yields (Hugging Face name, whole tensor on the CPU) on every rank, or only on rank 0 if not `everywhere`. All
         ranks must consume the iterator to its end.
 
-        A receiving rank holds one whole tensor at a time; a rank that only sends holds one part of a tensor. Adapters
-        are merged into the weights.
+        A rank that receives tensors holds one whole tensor at a time. A rank that only sends holds one part of a tensor
+        at a time. LoRA adapters are merged into the weights.
         """
         model = self._model
         model.check_readable()
@@ -80,8 +81,9 @@ class WeightExport:
         return _gathered(self.planned(), holdings, read, model.groups.control, everywhere=everywhere)
 
     def adapter(self, *, everywhere: bool = True) -> dict[str, Tensor]:
-        """Returns the whole adapter as CPU tensors by peft name, on every rank, or only on rank 0 if not `everywhere`.
-        Returns an empty dict on the other ranks, and without `role.lora`."""
+        """Returns the role's whole LoRA adapter as {peft name: CPU tensor}, on every rank, or only on rank 0 if not
+        `everywhere`. Returns an empty dict on the other ranks, and on all ranks if the role has no adapter (`role.lora`
+        is unset)."""
         model, lora = self._model, self._model.role.lora
         if model.adapters is None or lora is None:
             return {}
@@ -94,7 +96,7 @@ class WeightExport:
         return dict(_gathered(planned, self._adapter_holdings(), read, model.groups.control, everywhere=everywhere))
 
     def _adapter_holdings(self) -> Iterator[Holding]:
-        """Yields the adapter's parts, with the rank that holds each part."""
+        """Yields the parts of the LoRA adapter's parameters, each with the ranks that hold it."""
         arch, lora, layout = self._model.arch, self._model.role.lora, self.trainer_layout
         assert lora is not None
         for stage, layers in enumerate(layout.layers(arch)):
@@ -109,14 +111,15 @@ class WeightExport:
                 yield Holding((stage * layout.tp * layout.dp + rank,), [(n, r) for n, rects in held for r in rects])
 
     def write_adapter(self, directory: Path) -> None:
-        """Writes the adapter to `directory` in peft's format, on the first rank. No-op without `role.lora`."""
+        """Writes the role's LoRA adapter to `directory` in peft's format. Only the first rank writes. No-op if the role
+        has no adapter."""
         tensors, role = self.adapter(everywhere=False), self._model.role
         if tensors and role.lora is not None and dist.get_rank(self._model.groups.control) == 0:
             lora_adapters.write(directory, tensors, role.lora, role.model.path, self._base_digest)
 
     @functools.cached_property
     def _base_digest(self) -> str:
-        """The digest of the frozen base model's files, computed at first use and then cached."""
+        """The checksum of the files of the frozen base model, computed at first use and then cached."""
         return lora_adapters.base_digest(self._model.role.model.path)
 
 
@@ -128,11 +131,11 @@ def _gathered(
     *,
     everywhere: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, whole tensor) for each of the `planned` tensors, on every rank of the gloo `group`, or only on
-    rank 0 if not `everywhere`. Collective.
+    """Gathers tensors from the ranks' shards. Yields (name, whole tensor) for each tensor in `planned`, on every rank
+    of the gloo `group`, or only on rank 0 if not `everywhere`. Collective.
 
-    `holdings` lists the parts that each rank holds. `read(parameter, rect)` returns one part of this rank's parameters.
-    Each part is sent once, by the first rank that holds it.
+    `holdings` lists the parts that each rank holds. `read(parameter, rect)` returns the rectangle `rect` of one of this
+    rank's parameters. Each part is sent once, by the first rank that holds it.
     """
     parts: dict[str, dict[tuple[int, ...], tuple[int, str, Rect]]] = {}
     for holding in holdings:

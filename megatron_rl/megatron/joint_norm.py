@@ -18,7 +18,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 
 
 class JointNorm(torch.nn.Module):
-    """A root-mean-square norm over all heads, [..., heads of this rank, d] -> the same shape.
+    """A root-mean-square norm over all heads together, which are split over the tensor ranks. Input and output are
+    [..., heads of this rank, d].
 
     Each rank holds the weight elements that belong to its heads. `qk_layernorm` in Megatron-core's config must be
     False: core would treat the weight, which has the name of a per-head norm, as replicated, and would sum its gradient
@@ -31,7 +32,7 @@ class JointNorm(torch.nn.Module):
         self.eps, self.head_dim, self.width = eps, hidden_size, heads * hidden_size
         own = self.width // self.group.size()
         self.weight = torch.nn.Parameter(torch.ones(own, dtype=config.params_dtype))
-        # Without these attributes Megatron-core includes only the first rank's weight in the gradient norm.
+        # Without these attributes Megatron-core would include only the first tensor rank's weight in the gradient norm.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,8 +43,8 @@ class JointNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns Megatron-core's sharded state dict of the weight: the tensor ranks hold different parts, not
-        copies."""
+        """Returns Megatron-core's sharded state dict of the weight: the tensor ranks hold different parts of the
+        weight, not copies."""
         state = self.state_dict(prefix="", keep_vars=True)
         replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return make_sharded_tensors_for_checkpoint(
@@ -79,7 +80,8 @@ class _NormOverRanks(torch.autograd.Function):
 
 
 def _over_heads(x: Tensor, group: Any) -> Tensor:
-    """Returns the sum over the last two dimensions and over all ranks of the group. [..., H, d] -> [..., 1, 1]."""
+    """Returns the sum over the last two dimensions and over all ranks of the tensor-parallel group. [..., H, d] ->
+    [..., 1, 1]."""
     total = x.sum((-2, -1), keepdim=True)
     if group.size() > 1:
         dist.all_reduce(total, group=group)
