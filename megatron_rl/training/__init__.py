@@ -1,3 +1,3 @@
-"""The training loop: iterations, the collector that generates rollouts, the preflight checks, and the scatter of
-batches to the ranks.
+"""The training loop: iterations, the collector that generates rollouts, the preflight checks before training, and the
+scatter of rollouts to the ranks.
 """

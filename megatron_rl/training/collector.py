@@ -1,9 +1,10 @@
 """Provides the rollouts of each iteration to the training loop. Rollouts are generated on demand, generated ahead of
 training, or read from the record of another run.
 
-An iteration is collected when at most `max_staleness` earlier iterations are still untrained. So the weights that
-generate a token lack at most that many updates. Collected iterations stay in the store until a complete checkpoint
-covers them, so a killed run does not collect an iteration twice.
+The rollouts of an iteration are generated when at most `max_staleness` earlier iterations are still untrained. So the
+weights that generate a token are at most `max_staleness` updates old. Generated iterations stay on disk until a
+checkpoint that is completely written covers them, so a run that is killed and resumed does not generate an iteration
+twice.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_rl.training.rollouts import measure, without_signal
 from megatron_rl.training.store import IterationStore, State
 from megatron_rl.types import Prompt, Rollout, Stop
 
-LOOK_S = 0.5  # seconds between two calls of `idle`
+LOOK_S = 0.5  # seconds between two calls of the `idle` callback while the training thread waits for rollouts
 
 
 class RolloutError(RuntimeError):
@@ -30,7 +31,7 @@ class RolloutError(RuntimeError):
 
 
 class Reader(Protocol):
-    """An endless stream of prompts with a position that can be saved; implemented by data.problems.PromptReader."""
+    """An endless stream of prompts whose position can be saved. Implemented by data.problems.PromptReader."""
 
     dropped: int  # number of prompts skipped so far because they were too long
 
@@ -42,15 +43,15 @@ class Reader(Protocol):
 
 
 class IterationMaker(Protocol):
-    """Generates the rollouts of iterations, or reads them from a record. `make` is called for one iteration at a time,
-    in order.
+    """Generates the rollouts of iterations, or reads them from the record of another run. `make` is called for one
+    iteration at a time, in order.
     """
 
     def make(self, iteration: Iteration) -> Collected: ...
 
     def state(self) -> State:
-        """Returns the state that generating rollouts changes, as JSON values: the positions of the readers and the
-        recipe's state.
+        """Returns everything that changes when rollouts are generated, as JSON values: the positions of the prompt
+        readers and the recipe's state.
         """
         ...
 
@@ -61,7 +62,7 @@ class IterationMaker(Protocol):
 
 @dataclass(frozen=True)
 class ReaderSource:
-    """The source of the problems of one iteration: implements iteration.PromptSource with a reader."""
+    """The source of the problems of one iteration: implements iteration.PromptSource with a prompt reader."""
 
     reader: Reader
     prompts_per_iteration: int
@@ -72,8 +73,8 @@ class ReaderSource:
 
 @dataclass(frozen=True, kw_only=True)
 class _Position:
-    """The state that generating rollouts changes: the recipe's state, and the position of each role's reader. Roles may
-    share a reader.
+    """Everything that changes when rollouts are generated: the recipe's state, and the position of each role's prompt
+    reader. Roles may share a reader.
     """
 
     recipe: Recipe
@@ -91,18 +92,21 @@ class _Position:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMaker(_Position):
-    """Generates iterations with the recipe. Each iteration gets a fresh context, and problems from the reader of its
-    first role.
+    """Generates the rollouts of iterations with the recipe. Each iteration gets a new RolloutContext, and problems from
+    the prompt reader of the first role that it trains.
     """
 
     context: RolloutContext
     prompts_per_iteration: int
-    uncredited: frozenset[str] = frozenset()  # roles whose loss does not use advantages: their rollouts may have none
-    # separate stopwatch for iterations collected in parallel with training; its times are logged for the first role
+    # roles whose loss does not use advantages, so that their rollouts may lack advantages
+    uncredited: frozenset[str] = frozenset()
+    # Stopwatch for iterations whose rollouts are generated while another iteration trains. Its times are logged with
+    # the metrics of the iteration's first role. None: use the stopwatch of the context.
     own_watch: Stopwatch | None = None
 
     def make(self, iteration: Iteration) -> Collected:
-        """Returns the recipe's rollouts by role, and the metrics by role, including those that the recipe added.
+        """Returns the rollouts and the metrics of an iteration, both by role. The metrics include those that the recipe
+        added.
 
         Raises RolloutError if the rollouts cannot be trained on.
         """
@@ -117,7 +121,8 @@ class RolloutMaker(_Position):
         for role in iteration.roles:
             _check_rollouts(iteration, role, rollouts[role], credited=role not in self.uncredited)
         metrics = {role: self._figures(role, rollouts[role]) for role in iteration.roles}
-        for role, added in context.metrics.items():  # may include roles that the iteration does not train
+        # `context.metrics` may include roles that the iteration does not train
+        for role, added in context.metrics.items():
             metrics[role] = {**metrics.get(role, {}), **added}
         if self.own_watch is not None:
             metrics[iteration.role].update(self.own_watch.take())
@@ -130,15 +135,16 @@ class RolloutMaker(_Position):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayMaker(_Position):
-    """Reads iterations that another run recorded. After each iteration, the recipe and the readers are set to the state
-    that the other run had after it.
+    """Reads the iterations that another run recorded, instead of generating rollouts. After each iteration, the recipe
+    and the prompt readers are set to the state that the other run had after this iteration.
     """
 
     recorded: IterationStore
 
     def make(self, iteration: Iteration) -> Collected:
-        """Returns the recorded iteration without its timings, which belong to the other run. Raises the errors of
-        IterationStore.read.
+        """Returns the recorded iteration without its timings, which belong to the other run. Raises FileNotFoundError
+        if the other run has no file of the iteration, and StoreError if the file is damaged or the iteration trained
+        other roles.
         """
         collected, state = self.recorded.read(iteration)
         self.restore(state)
@@ -151,17 +157,17 @@ class ReplayMaker(_Position):
 
 @dataclass(frozen=True)
 class _CollectedIteration:
-    """An iteration with its rollouts and the state after it."""
+    """An iteration with its rollouts, and the state (recipe and prompt readers) after generating them."""
 
     iteration: Iteration
     collected: Collected
-    state: State  # state of the maker after the iteration
+    state: State  # state of the recipe and the prompt readers after the iteration
 
 
 @dataclass
 class _Exchange:
-    """The state shared by the collecting thread and the training thread. Both hold `change` while they read or write
-    it.
+    """The state shared by the thread that generates rollouts and the thread that trains. Both threads hold the lock
+    `change` while they read or write the state.
     """
 
     change: threading.Condition = field(default_factory=threading.Condition)
@@ -172,11 +178,11 @@ class _Exchange:
 
 
 class Collector:
-    """Provides the iterations to the loop, on the driver. `upcoming` yields every iteration in order, beginning at the
-    run's current position.
+    """Provides the rollouts of each iteration to the training loop, on the driver (rank 0). `upcoming` yields every
+    iteration in order, beginning at the run's current position.
 
-    If `max_staleness` is 0, an iteration is collected in the caller's thread when it is due. Otherwise a background
-    thread collects ahead.
+    If `max_staleness` is 0, the rollouts of an iteration are generated in the caller's thread when the iteration is
+    due. Otherwise a background thread generates rollouts of later iterations ahead.
     """
 
     def __init__(
@@ -190,15 +196,17 @@ class Collector:
         """
         self._maker, self._upcoming, self._store, self._max = maker, upcoming, store, max_staleness
         self._watch, self._idle = watch or Stopwatch(), idle
-        self._state = _as_json(maker.state())  # state of the maker after the last iteration that was taken
+        # state of the recipe and the prompt readers after the last iteration that `take` returned
+        self._state = _as_json(maker.state())
         self._exchange = _Exchange()
-        self._disk = threading.Lock()  # held while the store reads or writes
+        self._disk = threading.Lock()  # lock that is held while the store reads or writes files
         self._thread: threading.Thread | None = None
 
     def take(self, iteration: Iteration) -> Collected:
-        """Returns the rollouts of the iteration that is due.
+        """Returns the rollouts of the iteration that is due, and waits for them if necessary.
 
-        Raises any error of generating the rollouts, and ValueError if the schedule's next iteration is a different one.
+        Raises any error that occurred while the rollouts were generated, and ValueError if `iteration` is not the next
+        one of the schedule.
         """
         if self._max > 0:
             with self._watch("wait"):
@@ -214,26 +222,28 @@ class Collector:
         return done.collected
 
     def trained(self) -> None:
-        """Reports that the iteration taken last has been trained and the engines have the new weights, so one more
-        iteration may be collected.
+        """Reports that the iteration last returned by `take` has been trained and the engines have the new weights, so
+        that the rollouts of one more iteration may be generated.
         """
         with self._exchange.change:
             self._exchange.trained += 1
             self._exchange.change.notify_all()
 
     def state(self) -> State:
-        """Returns the state for a checkpoint: the maker's state after the last iteration taken, regardless of
-        iterations collected ahead.
+        """Returns the state for a checkpoint: the state of the recipe and the prompt readers after the iteration last
+        returned by `take`, regardless of iterations generated ahead.
         """
         return self._state
 
     def saved(self, number: int) -> None:
-        """Reports that a complete checkpoint covers all iterations before `number`, so their files can be dropped."""
+        """Reports that a checkpoint which is completely written covers all iterations before number `number`, so their
+        files can be removed.
+        """
         self._store.drop(number)
 
     def close(self) -> None:
-        """Stops collecting ahead. Waits until an iteration that is being written to disk is complete. An iteration that
-        is still being generated is discarded.
+        """Stops generating rollouts ahead. If an iteration is being written to disk, waits until the file is complete.
+        An iteration that is still being generated is discarded.
         """
         with self._exchange.change:
             self._exchange.closed = True
@@ -248,7 +258,8 @@ class Collector:
         return iteration
 
     def _await(self) -> _CollectedIteration:
-        # started lazily, so that earlier work such as the evaluation at the start is not disturbed
+        # the thread is started at the first call of `take`, so that earlier work, such as the evaluation at the start,
+        # is not disturbed
         if self._thread is None:
             self._thread = threading.Thread(target=self._produce, name="rollouts", daemon=True)
             self._thread.start()
@@ -281,8 +292,8 @@ class Collector:
                 exchange.change.notify_all()
 
     def _one(self, iteration: Iteration) -> _CollectedIteration:
-        """Returns an iteration with its rollouts: from the store if a killed run left it there, otherwise newly
-        generated.
+        """Returns an iteration with its rollouts: from the store if a previous, killed process of the run left its file
+        there, otherwise newly generated.
         """
         with self._disk:
             kept = self._store.get(iteration)
@@ -292,13 +303,16 @@ class Collector:
         collected = self._maker.make(iteration)
         state = _as_json(self._maker.state())
         with self._disk:
-            if not self._exchange.closed:  # the process must not exit in the middle of a write
+            # a write that has begun holds the lock, so the process does not exit in the middle of it
+            if not self._exchange.closed:
                 self._store.put(iteration, collected, state)
         return _CollectedIteration(iteration, collected, state)
 
 
 def upcoming(schedule: Schedule, progress: Mapping[str, Any]) -> Iterator[Iteration]:
-    """Yields every iteration from a loop's progress (its state_dict) to the end of the last cycle."""
+    """Yields every iteration of the schedule, in order, from the position in `progress` (the state_dict of
+    loop.Progress) to the end of the last cycle.
+    """
     number, done = progress["number"], dict(progress["iterations"])
     for cycle in range(progress["cycle"], len(schedule)):
         first = progress["index"] if cycle == progress["cycle"] else 0
@@ -311,8 +325,8 @@ def upcoming(schedule: Schedule, progress: Mapping[str, Any]) -> Iterator[Iterat
 
 
 def _as_json(state: State) -> State:
-    """Returns a copy of the state after a JSON round trip: as a checkpoint will restore it, and unaffected by later
-    iterations.
+    """Returns a deep copy of the state, made by encoding it as JSON and decoding it. The copy equals what a checkpoint
+    will restore, and later iterations do not change it.
     """
     return json.loads(json.dumps(state))
 
@@ -327,7 +341,9 @@ def _check_roles(iteration: Iteration, found: Mapping[str, Sequence[Rollout]]) -
 
 
 def _check_rollouts(iteration: Iteration, role: str, rollouts: Sequence[Rollout], *, credited: bool) -> None:
-    """Raises RolloutError for the first rollout that cannot be trained on."""
+    """Raises RolloutError for the first rollout that cannot be trained on. `credited`: whether the role's loss needs
+    advantages.
+    """
     for place, rollout in enumerate(rollouts):
         wrong = _fault(rollout, role, credited)
         if wrong is not None:
@@ -337,8 +353,8 @@ def _check_rollouts(iteration: Iteration, role: str, rollouts: Sequence[Rollout]
 
 
 def _fault(rollout: Rollout, role: str, credited: bool) -> str | None:
-    """Returns the problem of a rollout as the end of a sentence, or None if there is none. Covers only what Rollout
-    itself does not check.
+    """Returns the reason why a rollout cannot be trained on, as the end of a sentence, or None if it can be. Checks
+    only conditions that the class Rollout does not check itself.
     """
     length = len(rollout.tokens)
     if rollout.stop is Stop.ABORTED:

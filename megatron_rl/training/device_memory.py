@@ -1,12 +1,12 @@
-"""Manages which component uses the memory of the trainer's devices: the policy that trains, weights that are sent to
-engines, or colocated engines while they generate.
+"""Manages which component uses the memory of the trainer's devices: the policy that trains, the weights that are sent
+to engines, or engines on the same devices (colocated engines) while they generate.
 
-If the engines run on other devices, policies keep the memory; policies configured to sleep are off-loaded between their
-iterations. If the engines share the trainer's devices, the phases are
+If the engines run on other devices, the policies stay on the trainer's devices. Only policies that are configured to
+sleep are moved to host memory between their iterations. If the engines share the trainer's devices, the phases are
 
     generate    policies are off-loaded completely; engines are awake
     train       engines sleep; one policy is on the device with weights, gradients and optimizer state
-    refit       gradients and optimizer state are off-loaded; the engine loads the weights, still without a cache
+    refit       gradients and optimizer state are off-loaded; the engine loads the new weights, but has no KV cache yet
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from megatron_rl.training.update import Trainee
 
 
 class ColocatedEngines(Protocol):
-    """The engines that run on the trainer's devices. Both methods are collective and may be called in any order."""
+    """The engines that run on the trainer's devices. Every rank calls `sleep` and `wake`, in any order."""
 
     def sleep(self, refitted: Collection[str]) -> None:
-        """Puts all engines to sleep, so that no engine holds device memory on return.
+        """Puts all engines to sleep: on return, no engine holds device memory.
 
-        `refitted`: policies whose weights a refit will send before the engines wake, so that their engines need not
-            keep the old weights.
+        `refitted`: names of the policies whose new weights will be sent to their engines before the engines wake, so
+            that the engines need not keep the old weights.
 
         Raises EngineError if an engine may still hold memory.
         """
         ...
 
     def wake(self) -> None:
-        """Wakes all engines, so that they answer requests again. Engines that missed a refit load the current weights
-        first.
+        """Wakes all engines, so that they answer requests again. An engine that missed a weight sync (refit) loads the
+        current weights first.
         """
         ...
 
@@ -42,21 +42,22 @@ class DeviceMemory:
     """The state of the memory of the trainer's devices. Every method is collective and is called with the same
     arguments on every rank.
 
-    `engines`: the colocated engines; None if no engine runs on the trainer's devices. With None, only the sleep of
-        policies has an effect.
+    `engines`: the colocated engines; None if no engine runs on the trainer's devices. With None, the only effect is
+        that policies configured to sleep are off-loaded between their iterations.
     """
 
     def __init__(self, trainees: Mapping[str, Trainee], engines: ColocatedEngines | None = None) -> None:
         self.trainees, self._engines = trainees, engines
         self._generating = engines is not None  # engines are awake after their start
-        # policies whose engines got the newest weights since the engines were put to sleep
+        # names of the policies whose engines got the newest weights since the engines were put to sleep
         self._refitted: set[str] = set()
-        # True while an engine holds weights from a refit without having been put to sleep again
+        # True while an engine holds weights on the device that a weight sync (refit) sent after the engines were last
+        # put to sleep
         self._weights_there = False
 
     def start(self) -> None:
-        """Off-loads policies at the start of the run: all of them if engines are colocated, otherwise those that sleep
-        between their iterations.
+        """Moves policies to host memory at the start of the run: all policies if engines are colocated, otherwise those
+        that are configured to sleep between their iterations.
         """
         for trainee in self.trainees.values():
             if self._engines is not None:
@@ -65,8 +66,8 @@ class DeviceMemory:
                 trainee.policy.memory.sleep()
 
     def generate(self) -> None:
-        """Gives the devices to the engines: off-loads all policies and wakes the engines. Engines accept requests
-        afterwards.
+        """Gives the devices to the engines: off-loads all policies and wakes the engines. On return, the engines accept
+        requests.
         """
         if self._engines is None or self._generating:
             return
@@ -77,8 +78,9 @@ class DeviceMemory:
         self._refitted.clear()
 
     def clear(self, refitted: Collection[str] = ()) -> None:
-        """Puts the engines to sleep, so that weights can be loaded on the devices. `refitted`: as in
-        ColocatedEngines.sleep.
+        """Puts the engines to sleep, so that weights can be loaded on the devices.
+
+        `refitted`: names of the policies whose new weights will be sent to their engines before the engines wake.
         """
         if self._engines is not None and (self._generating or self._weights_there):
             self._engines.sleep([name for name in refitted if name not in self._refitted])
@@ -86,9 +88,9 @@ class DeviceMemory:
 
     @contextlib.contextmanager
     def train(self, name: str, refitted: Collection[str]) -> Iterator[None]:
-        """Keeps a policy on the device with its weights, gradients and optimizer state inside the block.
+        """Context manager that keeps a policy on the device with its weights, gradients and optimizer state.
 
-        `refitted`: all policies that are updated before the engines generate again.
+        `refitted`: names of all policies that are updated before the engines generate again.
         """
         trainee = self.trainees[name]
         self.clear(refitted)
@@ -100,8 +102,8 @@ class DeviceMemory:
 
     @contextlib.contextmanager
     def weights(self, name: str) -> Iterator[None]:
-        """Keeps a policy's weights on the device inside the block, while engines sleep: for a checkpoint or for
-        log-probs.
+        """Context manager that keeps a policy's weights on the device while the engines sleep: for a checkpoint or to
+        compute log-probs.
         """
         if self._engines is None:
             yield
@@ -113,8 +115,9 @@ class DeviceMemory:
 
     @contextlib.contextmanager
     def refit(self, name: str) -> Iterator[None]:
-        """Keeps a policy's weights on the device inside the block, while its engine loads them. The engine's copy stays
-        on the device, also during further refits, until a policy trains or `weights` needs the memory.
+        """Context manager that keeps a policy's weights on the device while its engine loads them (weight sync). The
+        engine's copy then stays on the device, also during further weight syncs, until a policy trains or `weights`
+        needs the memory.
         """
         if self._engines is None:
             yield

@@ -17,37 +17,38 @@ from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.types import Prompt, Rollout
 
-# ([B] responses, [B] payloads) -> [B] gradings
+# function that grades responses: ([B] responses, [B] payloads of their problems) -> [B] gradings
 Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
-# schedule[cycle][index of the iteration in the cycle] = roles that the iteration trains
+# schedule[cycle][index of the iteration in the cycle] = names of the roles that the iteration trains
 Schedule = Sequence[Sequence[tuple[str, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """One upcoming round of rollouts and training. The `roles` are trained in this order on the rollouts of the
-    iteration.
+    """One step of the training loop: generating rollouts and training on them. `roles` are trained in the given order
+    on the rollouts of the iteration.
     """
 
     cycle: int  # index of the cycle (item of the schedule)
     index: int  # index of the iteration within the cycle
     roles: tuple[str, ...]
-    number: int  # number of earlier iterations in the run
-    updates: Mapping[str, int] = field(default_factory=dict)  # number of earlier iterations of each role in the run
+    number: int  # number of iterations of the run before this one
+    # number of iterations that trained each role before this one
+    updates: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def role(self) -> str:
-        """The first role that the iteration trains. In most recipes it is the only role."""
+        """The first role that the iteration trains. Most recipes train only one role per iteration."""
         return self.roles[0]
 
     def update(self, role: str) -> int:
-        """Returns the number of iterations of `role` before this one."""
+        """Returns the number of iterations that trained `role` before this iteration."""
         return self.updates.get(role, 0)
 
 
 class PromptSource(Protocol):
-    """The source of an iteration's problems. Checkpoints hold its exact position, no matter how many prompts an
-    iteration takes.
+    """The source of an iteration's problems. Checkpoints store the exact position in the data set, whatever number of
+    prompts an iteration takes.
     """
 
     def take(self, count: int | None = None) -> list[Prompt]:
@@ -66,19 +67,22 @@ class RolloutContext:
     samplings: Mapping[str, Sampling]  # sampling settings of each role; the recipe sets `n` and `seed`
     max_prompt_tokens: Mapping[str, int]
     grade: Grade
-    partner_weights: Mapping[str, float] = field(default_factory=dict)  # Rollout.partner_weight of each role's tandem
+    # loss weight of the junior's tokens (Rollout.partner_weight) for each role with a tandem
+    partner_weights: Mapping[str, float] = field(default_factory=dict)
     watch: Stopwatch = field(default_factory=Stopwatch)
     seed: int = 0  # random seed of the run
-    # an answer or episode is correct if its reward is above this threshold, the middle of reward.range
+    # An answer or episode is correct if its reward is above this threshold. It is the middle of the setting
+    # reward.range.
     threshold: float = 0.5
-    max_failure_share: float = 1.0  # maximum share of the gradings of an iteration that may time out or raise
-    # metrics of the iteration so far, by role; see `add_metrics`
+    # maximum share of an iteration's gradings that may fail (time out or raise an error)
+    max_failure_share: float = 1.0
+    # metrics that the recipe added in this iteration so far, by role; see `add_metrics`
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     # JSON values that an evaluation stores for later evaluations of the run
     kept: dict[str, Any] = field(default_factory=dict)
 
     def session(self, role: str) -> Session:
-        """Returns a new session with the role's engine."""
+        """Returns a new session for sampling requests to the role's engine."""
         return self.engines[role].session()
 
     def add_metrics(self, role: str, metrics: Mapping[str, float]) -> None:
@@ -87,7 +91,7 @@ class RolloutContext:
 
     def seed_for(self, *names: object) -> int:
         """Returns a seed in [0, 2^63). The seed depends only on the run's seed and `names`, so a resumed run samples
-        the same.
+        with the same seeds.
         """
         digest = hashlib.blake2b("/".join(map(str, (self.seed, *names))).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
@@ -95,8 +99,8 @@ class RolloutContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """The data that an iteration trains on: rollouts with advantages by role, in the order of training, and metrics by
-    role.
+    """The data that an iteration trains on: by role, the rollouts with advantages in the order of training, and the
+    metrics.
     """
 
     rollouts: Mapping[str, list[Rollout]]
@@ -105,68 +109,72 @@ class Collected:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeRole:
-    """A recipe's description of one of its roles."""
+    """The number and size of the samples that a role of a recipe generates and trains on."""
 
     trained: bool = True
-    samples: int = 1  # samples per problem that an update of this role trains on
+    samples: int = 1  # number of samples per problem on which an update of this role trains
     drawn: Mapping[str, int] = field(
         default_factory=dict
-    )  # samples per problem that each role generates in an iteration that trains this role; used for plans
-    # by role: number of the `drawn` samples that share one prompt; 1 for roles not in the mapping
+    )  # number of samples that each role generates per problem when this role is trained; used to estimate memory, time
+    # by role: how many of the `drawn` samples share one prompt; 1 for roles not in the mapping
     per_prompt: Mapping[str, int] = field(default_factory=dict)
-    # estimated size of an episode, if the role answers several times; used for plans
+    # Estimated size of an episode, if the role answers several times in a conversation. Used to estimate memory and
+    # time.
     episode: EpisodeEstimate = field(default_factory=EpisodeEstimate)
 
 
 class Recipe(ABC):
     """A training method. A subclass is a dataclass whose fields are the recipe's arguments in the config.
 
-    `rollout` and `evaluate` run on the driver only. All other methods, except those for the state, are pure functions
-    of the arguments.
+    `rollout` and `evaluate` run on the driver only. All other methods, except `state_dict` and `load_state_dict`, are
+    pure functions of the arguments.
     """
 
-    # True if the recipe supports only rewards from 0 to 1, regardless of reward.range
+    # True if the recipe supports only rewards from 0 to 1; the setting reward.range must then be [0, 1]
     needs_shares: ClassVar[bool] = False
 
     @abstractmethod
     def roles(self) -> Mapping[str, RecipeRole]:
-        """Returns every role that the method needs a model for.
+        """Returns a description of every role for which the method needs a model, by role name.
 
-        The first role's tokenizer and prompt length apply to the prompts of the data set.
+        The tokenizer and the maximum prompt length of the first role apply to the prompts of the data set.
         """
         ...
 
     @abstractmethod
     def schedule(self) -> Schedule:
-        """Returns all cycles of the run with their iterations."""
+        """Returns the schedule of the run: for each cycle the list of its iterations, each with the roles that it
+        trains.
+        """
         ...
 
     @abstractmethod
     def prompt(self, payload: Mapping[str, Any]) -> str:
-        """Returns the text with which a problem is presented to the first role."""
+        """Returns the prompt text of a problem for the first role. `payload`: the fields of the problem."""
         ...
 
     @abstractmethod
     def rollout(
         self, iteration: Iteration, source: PromptSource, context: RolloutContext
     ) -> Mapping[str, Sequence[Rollout]]:
-        """Generates rollouts, computes their rewards and assigns advantages. Returns the rollouts to train on by role,
-        in the order of training.
+        """Generates the rollouts of an iteration, computes their rewards and assigns advantages. Returns the rollouts
+        to train on by role, in the order of training.
         """
         ...
 
     def check(self, spec: RunSpec) -> None:
-        """Raises ConfigError if the method does not support a setting of the run other than the recipe's arguments. The
-        roles of `spec` are those of the recipe.
+        """Raises ConfigError if the method does not support a setting of the run (other than the recipe's arguments,
+        which the constructor checks). The roles of `spec` are those of the recipe.
         """
         return None
 
     def files(self) -> Mapping[str, str]:
-        """Returns {config key: path} of the files, besides data and models, that must exist before a run starts."""
+        """Returns the files that must exist before a run starts, as {config key: path}; without data and models."""
         return {}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Returns metrics on held-out problems, named `role/metric`; none by default.
+        """Evaluates the roles on held-out problems and returns the metrics, named `role/metric`. The default returns an
+        empty dict.
 
         Values that later evaluations of the run need, also after a resume, are stored in `context.kept`.
         """

@@ -25,7 +25,8 @@ from megatron_rl.types import Outcome, Prompt, Rollout
 from megatron_rl.world import World
 
 PROBE_TOKENS = 64  # maximum number of tokens sampled per prompt for the comparison of log-probs
-# Fractions of the range from the lowest to the highest score: minimum for correct answers, maximum for wrong answers.
+# The mean score of correct answers must be at least the first fraction of the range from the lowest to the highest
+# score, and the mean score of wrong answers at most the second fraction.
 CORRECT_SHARE, WRONG_SHARE = 0.75, 0.25
 
 
@@ -43,21 +44,23 @@ class PreflightPlan:
     prompts: Sequence[Prompt]
     wrong_answer: str = "-123456.789"
     answer_format: str = "<answer>\\boxed{{answer}}</answer>"
-    bounds: tuple[float, float] = (0.0, 1.0)  # lowest and highest score (reward.range)
+    bounds: tuple[float, float] = (0.0, 1.0)  # lowest and highest score of the reward function (setting reward.range)
 
 
 def check_reward(
     grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, answer_format: str,
     *, bounds: tuple[float, float] = (0.0, 1.0),
 ) -> dict[str, float]:  # fmt: skip
-    """Grades responses with each problem's gold answer, and responses with `wrong_answer`, both inserted into
-    `answer_format`.
+    """Checks that the reward function separates correct from wrong answers. Grades responses with each problem's gold
+    answer, and responses with `wrong_answer`, both inserted into `answer_format`.
 
-    `bounds`: the lowest and highest score (reward.range). Called on the driver. Returns the mean scores.
+    `bounds`: lowest and highest score (setting reward.range). Called on the driver. Returns the mean score of the
+        correct and of the wrong answers as metrics.
 
     Raises PreflightFailure if the mean score of correct answers is below CORRECT_SHARE of the range, or the mean score
-    of wrong answers is above WRONG_SHARE of it. Also raises PreflightFailure if the reward raises an error or returns
-    no score, and for a problem without an answer. Gradings that time out are ignored, unless all of them time out.
+    of wrong answers is above WRONG_SHARE of it. Also raises PreflightFailure if the reward function raises an error or
+    returns no score, and if a problem has no gold answer. Gradings that time out are ignored, unless all of them time
+    out.
     """
     payloads = [p.payload for p in prompts]
     low, high = bounds
@@ -105,11 +108,13 @@ def _mean_score(
 def check_logprobs(
     world: World, context: RolloutContext, memory: DeviceMemory, *, texts: Sequence[str], limit: float
 ) -> dict[str, float]:
-    """Returns, for each policy with an engine, the mean |engine - trainer| log-prob over tokens sampled after `texts`.
+    """Compares the log-probs of each policy with those of its engine, on tokens sampled after `texts`. Returns the mean
+    |engine log-prob - trainer log-prob| of each policy that has an engine.
 
-    Collective. The engines must already hold the policies' weights.
+    Called by every rank. The engines must already hold the policies' weights.
 
-    Raises PreflightFailure for the first role whose gap is above `limit`, and DriverError on the other ranks.
+    For the first role whose mean difference is above `limit`, raises PreflightFailure on the driver and DriverError on
+    the other ranks.
     """
     gaps = {}
     for role, trainee in memory.trainees.items():
@@ -122,7 +127,8 @@ def check_logprobs(
 def engine_and_trainer(
     world: World, context: RolloutContext, memory: DeviceMemory, role: str, texts: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the log-probs of short samples after `texts`, from the role's engine and from its policy.
+    """Samples short continuations of `texts` with the role's engine, and returns the log-probs of the sampled tokens
+    from the engine and from the role's policy (the trainer).
 
     Returns two arrays [N] float32, empty on ranks other than the driver.
     """
@@ -134,8 +140,8 @@ def engine_and_trainer(
 
 
 def both_logprobs(world: World, policy: Policy, drawn: Sequence[Rollout]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the engine's and the trainer's log-probs of the sampled tokens of `drawn`. Collective; `drawn` is used on
-    the driver only.
+    """Returns the engine's and the trainer's log-probs of the sampled tokens of the rollouts `drawn`. Called by every
+    rank; `drawn` is used on the driver only.
 
     Returns two arrays [number of sampled tokens] float32, empty on the other ranks.
     """
@@ -149,12 +155,13 @@ def both_logprobs(world: World, policy: Policy, drawn: Sequence[Rollout]) -> tup
 def check(
     world: World, context: RolloutContext, recipe: Recipe, memory: DeviceMemory, plan: PreflightPlan
 ) -> dict[str, float]:
-    """Runs the preflight: tests the reward, if configured, and the log-probs of every policy. Collective. Raises
-    PreflightFailure on rank 0 and DriverError on the other ranks.
+    """Runs the checks before training: tests the reward function, if configured, and the log-probs of every policy.
+    Called by every rank. If a check fails, raises PreflightFailure on rank 0 and DriverError on the other ranks.
     """
     if not plan.settings.enabled:
         return {}
-    chosen = list(plan.prompts[: plan.settings.num_prompts])  # non-empty on the driver only
+    # prompts used for the checks; empty on all ranks but the driver
+    chosen = list(plan.prompts[: plan.settings.num_prompts])
     if not world.broadcast(len(chosen)):
         raise PreflightFailure("no prompts for the preflight: give some, or set preflight.enabled=false")
     scores: dict[str, float] = {}
@@ -166,7 +173,9 @@ def check(
 
 
 def probe(context: RolloutContext, role: str, texts: Sequence[str], sampling: Sampling) -> list[Rollout]:
-    """Returns one rollout per sample of `texts` by the role's engine, with advantages of 0. Called on the driver."""
+    """Samples continuations of `texts` with the role's engine. Returns one rollout per sample, with advantages of 0.
+    Called on the driver.
+    """
     limit = context.max_prompt_tokens[role]
     tokenizer = context.tokenizers[role]
     prompts = [Prompt(id=str(i), tokens=tokenize(tokenizer, text)[:limit]) for i, text in enumerate(texts)]
@@ -174,7 +183,9 @@ def probe(context: RolloutContext, role: str, texts: Sequence[str], sampling: Sa
 
 
 def _judge_gap(role: str, pair: tuple[np.ndarray, np.ndarray], limit: float) -> float:
-    """Returns the mean gap, on the driver. Raises PreflightFailure if the gap is above `limit`."""
+    """Returns the mean absolute difference between the engine's and the trainer's log-probs in `pair`, on the driver.
+    Raises PreflightFailure if the difference is above `limit`.
+    """
     engine, trainer = pair
     gaps = np.abs(engine - trainer)
     gap = float(gaps.mean()) if len(gaps) else 0.0
@@ -191,8 +202,8 @@ def _judge_gap(role: str, pair: tuple[np.ndarray, np.ndarray], limit: float) -> 
 
 
 def _short_probe(context: RolloutContext, role: str, texts: Sequence[str]) -> list[Rollout]:
-    """Returns one short rollout per text, sampled by `role` from its full distribution. A truncated distribution would
-    have other log-probs.
+    """Returns one short rollout per text, sampled by `role` from its full distribution. With top-p or top-k sampling,
+    the engine would return other log-probs.
     """
     own = context.samplings[role]
     sampling = replace(

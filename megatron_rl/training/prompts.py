@@ -18,8 +18,9 @@ Encode = Callable[[Mapping[str, Any]], list[int]]  # values of a problem -> toke
 
 
 def asked_tokenizers(roles: Mapping[str, RoleConfig], tokenizers: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tokenizers for prompts. The tokenizer of a role with `chat` is wrapped so that it renders texts with
-    the chat template. Raises ConfigError if the tokenizer of such a role has no chat template.
+    """Returns the tokenizer that encodes the prompts of each role. If a role has the setting `chat`, its tokenizer is
+    wrapped so that it renders texts with the chat template. Raises ConfigError if the tokenizer of such a role has no
+    chat template.
     """
     out = dict(tokenizers)
     for name, tokenizer in tokenizers.items():
@@ -34,8 +35,8 @@ def asked_tokenizers(roles: Mapping[str, RoleConfig], tokenizers: Mapping[str, A
 
 
 def check_juniors(roles: Mapping[str, RoleConfig], tokenizers: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a tandem's junior model has a different vocabulary than its senior. Checks only tokenizers
-    that are available locally.
+    """Raises ConfigError if a tandem's junior model has a different vocabulary than its senior. Checks only models
+    whose tokenizers are available on the local disk.
     """
     for name, role in roles.items():
         junior = None if role.tandem is None else role.tandem.junior
@@ -57,16 +58,16 @@ def read_sets(
     held_out: str | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> dict[str, list[Problem]]:
-    """Reads the problem sets of a run, returned by the names of their settings. With a tokenizer, encodes one prompt of
-    each form (sequence of message roles) as a test.
+    """Reads the problem sets of a run. Returns the problems of each set by its name in the settings. If a tokenizer is
+    given, encodes one prompt of each form (sequence of message roles) as a test.
 
     `held_out`: name of the set for evaluation.
     `vocabulary`: vocabulary of the model, to detect tokens without an embedding row.
 
-    Raises the errors of read_problems. Raises ConfigError if the tokenizer has no chat template, if a set holds
-    conversations but the recipe builds prompts from plain text, or if `held_out` has another form (texts or
-    conversations) than the other sets. Raises DataError if the chat template does not render a conversation, or if a
-    prompt has a token without an embedding row.
+    Raises the errors of read_problems for a set that cannot be read. Raises ConfigError if the tokenizer has no chat
+    template, if a set holds conversations but the recipe builds prompts from plain text, or if `held_out` has another
+    form (texts or conversations) than the other sets. Raises DataError if the chat template does not render a
+    conversation, or if a prompt has a token without an embedding row.
     """
     problems = {name: read_problems(source) for name, source in sets.items()}
     for name, own in problems.items():
@@ -93,10 +94,10 @@ def readers_of(
     recipe: Recipe, tokenizer: Any, sets: Mapping[str, PromptSet], problems: Mapping[str, Sequence[Problem]], *,
     max_prompt_tokens: int, seed: int,
 ) -> dict[str, PromptReader]:  # fmt: skip
-    """Returns a prompt reader for each problem set, by the names of their settings.
+    """Returns a prompt reader for each problem set, by the name of the set in the settings.
 
     `max_prompt_tokens`: maximum prompt length of the recipe's first role. Raises DataError if the share of longer
-        prompts in a set is above its max_bad_share.
+        prompts in a set is above the set's setting max_bad_share.
     """
     role, encode = next(iter(recipe.roles())), encoder(recipe, tokenizer)
     readers = {
@@ -111,8 +112,10 @@ def readers_of(
 
 
 def try_prompts(name: str, problems: Sequence[Problem], encode: Encode, vocabulary: Vocabulary | None) -> None:
-    """Encodes one problem of each conversation form (sequence of message roles). Encodes all problems if the tokenizer
-    has tokens for which the model of `vocabulary` has no embedding row. Raises the same errors as `read_sets`.
+    """Tests whether the problems of the set `name` can be encoded. Encodes one problem of each conversation form
+    (sequence of message roles), or all problems if the tokenizer has tokens for which the model of `vocabulary` has no
+    embedding row. Raises ConfigError if the tokenizer has no chat template, and DataError if the chat template does not
+    render a conversation or a prompt has a token without an embedding row.
     """
     tried = {shape_of(problem.values): problem for problem in reversed(problems)}
     all_of_them = vocabulary is not None and vocabulary.without_row
