@@ -22,10 +22,11 @@ from megatron_rl.spec.server_gpus import device_problems
 
 
 def run(args: argparse.Namespace) -> int:
-    """Validates a config and prints what its numbers mean. Returns 0. Raises ConfigError for an invalid config."""
+    """Validates a config and prints explanations of its settings. Returns 0. Raises ConfigError for an invalid
+    config."""
     command, config = load(args.settings, args.schema)
     ranks = args.ranks or config.launch.nproc
-    # If another launcher starts the ranks, only the GPU of the first rank is known.
+    # If torchrun or srun will start the ranks, only one rank is known to run on this host.
     host = Host(config.launch.nproc if ranks == config.launch.nproc else 1, has_gpu(os.environ))
     spec = resolve(config, ranks, to_come=args.elsewhere, here=None if args.elsewhere else host)
     if isinstance(config, EvalConfig):
@@ -56,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
 def _gpu_notes(spec: Spec, host: Host) -> list[str]:
     """Returns notes about server GPU indices that would be rejected on a host with GPUs.
 
-    They are notes and not errors, because the run may be intended for another host."""
+    The messages are notes and not errors, because the run may be intended for another host."""
     if isinstance(spec, RunSpec) and not getattr(spec.engine.settings, "gpus", ()):
-        return []  # correct without GPUs, and a site's profile may start the servers on other hosts
+        # no GPU indices are listed: correct without GPUs, and with a cluster profile that starts the servers on other
+        # hosts
+        return []
     return [f"note: refused on a host with GPUs: {one}" for one in device_problems(spec.engine, host.ranks)]

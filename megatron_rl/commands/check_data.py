@@ -26,21 +26,22 @@ from megatron_rl.training.prompts import (
 )
 from megatron_rl.vocabulary import vocabulary_of
 
-ROWS = 1000  # maximum number of problems that are read from a set without --deep
+ROWS = 1000  # maximum number of problems that `check` reads from a data set without --deep
 
 
 def data_lines(spec: Spec, *, deep: bool) -> list[str]:
-    """Returns a line for each data set on this machine: where its prompts and answers are, and how they are rendered.
+    """Returns a line for each data set on this machine: its columns of prompts and answers, and how the prompts are
+    rendered.
 
-    `deep`: reads all rows instead of the first ROWS, and tries the chat templates if the tokenizer is on this machine.
-    Raises ConfigError for data that the config's command would reject.
+    `deep`: reads all rows instead of the first ROWS, and applies the chat templates if the tokenizer is on this
+    machine. Raises ConfigError for data that the command of the config, such as `train`, would reject.
     """
     try:
         return _lines(spec, deep, None if deep else ROWS)
     except DataError as error:
         if deep:
             raise ConfigError(str(error)) from error
-    try:  # the share of bad rows may be too high among the first ROWS, and acceptable in the whole set
+    try:  # the share of malformed rows may be too high among the first ROWS and acceptable in the whole set
         return _lines(spec, deep, None)
     except DataError as error:
         raise ConfigError(str(error)) from error
@@ -113,7 +114,7 @@ def _sft_lines(spec: SftSpec, deep: bool) -> list[str]:
 def _trained_share(data: SftData, model: Model, samples: Sequence[SftSample]) -> str:
     """Tokenizes samples and describes the share of trained tokens.
 
-    Raises ConfigError or DataError for samples that training would reject."""
+    Raises ConfigError or DataError if `megatron-rl sft` would reject the samples."""
     tokenizer = tokenizer_of(model)
     vocabulary = vocabulary_of(model, tokenizer)
     rollouts = sft_rollouts(
@@ -130,7 +131,8 @@ def _trained_share(data: SftData, model: Model, samples: Sequence[SftSample]) ->
 
 
 def _prompts(source: PromptSet, problems: Sequence[Problem], model: Model, *, chat: bool, tried: bool) -> str:
-    """Describes the prompts and answers of a prompt set. Raises DataError if the set has no usable problem."""
+    """Returns a description of a prompt set's prompts and answers. Raises DataError if the set has no usable
+    problem."""
     if not problems:
         raise DataError(f"{source.path} has no usable problem: look at data.path and data.filters")
     fields = fields_of(source)
@@ -159,7 +161,7 @@ def _has_rows(source: PromptSet) -> bool:
 def _first(source: PromptSet, rows: int | None) -> PromptSet:
     """Returns the prompt set limited to its first `rows` problems, because large sets are slow to read.
 
-    If `rows` is None, keeps the limit of the set."""
+    If `rows` is None, the set is not limited further."""
     limits = [limit for limit in (source.limit, rows) if limit is not None]
     return dataclasses.replace(source, limit=min(limits, default=None))
 

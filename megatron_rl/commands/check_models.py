@@ -10,8 +10,8 @@ from megatron_rl.weights import hf_model, lora_adapters
 
 
 def check_models(spec: Spec) -> None:
-    """Raises ConfigError if a model's weights do not match its config.json, or if an adapter does not match the
-    settings."""
+    """Checks the models on this machine. Raises ConfigError if a model's weights do not match its config.json, or if a
+    LoRA adapter does not match the settings."""
     models = [(role.model, role.lora) for role in spec.roles.values() if role.endpoint is None]
     juniors = [role.tandem.junior for role in spec.roles.values() if role.tandem is not None]
     models += [(Model(path=path), None) for path in juniors if path is not None]

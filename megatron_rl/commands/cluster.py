@@ -26,7 +26,7 @@ NAMES = ("submit", "doctor", "status", "stop", "logs", "slice")
 
 
 def add_parsers(commands: Any) -> None:
-    """Adds the parsers of the commands in NAMES."""
+    """Adds the argument parsers of the commands in NAMES (`submit`, `status` and others) to `commands`."""
     _add_submit(commands)
     doctor = commands.add_parser(
         "doctor", help="check what a run needs of this host: versions, GPUs, network, files, memory, Slurm"
@@ -100,7 +100,8 @@ def _add_submit(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one of the commands in NAMES. Returns the exit status, 1 if a Slurm command fails. Raises ConfigError."""
+    """Runs one of the commands in NAMES, such as `submit`. Returns the exit status: 1 if a Slurm command fails. Raises
+    ConfigError for arguments or a config that cannot be used."""
     from megatron_rl.cluster.slurm_commands import SlurmError
 
     try:
@@ -135,7 +136,8 @@ def _submit(args: argparse.Namespace) -> int:
 
 
 def _planned(args: argparse.Namespace) -> tuple[Any, TrainConfig | SftConfig | None]:
-    """Returns (the submission for the arguments, the config of the run or None if it is not a single run)."""
+    """Returns (what to submit to Slurm according to the arguments, config of the run). The config is None if several
+    runs are submitted."""
     from megatron_rl.cluster import profile
     from megatron_rl.jobs import submit
 
@@ -159,7 +161,8 @@ def _planned(args: argparse.Namespace) -> tuple[Any, TrainConfig | SftConfig | N
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    """Runs and prints the checks of `megatron-rl doctor`. Returns 1 if a check fails, otherwise 0."""
+    """Implements `megatron-rl doctor`: runs checks of the cluster and prints their results. Returns 1 if a check fails,
+    otherwise 0."""
     from rich.console import Console
 
     from megatron_rl.cluster import profile
@@ -213,7 +216,10 @@ def _logs(args: argparse.Namespace) -> int:
 def _slice(args: argparse.Namespace) -> int:
     """Implements `megatron-rl slice` for slurm/job.sh.
 
-    Prints the run directory (`where`), whether the run is over (`over`), or `ACTION: why` (`begin`, `end`)."""
+    slurm/job.sh calls it at the start and the end of a job. Depending on the argument, prints:
+    - `where`: the run directory;
+    - `over`: whether the run is over;
+    - `begin`, `end`: the next action of the job and its reason."""
     from megatron_rl.cluster import job_slices
     from megatron_rl.cluster.slurm_job import job_from
 

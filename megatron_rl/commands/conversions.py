@@ -23,7 +23,7 @@ SHARD_GB = 4.0
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    """Adds the arguments of one of the conversions in HELP to a parser."""
+    """Adds the arguments of a conversion to a parser. `command`: name of the conversion, a key of HELP."""
     source = {"to-megatron": "a Hugging Face directory"}.get(
         command, "a run directory (its newest checkpoint), a checkpoint, or a role's directory in one"
     )
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def add_family_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument --family, whose values are passed to `registry.add`."""
+    """Adds the argument --family, which registers user-defined model families with `registry.add`."""
     parser.add_argument(
         "--family", action="append", default=[], metavar="MODULE:NAME",
         help="a model family of your own, as in a config's `families`; may be given several times",
@@ -78,7 +78,9 @@ def add_family_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def run(command: str, args: argparse.Namespace) -> int:
-    """Runs a conversion and prints the result. Returns 0. Raises ConfigError; SystemExit after SIGINT or SIGTERM."""
+    """Runs a conversion and prints the result. Returns 0.
+
+    Raises ConfigError if the arguments cannot be used, and SystemExit after SIGINT or SIGTERM."""
     with stoppable(args.target):
         return _run(command, args)
 
@@ -115,7 +117,7 @@ def _run(command: str, args: argparse.Namespace) -> int:
 
 
 def script(command: str, text: str, arguments: Sequence[str] | None = None) -> int:
-    """Runs one of the conversions as a standalone script, with `text` as its help. Returns the exit status."""
+    """Runs a conversion as a standalone script. Returns the exit status. `text`: help text of the script."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, command)
     args = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Refit for servers that apply LoRA adapters to a frozen base model: has a pool's servers load the newest adapter."""
+"""Weight sync for servers that apply LoRA adapters to a frozen base model: the servers load the newest adapter."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.session.run_setup import Driver
 from megatron_rl.world import World
 
-REFITS = 3  # maximum number of attempts while no server has loaded the new version
-KEPT = 2  # number of adapters kept on disk: the newest, and the previous one, which running requests may still use
-NOWHERE = ("", 0, "")  # placeholder address of a refit store; an adapter refit has no store
+REFITS = 3  # maximum number of attempts to have at least one server load a new adapter version
+KEPT = 2  # adapter versions kept on disk: the newest, and the previous version, which running requests may still use
+# placeholder for the address of a weight store, because adapters are sent as files without a store
+NOWHERE = ("", 0, "")
 
 
 class AdapterRefit:
-    """Refits a role's servers by adapter files: writes each version in peft format and has the servers load the files.
+    """Updates a role's servers by adapter files: writes each version in peft format and has the servers load the files.
 
     The adapter of a version is in `directory`/v{version}. The servers must be able to read `directory`. Every rank has
-    an instance. `pool` is None except on the driver.
+    an instance. `pool`, the pool of the role's servers, is None except on the driver (rank 0).
     """
 
     def __init__(
@@ -35,9 +36,11 @@ class AdapterRefit:
             pool.refresh = self._refresh
 
     def __call__(self, version: int) -> None:
-        """Writes the adapter of `version` and has the servers load it. Waits for a first server. Collective.
+        """Writes the adapter of `version` to disk and has the servers load it. Collective. Waits until at least one
+        server is available.
 
-        Raises EngineError if no server becomes available, or if no server can load the adapter."""
+        Raises EngineError if no server becomes available in time, or if no server loads the adapter in REFITS
+        attempts."""
         start, place = time.perf_counter(), self._directory / f"v{version}"
         self._policy.export.write_adapter(place)
         self._world.from_driver(self._bring, version, start)
@@ -55,7 +58,8 @@ class AdapterRefit:
         raise EngineError(f"{self._role}: no engine loaded the adapter of version {version}; see their logs")
 
     def _refresh(self, replicas: list[int]) -> None:
-        """Has the servers `replicas` load the pool's current adapter while other servers continue to generate."""
+        """Has the servers with the indices `replicas` load the current adapter. The other servers continue to
+        generate."""
         assert self._pool is not None
         if self._pool.begin_refit(self._pool.version, NOWHERE, replicas, wait_s=self._timeout_s):
             self._pool.end_refit()

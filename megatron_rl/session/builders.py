@@ -29,16 +29,17 @@ from megatron_rl.vocabulary import vocabulary_of
 def prompts(
     spec: RunSpec, tokenizers: Mapping[str, Any]
 ) -> tuple[dict[str, PromptReader], list[Prompt], dict[str, dict[str, Any]]]:
-    """Returns (prompt reader of each role, held-out prompts, information about each data set).
+    """Returns (prompt reader of each role, held-out prompts for evaluations, information about each data set).
 
-    Roles without separate data share a reader. The information is keyed by `rows of SETTING` and has the path, row
-    count and sha256 of the data set. Raises the errors of training.prompts.read_sets and readers_of.
+    Roles without separate data share a reader. The information is a dictionary with the path, row count and sha256 of
+    the data set, under the key "rows of SETTING", such as "rows of data". Raises the errors of
+    training.prompts.read_sets and readers_of.
     """
     recipe, data = spec.recipe, spec.data
     role = next(iter(recipe.roles()))
     tokenizer = asked_tokenizers(spec.roles, tokenizers)[role]
     sets = dict(data.training)
-    if data.held_out is not None and data.replay is None:  # a replay has no engine to evaluate with
+    if data.held_out is not None and data.replay is None:  # a replay of saved rollouts has no engine to evaluate with
         sets[HELD_OUT] = data.held_out
     vocabulary = vocabulary_of(spec.roles[role].model, tokenizers[role])
     problems = read_sets(sets, recipe, tokenizer, held_out=HELD_OUT, vocabulary=vocabulary)
@@ -54,8 +55,8 @@ def prompts(
 def policies(spec: RunSpec) -> dict[str, MegatronPolicy]:
     """Returns the model of each role that has a separate policy. Collective.
 
-    Models of roles with `sleep` are returned asleep. Roles with LoRA adapters on the same model and layout share one
-    base model.
+    Models of roles with the setting `sleep` are returned offloaded from the GPU. Roles with LoRA adapters on the same
+    model and parallel layout share one base model.
     """
     trained, owner = spec.trained_policies, owners(spec.roles)
     out: dict[str, MegatronPolicy] = {}
@@ -67,13 +68,13 @@ def policies(spec: RunSpec) -> dict[str, MegatronPolicy]:
             role, groups, trainable=name in trained, seed=spec.run.seed, deterministic=spec.run.deterministic,
             base=out.get(owner.get(name, "")),
         )  # fmt: skip
-        if role.sleep:  # before the next role is built: two awake models may not fit in memory
+        if role.sleep:  # offloaded before the next model is built, because two models may not fit in GPU memory
             out[name].memory.sleep()
     return out
 
 
 def uncredited(spec: RunSpec) -> frozenset[str]:
-    """Returns the trained roles whose loss does not use advantages."""
+    """Returns the names of the trained roles whose loss does not use advantages."""
     found = spec.policy_of.items()
     return frozenset(role for role, name in found if not PolicyLoss(spec.roles[name].loss).uses_advantages)
 
@@ -81,9 +82,10 @@ def uncredited(spec: RunSpec) -> frozenset[str]:
 def context(
     spec: RunSpec, engines: Mapping[str, Engine], tokenizers: Mapping[str, Any], grade: Grade, driver: Driver
 ) -> RolloutContext:  # fmt: skip
-    """Returns the context with which the recipe collects rollouts. Roles that share a policy share its engine.
+    """Returns the engines, tokenizers and grader with which the recipe collects rollouts. Roles that share a policy
+    share an engine.
 
-    `engines` may be incomplete on ranks other than the driver.
+    `engines` may lack engines on ranks other than the driver (rank 0), which generates the rollouts.
     """
     return RolloutContext(
         engines={name: engines[role.owner] for name, role in spec.roles.items() if role.owner in engines},
@@ -103,7 +105,8 @@ def context(
 
 
 def tandem_of(role: RoleConfig) -> TandemSampling | None:
-    """Returns the engine's sampling parameters for a role's tandem, or None if the role has no tandem."""
+    """Returns the sampling parameters with which a trained and a frozen model generate a response in turns (Tandem RL),
+    or None if the role has no `tandem`."""
     if role.tandem is None:
         return None
     rule = {
@@ -115,7 +118,8 @@ def tandem_of(role: RoleConfig) -> TandemSampling | None:
 
 
 def trainee(role: RoleSpec, run: Run, policy: MegatronPolicy, refit: Callable[[int], None] | None) -> Trainee:
-    """Returns the trainee of a role: its policy with the loss, the refit and the batch settings it is trained with."""
+    """Returns everything that is needed to train a role: its policy, loss, batch settings, and `refit`, which sends new
+    weights to the engine."""
     return Trainee(
         policy=policy,
         loss=PolicyLoss(role.loss),
@@ -127,7 +131,7 @@ def trainee(role: RoleSpec, run: Run, policy: MegatronPolicy, refit: Callable[[i
 
 
 def peak_flops(run: Run, dtype: str) -> float | None:
-    """Returns the peak FLOP/s of one device, the denominator of an update's MFU; None if unknown."""
+    """Returns the peak FLOP/s of one device, the denominator of MFU (model FLOP/s utilization); None if unknown."""
     if run.peak_tflops is not None:
         return run.peak_tflops * 1e12
     if dtype != "bfloat16" or not torch.cuda.is_available():

@@ -1,4 +1,5 @@
-"""Servers that share the trainer's GPUs: each rank starts the servers of its GPU; all sleep while the trainer works."""
+"""Servers that share the trainer's GPUs. Each rank starts the servers of its GPU. All servers release their memory
+while the trainer works."""
 
 from __future__ import annotations
 
@@ -15,25 +16,26 @@ from megatron_rl.session.server_supervisors import LEAVE_S, Supervisor
 from megatron_rl.spec.run_spec import EngineSpec
 from megatron_rl.world import World
 
-MARGIN_S = 60.0  # seconds added to engine.start_timeout_s, for a server that has to be ended instead of sleeping
+MARGIN_S = 60.0  # added to engine.start_timeout_s: seconds to end a server that does not release its GPU memory
 
 
 class ColocatedServers:
     """The servers of a run that share the trainer's GPUs. Implements training.device_memory.ColocatedEngines.
 
-    Every rank has an instance. `pools`, keyed by role, is non-empty on the driver only. `supervisors` are the
-    supervisors that this rank started.
+    Every rank has an instance. `pools`, the server pools by role, is non-empty on the driver (rank 0) only.
+    `supervisors` are the supervisor processes that this rank started, which restart dead servers.
 
-    The steps of a sleep: the supervisors stop starting servers and wait for starts in progress; the pools put all
-    servers to sleep; the supervisors end the servers that are not asleep, and start them again after the trainer has
-    released the GPUs.
+    A sleeping server has released its GPU memory. The steps to put all servers to sleep: the supervisors stop starting
+    servers and wait for starts in progress; the pools send the sleep requests; the supervisors end the servers that are
+    not asleep, and start them again after the trainer has released the GPUs.
     """
 
     def __init__(
         self, world: World, pools: Mapping[str, Pool], supervisors: Sequence[Supervisor], *,
         discarding: Collection[str], start_timeout_s: float,
     ) -> None:  # fmt: skip
-        """`discarding`: the roles whose refits transfer all weights of their servers, so the servers may drop them."""
+        """`discarding`: roles whose weight sync sends all weights, so that their servers may discard the weights when
+        they sleep."""
         self._world, self._pools, self._supervisors = world, pools, supervisors
         self._discarding, self._timeout_s = frozenset(discarding), start_timeout_s + MARGIN_S
         world.serve("colocated/settle", self._settle)
@@ -43,15 +45,16 @@ class ColocatedServers:
             pool.sleep_all = self._sleep_all
 
     def sleep(self, refitted: Collection[str]) -> None:
-        """Puts all servers to sleep. See ColocatedEngines.sleep. Collective."""
+        """Makes all servers release their GPU memory. See ColocatedEngines.sleep. Collective."""
         self._world.from_driver(self._sleep, frozenset(refitted))
 
     def wake(self) -> None:
-        """Wakes all servers. See ColocatedEngines.wake. Collective."""
+        """Makes all sleeping servers allocate their GPU memory again. See ColocatedEngines.wake. Collective."""
         self._world.from_driver(self._wake)
 
     def _sleep(self, refitted: frozenset[str]) -> None:
-        """Puts all servers to sleep. Runs on the driver, inside `from_driver`."""
+        """Implements `sleep` on the driver (rank 0), inside `World.from_driver`. `refitted`: see
+        ColocatedEngines.sleep."""
         listed = [one for own in self._everywhere("settle") for one in own]
         asleep: list[str] = []
         for name, pool in self._pools.items():
@@ -60,9 +63,9 @@ class ColocatedServers:
         self._everywhere("hold", asleep)
 
     def _wake(self) -> None:
-        """Wakes all servers. Runs on the driver, inside `from_driver`.
+        """Implements `wake` on the driver (rank 0), inside `World.from_driver`.
 
-        Restarted servers receive the weights before any server allocates its KV cache."""
+        Servers that were restarted receive the current weights before any server allocates its KV cache."""
         for pool in self._pools.values():
             pool.tend()
         self._everywhere("release")
@@ -70,9 +73,10 @@ class ColocatedServers:
             pool.wake()
 
     def _sleep_all(self) -> None:
-        """Puts all servers to sleep and wakes them, so that restarted servers receive the weights within an iteration.
+        """Puts all servers to sleep and wakes them, so that servers that were restarted during an iteration receive the
+        current weights.
 
-        Aborts running requests."""
+        Aborts the requests that the servers are processing."""
         self._sleep(frozenset())
         self._wake()
 
@@ -80,7 +84,8 @@ class ColocatedServers:
         return self._world.call_all(f"colocated/{verb}", [[*argument]] * self._world.size)
 
     def _settle(self, _: Sequence[str]) -> list[str]:
-        """Stops this rank's supervisors from starting servers. Returns `ROLE INCARNATION` of each running server."""
+        """Stops this rank's supervisors from starting servers. Returns a text `ROLE ID` for each running server, where
+        ID is the id of this start of the server."""
         for supervisor in self._supervisors:
             supervisor.line.say(SETTLE)
         found = []
@@ -90,12 +95,13 @@ class ColocatedServers:
         return found
 
     def _hold(self, asleep: Sequence[str]) -> list[str]:
-        """Has this rank's supervisors end the servers whose incarnation id is not in `asleep`."""
+        """Has this rank's supervisors end the servers that are not asleep. `asleep`: ids of the starts of the sleeping
+        servers."""
         for supervisor in self._supervisors:
             supervisor.line.say(HOLD, *asleep)
         for supervisor in self._supervisors:
             words = self._answer(supervisor)
-            if not words:  # the supervisor is exiting
+            if not words:  # no answer, because the supervisor is exiting
                 supervisor.wait(LEAVE_S)
             if words != [HELD] and not supervisor.ended():
                 raise EngineError(
@@ -111,7 +117,8 @@ class ColocatedServers:
     def _answer(self, supervisor: Supervisor) -> list[str]:
         """Returns a supervisor's next answer.
 
-        Raises EngineError if it does not answer: the trainer must not use the memory of its GPU."""
+        Raises EngineError if the supervisor does not answer in time, because its server may still use the GPU's
+        memory."""
         try:
             return supervisor.line.answer(self._timeout_s)
         except TimeoutError as error:
@@ -127,8 +134,8 @@ def start_servers(
 ) -> list[Supervisor]:
     """Starts the servers of this rank's GPU and returns their supervisors.
 
-    Servers of different roles start one after the other, because vLLM counts memory that other processes allocate on
-    the GPU during its start as its own. `make(role, replica, gpus)` starts one server on GPUs of this host. Raises
+    Servers of different roles start one after the other, because vLLM, while it starts, attributes memory that other
+    processes allocate on the GPU to itself. `make(role, replica, gpus)` starts one server on GPUs of this host. Raises
     ConfigError for a server whose GPUs are not all on this host.
     """
     started = []
@@ -138,7 +145,8 @@ def start_servers(
         coming = [make(name, replica, _gpus(settings)) for replica in own]
         for supervisor in coming:
             supervisor.line.say(SETTLE)
-            with contextlib.suppress(TimeoutError):  # the code that waits for the server reports its log
+            # after a timeout, the later code that waits for the server reports the error
+            with contextlib.suppress(TimeoutError):
                 supervisor.line.answer(settings.start_timeout_s + MARGIN_S)
             supervisor.line.say(RELEASE)
         started += coming

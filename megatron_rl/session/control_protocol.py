@@ -18,14 +18,15 @@ import threading
 from collections.abc import Callable, Iterator
 
 SETTLE, HOLD, RELEASE, SERVES, HELD = "settle", "hold", "release", "serves", "held"
-STARTING, NONE = "starting", ""  # values of a server's state in `ControlChannel` other than an incarnation id
+# states of a server that is starting, and of no server; a running server's state is its id
+STARTING, NONE = "starting", ""
 
 
 class ControlChannel:
-    """A supervisor's side of the control protocol.
+    """A supervisor's side of the line protocol by which the run controls servers that share its GPUs.
 
-    One thread reads the orders. Another thread runs the server and queries this object for what it may do. The event
-    `stop` is set when the input ends.
+    One thread reads the run's orders. Another thread runs the server and asks this object whether the server may start
+    or must end. The event `stop` is set when the input from the run ends.
     """
 
     def __init__(self, stop: threading.Event) -> None:
@@ -35,7 +36,7 @@ class ControlChannel:
         self._number = 0  # sequence number of the latest order
 
     def listen(self, descriptor: int) -> None:
-        """Starts a thread that reads and executes orders from a file descriptor until end of file."""
+        """Starts a thread that reads and executes the run's orders from a file descriptor until end of file."""
         threading.Thread(target=self._read, args=(descriptor,), daemon=True).start()
 
     @contextlib.contextmanager
@@ -51,7 +52,7 @@ class ControlChannel:
             self._say(NONE)
 
     def serves(self, incarnation: str) -> None:
-        """Records that the server with this incarnation id answers requests."""
+        """Records that the server answers requests. `incarnation`: id of this start of the server."""
         self._say(incarnation)
 
     @property
@@ -74,14 +75,15 @@ class ControlChannel:
                 for line in lines:
                     self._obey(line.decode().split(), descriptor)
         except OSError:
-            pass  # the run exited while an answer was unread: treated as end of file
+            pass  # the run exited without reading an answer; this is treated as end of file
         finally:
             self.stop.set()
             with self._change:
                 self._change.notify_all()
 
     def _obey(self, words: list[str], descriptor: int) -> None:
-        """Executes an order. A separate thread sends the answer, so this thread can detect the end of the input."""
+        """Executes an order of the run. A separate thread sends the answer, so that this thread can detect the end of
+        the input."""
         verb, asleep = (words or [""])[0], frozenset(words[1:])
         with self._change:
             self._number += 1
@@ -96,7 +98,7 @@ class ControlChannel:
                 threading.Thread(target=self._answer, args=(descriptor, number, done), daemon=True).start()
 
     def _answer(self, descriptor: int, number: int, done: Callable[[], bool]) -> None:
-        """Waits until an order is done, then answers it, unless a newer order has arrived."""
+        """Waits until the order `number` is done, and then sends the answer, unless a newer order has arrived."""
         with self._change:
             self._change.wait_for(lambda: done() or self._number != number or self.stop.is_set())
             if self._number != number or self.stop.is_set():
@@ -118,7 +120,9 @@ class ControlClient:
             self._socket.sendall(" ".join(words).encode() + b"\n")
 
     def answer(self, timeout_s: float) -> list[str]:
-        """Returns the words of the next answer, or an empty list if the supervisor has exited. Raises TimeoutError."""
+        """Returns the words of the supervisor's next answer, or an empty list if the supervisor has exited.
+
+        Raises TimeoutError if there is no answer within `timeout_s` seconds."""
         self._socket.settimeout(timeout_s)
         try:
             while b"\n" not in self._text:
@@ -131,5 +135,5 @@ class ControlClient:
         return line.decode().split()
 
     def close(self) -> None:
-        """Closes the socket, which makes the supervisor end its server and exit."""
+        """Closes the socket to the supervisor, which then ends its server and exits."""
         self._socket.close()

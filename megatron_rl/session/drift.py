@@ -1,4 +1,5 @@
-"""`megatron-rl drift`: a run at learning rate 0, in which the engine-trainer log-prob gap must not grow."""
+"""`megatron-rl drift`: a run at learning rate 0, in which the gap between the log-probs of engine and trainer must not
+grow."""
 
 from __future__ import annotations
 
@@ -30,35 +31,37 @@ from megatron_rl.world import TorchWorld, World
 
 FILE_NAME = "drift.json"
 QUARTERS = 4
-# The mean gap grows if its least-squares line over the refits rises by more than this number of standard errors.
+# The mean log-prob gap is reported as growing if its least-squares line over the weight syncs rises by more than
+# this number of standard errors.
 SIGMAS = 3.0
-ROUNDING = 1e-6  # nats: a smaller rise is float32 rounding error
+ROUNDING = 1e-6  # in nats; a rise of the mean log-prob gap below this value is float32 rounding error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """Statistics of |engine - trainer| log-prob over the sampled tokens after one refit, in nats."""
+    """Statistics of |engine log-prob - trainer log-prob| over the sampled tokens after one weight sync, in nats."""
 
     version: int
     tokens: int
     mean: float
-    error: float  # standard error of `mean`, as if sequences were independent
+    error: float  # standard error of `mean`, if responses are assumed to be independent
     p99: float
     max: float
-    quarters: list[float | None]  # [QUARTERS] mean gap of each quarter of the responses; None if it has no tokens
+    # [QUARTERS] mean gap in each quarter of the responses' lengths; None for a quarter without tokens
+    quarters: list[float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The verdict on the gaps of a role.
+    """The verdict on the log-prob gaps between the engine and the trainer of a role.
 
-    `growth` is the rise of the mean gap's least-squares line from the first to the last refit, and `growth_error` is
-    the standard error of the rise.
+    `growth` is the rise of the mean gap's least-squares line from the first to the last weight sync, and `growth_error`
+    is the standard error of the rise.
     """
 
     growth: float
     growth_error: float
-    worst: float  # largest mean gap of a refit
+    worst: float  # largest mean gap after any weight sync
     grows: bool
     above: bool  # whether a mean gap is above preflight.max_logprob_gap or is NaN
 
@@ -66,8 +69,8 @@ class Verdict:
 def run(spec: RunSpec, place: Place, *, updates: int) -> int:
     """Runs the drift test with `updates` updates. Every rank calls it.
 
-    Returns the exit status: 1 if a role's mean gap grows or is above preflight.max_logprob_gap, otherwise 0. Raises
-    RunError for a run directory in which training has begun.
+    Returns the exit status: 1 if the mean log-prob gap of a role grows or is above preflight.max_logprob_gap, otherwise
+    0. Raises RunError if training has already begun in the run directory.
     """
     spec = still(spec)
     with open_world_for(spec, place) as world:
@@ -75,8 +78,8 @@ def run(spec: RunSpec, place: Place, *, updates: int) -> int:
 
 
 def still(spec: RunSpec) -> RunSpec:
-    """Returns the specification with learning rate 0, and with each role sampling from its full distribution at
-    temperature 1."""
+    """Returns the specification of the drift test: learning rate 0, no evaluations, and sampling from the full
+    distribution at temperature 1."""
 
     def role(settings: RoleSpec) -> RoleSpec:
         optimizer = replace(settings.optimizer, lr=0.0, min_lr=0.0)
@@ -106,7 +109,7 @@ def measure(counts: np.ndarray, engine: np.ndarray, trainer: np.ndarray, *, vers
     starts = np.concatenate([[0], np.cumsum(counts)])
     # [N] index of the quarter of each token
     place = (np.arange(len(gap)) - np.repeat(starts[:-1], counts)) * QUARTERS // np.repeat(counts, counts)
-    sums = np.add.reduceat(gap, starts[:-1][counts > 0])  # sum of the gaps of each non-empty response
+    sums = np.add.reduceat(gap, starts[:-1][counts > 0])  # sum of the log-prob gaps of each non-empty response
     mean = float(gap.mean())
     return Gap(
         version=version,
@@ -120,9 +123,10 @@ def measure(counts: np.ndarray, engine: np.ndarray, trainer: np.ndarray, *, vers
 
 
 def judge(gaps: Sequence[Gap], limit: float) -> Verdict:
-    """Returns the verdict on a role.
+    """Returns the verdict on a role: whether its log-prob gap grows, and whether it is above `limit`.
 
-    `gaps`: the role's gaps, in the order of the refits, at least two. `limit`: largest allowed mean gap in nats."""
+    `gaps`: the role's statistics, one for each weight sync, in order, at least two. `limit`: largest allowed mean gap
+    in nats."""
     middle = (len(gaps) - 1) / 2
     spread = sum((i - middle) ** 2 for i in range(len(gaps)))
     # weight of each mean gap in the rise of the least-squares line
@@ -139,22 +143,24 @@ def judge(gaps: Sequence[Gap], limit: float) -> Verdict:
 
 
 class Probes:
-    """Rounds of update, refit and measurement for all policies.
+    """Measures the log-prob gap of each policy after updates at learning rate 0 and weight syncs.
 
-    Every rank has an instance. `texts` and `gaps` are used on the driver only.
+    Every rank has an instance. `texts` (the prompts) and `gaps` (the results) are used on the driver (rank 0) only.
     """
 
     def __init__(
         self, world: World, context: RolloutContext, memory: DeviceMemory, trained: Sequence[str], texts: Sequence[str]
     ) -> None:
         self._world, self._context, self._memory, self._trained, self._texts = world, context, memory, trained, texts
-        self._drawn: dict[str, list[Rollout]] = {}  # by policy, rollouts of the previous round
+        # policy -> rollouts sampled by the last call of `round`, for the next update
+        self._drawn: dict[str, list[Rollout]] = {}
         self.gaps: dict[str, list[Gap]] = {name: [] for name in memory.trainees}
 
     def round(self, name: str, version: int) -> None:
-        """Updates a policy on its rollouts of the previous round, refits its engine, and measures the gap.
+        """Updates a policy on the rollouts of the previous call, sends its weights to its engine, samples new rollouts,
+        and measures the log-prob gap.
 
-        Collective. Version 0 is measured without an update.
+        Collective. With `version` 0, no update is done.
         """
         trainee = self._memory.trainees[name]
         if version and name in self._trained:
@@ -172,7 +178,7 @@ class Probes:
         self._world.from_driver(self._measure, name, version, engine, trainer)
 
     def _draw(self, name: str, version: int) -> None:
-        """Samples new responses to the same prompts as in every round.
+        """Samples new responses of a policy to the fixed prompts of the drift test.
 
         Raises PreflightFailure if no token was sampled."""
         sampling = plain(self._context.samplings[name], seed=self._context.seed_for("drift", name, version))

@@ -1,6 +1,6 @@
 """Opens engines of models that are not trained: the models of an evaluation, or a teacher.
 
-open_engines.py opens the engines of a training run."""
+The engines of a training run are opened by open_engines.py."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ from megatron_rl.world import World
 
 @dataclass(frozen=True)
 class OpenModels:
-    """The models of an evaluation. A model that has several roles is opened once. Used on the driver only."""
+    """The opened models of an evaluation. A model with several roles is opened once. Used on the driver (rank 0)
+    only."""
 
     engines: Mapping[Model, Engine]
-    readers: Mapping[Model, EmbeddedEngine]  # models whose token distributions are compared
+    readers: Mapping[Model, EmbeddedEngine]  # engines of the models whose token distributions are compared
     tokenizers: Mapping[Model, Any]
 
 
@@ -45,7 +46,8 @@ def open_models(
     engines: EngineSpec, read: Sequence[Model], world: World, stack: contextlib.ExitStack,
     environment: Mapping[str, str],
 ) -> OpenModels:  # fmt: skip
-    """Opens the engines of `engines`, and loads the models `read`, whose distributions are compared, on the driver.
+    """Opens the engines of the specification `engines`. Also loads the models `read`, whose token distributions are
+    compared, on the driver (rank 0).
 
     Embedded engines are loaded in this process. Servers are started and end when `stack` closes. `environment`: the
     environment of the servers. Collective.
@@ -73,9 +75,9 @@ def open_fixed_engines(
 ) -> dict[str, Engine]:  # fmt: skip
     """Returns the engine of each role, with the weights of the role's model directory.
 
-    Engines are used on the driver. With servers, other ranks get an empty dict. Servers that are started here end when
-    `stack` closes. `environment`: the environment of the servers. Collective. Raises ConfigError, and StartError for a
-    server that does not start.
+    The engines are used on the driver (rank 0). If the engines are servers, other ranks get an empty dict. Servers that
+    this function starts end when `stack` closes. `environment`: the environment of the servers. Collective. Raises
+    ConfigError for settings that cannot be used, and StartError for a server that does not start.
     """
     settings, out = engines.settings, dict[str, Engine]()
     if isinstance(settings, Embedded):
@@ -99,7 +101,8 @@ def open_fixed_engines(
 
 
 def embedded_engine(model: Model, settings: Embedded | Servers, tokenizer: Any, **more: Any) -> EmbeddedEngine:
-    """Returns the embedded engine of a model, without weights. `more`: further arguments of EmbeddedEngine."""
+    """Returns the embedded engine of a model (an engine in this process), before its weights are loaded. `more`:
+    further arguments of EmbeddedEngine."""
     graphs = not isinstance(settings, Embedded) or settings.cuda_graphs
     return EmbeddedEngine(
         model.path, max_batch=settings.max_batch, dtype=getattr(torch, model.dtype), tokenizer=tokenizer,
@@ -108,7 +111,7 @@ def embedded_engine(model: Model, settings: Embedded | Servers, tokenizer: Any, 
 
 
 def model_facts(role: RoleSpec, tokenizer: Any) -> ModelFacts:
-    """Returns the facts that a client needs about the served model: end tokens, vocabulary size, boundary tokens."""
+    """Returns what a client must know about the model of a server: end tokens, vocabulary size and boundary tokens."""
     directory = hf_model.local_directory(role.model.path)
     architecture, own = hf_model.read_architecture(directory), tokenizer.eos_token_id
     ends = hf_model.eos_tokens(directory, architecture) | (frozenset() if own is None else {own})
@@ -120,7 +123,8 @@ def _servers(
     engines: EngineSpec, settings: Servers, role: str, facts: ModelFacts, stack: contextlib.ExitStack,
     environment: Mapping[str, str],
 ) -> list[Server]:  # fmt: skip
-    """Returns clients of a role's servers: the servers at engine.urls, or servers started here, which are ready."""
+    """Returns clients of a role's servers. The servers are those at engine.urls, or are started by this function, which
+    waits until they are ready."""
     if settings.urls:
         token, timeout_s = make_token(token_file(engines, settings)), engines.refit.timeout_s
         return [kind_of(settings).client(url, token, settings, timeout_s, facts) for url in settings.urls[role]]

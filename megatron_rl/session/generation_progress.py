@@ -17,9 +17,9 @@ from typing import Any
 from megatron_rl.config.sources import is_code
 from megatron_rl.run.checkpoint import read_json, write_json
 
-PARTS = "parts"  # directory of the responses generated so far; removed when all are written
+PARTS = "parts"  # directory of the responses generated so far; removed when the output files are complete
 MARK = "finished.json"  # file in the output directory that marks the output as complete
-_ELSEWHERE = ("output", "engine", "launch")  # settings that do not affect the responses
+_ELSEWHERE = ("output", "engine", "launch")  # names of settings that do not affect the responses
 # Settings that affect a response only through its prompt, or that affect only the processing after generation.
 _BY_PROMPT = ("data", "template", "chat", "max_prompt_tokens")
 _AFTERWARDS = ("validation_share", "keep_truncated", "reward")
@@ -31,8 +31,8 @@ def parts_digest(
     """Returns a digest of everything that determines the responses to `prompts`.
 
     `settings`: the resolved config of `generate` as plain values. `inputs`: digests of all files that are read
-    (run.input_digests), of which only the model files determine the responses. `chunk`: number of prompts that are
-    sampled with one seed.
+    (run.input_digests); only those of the model files are used. `chunk`: number of prompts that are sampled with one
+    seed.
     """
     told = _deciding(settings, without=(*_ELSEWHERE, *_BY_PROMPT, *_AFTERWARDS))
     model = {name: own for name, own in inputs.items() if re.match(r"model\b", name)}
@@ -40,7 +40,8 @@ def parts_digest(
 
 
 def problems_digest(inputs: Mapping[str, Any], values: Iterable[Any], parts: str) -> str:
-    """Returns a digest of the responses, the problem fields written with them, and the code.
+    """Returns a digest of everything that determines the output files: the responses, the problems' fields that are
+    written with the responses, and the code of this package.
 
     `inputs`: digests of all files that are read. `values`: fields of each problem. `parts`: result of
     `parts_digest`."""
@@ -55,7 +56,7 @@ def mark_finished(settings: Mapping[str, Any], problems: str, files: Sequence[st
 
 
 def finished(settings: Mapping[str, Any], problems: str | None = None) -> bool:
-    """Returns whether the output directory has all files of a finished run with these settings.
+    """Returns whether the output directory has all output files of a finished `generate` command with these settings.
 
     `problems`: `problems_digest` of the current problems; if None, only the settings are compared.
     """
@@ -64,7 +65,8 @@ def finished(settings: Mapping[str, Any], problems: str | None = None) -> bool:
         found = read_json(output / MARK)
         same = found["settings"] == _settings_digest(settings) and problems in (None, found["problems"])
         return same and all((output / name).is_file() for name in found["files"])
-    except (OSError, ValueError, KeyError, TypeError):  # the mark is missing or damaged
+    # the file that marks the output as complete is missing or damaged
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -73,7 +75,8 @@ def _settings_digest(settings: Mapping[str, Any]) -> str:
 
 
 def _deciding(settings: Mapping[str, Any], *, without: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings except `without`, plus the engine settings that affect response length or the model."""
+    """Returns the settings without the keys in `without`, plus the engine settings that affect response length or the
+    model."""
     told = {name: value for name, value in settings.items() if name not in without}
     return told | {"engine": [settings["engine"].get("max_model_len"), settings["engine"].get("args", [])]}
 

@@ -25,38 +25,41 @@ from megatron_rl.cluster.slurm_job import SlurmJob, job_from
 from megatron_rl.run.parent_death import end_with_parent
 
 LOCAL = "127.0.0.1"
-GRACE_S = 30.0  # seconds between asking the other ranks to exit and killing them
+GRACE_S = 30.0  # after a rank has failed: seconds between asking the other ranks to exit and killing them
 FIRST_RANK_S = 2.0  # seconds to wait for rank 0 to exit after another rank has failed
 
 
 @dataclass(frozen=True)
 class Place:
-    """The rank of this process and the rendezvous address of the run."""
+    """The rank of this process in the run, and the address at which the ranks of the run meet."""
 
     rank: int
     world_size: int
     local_rank: int
-    address: str  # host address of rank 0; address of this host if `port` is None
-    # Used in the name of this start only. Rank 0 listens at a free port, which it writes to a file that all ranks see.
+    address: str  # address of the host of rank 0; if `port` is None, address of this host
+    # Port number that only identifies this start of the ranks. Rank 0 listens at another, free port, which it writes to
+    # a
+    # file that all ranks can read.
     port: int | None
     job: SlurmJob | None = None
 
     @property
     def session(self) -> str:
-        """Returns a name for this start of the ranks, identical on all ranks."""
+        """Returns a name for this start of the run's ranks. The name is identical on all ranks."""
         if self.job is not None and self.port is None:
             return f"{self.job.name}.{self.job.step}"
-        # the hostname is included because another host may have a local start with the same port
+        # the hostname is included because a run on another host may have been started with the same port
         host = f"{socket.gethostname()}." if self.address == LOCAL else ""
         return f"{host}port{self.port}"
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
-    """Returns the place of this process as set by torchrun or srun, or None if neither launcher started it.
+    """Returns the rank of this process and the address of rank 0, as set by torchrun or srun; None if neither started
+    it.
 
-    Ranks rendezvous through a file in the run directory. Rank 0 listens at MASTER_ADDR if it is set, and otherwise, as
-    with srun, at its host's address. MASTER_PORT is part of the file's name. Raises ValueError if torchrun's
-    environment lacks either variable, or if only one of the two is set.
+    Ranks find rank 0 through a file in the run directory. Rank 0 listens at MASTER_ADDR if it is set, and otherwise, as
+    with srun, at the address of its host. MASTER_PORT is part of the file's name. Raises ValueError if torchrun's
+    environment lacks MASTER_ADDR or MASTER_PORT, or if only one of the two is set.
     """
     job = job_from(environment)
     if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -79,18 +82,20 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
 def ranks_on_host(place: Place | None, nproc: int, environment: Mapping[str, str]) -> int:
     """Returns the number of ranks that are known to run on this host, read from the variables of torchrun or srun.
 
-    `place`: place of this process; None if no launcher started it and the command starts `nproc` ranks here itself.
+    `place`: the rank of this process. None if no launcher started it; the command then starts `nproc` ranks on this
+    host.
     """
     if place is None:
         return nproc
     said = environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    found = re.match(r"\d+", said)  # the first number of a value such as 8(x4),2 is for the node of rank 0
+    # in a value of Slurm such as 8(x4),2 the first number is the rank count on the node of rank 0
+    found = re.match(r"\d+", said)
     own = int(found[0]) if found is not None and place.rank == place.local_rank else 0
     return min(place.world_size, max(own, place.local_rank + 1))
 
 
 def has_gpu(environment: Mapping[str, str]) -> bool:
-    """Returns whether this host has GPUs that a process with this environment may use."""
+    """Returns whether this host has GPUs that a process with the environment variables `environment` may use."""
     return environment.get("CUDA_VISIBLE_DEVICES") != "" and shutil.which("nvidia-smi") is not None
 
 
@@ -102,8 +107,9 @@ def start_ranks(rank: Callable[[], int], nproc: int, *, fork: bool) -> int:
     modules itself, and `rank` must be picklable.
 
     If one rank fails, the other ranks receive SIGTERM, and SIGKILL after GRACE_S. If this process is killed, all ranks
-    receive SIGTERM: they save, and the same command resumes the run. SIGINT, SIGTERM and SIGUSR1 are forwarded. A rank
-    treats a Ctrl-C that it receives twice, from the terminal and forwarded, as one (`run.run_directory.Interrupts`).
+    receive SIGTERM. The ranks then save a checkpoint, and the same command resumes the run. SIGINT, SIGTERM and SIGUSR1
+    are forwarded. A rank receives Ctrl-C twice, from the terminal and forwarded, and counts both as one
+    (`run.run_directory.Interrupts`).
     """
     port = str(free_port(LOCAL))
     context: Any = multiprocessing.get_context("fork" if fork else "spawn")
@@ -138,8 +144,8 @@ def _wait(children: Sequence[BaseProcess]) -> int:
     """Waits until all ranks have exited or one has failed. Ends the other ranks after a failure.
 
     Returns 0, or the exit status of a rank that was killed by a signal, otherwise of rank 0 if it failed, otherwise of
-    another failed rank. The order matters because an error of rank 0 makes the other ranks fail with a status of their
-    own."""
+    another failed rank. Rank 0 takes precedence because an error of rank 0 makes the other ranks fail with a different
+    status."""
     while (running := [c for c in children if c.exitcode is None]) and not any(c.exitcode for c in children):
         connection.wait([child.sentinel for child in running])
     if any((child.exitcode or 0) > 0 for child in children):

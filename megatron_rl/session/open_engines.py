@@ -43,38 +43,39 @@ from megatron_rl.world import World, all_gather
 
 @dataclass(frozen=True)
 class RunEngines:
-    """The engines of a run, and the refits of the engines whose weights come from a policy. Both are keyed by role.
+    """The engines of a run, and the refits: functions that send a policy's weights to its engine. Both are keyed by
+    role.
 
-    Server pools and endpoints are in `engines` on the driver only. Refits are collective.
+    Server pools and endpoints are in `engines` on the driver (rank 0) only. Refits are collective.
     """
 
     engines: dict[str, Engine] = field(default_factory=dict)
     refits: dict[str, Callable[[int], None]] = field(default_factory=dict)
     pools: dict[str, Pool] = field(default_factory=dict)  # server pools by role, on the driver only
-    # at most one: servers that share the trainer's GPUs
+    # the servers that share the trainer's GPUs; empty if the run has no such servers, otherwise of length one
     colocated: list[ColocatedServers] = field(default_factory=list)
 
     def loads(self) -> dict[str, dict[str, float]]:
-        """Returns the state of each server of the pools, such as its running requests, keyed by server name."""
+        """Returns the state of each server, such as the number of running requests, keyed by server name."""
         return {name: found for pool in self.pools.values() for name, found in pool.members.loads().items()}
 
     def tend(self) -> None:
-        """Transfers the current weights to restarted servers. Called while the driver is idle."""
+        """Sends the current weights to servers that were restarted. Called while the driver (rank 0) waits."""
         for engine in self.engines.values():
             engine.tend()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Session:
-    """The parts of a run that are needed to open its engines."""
+    """The parts of a training run that the functions of this module need to open the engines."""
 
     engines: EngineSpec
     world: World
     tokenizers: Mapping[str, Any]
     policies: Mapping[str, MegatronPolicy]
     driver: Driver
-    stack: contextlib.ExitStack  # closes everything that is opened
-    leave: Callable[[], bool]  # returns whether the run was asked to exit and should not wait for servers
+    stack: contextlib.ExitStack  # closes the engines and servers when the run ends
+    leave: Callable[[], bool]  # returns True if the run was asked to exit and should not wait for servers
 
 
 def open_engines(
@@ -83,7 +84,7 @@ def open_engines(
 ) -> RunEngines:  # fmt: skip
     """Opens an engine for each role that has a separate engine. Collective.
 
-    `stack` closes the engines. `leave` returns whether the run was asked to exit and should not wait for servers.
+    `stack` closes the engines. `leave` returns True if the run was asked to exit and should not wait for servers.
     """
     run_engines = RunEngines()
     session = _Session(
@@ -128,7 +129,7 @@ def _open_embedded(session: _Session, settings: Embedded, run_engines: RunEngine
             continue
         layout = EngineLayout(replicas=policy.export.trainer_layout.world, whole=True)
         hosts = all_gather(socket.gethostname(), policy.groups.control)
-        # the address at which other ranks reach rank 0
+        # network address at which the other ranks and the servers reach rank 0
         host = "127.0.0.1" if len({*hosts}) == 1 else address_among_ranks(os.environ)
         side = _trainer_side(session, name, policy, layout, host, endpoint=own)
 
@@ -142,7 +143,9 @@ def _trainer_side(
     session: _Session, name: str, policy: MegatronPolicy, layout: EngineLayout, host: str, *,
     endpoint: EmbeddedEngine | None = None,
 ) -> TrainerSide:  # fmt: skip
-    """Creates the trainer's side of a role's refits. `host`: address at which the refit store listens. Collective."""
+    """Creates the object with which the trainer sends a role's weights to its engine. Collective.
+
+    `host`: address at which the store for the connections of trainer and engine listens."""
     topology = Topology(
         sizes=policy.arch, trainer=policy.export.trainer_layout, engines=layout,
         dtype=session.engines.roles[name].model.dtype,
@@ -156,7 +159,8 @@ def _trainer_side(
 
 
 def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines) -> None:
-    """Starts the servers if engine.start is set, and creates each role's server pool on the driver and its refit."""
+    """Starts the servers if engine.start is set. Creates the server pool of each role on the driver (rank 0), and the
+    refit of each role, which sends the trainer's weights to its servers."""
     engines, driver = session.engines, session.driver
     started: dict[str, list[Supervisor]] = {name: [] for name in engines.server_roles}
     if settings.start:
@@ -188,7 +192,7 @@ def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines)
             session.world, name, side, pool, driver, engines.refit.timeout_s, present=policy.memory.present
         )
     if settings.colocate:
-        # A refit of these roles transfers all weights, so their servers may drop the weights when put to sleep.
+        # A weight sync of these roles sends all weights, so their servers may discard the weights when they sleep.
         discarding = [name for name, role in engines.opened.items() if role.has_policy and role.tandem is None]
         own = [supervisor for each in started.values() for supervisor in each]
         run_engines.colocated.append(
@@ -199,9 +203,9 @@ def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines)
 
 
 def _start_colocated(session: _Session, settings: Servers, started: dict[str, list[Supervisor]]) -> None:
-    """Moves all policies off the GPUs, and starts the servers of this rank's GPU. Collective.
+    """Moves all policies from the GPUs to host memory, and starts the servers that use this rank's GPU. Collective.
 
-    Appends the supervisors of the servers to `started`, keyed by role."""
+    Appends the processes that supervise the servers to `started`, keyed by role."""
     for policy in session.policies.values():
         policy.memory.sleep(weights=True)
     session.world.barrier()  # a server measures the free GPU memory when it starts
@@ -236,7 +240,8 @@ def _pool(
     )  # fmt: skip
     if settings.urls:
         session.stack.callback(Addresses(ServerRegistry(directory), name, settings.urls[name], client).close)
-    known = started if len(started) == settings.replicas else []  # otherwise other ranks started some of the servers
+    # if other ranks started some of the servers, this rank cannot know whether they may still start
+    known = started if len(started) == settings.replicas else []
     pool.hopeless = functools.partial(hopeless, known, session.leave)
     pool.members.waits = session.driver.watch.beat
     session.stack.callback(pool.close)

@@ -16,11 +16,12 @@ from megatron_rl.training.loop import Hooks, Progress
 class Listener:
     """The connection to the parent program, over a Unix socket, on the driver.
 
-    If the parent program has exited, the run saves and exits."""
+    If the parent program has exited, the run saves a checkpoint and exits."""
 
     connection: Connection
-    stopped: bool = False  # the parent asked to stop; the run then ends as if it were complete
-    gone: bool = False  # the parent no longer answers
+    # True if the parent program asked the run to stop; the run then ends as if all iterations were done
+    stopped: bool = False
+    gone: bool = False  # True if the connection to the parent program is lost
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -33,20 +34,22 @@ class Listener:
         self._ask({"event": "begin", "iterations": iterations, "iteration": iteration})
 
     def log(self, cycle: int, scope: str, metrics: Mapping[str, float], *, iteration: int) -> None:
-        """Reports one set of metrics."""
+        """Reports metrics to the parent program. `cycle`, `scope`: where in the run they were measured. `iteration`:
+        number of iterations done."""
         metrics = {name: float(value) for name, value in metrics.items()}
         self._ask({"event": "metrics", "iteration": iteration, "cycle": cycle, "scope": scope, "metrics": metrics})
 
     def iteration_done(self, iteration: int) -> None:
-        """Reports that `iteration` iterations are done."""
+        """Reports to the parent program that `iteration` iterations of the training loop are done."""
         self._ask({"event": "iteration", "iteration": iteration})
 
     def failed(self, error: BaseException, why: str) -> None:
-        """Reports the error that ended the run. `why`: the message."""
+        """Reports the error that ended the run to the parent program. `why`: the error message."""
         self._ask({"event": "error", "type": type(error).__name__, "message": why})
 
     def _ask(self, event: Mapping[str, Any]) -> None:
-        """Sends an event, waits for the reply, and sets `stopped` from it. Sets `gone` if the connection is lost."""
+        """Sends an event to the parent program and waits for the reply. Sets `stopped` if the reply asks to stop, and
+        `gone` if the connection is lost."""
         with self._lock:
             try:
                 self.connection.send_bytes(json.dumps(event).encode())
@@ -56,9 +59,9 @@ class Listener:
 
 
 def listening(hooks: Hooks, listener: Listener, progress: Progress, iterations: int) -> Hooks:
-    """Returns `hooks` extended to report to `listener`, for the driver.
+    """Returns the hooks of the training loop, extended to report each event to `listener`. Used on the driver (rank 0).
 
-    A stop request after the last of `iterations` iterations has no effect, because the run is done."""
+    A stop request of the parent program after the last of `iterations` iterations has no effect."""
 
     def log(cycle: int, scope: str, metrics: Mapping[str, float], *, iteration: int) -> None:
         hooks.log(cycle, scope, metrics, iteration=iteration)

@@ -1,4 +1,4 @@
-"""Refit of a server pool: transfers the trainer's weights to the servers after every update."""
+"""Weight sync to a server pool: transfers the trainer's weights to the servers after every update."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megatron_rl.refit.transport import RefitError
 from megatron_rl.session.run_setup import Driver
 from megatron_rl.world import World
 
-REFITS = 3  # maximum number of attempts while no participating server has received the new version
+REFITS = 3  # maximum number of attempts to have at least one server receive the new weights
 
 
 class PoolRefit:
     """Transfers the trainer's weights to a pool's servers.
 
-    Every rank has an instance. `pool` is None except on the driver."""
+    Every rank has an instance. `pool`, the pool of the role's servers, is None except on the driver (rank 0)."""
 
     def __init__(
         self, world: World, role: str, side: TrainerSide, pool: Pool | None, driver: Driver, timeout_s: float, *,
         present: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
-        """`present`: returns a context manager that holds the policy's weights on its device."""
+        """`present`: returns a context manager that keeps the policy's weights on the GPU inside its block."""
         self._world, self._role, self._side, self._pool = world, role, side, pool
         self._driver, self._timeout_s, self._present = driver, timeout_s, present
         self._call = f"refit/{role}"
@@ -35,13 +35,13 @@ class PoolRefit:
     def __call__(self, version: int) -> None:
         """Transfers the weights of `version` to the servers. Collective.
 
-        Waits for a first server, unless servers cannot be started now. Raises EngineError if no server becomes
-        available, or if no server receives the weights.
+        Waits until at least one server is available, unless servers cannot be started now. Raises EngineError if no
+        server becomes available in time, or if no server receives the weights in REFITS attempts.
         """
         why = None
         for _ in range(REFITS):
             replicas = self._world.from_driver(self._begin, version)
-            if not replicas:  # all servers share the trainer's GPUs and are dead: they get the weights after a restart
+            if not replicas:  # all servers share the trainer's GPUs and are dead: they get the weights when restarted
                 return
             metrics, why = self._attempt((version, replicas))
             if self._world.from_driver(self._end):
@@ -53,7 +53,9 @@ class PoolRefit:
         )
 
     def _attempt(self, order: tuple[int, Sequence[int]]) -> tuple[dict[str, float], str | None]:
-        """Transfers the weights once; called on every rank. Returns (metrics, None), or ({}, message) if it failed."""
+        """Transfers the weights to the servers once. Called on every rank. `order`: (version, indices of the servers).
+
+        Returns (metrics, None), or ({}, error message) if the transfer failed."""
         version, replicas = order
         try:
             with self._present():
@@ -70,7 +72,8 @@ class PoolRefit:
         return self._pool.end_refit()
 
     def _refresh(self, replicas: list[int]) -> None:
-        """Transfers the pool's version to the servers `replicas`, on the driver, while other servers generate."""
+        """Sends the current weights to the servers with the indices `replicas`, while other servers generate. Called on
+        the driver (rank 0)."""
         assert self._pool is not None
         begun = self._begin(self._pool.version, replicas)
         if begun:

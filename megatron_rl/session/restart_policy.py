@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-WAIT_S, LONGEST_WAIT_S = 10.0, 300.0  # delay before the second consecutive restart, and longest delay of any restart
-HEALTHY_S = 3600.0  # seconds of healthy operation after which the restart count is reset
+# seconds of delay before the second consecutive restart of a server, and before any restart at most
+WAIT_S, LONGEST_WAIT_S = 10.0, 300.0
+HEALTHY_S = 3600.0  # seconds that a server must answer before a death so that the restart count is reset
 DOUBLINGS = 30  # maximum number of times that the delay is doubled, which avoids float overflow
 
 
 class Restarts:
-    """The restart budget of one server, with exponential back-off as in Kubernetes. Counts consecutive deaths only.
+    """The restart budget of one server, with exponential back-off as in Kubernetes. Only consecutive restarts are
+    counted.
 
     `most` is the maximum number of consecutive restarts. If a server was healthy for `reset_s` seconds before it died,
     the count is reset. The first restart is immediate, the second is after `wait_s` seconds, and each further delay is

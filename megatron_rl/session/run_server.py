@@ -27,18 +27,20 @@ from megatron_rl.spec.run_spec import EngineSpec
 
 POLL_S = 0.5
 OVER_S = 2.0  # interval in seconds between checks of whether the run is over
-HUNG = 8  # multiple of engine.lost_after_s without an answer after which a server is considered hung
+HUNG = 8  # a server without an answer for HUNG * engine.lost_after_s seconds is considered hung
 
 
 def run(
     engines: EngineSpec, *, role: str, replica: int, with_parent: bool, environment: Mapping[str, str],
     gpus: Sequence[int] = (),
 ) -> int:  # fmt: skip
-    """Runs one server and restarts it when it dies. Returns 0 if it was asked to exit, 1 if the server died too often.
+    """Runs one server and restarts it when it dies. Returns 0 if the command was asked to exit, 1 if the server died
+    too often.
 
     `gpus`: indices of the GPUs of this host for the server; if empty, the GPUs that engine.gpus assigns to it.
     `with_parent`: a parent process sends orders on standard input, and the server ends when standard input ends.
-    Raises ConfigError, also for damaged weights, and StartError if the last start failed.
+    Raises ConfigError for settings that cannot be used and for damaged weights. Raises StartError if the server died
+    too often and its last start failed.
     """
     settings = engines.settings
     if isinstance(settings, Embedded):
@@ -52,24 +54,26 @@ def run(
         raise ConfigError(
             f"--replica {replica}: engine.replicas = {settings.replicas}, so it is 0 to {settings.replicas - 1}"
         )
-    if not with_parent:  # otherwise the run that starts this process has checked the models
+    if not with_parent:  # with a parent, the run that started this process has already checked the models
         refuse_damaged_models([engines.roles[role]])
     settings = replace(settings, host=own_address(settings.host))
-    kind_of(settings).interpreter(settings)  # raises if the interpreter is missing, instead of restarting repeatedly
+    # raises at once if the server's interpreter is missing; otherwise every restart would fail
+    kind_of(settings).interpreter(settings)
     own = visible_gpus(gpus or gpus_of(engines, settings, role, replica), environment)
     server = _Serving(engines, settings, role, replica, {**environment, **own})
     stop = _asked_to_leave(with_parent, functools.partial(over, engines.directory))
     if with_parent:
         server.orders = ControlChannel(stop)
-        server.orders.listen(sys.stdin.fileno())  # not sys.stdin itself, whose lock the thread would hold at exit
+        # the descriptor and not sys.stdin, whose lock the reading thread would hold at exit
+        server.orders.listen(sys.stdin.fileno())
     return _keep_alive(server, Restarts(settings.restarts), stop, f"{role}-{replica}")
 
 
 def _keep_alive(server: _Serving, restarts: Restarts, stop: threading.Event, name: str) -> int:
     """Runs a server and restarts it when it dies.
 
-    Returns 0 if `stop` was set, 1 if the server died too many times in a row. Raises StartError if the last of these
-    deaths was a failed start.
+    Returns 0 if `stop` was set, 1 if the server died more often in a row than `restarts` allows. Raises StartError
+    instead of returning 1 if the server's last start failed.
     """
     while True:
         failure: StartError | None = None
@@ -78,7 +82,7 @@ def _keep_alive(server: _Serving, restarts: Restarts, stop: threading.Event, nam
             healthy_s = server.serve(stop)
         except StartError as error:
             failure = error
-        except OSError as error:  # for example a full disk, which may have space at the next start
+        except OSError as error:  # for example a full disk, on which there may be space again at the next start
             failure = StartError(f"{name} could not be started: {error}")
         if stop.is_set():
             return 0
@@ -103,7 +107,7 @@ def _keep_alive(server: _Serving, restarts: Restarts, stop: threading.Event, nam
 
 
 class _Serving:
-    """One server replica, across its restarts."""
+    """One server of a run, identified by its role and replica index, across its restarts."""
 
     def __init__(
         self, engines: EngineSpec, settings: Servers, role: str, replica: int, environment: Mapping[str, str]
@@ -111,12 +115,13 @@ class _Serving:
         self._engines, self._settings, self._role, self._replica = engines, settings, role, replica
         self._environment = environment
         self.log = log_of(engines, role, replica)
-        self.orders = ControlChannel(threading.Event())  # receives no orders unless `run` calls `listen`
+        self.orders = ControlChannel(threading.Event())  # receives orders from the parent only if `run` calls `listen`
 
     def serve(self, stop: threading.Event) -> float:
-        """Runs the server until it ends, `stop` is set, or it hangs.
+        """Starts the server, and runs it until it ends, `stop` is set, or it hangs.
 
-        Returns the seconds between the server's first and last answer. Raises StartError.
+        Returns the seconds between the server's first and last answer. Raises StartError if the server cannot be
+        started.
         """
         with self.orders.start():
             return 0.0 if stop.is_set() else self._serve(stop)
@@ -145,7 +150,9 @@ class _Serving:
             client.close()
 
     def _why_to_end(self, silent_s: float) -> str | None:
-        """Returns the reason why a running server must end, or None if it may continue."""
+        """Returns the reason why the running server must be ended, or None if it may continue.
+
+        `silent_s`: seconds since the server's last answer."""
         if silent_s > HUNG * self._settings.lost_after_s:
             return f"lives, but has not answered for {silent_s:.0f} s"
         return "does not sleep, and the trainer takes its GPU: it ends" if self.orders.unwanted else None
@@ -154,7 +161,8 @@ class _Serving:
 def _asked_to_leave(with_parent: bool, over: Callable[[], bool]) -> threading.Event:
     """Returns an event that is set by SIGTERM, SIGINT or SIGHUP, or when `over()` returns True.
 
-    If `with_parent` is true, `over` is not called: the end of the parent's orders sets the event."""
+    If `with_parent` is True, `over` is not called. The caller sets the event when the parent closes the pipe of its
+    orders."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
@@ -164,6 +172,6 @@ def _asked_to_leave(with_parent: bool, over: Callable[[], bool]) -> threading.Ev
             if over():
                 stop.set()
 
-    if not with_parent:  # otherwise the end of the orders sets `stop`
+    if not with_parent:  # with a parent, the end of the parent's orders sets `stop`
         threading.Thread(target=look, daemon=True).start()
     return stop

@@ -53,7 +53,8 @@ from megatron_rl.spec.run_spec import Spec, TrainingSpec
 from megatron_rl.user_code import told, traceback_of
 from megatron_rl.world import DriverError, TorchWorld
 
-TIMEOUT = timedelta(hours=2)  # timeout of a collective; long, because ranks wait while the driver computes rewards
+# timeout of a collective operation; long, because the other ranks wait while rank 0 computes rewards
+TIMEOUT = timedelta(hours=2)
 CHANGED = "changed since the newest checkpoint, and used from here on:"
 MEET = timedelta(minutes=10)  # timeout for all ranks to start
 
@@ -66,19 +67,20 @@ class Saves(Protocol):
 
 @dataclass
 class Driver:
-    """The run directory, metrics and console of a run, on one rank.
+    """A rank's access to the run directory, the metrics and the console of the run.
 
-    `tracker` and `console` are None except on rank 0. The methods that use them are no-ops on the other ranks.
+    `tracker` and `console` are None except on rank 0. The methods that use `tracker` or `console` are no-ops on the
+    other ranks.
     """
 
     directory: RunDirectory
     checkpoints: Checkpoints
-    resumed: Path | None  # checkpoint to resume from
-    resumed_number: int  # number of iterations done in the checkpoint
+    resumed: Path | None  # checkpoint to resume from; None for a new run
+    resumed_number: int  # number of training iterations done in the checkpoint `resumed`
     record: InputRecord  # record of the files that the run reads, used on rank 0
-    finished: bool  # whether an earlier start finished all iterations and recorded the end of the run
+    finished: bool  # whether an earlier start of the run finished all iterations and recorded the end of the run
     watch: Stopwatch
-    leave: Leave  # decides whether the run should exit; called on rank 0
+    leave: Leave  # decides whether the run should save and exit; called on rank 0
     tracker: Tracker | None = None
     console: RunConsole | None = None
 
@@ -88,19 +90,20 @@ class Driver:
             self.tracker.log(cycle, scope, {**metrics, **times}, iteration=iteration)
 
     def compare(self, models: Mapping[str, configs.Model], rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """Compares the models and data sets with the record, and prints the changes.
+        """Compares the models and data sets with those at the start of the run, and prints the changes.
 
-        The driver calls it after the data sets are read. `rows`: path, row count and sha256 of each data set, keyed by
-        name. Raises RunError if the data sets, or models from the hub, differ from those at the start of the run.
+        Called on the driver (rank 0) after the data sets are read. `rows`: path, row count and sha256 of each data set,
+        keyed by name. Raises RunError if the data sets, or models from the hub, differ from those at the start of the
+        run.
         """
         for change in self.record.compare(input_digests.LATER, {**input_digests.read_revisions(models), **rows}):
             self.say(f"{CHANGED} {change}")
 
     def refitted(self, metrics: Mapping[str, Any]) -> None:
-        """Appends a line to refits.jsonl: the transferred bytes, the duration, and the ideal duration on the link.
+        """Appends the metrics of a weight sync (refit) to refits.jsonl, such as the transferred bytes and the duration.
 
-        Refits are not in metrics.jsonl, whose content does not depend on interruptions of the run. Raises
-        json_lines.DiskError.
+        The metrics are not in metrics.jsonl, because its content must not depend on interruptions of the run. Raises
+        json_lines.DiskError if the line cannot be written.
         """
         if self.tracker is not None:
             json_lines.append(self.directory.refits, json.dumps(metrics).encode())
@@ -114,7 +117,8 @@ class Driver:
             self.console.message(text)
 
     def done(self, text: str) -> None:
-        """Reports damaged files of the run's record, if any, and then that the run is finished."""
+        """Prints a message for each damaged file of the run's record, and then that the run is done. `text`: the
+        result."""
         if self.console is not None:
             for sentence in RunRecord(self.directory.path).look():
                 self.say(f"damage: {sentence}")
@@ -127,14 +131,14 @@ class Driver:
 
 @contextlib.contextmanager
 def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> Iterator[TorchWorld]:
-    """Context manager that initializes the process group: NCCL and gloo with GPUs, gloo only without GPUs.
+    """Context manager that initializes torch's process group: NCCL and gloo with GPUs, gloo only without GPUs.
 
     Reduces the log output of libraries. Without GPUs, uses one torch thread per process. `shared`: a directory that
     all ranks can access, used for rendezvous. `deterministic`: makes torch use deterministic kernels, and warn about
     operations that have none.
     """
     limit_arenas()
-    # the call imports torch's compiler, which takes seconds
+    # called only if the setting changes, because the call imports torch's compiler, which takes seconds
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
     transformers_logging.set_verbosity_error()
@@ -144,14 +148,16 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     )
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if torch.cuda.is_available():
-        # cuDNN spends tens of milliseconds on a plan for each new shape, and packed batches always have new shapes.
+        # cuDNN attention is off: it spends tens of milliseconds on each new shape, and packed batches always have new
+        # shapes.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.cuda.set_device(place.local_rank)
         backend = "cpu:gloo,cuda:nccl"
     else:
         torch.set_num_threads(1)
-        # Otherwise torch records the stacks and shapes of the last 2,000 collectives, which are not used with gloo. The
-        # records take one or two megabytes and prevent the release of freed memory pages around them.
+        # Disables torch's flight recorder, which records the last 2,000 collectives and is not used with gloo. The
+        # records
+        # take one or two megabytes and prevent the release of freed memory pages around them.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         backend = "gloo"
     # lets gloo query the store for the addresses of all ranks at once instead of one by one
@@ -170,7 +176,8 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     try:
         yield world
     except BaseException:
-        if world.size == 1:  # with several ranks, a failed rank must not wait for the others
+        # the group is not destroyed with several ranks, so that a failed rank does not wait for the others
+        if world.size == 1:
             dist.destroy_process_group()
         raise
     world.barrier()
@@ -179,9 +186,10 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
 
 @contextlib.contextmanager
 def open_world_for(spec: Spec, place: Place) -> Iterator[TorchWorld]:
-    """Context manager that initializes the process group as `open_world` does, and verifies the models' checksums.
+    """Context manager that initializes the process group as `open_world` does, and verifies the checksums of the
+    models' weights.
 
-    Raises ConfigError for damaged weights, on the driver.
+    Raises ConfigError on the driver (rank 0) for damaged weights.
     """
     deterministic = isinstance(spec, TrainingSpec) and spec.run.deterministic
     with open_world(place, spec.directory, deterministic=deterministic) as world:
@@ -195,7 +203,7 @@ def open_driver(
 ) -> Iterator[Driver]:  # fmt: skip
     """Context manager that opens a new or existing run directory and selects the checkpoint to resume from.
 
-    A watchdog monitors the rank inside the block. Collective.
+    Inside the block, a watchdog monitors whether this rank makes progress. Collective.
     """
     with contextlib.ExitStack() as stack:
         own = spec.directory
@@ -255,7 +263,7 @@ def _opened(
 
 @contextlib.contextmanager
 def _noting_failure(directory: RunDirectory, console: RunConsole) -> Iterator[None]:
-    """Context manager that records the error with which the block ended.
+    """Context manager that records an error that its block raises.
 
     Writes the message to `failed` in summary.json, which `megatron-rl status` shows, and the traceback to driver.log.
     Converts SystemExit, which only user code raises here, to RuntimeError: otherwise user code could end the run with
@@ -264,7 +272,7 @@ def _noting_failure(directory: RunDirectory, console: RunConsole) -> Iterator[No
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(OSError):  # the error may be a full disk
+        with contextlib.suppress(OSError):  # the recorded error may be a full disk, so that writing fails again
             directory.update_summary({FAILED: without_passwords(told(error))})
             console.note(without_passwords(traceback_of(error)))
         if isinstance(error, SystemExit):
@@ -273,7 +281,8 @@ def _noting_failure(directory: RunDirectory, console: RunConsole) -> Iterator[No
 
 
 def _newest(world: TorchWorld, checkpoints: Checkpoints) -> Checkpoint | None:
-    """Returns the newest checkpoint whose files match their checksums. Collective: ranks share the reading."""
+    """Returns the newest checkpoint whose files match their checksums; None if there is none. Collective: each rank
+    reads and checks a part of the files."""
 
     def wrong_here(path: str) -> list[str]:
         return file_checksums.wrong(Path(path), known_digests(Path(path)), part=(world.rank, world.size))
@@ -287,24 +296,26 @@ def _newest(world: TorchWorld, checkpoints: Checkpoints) -> Checkpoint | None:
 
 
 class Saver:
-    """Saves atomic checkpoints of all policies and the run's state. Every method is collective.
+    """Saves checkpoints of all policies and the run's state atomically. Every method is collective.
 
     With `background`, all checkpoints but the first are written, and their checksums computed, while training
-    continues. The first is always synchronous, and its duration is used to decide when to exit before a job's time
-    limit.
+    continues. The first checkpoint is always written synchronously. Its duration is used to decide when to exit before
+    a Slurm job's time limit.
     """
 
     def __init__(self, world: TorchWorld, driver: Driver, policies: Mapping[str, Saves], *, background: bool) -> None:
         self._world, self._driver, self._policies, self._background = world, driver, policies, background
-        self._due: int | None = None  # number of the checkpoint that has begun and is not complete
+        self._due: int | None = None  # number of the checkpoint that is being written; None if there is none
         self._measured = False
-        self._summing: Future[None] | None = None  # computes the checksums of the files that this rank wrote
+        # result of the thread that computes the checksums of the files that this rank wrote
+        self._summing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "checksums")
 
     def save(self, number: int, state: Any) -> int | None:
         """Waits until the previous checkpoint is complete, then begins checkpoint `number` with the run's `state`.
 
-        Returns `number` if the checkpoint is complete on return. Returns None if it is written in the background.
+        Returns `number` if all files of the checkpoint have been written, and None if they are written in the
+        background.
         """
         self.settle(wait=True)
         start, checkpoints = time.monotonic(), self._driver.checkpoints
@@ -316,7 +327,7 @@ class Saver:
 
         self._world.from_driver(begin)
         background = self._background and self._measured
-        return_free_pages()  # also before the writer processes are forked
+        return_free_pages()  # frees memory before the writer processes are forked
         with self._refusing(number):
             for name, policy in self._policies.items():
                 policy.save(checkpoints.pending(number) / name, background=background)
@@ -330,9 +341,10 @@ class Saver:
         return settled
 
     def settle(self, *, wait: bool) -> int | None:
-        """Commits the checkpoint that `save` began, once it is written. `wait`: waits until it is written.
+        """Commits the checkpoint that `save` began, if all its files are written. With `wait`, waits until they are
+        written.
 
-        Returns the checkpoint's number if this call completed it, otherwise None."""
+        Returns the checkpoint's number if this call committed it, otherwise None."""
         if self._due is None:
             return None
         number = self._due
@@ -351,9 +363,9 @@ class Saver:
 
     @contextlib.contextmanager
     def _refusing(self, number: int) -> Iterator[None]:
-        """Context manager that converts write errors, such as from a full disk, to CheckpointError.
+        """Context manager that converts errors of writing checkpoint `number`, such as a full disk, to CheckpointError.
 
-        Deletes the incomplete checkpoint."""
+        After an error, the incomplete checkpoint is deleted."""
         try:
             yield
         except (OSError, RuntimeError, CheckpointException) as error:
@@ -372,7 +384,8 @@ class Saver:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Returns the root cause of an error, also of a CheckpointException that collects errors of several ranks."""
+    """Returns the root cause of an error. For a CheckpointException, which collects errors of several ranks, returns
+    the root cause of the first."""
     if isinstance(error, CheckpointException) and error.failures:
         return _root(next(iter(error.failures.values()))[0])
     below = error.__cause__ or error.__context__
@@ -380,5 +393,6 @@ def _root(error: BaseException) -> BaseException:
 
 
 def sampling_of(settings: configs.SamplingConfig, *, n: int = 1, seed: int = 0) -> Sampling:
-    """Returns the engine's sampling parameters for the sampling section of a config."""
+    """Returns the engine's sampling parameters for the section `sampling` of a config. `n`: number of samples per
+    prompt."""
     return Sampling(**dataclasses.asdict(settings), n=n, seed=seed)

@@ -25,19 +25,19 @@ ENGINES, TOKEN = "engines", "token"  # folder of the server registry in a run di
 
 
 def token_file(engines: EngineSpec, settings: Servers) -> Path:
-    """Returns the path of the file with the token that servers require in requests."""
+    """Returns the path of the file with the authentication token that the servers require in requests."""
     return Path(settings.token_file) if settings.token_file else engines.directory.resolve() / ENGINES / TOKEN
 
 
 def log_of(engines: EngineSpec, role: str, replica: int) -> Path:
-    """Returns the path of a server's log file."""
+    """Returns the path of the log file of one server, identified by its role and replica index."""
     return engines.directory.resolve() / "logs" / f"engine_{role}_{replica}.log"
 
 
 def connect(
     settings: Servers, token: str, refit_timeout_s: float, facts: ModelFacts | None = None
 ) -> Callable[[Listing], Server]:
-    """Returns a function that creates a client of a server from its registry entry."""
+    """Returns a function that creates a client of a server from the server's entry in the registry."""
     client, known = kind_of(settings).client, facts or ModelFacts()
     return lambda listing: client(listing.url, token, settings, refit_timeout_s, known)
 
@@ -46,10 +46,12 @@ def start_server(
     engines: EngineSpec, settings: Servers, role: str, replica: int, environment: Mapping[str, str],
     facts: ModelFacts | None = None,
 ) -> tuple[ServerProcess, Server]:  # fmt: skip
-    """Starts a server of a role. Returns (its process, a client of it). The server may not be ready yet.
+    """Starts a server of a role. Returns (process of the server, client of the server). The server may not be ready
+    yet.
 
     `settings`: the settings of `engines` with `host` set to the address to listen at. `environment`: the server's
-    environment variables, including its visible GPUs. Raises ConfigError and StartError.
+    environment variables, including its visible GPUs. Raises ConfigError for settings that cannot be used, and
+    StartError if the server cannot be started.
     """
     kind, own = kind_of(settings), engines.roles[role]
     model = local_model(f"roles.{role}.model.path", own.model.path)
@@ -81,7 +83,8 @@ def local_model(setting: str, path: str | Path) -> Path:
     path = Path(path)
     if path.is_dir():
         return path.resolve()
-    from megatron_rl.weights import hf_model  # the import takes seconds and is needed for hub names only
+    # imported here because the import takes seconds and is only needed for hub names
+    from megatron_rl.weights import hf_model
 
     try:
         return hf_model.local_directory(path)
@@ -105,7 +108,8 @@ def visible_gpus(numbers: Sequence[int], environment: Mapping[str, str]) -> dict
 
 
 def gpus_of(engines: EngineSpec, settings: Servers, role: str, replica: int) -> Sequence[int]:
-    """Returns the `tp` indices in engine.gpus that belong to one server. Servers are ordered by role, then replica.
+    """Returns the GPU indices of one server: its `tp` entries of engine.gpus, which lists the GPUs of all servers,
+    ordered by role and then by replica.
 
     Raises ConfigError if two servers share a GPU, or if there are too few GPUs.
     """
@@ -116,7 +120,8 @@ def gpus_of(engines: EngineSpec, settings: Servers, role: str, replica: int) -> 
 
 
 def check_gpus(engines: EngineSpec, environment: Mapping[str, str]) -> None:
-    """Raises ConfigError if servers cannot use this host's GPUs, or if engine.colocate is set without a GPU."""
+    """Raises ConfigError if the servers cannot use the GPUs of this host, or if engine.colocate is set and the host has
+    no GPU."""
     if has_gpu(environment):
         server_gpus.refuse(engines, 1)
     elif isinstance(engines.settings, Servers) and engines.settings.colocate:

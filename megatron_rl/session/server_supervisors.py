@@ -12,14 +12,16 @@ from pathlib import Path
 from megatron_rl.engines import server_log
 from megatron_rl.session.control_protocol import ControlClient
 
-LEAVE_S = 60.0  # seconds that a server may take to exit before it is killed
+LEAVE_S = 60.0  # seconds that a server may take to exit after it was asked to, before it is killed
 
 
 class Supervisor:
-    """A `megatron-rl serve` child process for one server. It ends the server when this process exits for any reason."""
+    """A `megatron-rl serve` child process, which starts and restarts one server. The child process ends the server when
+    this process exits for any reason."""
 
     def __init__(self, run: Path, role: str, replica: int, *, gpus: Sequence[int] = ()) -> None:
-        """`gpus`: indices of the GPUs of this host for the server; if empty, engine.gpus is used."""
+        """`run`: the run directory. `gpus`: indices of the GPUs of this host that the server uses; if empty,
+        engine.gpus is used."""
         self.role, self.name = role, f"{role}-{replica}"
         words = [
             sys.executable,
@@ -34,7 +36,8 @@ class Supervisor:
         self.log = run / "logs" / f"serve_{role}_{replica}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         own, other = socket.socketpair()
-        # in a separate session, so that Ctrl-C reaches the run only, which needs its servers until the iteration ends
+        # started in a separate session, so that Ctrl-C does not end the servers, which the run needs until the
+        # iteration ends
         with self.log.open("ab", buffering=0) as out, other:
             out.write(server_log.start_line())
             self._process = subprocess.Popen(
@@ -49,7 +52,7 @@ class Supervisor:
         self.line.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until the process has exited; kills it after `timeout_s` seconds."""
+        """Waits until the supervisor process has exited, and kills it after `timeout_s` seconds."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -67,9 +70,9 @@ def end_supervisors(started: Mapping[str, Sequence[Supervisor]]) -> None:
 
 
 def hopeless(supervisors: Sequence[Supervisor], leave: Callable[[], bool]) -> str | None:
-    """Returns why waiting for a server is hopeless, or None if a server may still start.
+    """Returns the reason why it is useless to wait for a server, or None if a server may still start.
 
-    Waiting is hopeless if the run was asked to exit, or if it started supervisors and all of them have exited."""
+    It is useless if the run was asked to exit, or if all `supervisors` (at least one) have exited."""
     if leave():
         return "asked to leave while it waited for a server: the same command goes on from the last checkpoint"
     if not supervisors or not all(supervisor.ended() for supervisor in supervisors):

@@ -43,18 +43,19 @@ from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.plain_data import refuse_code
 from megatron_rl.world import TorchWorld, World
 
-# Settings in the section `run` that do not affect rollouts.
+# Settings in the section `run` of the config that do not affect the rollouts.
 FREE_RUN_SETTINGS = (
     "iterations", "keep", "save_every", "async_save", "save_rollouts_every", "resume", "hang_after_s",
 )  # fmt: skip
 
 
 def run(spec: RunSpec, place: Place, *, fresh: bool = False, events: str | None = None) -> int:
-    """Runs a training run. Every rank calls it.
+    """Runs `megatron-rl train`. Every rank calls it.
 
-    `fresh`: collects iterations again that were collected and stored before the run stopped. `events`: path of the
-    socket of a parent program that receives the run's events (session.parent_events). Returns 0 if all iterations are
-    done or the parent program asked to stop, and 130 if a signal asked to exit (everything is saved)."""
+    `fresh`: ignores rollouts that an earlier start of the run stored and did not train on, and generates them again.
+    `events`: path of the socket of a parent program that receives the run's events (session.parent_events). Returns 0
+    if all iterations are done or the parent program asked to stop, and 130 if a signal asked to exit (everything is
+    saved)."""
     with open_world_for(spec, place) as world:
         listener = Listener.at(events) if events is not None and world.rank == 0 else None
         return _run(spec, place, world, fresh=fresh, listener=listener)
@@ -62,7 +63,7 @@ def run(spec: RunSpec, place: Place, *, fresh: bool = False, events: str | None 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Models:
-    """The tokenizers, policies and data of a run, opened before any rollout is generated."""
+    """The tokenizers, policies and data sets of a training run, loaded before any rollout is generated."""
 
     tokenizers: Mapping[str, Any]
     readers: Mapping[str, PromptReader]  # prompt readers by role; roles may share a reader
@@ -77,11 +78,11 @@ def _run(spec: RunSpec, place: Place, world: TorchWorld, *, fresh: bool, listene
         driver = stack.enter_context(open_driver(spec, world, place, total_iterations=iterations))
         if driver.finished:
             return 0
-        # resets `finished` for a finished run that resumes with more iterations
+        # resets `finished` in the summary of a finished run that is resumed with more iterations
         driver.summary({"planned": iterations, "finished": False})
         pool = stack.enter_context(GradePool(spec.reward))
         if world.rank == 0:
-            pool.start()  # the workers import the reward while models are loaded
+            pool.start()  # the grading workers import the reward function while this process loads models
         for line in explain_recipe(spec):
             driver.say(line)
         models = _open_models(spec, driver, world)
@@ -122,7 +123,8 @@ def _train(
     spec: RunSpec, driver: Driver, models: _Models, setup: loop.Setup, progress: loop.Progress,
     listener: Listener | None,
 ) -> int:  # fmt: skip
-    """Runs the training loop and exports the trained models. Returns the exit status of `run`. Collective."""
+    """Runs the training loop and exports the trained models. Returns the exit status: 0 if the run is done, 130 if it
+    was asked to exit. Collective."""
     world, iterations = setup.world, spec.loop.num_iterations
     started, before = time.monotonic(), _seconds_before(driver)
     driver.leave.begin()
@@ -157,7 +159,7 @@ def _finish(
 ) -> None:  # fmt: skip
     """Exports the trained models at the end of a run, and prints the paths of the outputs. Collective.
 
-    `finished`: whether all iterations are done. False if the parent program stopped the run."""
+    `finished`: True if all iterations are done, and False if the parent program stopped the run before."""
     for name in spec.trained_policies:
         target = driver.directory.path / "models" / name
         policy = models.policies[name]
@@ -175,8 +177,9 @@ def _finish(
 
 
 def _report(run: Path) -> str:
-    """Writes the run's report. Returns a line with its path, or with the error, which does not fail the run."""
-    from megatron_rl.report.pages import write_report  # imported here because it is needed at the end only
+    """Writes the HTML report of a run. Returns a line with the report's path; if the report cannot be written, a line
+    with the error."""
+    from megatron_rl.report.pages import write_report  # imported here because it is only needed at the end of a run
 
     try:
         return f"report: {write_report(run)}"
@@ -188,7 +191,8 @@ def _report(run: Path) -> str:
 def freeze_garbage_collector() -> Iterator[None]:
     """Context manager that excludes existing objects, such as libraries and models, from garbage collection.
 
-    Otherwise a collection scans them at least once per iteration, which blocks all threads for half a second.
+    Without it, the garbage collector scans these objects at least once per iteration, which blocks all threads for half
+    a second.
     """
     gc.collect()
     gc.freeze()
@@ -205,11 +209,13 @@ class _Saved:
     recipe: Recipe
     models: _Models
     progress: loop.Progress
-    collector: Collector | None  # on the driver only, which reads data and collects rollouts
+    # on the driver (rank 0) only, which reads data and collects rollouts; None on other ranks
+    collector: Collector | None
     memory: DeviceMemory
 
     def state(self) -> dict[str, Any]:
-        """Returns the state to save on rank 0, and {} on the other ranks, whose state is not saved."""
+        """Returns the state of the run to save in a checkpoint. On ranks other than 0, returns {}, because only the
+        state of rank 0 is saved."""
         if self.collector is None:
             return {}
         return {"progress": self.progress.state_dict(), **self.collector.state()}
@@ -217,7 +223,7 @@ class _Saved:
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """A policy that is moved to its device while it is saved. Implements run_setup.Saves."""
+    """A policy that is moved to its GPU whenever it is saved. Implements the protocol run_setup.Saves."""
 
     name: str
     policy: MegatronPolicy
@@ -235,7 +241,7 @@ def _collector(
     spec: RunSpec, models: _Models, context: RolloutContext, run_engines: RunEngines, driver: Driver,
     progress: loop.Progress, store: IterationStore,
 ) -> Collector:  # fmt: skip
-    """Creates the collector that provides the training loop's iterations, on the driver."""
+    """Creates the collector, which generates the rollouts of each training iteration. Used on the driver (rank 0)."""
     recipe, ahead = spec.recipe, spec.loop.rollouts.max_staleness
     maker: IterationMaker
     if spec.data.replay is not None:
@@ -257,10 +263,11 @@ def _collector(
 def _store(
     spec: RunSpec, models: _Models, driver: Driver, progress: loop.Progress, fresh: bool
 ) -> IterationStore:  # fmt: skip
-    """Opens the store of collected iterations, on the driver, and prints how many iterations are reused from it.
+    """Opens the store of rollouts, grouped by training iteration, and prints how many iterations are reused. Used on
+    the driver (rank 0).
 
-    Iterations that were collected with other settings, code, prompts or data, or in another file format, are not
-    reused; settings of the machine are ignored. If `fresh` is true, no iteration is reused.
+    Rollouts that were generated with other settings, code, prompts or data, or stored in another file format, are not
+    reused. Settings that only describe the machine may differ. If `fresh` is True, no rollouts are reused.
     """
     own = _fingerprint(spec.settings, driver.record.inputs)
     store = IterationStore(
@@ -284,8 +291,8 @@ def _store(
 def _fingerprint(settings: Mapping[str, Any], inputs: Mapping[str, Input]) -> str:
     """Returns a fingerprint of everything that rollouts may depend on.
 
-    Covers the settings (without settings of the machine and of saving), the `inputs` that the run reads, and the code
-    of this package.
+    The fingerprint covers the settings (except settings of the machine and of saving), the `inputs` that the run reads,
+    and the code of this package.
     """
     plain = {name: section for name, section in settings.items() if name not in ("launch", "sinks", "job")}
     plain["run"] = {name: value for name, value in settings["run"].items() if name not in FREE_RUN_SETTINGS}
@@ -294,7 +301,8 @@ def _fingerprint(settings: Mapping[str, Any], inputs: Mapping[str, Input]) -> st
 
 
 def _one_at_a_time(grade: Grade) -> Grade:
-    """Wraps `grade` in a lock, because collection ahead of training and an evaluation may call it concurrently."""
+    """Returns `grade` wrapped in a lock, because the generation of rollouts and an evaluation may grade
+    concurrently."""
     lock = threading.Lock()
 
     def locked(responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
@@ -358,7 +366,7 @@ def _hooks(
 def _show(
     driver: Driver, tokenizers: Mapping[str, Any], iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]]
 ) -> None:
-    """Sends a sample of an iteration's rollouts, decoded to text, to the metric sinks."""
+    """Sends some rollouts of an iteration, decoded to text, to the metric sinks (such as TensorBoard or W&B)."""
     wanted = driver.tracker.num_samples if driver.tracker is not None else 0
     for role, own in rollouts.items():
         samples = [_sample(tokenizers[role], rollout) for rollout in own[:wanted]]
@@ -375,7 +383,7 @@ def _sample(tokenizer: Any, rollout: Rollout) -> Sample:
 
 
 def _seconds_before(driver: Driver) -> float:
-    """Returns the wall-clock seconds of the run's earlier starts, read from its summary; 0.0 if not recorded."""
+    """Returns the wall-clock seconds of all earlier starts of the run, read from summary.json; 0.0 if not recorded."""
     seconds = driver.directory.read_summary().get("seconds")
     wall = seconds.get("wall") if isinstance(seconds, dict) else None
     return wall if isinstance(wall, float) else 0.0
