@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-# Environment variable of the server: path of the file that holds the token. Only the file's owner may read it.
+# Name of the server's environment variable that holds the path of the token file. Only the file's owner may read it.
 TOKEN_FILE = "MEGATRON_RL_TOKEN_FILE"
 HEADER = "x-megatron-rl-token"
 OPEN = frozenset({"/health", "/ping"})

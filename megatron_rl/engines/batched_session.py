@@ -12,12 +12,15 @@ import numpy as np
 from megatron_rl.engines.full_prompts import FullPrompts
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling, Tokens
 
-SETTLE_S = 0.01  # Time in seconds without a new request after which a round begins, although more requests may come.
+# Seconds to wait for further requests. If no request arrives in this time, all pending requests are sampled.
+SETTLE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One completion to sample. Its random stream depends only on (sampling.seed, key, sample)."""
+    """One completion to sample: a prompt, its sampling settings and a sample index. Its random stream depends only on
+    (sampling.seed, key, sample).
+    """
 
     tokens: np.ndarray  # prompt, [T] int32; the samples of one request share this array
     key: int  # key of the request
@@ -26,14 +29,17 @@ class Row:
 
 
 Run = Callable[[Sequence[Row]], list[Completion]]  # [R] rows -> [R] completions, in order
-Check = Callable[[np.ndarray, Sampling, int], None]  # arguments: prompt, sampling and key of a request
+# Raises an error if the engine cannot answer a request. Arguments: prompt, sampling settings and key of the request.
+Check = Callable[[np.ndarray, Sampling, int], None]
 
 
 class BatchedSession:
-    """Implements engines.protocol.Session on top of `run`, which samples all completions of a round in one call.
+    """Implements engines.protocol.Session in rounds. Each round samples the completions of all pending requests in one
+    call of `run`.
 
-    Rounds run in the thread that reads `answers`. `check` raises if the engine cannot answer a request. `full` counts
-    the prompts that fill the engine's context.
+    Rounds run in the thread that iterates over `answers`.
+    `check`: raises an error if the engine cannot answer a request.
+    `full`: counts the prompts that fill the engine's context.
     """
 
     def __init__(self, run: Run, check: Check, full: FullPrompts) -> None:
@@ -45,10 +51,11 @@ class BatchedSession:
         self._closed = False
 
     def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
-        """Adds a request to the next round. `after` has no effect.
+        """Adds a request to the next round, which samples all pending requests together. The argument `after` has no
+        effect.
 
         Raises ValueError if the key was used before, EngineError if the session is closed, and any error of the
-        engine's check.
+        session's `check`.
         """
         prompt = np.asarray(tokens, np.int32)
         self._check(prompt, sampling, key)
@@ -63,8 +70,8 @@ class BatchedSession:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Returns a context manager for a thread that will send more requests. `answers` does not end while it is
-        open.
+        """Returns a context manager for a thread that will send more requests. While the context is open, `answers`
+        does not end.
         """
         with self._change:
             self._askers += 1
@@ -76,10 +83,10 @@ class BatchedSession:
                 self._change.notify_all()
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields (key, completions) round by round. A request that arrives while the answers of a round are read
-        belongs to the next round.
+        """Yields (key, completions) of every request. Requests are sampled in rounds: a request that arrives while the
+        completions of a round are yielded is sampled in the next round.
 
-        If the reader leaves early or a round fails, all requests are cancelled.
+        If the caller stops iterating early or a round fails, all pending requests are cancelled.
         """
         ended = False
         try:
@@ -98,15 +105,15 @@ class BatchedSession:
                 self._call_off()
 
     def close(self) -> None:
-        """Cancels the unfinished requests. A running round is completed, and its answers are discarded."""
+        """Cancels the pending requests. A call of `run` in progress is finished, and its completions are discarded."""
         with self._change:
             self._closed = True
         self._call_off()
 
     def _next_round(self) -> list[tuple[int, np.ndarray, Sampling]]:
-        """Waits for requests and returns all of them. Returns an empty list if there is no request and no thread is
-        inside `asking`. While a thread is inside `asking`, waits until no more requests arrive, because a large round
-        costs little more than a round with one request.
+        """Waits for requests and returns all pending requests, which are then sampled together. Returns an empty list
+        if there is no request and no thread is inside `asking`. While a thread is inside `asking`, waits until no more
+        requests arrive, because sampling many requests together costs little more than sampling one request.
         """
         with self._change:
             self._change.wait_for(lambda: self._pending or not self._askers or self._closed)

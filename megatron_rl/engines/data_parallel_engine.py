@@ -16,7 +16,9 @@ from megatron_rl.world import World
 
 
 class RowEngine(Protocol):
-    """An engine of one rank. A sample depends on its row's key, sample index and seed, but not on the other rows."""
+    """The engine of one rank. A completion depends on its row (prompt, settings, key and sample index), but not on the
+    other rows of a call.
+    """
 
     version: int
 
@@ -38,9 +40,9 @@ class DataParallelEngine(Generic[E]):
     """A set of engines, one per rank, that works as one engine. Every rank constructs it with the same `name` and the
     rank's local `engine`.
 
-    Implements engines.protocol.Engine on the driver, inside `world.from_driver`. The samples do not depend on the
-    number of ranks, provided that a row's log-probs do not depend on the other rows of the batch. Raises FollowerError
-    when a rank fails.
+    Implements engines.protocol.Engine for rank 0 (the driver), which calls it inside `world.from_driver`. The samples
+    do not depend on the number of ranks, provided that a row's log-probs do not depend on the other rows of the batch.
+    Raises FollowerError when a rank fails.
     """
 
     def __init__(self, world: World, name: str, engine: E) -> None:
@@ -66,12 +68,12 @@ class DataParallelEngine(Generic[E]):
         self._engine.load(weights, version=version)
 
     def session(self) -> BatchedSession:
-        """Returns a new session. All ranks together sample each of its rounds."""
+        """Returns a new session, whose requests are divided among all ranks."""
         return BatchedSession(self.generate_rows, self._engine.check_ask, self._full)
 
     def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:
-        """Samples one completion per row on all ranks. Returns [R] completions in the order of the [R] rows. The rows
-        of one request must be adjacent in `rows`.
+        """Samples one completion per row. The rows are divided among all ranks. Returns [R] completions in the order of
+        the [R] rows. The rows of one request must be adjacent in `rows`.
         """
         samples = [len(list(group)) for _, group in groupby(rows, key=lambda row: row.key)]
         shares = split_over_replicas(samples, self._world.size)
@@ -106,7 +108,9 @@ T = TypeVar("T")
 
 
 def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[T]]) -> list[T]:
-    """Returns the answers of all ranks in the order of the requests."""
+    """Returns the answers of all ranks in the order of the requests. `shares`: for each rank, the indices of its
+    requests.
+    """
     found: dict[int, T] = {}
     for share, answer in zip(shares, answers, strict=True):
         found |= zip(share, answer, strict=True)
@@ -114,12 +118,12 @@ def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[T]]) -
 
 
 def split_over_replicas(samples: Sequence[int], ranks: int) -> list[list[int]]:
-    """Splits the rows of a round among ranks. Request i has samples[i] adjacent rows. Returns one list of row indices
-    per rank; the lengths differ by at most one.
+    """Divides rows (completions to sample) among ranks. Request i has samples[i] adjacent rows. Returns one list of row
+    indices per rank; the lengths differ by at most one.
 
-    The rows of a request go to one rank, so that its prompt is prefilled once. At most ranks - 1 requests are divided
-    between two ranks. Adjacent requests go to different ranks, because neighbours in a data set are often of similar
-    difficulty.
+    The rows of a request go to one rank, so that the prompt of the request is prefilled once. At most ranks - 1
+    requests are divided between two ranks. Adjacent requests go to different ranks, because neighbours in a data set
+    are often of similar difficulty.
     """
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(samples, np.int64))])
     asks = [i for rank in range(ranks) for i in range(rank, len(samples), ranks)]

@@ -13,17 +13,17 @@ _log = logging.getLogger(__name__)
 
 
 class FullPrompts:
-    """A counter of an engine's prompts that left no room for an answer in the context. Thread-safe."""
+    """Counts the prompts that fill an engine's context, so that their completions are empty. Thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """`name`: name of the engine, for the warnings."""
+        """`name`: name of the engine, shown in the warnings."""
         self.count = 0
-        self._name, self._next = name, 1  # the count at which the next warning is due
+        self._name, self._next = name, 1  # _next: count at which the next warning is logged
         self._change = threading.Lock()
 
     def look(self, prompt_tokens: int, completions: Sequence[Completion]) -> None:
-        """Counts a prompt of `prompt_tokens` tokens if all its completions were cut before their first token (a request
-        asks for at least one token). Logs a warning for the first such prompt, the tenth, the hundredth, and so on.
+        """Counts a prompt of `prompt_tokens` tokens if all its completions are empty because the prompt fills the
+        context. Logs a warning for the first such prompt, the tenth, the hundredth, and so on.
         """
         if any(len(completion.tokens) or completion.stop is not Stop.LENGTH for completion in completions):
             return

@@ -16,20 +16,22 @@ from yarl import URL
 from megatron_rl.config.base import ConfigError
 
 CONNECT_S = 5.0
-KEPT_S = 2.0  # seconds that an idle connection is kept; servers close idle connections after five seconds
+KEPT_S = 2.0  # seconds for which the client keeps an idle connection open; servers close it after five seconds
 CONTROL_S = 60.0  # timeout in seconds of a request to a control route
 CONTROL_BYTES = 16 << 20  # maximum size in bytes of the answer of a control route
-SHOWN = 400  # number of characters of a server's error text that are shown
-BUSY = (408, 425, 429)  # statuses that report a temporary condition, not a wrong request
-TOO_MANY_S = 1.0  # default pause in seconds after status 429 without a Retry-After header
+SHOWN = 400  # maximum number of characters of a server's error text in a message
+BUSY = (408, 425, 429)  # HTTP statuses that report a temporary condition, not a wrong request
+TOO_MANY_S = 1.0  # default pause in seconds after HTTP status 429 without a Retry-After header
 JSON = "application/json"
 REFUSED = "refuses the job's token: was it started by another run?"
 ASKS = {"User-Agent": "megatron-rl", "Accept-Encoding": "identity"}
 
 
 class ServerLost(RuntimeError):
-    """Raised when a server did not answer or sent an invalid answer. Another server may succeed. `retry_after_s`: how
-    many seconds the server asks to wait before the next request.
+    """Raised when a server did not answer, reported an error of its own, or sent an invalid answer. Another server may
+    answer the same request.
+
+    `retry_after_s`: how many seconds the server asks to wait before the next request.
     """
 
     def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
@@ -69,7 +71,7 @@ class Http:
         max_bytes: int = CONTROL_BYTES,
     ) -> Any:  # fmt: skip
         """Sends `body` as JSON and returns the parsed JSON answer. Returns None for an empty answer, or if `says` is
-        False (the content of the answer is ignored).
+        False (then the content of the answer is ignored).
 
         Raises ServerLost (also for an answer of more than `max_bytes`), RequestRefused, and ConfigError if the server
         rejects the client's credentials.
@@ -78,7 +80,7 @@ class Http:
         answer = await self._good(method, path, data, JSON, timeout_s, max_bytes)
         try:
             return json.loads(answer) if says and answer else None
-        except (ValueError, RecursionError) as error:  # not text, not JSON, or nested too deeply
+        except (ValueError, RecursionError) as error:  # the answer is not text, not JSON, or nested too deeply
             raise ServerLost(f"{self.url}{path} answered something that is not JSON: {_shown(answer)!r}") from error
 
     async def exchange(self, path: str, body: bytes, kind: str, *, timeout_s: float, max_bytes: int) -> bytes:
@@ -95,7 +97,7 @@ class Http:
         work = self.ask(method, path, body, **terms)
         try:
             return asyncio.run(work)
-        except OSError as error:  # no file descriptor is left for an event loop
+        except OSError as error:  # there is no free file descriptor for an event loop
             work.close()
             raise ServerLost(f"{self.url}{path}: {error}") from error
 
@@ -108,11 +110,11 @@ class Http:
         return True
 
     def hang_up(self) -> None:
-        """Aborts the requests in progress, which raise ServerLost. Thread-safe."""
+        """Aborts the requests in progress: they raise ServerLost. Thread-safe."""
         with self._lock:
             under_way = [*self._under_way.items()]
         for task, loop in under_way:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and the request with it
+            with contextlib.suppress(RuntimeError):  # the event loop has ended, and the request with it
                 loop.call_soon_threadsafe(self._break_off, task)
 
     def close(self) -> None:
@@ -131,8 +133,10 @@ class Http:
     async def _good(
         self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float, max_bytes: int
     ) -> bytes:
-        """Returns the body of an answer with a success status. Raises ConfigError, RequestRefused or ServerLost
-        otherwise.
+        """Sends a request and returns the body of an answer with a success status (2xx).
+
+        Raises ConfigError for status 401 (wrong credentials), RequestRefused for another status that reports a wrong
+        request, and ServerLost for any other status or if there is no answer.
         """
         status, headers, data = await self._answer(method, path, body, kind, timeout_s, max_bytes)
         if status == 401:
@@ -147,7 +151,9 @@ class Http:
     async def _answer(
         self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float, max_bytes: int
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """Returns status, headers and body of the answer to a request, whatever its status. Raises ServerLost."""
+        """Sends a request and returns status, headers and body of the answer, whatever its status. Raises ServerLost if
+        there is no complete answer in time, or if the answer has more than `max_bytes` bytes.
+        """
         task = asyncio.current_task()
         assert task is not None
         session, data = await self._begin(task), bytearray()
@@ -184,8 +190,8 @@ class Http:
                 self._under_way.pop(task, None)
 
     async def _begin(self, task: asyncio.Task[Any]) -> aiohttp.ClientSession:
-        """Registers a request of the running loop and returns the loop's client session. Raises ServerLost when
-        closed.
+        """Registers a request and returns the aiohttp session of the running event loop. Raises ServerLost if the
+        client is closed.
         """
         loop = asyncio.get_running_loop()
         with self._lock:
@@ -214,8 +220,8 @@ class _Connector(aiohttp.TCPConnector):
 
 
 async def _open_session() -> AsyncGenerator[aiohttp.ClientSession]:
-    """Yields a client session of the running loop. When a loop ends, asyncio closes the generators that are still open,
-    which closes the session.
+    """Yields an aiohttp session for the running event loop. When the loop ends, asyncio closes the generators that are
+    still open, which closes the session.
     """
     connector, cookies = _Connector(limit=0, keepalive_timeout=KEPT_S), aiohttp.DummyCookieJar()
     async with aiohttp.ClientSession(connector=connector, cookie_jar=cookies, auto_decompress=False) as session:
@@ -240,8 +246,8 @@ def _check(url: str, headers: Mapping[str, str]) -> None:
 
 
 def _retry_after_s(status: int, headers: Mapping[str, str]) -> float:
-    """Returns how many seconds a server asks to wait: the Retry-After header, if it gives seconds; otherwise a
-    default.
+    """Returns how many seconds a server asks to wait: the value of the Retry-After header if it is a number of seconds;
+    otherwise TOO_MANY_S for status 429, and 0 for other statuses.
     """
     told = headers.get("Retry-After", "")
     if told.isdecimal() and len(told) < 7:

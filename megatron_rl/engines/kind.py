@@ -18,16 +18,17 @@ from megatron_rl.engines.server import Adapters, Server
 
 @dataclass(frozen=True)
 class Command:
-    """The command line of a server, with the environment and entry points of its process."""
+    """The command line of a server, and the environment variables and entry points of the server's process."""
 
     words: list[str]
     environment: Mapping[str, str]  # variables that are added to the inherited environment
-    entry_points: str = ""  # entry points of this package in the server's process, in the format of entry_points.txt
+    # Python entry points that this package provides in the server's process, in the format of entry_points.txt
+    entry_points: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerStart:
-    """The properties of one server, apart from its settings, that determine its command line."""
+    """The properties of one server that determine its command line together with the engine settings."""
 
     python: str  # Python interpreter of an environment in which the engine is installed
     model: Path
@@ -38,12 +39,15 @@ class ServerStart:
     tells_experts: bool = False  # whether the server returns the router's expert choices, for router replay
     junior: Path | None = None  # the junior (frozen) model of a Tandem RL engine
     tokenizer: Path | None = None  # tokenizer of a Tandem RL engine
-    adapter_ranks: tuple[int, ...] = ()  # ranks of the LoRA adapters that the server applies, one for each role
+    # Ranks (sizes) of the LoRA adapters that the server applies, one rank for each role.
+    adapter_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """The facts about a server's model that its client needs. A client that requests no completions needs no facts."""
+    """The facts about a server's model that the server's client needs. A client that requests no completions needs none
+    of these facts.
+    """
 
     ends: frozenset[int] = frozenset()  # end-of-sequence token ids
     vocab: int = 0  # size of the vocabulary; 0 if unknown
@@ -54,8 +58,8 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
-    """One kind of server. The folder megatron_rl/engines/NAME/ defines it as `ENGINE` in kind.py, and its settings in
-    settings.py. The engine's Python package has the same NAME.
+    """A kind of inference server, such as vLLM. The folder megatron_rl/engines/NAME/ defines it as `ENGINE` in kind.py,
+    and its settings in settings.py. The engine's Python package has the same NAME.
     """
 
     name: str
@@ -67,7 +71,7 @@ class EngineKind:
     client: Callable[[str, str, Any, float, ModelFacts], Server]
 
     def interpreter(self, settings: Servers) -> str:
-        """Returns the Python interpreter that servers run in. Raises ConfigError when there is no such program."""
+        """Returns the Python interpreter that servers run in. Raises ConfigError if there is no such program."""
         python = settings.python or sys.executable
         if shutil.which(python) is None:
             raise ConfigError(

@@ -26,18 +26,21 @@ from megatron_rl.types import Stop
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
 # Names under which /v1/models may report the context length.
 CONTEXT_NAMES = ("max_model_len", "context_length", "max_context_length")
-TOKEN_ID = "token_id:"  # prefix of a token's id in the format of `return_tokens_as_token_ids`
-# A model's vocabulary is larger than its tokenizer's: its size is rounded up to a multiple of at most this number.
+TOKEN_ID = "token_id:"  # prefix of a token's id if the endpoint reports tokens as ids (`return_tokens_as_token_ids`)
+# A model's vocabulary may be larger than its tokenizer's, because its size is rounded up to a multiple of at most this
+# number.
 VOCAB_MULTIPLE = 1024
-# Seconds before a request is sent again, doubled with each attempt. Used if the endpoint gives no Retry-After time.
+# Seconds before a request is sent again. Doubled with each attempt. Used if the endpoint sends no Retry-After time.
 PAUSE_S = 0.5
 
 
 def open_endpoint(
     role: str, endpoint: EndpointConfig, tokenizer: Any, *, ends: Collection[int], environment: Mapping[str, str]
 ) -> ServerEngine:
-    """Returns the engine of a role that uses an endpoint. `tokenizer`: the tokenizer of the endpoint's model. `ends`:
-    its end-of-sequence tokens.
+    """Returns an engine that sends the requests of a role to an OpenAI-compatible endpoint.
+
+    `tokenizer`: the tokenizer of the endpoint's model.
+    `ends`: the end-of-sequence tokens of the model.
 
     Raises ConfigError if the API key is missing.
     """
@@ -48,7 +51,9 @@ def open_endpoint(
 
 
 def api_key(endpoint: EndpointConfig, environment: Mapping[str, str]) -> str | None:
-    """Returns the endpoint's API key, or None if its settings name no key. Raises ConfigError if the key is missing."""
+    """Returns the endpoint's API key, or None if the settings name no key. Raises ConfigError if the key file or the
+    environment variable that the settings name cannot be read.
+    """
     if endpoint.key_file is not None:
         try:
             return Path(endpoint.key_file).expanduser().read_text(encoding="utf-8").strip()
@@ -64,9 +69,9 @@ def api_key(endpoint: EndpointConfig, environment: Mapping[str, str]) -> str | N
 class OpenAiServer(Server):
     """A client of an OpenAI-compatible endpoint. Verified with the OpenAI-compatible server of vLLM 0.32.
 
-    If an answer has no token ids, its text is tokenized, and the log-probs of the completion are nan. Log-probs are
-    also nan unless the sampling distribution is the model's distribution at temperature 1, which is the one that
-    endpoints report.
+    If an answer has no token ids, its text is tokenized, and the log-probs of the completion are nan. Endpoints report
+    log-probs under the model's distribution at temperature 1. If tokens are sampled from another distribution, the
+    log-probs of the completion are nan.
     """
 
     health, speaker, retry_after_s = MODELS, "a completion", PAUSE_S
@@ -78,15 +83,15 @@ class OpenAiServer(Server):
             refused="refuses the API key: see key_file or key_variable",
         )  # fmt: skip
         self._endpoint, self._tokenizer = endpoint, tokenizer
-        # One request for the context length serves all callers that wait for it.
+        # Concurrent callers that need the context length wait for this one request.
         self._asking: asyncio.Future[None] | None = None
         self._asked_context, self._context = False, None
 
     async def generate(
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
     ) -> list[Completion]:
-        """Implements `Server.generate`. A prompt that fills the context has empty completions if the endpoint reports
-        its context length.
+        """Implements `Server.generate`. If a prompt fills the context, its completions are empty, provided that the
+        endpoint reports its context length.
         """
         self._check(prompt, sampling)
         context = await self._room(timeout_s)
@@ -127,7 +132,9 @@ class OpenAiServer(Server):
             return [self._text_scores(next(choices) if len(tokens) > 1 else None, tokens, k) for tokens in sequences]
 
     def _check(self, prompt: np.ndarray, sampling: Sampling) -> None:
-        """Raises ValueError or RequestRefused for a request that the endpoint cannot answer."""
+        """Checks a request. Raises ValueError for an invalid sampling setting, and RequestRefused for a prompt or a
+        setting that the endpoint cannot handle.
+        """
         sampling_seeds.check(sampling)
         if not len(prompt) or prompt.min() < 0:
             raise RequestRefused(f"a prompt is empty or has tokens below 0: {prompt[:10].tolist()} ...")
@@ -169,8 +176,8 @@ class OpenAiServer(Server):
         return body
 
     async def _ask(self, body: Mapping[str, Any], count: int, timeout_s: float, max_bytes: int) -> list[Any]:
-        """Returns the choices of an answer, in order. Raises ServerLost with the time to wait before a retry,
-        RequestRefused, and ConfigError.
+        """Sends a completion request and returns the choices in the answer, in order. Raises ServerLost (with the time
+        to wait before a retry), RequestRefused or ConfigError as `Http.ask` does.
         """
         answer = await self._call("POST", COMPLETIONS, body, timeout_s, max_bytes)
         with self._understood():
@@ -179,8 +186,8 @@ class OpenAiServer(Server):
         return choices
 
     async def _call(self, method: str, path: str, body: Any, timeout_s: float, max_bytes: int = CONTROL_BYTES) -> Any:
-        """Returns the JSON of an answer. Raises ServerLost with the time to wait before a retry, RequestRefused, and
-        ConfigError.
+        """Sends a request and returns the JSON of the answer. Raises the errors of `Http.ask`; ServerLost has the time
+        to wait before a retry.
         """
         try:
             return await self._http.ask(method, path, body, timeout_s=timeout_s, max_bytes=max_bytes)
@@ -188,8 +195,8 @@ class OpenAiServer(Server):
             raise ServerLost(str(error), retry_after_s=error.retry_after_s or PAUSE_S) from error
 
     def _completion(self, choice: Mapping[str, Any], sampling: Sampling, room: int) -> Completion:
-        """Returns a completion of at most `room` tokens. The errors that it raises are converted to ServerLost by
-        `_understood`.
+        """Parses one choice of an answer as a completion of at most `room` tokens. Errors in a malformed choice are
+        converted to ServerLost by `_understood`.
         """
         stop = self._stop(choice, sampling)
         tokens = choice.get("token_ids")
@@ -210,8 +217,8 @@ class OpenAiServer(Server):
         )
 
     def _stop(self, choice: Mapping[str, Any], sampling: Sampling) -> Stop:
-        """Returns why a completion ended. vLLM reports the stop token or string; other endpoints do not distinguish a
-        stop string from the end of the text.
+        """Returns the reason why a completion ended. vLLM reports which stop token or string ended it; other endpoints
+        do not distinguish a stop string from the end of the text.
         """
         match choice["finish_reason"], choice.get("stop_reason"):
             case "stop", int(token):
@@ -234,8 +241,8 @@ class OpenAiServer(Server):
         return self._scores(logprobs, ids)
 
     def _likeliest(self, choice: Mapping[str, Any], place: int, k: int) -> tuple[list[int], list[float]]:
-        """Returns the ids and log-probs of the k most likely tokens at a position. The endpoint may also list the
-        text's token at this position.
+        """Returns the ids and log-probs of the k most likely tokens at a position. Raises EngineError if the endpoint
+        reports fewer than k tokens, or reports them without ids.
         """
         told = (choice["logprobs"].get("top_logprobs") or [])[place : place + 1]
         found = sorted((told[0] or {}).items(), key=lambda entry: -entry[1])[:k] if told else []
@@ -247,7 +254,9 @@ class OpenAiServer(Server):
         return [int(name.removeprefix(TOKEN_ID)) for name, _ in found], [logprob for _, logprob in found]
 
     def _own(self, choice: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
-        """Returns the log-probs [T - 1] of all tokens except the first."""
+        """Returns the log-probs [T - 1] of all tokens of a sequence except the first. Raises EngineError if the
+        endpoint does not report them.
+        """
         told = _logprobs(choice)
         if told is None or len(told) < len(tokens):
             raise EngineError(
@@ -259,14 +268,15 @@ class OpenAiServer(Server):
     async def _room(self, timeout_s: float) -> int | None:
         """Returns the model's context length in tokens, or None if the endpoint does not report it.
 
-        All concurrent callers share one request and its failure. With one request per caller, an endpoint that is slow
-        to refuse would delay the callers one after the other.
+        All concurrent callers wait for the same request, and all get its error if it fails. With one request per
+        caller, an endpoint that is slow to refuse would delay the callers one after the other.
         """
         if not self._asked_context:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.ensure_future(self._ask_context(timeout_s))
                 self._asking.add_done_callback(_seen)
-            await asyncio.shield(self._asking)  # a caller that is cancelled does not cancel the request for the others
+            # if this caller is cancelled, the request continues for the other callers
+            await asyncio.shield(self._asking)
         return self._context
 
     async def _ask_context(self, timeout_s: float) -> None:

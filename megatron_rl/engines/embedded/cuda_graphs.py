@@ -21,12 +21,12 @@ from megatron_rl.engines.embedded.decoder import Decoder
 from megatron_rl.engines.protocol import Sampling
 
 _log = logging.getLogger(__name__)
-ROW_UNIT = 8  # padded row counts are 1, 2, 4 and the multiples of this number
+ROW_UNIT = 8  # The number of rows of a step is padded to 1, 2, 4 or a multiple of this number.
 
 
 class Recorder(Protocol):
-    """Records steps. A step is a function without arguments that performs the same operations on the current contents
-    of its memory each time.
+    """Records decoding steps for fast replay. A step is a function without arguments that performs the same operations
+    on the current contents of the same memory in each call.
     """
 
     def rehearse(self, step: Callable[[], None]) -> None:
@@ -34,28 +34,30 @@ class Recorder(Protocol):
         ...
 
     def record(self, step: Callable[[], None]) -> Callable[[], None] | None:
-        """Records a rehearsed step without running it. Returns a function that replays it, or None if the step must be
-        run directly.
+        """Records a step that has been rehearsed, without running it again. Returns a function that replays the step,
+        or None if the step cannot be recorded and must be called directly.
         """
         ...
 
 
 def padded_rows(rows: int) -> int:
-    """Returns the padded number of rows of a step for `rows` rows. The caller caps it at the number of slots."""
+    """Returns the padded row count of a decoding step that needs at least `rows` rows. The caller limits the result to
+    the number of slots of the KV cache.
+    """
     return next((few for few in (1, 2, 4) if rows <= few), -(-rows // ROW_UNIT) * ROW_UNIT)
 
 
 class GraphRecorder:
-    """A recorder of CUDA graphs. All graphs share one stream and one memory pool, because they are replayed one after
-    the other and their results are copied out of the pool.
+    """A recorder that captures steps as CUDA graphs. All graphs share one stream and one memory pool, because they are
+    replayed one after the other and their results are copied out of the pool.
 
-    If a step cannot be captured, logs a warning once, and runs this and all later steps without a graph.
+    If a step cannot be captured, this step and all later steps run without a graph, and one warning is logged.
     """
 
     def __init__(self) -> None:
-        self._stream: Any = None  # stream on which steps are rehearsed and captured
-        self._pool: Any = None  # memory pool of the graphs that are alive
-        # Graphs that are alive; each step holds a reference to its graph.
+        self._stream: Any = None  # CUDA stream on which steps run for the first time and are captured
+        self._pool: Any = None  # memory pool that all existing graphs share
+        # Weak references to the graphs that still exist. Each step holds a strong reference to its graph.
         self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
         self._refused = False
         # The graph whose capture failed, and the graph that repaired the random generator. They are kept while other
@@ -82,18 +84,20 @@ class GraphRecorder:
             current.wait_stream(self._stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None] | None:
-        """Captures a rehearsed step without running it. Returns the graph's replay function, or None.
+        """Captures a step that has been rehearsed, without running it again. Returns the graph's replay function, or
+        None if the step cannot be captured.
 
-        Raises RuntimeError if the step cannot be captured and the GPU is unusable afterwards.
+        Raises RuntimeError if the capture failed and the GPU cannot be used afterwards.
         """
         if self._refused:
             return None
-        if not self._graphs:  # torch refuses a pool if all its graphs have ended but its memory has not been freed
+        # torch refuses to reuse a memory pool if all its graphs have ended but its memory has not been freed
+        if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             _capture(graph, step, pool=self._pool, stream=self._stream)
-        # Reasons are a device synchronization in the step, lack of memory, and others.
+        # A capture fails, for example, if the step synchronizes with the device or memory runs out.
         except RuntimeError as error:
             self._refused, self._failed = True, (graph,)
             self._failed = graph, _mend_generator()
@@ -104,15 +108,16 @@ class GraphRecorder:
 
 
 def _capture(graph: torch.cuda.CUDAGraph, step: Callable[[], None], *, pool: Any, stream: Any) -> None:
-    """Captures a step. Raises RuntimeError if the capture fails; the current stream and the GPU memory allocator's pool
-    are then restored.
+    """Captures a step as a CUDA graph. If the capture fails, raises RuntimeError after it has restored the current
+    stream and the GPU memory allocator's pool.
     """
     current = torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             step()
     except RuntimeError:
-        with contextlib.suppress(RuntimeError):  # the pool was released already, or allocation had not begun
+        # error if the pool was released already, or if allocation in the pool had not begun
+        with contextlib.suppress(RuntimeError):
             # CUDAGraph.capture_end skips these two calls if an earlier call in it fails. Without them, empty_cache
             # fails from then on.
             device = torch.cuda.current_device()
@@ -159,14 +164,14 @@ def _small_step() -> None:
 
 
 class Step:
-    """A decoding step of `rows` rows on memory that does not move. A call reads the rows' newest tokens, and samples
-    the next tokens in place.
+    """One decoding step of `rows` rows (sequences) that always uses the same memory, so that it can be replayed as a
+    CUDA graph. A call replaces the newest token of each row by the next sampled token.
 
     `state`: [3, rows], the newest tokens, their positions, and the keys of the random streams.
     `layers`: a cache in the format of `Decoder.new_layer_cache`, with at least `rows` rows.
 
-    The sampled values are in `state`, `logprobs` and `model_logprobs` until the next call. The first call rehearses the
-    step, the second call records it.
+    Results are in `state`, `logprobs` and `model_logprobs` until the next call. The first call rehearses the step with
+    the recorder, the second call records it, and later calls replay it.
     """
 
     def __init__(
@@ -175,10 +180,10 @@ class Step:
         self._decoder, self._layers, self._state, self._sampling = decoder, list(layers), state, sampling
         self._window = layers[0].shape[3]
         self.logprobs, self.model_logprobs = torch.zeros(2, state.shape[1], device=state.device)  # [rows] each
-        # Keeps the table alive that the graph reads, even if the decoder creates a longer one.
+        # The graph reads this table of rotations: keep it alive even if the decoder creates a longer table.
         self._held = decoder.turns_up_to(self._window)
         self._recorder, self._calls = recorder, 0
-        # Not `self.run`: a reference cycle would keep the step alive after its use.
+        # None instead of `self.run`: a reference cycle would keep the step alive after its use.
         self._replay: Callable[[], None] | None = None
 
     def __call__(self) -> None:
@@ -194,7 +199,9 @@ class Step:
             self._replay()
 
     def run(self) -> None:
-        """Runs the step without device synchronization, value-dependent shapes, or results at new addresses."""
+        """Runs the step. To be capturable as a CUDA graph, it does not synchronize with the device, has no shapes that
+        depend on values, and writes results to fixed addresses.
+        """
         tokens, positions, keys = self._state
         # The position of a finished or unused row is still incremented, so clamp it to the window.
         inside = positions.clamp(max=self._window - 1)
@@ -206,21 +213,22 @@ class Step:
 
 
 class Steps:
-    """The steps of one batch, by padded row count. They are valid until the cache is reallocated."""
+    """The decoding steps of one batch, by padded row count. All steps are dropped when the KV cache is reallocated."""
 
     def __init__(self, decoder: Decoder, state: Tensor, sampling: Sampling, recorder: Recorder) -> None:
         self._decoder, self._state, self._sampling, self._recorder = decoder, state, sampling, recorder
         self._width, self._steps = 0, dict[int, Step]()
 
     def clear(self) -> None:
-        """Drops all steps, which hold references to the cache's layers."""
+        """Drops all steps, because each step holds references to the KV cache."""
         self._steps.clear()
 
     def draw(self, layers: Sequence[Tensor], rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Decodes one token of the first `rows` rows. Returns their tokens, log-probs, and the model's log-probs, each
-        [rows] in newly allocated memory.
+        """Samples the next token of each of the first `rows` rows. Returns the tokens, their log-probs under the
+        sampling distribution, and their log-probs under the model, each [rows] in newly allocated memory.
         """
-        if layers[0].shape[3] != self._width:  # the cache has grown and was reallocated
+        # the KV cache has grown and was reallocated, so the old steps are invalid
+        if layers[0].shape[3] != self._width:
             self._width = layers[0].shape[3]
             self.clear()
         padded = min(padded_rows(rows), layers[0].shape[1])

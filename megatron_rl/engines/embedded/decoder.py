@@ -25,25 +25,29 @@ from megatron_rl.weights.hf_model import Architecture
 
 
 class Decoder:
-    """A model that computes the forward pass with `weights`. The caller provides the KV cache."""
+    """A transformer that computes the forward pass with the given `weights`. The caller provides the KV cache."""
 
     def __init__(self, arch: Architecture, weights: Weights) -> None:
         self.arch, self.weights = arch, weights
         self.device, self.dtype = weights.norm.device, weights.norm.dtype
         self._kinds = [arch.features.kind_of(layer) for layer in range(arch.num_layers)]
         self._turns = self._rotary(512)
-        scale = torch.tensor(arch.features.embedding_scale, dtype=self.dtype)  # rounded to the dtype, as in the trainer
+        # the scale is rounded to the model's dtype, as in the trainer
+        scale = torch.tensor(arch.features.embedding_scale, dtype=self.dtype)
         self._embedding_scale = float(scale)
         self._scale = arch.features.softmax_scale or arch.head_dim**-0.5
-        self._plain = arch.head_dim - arch.rotated  # number of elements of a head that are not rotated
-        # Cache of one token: (2 for keys and values, or 1 for latents; number of heads; elements per head).
+        # number of elements of a head to which no rotary embedding is applied
+        self._plain = arch.head_dim - arch.rotated
+        # Shape of the cache entry of one token: (2 for keys and values, or 1 for latents; number of heads; elements per
+        # head).
         self._cached = (1, 1, arch.kv_rank + arch.rope_dim) if arch.kv_rank else (2, arch.kv_heads, arch.head_dim)
         self._eps = {eps: torch.tensor(eps) for eps in (arch.features.norm_eps, arch.features.latent_eps)}
         self._routing = arch.features.routing
 
     def new_layer_cache(self, rows: int, width: int) -> Tensor:
-        """Allocates the cache of one layer: [2, B, KV, L, d] with keys, then values; or [1, B, 1, L, r + e] with
-        latents. It is filled with zeros, because masked values are still multiplied and must be finite.
+        """Allocates the cache of one layer: [2, B, KV, L, d] with keys, then values; or [1, B, 1, L, r + e] for latent
+        attention (r latent and e rotated elements). The cache is filled with zeros, because masked values are still
+        multiplied and must be finite.
         """
         kinds, heads, size = self._cached
         return torch.zeros((kinds, rows, heads, width, size), dtype=self.dtype, device=self.device)
@@ -52,8 +56,8 @@ class Decoder:
         """Processes right-padded prompts [B, P].
 
         Returns three values: the hidden states [B, P, h] before the last norm; a cache per layer, in the format of
-        `new_layer_cache`; and the chosen experts per layer [B P, k] (FREE in a dense layer; an empty list for a dense
-        model).
+        `new_layer_cache`; and the chosen experts per layer [B P, k] (filled with the placeholder FREE for a dense
+        layer; an empty list for a dense model).
         """
         rows, width = tokens.shape
         # [B P, 1, d / 2] per kind of attention.
@@ -75,8 +79,8 @@ class Decoder:
     ) -> tuple[Tensor, list[Tensor]]:
         """Processes one token per row. `tokens` and `positions`: [B].
 
-        Returns the hidden states [B, h] before the last norm, and the chosen experts per layer [B, k] (FREE in a dense
-        layer; an empty list for a dense model).
+        Returns the hidden states [B, h] before the last norm, and the chosen experts per layer [B, k] (filled with the
+        placeholder FREE for a dense layer; an empty list for a dense model).
 
         Reads the first B rows and `window` columns of the cache, and writes the token's keys and values to it in place.
         """
@@ -100,8 +104,8 @@ class Decoder:
         return x if self._embedding_scale == 1.0 else x.mul_(self._embedding_scale)
 
     def _prompt_mask(self, width: int, reach: int | None) -> Tensor | None:
-        """Returns a mask [P, P], True where a position of a prompt attends to itself or to an earlier position, at most
-        `reach` - 1 positions back. Returns None if every position attends to all earlier positions.
+        """Returns the mask [P, P] of sliding-window attention in a prompt: True where a position attends to itself or
+        to one of the `reach` - 1 positions before it. Returns None if every position attends to all earlier positions.
         """
         if reach is None or reach >= width:
             return None
@@ -110,8 +114,8 @@ class Decoder:
         return (back >= 0) & (back < reach)
 
     def _bias(self, positions: Tensor, window: int, reach: int | None) -> Tensor:
-        """Returns an additive mask: 0 for columns that a row's token attends to and -inf for the others, in the shape
-        that `_attend` needs.
+        """Returns an additive attention mask: 0 for the KV cache columns that a row's token attends to and -inf for the
+        others, in the shape that `_attend` needs.
         """
         columns = torch.arange(window, device=self.device)
         hidden = columns > positions[:, None]
@@ -124,7 +128,7 @@ class Decoder:
 
     def _project(self, x: Tensor, layer: Layer, turns: Tensor) -> tuple[Tensor, Tensor]:
         """Computes queries, keys and values from [N, h]. Returns rotated queries [N, H, d], and rotated keys with
-        values [N, 2, KV, d]. With latents, the second value is the cache entry [N, 1, 1, r + e].
+        values [N, 2, KV, d]. With latent attention, the second value is the cache entry [N, 1, 1, r + e].
         """
         if isinstance(layer.qkv, Latents):
             return self._project_latents(x, layer.norm, layer.qkv, turns)
@@ -140,8 +144,8 @@ class Decoder:
         return fused[:, : arch.heads], fused[:, arch.heads :].unflatten(1, (2, arch.kv_heads))
 
     def _project_latents(self, x: Tensor, norm: Tensor | None, own: Latents, turns: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes queries and a latent from [N, h]. Returns rotated queries [N, H, d], and the normalized latent with
-        the key's rotated elements [N, 1, 1, r + e].
+        """For latent attention, computes queries and a latent from [N, h]. Returns rotated queries [N, H, d], and the
+        normalized latent with the key's rotated elements [N, 1, 1, r + e].
         """
         low, eps = self._norm(x, norm), self.arch.features.latent_eps
         latent, shared = F.linear(low, own.down).split([self.arch.kv_rank, self.arch.rope_dim], dim=-1)
@@ -161,7 +165,7 @@ class Decoder:
         return torch.cat([keys, shared[:, None].expand(-1, self.arch.heads, -1, -1)], dim=-1), values
 
     def _attend_cached(self, q: Tensor, cache: Tensor, bias: Tensor, layer: Layer) -> Tensor:
-        """Attends from one query per row and head to the cache. Queries [B, H, d] -> [B, H v]."""
+        """Computes attention of one query per row and head over the KV cache. Queries [B, H, d] -> [B, H v]."""
         if isinstance(layer.qkv, Tensor):
             return self._attend(q, cache[0], cache[1], bias)
         up = layer.qkv.up.unflatten(0, (self.arch.heads, -1))  # [H, n + v, r]
@@ -172,8 +176,8 @@ class Decoder:
         return torch.einsum("bhr,hvr->bhv", y, up[:, self._plain :]).flatten(1)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        """Attends from one query per row and head to the window. Queries [B, H, d], keys [B, KV, L, d] and values
-        [B, KV, L, v] -> [B, H v].
+        """Computes attention of one query per row and head over the first L positions of the KV cache. Queries [B, H,
+        d], keys [B, KV, L, d] and values [B, KV, L, v] -> [B, H v].
 
         In float32, two matrix products with a softmax between them are fastest on CPU. In lower precision they would
         round every score, and the log-probs would differ too much from the trainer's. The fused kernel keeps scores in
@@ -194,8 +198,8 @@ class Decoder:
 
     def _finish(self, x: Tensor, attended: Tensor, layer: Layer) -> list[Tensor]:
         """Adds the attention output, computed from `attended` [N, H v], and then the feed-forward output to x [N, h] in
-        place. Returns a list with the chosen experts [N, k] (FREE in a dense layer), or an empty list for a dense
-        model.
+        place. Returns a list with the chosen experts [N, k] (the placeholder FREE in a dense layer), or an empty list
+        for a dense model.
         """
         if layer.out_after is None:
             x.addmm_(attended, layer.out.T)
@@ -231,7 +235,7 @@ class Decoder:
             return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).type_as(x)
         if x.is_cuda:
             return F.rms_norm(x, weight.shape, weight, eps)
-        # On CPU, torch runs rms_norm as nine small operations. The code below needs five.
+        # On CPU, torch runs rms_norm as nine small operations. The code below needs only five operations.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps[eps], length, length, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).to(x.dtype).mul_(weight)
@@ -254,8 +258,8 @@ class Decoder:
 
 
 def _turned(x: Tensor, turns: Tensor) -> Tensor:
-    """Applies a rotary embedding to pairs of adjacent elements. [N, heads, d], [N, 1, d / 2] -> [N, heads, d]
-    float32
+    """Applies rotary embeddings to pairs of adjacent elements. `x`: [N, heads, d]. `turns`: complex rotations [N, 1, d
+    / 2]. Returns [N, heads, d] float32.
     """
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2)

@@ -26,8 +26,8 @@ from megatron_rl.engines.protocol import Completion, EngineError, Sampling, Tand
 from megatron_rl.host_to_device import upload
 from megatron_rl.weights import hf_model
 
-SCORE_TOKENS = 1024  # number of positions whose logits are in memory at once
-SCORED_TOGETHER = 2048  # number of tokens, including padding, that are scored in one forward pass
+SCORE_TOKENS = 1024  # maximum number of positions whose logits are in memory at once
+SCORED_TOGETHER = 2048  # maximum number of tokens, including padding, that are scored in one forward pass
 
 
 class EmbeddedEngine:
@@ -39,7 +39,8 @@ class EmbeddedEngine:
 
     `max_batch`: maximum number of rows that are decoded together.
     `tokenizer`: required for stop strings and for Tandem RL.
-    `junior`: a frozen model that generates some of the tokens if `Sampling.tandem` is set. Its weights are loaded now.
+    `junior`: a frozen model that generates some of the tokens if `Sampling.tandem` is set. The constructor loads its
+    weights.
     `tells_experts`: completions contain the experts that the model (the senior of Tandem RL) chose, for router replay.
     Raises ValueError for a model without experts.
     `cuda_graphs`: on a GPU, decoding steps of a dense model without a junior use CUDA graphs (cuda_graphs.py).
@@ -88,8 +89,8 @@ class EmbeddedEngine:
 
     @property
     def targets(self) -> WeightSlots:
-        """The storage that a refit writes to. It is allocated at the first access, and is used from the first
-        `commit_refit` on.
+        """The storage to which a weight sync (refit) writes the new weights. It is allocated at the first access. The
+        engine uses it from the first `commit_refit` on.
         """
         if self._landing is None:
             weights, slots = storage(self.arch, self._dtype, self._device)
@@ -97,17 +98,21 @@ class EmbeddedEngine:
         return self._landing[1]
 
     def begin_refit(self) -> None:
-        """Marks the weights as incomplete: the engine cannot generate until `commit_refit`."""
+        """Begins a weight sync (refit): marks the weights as incomplete. The engine cannot generate until
+        `commit_refit`.
+        """
         self._decoder, self.version = None, -1
 
     def commit_refit(self, version: int) -> None:
-        """Uses the weights in `targets`, which must be complete and of this version."""
+        """Ends a weight sync (refit): the engine uses the weights in `targets` from now on. The caller must have
+        written all weights of this version.
+        """
         assert self._landing is not None, "nothing was written"
         self._decoder, self.version = self._landing[0], version
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Loads a complete stream of full tensors under Hugging Face names. On an error, the engine keeps the old
-        weights and version.
+        """Loads all weights of the model from a stream of (Hugging Face name, full tensor). If this raises an error,
+        the engine keeps its old weights and version.
 
         Raises ValueError for unknown, missing, repeated or misshapen tensors.
         """
@@ -115,8 +120,8 @@ class EmbeddedEngine:
         self.version = version
 
     def load_pretrained(self) -> None:
-        """Loads the weights of the model directory, as version 0. Raises FileNotFoundError if the directory has no
-        weights.
+        """Loads the weights from the model directory and sets the engine's version to 0. Raises FileNotFoundError if
+        the directory has no weights.
         """
         self.load(hf_model.read_tensors(self._directory), version=0)
 
@@ -130,8 +135,9 @@ class EmbeddedEngine:
         """No-op: there are no servers."""
 
     def check_ask(self, tokens: np.ndarray, sampling: Sampling, key: int) -> None:
-        """Raises ValueError for an empty prompt, a token or stop token outside the vocabulary, an invalid sampling
-        setting, stop strings without a tokenizer, and Tandem RL settings without a junior or a tokenizer.
+        """Checks a request. Raises ValueError for an empty prompt, a token or stop token outside the vocabulary, an
+        invalid sampling setting, stop strings without a tokenizer, and Tandem RL settings without a junior or a
+        tokenizer.
         """
         sampling_seeds.check(sampling)
         if sampling.stop_strings and self._tokenizer is None:
@@ -147,8 +153,9 @@ class EmbeddedEngine:
         """Samples one completion per row. Returns [R] completions in the order of the [R] rows. Rows whose sampling
         settings differ only in seed, length and n share a batch.
 
-        A row that fills the model's context ends with Stop.LENGTH. Raises RuntimeError before the first load, and
-        FloatingPointError if the model's log-probs are not finite. Every row must have passed `check_ask`.
+        A row whose prompt and completion fill the model's context ends with Stop.LENGTH. Raises RuntimeError if no
+        weights have been loaded, and FloatingPointError if the model's log-probs are not finite. Every row must have
+        passed `check_ask`.
         """
         decoder = self._loaded()
         batches: dict[Sampling, list[int]] = {}
@@ -165,8 +172,8 @@ class EmbeddedEngine:
         """Returns the model's log-prob of every token given the tokens before it, at temperature 1: one float32 array
         [T] for each of the [S][T] sequences. The log-prob of the first token is 0.
 
-        Raises ValueError for an empty sequence or a token outside the vocabulary, and RuntimeError before the first
-        load.
+        Raises ValueError for an empty sequence or a token outside the vocabulary, and RuntimeError if no weights have
+        been loaded.
         """
         return [scores.logprobs for scores in self._scored(sequences, 0)]
 
@@ -183,9 +190,9 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def distributions(self, tokens: Tokens) -> Iterator[Tensor]:
-        """Yields the log-probs of all candidates for the next token after each token except the last, at temperature 1.
-
-        [T] -> [T - 1, V] float32, in chunks of rows. Raises the same errors as `score`.
+        """Yields the log-probs of all tokens of the vocabulary as the next token, after each token of a sequence except
+        the last, at temperature 1. [T] token ids -> [T - 1, V] float32, in chunks of consecutive rows. Raises the same
+        errors as `score`.
         """
         decoder, array = self._loaded(), np.asarray(tokens, np.int64)
         self._check_tokens(array, "a sequence")
@@ -223,8 +230,8 @@ class EmbeddedEngine:
         return [found[i] for i in range(len(arrays))]
 
     def _score_together(self, decoder: Decoder, sequences: Sequence[np.ndarray], k: int) -> list[TopScores]:
-        """Scores sequences, sorted by descending length, in one forward pass. Returns the k most likely tokens at every
-        position too.
+        """Scores sequences, sorted by descending length, in one forward pass. Also returns the k most likely tokens at
+        every position.
         """
         if not sequences:
             return []
@@ -232,7 +239,7 @@ class EmbeddedEngine:
         padded = np.zeros((len(sequences), lengths[0]), np.int64)
         inside = np.arange(lengths[0]) < lengths[:, None]
         padded[inside] = np.concatenate(sequences)
-        own = np.nonzero(inside[:, 1:])  # rows and columns of the positions that predict a token of a sequence
+        own = np.nonzero(inside[:, 1:])  # Row and column indices of the positions that predict a token of a sequence.
         rows, columns, labels, tokens = (
             upload(torch.from_numpy(one), self._device) for one in (*own, padded[:, 1:][own][:, None], padded)
         )
@@ -243,7 +250,7 @@ class EmbeddedEngine:
             top = every.topk(k, dim=-1)
             found.append(torch.cat([every.gather(1, next_ids), top.values], dim=1))
             likeliest.append(top.indices.int())
-        # The first token of a sequence is not predicted: its scores stay zero.
+        # No position predicts the first token of a sequence: its scores stay zero.
         scores, ids = np.zeros((*padded.shape, 1 + k), np.float32), np.zeros((*padded.shape, k), np.int32)
         scores[:, 1:][own], ids[:, 1:][own] = torch.cat(found).cpu().numpy(), torch.cat(likeliest).cpu().numpy()
         rows_of = zip(scores, ids, lengths.tolist(), strict=True)

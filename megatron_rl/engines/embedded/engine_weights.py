@@ -23,7 +23,7 @@ _PAIRED = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weig
 
 @dataclass(frozen=True)
 class FeedForward:
-    """A dense feed-forward layer. Gate and up projections are concatenated along the rows."""
+    """The weights of a dense feed-forward layer. Gate and up projections are concatenated along the rows."""
 
     gate_up: Tensor  # [2 f, h]
     down: Tensor  # [h, f]
@@ -31,7 +31,9 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """An expert that processes every token. In some model families a separate gate weights its output."""
+    """The weights of an expert that processes every token. In some model families, a separate gate weights the expert's
+    output.
+    """
 
     gate: Tensor | None  # [1, h]
     layer: FeedForward
@@ -47,7 +49,7 @@ class ExpertWeights:
     gate_up: Tensor  # [E, 2 f, h]
     down: Tensor  # [E, h, f]
     shared: SharedExpert | None
-    bias: Tensor | None = None  # [E] float32, bias that is used only to choose experts
+    bias: Tensor | None = None  # [E] float32, bias on the router scores that is used only to choose experts
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Latents:
     down: Tensor  # [r + e, h]
     norm: Tensor  # [r]
     up: Tensor  # [H (n + v), r]
-    query_down: Tensor | None  # [q, h]; None if queries are computed from the hidden state
+    # [q, h], down projection of queries; None if queries are computed from the hidden state directly
+    query_down: Tensor | None
     query_norm: Tensor | None  # [q]
     query: Tensor  # [H (n + e), q or h]
 
@@ -76,7 +79,7 @@ class Layer:
     norm: Tensor | None  # [h], norm of the attention's input
     qkv: Tensor | Latents  # [(H + 2 KV) d, h]
     qkv_bias: Tensor | None  # [(H + 2 KV) d]
-    q_norm: Tensor | None  # [d] for separate heads, or [H d] for all heads together
+    q_norm: Tensor | None  # [d] if each head is normalized separately, or [H d] if all heads are normalized together
     k_norm: Tensor | None  # [d], or [KV d]
     out: Tensor  # [h, H d], or with latents [h, H v]
     out_after: Tensor | None  # [h], norm of the attention's output
@@ -97,11 +100,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """The part of the fused storage that holds one Hugging Face tensor."""
+    """The part of the engine's weight storage that holds one Hugging Face tensor."""
 
     rows: Tensor  # [rows, columns] or [rows], a view
-    # If set, each head's rows are stored as pairs (one row of the first half, one of the second half). None: same order
-    # as in the Hugging Face tensor.
+    # Size of a head if each head's rows are stored as pairs (one row of the first half, one of the second half). None
+    # if the rows have the same order as in the Hugging Face tensor.
     head_dim: int | None = None
 
     @property
@@ -109,7 +112,7 @@ class WeightSlot:
         return tuple(self.rows.shape)
 
     def order(self, first: int, count: int) -> Tensor | slice:
-        """Returns the storage indices of rows [first, first + count) of the Hugging Face tensor."""
+        """Returns the indices, in the storage, of rows [first, first + count) of the Hugging Face tensor."""
         if self.head_dim is None:
             return slice(first, first + count)
         row, half = torch.arange(first, first + count, device=self.rows.device), self.head_dim // 2
@@ -126,8 +129,8 @@ class WeightSlot:
 
 
 class WeightSlots:
-    """The storage by Hugging Face names, to which a refit writes parts of tensors. A part is (row, column, number of
-    rows, number of columns).
+    """The engine's weight storage as the destination of a weight sync (refit), which writes parts of tensors under
+    their Hugging Face names. A part is (row, column, number of rows, number of columns).
 
     Implements refit.transport.Parameters.
     """
@@ -157,8 +160,8 @@ class WeightSlots:
 def gather_weights(
     stream: Iterable[tuple[str, Tensor]], arch: Architecture, dtype: torch.dtype, device: torch.device
 ) -> Weights:
-    """Copies a complete stream of (name, tensor) to newly allocated storage. Raises ValueError for unknown, missing,
-    repeated or misshapen tensors.
+    """Copies all weights of a model from a stream of (Hugging Face name, tensor) to newly allocated storage. Raises
+    ValueError for unknown, missing, repeated or misshapen tensors.
 
     The stream of a model with tied embeddings may contain lm_head.weight, which is ignored.
     """
@@ -190,7 +193,9 @@ def gather_weights(
 
 
 def storage(arch: Architecture, dtype: torch.dtype, device: torch.device) -> tuple[Weights, dict[str, WeightSlot]]:
-    """Allocates uninitialized weights. Returns the weights, and the location of every Hugging Face tensor in them."""
+    """Allocates uninitialized weights for a model. Returns the weights, and for every Hugging Face tensor the part of
+    the weights that holds it.
+    """
     made = _Storage(arch, dtype, device)
     layers = tuple(made.layer(number) for number in range(arch.num_layers))
     first, last = ends(arch)
@@ -201,14 +206,16 @@ def storage(arch: Architecture, dtype: torch.dtype, device: torch.device) -> tup
 
 
 class _Storage:
-    """Storage under construction. `slots` has the locations of all tensors allocated so far."""
+    """Weight storage under construction. `slots` has the locations of all Hugging Face tensors allocated so far."""
 
     def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device) -> None:
         self._arch, self._dtype, self._device = arch, dtype, device
         self.slots: dict[str, WeightSlot] = {}
 
     def layer(self, number: int) -> Layer:
-        """Allocates layer `number`. Megatron's parameter names are the same in every model family."""
+        """Allocates the weights of the transformer layer with index `number`, whose parameters have the same Megatron
+        names in every model family.
+        """
         prefix = HF_LAYER.format(number)
         made = {row.name: self.row(row, prefix) for row in layer_rows(self._arch, number)}
         return Layer(
@@ -225,7 +232,8 @@ class _Storage:
         )
 
     def row(self, row: Row, prefix: str) -> Tensor:
-        """Allocates one parameter: the concatenated tensors of the row, stacked for all experts.
+        """Allocates one parameter. `row`: describes the parameter and the Hugging Face tensors that are concatenated to
+        it; the parameter of an expert is stacked for all experts.
 
         The rows of queries and keys, and the elements of their norms, are stored in rotary pairs.
         """
@@ -242,12 +250,16 @@ class _Storage:
 
 
 def _feed_forward(made: Mapping[str, Tensor], module: str) -> FeedForward:
-    """Returns the gated feed-forward layer of the module `module`, given a layer's parameters."""
+    """Returns the weights of the gated feed-forward layer `module`. `made`: the layer's allocated parameters by
+    name.
+    """
     return FeedForward(made[f"{module}.linear_fc1.weight"], made[f"{module}.linear_fc2.weight"])
 
 
 def _experts(made: Mapping[str, Tensor]) -> ExpertWeights:
-    """Returns the router and the experts, given a layer's parameters, and the shared expert if there is one."""
+    """Returns the weights of the router, the experts and, if there is one, the shared expert. `made`: the layer's
+    allocated parameters by name.
+    """
     fc1, fc2 = (made[f"mlp.experts.local_experts.{EXPERT}.linear_{fc}.weight"] for fc in ("fc1", "fc2"))
     shared = None
     if "mlp.shared_experts.linear_fc1.weight" in made:
@@ -257,7 +269,7 @@ def _experts(made: Mapping[str, Tensor]) -> ExpertWeights:
 
 
 def _latents(made: Mapping[str, Tensor]) -> Latents:
-    """Returns the projections of latent attention, given a layer's parameters."""
+    """Returns the projections of latent attention (MLA). `made`: the layer's allocated parameters by name."""
     whole = made.get("self_attention.linear_q_proj.weight")
     return Latents(
         down=made["self_attention.linear_kv_down_proj.weight"],

@@ -13,18 +13,19 @@ from torch import Tensor
 
 
 class ExpertChoices:
-    """The expert choices for every token that the model processed: prompt tokens and sampled tokens.
+    """Stores which experts the router chose for every token that the model processed: prompt tokens and sampled tokens.
 
     The model does not process the last token of a completion, so this token has no expert choices.
     """
 
     def __init__(self, rows: int) -> None:
         self._prompts: list[np.ndarray | None] = [None] * rows  # [P, L, k] int16 each
-        # Rows [B], token indices [B] in the completions, choices [B, L, k].
+        # One entry per decoding step: rows [B], token indices [B] in the completions, choices [B, L, k].
         self._drawn: list[tuple[np.ndarray, np.ndarray, Tensor]] = []
 
     def read_prompts(self, chosen: Sequence[Tensor], width: int, places: Sequence[tuple[int, int, int]]) -> None:
-        """Stores the choices of a prefill of prompts padded to `width`: [prompts * width, k] of each layer.
+        """Stores the expert choices of a prefill. `chosen`: [prompts * width, k] for each layer, where every prompt is
+        padded to `width` tokens.
 
         `places`: for every row, the row's index in the call, the index of its prompt in the prefill, and the prompt's
         length.
@@ -35,13 +36,14 @@ class ExpertChoices:
             self._prompts[place] = told[number, :length]
 
     def read_drawn(self, chosen: Sequence[Tensor], places: np.ndarray, offsets: np.ndarray) -> None:
-        """Stores the choices of a decoding step, [B, k] of each layer. The processed tokens have the indices `offsets`
-        [B] in the completions of the rows `places` [B]. Rows that have already ended may be included.
+        """Stores the expert choices of a decoding step. `chosen`: [B, k] for each layer. The processed tokens have the
+        indices `offsets` [B] in the completions of the rows `places` [B]. Rows that have already ended may be included.
         """
         self._drawn.append((places, offsets, _stacked(chosen)))
 
     def of_rows(self, lengths: np.ndarray) -> list[np.ndarray | None]:
-        """Returns [prompt + T - 1, L, k] int16 for every row whose completion has T tokens, or None if T is 0.
+        """Returns the expert choices of every row: [prompt + T - 1, L, k] int16 for a completion of T tokens, or None
+        if T is 0.
 
         `lengths`: [R], the lengths of the completions.
         """
@@ -62,5 +64,5 @@ class ExpertChoices:
 
 
 def _stacked(chosen: Sequence[Tensor]) -> Tensor:
-    """Stacks the choices of all layers. L tensors [N, k] -> [N, L, k] int16."""
+    """Stacks the expert choices of all L layers. L tensors [N, k] -> [N, L, k] int16."""
     return torch.stack(list(chosen), dim=1).short()

@@ -15,13 +15,15 @@ from megatron_rl.models.sizes import Routing
 
 
 def add_experts(x: Tensor, y: Tensor, layer: ExpertWeights, routing: Routing) -> Tensor:
-    """Adds the layer's output for normalized states `y` [N, h] to `x` [N, h] in place. Returns the chosen experts
-    [N, k].
+    """Adds the output of a mixture-of-experts layer to `x` [N, h] in place. `y`: [N, h], the normalized input. Returns
+    the indices of the chosen experts [N, k].
     """
     weights, chosen = route(y, layer, routing)
-    experts, order = chosen.flatten().sort(stable=True)  # [N k] each: the (token, expert) pairs sorted by expert
+    # [N k] each: expert and (token, choice) index of every pair, sorted by expert
+    experts, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(len(layer.router), device=y.device)
-    ends = torch.searchsorted(experts, numbers, right=True).int()  # [E], end index of the pairs of each expert
+    # [E], end index of each expert's pairs in the sorted order
+    ends = torch.searchsorted(experts, numbers, right=True).int()
     rows = y.index_select(0, order // routing.chosen)
     inner = gated(F.grouped_mm(rows, layer.gate_up.mT, offs=ends))
     made = F.grouped_mm(inner, layer.down.mT, offs=ends)  # [N k, h]

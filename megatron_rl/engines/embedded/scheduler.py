@@ -26,27 +26,30 @@ from megatron_rl.engines.protocol import Completion
 from megatron_rl.host_to_device import upload
 from megatron_rl.types import Stop
 
-COMPACT_BELOW = 0.95  # minimum share of live rows; below it, the live rows are moved together
-REFILL = 4  # waiting rows are prefilled when 1 / REFILL of the slots are free, to prefill many at once
-PREFILL_TOKENS = 2048  # number of prompt tokens, including padding, in one forward pass
+# minimum share of unfinished rows among the slots in use; below it, the unfinished rows are moved to the first slots
+COMPACT_BELOW = 0.95
+REFILL = 4  # Waiting rows are prefilled when 1 / REFILL of the slots are free, so that many rows are prefilled at once.
+PREFILL_TOKENS = 2048  # maximum number of prompt tokens, including padding, in one forward pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Request:
-    """One waiting row of a call."""
+    """A row (one completion to sample) that waits for a free slot."""
 
     place: int  # index of the row in the call
     tokens: np.ndarray
-    prompt: bytes  # the tokens' bytes: equal prompts are prefilled once
+    prompt: bytes  # the bytes of `tokens`, as a key: rows with equal prompts are prefilled together, once
     key: int  # key of the row's random stream
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Draw:
-    """The tokens sampled in one step. Rows that have already ended may be included."""
+    """The tokens that one step sampled for B rows. Rows that have already ended may be included; their tokens are
+    dropped later.
+    """
 
     places: np.ndarray  # [B], indices of the rows in the call
-    offsets: np.ndarray  # [B], indices of the tokens in their completions
+    offsets: np.ndarray  # [B], index of each token in its completion
     tokens: Tensor  # [B]
     logprobs: Tensor  # [B]
     model_logprobs: Tensor  # [B]
@@ -54,11 +57,12 @@ class _Draw:
 
 
 class ContinuousBatch:
-    """The rows of one call that have the same sampling settings except for seed and length. `run` samples their
-    completions.
+    """Samples the completions of rows that have the same sampling settings except for seed and length. Rows that end
+    are replaced by waiting rows while the other rows continue.
 
-    Slots 0 .. size - 1 are in use, by live rows and, until the next packing, by ended rows. The host tracks what it
-    needs of a row (its length, whether it is live), so that a step synchronizes with the device only once.
+    Every row that is being decoded has a slot in the KV cache. Slots 0 .. size - 1 are in use, by unfinished rows and
+    by ended rows that were not replaced yet. The host tracks what it needs of a row (its length, whether it has ended),
+    so that a step synchronizes with the device only once.
 
     `writers`: for Tandem RL with two decoders. Both decoders process every token, each with a separate cache; the
     logits of the next token come from the model whose turn it is.
@@ -84,21 +88,24 @@ class ContinuousBatch:
         most = np.array([row.sampling.max_tokens for row in rows])
         # [R], maximum number of tokens of each completion; 0 or less if the prompt fills the context.
         self._limits = np.minimum(most, context - self._prompt_lengths)
-        self._lengths = np.zeros(len(rows), np.int64)  # [R], length of each completion that has ended
+        # [R], length of each finished completion; 0 before it has finished
+        self._lengths = np.zeros(len(rows), np.int64)
         self._stops = [Stop.LENGTH] * len(rows)
         requests = [
             _Request(i, r.tokens, r.tokens.tobytes(), sampling_seeds.stream_key(r.sampling.seed, r.key, r.sample))
             for i, r in enumerate(rows)
             if self._limits[i] > 0
         ]
-        # Long prompts first, so that rows of similar length are decoded together and equal prompts are prefilled
+        # Rows with long prompts first, so that rows of similar length are decoded together and equal prompts are
+        # prefilled together.
         # together.
         self._waiting = deque(sorted(requests, key=lambda r: (-len(r.tokens), r.prompt, r.place)))
         self._slots, self._size = min(max_batch, len(requests)), 0
         self._caches = [Cache(decoder, self._slots) for decoder in decoders]
         state = torch.zeros(3, self._slots, dtype=torch.int64, device=self._device)
         self._state = state
-        self._tokens, self._positions, self._keys = state  # [slots] each; positions: the positions of `tokens`
+        # [slots] each: newest token, position of this token, key of the random stream
+        self._tokens, self._positions, self._keys = state
         self._places = np.zeros(self._slots, np.int64)  # [slots], index of the row in the call
         self._counts = np.zeros(self._slots, np.int64)  # [slots], number of sampled tokens
         self._alive = np.zeros(self._slots, bool)
@@ -110,7 +117,7 @@ class ContinuousBatch:
             self._steps = Steps(decoders[0], state, self._sampling, recorder)
 
     def run(self) -> list[Completion]:
-        """Samples all completions. Returns [R] completions in the order of the call. Raises FloatingPointError if
+        """Samples all completions. Returns [R] completions in the order of the [R] rows. Raises FloatingPointError if
         log-probs are not finite.
         """
         living = 0
@@ -127,7 +134,9 @@ class ContinuousBatch:
         return self._completions()
 
     def _admit(self, count: int) -> None:
-        """Prefills the next `count` rows, each distinct prompt once, and samples their first tokens."""
+        """Prefills the next `count` waiting rows, each distinct prompt once, and samples the first token of each
+        row.
+        """
         self._reserve(len(self._waiting[0].tokens) + 1)
         chunk: list[_Request] = []
         prompts: dict[bytes, int] = {}
@@ -140,8 +149,8 @@ class ContinuousBatch:
         self._prefill(chunk, prompts)
 
     def _prefill(self, new: list[_Request], prompts: dict[bytes, int]) -> None:
-        """Prefills the `new` rows and puts them into the slots after the rows in use. `prompts`: index of each distinct
-        prompt.
+        """Prefills the `new` rows and puts them into the slots after the slots in use. `prompts`: maps the bytes of
+        each distinct prompt to its index in the prefill.
         """
         part = slice(self._size, self._size + len(new))
         padded = np.zeros((len(prompts), len(new[0].tokens)), np.int64)
@@ -167,7 +176,7 @@ class ContinuousBatch:
         self._draw(states, part)
 
     def _step(self) -> None:
-        """Decodes one token of every row in use."""
+        """Samples the next token of the row in every slot in use."""
         part = slice(0, self._size)
         lengths = self._prompt_lengths[self._places[part]] + self._counts[part]
         window = int(lengths[self._alive[part]].max())
@@ -184,7 +193,7 @@ class ContinuousBatch:
         self._draw([states for states, _ in read], part)
 
     def _draw(self, states: list[Tensor], part: slice) -> None:
-        """Samples the next token of the rows in slots `part` from their hidden states [B, h]."""
+        """Samples the next token of each row in the slots `part`. `states`: hidden states [B, h] of each decoder."""
         places = self._places[part]
         logits = self._decoders[0].logits(states[0]) if self._writers is None else self._writers.logits(states, places)
         positions = self._positions[part].add_(1)
@@ -215,7 +224,9 @@ class ContinuousBatch:
         return found
 
     def _finish(self, rows: np.ndarray, part: slice, tokens: np.ndarray, by_text: np.ndarray) -> None:
-        """Ends the `rows` of slots `part` after their new `tokens` [B]."""
+        """Marks `rows` (indices within the slots `part`) as ended, and stores the length and the stop reason of their
+        completions. `tokens`: [B], the newest tokens of all slots in `part`.
+        """
         places = self._places[part][rows]
         self._lengths[places] = self._counts[part][rows]
         for row, place, last in zip(rows.tolist(), places.tolist(), tokens[rows].tolist(), strict=True):
@@ -223,7 +234,9 @@ class ContinuousBatch:
         self._alive[part.start + rows] = False
 
     def _pack(self) -> None:
-        """Moves the last live rows into the slots of ended rows, so that the live rows occupy the first slots."""
+        """Moves the last unfinished rows into the slots of ended rows, so that the unfinished rows occupy the first
+        slots.
+        """
         living = np.flatnonzero(self._alive)
         to = np.flatnonzero(~self._alive[: len(living)])
         if len(to):
@@ -238,23 +251,26 @@ class ContinuousBatch:
         self._alive[:] = np.arange(self._slots) < self._size
 
     def _reserve(self, width: int) -> None:
-        """Makes the caches at least `width` columns wide, without slots that no row will use."""
+        """Makes the KV caches at least `width` columns wide. If a cache grows, slots that no row will use are
+        dropped.
+        """
         rows = self._size if self._steps is None else min(self._slots, padded_rows(self._size))
         slots = self._slots if self._waiting else rows
         if self._steps is not None and width > self._caches[0].width:
-            self._steps.clear()  # the steps hold the old layers, which would stay in memory beside the new layers
+            # the steps hold references to the old cache, which would stay in memory beside the new cache
+            self._steps.clear()
         for cache in self._caches:
             cache.reserve(width, used=self._size, slots=slots)
 
     def _completions(self) -> list[Completion]:
-        """Builds the completions from the tokens of all steps. Returns [R] completions in the order of the call."""
+        """Builds the completions from the tokens of all steps. Returns [R] completions in the order of the [R] rows."""
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
         tokens, logprobs, model_logprobs = (np.zeros(starts[-1], kind) for kind in (np.int32, np.float32, np.float32))
         authors = None if self._writers is None else np.zeros(starts[-1], bool)
         if self._drawn:
             places = np.concatenate([draw.places for draw in self._drawn])
             offsets = np.concatenate([draw.offsets for draw in self._drawn])
-            kept = offsets < self._lengths[places]  # tokens may have been sampled for a row after its end
+            kept = offsets < self._lengths[places]  # drops tokens that were sampled for a row after its end
             into = starts[places[kept]] + offsets[kept]
             for column, parts in (
                 (tokens, [draw.tokens for draw in self._drawn]),

@@ -10,23 +10,25 @@ from megatron_rl.engines.protocol import Sampling
 from megatron_rl.types import Stop
 
 PARTIAL = "\N{REPLACEMENT CHARACTER}"  # decoded text of a character whose bytes are incomplete
-# Tokens of the window in addition to the stop string's bytes: a character may be cut, or a space dropped, at its edges.
+# Number of tokens that the window has in addition to the bytes of the longest stop string: at the edges of the window,
+# a character may be cut, or a space dropped.
 MARGIN = 4
-NO_TOKEN = -1  # placeholder in a window that the completion does not fill yet
+NO_TOKEN = -1  # placeholder for window positions before the first token of a completion
 _UNKNOWN, _NO, _MAYBE = 0, 1, 2
 
 
 class Ends:
-    """The stop conditions of one sampling setting under one model."""
+    """Decides when and why completions with one sampling setting end."""
 
     def __init__(self, eos: frozenset[int], sampling: Sampling, tokenizer: Any, vocab: int) -> None:
         self._eos, self._stop_tokens = eos, frozenset(sampling.stop_tokens)
         self._strings, self._tokenizer = sampling.stop_strings, tokenizer
         self.table = np.zeros(vocab, bool)  # [V], True for tokens that end a completion
         self.table[[t for t in (*eos, *sampling.stop_tokens) if 0 <= t < vocab]] = True
-        # A token has at least one byte, so a stop string lies within as many of the last tokens as it has bytes.
+        # A token has at least one byte, so a stop string of n bytes lies within the last n tokens.
         longest = max((len(s.encode()) for s in self._strings), default=0)
-        self.window = longest + MARGIN if self._strings else 0  # number of last tokens that `by_text` needs
+        # number of last tokens of a completion that `by_text` needs
+        self.window = longest + MARGIN if self._strings else 0
         self._last_characters = {s[-1] for s in self._strings}
         self._could_complete = np.full(vocab if self._strings else 0, _UNKNOWN, np.int8)
 

@@ -16,7 +16,9 @@ from megatron_rl.engines.protocol import TandemSampling
 
 
 def pens_of(rows: Sequence[Row], tandem: TandemSampling, boundaries: frozenset[int]) -> list[Pen]:
-    """Returns a pen for each of the [R] rows. The pen determines which model generates the row's next token."""
+    """Returns one pen for each of the [R] rows. A pen decides whether the senior (trained) or the junior (frozen) model
+    generates the row's next token.
+    """
     pens = []
     for row in rows:
         own = sampling_seeds.request_seed(row.sampling.seed, row.key) + row.sample
@@ -28,16 +30,16 @@ def pens_of(rows: Sequence[Row], tandem: TandemSampling, boundaries: frozenset[i
 
 
 class Writers:
-    """The pens of a batch's rows (whose turn it is in each row), and the decoders of the senior and the junior
-    model.
+    """Chooses between the senior and the junior model in every row of a batch. Holds one pen per row, which knows whose
+    turn it is, and the decoders of both models.
     """
 
     def __init__(self, decoders: tuple[Decoder, Decoder], pens: Sequence[Pen]) -> None:
         self._decoders, self._pens = decoders, pens
 
     def logits(self, states: Sequence[Tensor], places: np.ndarray) -> Tensor:
-        """Computes logits [B, V] from both decoders' hidden states [B, h]. Each row uses the model that generates its
-        next token.
+        """Computes logits [B, V] from both decoders' hidden states [B, h]. The logits of a row come from the model
+        whose turn it is in the row.
         """
         senior = torch.tensor([self._pens[place].senior for place in places.tolist()], device=states[0].device)
         shape = (len(senior), self._decoders[0].arch.vocab)
@@ -47,6 +49,8 @@ class Writers:
         return logits
 
     def write(self, places: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Records the rows' new tokens. [B] each -> bool [B], True if the senior generated the token."""
+        """Records the new tokens of rows. `places`: [B], indices of the rows. `tokens`: [B]. Returns [B] bool, True if
+        the senior generated the token.
+        """
         written = zip(places.tolist(), tokens.tolist(), strict=True)
         return np.fromiter((self._pens[place].write(token) for place, token in written), bool, len(places))
