@@ -17,7 +17,7 @@ SETTINGS, END = "# --- settings", "# --- end of settings"
 class ScriptShape:
     """The resources that one batch script requests: nodes, ranks, GPUs, time limit and array."""
 
-    template: str  # train, engines, roles, sweep, generate or eval
+    template: str  # name of the template, for the kind of job: train, engines, roles, sweep, generate or eval
     name: str  # job name without the suffix -TEMPLATE
     nodes: int = 1
     ranks: int  # ranks on each node
@@ -26,13 +26,14 @@ class ScriptShape:
     array: str | None  # value of --array; None for a job without an array
     warning_s: int | None = None
     exclusive: bool = False
-    logs: Path  # directory for the output of the batch script itself
+    logs: Path  # directory for the output files of the batch script (not of the ranks)
 
 
 def script(
     shape: ScriptShape, profile: Profile, values: Mapping[str, str | int | Sequence[str]], directory: Path
 ) -> str:
-    """Returns the text of a batch script: the template of `shape` with its #SBATCH header and settings replaced.
+    """Returns the text of a batch script: the template for the job kind of `shape`, with the #SBATCH header and the
+    settings filled in.
 
     `values`: settings by name; lists become bash arrays.
     `directory`: working directory of the job, against which relative paths in the config are resolved.
@@ -56,7 +57,8 @@ def script(
 
 
 def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
-    """Returns the #SBATCH lines of the options that the site or the run sets. Other options keep the cluster's default.
+    """Returns the #SBATCH lines of the options that the profile or the run sets. Options that neither sets keep the
+    cluster's default.
 
     Raises ConfigError for a value that contains a line break or another control character.
     """
@@ -71,7 +73,7 @@ def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
         "ntasks-per-node": shape.ranks,
         "gpus-per-node": gpus if shape.gpus else None,
         "cpus-per-task": profile.cpus_per_rank * max(1, shape.gpus // shape.ranks),
-        # a job on a part of a node gets the default memory for its share of the node
+        # a job on a part of a node gets the cluster's default memory instead of the profile's
         "mem": profile.memory if shape.gpus == profile.gpus_per_node else None,
         "constraint": profile.constraint,
         "time": shape.time,
@@ -92,10 +94,11 @@ def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
 
 
 def common_settings(profile: Profile, root: Path, directory: Path | None = None) -> dict[str, str | Sequence[str]]:
-    """Returns the settings that all templates have, by name.
+    """Returns the settings that the templates of all batch scripts have, by name.
 
     `root`: root directory of the checkout.
-    `directory`: working directory of the program inside a container. None uses the working directory of the image.
+    `directory`: working directory of the program inside a container. If None, the working directory of the image is
+    used.
     """
     srun, words = [*profile.srun], []
     if profile.container is not None and profile.container.runtime == "pyxis":

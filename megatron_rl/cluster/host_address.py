@@ -14,14 +14,14 @@ import psutil
 from megatron_rl.config.schema import ConfigError
 
 AUTO = "auto"
-PORTS, TRIES = (10_000, 20_000), 100  # range of ports and number of attempts of `free_port`
-_NOWHERE = ("192.0.2.1", 9)  # an address reserved for documentation: only the route to it is looked up
+PORTS, TRIES = (10_000, 20_000), 100  # range of port numbers, and number of random ports that `free_port` tries
+# an address reserved for documentation: nothing is sent to it, only the route to it is looked up
+_NOWHERE = ("192.0.2.1", 9)
 
 
 def address_among_ranks(environment: Mapping[str, str]) -> str:
-    """Returns the IPv4 address of this machine on the first interface in GLOO_SOCKET_IFNAME.
-
-    If the variable is not set, returns the address that `own_address` finds for "auto".
+    """Returns the IPv4 address at which other ranks reach this machine: the address of the first interface in
+    GLOO_SOCKET_IFNAME or, if the variable is not set, the address that `own_address` finds for "auto".
     """
     return own_address(environment.get("GLOO_SOCKET_IFNAME", AUTO).partition(",")[0])
 

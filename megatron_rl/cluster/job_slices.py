@@ -17,24 +17,30 @@ from megatron_rl.run.run_directory import RunDirectory
 FILE = "slices.jsonl"
 WRONG_CONFIG = 2  # exit status of `megatron-rl train` for a wrong config
 HUNG = 86  # exit status of a rank that ended itself because the run made no progress
-# The limit on starts without progress is this many times higher if starts ended silently (crashed node, preemption).
+# The limit on consecutive starts without a new checkpoint is multiplied by this if some starts ended silently (crashed
+# node, preemption).
 SILENT_SHARE = 3
 SILENT = "ended without a word: a node or the batch script was killed, or the time limit came before it had saved"
 
 
 class NextAction(StrEnum):
-    """The next action of the batch script."""
+    """What the batch script does next."""
 
     GO = "go"  # start the ranks
     DONE = "done"  # the run is finished: cancel the waiting jobs
-    STOPPED = "stopped"  # a user stopped the run, or a retry cannot help: cancel the waiting jobs
-    SLICE = "slice"  # the run saved and left in time: the next element of the job array continues it
+    # a user stopped the run, or the config is wrong, so that a retry cannot help: cancel the waiting jobs
+    STOPPED = "stopped"
+    # the run saved a checkpoint and left before the time limit: the next element of the job array continues it
+    SLICE = "slice"
     AGAIN = "again"  # an error occurred: start the same element of the job array again
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """One start of the trainer. Its iteration counts are those of the newest complete checkpoint."""
+    """One start of the trainer in a Slurm job.
+
+    The iteration counts are the numbers of training iterations done at the newest complete checkpoint.
+    """
 
     job: str
     restart: int
@@ -48,15 +54,17 @@ class Slice:
 
     @property
     def refused(self) -> bool:
-        """Returns whether this start was refused before any rank started, because earlier starts made no progress."""
+        """Returns whether the batch script refused this start before any rank began, because earlier starts made no
+        progress.
+        """
         return self.ended is not None and self.status is None
 
 
 def read(directory: Path, *, alive: bool = True) -> list[Slice]:
-    """Returns the starts of the run in `directory`, in order.
+    """Returns the recorded starts of the run in `directory`, oldest first.
 
-    A start whose end was not recorded gets the cause SILENT. The last start may still be running, so it gets SILENT
-    only if `alive` is False.
+    A start whose end was not recorded gets the cause SILENT (ended without a message). The last start may still be
+    running, so it gets SILENT only if `alive` is False.
     """
     found = {
         (one.job, one.restart): one for one in json_lines.read(directory / FILE, _decoded).values
@@ -70,9 +78,10 @@ def read(directory: Path, *, alive: bool = True) -> list[Slice]:
 
 
 def begin(directory: Path, job: SlurmJob, nodes: str, stalled: int) -> tuple[NextAction, str]:
-    """Records a start of the trainer. Returns (next action of the batch script, reason).
+    """Records a start of the trainer, and decides whether the ranks may begin. Returns (next action of the batch
+    script, reason).
 
-    `nodes`: nodes of the job.
+    `nodes`: names of the job's nodes.
     `stalled`: maximum number of consecutive failed starts without a new checkpoint before the run is stopped. The limit
     is three times higher if starts that ended silently are included. Only starts of the same submission are counted,
     because a user who submits again has presumably fixed the problem.
@@ -102,9 +111,10 @@ def begin(directory: Path, job: SlurmJob, nodes: str, stalled: int) -> tuple[Nex
 
 
 def end(directory: Path, job: SlurmJob, status: int) -> tuple[NextAction, str]:
-    """Records the end of a start. Returns (next action of the batch script, cause of the end).
+    """Records the end of a start of the trainer. Returns (next action of the batch script, cause of the end).
 
-    `status`: exit status of srun. It is also 0 if the ranks were asked to leave and have saved a checkpoint.
+    `status`: exit status of srun. It is 0 if the run is finished, and if the ranks were asked to leave and have saved a
+    checkpoint.
     """
     iterations, own = (
         iterations_done(directory),
@@ -131,7 +141,9 @@ def finished(directory: Path) -> bool:
 
 
 def iterations_done(directory: Path) -> int:
-    """Returns the number of iterations completed in the newest complete checkpoint, or 0 if there is none."""
+    """Returns the number of training iterations done at the newest complete checkpoint, or 0 if there is no complete
+    checkpoint.
+    """
     newest = Checkpoints(RunDirectory(directory).checkpoints).newest()
     return newest.number if newest else 0
 

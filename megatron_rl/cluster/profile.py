@@ -12,15 +12,16 @@ from pydantic import NonNegativeInt, PositiveInt
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, config
 
-SHIPPED = Path(__file__).parent.parent.parent / "slurm"  # batch scripts and profiles of the checkout
+# directory of the checkout with the batch scripts and the profiles
+SHIPPED = Path(__file__).parent.parent.parent / "slurm"
 
 
 @config
 class Container:
-    """The container in which the program runs at a site."""
+    """The container in which the program runs at a site (a cluster with a profile)."""
 
     runtime: Literal["pyxis", "apptainer"]
-    image: str  # for pyxis an .sqsh file or docker://..., for apptainer a .sif file
+    image: str  # container image: for pyxis an .sqsh file or docker://..., for apptainer a .sif file
     mounts: tuple[str, ...] = ()  # each as /host/path:/path/inside
 
 
@@ -32,19 +33,20 @@ class Profile:
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
-    time: str = "04:00:00"  # time limit of one slice (one Slurm job of the run)
+    time: str = "04:00:00"  # time limit of one Slurm job of the run
     warning_s: PositiveInt = 600  # number of seconds before the time limit at which the run is asked to save and leave
     ranks_per_node: PositiveInt = 8
     gpus_per_node: NonNegativeInt = 8  # 0 requests no GPUs
     gpu_type: str | None = None
     cpus_per_rank: PositiveInt = 12
-    memory: str | None = None  # value of --mem; "0" requests all memory of a node
-    exclusive: bool = False  # whether no other job may share the trainer's nodes
+    memory: str | None = None  # value of sbatch's --mem; "0" requests all memory of a node
+    exclusive: bool = False  # whether the job has its nodes for itself, without jobs of others
     constraint: str | None = None
-    host: str = "auto"  # address or interface at which servers, refits and ranks listen
+    host: str = "auto"  # address or network interface at which servers, weight transfers and ranks listen
     environment: Mapping[str, str] = field(default_factory=dict)
-    setup: tuple[str, ...] = ()  # shell lines to execute before the program
-    # Python interpreter, inside the container if there is one: absolute path, or relative to the root of the checkout.
+    setup: tuple[str, ...] = ()  # shell lines that the batch script executes before the program
+    # Python interpreter that runs the program, inside the container if there is one: absolute path, or relative to the
+    # root of the checkout.
     python: str = ".venv/bin/python"
     # Interpreter with the engine installed; overrides engine.python of the config. If null, engine.python is used, or
     # otherwise .venv-vllm or .venv-sglang of the checkout. Required with a container: an interpreter in the container.

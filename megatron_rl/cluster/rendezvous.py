@@ -19,7 +19,9 @@ from megatron_rl.key_value_store.store_client import KeyValueClient, KeyValueErr
 from megatron_rl.key_value_store.store_server import KeyValueServer
 
 POLL_S = 0.05
-JOIN_S = 2.0  # timeout of one attempt to reach the store; short, because the file may be left from an earlier start
+# timeout of one attempt to reach the store; short, because the file with the store's address may be left from an
+# earlier start
+JOIN_S = 2.0
 SECRET_BYTES = 32
 NOT_OURS = (
     "rank 0 writes it as the same user; if nobody of this job wrote it, remove it, and let only this user write to the "
@@ -28,7 +30,9 @@ NOT_OURS = (
 
 
 class MeetingError(RuntimeError):
-    """Raised when the ranks do not find each other. The message names the file and the problem."""
+    """Raised when the ranks of a process group do not find each other. The message names the shared file and the
+    problem.
+    """
 
 
 def meet(file: Path, *, rank: int, address: str, timeout: timedelta) -> RankStore:
@@ -59,7 +63,7 @@ def meet(file: Path, *, rank: int, address: str, timeout: timedelta) -> RankStor
     why = f"rank 0 did not write {file}: is this directory on a file system that all hosts share?"
     while True:
         try:
-            # listing the directory bypasses the NFS cache of single files
+            # listing the directory bypasses the NFS cache of single files, which may hide a new file
             if file.parent.exists() and file.name in os.listdir(file.parent):
                 found = read_private(file)
                 client = KeyValueClient(found["address"], found["port"], bytes.fromhex(found["secret"]), JOIN_S)

@@ -16,7 +16,8 @@ ANSWER_S = 60.0  # timeout of a command in seconds
 # Environment variables that are not passed to Slurm's commands and to jobs. Variables that hold paths (CUDA_HOME,
 # TRITON_CACHE_DIR), and variables that select a Slurm cluster, are passed.
 _LEFT_OUT = re.compile(
-    # variables of another job or launcher, and options of Slurm's commands, which would override #SBATCH lines
+    # variables of another job or launcher, and variables that set options of Slurm's commands and so override #SBATCH
+    # lines
     r"(?!SLURM_(CONF(_SERVER)?|CLUSTERS|JWT)$)_?(SLURM|SPANK|SBATCH_|SRUN_|SALLOC_|SQUEUE_|SINFO_|SCANCEL_|SACCT_"
     r"|SCONTROL_|PYXIS_|APPTAINER|SINGULARITY|PMI|PRTE_|PALS_|OMPI_|OPAL_|I_MPI_|MPI|HYD|MV2_|TORCHELASTIC_|MASTER_"
     r"|MEGATRON_RL_).*"
@@ -25,10 +26,11 @@ _LEFT_OUT = re.compile(
     r"|(NCCL|GLOO|UCX|UCC|FI|CUDA|CUBLAS|CUDNN|NVIDIA|NVTE|TORCH\w*|PYTORCH|TRITON|VLLM|SGLANG|SGL|OMP|GOMP|KMP|MKL"
     r"|OPENBLAS)_(?!\w*(HOME|ROOT|PATH|DIR|CACHE|VERSION)$).*"
     r"|PYTHON.*|LD_PRELOAD|BASH_ENV|ENV|SHELLOPTS|BASHOPTS|CDPATH"
-    # temporary directories of the calling host, and settings of slurm/job.sh
+    # temporary directories of the submitting host, and settings of slurm/job.sh
     r"|TMPDIR|TMP|TEMP|XDG_RUNTIME_DIR|WARNING_S|MAX_FAULTS|RETRY_S"
 )
-_FIELDS = ("%i", "%j", "%T", "%N", "%L", "%r", "%S")  # squeue format: id, name, state, nodes, time left, reason, start
+# squeue's format: id, name, state, nodes, time left, reason, start
+_FIELDS = ("%i", "%j", "%T", "%N", "%L", "%r", "%S")
 
 
 class SlurmError(RuntimeError):
@@ -37,9 +39,9 @@ class SlurmError(RuntimeError):
 
 @dataclass(frozen=True)
 class Queued:
-    """One line of squeue's output: a pending or running job. All fields have squeue's format."""
+    """One line of squeue's output: a pending or running job. All fields are the text that squeue prints."""
 
-    id: str  # 17, 17_3 for an element of an array, or 17_[4-7] for pending elements
+    id: str  # job id: 17, 17_3 for an element of an array, or 17_[4-7] for pending elements
     name: str
     state: str
     nodes: str
@@ -62,10 +64,11 @@ def require() -> None:
 
 
 def left_out(environment: Mapping[str, str]) -> list[str]:
-    """Returns the sorted names of the environment variables that are not passed to jobs.
+    """Returns the sorted names of the environment variables of this process that are not passed to jobs.
 
     They are variables of another job or launcher, options of Slurm's commands, settings of libraries, and paths that
-    are specific to this host. A job should depend on the profile and the config, not on the submitting shell.
+    are specific to this host. They are removed so that a job depends on the profile and the config, and not on the
+    submitting shell.
     """
     return sorted(name for name in environment if _LEFT_OUT.fullmatch(name))
 
@@ -120,9 +123,9 @@ def states(jobs: Sequence[str]) -> dict[str, str]:
 
 
 def accounted(jobs: Sequence[str]) -> dict[tuple[str, int], str]:
-    """Returns the final state of each start of the jobs from Slurm's accounting.
+    """Returns the final state of each start of the jobs, from Slurm's accounting database (sacct).
 
-    The keys are (job or job_index, index of the start, from 0). The result is empty if there is no accounting.
+    The keys are (job or job_index, index of the start, from 0). The result is empty if the cluster has no accounting.
     """
     if not jobs or shutil.which("sacct") is None:
         return {}
@@ -150,7 +153,7 @@ def cancel(jobs: Sequence[str], *, pending: bool = False) -> None:
     """Cancels the pending and running jobs among `jobs` or, if `pending` is True, only the pending jobs.
 
     Jobs that Slurm has forgotten, or that have started in the meantime, are ignored. Raises SlurmError when a command
-    fails otherwise.
+    fails for another reason.
     """
     for job in sorted({one.id.partition("_")[0] for one in queue(jobs) if one.state == "PENDING" or not pending}):
         try:
@@ -161,7 +164,8 @@ def cancel(jobs: Sequence[str], *, pending: bool = False) -> None:
 
 
 def run(words: Sequence[str]) -> str:
-    """Runs a command and returns its output. The environment variables that `left_out` returns are removed.
+    """Runs a command and returns its output. The command does not get the environment variables that `left_out`
+    returns.
 
     Raises SlurmError when the command fails or does not end within ANSWER_S seconds.
     """

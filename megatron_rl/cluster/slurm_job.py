@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-END, WARNING = "MEGATRON_RL_JOB_END", "MEGATRON_RL_WARNING_S"  # environment variables that slurm/job.sh sets
-STOP = "stop"  # name of the file in the run directory that asks the run to save, leave, and not start again
-SPARE_S = 60.0  # safety margin in seconds before the time limit
-MARGIN = 1.2  # safety factor on the longest iteration and save so far
+# environment variables that slurm/job.sh sets for the program
+END, WARNING = "MEGATRON_RL_JOB_END", "MEGATRON_RL_WARNING_S"
+# name of the file in the run directory with which a user asks the run to save, leave its job, and not start again
+STOP = "stop"
+SPARE_S = 60.0  # safety margin in seconds before the time limit of the job
+MARGIN = 1.2  # safety factor on the durations of the longest iteration and the longest save so far
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,10 @@ class SlurmJob:
     id: str  # job id in the format of Slurm's commands: 17, or 17_3 for an element of an array
     restart: int
     node: str
-    step: str | None  # id of the srun step; None in the batch script
-    end: float | None  # time at which the time limit is reached, in seconds since the epoch
-    warning_s: float | None  # number of seconds before `end` at which the batch script asks the run to leave
-    scripted: bool = False  # whether the job runs a batch script of this project, which handles the stop file
+    step: str | None  # id of the srun step; None if the process is the batch script
+    end: float | None  # time at which the job's time limit is reached, in seconds since the epoch
+    warning_s: float | None  # number of seconds before `end` at which the batch script asks the run to save and leave
+    scripted: bool = False  # whether the job runs a batch script of this project, which reads the stop file
 
     @property
     def name(self) -> str:
@@ -76,13 +78,15 @@ class Leave:
         self._last = self._clock()
 
     def asked(self) -> bool:
-        """Returns whether the stop file or the leave file exists. Cheap enough to call in a polling loop."""
+        """Returns whether the stop file or the leave file exists, that is, whether the run is asked to leave. Cheap
+        enough to call in a polling loop.
+        """
         return (self._directory / STOP).exists() or (
             self._job is not None and leave_file(self._directory, self._job).exists()
         )
 
     def __call__(self) -> bool:
-        """Returns whether the run should leave now, and reports the reason.
+        """Returns whether the run should leave its job now, and reports the reason through the `say` callback.
 
         The time since the last call is recorded as the duration of an iteration, including an evaluation.
         """

@@ -13,30 +13,33 @@ from pathlib import Path
 from megatron_rl.cluster.job_slices import HUNG
 
 POLL_S = 2.0
-GRACE_S = 10.0  # time in seconds for all ranks to write their stack traces
+GRACE_S = 10.0  # time in seconds that all ranks have to write their stack traces before they are ended
 
 
 class Watchdog:
     """The watchdog of one rank, which ends the rank when the run hangs. Every rank has one.
 
-    The driver (rank 0) calls `beat` whenever a step of the run ends. If any rank hangs, the driver waits for it and the
-    beats stop. The driver also calls `beat` during waits that have a separate timeout, such as the wait for a server
-    (`engine.wait_s`). The other ranks watch a file that the driver touches regularly to show that it is running.
+    The driver (rank 0) calls `beat` whenever a step of the run, such as an iteration, ends. If any rank hangs, the
+    driver waits for it and the beats stop. The driver also calls `beat` during waits that have a separate timeout, such
+    as the wait for a server (`engine.wait_s`). The other ranks watch a file that the driver touches regularly to show
+    that it is running.
     """
 
     def __init__(self, directory: Path, session: str, rank: int, after_s: float) -> None:
-        """`directory`: the run directory.
+        """Creates the watchdog of rank `rank`. `directory`: the run directory.
         `session`: id of this start of the ranks.
-        `after_s`: number of seconds without a beat after which the run is ended; 0 disables the watchdog.
+        `after_s`: number of seconds without a call of `beat` after which the run is ended; 0 disables the watchdog.
         """
         self._file, self._alive = directory / f"hang.{session}", directory / f"alive.{session}"
         self._stacks = directory / "logs" / f"stacks_{session}_rank{rank}.txt"
         self._rank, self._after_s = rank, after_s
         self._last, self._done = time.monotonic(), threading.Event()
-        self._left = _changed_at(self._file)  # modification time of a file left by an earlier start
+        self._left = _changed_at(self._file)  # modification time of the hang file if an earlier start left it
 
     def beat(self) -> None:
-        """Records that the run has made progress, or that it waits with a separate timeout. Any thread may call it."""
+        """Records that the run has made progress, or that it waits for something with a separate timeout. Any thread
+        may call it.
+        """
         self._last = time.monotonic()
 
     @contextlib.contextmanager
@@ -58,7 +61,9 @@ class Watchdog:
                 self._alive.unlink(missing_ok=True)
 
     def _remove_other_files(self) -> None:
-        """Removes the watchdog files of earlier starts that were killed. A run directory has one trainer at a time."""
+        """Removes the watchdog files of earlier starts of the ranks that were killed. Safe, because a run directory has
+        one trainer at a time.
+        """
         for kind in (self._file, self._alive):
             for path in kind.parent.glob(f"{kind.name.partition('.')[0]}.*"):
                 if path != kind:
@@ -82,7 +87,7 @@ class Watchdog:
         return _changed_at(self._alive)
 
     def _told_to_end(self) -> bool:
-        """Returns whether another rank has asked all ranks to end, by touching the hang file.
+        """Returns whether another rank has asked all ranks to end. The other rank asks by touching the hang file.
 
         A file with its initial modification time is left from an earlier start. No times of different hosts are
         compared, because their clocks may differ.
@@ -111,6 +116,8 @@ def _changed_at(file: Path) -> float | None:
 
 
 def _touch(file: Path) -> None:
-    """Touches a file and ignores errors: a full disk must not prevent the watchdog thread from ending the rank."""
+    """Updates the modification time of a file, and ignores errors: a full disk must not prevent the watchdog thread
+    from ending the rank.
+    """
     with contextlib.suppress(OSError):
         file.touch()

@@ -12,20 +12,21 @@ from megatron_rl.key_value_store.store_client import KeyValueClient
 
 
 class RankStore(dist.Store):
-    """A torch.distributed store whose keys are in a key-value store. torch calls the methods by name from C++.
+    """A torch.distributed store that keeps its keys in a key-value store of this package. torch calls the methods by
+    name from C++.
 
     The creator of a process group on this store, or on a PrefixStore over it, must keep a reference to this object for
     the lifetime of the group, because torch keeps only the C++ half of the object alive.
     """
 
     def __init__(self, client: KeyValueClient, timeout: timedelta) -> None:
-        """`timeout`: default timeout of waits for a key."""
+        """Creates the store. `timeout`: default timeout of waits for a key."""
         super().__init__()
         self._client = client
         self.set_timeout(timeout)
 
     def clone(self) -> RankStore:
-        """Returns this store itself, because it is thread-safe."""
+        """Returns this same store instead of a copy, because the store is thread-safe."""
         return self
 
     def set(self, key: str, value: Any) -> None:
@@ -62,7 +63,7 @@ class RankStore(dist.Store):
         self._client.set({key: _bytes(value) for key, value in zip(keys, values, strict=True)})
 
     def has_extended_api(self) -> bool:
-        """Returns True: `append`, `multi_get` and `multi_set` are implemented."""
+        """Returns True, which tells torch that `append`, `multi_get` and `multi_set` are implemented."""
         return True
 
     deleteKey, getNumKeys = delete_key, num_keys  # the names that torch's C++ code calls

@@ -15,7 +15,7 @@ from megatron_rl.key_value_store.store_server import configure
 from megatron_rl.key_value_store.store_wire_format import Reply, Seal, Verb, WireError
 
 GREETING_S = 10.0  # timeout of the greeting in seconds
-ANSWER_S = 60.0  # longest wait for an answer, in addition to the timeout of the request: the store may be busy
+ANSWER_S = 60.0  # longest wait in seconds for an answer of a busy store, in addition to the timeout of the request
 RETRY_S = 0.2  # pause in seconds before the next attempt to connect
 
 
@@ -28,14 +28,16 @@ class KeyValueStranger(KeyValueError):
 
 
 class KeyValueTimeout(KeyValueError):
-    """Raised when keys were not stored before the timeout of a request."""
+    """Raised when requested keys are not in the store before the timeout of the request."""
 
 
 class KeyValueClient:
-    """A thread-safe client of one store. Each request has a connection for itself, from a pool of connections."""
+    """A thread-safe client of one key-value store. Each request uses a separate connection from a pool of
+    connections.
+    """
 
     def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
-        """Connects to the store at `host`:`port`, and retries for `timeout_s` seconds.
+        """Connects to the store at `host`:`port`. Repeats failed attempts for up to `timeout_s` seconds.
 
         Raises KeyValueError when no store answers within `timeout_s`, and KeyValueStranger when the store has another
         secret.
@@ -57,7 +59,9 @@ class KeyValueClient:
         self._ask(Verb.SET, [part for key, value in values.items() for part in (key.encode(), value)])
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        """Waits until all keys exist, and returns their values in order. Raises KeyValueTimeout after `timeout_s`."""
+        """Waits until all keys exist, and returns their values in the order of the keys. Raises KeyValueTimeout after
+        `timeout_s`.
+        """
         return self._ask(Verb.GET, [_milliseconds(timeout_s), *(key.encode() for key in keys)], timeout_s)
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> None:
@@ -83,7 +87,7 @@ class KeyValueClient:
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Stores `desired` if the value under `key` is `expected`. A missing key has the empty value.
 
-        Returns the value under `key` afterwards, or `expected` if the key still does not exist.
+        Returns the value under `key` after this operation, or `expected` if the key still does not exist.
         """
         return self._ask(Verb.COMPARE_SET, [key.encode(), expected, desired])[0]
 
@@ -105,8 +109,8 @@ class KeyValueClient:
     def _ask(self, verb: Verb, arguments: Sequence[bytes], wait_s: float = 0.0) -> list[bytes]:
         """Sends a request and returns the byte strings of the answer, without the status.
 
-        `wait_s`: timeout of the request itself. Raises KeyValueTimeout when the store reports that the keys are late,
-        and KeyValueError for any other failure.
+        `wait_s`: number of seconds for which the store may wait for the keys. Raises KeyValueTimeout when the store
+        reports that keys do not exist after `wait_s`, and KeyValueError for any other failure.
         """
         with self._lock:
             connection = self._idle.pop() if self._idle else None
@@ -131,10 +135,10 @@ class KeyValueClient:
 
 
 class _Connection:
-    """One connection to the store on which the greeting has been completed."""
+    """A connection to the store, on which client and store have proved to each other that they know the secret."""
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
-        """Connects and exchanges greetings.
+        """Connects to the store, and exchanges proofs of the secret with it.
 
         Raises OSError when no key-value store answers, and KeyValueStranger when the store has another secret.
         """
@@ -163,7 +167,8 @@ class _Connection:
     def ask(self, request: Sequence[bytes], timeout_s: float) -> list[bytes]:
         """Sends a request and returns its answer.
 
-        Raises OSError or WireError when the exchange fails. The connection is unusable afterwards.
+        Raises OSError when the connection fails, and WireError for an invalid answer. The connection cannot be used
+        after an error.
         """
         end = time.monotonic() + timeout_s
         frame = self._up.frame(request)

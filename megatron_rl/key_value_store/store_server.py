@@ -20,16 +20,18 @@ from collections.abc import Sequence
 from megatron_rl.key_value_store import store_wire_format
 from megatron_rl.key_value_store.store_wire_format import Reply, Seal, Verb, WireError
 
-MAX_STRANGERS = 256  # maximum number of connections that have not proved yet that they know the secret
+MAX_STRANGERS = 256  # maximum number of strangers: connections that have not proved yet that they know the secret
 STRANGER_S = 5.0  # longest time in seconds that a connection may take to prove that it knows the secret
-MERCY_S = 1.0  # when no further connection is possible, the oldest stranger is dropped if it is older than this
+# when no further connection is possible, the oldest stranger is disconnected if it is older than this many seconds
+MERCY_S = 1.0
 # Number of file descriptors that the store leaves to the rest of the process, for example to write a checkpoint.
 KEPT_BACK = 256
-BACKLOG = 4096  # the kernel may limit it to less: /proc/sys/net/core/somaxconn
+BACKLOG = 4096  # length of the queue of new connections; the kernel may lower it: /proc/sys/net/core/somaxconn
 PAUSE_S = 0.1  # pause in seconds before the next accept when the process or the store has no descriptor left
 LONGEST_MS = 10**9  # maximum timeout of a request in milliseconds
 MAX_BYTES = 1 << 30  # maximum total size of keys and values, so that a faulty client cannot fill the driver's memory
-MAX_UNREAD_BYTES = 4 * store_wire_format.MAX_BODY  # a client with more unread bytes of answers is disconnected
+# maximum number of unread bytes of answers; a client with more is disconnected
+MAX_UNREAD_BYTES = 4 * store_wire_format.MAX_BODY
 IDLE_S = 60  # seconds without traffic after which the kernel probes whether the other side is alive
 
 
@@ -48,7 +50,8 @@ class KeyValueServer:
         self._bytes = 0  # total size of all keys and values
         self._peers: dict[_Peer, _Peer] = {}
         self._strangers: dict[_Peer, _Peer] = {}  # oldest first
-        self._waits: dict[str, set[asyncio.Future[None]]] = {}  # missing key -> futures of the waits for it
+        # missing key -> futures of the requests that wait for the key
+        self._waits: dict[str, set[asyncio.Future[None]]] = {}
         self._room = descriptors() - KEPT_BACK
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -59,7 +62,7 @@ class KeyValueServer:
         """Ends the store and closes all connections."""
         with contextlib.suppress(RuntimeError):  # the store is already closed
             self._loop.call_soon_threadsafe(self._closing.set)
-        if threading.current_thread() is not self._thread:  # a garbage collector may call this in any thread
+        if threading.current_thread() is not self._thread:  # a garbage collector may call `close` in any thread
             self._thread.join()
 
     def _run(self) -> None:
@@ -75,10 +78,12 @@ class KeyValueServer:
         for peer in [*self._peers]:
             peer.drop()
         while self._peers:
-            await asyncio.sleep(0)  # lets the transports close their sockets
+            await asyncio.sleep(0)  # one turn of the event loop, in which the transports close their sockets
 
     async def _accept(self) -> None:
-        """Accepts connections while the limits on strangers and descriptors allow it."""
+        """Accepts connections as long as the limits on strangers (connections without a proof of the secret) and on
+        file descriptors allow it.
+        """
         while True:
             oldest = next(iter(self._strangers), None)
             if len(self._strangers) >= MAX_STRANGERS or len(self._peers) >= self._room:
@@ -90,7 +95,7 @@ class KeyValueServer:
                 continue
             try:
                 made, _ = await self._loop.sock_accept(self._listener)
-            except OSError:  # no descriptor is left, or the client has already disconnected
+            except OSError:  # the process has no file descriptor left, or the client has already disconnected
                 if oldest is not None:
                     oldest.drop()
                 await asyncio.sleep(PAUSE_S)
@@ -100,7 +105,7 @@ class KeyValueServer:
             await self._loop.connect_accepted_socket(lambda: _Peer(self), made)
 
     def admit(self, peer: _Peer) -> None:
-        """Registers a new connection as a stranger, which has not proved yet that it knows the secret."""
+        """Registers a new connection as a stranger (a connection that has not proved yet that it knows the secret)."""
         self._peers[peer] = self._strangers[peer] = peer
 
     def greet(self, peer: _Peer, nonce: bytes, signature: bytes) -> bytes:
@@ -116,12 +121,14 @@ class KeyValueServer:
         return store_wire_format.store_signature(self._secret, peer.nonce, nonce)
 
     def forget(self, peer: _Peer) -> None:
-        """Unregisters a connection that has ended."""
+        """Removes a connection that has ended from the registered connections."""
         self._peers.pop(peer, None)
         self._strangers.pop(peer, None)
 
     async def answer(self, request: Sequence[bytes]) -> list[bytes]:
-        """Returns the answer to a request. GET and WAIT are answered when the keys exist or the timeout is over."""
+        """Returns the answer to a request. A GET or WAIT request is answered when its keys exist or its timeout is
+        over.
+        """
         try:
             verb, arguments = Verb(request[0][0]), request[1:]
             if verb not in (Verb.GET, Verb.WAIT):
@@ -133,11 +140,11 @@ class KeyValueServer:
             except TimeoutError:
                 return [bytes([Reply.LATE])]
             return [bytes([Reply.DONE]), *(self._values.get(key, b"") for key in keys if verb is Verb.GET)]
-        except (IndexError, ValueError) as error:  # a client of another version, or with a bug
+        except (IndexError, ValueError) as error:  # the client has another version, or has a bug
             return [bytes([Reply.REFUSED]), f"{type(error).__name__}: {error}".encode()]
 
     async def _wait(self, keys: Sequence[str]) -> None:
-        """Waits for each key in turn until it exists."""
+        """Waits until each of the keys exists, one key after another."""
         for key in keys:
             while key not in self._values:
                 came = self._loop.create_future()
@@ -151,7 +158,9 @@ class KeyValueServer:
                         del self._waits[key]
 
     def _at_once(self, verb: Verb, arguments: Sequence[bytes]) -> list[bytes]:
-        """Executes a request that needs no waiting. Returns the byte strings of the answer."""
+        """Executes a request other than GET and WAIT, which needs no waiting. Returns the byte strings of the
+        answer.
+        """
         values = self._values
         if verb is Verb.SET:
             pairs = [(key.decode(), value) for key, value in zip(arguments[::2], arguments[1::2], strict=True)]
@@ -178,7 +187,8 @@ class KeyValueServer:
         if verb is Verb.APPEND:
             self._set(key, values.get(key, b"") + arguments[1])
             return []
-        expected, desired = arguments[1:]  # arguments of COMPARE_SET, which behaves as in torch's stores
+        # arguments of COMPARE_SET, which has the semantics of compare_set of torch's stores
+        expected, desired = arguments[1:]
         if values.get(key, b"") == expected:
             self._set(key, desired)
         return [values.get(key, expected)]
@@ -264,7 +274,8 @@ class _Peer(asyncio.Protocol):
     def _request(self) -> list[bytes] | None:
         """Removes the next request from the inbox and returns it, or None if it has not arrived completely.
 
-        Raises WireError for a frame that is too long or has a wrong tag, or that arrives during another request.
+        Raises WireError for a frame that is too long or has a wrong authentication tag, and for a request that arrives
+        while another is being answered.
         """
         if self.up is None or len(self.inbox) < store_wire_format.HEAD.size:
             return None
@@ -279,7 +290,7 @@ class _Peer(asyncio.Protocol):
         return self.up.open(tag, body)
 
     async def _answer(self, request: list[bytes]) -> None:
-        """Answers a request. Disconnects a client that does not read its answers."""
+        """Sends the answer to a request. Disconnects a client that does not read its answers."""
         answer = await self._server.answer(request)
         assert self.down is not None
         self._work = None

@@ -18,55 +18,57 @@ from collections.abc import Sequence
 
 HELLO = b"megatron_rl store 1\n"
 NONCE_BYTES, SIGNATURE_BYTES, TAG_BYTES = 32, 32, 16
-ANSWER_BYTES = NONCE_BYTES + SIGNATURE_BYTES  # size of the client's part of the greeting
-HEAD = struct.Struct(f"<I{TAG_BYTES}s")  # header of a frame: length of the body, tag
+ANSWER_BYTES = NONCE_BYTES + SIGNATURE_BYTES  # number of bytes that a client sends as greeting
+HEAD = struct.Struct(f"<I{TAG_BYTES}s")  # header of a frame: length of the body, and authentication tag
 NUMBER = struct.Struct("<I")
 COUNT = struct.Struct("<Q")
 MAX_BODY = 256 << 20  # maximum length of a body in bytes
 
 
 class WireError(ValueError):
-    """Raised for bytes that violate this protocol, or whose sender does not know the secret."""
+    """Raised for received bytes that violate the store's protocol, or whose sender does not know the secret."""
 
 
 class Verb(enum.IntEnum):
-    """The type of a client's request. The comments list the arguments that follow it, and the answer after `->`.
+    """The type of a client's request.
 
-    `keys` are one or more keys.
+    The comment of a member lists the arguments of the request and, after `->`, the byte strings of the answer. `keys`
+    stands for one or more keys.
     """
 
     SET = 1  # key, value, key, value, ...
     GET = 2  # milliseconds to wait, keys -> values
     WAIT = 3  # milliseconds to wait, keys
     CHECK = 4  # keys -> 1 if all keys exist, else 0
-    ADD = 5  # key, number -> the sum as decimal text, which is the new value
+    ADD = 5  # key, number to add -> the sum, which is the new value, as decimal text
     REMOVE = 6  # key -> 1 if the key existed, else 0
     COMPARE_SET = 7  # key, expected value, desired value -> the value after the operation
     APPEND = 8  # key, bytes to append to the value
     NUM_KEYS = 9  # no arguments -> number of keys
-    CLEAR = 10  # prefixes -> number of removed keys, which began with one of the prefixes
+    CLEAR = 10  # prefixes -> number of removed keys (all keys that begin with one of the prefixes)
 
 
 class Reply(enum.IntEnum):
     """The status of an answer, sent as its first byte string."""
 
     DONE = 1
-    LATE = 2  # the keys did not exist before the timeout
+    LATE = 2  # the requested keys did not exist before the timeout
     REFUSED = 3  # the request is invalid; an error message follows
 
 
 def client_signature(secret: bytes, store_nonce: bytes, client_nonce: bytes) -> bytes:
-    """Returns the client's proof that it knows the secret, 32 bytes."""
+    """Returns the bytes with which the client proves that it knows the secret, 32 bytes."""
     return hmac.digest(secret, b"client" + store_nonce + client_nonce, "sha256")
 
 
 def store_signature(secret: bytes, store_nonce: bytes, client_nonce: bytes) -> bytes:
-    """Returns the store's proof that it knows the secret, 32 bytes."""
+    """Returns the bytes with which the store proves that it knows the secret, 32 bytes."""
     return hmac.digest(secret, b"store" + client_nonce + store_nonce, "sha256")
 
 
 class Seal:
-    """The authentication of one direction of a connection: creates frames on one side, and checks them on the other.
+    """The authentication of one direction of a connection. The sender creates frames (messages with an authentication
+    tag) with it, and the receiver checks them.
 
     Each instance counts its frames, so frames must be opened in the order in which they were created.
     """
@@ -80,12 +82,16 @@ class Seal:
         self._count = 0
 
     def frame(self, parts: Sequence[bytes]) -> bytes:
-        """Returns the next frame, with `parts` as its body. Raises WireError when the body is too long."""
+        """Returns the next frame (message with an authentication tag), whose body encodes the byte strings `parts`.
+        Raises WireError when the body is too long.
+        """
         body = join(parts)
         return HEAD.pack(len(body), self._tag(body)) + body
 
     def open(self, tag: bytes, body: bytes) -> list[bytes]:
-        """Returns the byte strings of the next frame. Raises WireError if the tag is wrong or the body is malformed."""
+        """Returns the byte strings in the next frame. Raises WireError if the authentication tag is wrong or the body
+        is malformed.
+        """
         if not hmac.compare_digest(tag, self._tag(body)):
             raise WireError("a frame has a wrong tag")
         return split(body)
@@ -96,7 +102,7 @@ class Seal:
 
 
 def join(parts: Sequence[bytes]) -> bytes:
-    """Encodes byte strings as a body. Raises WireError when the body is longer than MAX_BODY."""
+    """Encodes byte strings as the body of a frame. Raises WireError when the body is longer than MAX_BODY bytes."""
     body = b"".join([NUMBER.pack(len(parts)), *(NUMBER.pack(len(part)) for part in parts), *parts])
     if len(body) > MAX_BODY:
         raise WireError(f"{len(body)} bytes are more than a key-value store takes at once ({MAX_BODY})")
@@ -104,7 +110,7 @@ def join(parts: Sequence[bytes]) -> bytes:
 
 
 def split(body: bytes) -> list[bytes]:
-    """Decodes a body into its byte strings. Raises WireError for a malformed body."""
+    """Decodes the body of a frame into its byte strings. Raises WireError for a malformed body."""
     if len(body) < NUMBER.size:
         raise WireError(f"{len(body)} bytes are no body")
     (count,) = NUMBER.unpack_from(body)

@@ -61,7 +61,7 @@ class Parallel:
 
     @property
     def expert_dp(self) -> int:
-        """Returns the number of ranks that hold the same experts."""
+        """Returns the number of ranks that hold copies of the same experts."""
         return self.world // (self.etp * self.ep * self.pp)
 
     def __str__(self) -> str:
@@ -94,8 +94,9 @@ class ParameterCounts:
 
 @lru_cache(maxsize=4096)
 def counts(shape: Shape, parallel: Parallel, stage: int = 0) -> ParameterCounts:
-    """Returns the number of parameters that Megatron allocates on a rank of pipeline stage `stage`, with vocabulary
-    padding."""
+    """Returns the numbers of dense parameters and experts' parameters that Megatron allocates on a rank of pipeline
+    stage `stage`, with vocabulary padding.
+    """
     sizes = shape.sizes
     outside = registry.ends(sizes)
     rows = [*(outside.first if stage == 0 else ()), *(outside.last if stage == parallel.pp - 1 else ())]
@@ -110,14 +111,14 @@ def counts(shape: Shape, parallel: Parallel, stage: int = 0) -> ParameterCounts:
 
 
 def adapter_elements(shape: Shape, parallel: Parallel, lora: Lora, stage: int = 0) -> int:
-    """Returns the number of elements of the LoRA matrices A and B on a rank of pipeline stage `stage`."""
+    """Returns the total number of elements of the LoRA matrices A and B on a rank of pipeline stage `stage`."""
     layers = stage_layers(shape.sizes, parallel)[stage]
     own = (p.elements(lora.rank, parallel.tp) for layer in layers for p in adapted(shape.sizes, layer, lora))
     return int(sum(own))
 
 
 def stage_layers(sizes: Sizes, parallel: Parallel) -> list[list[int]]:
-    """Returns the layer indices of every pipeline stage."""
+    """Returns one list per pipeline stage with the indices of the layers of the stage."""
     return TrainerLayout(pp=parallel.pp, vpp=parallel.vpp).layers(sizes)
 
 
@@ -134,7 +135,7 @@ def total(shape: Shape) -> int:
 def active(shape: Shape) -> int:
     """Returns the number of parameters that are multiplied with one token.
 
-    The embedding lookup is not counted. The output layer and `shape.active` experts are counted.
+    The embedding lookup is not counted. The output layer is counted, and `shape.active` experts per layer are counted.
     """
     found, sizes = counts(shape, Parallel(world=1)), shape.sizes
     experts = found.expert * shape.active // sizes.experts if sizes.experts else 0
@@ -142,5 +143,7 @@ def active(shape: Shape) -> int:
 
 
 def _elements(row: Row, parallel: Parallel) -> int:
-    """Returns the number of elements of a parameter on a rank. For a row of experts, counts one expert."""
+    """Returns the number of elements that a rank holds of a parameter. For a parameter that every expert has, counts
+    the parameter of one expert.
+    """
     return prod(row.partition.held(row.sources, parallel.etp if row.experts else parallel.tp, 0)[0])

@@ -25,15 +25,14 @@ from megatron_rl.weights.tensor_copies import assemble, local
 
 
 class DistCheckpoint:
-    """The distributed checkpoint of one role.
-
-    Raises ConfigError if the directory is not a checkpoint, or if listed files are missing or too short.
-    """
+    """A Megatron distributed checkpoint of one role, opened for reading."""
 
     def __init__(self, directory: Path, *, trust: bool = False) -> None:
         """Opens the checkpoint in `directory`.
 
-        `trust`: whether to unpickle parts that are more than plain data. This runs the code that they name.
+        `trust`: whether to unpickle parts that are more than plain data. Unpickling them runs the code that they name.
+
+        Raises ConfigError if the directory is not a checkpoint, or if listed files are missing or too short.
         """
         self.directory, self.trust = Path(directory), trust
         try:
@@ -73,9 +72,10 @@ class DistCheckpoint:
                 yield tensor, local(whole, own[0]) if len(own) == 1 else assemble([(whole, own)])[tensor]
 
     def checked(self, sizes: Sizes, name: str, prefix: str = "") -> Tensor:
-        """Returns a whole parameter, or its optimizer state if `prefix` is given. Vocabulary rows may be padded.
+        """Returns a whole parameter, or its optimizer state if `prefix` is given. The returned tensor may have
+        additional rows of vocabulary padding.
 
-        Raises ConfigError if it is missing or its shape does not match `sizes`.
+        Raises ConfigError if the parameter is missing or its shape does not match `sizes`.
         """
         rows, columns = megatron(sizes, name, WHOLE)[0]
         whole = self.parameter(name, prefix)
@@ -92,12 +92,15 @@ class DistCheckpoint:
         return self._find(name, "")[1].properties.dtype
 
     def place(self, name: str, prefix: str = "") -> StackedKey:
-        """Returns the key and index under which a parameter is stored. Raises ConfigError if the checkpoint does not
-        have it."""
+        """Returns the key of the stored tensor that holds a parameter, and the index of the parameter in this tensor.
+
+        Raises ConfigError if the checkpoint does not have the parameter.
+        """
         return self._find(name, prefix)[0]
 
     def parameter(self, name: str, prefix: str = "") -> Tensor:
-        """Returns a whole parameter, assembled from its pieces. `name` has a global layer index.
+        """Returns a whole parameter, assembled from its pieces. `name`: Megatron name of the parameter with the global
+        layer index.
 
         Raises ConfigError if the parameter or all of its pieces are missing.
         """
@@ -142,14 +145,14 @@ class DistCheckpoint:
         raise ConfigError(f"{self.directory} holds no parameter {prefix}{name}: the checkpoint is of another model")
 
     def _piece(self, key: str, offsets: torch.Size) -> Tensor:
-        """Reads one piece of a stored tensor."""
+        """Reads one piece (a rectangle stored separately) of a stored tensor."""
         place = self._metadata.storage_data[MetadataIndex(key, offsets)]
         with (self.directory / place.relative_path).open("rb") as file:
             view: Any = _create_file_view(file, place.offset, place.length)  # as in torch's checkpoint reader
             return torch.load(view, map_location="cpu", weights_only=True)
 
     def _check_files(self) -> None:
-        """Raises ConfigError unless every listed file exists and is long enough."""
+        """Raises ConfigError unless every file that the checkpoint's metadata lists exists and is long enough."""
         ends: dict[str, int] = {}
         for place in self._metadata.storage_data.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -164,5 +167,5 @@ class DistCheckpoint:
 
 
 def whole_names(sizes: Sizes) -> list[str]:
-    """Returns the names of all parameters of the model, as in a run on a single rank."""
+    """Returns the names of all parameters of the model, as they are on a single rank."""
     return megatron_names(sizes, range(sizes.num_layers), range(sizes.experts), first=True, last=True, fused=True)

@@ -11,19 +11,21 @@ from megatron_rl.models.registry import layer_rows
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.parameter_mapping import WHOLE, Shape, Shard, megatron
 
-# parameters whose rows are padded depending on the layout
+# parameters whose number of rows is padded, by an amount that depends on the layout
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 OPTIMIZER = "optimizer.state."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:(linear_fc[12])\.weight(\d+)|local_experts\.(\d+)\.(linear_fc[12])\.weight)")
-# Core's torch layer spec uses the second name for this norm, also in models with experts.
+# Name of a norm -> name of the same norm in Megatron-core's torch layer spec, also in models with experts.
 _ALIASES = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
 _ATTENTION = "self_attention.core_attention"
 _WITHOUT_STATE = ("mlp.router", "mlp.shared_experts")
 
 
 class StackedKey(NamedTuple):
-    """The key of a stacked tensor, and the leading indices (layer, expert) of one parameter in it."""
+    """The key of a stored tensor in which several parameters are stacked, and the leading indices (layer, expert) of
+    one of the parameters.
+    """
 
     key: str
     at: tuple[int, ...]
@@ -39,9 +41,9 @@ class Piece(NamedTuple):
 
 
 def places(name: str) -> Iterator[StackedKey]:
-    """Yields the keys and indices under which core may store a parameter, the most likely first.
+    """Yields the keys and indices under which Megatron-core may store a parameter, the most likely first.
 
-    `name` has global layer and expert indices.
+    `name`: Megatron name of the parameter with global layer and expert indices.
     """
     layer = _LAYER.fullmatch(name)
     if layer is None:
@@ -54,21 +56,23 @@ def places(name: str) -> Iterator[StackedKey]:
         yield StackedKey(f"decoder.layers.{layer[1]}.mlp.experts.experts.{linear}.weight", (int(number),))
         return
     yield StackedKey(f"decoder.layers.{part}", index)
-    yield StackedKey(name, ())  # core writes one tensor per layer if layers differ
+    yield StackedKey(name, ())  # Megatron-core writes one tensor per layer if layers differ
     if part in _ALIASES:
         yield StackedKey(f"decoder.layers.{_ALIASES[part]}", index)
 
 
 def is_layered(sizes: Sizes) -> bool:
-    """Checks whether core writes the tensors of each layer separately, as it does if layers differ."""
+    """Checks whether Megatron-core stores the tensors of each layer separately. It does so if some layers have experts
+    and others do not.
+    """
     return bool(sizes.experts and sizes.dense_layers)
 
 
 def spellings(sizes: Sizes, name: str) -> list[StackedKey]:
-    """Returns every key and index under which a parameter is written.
+    """Returns every key and index under which a parameter is stored.
 
-    If layers are stacked, the norm before experts is written under two keys, because core's layer specs name it
-    differently.
+    If layers are stacked, the norm before experts is stored under two keys, because Megatron-core's layer specs name
+    the norm differently.
     """
     layer = _LAYER.fullmatch(name)
     if is_layered(sizes):
@@ -79,7 +83,7 @@ def spellings(sizes: Sizes, name: str) -> list[StackedKey]:
 
 
 def counts(sizes: Sizes, place: StackedKey) -> tuple[int, ...]:
-    """Returns the number of layers (and of experts) stacked in the tensor that `place` refers to."""
+    """Returns the number of layers (and of experts) stacked in the stored tensor with the key `place`."""
     stacked = (sizes.experts,) if is_layered(sizes) else (sizes.num_layers, sizes.experts)
     return stacked[: len(place.at)]
 
@@ -91,8 +95,9 @@ def stored_shape(sizes: Sizes, name: str, tp: int) -> Shape:
 
 
 def pieces(sizes: Sizes, name: str, shard: Shard) -> list[Piece]:
-    """Returns the parts of a whole parameter that a rank holds, merged where possible. fc1 has two pieces: gate and
-    up."""
+    """Returns the rectangles of a whole parameter that a rank holds, with adjacent rectangles merged. fc1 has two
+    rectangles: gate and up.
+    """
     (rows, columns), rects = megatron(sizes, name, shard)
     if name in VOCABULARY:
         return [Piece(shard.rank * rows, 0, rows, columns)]
@@ -109,9 +114,11 @@ def pieces(sizes: Sizes, name: str, shard: Shard) -> list[Piece]:
 
 
 def extra_states(sizes: Sizes) -> Iterator[str]:
-    """Yields the keys under which core and Transformer Engine expect FP8 states. The states are empty here.
+    """Yields the keys under which Megatron-core and Transformer Engine expect FP8 states. The states are empty in
+    checkpoints of this package.
 
-    Every module has a state, except for the router and the shared expert's gate, which are implemented in core.
+    Every module has a state, except for the router and the shared expert's gate, which Megatron-core implements without
+    Transformer Engine.
     """
     for layer in range(sizes.num_layers):
         rows, layered = layer_rows(sizes, layer), is_layered(sizes)

@@ -26,13 +26,12 @@ BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-FILE_BYTES = 4 * 10**9  # maximum size of a file, unless a single piece is larger
+FILE_BYTES = 4 * 10**9  # maximum size of a file in bytes; a single piece may be larger
 
 
 class DistWriter:
-    """Writes a distributed checkpoint.
-
-    Each piece is written to a file of the rank that will read it. `finish` completes the checkpoint.
+    """Writes a distributed checkpoint in pieces (rectangles of tensors). Each piece is written to a file of the rank
+    that will read the piece. `finish` completes the checkpoint.
     """
 
     def __init__(self, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:
@@ -81,7 +80,7 @@ class DistWriter:
         self._storage[MetadataIndex(key, place)] = _StorageInfo(Path(file.name).name, start, file.tell() - start)
 
     def add_bytes(self, key: str, data: bytes, *, rank: int = 0) -> None:
-        """Writes an object that torch.save has already pickled to `data`."""
+        """Writes an object that is not a tensor. `data`: the object, already pickled by torch.save."""
         file = self._file(rank, len(data))
         self._storage[MetadataIndex(key)] = _StorageInfo(Path(file.name).name, file.tell(), len(data))
         file.write(data)

@@ -20,23 +20,25 @@ from megatron_rl.weights.counting import Parallel
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFlops:
-    """The operations of one token's products with weights in a forward pass."""
+    """The floating-point operations of one token's products with weights in a forward pass."""
 
-    layers: float  # operations of all layers, without experts
+    layers: float  # operations of all layers, without their experts
     experts: float  # operations of the experts that the token is routed to
     head: float  # operations of the output layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassFlops:
-    """The operations of a batch of sequences: in a forward pass, and in a forward and backward pass together."""
+    """The floating-point operations of a batch of sequences: in a forward pass, and in a forward and a backward pass
+    together.
+    """
 
     forward: float
     training: float
 
 
 def of_token(shape: Shape) -> TokenFlops:
-    """Returns the operations of one token's products with weights in a forward pass."""
+    """Returns the floating-point operations of one token's products with weights in a forward pass."""
     sizes, sparse = shape.sizes, shape.sizes.expert_layers
     routing = shape.features.routing
     gated = sizes.shared_ffn and (routing is None or routing.shared_gate)
@@ -52,7 +54,8 @@ def of_token(shape: Shape) -> TokenFlops:
 
 
 def attention(shape: Shape, lengths: np.ndarray | Sequence[float]) -> np.ndarray:
-    """Returns the operations [S] of causal attention in a forward pass over whole sequences of `lengths` [S] tokens.
+    """Returns the floating-point operations [S] of causal attention in a forward pass over whole sequences of `lengths`
+    [S] tokens.
 
     Only unmasked scores are counted, which is half of all pairs of tokens. In a layer with a sliding window, a token
     attends to at most `window` tokens.
@@ -82,7 +85,7 @@ def count(
     labels: float | None = None,
     lora: Lora | None = None,
 ) -> PassFlops:
-    """Returns the operations of forward and training passes over sequences of `lengths` [S] tokens.
+    """Returns the floating-point operations of forward and training passes over sequences of `lengths` [S] tokens.
 
     `shared` [S]: the number of leading tokens of each sequence that are not computed, because an earlier sequence
     starts with the same tokens.

@@ -25,12 +25,15 @@ from megatron_rl.weights.parameter_mapping import Rect, check_complete, hf_shape
 from megatron_rl.weights.tensor_copies import from_tensor
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-BLOCK = 1 << 24  # the maximum number of elements that are compared at a time
+BLOCK = 1 << 24  # maximum number of elements that are compared at a time
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # equality and hash of Sizes: caches keyed by sizes need only these
+# equality and hash ignore the other fields: caches keyed by sizes need only these fields
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Architecture(Sizes):
-    """The sizes of the model in a directory, the features of its arithmetic, and its transformers config."""
+    """The sizes of the model in a directory, its features (such as the kinds of attention), and its transformers
+    config.
+    """
 
     features: Features
     config: PretrainedConfig
@@ -48,7 +51,7 @@ class Architecture(Sizes):
         return angles.cos() * scale, angles.sin() * scale
 
     def _frequencies(self, kind: AttentionKind) -> tuple[Tensor, float]:
-        """Returns (radians per position [rotated / 2] (float32), factor of cos and sin), equal to those of
+        """Returns (radians per position [rotated / 2] (float32), factor of cos and sin), equal to the values in
         transformers.
 
         The rotary classes of transformers are not used, because importing them loads all modelling code, which takes
@@ -113,7 +116,7 @@ def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
 
     Only headers are read. Checks that files are complete, that exactly the model's tensors are there, that their shapes
     are right, and that they have a single dtype. Parameters that are always float32 are exempt from the dtype check.
-    `cast`: whether the reader casts the tensors, in which case several dtypes are allowed.
+    `cast`: whether the caller converts the tensors to one dtype, in which case several dtypes are allowed.
 
     If the files of a tied model hold an output layer too, its data is read and compared with the embedding.
     """
@@ -143,7 +146,9 @@ def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
 
 
 def _check_dtypes(found: dict[str, safetensors_headers.Stored], cast: bool) -> None:
-    """Raises ConfigError for an unsupported dtype, and for several dtypes unless the tensors are going to be cast."""
+    """Raises ConfigError for a tensor of an unsupported dtype, and for tensors of several dtypes unless the caller
+    converts them to one dtype.
+    """
     by_dtype: dict[str, str] = {}
     for name, stored in found.items():
         if stored.dtype not in DTYPES:
@@ -158,7 +163,7 @@ def _check_dtypes(found: dict[str, safetensors_headers.Stored], cast: bool) -> N
 
 
 def _same_rows(tensors: DirectoryTensors, shape: tuple[int, int], head: tuple[int, ...]) -> bool:
-    """Checks whether embedding and output layer are equal, comparing them block by block."""
+    """Checks whether the embedding and the output layer in the files are equal, block by block to save memory."""
     if tuple(head) != shape:
         return False
     rows, columns = shape
@@ -172,9 +177,8 @@ def _same_rows(tensors: DirectoryTensors, shape: tuple[int, int], head: tuple[in
 
 
 class DirectoryTensors:
-    """The tensors of a model directory. Each tensor is read when it is first accessed.
-
-    Tensors are views of memory-mapped files and must not be written to.
+    """The tensors of a model directory. Each tensor is read when it is first accessed. The tensors are views of
+    memory-mapped files, so the caller must not write to them.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -205,9 +209,10 @@ class DirectoryTensors:
         return self._views[name]
 
     def read(self, rect: Rect) -> Tensor:
-        """Returns a rectangle of a tensor: [rows, columns], or [rows] of a 1-D tensor.
+        """Returns a rectangle of a tensor: [rows, columns], or [rows] if the tensor is 1-D.
 
-        Raises ConfigError if the directory does not have the tensor, or if the tensor is too small.
+        Raises ConfigError if the directory does not have the tensor, or if the tensor is smaller than the rectangle
+        requires.
         """
         tensor = self.whole(rect.tensor)
         shape = tensor.shape
@@ -233,7 +238,7 @@ def read_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def eos_tokens(directory: str | Path, arch: Architecture) -> frozenset[int]:
-    """Returns all token ids that end a sequence, from the config and the generation config."""
+    """Returns all token ids that end a sequence, from config.json and generation_config.json."""
     ids: set[int] = set()
     generation = Path(directory) / "generation_config.json"
     sources = [arch.config.eos_token_id]

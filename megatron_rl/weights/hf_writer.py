@@ -16,7 +16,7 @@ from megatron_rl.weights.hf_model import DTYPES
 from megatron_rl.weights.parameter_mapping import hf_shapes
 from megatron_rl.weights.safetensors_headers import INDEX, SINGLE
 
-SHARD_BYTES = 4 * 10**9  # maximum size of a file, unless a single tensor is larger
+SHARD_BYTES = 4 * 10**9  # maximum size of a file in bytes; a single tensor may be larger
 _SPELLED = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -33,16 +33,18 @@ class Planned(NamedTuple):
 
 
 def plan_tensors(sizes: Sizes, dtypes: Mapping[str, torch.dtype]) -> list[Planned]:
-    """Returns the tensors to write for a model directory. `dtypes` gives their order, and each tensor's dtype by
-    name."""
+    """Returns the tensors to write for a model directory. `dtypes`: tensor name -> dtype, in the order in which the
+    tensors are placed in the files.
+    """
     shapes = {name: (rows,) if columns == 1 else (rows, columns) for name, (rows, columns) in hf_shapes(sizes).items()}
     return [Planned(name, shapes[name], dtype) for name, dtype in dtypes.items()]
 
 
 class HfWriter:
-    """Writes the `planned` tensors of a model directory, in any order. Each tensor has a fixed offset in its file.
+    """Writes the safetensors files of a model directory. The `planned` tensors may be written in any order.
 
-    A file (shard) has at most `shard_bytes`, unless a single tensor is larger. No whole file is held in memory.
+    Each tensor has a fixed offset in its file. A file (shard) has at most `shard_bytes` bytes, unless a single tensor
+    is larger. No whole file is held in memory.
     """
 
     def __init__(self, folder: Path, planned: Iterable[Planned], *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -82,8 +84,8 @@ class HfWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         """Writes one of the planned tensors. Each tensor is written once.
 
-        Raises ValueError if its shape or dtype differs from the plan, and KeyError if it was not planned or was already
-        written.
+        Raises ValueError if the shape or dtype differs from the planned tensor, and KeyError if no tensor of this name
+        was planned or the tensor was already written.
         """
         file, start, planned = self._places.pop(name)
         if (tuple(tensor.shape), tensor.dtype) != (planned.shape, planned.dtype):
@@ -97,7 +99,7 @@ class HfWriter:
 
 
 def _begin(file: Path, tensors: list[Planned]) -> int:
-    """Writes the header of a file. Returns the offset of the tensor data."""
+    """Creates a file and writes its safetensors header. Returns the offset of the tensor data."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

@@ -39,9 +39,9 @@ from megatron_rl.weights.parameter_mapping import Shard
 from megatron_rl.weights.tensor_copies import all_finite, blocks
 
 DIRECTORY = "adapter"  # name of the adapter's directory in a role's checkpoint
-BASE = "base.json"  # file that identifies the base model of an adapter
-_MODULE = "lora"  # name of the module of a Megatron layer that holds its adapters
-PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}  # name of A and B in this package -> name in peft
+BASE = "base.json"  # file that identifies the base model on which an adapter was trained
+_MODULE = "lora"  # name of the submodule of a Megatron linear layer that holds its adapters
+PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}  # name of the LoRA matrix A or B in this package -> name in peft
 _PREFIX = "base_model.model."  # prefix of module names in peft
 _NAME = re.compile(rf"decoder\.layers\.(\d+)\.{_MODULE}\.(\w+)\.(lora_[ab])")
 # matches a tensor name of peft; the group is the name of the matrix
@@ -49,19 +49,19 @@ _MATRIX = re.compile(r".*?(\w+)\.lora_[AB]\.weight")
 
 
 def parameter_name(layer: int, projection: str, part: str) -> str:
-    """Returns Megatron's name of one of an adapter's two matrices. `part`: "lora_a" or "lora_b"."""
+    """Returns the Megatron name of a LoRA matrix (A or B) of a parameter. `part`: "lora_a" or "lora_b"."""
     return f"{MEGATRON_LAYER.format(layer)}{_MODULE}.{projection}.{part}"
 
 
 def is_adapter(name: str) -> bool:
-    """Checks whether a Megatron parameter, named with its global layer index, belongs to an adapter."""
+    """Checks whether a Megatron parameter belongs to a LoRA adapter. `name` contains the global layer index."""
     return f".{_MODULE}." in name
 
 
 def held(sizes: Sizes, name: str, shard: Shard, rank: int) -> Held:
-    """Returns (shape on this rank, rectangles in peft's tensors) of a parameter of an adapter.
+    """Returns (shape on this rank, rectangles in peft's tensors) of a LoRA matrix, a parameter of an adapter.
 
-    `shard`: the tensor-parallel rank.
+    `shard`: the rank's position in the tensor-parallel group.
     `rank`: the LoRA rank r.
     """
     _, source, cut = _find(sizes, name, rank)
@@ -69,7 +69,7 @@ def held(sizes: Sizes, name: str, shard: Shard, rank: int) -> Held:
 
 
 def shapes(sizes: Sizes, lora: Lora) -> dict[str, tuple[int, int]]:
-    """Returns {peft's tensor name: (rows, columns)} of the adapter of the whole model."""
+    """Returns {peft's tensor name: (rows, columns)} of all LoRA matrices of the whole model."""
     names = (
         parameter_name(layer, found.name, part)
         for layer in range(sizes.num_layers)
@@ -80,7 +80,7 @@ def shapes(sizes: Sizes, lora: Lora) -> dict[str, tuple[int, int]]:
 
 
 def read(directory: str | Path, sizes: Sizes, lora: Lora) -> dict[str, Tensor]:
-    """Reads an adapter written by peft or by `write`. Returns its tensors by peft's names.
+    """Reads a LoRA adapter written by peft or by `write`. Returns its tensors by peft's names.
 
     Raises ConfigError if files are missing or damaged, if the tensors do not match `lora`, or if values are not finite.
     """
@@ -113,7 +113,7 @@ def read(directory: str | Path, sizes: Sizes, lora: Lora) -> dict[str, Tensor]:
 
 
 def write(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str, digest: str) -> None:
-    """Writes an adapter's files in peft's format, and a file that identifies its base model.
+    """Writes a LoRA adapter's files in peft's format, and a file that identifies its base model.
 
     `base`: the base model's path or hub name.
     `digest`: the base model's `base_digest`.
@@ -148,9 +148,9 @@ def write(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str,
 
 
 def read_settings(directory: Path) -> Lora:
-    """Reads the settings of an adapter written by peft or by `write`.
+    """Reads the settings of a LoRA adapter written by peft or by `write`.
 
-    Raises ConfigError if the settings cannot be read, or if the adapter is not W + alpha / r B A.
+    Raises ConfigError if the settings cannot be read, or if the adapter is of another form than W + alpha / r B A.
     """
     file = directory / CONFIG
     try:
@@ -167,9 +167,8 @@ def read_settings(directory: Path) -> Lora:
 
 
 def base_of(directory: Path) -> Path:
-    """Returns the directory of an adapter's base model, as its config names it.
-
-    Raises ConfigError if the model is not found.
+    """Returns the directory of the base model that a LoRA adapter's config names. Raises ConfigError if the model is
+    not found.
     """
     file = directory / CONFIG
     try:
@@ -181,7 +180,9 @@ def base_of(directory: Path) -> Path:
 
 
 def base_digest(path: str | Path) -> str:
-    """Returns a digest of a model's weight files: a hash of their names and quick digests (run.file_checksums)."""
+    """Returns a digest that identifies the weight files in a model directory: a hash of the files' names and quick
+    digests (run.file_checksums).
+    """
     directory, found = hf_model.local_directory(path), hashlib.sha256()
     # config.json is left out: tools rewrite it (dtype, transformers version) although the weights stay the same
     for file in sorted({stored.file for stored in safetensors_headers.read_directory(directory).values()}):
@@ -190,8 +191,9 @@ def base_digest(path: str | Path) -> str:
 
 
 def other_base(directory: Path, path: str | Path) -> str | None:
-    """Returns an error sentence if the adapter in `directory` was trained on other weights than those at `path`, or
-    None."""
+    """Returns an error sentence if the LoRA adapter in `directory` was trained on other weights than the model at
+    `path`; otherwise returns None.
+    """
     file = directory / BASE
     try:
         told = read_object(file)
@@ -207,10 +209,11 @@ def other_base(directory: Path, path: str | Path) -> str | None:
 
 
 def difference(directory: Path, own: Lora | None, path: str | Path) -> str | None:
-    """Returns why a role cannot resume from a checkpoint, or None if it can.
+    """Returns the reason why a role cannot resume from a checkpoint, because the LoRA settings or the base model
+    differ. Returns None if it can resume.
 
-    `directory`: where the checkpoint's adapter would be.
-    `own`: the role's LoRA settings; None if it trains the whole model.
+    `directory`: path that the checkpoint's adapter would have.
+    `own`: the role's LoRA settings; None if the role trains the whole model.
     `path`: the role's base model.
     """
     if not directory.is_dir():
@@ -243,19 +246,19 @@ def merged(
             continue
         a, b = pairs[name]
         whole, row = tensor.clone(), 0
-        for part in blocks(whole):  # converts only one block at a time to float32
+        for part in blocks(whole):  # block by block, so that only one block at a time is converted to float32
             part.copy_(part.float() + scale * (b[row : row + len(part)] @ a))
             row += len(part)
         yield name, whole
 
 
 def _peft_name(layer: int, projection: Projection, part: str) -> str:
-    """Returns peft's name of one of an adapter's two matrices."""
+    """Returns peft's tensor name of a LoRA matrix."""
     return f"{_PREFIX}{HF_LAYER.format(layer)}{projection.module}.{PARTS[part]}.weight"
 
 
 def _find(sizes: Sizes, name: str, rank: int = 1) -> tuple[Projection, Source, Partition]:
-    """Returns (projection, peft's tensor, partition) of a parameter of an adapter.
+    """Returns (projection, peft's tensor, partition) of a LoRA matrix.
 
     `rank`: the LoRA rank r.
 

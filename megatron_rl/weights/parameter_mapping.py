@@ -21,10 +21,10 @@ from megatron_rl.models.sizes import Sizes
 
 
 class Shard(NamedTuple):
-    """The part of every parameter that a rank holds.
+    """The shard (part) of every parameter that a rank holds.
 
-    Dense parameters: `rank` of `tp` tensor-parallel ranks. Experts: `expert_rank` of `expert_tp` expert-tensor-parallel
-    ranks.
+    Of a dense parameter, the rank holds part `rank` of `tp` parts (tensor parallelism). Of an expert's parameter, it
+    holds part `expert_rank` of `expert_tp` parts (expert tensor parallelism).
     """
 
     tp: int = 1
@@ -33,12 +33,14 @@ class Shard(NamedTuple):
     expert_rank: int = 0
 
     def of(self, row: Row) -> tuple[int, int]:
-        """Returns (number of ranks, rank) over which a `Row`'s parameter is sharded."""
+        """Returns (number of ranks, rank) over which the parameter described by a `Row` is sharded."""
         return (self.expert_tp, self.expert_rank) if row.experts else (self.tp, self.rank)
 
 
 class Parameter(NamedTuple):
-    """A parameter's part on one rank: its name, its shape on the rank, and its rectangles."""
+    """A rank's part of a parameter: the parameter's name, the shape of the part, and the rectangles of Hugging Face
+    tensors that it consists of.
+    """
 
     name: str
     shape: Shape
@@ -51,7 +53,7 @@ _EXPERT_NUMBER = re.compile(r"(mlp\.experts\.(?:linear_fc[12]\.(?:weight|bias)|l
 
 
 def hf_shapes(sizes: Sizes) -> dict[str, Shape]:
-    """Returns {tensor: (rows, columns)} of all tensors in the model's Hugging Face directory."""
+    """Returns {tensor name: (rows, columns)} of all tensors in the model's Hugging Face directory."""
     first, last = ends(sizes)
     shapes = {s.name: (s.rows, s.columns) for row in (*first, *last) for s in row.sources}
     for layer in range(sizes.num_layers):
@@ -66,7 +68,8 @@ def hf_shapes(sizes: Sizes) -> dict[str, Shape]:
 def kept_float32(sizes: Sizes) -> frozenset[str]:
     """Returns the names of the untrained parameters that are float32 whatever the model's dtype.
 
-    The set holds their Hugging Face names, their Megatron names in both spellings, and their engine names.
+    Each parameter is in the set under its Hugging Face name, its Megatron names in both layer specs, and its engine
+    name.
     """
     found: set[str] = set()
     for layer in range(sizes.num_layers):
@@ -78,9 +81,8 @@ def kept_float32(sizes: Sizes) -> frozenset[str]:
 
 
 def is_expert(name: str) -> bool:
-    """Checks whether a Megatron parameter belongs to one of a router's experts.
-
-    Expert-parallel ranks hold different parameters of this kind.
+    """Checks whether a Megatron parameter belongs to one of the experts that a router selects. Of these parameters,
+    expert-parallel ranks hold different ones.
     """
     return ".mlp.experts." in name
 
@@ -94,7 +96,7 @@ def renumber_expert(name: str, *, by: int) -> str:
 
 
 def megatron(sizes: Sizes, name: str, shard: Shard = WHOLE, *, vocab_multiple: int = 1) -> tuple[Shape, list[Rect]]:
-    """Returns (shape on this rank, rectangles) of a Megatron parameter.
+    """Returns (shape on this rank, rectangles of Hugging Face tensors that fill it) of a Megatron parameter.
 
     `name`: the name with global layer and expert indices.
     `vocab_multiple`: vocabulary rows are padded to a multiple of `vocab_multiple` * tp.
@@ -108,7 +110,8 @@ def megatron(sizes: Sizes, name: str, shard: Shard = WHOLE, *, vocab_multiple: i
 
 
 def _find(sizes: Sizes, name: str) -> tuple[Row, str, str]:
-    """Returns (`Row`, prefix of its tensors' names, expert index or "") of a Megatron parameter in either spelling.
+    """Returns (`Row` that describes the parameter, prefix of the Hugging Face tensors' names, expert index or "") of a
+    Megatron parameter. The name may be that of either layer spec.
 
     Raises KeyError if the model has no parameter of this name.
     """
@@ -129,14 +132,19 @@ def _find(sizes: Sizes, name: str) -> tuple[Row, str, str]:
 
 @lru_cache(maxsize=1024)
 def _rows_by_name(sizes: Sizes, layer: int | None) -> dict[str, Row]:
-    """Returns {Megatron name: row} with both spellings of each name, for a layer, or outside of the layers if `layer`
-    is None."""
+    """Returns {Megatron name: `Row` that describes the parameter} for a layer, or for the parameters outside of the
+    layers if `layer` is None.
+
+    Each parameter is listed under its names in both layer specs.
+    """
     rows = [row for part in ends(sizes) for row in part] if layer is None else layer_rows(sizes, layer)
     return {row.spelled(fused): row for row in rows for fused in (False, True)}
 
 
 def _named(rects: Iterable[Rect], prefix: str, expert: str) -> list[Rect]:
-    """Returns a `Row`'s rectangles with the full names of their tensors."""
+    """Returns the rectangles of a `Row` (description of a parameter), with the full names of the Hugging Face
+    tensors.
+    """
     if expert:
         return [Rect(prefix + tensor.replace(EXPERT, expert), *rest) for tensor, *rest in rects]
     return [Rect(prefix + tensor, *rest) for tensor, *rest in rects]
@@ -145,7 +153,8 @@ def _named(rects: Iterable[Rect], prefix: str, expert: str) -> list[Rect]:
 def megatron_names(
     sizes: Sizes, layers: Iterable[int], experts: Iterable[int], *, first: bool, last: bool, fused: bool
 ) -> list[str]:
-    """Returns the names of the parameters of a rank that holds these global `layers` and `experts`.
+    """Returns the Megatron names of the parameters of a rank that holds the layers and experts with the global indices
+    `layers` and `experts`.
 
     `first`, `last`: whether the rank belongs to the first or last pipeline stage. A tied model has a copy of the
     embedding as output layer on a last stage that is not also the first.
@@ -157,7 +166,9 @@ def megatron_names(
 
 
 def _stage_rows(sizes: Sizes, layers: Iterable[int], *, first: bool, last: bool) -> Iterator[tuple[Row, str, str]]:
-    """Yields (row, prefix of Megatron's name, prefix of Hugging Face's names) of all rows of a pipeline stage."""
+    """Yields (`Row` that describes a parameter, prefix of Megatron's name, prefix of Hugging Face's names) of all
+    parameters of a pipeline stage.
+    """
     outside = ends(sizes)
     if first:
         yield from ((row, "", "") for row in outside.first)
@@ -169,7 +180,7 @@ def _stage_rows(sizes: Sizes, layers: Iterable[int], *, first: bool, last: bool)
 
 
 def _spelled(row: Row, prefix: str, experts: Sequence[int], fused: bool) -> Iterator[tuple[str, str]]:
-    """Yields (Megatron name, expert index or "") of the parameters that a `Row` describes."""
+    """Yields (Megatron name, expert index or "") of the parameters that a `Row` describes: one, or one per expert."""
     name = prefix + row.spelled(fused)
     if not row.experts:
         yield name, ""
@@ -205,7 +216,8 @@ def trainer_parameters(
 
 
 def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -> dict[str, tuple[Shape, list[Rect]]]:
-    """Returns {name: (shape, rectangles)} of the parameters of rank `rank` of a vLLM or SGLang engine with `tp` ranks.
+    """Returns {name: (shape, rectangles of Hugging Face tensors)} of the parameters of rank `rank` of a vLLM or SGLang
+    engine with `tp` ranks.
 
     q, k and v of the rank's heads are one parameter, and so are gate and up. Key/value heads are repeated if there are
     fewer heads than ranks. Experts are stacked in [E_local, ...] parameters, whose first two dimensions are joined
@@ -242,8 +254,10 @@ def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -
 
 
 def _holder(cut: Callable[[Row], Held]) -> Callable[[Row], Held]:
-    """Returns a cached version of `cut`, which is called once per row. Equal layers share their row objects."""
-    known: dict[int, tuple[Row, Held]] = {}  # the row is stored too, so that its id is not reused
+    """Returns a cached version of the function `cut`, which is called only once for each `Row` object. Equal layers
+    share their `Row` objects.
+    """
+    known: dict[int, tuple[Row, Held]] = {}  # the `Row` is stored with the result, so that its id is not reused
 
     def held(row: Row) -> Held:
         if id(row) not in known:
@@ -254,8 +268,9 @@ def _holder(cut: Callable[[Row], Held]) -> Callable[[Row], Held]:
 
 
 def check_complete(names: Iterable[str], sizes: Sizes) -> None:
-    """Raises ConfigError if a tensor is not part of the model. Without this check, a different model would be
-    loaded."""
+    """Raises ConfigError if one of the tensors does not belong to the model. Without this check, the weights of a
+    different model could be loaded.
+    """
     known = {*hf_shapes(sizes), "lm_head.weight"}  # the files of a tied model may include the output layer
     family = family_of(sizes)
     left = sorted(n for n in names if n not in known and not family.leaves_out(sizes, n))
@@ -267,12 +282,12 @@ def check_complete(names: Iterable[str], sizes: Sizes) -> None:
 
 
 def padding(shape: Shape, rects: Sequence[Rect]) -> int:
-    """Returns the number of elements of a parameter that no rectangle covers."""
+    """Returns the number of elements of a parameter that no rectangle covers, which are vocabulary padding."""
     return shape[0] * shape[1] - sum(rect.elements for rect in rects)
 
 
 def by_tensor(parameters: Mapping[str, tuple[Shape, Sequence[Rect]]]) -> dict[str, list[tuple[str, Rect]]]:
-    """Returns {tensor: [(parameter, rectangle)]} from {parameter: (shape, rectangles)}."""
+    """Returns {Hugging Face tensor: [(parameter, rectangle)]}, converted from {parameter: (shape, rectangles)}."""
     out: dict[str, list[tuple[str, Rect]]] = {}
     for name, (_, rects) in parameters.items():
         for rect in rects:

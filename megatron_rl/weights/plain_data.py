@@ -25,7 +25,7 @@ DAMAGED = (
     OSError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError, AssertionError, OverflowError,
     MemoryError, RecursionError, ImportError, RuntimeError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError,
 )  # fmt: skip
-# The classes and functions that occur in a .metadata file written by torch.
+# Classes and functions that a .metadata file written by torch may contain.
 _CHECKPOINT = "torch.distributed.checkpoint"
 _ALLOWED = {
     f"{_CHECKPOINT}.metadata": {
@@ -57,8 +57,8 @@ def read_metadata(directory: Path, *, trust: bool = False) -> Metadata:
 
     `trust`: whether to accept pickles that are more than plain data.
 
-    Raises UnpicklingError if the file is more than plain data and not trusted. Raises one of `DAMAGED` if it is
-    damaged.
+    Raises UnpicklingError if the file is more than plain data and `trust` is False. Raises one of the exceptions in
+    `DAMAGED` if the file is damaged.
     """
     data = (directory / METADATA).read_bytes()
     if not trust:
@@ -85,10 +85,10 @@ def _check_places(found: Metadata) -> None:
 def read_object(data: bytes | Path, what: str, *, trust: bool = False) -> Any:
     """Returns an object saved by torch.save, given as bytes or as a file.
 
-    `what`: how to call the object in error messages.
+    `what`: name of the object for error messages.
     `trust`: whether to accept pickles that are more than plain data.
 
-    Raises ConfigError if the object is damaged, or if it is more than plain data and not trusted.
+    Raises ConfigError if the object is damaged, or if it is more than plain data and `trust` is False.
     """
     try:
         source = io.BytesIO(data) if isinstance(data, bytes) else data

@@ -14,7 +14,9 @@ from megatron_rl.weights.parameter_mapping import Parameter, Rect, Shape, Shard,
 
 
 class Holding(NamedTuple):
-    """Parameters, with their rectangles, of which all of `ranks` hold identical copies."""
+    """A list of parameters, with the rectangles of Hugging Face tensors that they consist of. Each rank in `ranks`
+    holds an identical copy of all of them.
+    """
 
     ranks: tuple[int, ...]
     parameters: list[tuple[str, Rect]]
@@ -32,11 +34,13 @@ class TrainerLayout:
     dp: int = 1
     ep: int = 1
     etp: int = 1
-    vpp: int = 1  # interleaved chunks per stage: chunk c of stage s is run c * pp + s of the layers
-    # number of layers of each run, in order; empty: as even as possible, with the extra layers in the first runs
+    # number of interleaved model chunks per stage: chunk c of stage s is run c * pp + s of consecutive layers
+    vpp: int = 1
+    # number of layers of each run (pp * vpp runs), in order; if empty, layers are divided evenly and the first runs get
+    # the extra layers
     stages: tuple[int, ...] = ()
     vocab_multiple: int = 1
-    # whether parameters are named as in the Transformer Engine layer spec, not as in the local layer spec
+    # whether parameters have the names of the Transformer Engine layer spec (True) or of the local layer spec (False)
     fused: bool = True
 
     def __post_init__(self) -> None:
@@ -53,9 +57,9 @@ class TrainerLayout:
         return self.tp * self.pp * self.dp
 
     def layers(self, sizes: Sizes) -> list[list[int]]:
-        """Returns the global layer indices of each stage.
+        """Returns one list per pipeline stage with the global indices of the stage's layers.
 
-        Raises ConfigError if `stages` do not sum to the model's number of layers.
+        Raises ConfigError if the layer counts in `stages` do not sum to the model's number of layers.
         """
         runs = self.pp * self.vpp
         even, left = divmod(sizes.num_layers, runs)
@@ -87,14 +91,14 @@ class EngineLayout:
 
 
 def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
-    """Yields the holdings of a trainer's ranks.
+    """Yields the holdings (parameters, and the ranks that hold copies of them) of a trainer's ranks.
 
     Dense parameters and experts are separate holdings, because their replicas are on different ranks.
 
     Raises ConfigError if the layout does not divide the model.
     """
     etp = layout.etp if sizes.experts or layout.etp > 1 else None
-    axes = Axes(tp=layout.tp, ep=layout.ep, etp=etp)  # stages may be uneven here: runs are not checked
+    axes = Axes(tp=layout.tp, ep=layout.ep, etp=etp)  # the runs of layers are not checked, since they may be uneven
     _refuse("trainer", trainer_problems(sizes, axes, f"the {sizes.family} model"))
     stage_ranks = layout.tp * layout.dp
     for stage, layers in enumerate(layout.layers(sizes)):
@@ -118,7 +122,8 @@ def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
 
 
 def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = None) -> Iterator[Holding]:
-    """Yields the holdings of the engines' ranks, limited to `ranks` if given.
+    """Yields the holdings (parameters, and the ranks that hold copies of them) of the engines' ranks. If `ranks` is
+    given, yields those of these ranks only.
 
     Raises ConfigError if the layout does not divide the model.
     """
@@ -132,25 +137,27 @@ def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = 
 
 
 def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str, tuple[Shape, list[Rect]]]:
-    """Returns {name: (shape, rectangles)} of the parameters of an engine rank (of any replica)."""
+    """Returns {name: (shape, rectangles)} of the parameters of an engine rank. The ranks of all replicas are numbered
+    consecutively.
+    """
     if layout.whole:
         return {name: (shape, [Rect(name, 0, 0, *shape, 0, 0)]) for name, shape in hf_shapes(sizes).items()}
     return engine(sizes, layout.tp, rank % layout.tp, expert_parallel=layout.expert_parallel)
 
 
 def _refuse(side: str, problems: Sequence[str]) -> None:
-    """Raises ConfigError if there are problems. `side`: "trainer" or "engine", for the message."""
+    """Raises ConfigError if `problems` is not empty. `side`: "trainer" or "engine", for the error message."""
     if problems:
         raise ConfigError("\n  ".join(f"{side}: {line}" for line in problems))
 
 
 def _holding(ranks: tuple[int, ...], found: Iterable[Parameter]) -> Holding:
-    """Returns the parameters as a `Holding` of `ranks`."""
+    """Returns a `Holding` that says that `ranks` hold the parameters."""
     return Holding(ranks, [(name, rect) for name, _, rects in found for rect in rects])
 
 
 def differences(wanted: Mapping[str, tuple[int, int]], found: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """Yields one message for each parameter of an engine that differs from the layout's.
+    """Yields one error message for each parameter of an engine that differs from the expected layout.
 
     `wanted`, `found`: name -> shape in the layout and in the engine.
 

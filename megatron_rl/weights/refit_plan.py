@@ -22,7 +22,7 @@ Column = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """The node and device of every rank.
+    """The node and the device of every rank of the trainer or of the engines.
 
     Ranks on the same device exchange data without sending it. Traffic within a node does not use the network.
     """
@@ -32,8 +32,9 @@ class RankPlacement:
 
 
 class _Columns:
-    """A table stored as columns: arrays of the same length, one entry per row. Fields that are tuples hold names, not
-    columns."""
+    """A table stored as columns: arrays of the same length, with one entry per row of the table. Fields that are tuples
+    are lists of names, not columns.
+    """
 
     def take(self, index: NDArray[Any], **columns: Column) -> Self:
         """Returns the rows at the given indices. `columns` replaces the columns of the same names."""
@@ -44,7 +45,8 @@ class _Columns:
 
 @dataclass(frozen=True)
 class Slices(_Columns):
-    """Rectangles to copy, one per entry of every column, sorted by source and then by destination.
+    """Rectangles of parameters to copy. Each field is a column with one entry per rectangle, sorted by source and then
+    by destination.
 
     The rectangle of `rows` x `columns` at (source_row, source_column) of source_parameter is copied to (row, column) of
     destination_parameter. Parameters are given as indices into `source_names` and `destination_names`.
@@ -74,7 +76,9 @@ class Slices(_Columns):
 
 @dataclass(frozen=True)
 class RefitBucket:
-    """A message: slices [first, last) from one source rank to one destination rank, sent in round `round_number`."""
+    """A message of a refit (weight sync): slices [first, last) from one source rank to one destination rank, sent in
+    round `round_number`.
+    """
 
     round_number: int
     source: int
@@ -86,7 +90,9 @@ class RefitBucket:
 
 @dataclass(frozen=True)
 class RefitPlan:
-    """The messages of a refit, in rounds. In a round, a rank sends at most one message and receives at most one."""
+    """The messages of a refit (weight sync from the trainer to the engines), in rounds. In a round, a rank sends at
+    most one message and receives at most one.
+    """
 
     slices: Slices
     buckets: tuple[RefitBucket, ...]  # messages between devices, sorted by round
@@ -96,7 +102,9 @@ class RefitPlan:
 
     @property
     def lower_bound(self) -> int:
-        """Returns the minimum number of elements that any plan has to send between devices."""
+        """Returns the number of elements that any plan has to send between devices: the needed elements that are not
+        already on the right device.
+        """
         return sum(self.needed.values()) - sum(self.held.values())
 
     @property
@@ -113,7 +121,8 @@ def plan(
     engine: RankPlacement,
     bucket_elements: int = 64 << 20,
 ) -> RefitPlan:
-    """Returns the refit plan from the trainer's holdings (`sources`) to the engines' holdings (`destinations`).
+    """Returns the plan for sending weights from the trainer's holdings (`sources`) to the engines' holdings
+    (`destinations`). A holding lists parameters and the ranks that hold copies of them.
 
     `trainer`, `engine`: the placement of their ranks.
     `bucket_elements`: the maximum number of elements of a message.
@@ -142,7 +151,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Table(_Columns):
-    """Rectangles stored as columns, one entry per rectangle."""
+    """Rectangles of parameters stored as columns, one entry per rectangle."""
 
     tensor: Column
     row: Column
@@ -161,7 +170,7 @@ class _Table(_Columns):
 
 
 def _table(holdings: Iterable[Holding], tensors: dict[str, int]) -> tuple[_Table, list[tuple[int, ...]]]:
-    """Returns (table of all rectangles, list of the ranks of each holding).
+    """Returns (table of the rectangles of all holdings, list of the ranks of each holding).
 
     Adds every new tensor to `tensors`, which maps the tensor's name to its index.
     """
@@ -179,7 +188,9 @@ def _table(holdings: Iterable[Holding], tensors: dict[str, int]) -> tuple[_Table
 
 
 def _one_row_per_rank(table: _Table, holders: Sequence[tuple[int, ...]]) -> tuple[_Table, Column]:
-    """Repeats the rectangles of each holding for each rank of the holding. Returns (table, rank of each row)."""
+    """Repeats the rectangles of each holding for each rank that holds them. Returns (table, rank of each row of the
+    table).
+    """
     copies = np.array([len(r) for r in holders], dtype=np.int64)[table.holding]
     index = np.repeat(np.arange(len(copies)), copies)
     which = np.arange(len(index)) - np.repeat(np.cumsum(copies) - copies, copies)
@@ -190,7 +201,9 @@ def _one_row_per_rank(table: _Table, holders: Sequence[tuple[int, ...]]) -> tupl
 
 @dataclass(frozen=True)
 class _Pairs(_Columns):
-    """Overlaps between a sent and a received rectangle, stored as columns."""
+    """Pairs of a rectangle that a trainer rank holds and an overlapping rectangle that an engine rank needs, stored as
+    columns.
+    """
 
     send: Column  # row indices in the sending table
     receive: Column  # row indices in the receiving table
@@ -205,7 +218,7 @@ class _Pairs(_Columns):
 
 
 def _find_overlaps(send: _Table, receive: _Table) -> _Pairs:
-    """Returns every overlap between a rectangle of `send` and a rectangle of `receive`."""
+    """Returns every overlap between a rectangle of `send` (trainer) and a rectangle of `receive` (engines)."""
     order = np.argsort(send.tensor, kind="stable")
     keys = send.tensor[order]
     low, high = np.searchsorted(keys, receive.tensor, "left"), np.searchsorted(keys, receive.tensor, "right")
@@ -227,8 +240,8 @@ def _drop_duplicates(
     trainer: RankPlacement,
     engine: RankPlacement,
 ) -> _Pairs:
-    """Returns the pairs with duplicates removed. Of pairs that deliver the same elements, the one with the nearest
-    sender stays.
+    """Returns the pairs (overlaps of a sent and a received rectangle) without duplicates. Of pairs that deliver the
+    same elements, keeps the pair with the nearest sender.
 
     Duplicates occur if all tensor-parallel ranks hold the same part, and for a tied embedding, which has a second name.
     """
@@ -244,7 +257,9 @@ def _drop_duplicates(
 
 
 def _distance(holders: Sequence[int], destination: int, trainer: RankPlacement, engine: RankPlacement) -> int:
-    """Returns 0 if a holder is on the destination's device, 1 if a holder is on its node, otherwise 2."""
+    """Returns the distance from `destination` to the nearest of the ranks `holders`: 0 for the same device, 1 for the
+    same node, otherwise 2.
+    """
     if any(trainer.devices[r] == engine.devices[destination] for r in holders):
         return 0
     return 1 if any(trainer.nodes[r] == engine.nodes[destination] for r in holders) else 2
@@ -271,7 +286,9 @@ def _choose_senders(
     trainer: RankPlacement,
     engine: RankPlacement,
 ) -> Column:
-    """Returns the sending rank of every pair. Senders are chosen greedily, for the largest pairs first."""
+    """Returns the sending rank of every pair (overlap of a sent and a received rectangle). Senders are chosen greedily,
+    for the largest pairs first.
+    """
     load = [0] * len(trainer.nodes)
     out = np.empty(len(pairs.send), dtype=np.int64)
     holdings, destinations = send.holding[pairs.send].tolist(), owners[pairs.receive].tolist()
@@ -292,7 +309,7 @@ def _choose_senders(
 def _nearest(
     holders: Sequence[int], destination: int, trainer: RankPlacement, engine: RankPlacement
 ) -> tuple[bool, tuple[int, ...]]:
-    """Returns (whether the data is already on the destination's device, the equally near candidates).
+    """Returns (whether the data is already on the destination's device, the nearest ranks that hold the data).
 
     The order of the candidates depends on the destination, which spreads the load.
     """
@@ -304,12 +321,12 @@ def _nearest(
 
 
 def _sum_by(keys: Column, values: Column) -> dict[int, int]:
-    """Returns {key: sum of the key's values}."""
+    """Returns {key: sum of the values with this key}."""
     return {key: int(values[keys == key].sum()) for key in np.unique(keys).tolist()}
 
 
 def _slices(pairs: _Pairs, send: _Table, receive: _Table, chosen: Column, owners: Column) -> Slices:
-    """Returns the pairs as sorted slices of parameters."""
+    """Returns the rectangles to copy, sorted by source and destination, from the pairs of overlapping rectangles."""
     s, r = pairs.send, pairs.receive
     slices = Slices(
         source=chosen,
@@ -342,8 +359,9 @@ def _join_adjacent(slices: Slices) -> Slices:
 
 
 def _cut_long(slices: Slices, limit: int) -> Slices:
-    """Splits slices of more than `limit` elements by rows. A part has as many rows as fit into `limit`, but at least
-    one."""
+    """Splits slices of more than `limit` elements by rows. Each part has as many rows as fit into `limit` elements, but
+    at least one row.
+    """
     fitting = np.maximum(1, limit // slices.columns)
     parts = -(-slices.rows // fitting)
     which = np.repeat(np.arange(len(slices)), parts)
@@ -361,7 +379,7 @@ def _buckets(slices: Slices, sent: NDArray[np.bool_], limit: int) -> list[RefitB
 
     A single row with more than `limit` elements is sent as a separate message.
     """
-    messages: list[tuple[int, int, int, int, int]] = []  # source, destination, first, last, elements
+    messages: list[tuple[int, int, int, int, int]] = []  # columns: source, destination, first, last, elements
     elements, source, destination = slices.elements.tolist(), slices.source.tolist(), slices.destination.tolist()
     for i in np.flatnonzero(sent).tolist():
         if messages:
@@ -374,8 +392,9 @@ def _buckets(slices: Slices, sent: NDArray[np.bool_], limit: int) -> list[RefitB
 
 
 def _assign_rounds(messages: Sequence[tuple[int, int, int, int, int]]) -> list[RefitBucket]:
-    """Assigns to each message the first round in which its source and its destination are free. The busiest ranks go
-    first."""
+    """Assigns to each message the first round in which its source and its destination are free. Messages of the ranks
+    with the most traffic are assigned first.
+    """
     waiting: dict[tuple[int, int], list[tuple[int, int, int, int, int]]] = {}
     for message in messages:
         waiting.setdefault(message[:2], []).append(message)

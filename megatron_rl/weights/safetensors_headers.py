@@ -20,15 +20,15 @@ from megatron_rl.models.rows import EXPERT, HF_LAYER
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# first bytes of a git-lfs pointer, which replaces a file that git-lfs has not downloaded
+# first bytes of a git-lfs pointer: a small file in place of a large file that git-lfs has not downloaded
 LFS = b"version https://git-lfs.github.com/"
 
 
 class Stored(NamedTuple):
-    """A tensor as described by its file's header."""
+    """A tensor in a safetensors file, as described by the file's header."""
 
     file: Path
-    dtype: str  # dtype name of safetensors: F32, BF16, F16, ...
+    dtype: str  # dtype name in safetensors: F32, BF16, F16, ...
     shape: tuple[int, ...]
     # If the tensor is part of a stacked tensor: (name of the stacked tensor, expert index or None, first row).
     part: tuple[str, int | None, int] | None = None
@@ -38,13 +38,14 @@ def read_directory(directory: Path) -> dict[str, Stored]:
     """Returns every tensor of a model directory, by name.
 
     Raises FileNotFoundError if there are no weights at all. Raises ConfigError if a file is missing, cut short or
-    damaged, if the index names a tensor that its file does not hold, or if the directory holds several models.
+    damaged, if the index names a tensor that its file does not hold, or if the directory holds the weights of several
+    models.
     """
     return _apart(directory, _read(directory))
 
 
 def _read(directory: Path) -> dict[str, Stored]:
-    """Returns every tensor of a directory under its name in the files."""
+    """Returns every tensor of a model directory, by its name in the files (experts may be stacked in one tensor)."""
     index, single = directory / INDEX, directory / SINGLE
     if (directory / ADAPTER).is_file() and (index.exists() or single.exists()):
         raise ConfigError(
@@ -82,7 +83,8 @@ def _read(directory: Path) -> dict[str, Stored]:
 
 
 def _apart(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
-    """Replaces stacked experts by their parts, named as in files that have one tensor per expert.
+    """Replaces each tensor of stacked experts by one entry per expert, with the names that files with one tensor per
+    expert use.
 
     If config.json cannot be read, the tensors are returned unchanged. Raises ConfigError if the shape of a stacked
     tensor does not match config.json.

@@ -12,17 +12,17 @@ from megatron_rl.models.rows import EXPERT, HF_LAYER
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.parameter_mapping import Rect, padding
 
-# A function that returns a rectangle of a Hugging Face tensor: [rows, columns], or [rows] of a 1-D tensor.
+# Type of a function that returns a rectangle of a Hugging Face tensor: [rows, columns], or [rows] of a 1-D tensor.
 Read = Callable[[Rect], Tensor]
 
 
 def from_tensor(tensor: Tensor, rect: Rect) -> Tensor:
-    """Returns the view of `rect` in the whole Hugging Face tensor."""
+    """Returns the part of a whole Hugging Face tensor that `rect` refers to, as a view."""
     return _view(tensor, rect.row, rect.column, rect)
 
 
 def local(parameter: Tensor, rect: Rect) -> Tensor:
-    """Returns the view of `rect` in a rank's parameter (1-D or 2-D)."""
+    """Returns the part of a rank's parameter (1-D or 2-D) that `rect` refers to, as a view."""
     return _view(parameter, rect.at_row, rect.at_column, rect)
 
 
@@ -44,7 +44,7 @@ def fill(parameter: Tensor, rects: Sequence[Rect], read: Read) -> None:
 def assemble(shards: Iterable[tuple[Tensor, Sequence[Rect]]]) -> dict[str, Tensor]:
     """Assembles whole Hugging Face tensors from the ranks' parts of one parameter. Returns the tensors by name.
 
-    `shards`: (a rank's part, its rectangles) of each rank. The result is on the device of the parts.
+    `shards`: one (part of the parameter, rectangles of the part) per rank. The result is on the device of the parts.
     """
     parts = [(part, rect) for part, rects in shards for rect in rects]
     sizes: dict[str, tuple[int, int]] = {}
@@ -82,13 +82,13 @@ def by_expert(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
 
 
 def _view(tensor: Tensor, row: int, column: int, rect: Rect) -> Tensor:
-    """Returns the rows and columns of the size of `rect` that begin at (row, column)."""
+    """Returns a view of a tensor that begins at (row, column) and has the size of `rect`."""
     rows = tensor[row : row + rect.rows]
     return rows if tensor.dim() == 1 else rows[:, column : column + rect.columns]
 
 
 def blocks(tensor: Tensor, elements: int = 1 << 24) -> Iterator[Tensor]:
-    """Yields the tensor as runs of rows with about `elements` elements each.
+    """Yields consecutive blocks of rows of the tensor, with about `elements` elements each.
 
     Computing block by block avoids temporaries as large as the tensor.
     """
