@@ -1,4 +1,5 @@
-"""The common base of the config dataclasses: the decorator, the error, and types that several sections use."""
+"""The common base of the config dataclasses: the decorator `config`, the exception ConfigError, and types that several
+sections of a config use."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 import pydantic
 
 C = TypeVar("C")
-# Maximum length of a file name, in bytes. File systems allow 255; the rest is for suffixes that are appended to names.
+# Maximum length of a file name, in bytes. File systems allow 255 bytes; the difference is reserved for suffixes that
+# are appended to file names.
 LONGEST_NAME = 200
 _USER = re.compile(r"://[^/\s@'\"]+@")  # the user and password in a URL
 MOST_JSON_BYTES = 64 << 20  # maximum size of a JSON file that describes a model or an adapter
@@ -26,7 +28,7 @@ class ConfigError(ValueError):
 
 def check_path(setting: str, path: str) -> None:
     """Raises ConfigError if a path is blank, has control characters, begins with `-` (as options do), or has a name of
-    more than LONGEST_NAME bytes. `setting`: the setting's name for the message."""
+    more than LONGEST_NAME bytes. `setting`: name of the setting that contains the path, for the error message."""
     if not path.isprintable() or not path.strip():
         raise ConfigError(f"{setting} = {path!r}: give a name without line breaks or other control characters")
     if path.startswith("-"):
@@ -80,7 +82,8 @@ class Use:
 
 
 def field_comments(schema: type) -> dict[str, str]:
-    """Returns {field name: comment} of a config dataclass. `megatron-rl settings` and `--help` print the comments.
+    """Returns {field name: comment} of a config dataclass. The command `megatron-rl settings` and the option `--help`
+    print these comments.
 
     A field's comment is at the end of the field's line, or on the lines directly above it. Inherited fields are
     included. Fields without a comment are left out.

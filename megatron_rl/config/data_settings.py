@@ -1,4 +1,5 @@
-"""Ready-made settings for public data sets (field names, filters, answer patterns). A config's values override them."""
+"""Ready-made settings for public data sets (field names, filters, answer patterns). Values in a config override the
+ready-made values."""
 
 from __future__ import annotations
 
@@ -6,17 +7,17 @@ import dataclasses
 
 from megatron_rl.config.schema import ConfigError, PromptSet
 
-_GENERATED = "reasoning_gym:"  # prefix of the path of generated problems
+_GENERATED = "reasoning_gym:"  # prefix of data.path for problems that reasoning-gym generates
 TRAIN, TEST, ALL = "train", "test", "all"  # splits of generated problems
 
 _BOXED_SUFFIX = "\n\nPresent the answer in LaTex format: \\boxed{Your answer}"
 
-# Settings with a single value, which are null if the config does not set them.
+# Names of the settings of PromptSet that hold a single value (no mapping) and are null if the config does not set them.
 _SINGLE = ("subset", "answer_pattern", "answer_commas", "remove_suffix")
 
 
 def settings_table() -> dict[str, PromptSet]:
-    """Returns {name: ready-made settings}. The path of each is empty."""
+    """Returns {name: ready-made settings} of the public data sets. The setting `path` of each PromptSet is empty."""
     return {
         "eurus2_rl": PromptSet(
             path="",
@@ -47,11 +48,12 @@ def settings_table() -> dict[str, PromptSet]:
 
 
 def resolve(source: PromptSet) -> PromptSet:
-    """Returns `source` completed with the ready-made settings that it names. Values that `source` sets are kept.
+    """Returns the problem set `source`, completed with the ready-made settings named by `source.settings`. Values that
+    `source` sets are kept.
 
-    If the config names the key of a conversation (fields.messages), the ready-made `question` field is left out.
-    Generated problems (`reasoning_gym:NAME`) get the fields `question` and `entry`. Raises ConfigError if
-    `source.settings` is unknown.
+    If the config names the row's key of a conversation (fields.messages), the `question` field of the ready-made
+    settings is left out. Generated problems (`reasoning_gym:NAME`) get the fields `question` and `entry`. Raises
+    ConfigError if `source.settings` is unknown.
     """
     if generated_name(source.path) is not None:
         return dataclasses.replace(source, fields={"question": "question", "entry": "entry", **source.fields})

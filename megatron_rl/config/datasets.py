@@ -10,7 +10,8 @@ from pydantic import PositiveInt
 
 from megatron_rl.config.base import Share, config
 
-Seed = Annotated[int, pydantic.Field(ge=0, lt=2**31)]  # seed + index of a draw stays below numpy's limit
+# the limit keeps seed + index of a problem below 2^32, numpy's limit of a seed
+Seed = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
 
 
 @config
@@ -28,10 +29,13 @@ class PromptSet:
     reasoning-gym generates."""
 
     path: str  # JSONL or Parquet file, directory of such files, Hugging Face data set, or reasoning_gym:NAME
-    generated: Generated | None = None  # size, seed and arguments of reasoning_gym:NAME; null: the defaults
-    # Name of a ready-made mapping: eurus2_rl, eurus2_sft, deepscaler, gsm8k, math, last_letter, solutions.
+    # size, seed and arguments for the path reasoning_gym:NAME; null: their default values
+    generated: Generated | None = None
+    # Name of ready-made settings for a public data set (fields, filters, answer pattern): eurus2_rl, eurus2_sft,
+    # deepscaler, gsm8k, math, last_letter, solutions.
     settings: str | None = None
-    # Configuration of a Hugging Face data set; null: the configuration that `settings` names, otherwise the only one.
+    # Configuration of a Hugging Face data set; null: the configuration in the ready-made `settings` if there is one,
+    # otherwise the only configuration of the data set.
     subset: str | None = None
     # Split of a Hugging Face data set, or of a directory with files train*, test*, ... For reasoning_gym:NAME: train or
     # test, which have no question in common, or all.
@@ -39,11 +43,13 @@ class PromptSet:
     # A single file of a data set on the hub, for data sets whose splits contain other files too; null: all files of the
     # split.
     file: str | None = None
-    # {field name: key in the row}; dots address nested values. Example: {question: problem}. The field `messages` is a
-    # conversation. docs/your_data.md describes how fields that are not set are found.
+    # {name of a field of the problem: key in the row of the data set}; dots in a key address nested values. Example:
+    # {question: problem}. The field `messages` is a conversation. docs/your_data.md describes how fields that are not
+    # set are found.
     fields: dict[str, str] = field(default_factory=dict)
-    # true: every question is sent as the user message of a conversation. false: every prompt is sent as text; of a
-    # conversation it is the last user message. null: conversations are sent as conversations, questions as text.
+    # true: every question is sent as the user message of a conversation. false: every prompt is sent as text; if a
+    # problem is a conversation, the text is its last user message. null: conversations are sent as conversations, and
+    # questions as text.
     chat: bool | None = None
     system: str | None = None  # system message of conversations that have no system message
     filters: dict[str, Any] = field(default_factory=dict)  # {key: value}: keep only rows whose key has this value
@@ -52,7 +58,8 @@ class PromptSet:
     # false: remove commas from the answer (1,234 becomes 1234); null: the value in `settings`, otherwise true.
     answer_commas: bool | None = None
     remove_suffix: str | None = None  # text that is removed from the end of every question
-    limit: PositiveInt | None = None  # maximum number of problems: the first usable rows that pass the filters
+    # maximum number of problems; the first usable rows that pass the filters are taken; null: all rows
+    limit: PositiveInt | None = None
     shuffle: bool = True  # shuffle the problems in every epoch; the order depends only on the run's seed
     max_bad_share: Share = 0.01  # stop with an error if a larger fraction of the rows is unusable
 

@@ -17,10 +17,11 @@ def describe(schema: Any) -> str:
 
 
 def settings_of(schema: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Returns (`name = default`, comment) of the settings whose dotted name begins with `prefix`.
+    """Returns a list of pairs (`name = default`, comment) for the settings whose dotted name begins with `prefix`.
 
-    Any role name in `prefix` matches NAME, as in `roles.solver.lr` for `roles.NAME.lr`. If no setting's name begins
-    with `prefix`, returns the settings whose name contains it; if there are none either, returns an empty list.
+    The schema's names have NAME in place of a role's name; any role name in `prefix` matches NAME, so
+    `roles.solver.layout` finds `roles.NAME.layout`. If no setting's name begins with `prefix`, returns the settings
+    whose name contains it; if there are none either, returns an empty list.
     """
     rows = [_row(line.strip()) for line in describe(schema).splitlines()[1:]]
     words = [word for word in prefix.split(".") if word]

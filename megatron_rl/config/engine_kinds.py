@@ -9,8 +9,9 @@ import pydantic
 
 from megatron_rl.config.engines import Embedded, Servers
 
-# The settings class of each kind of servers, the default kind first. The classes are imported by name because the
-# engines' packages depend on the config. A new engine is a folder of megatron_rl/engines/ and one line here.
+# The names of the settings classes of all kinds of inference servers, the default kind first. The classes are imported
+# by name because the engines' packages depend on the config. A new engine is a folder of megatron_rl/engines/ and one
+# line here.
 KINDS = (
     "megatron_rl.engines.vllm.settings:Vllm",
     "megatron_rl.engines.sglang.settings:Sglang",
@@ -24,5 +25,5 @@ else:
 
 
 def default_servers() -> Servers:
-    """Returns the default settings of the default kind of servers."""
+    """Returns the settings of the default kind of inference servers, with all defaults."""
     return _CLASSES[0]()

@@ -9,16 +9,17 @@ from megatron_rl.config.base import ConfigError, config
 
 @config
 class EpisodeEstimate:
-    """An estimate of how many answers a role gives in an episode, and of the time and tokens between two answers.
+    """An estimate of the number of answers of a role in an episode, and of the time and tokens between two answers.
 
     Only `megatron-rl plan` uses it. The defaults describe a role that answers once.
     """
 
     answers: PositiveInt = 1  # number of answers of an agent in one episode
     told: NonNegativeInt = 0  # mean number of tokens that the environment inserts before each answer but the first
-    tool_s: NonNegativeFloat = 0.0  # mean seconds that the environment and its tools take between two answers
+    tool_s: NonNegativeFloat = 0.0  # mean time in seconds that the environment and its tools take between two answers
     calls_at_once: PositiveInt = 64  # maximum number of concurrent calls of the environment, over all episodes
-    # Whether the role's max_prompt_tokens limits all tokens before an answer. false: it limits only the first prompt.
+    # true: the role's max_prompt_tokens limits all tokens before each answer, including earlier answers. false:
+    # max_prompt_tokens limits only the first prompt.
     bounded: bool = False
 
     def __post_init__(self) -> None:

@@ -28,12 +28,14 @@ class Evaluation:
 
 @config
 class Reward:
-    """A reward function, (response, payload) -> float in `range`, and the worker processes that run it."""
+    """A reward function and the worker processes that run it. The function gets (response, payload of the problem) and
+    returns a float in `range`."""
 
     target: str = "megatron_rl.rewards.math_answer:grade"  # the function's name as package.module:name
     args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the function
-    # Lowest and highest score that the function may return. Any other score is a failed grading, and an error in the
-    # preflight. A score above the midpoint of the range is considered correct.
+    # Lowest and highest score that the function may return. Any other score is treated as a failed grading, and is an
+    # error in the preflight (the checks before training). A score above the midpoint of the range is considered
+    # correct.
     range: tuple[float, float] = (0.0, 1.0)
     workers: PositiveInt = 2  # number of worker processes
     # Timeout of one answer in seconds; a worker that takes longer is killed. For a function that grades batches the
@@ -41,11 +43,12 @@ class Reward:
     timeout_s: PositiveFloat = 5.0
     memory_mib: PositiveInt = 2048  # memory limit of one worker, in MiB
     # What happens to an answer whose grading was cut off (by the time limit, the memory limit or a crash) although the
-    # problem's reference answer is graded without error. wrong: it gets the lowest score. drop: it is removed from its
-    # group. In both cases it is not a failure of the reward function.
+    # problem's reference answer is graded without error. wrong: the answer gets the lowest score. drop: the answer is
+    # removed from its group. In both cases the answer does not add to max_failure_share.
     cut_off: Literal["wrong", "drop"] = "wrong"
     max_failure_share: Share = 0.05  # stop the run if a larger fraction of an update's gradings fails
-    # An answer that is wrong for every problem. The preflight before training grades it.
+    # An answer that is wrong for every problem. The preflight before training checks that the reward function rejects
+    # this answer.
     wrong_answer: str = "-123456.789"
     # Format of the response that the preflight before training grades; {answer} is replaced by the answer.
     answer_format: str = "<answer>\\boxed{{answer}}</answer>"
@@ -77,7 +80,7 @@ class JudgingConfig:
 
 @config
 class GradingConfig:
-    """The config of grading existing completions: `megatron-rl eval --completions`."""
+    """The config of the command `megatron-rl eval --completions`, which grades existing completions."""
 
     benchmark: str | None = None  # name of the benchmark whose grader is used; null: the function in `reward`
     reward: Reward = field(default_factory=lambda: Reward(workers=1))  # the grader and its worker processes
@@ -87,13 +90,13 @@ class GradingConfig:
 class EvalConfig:
     """The config of `megatron-rl eval`, which measures a model on problem sets."""
 
-    # The model to measure: the generator; for sets of solutions (processbench_*) the verifier; for the handoff measure
-    # the model that begins.
+    # The model to measure. For problem sets it is the generator; for sets of solutions (processbench_*) the verifier;
+    # for the measure handoff the model that begins.
     model: Model
     families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
     benchmarks: tuple[str, ...] = ()  # names of benchmarks, see docs/evaluation.md
-    # Directory with local files of the benchmarks: your own, or DIR/datasets after `megatron-rl fetch --to DIR`. null:
-    # load the benchmarks from the Hugging Face hub.
+    # Directory with local files of the benchmarks: a directory of your own, or DIR/datasets after `megatron-rl fetch
+    # --to DIR`. null: load the benchmarks from the Hugging Face hub.
     data_dir: str | None = None
     data: PromptSet | None = None  # a problem set of your own, graded by `reward`
     limit: PositiveInt | None = None  # maximum number of problems of each benchmark; null: all problems
@@ -114,11 +117,13 @@ class EvalConfig:
     # legibility: the junior's cross-entropy on the answers of solve. drift: the KL divergence of junior and base from
     # the model on these answers.
     measures: tuple[Literal["solve", "handoff", "legibility", "drift"], ...] = ("solve",)
-    junior: Model | None = None  # the second model of handoff, legibility and drift
+    junior: Model | None = None  # the second model of the measures handoff, legibility and drift
     base: Model | None = None  # the model before training, for drift
-    max_rounds: PositiveInt = 150  # maximum number of rounds of one hand-off; each model has one turn in a round
+    # measure handoff: maximum number of rounds of one answer; in a round, each of the two models writes one turn
+    max_rounds: PositiveInt = 150
     verifier: JudgingConfig | None = None  # a verifier model that scores the samples; null: no verifier
-    # The reward function that grades `data`. Its `workers` and limits also apply to the graders of the benchmarks.
+    # The reward function that grades answers to the problems in `data`. Its settings `workers`, timeouts and memory
+    # limit are used for the graders of the benchmarks as well.
     reward: Reward = field(default_factory=Reward)
     # The engine that generates the answers.
     engine: Engine = field(default_factory=Embedded)

@@ -28,7 +28,7 @@ T = TypeVar("T")
 MAX_DEPTH = 64  # maximum nesting depth of values
 MAX_VALUES = 50_000  # maximum number of values in one YAML text after its aliases are expanded
 MAX_BYTES = 2 << 20  # maximum size of one file
-MAX_FILES = 100  # maximum number of files of one config, bases included
+MAX_FILES = 100  # maximum number of files of one config, including files named by `base`
 MAX_INT = 2**63 - 1  # maximum absolute value of an integer
 
 
@@ -39,8 +39,8 @@ class _Source(NamedTuple):
     tree: dict[str, Any]
 
 
-# The scalars of YAML 1.2. PyYAML follows YAML 1.1, which parses 1e-6 as text, 12:30 as 750, 010 as 8, `no` as false and
-# 2024-01-01 as a date.
+# Patterns of the scalars of YAML 1.2 (int, float, bool). PyYAML follows YAML 1.1, which parses 1e-6 as text, 12:30 as
+# 750, 010 as 8, `no` as false and 2024-01-01 as a date.
 _INT = re.compile(r"^[-+]?(0|[1-9][0-9_]*)$|^0x[0-9a-fA-F]+$")
 _FLOAT = re.compile(
     r"^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
@@ -135,14 +135,14 @@ def load(
     schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] = (),
     *, trees: Sequence[tuple[str, Mapping[str, Any]]] = (),
 ) -> T:  # fmt: skip
-    """Returns a validated instance of `schema` from its defaults, YAML files, `trees` and `a.b=c` overrides.
+    """Returns a validated instance of `schema` from the schema's defaults, YAML files, `trees` and `a.b=c` overrides.
 
-    A tree is (label, settings): `settings` are nested mappings as in a file; error messages use `label`.
+    `trees`: pairs (label, settings), in which `settings` are nested mappings as in a file; error messages use `label`.
 
-    A file's `base: other.yaml` (relative to the file; or a list) is loaded before the file. Mappings are merged key by
-    key. In a union of dataclasses (`Annotated[A | B, Field(discriminator="kind")]`), a new `kind` drops the keys of the
-    old variant; keys without a `kind` belong to the default variant. Raises ConfigError with every unknown key, wrong
-    type and invalid value, and the file or override that contains it.
+    If a file has the key `base` (a path relative to the file, or a list of paths), the base files are loaded before the
+    file. Mappings are merged key by key. In a union of dataclasses (`Annotated[A | B, Field(discriminator="kind")]`), a
+    new `kind` drops the keys of the old variant; keys without a `kind` belong to the default variant. Raises
+    ConfigError with every unknown key, wrong type and invalid value, and the file or override that contains it.
     """
     sources = _sources(files, trees, overrides)
     tree = _merged(schema, sources)
@@ -183,7 +183,8 @@ def _refuse_harmful(value: Any, where: str) -> None:
 
 @functools.cache
 def _adapter(schema: type[Any]) -> pydantic.TypeAdapter[Any]:
-    """Returns the validator of a schema. It is cached because it is slow to build; forked ranks inherit the cache."""
+    """Returns the validator of a schema. The validator is cached because it is slow to build; forked ranks inherit the
+    cache."""
     return pydantic.TypeAdapter(schema)
 
 
@@ -247,8 +248,8 @@ def _merged(schema: Any, sources: Sequence[_Source]) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """Returns the text of a YAML file. Raises ConfigError if it is too large; OSError and UnicodeDecodeError pass
-    through."""
+    """Returns the text of a YAML file. Raises ConfigError if the file is too large, OSError if it cannot be read, and
+    UnicodeDecodeError if it is not UTF-8."""
     if path.stat().st_size > MAX_BYTES:
         raise ConfigError(f"{path} has {path.stat().st_size} bytes: a config has {MAX_BYTES} at most")
     return path.read_text(encoding="utf-8")
@@ -411,8 +412,8 @@ def _cure(problem: Any) -> str:
 
 
 def _origin(place: Sequence[str], sources: Sequence[_Source]) -> str:
-    """Returns the label of the source that sets the key `place`, or the longest prefix of it; the last one if several
-    do."""
+    """Returns the label of the source that sets the key `place`, or the longest prefix of the key that any source sets.
+    If several sources set it, returns the label of the last source."""
     best, label = 0, "no file or override sets it"
     for source in sources:
         depth, node = 0, source.tree
@@ -466,7 +467,8 @@ def _default_kind(kinds: Sequence[Any], key: str) -> Any:
 
 
 def _tag(kind: Any) -> Any:
-    """Returns the default of a dataclass's field `kind`, which identifies the variant; None without such a field."""
+    """Returns the default of a dataclass's field `kind`, which identifies the variant of a union. Returns None if the
+    dataclass has no such field."""
     fields = {f.name: f.default for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
     return fields.get("kind")
 

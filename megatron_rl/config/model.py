@@ -1,4 +1,4 @@
-"""Settings of one model: its files, its layout on the ranks, and its optimizer, loss and sampling."""
+"""Settings of one model: its files, its division among the ranks (layout), and its optimizer, loss and sampling."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Layout:
     pp: int = 1  # number of pipeline stages
     cp: int = 1  # number of context-parallel ranks; each rank holds a part of every sequence's tokens
     vpp: int | None = None  # virtual pipeline stages on each rank (interleaved schedule); null: not interleaved
-    # Number of expert-parallel ranks; each rank holds a part of a layer's experts. They are taken from the tp x cp x dp
-    # ranks of a pipeline stage.
+    # Number of expert-parallel ranks; each rank holds a part of a layer's experts. The expert-parallel ranks are taken
+    # from the tp x cp x dp ranks of a pipeline stage.
     ep: int = 1
     # Number of tensor-parallel ranks of each expert; null: the same as tp.
     etp: int | None = None
@@ -88,12 +88,13 @@ class Model:
     recompute: Literal["none", "selective", "full"] = "none"
     # Parts of a layer that recompute = selective recomputes.
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("core_attn",)
-    # Attention over packed sequences if the layers are not Transformer Engine's. flash: torch's variable-length flash
-    # attention, one call for all sequences; it needs a GPU, bfloat16, and a head size that is a multiple of 8 and at
-    # most 256. sdpa: one call for each group of sequences of similar length. auto: flash if it is available.
+    # Attention over packed sequences (several sequences in one row without padding); used if the layers are not
+    # Transformer Engine's. flash: torch's variable-length flash attention, one call for all sequences; it needs a GPU,
+    # bfloat16, and a head size that is a multiple of 8 and at most 256. sdpa: one call for each group of sequences of
+    # similar length. auto: flash if it is available.
     attention_backend: Literal["auto", "flash", "sdpa"] = "auto"
-    # Kernels for log-probs, gated activations and rotary embeddings, and for summing gradients on a GPU. triton: this
-    # project's kernels, which need a GPU and Triton, and are compared with torch's operations before they are used.
+    # Kernels for log-probs, gated activations and rotary embeddings, and for summing gradients on a GPU. triton: the
+    # Triton kernels of megatron_rl, which need a GPU, and are compared with torch's operations before they are used.
     # torch: torch's operations. auto: triton if it is available on all ranks.
     kernels: Literal["auto", "triton", "torch"] = "auto"
     # Weight of the load-balancing loss of experts (as in Switch Transformer, computed per micro-batch); 0: no loss.
@@ -147,9 +148,9 @@ class CorrectionConfig:
     """Importance weights of tokens, from the ratio r = p_old / p_engine between the trainer's and the engine's
     probability of a token (algorithms/corrections.py).
 
-    `low` and `high` are the bounds of r; `level` says how r is combined over tokens. Examples: TIS is {kind: truncate,
-    high: 2.0}; IcePop is {kind: mask, low: 0.5, high: 5.0}; MIS is {kind: mask, level: sequence, high: 3.0}; geometric
-    rejection is {kind: drop, level: geometric, low: 0.999, high: 1.001}.
+    `low` and `high` are the bounds of r; `level` says how r is combined over tokens. Examples of published methods: TIS
+    is {kind: truncate, high: 2.0}; IcePop is {kind: mask, low: 0.5, high: 5.0}; MIS is {kind: mask, level: sequence,
+    high: 3.0}; geometric rejection is {kind: drop, level: geometric, low: 0.999, high: 1.001}.
     """
 
     # truncate: the weight is r, clamped to the bounds. mask: the weight is r within the bounds and 0 outside. drop: the
@@ -179,7 +180,7 @@ class CorrectionConfig:
             )
 
 
-# The correction of roles that set no `loss.correction`, if rollouts are collected ahead of training
+# Default of a role's `loss.correction` if rollouts are collected ahead of training (rollouts.max_staleness above 0)
 # (rollouts.max_staleness above 0).
 CORRECTION_AHEAD = CorrectionConfig(kind="truncate", high=2.0)
 
@@ -198,9 +199,10 @@ class LossConfig:
     # Estimator of the KL divergence per token (Schulman). k1: the log-ratio. k2: half the squared log-ratio. k3:
     # unbiased, low variance, never negative.
     kl: Literal["k1", "k2", "k3"] = "k3"
-    kl_clamp: PositiveFloat | None = None  # largest k3 of a token; a clamped token has no KL gradient; null: no clamp
-    # Multiply a token's KL by the ratio p / p_old, through which the gradient flows too. The gradient is then the
-    # gradient of the KL even if an older policy generated the rollouts (DeepSeek-V3.2).
+    # maximum KL estimate k3 of a token; a clamped token has no KL gradient; null: no clamp
+    kl_clamp: PositiveFloat | None = None
+    # Multiply a token's KL by the ratio p / p_old, and compute the gradient through the ratio as well. The gradient is
+    # then the gradient of the KL even if an older policy generated the rollouts (DeepSeek-V3.2).
     kl_bias_correction: bool = False
     entropy_coef: float = 0.0  # weight of the entropy bonus
     # How the token losses are averaged. token_mean: every trained token has the same weight. sequence_mean: every
@@ -244,7 +246,8 @@ class SamplingConfig:
 class TandemConfig:
     """Tandem RL: two models write each rollout in turns, a frozen junior and the trained senior (docs/tandem.md).
 
-    The senior is the role's model. It is trained on the tokens that it wrote itself.
+    The senior is the role's model. The senior is trained on the tokens that it wrote itself, and with weight
+    `junior_weight` on the junior's tokens.
     """
 
     # Model directory or hub name of the junior, which must have the same vocabulary; null: the role's initial model
@@ -254,7 +257,7 @@ class TandemConfig:
     p: Share = 0.5  # probability that a random draw chooses the senior (strategies bernoulli and word)
     max_gap: PositiveInt = 32  # draw the author again after this many tokens without a new word (strategy word)
     chunk_size: PositiveInt = 16  # tokens that one model writes in a row (strategy chunk)
-    junior_weight: Share = 0.0  # weight of the junior's tokens in the senior's loss; the paper's runs use 0
+    junior_weight: Share = 0.0  # weight of the junior's tokens in the senior's loss; the Tandem RL paper uses 0
 
 
 @config
@@ -295,13 +298,14 @@ class RoleConfig:
     """One role: its model, and how the model is sampled and trained. Batch sizes are in samples (rollouts)."""
 
     model: Model = field(default_factory=lambda: Model(path=""))  # files of the model; required unless same_as is set
-    # own: the trainer holds a policy for this role, and sends its weights to the engines. none: the engines keep the
-    # weights of model.path; the role uses no memory of the trainer and cannot be trained.
+    # own: the trainer holds a policy (trainable weights) for this role, and sends its weights to the engines. none: the
+    # engines keep the weights of model.path; the role uses no memory of the trainer and cannot be trained.
     policy: Literal["own", "none"] = "own"
     # Another role, whose policy and engines this role shares. This role's settings chat, sampling, max_prompt_tokens,
     # tandem, data and mean_tokens apply; model, layout, optimizer, loss and all others are those of the other role.
     same_as: str | None = None
-    # An OpenAI-compatible server that generates this role's answers; needs policy = none.
+    # An OpenAI-compatible server that generates this role's answers; requires policy = none. null: the run's engine
+    # generates them.
     endpoint: EndpointConfig | None = None
     layout: Layout = field(default_factory=Layout)  # how the model is divided among the ranks
     # Train adapters (LoRA) instead of the model's weights; null: train the model's weights. Roles with adapters and the
@@ -317,9 +321,11 @@ class RoleConfig:
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are dropped, never truncated
     packed: bool = True  # true: pack sequences end to end without padding; false: one padded row per sequence
     micro_batch_tokens: PositiveInt = 8192  # maximum size of a micro-batch, in tokens per context-parallel rank
-    samples_per_optimizer_step: PositiveInt | None = None  # B, samples per optimizer step; null: one step per update
+    # number of samples per optimizer step (B); null: one optimizer step per update
+    samples_per_optimizer_step: PositiveInt | None = None
     data: PromptSet | None = None  # problems of this role's iterations; null: the run's `data`
-    # For models with experts: train each token with the experts that the engine chose for it. Not with sglang.
+    # For models with experts: train each token with the experts that the engine chose for it. Not supported with engine
+    # kind sglang.
     router_replay: bool = False
     # Compute a prompt once for all samples that begin with it, forward and backward, in updates and log-probs
     # (docs/layouts.md). Needs packed = true and cp = 1.
@@ -329,5 +335,6 @@ class RoleConfig:
 
     @property
     def has_policy(self) -> bool:
-        """Returns whether the trainer holds a policy for this role that is not another role's (`same_as`)."""
+        """Returns whether the trainer holds a separate policy for this role. A role without a policy, or with the
+        policy of another role (`same_as`), has none."""
         return self.policy == "own" and self.same_as is None

@@ -1,6 +1,6 @@
 """Resolves names in a config, `package.module:name`, to Python objects.
 
-Built-in components are named in the same way as a user's.
+Built-in components and a user's components are named in the same way.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def look_at(use: Use) -> None:
     """Checks without an import that the file of `package.module:name` defines the name and accepts the arguments.
 
     The argument names are checked for plain functions only. A name that a star import may define is accepted. A module
-    that is imported already, or has no .py file, is checked by `build`. Raises ConfigError as `build` does.
+    that is imported already, or has no .py file, is checked by `build`. Raises ConfigError if the name is not defined
+    or an argument is not accepted.
     """
     if problems := [*_not_finite(use.args, "args")]:
         raise _refusal(use, problems)

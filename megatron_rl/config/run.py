@@ -19,9 +19,10 @@ class Run:
     name: str = "run"  # name of the run
     dir: str = "runs"  # the run directory is dir/name
     seed: int = 0  # seed of all random numbers of the run
-    # Number of iterations of the run; null: as many as the recipe plans; a smaller number ends the run early.
+    # Number of iterations of the run; null: the number of iterations that the recipe plans. A smaller number than
+    # planned ends the run early.
     iterations: PositiveInt | None = None
-    prompts_per_iteration: PositiveInt = 256  # P, number of prompts of every iteration
+    prompts_per_iteration: PositiveInt = 256  # number of prompts of every iteration (P)
     # What happens to an update whose advantages are all 0. false: it is skipped. true: the optimizer steps are still
     # taken, with the KL term, the entropy bonus, weight decay and momentum, as in the release of RL Tango.
     train_without_signal: bool = False
@@ -29,14 +30,16 @@ class Run:
     keep: PositiveInt = 2  # number of newest checkpoints that are kept
     # Write checkpoints during training, from a copy in separate processes. Only the first checkpoint blocks training.
     async_save: bool = False
-    # auto: continue the run if the directory holds one, otherwise start a new run. never: fail if the directory holds a
-    # run. must: fail if the directory holds no run; changed settings are accepted.
+    # Whether to continue a run in the directory. auto: continue it if there is one, otherwise start a new run. never:
+    # fail if the directory contains a run. must: fail if the directory contains no run; settings may differ from the
+    # earlier start.
     resume: Literal["auto", "never", "must"] = "auto"
     save_rollouts_every: NonNegativeInt = 1  # save the rollouts and their texts every n-th iteration; 0: never
-    # Use only deterministic kernels (bitwise reproducible) where there is a choice; slower on a GPU.
+    # Use deterministic (bitwise reproducible) kernels wherever there is a choice; slower on a GPU.
     deterministic: bool = False
-    # Peak throughput of one device in TFLOP/s (10^12 operations per second), relative to which `mfu` is computed. null:
-    # the bfloat16 peak of an A100, H100 or H200 for roles in bfloat16; other devices and dtypes log no `mfu`.
+    # Peak throughput of one device in TFLOP/s (10^12 operations per second), relative to which the metric `mfu` (model
+    # FLOPs utilization) is computed. null: the bfloat16 peak of an A100, H100 or H200 for roles in bfloat16; other
+    # devices and dtypes log no `mfu`.
     peak_tflops: PositiveFloat | None = None
     # If no phase of an iteration ends within this many seconds, all ranks write their stack traces and exit; 0: never.
     # While no server is usable, `engine.wait_s` is the limit, and the seconds are counted from the end of that wait.
@@ -61,11 +64,13 @@ class Launch:
 
 @config
 class JobConfig:
-    """The Slurm job of `megatron-rl submit`. null means the value in the profile of the site (the cluster)."""
+    """The Slurm job of `megatron-rl submit`. If a setting is null, the value in the profile of the site (the cluster)
+    applies."""
 
     nodes: PositiveInt = 1  # number of nodes of the trainer
-    time: str | None = None  # time limit of one slice in sbatch's format (04:00:00); null: the value in the profile
-    slices: PositiveInt = 1  # number of consecutive jobs (time slices); each continues from the newest checkpoint
+    # time limit of one job of the run in sbatch's format (04:00:00); null: the value in the profile
+    time: str | None = None
+    slices: PositiveInt = 1  # number of consecutive Slurm jobs (slices); each job continues from the newest checkpoint
     # Seconds before the time limit at which the run is asked to save and exit; null: the value in the profile.
     warning_s: PositiveInt | None = None
     stalled: PositiveInt = 3  # the job gives up after this many starts in a row without a new checkpoint
@@ -80,7 +85,7 @@ class Preflight:
     # Maximum allowed mean of |log-prob of the engine - log-prob of the trainer| over sampled tokens, in nats.
     max_logprob_gap: NonNegativeFloat = 0.05
     reward: bool = True  # check that the reward accepts the prompts' reference answers and rejects a wrong answer
-    enabled: bool = True  # false: train without any of these checks
+    enabled: bool = True  # false: no checks of the engine and the reward before training
 
 
 @config

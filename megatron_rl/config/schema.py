@@ -1,4 +1,4 @@
-"""The config of each command as frozen dataclasses. This module also re-exports the class of every section.
+"""The config of each command as frozen dataclasses. The classes of all sections can be imported from this module.
 
 files.py reads configs; checks.py checks settings against each other. Nothing here imports torch or Megatron, so a
 config can be checked on a login node.
@@ -102,10 +102,10 @@ class TrainConfig:
     job: JobConfig = field(default_factory=JobConfig)  # the Slurm job
 
     def __post_init__(self) -> None:
-        """Copies the model and training settings of a policy's owner to the roles that share the policy (`same_as`).
+        """Copies the model and training settings of a role to the roles that share its policy (`same_as`).
 
-        Raises ConfigError if `same_as` names an unknown role or a role that itself shares a policy, or if only the
-        sharing role has a junior (`tandem`).
+        Raises ConfigError if `same_as` names an unknown role or a role that itself shares a policy, or if the sharing
+        role has a junior model (`tandem`) and the other role has none.
         """
         roles = dict(self.roles)
         for name, role in self.roles.items():
@@ -234,7 +234,7 @@ class GenerateConfig:
 
     @property
     def models(self) -> dict[str, Model]:
-        """Returns {setting: section} of the teacher."""
+        """Returns {setting: section} of the teacher, the model that generates the answers."""
         return {"model": self.model}
 
     @property

@@ -20,7 +20,7 @@ from typing import Any
 from megatron_rl.config.plugins import is_target, look_here, module_file
 
 PACKAGE = Path(__file__).parents[1]
-# Subpackages that only start, watch and describe runs. A change in them cannot change a rollout.
+# Subpackages that only start, watch and describe runs. A change in these subpackages cannot change a rollout.
 WATCHING = ("api", "commands", "conversion", "jobs", "planning", "run")
 CODE = (".py", ".txt", ".jinja")
 MODULE = "module "  # prefix of a module's name in the names of sources
@@ -94,7 +94,7 @@ def _names_in(pickled: Path) -> set[str]:
 
 def _modules(targets: set[str], others: set[str]) -> Iterator[tuple[str, Path]]:
     """Yields (module, file) of the plug-ins' modules (`targets`), of the user's modules in `others`, and of the user's
-    modules that they import, each once."""
+    modules that these modules import. Each module is yielded once."""
     look_here()
     tops = {target.partition(".")[0] for target in targets}
     waiting = [(name, module_file(name)) for name in sorted(targets)]
@@ -143,7 +143,8 @@ def _own_file(name: str, tops: set[str]) -> Path | None:
         for part in rest:
             if spec is None or spec.submodule_search_locations is None:
                 return None
-            # By the last part of the name: with the full name, a namespace package would need its parent imported.
+            # The module is searched by the last part of its name: with the full name, the parent of a namespace package
+            # would have to be imported.
             spec = importlib.machinery.PathFinder.find_spec(part, [*spec.submodule_search_locations])
     except (ImportError, ValueError):
         return None
