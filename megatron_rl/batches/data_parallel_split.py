@@ -18,11 +18,11 @@ from megatron_rl.types import FREE, Author, Rollout
 
 
 class Partitioner(Protocol):
-    """The methods of a policy that splitting rollouts over replicas uses."""
+    """The methods of a policy that are needed to split rollouts over its data-parallel replicas."""
 
     @property
     def replays(self) -> bool:
-        """True if the policy trains tokens with the experts that the engine chose (routing replay)."""
+        """True if training uses, for each token, the experts that the engine chose (routing replay)."""
         ...
 
     @property
@@ -32,7 +32,7 @@ class Partitioner(Protocol):
 
     def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None) -> Shares:
         """Splits sequences of [S] lengths into micro-batches for the policy's replicas. `prefixes` is given if the
-        policy shares prefixes. A pure function of its arguments; not collective.
+        policy shares prefixes. The result depends on the arguments only; called on the driver alone.
         """
         ...
 
@@ -43,14 +43,14 @@ class ReplicaShares:
 
     outline: Outline
     rollouts: Sequence[Rollout]
-    orders: Sequence[np.ndarray]  # by replica: indices of its rollouts, in the order of its micro-batches
-    micro_batches: Sequence[Sequence[int]]  # by replica: number of rollouts in each micro-batch
+    orders: Sequence[np.ndarray]  # for each replica: indices of its rollouts, in the order of its micro-batches
+    micro_batches: Sequence[Sequence[int]]  # for each replica: number of rollouts in each of its micro-batches
     weights: np.ndarray  # [S] float32, loss weight of each rollout's tokens
     rescored: np.ndarray  # [S] bool, True if the trainer's log-probs are to replace the engine's
     shared: np.ndarray  # [S] int64, number of leading tokens shared with the previous rollout of the same micro-batch
 
     def buffer(self, replica: int) -> np.ndarray:
-        """Returns the bytes that are sent to a replica."""
+        """Returns the byte buffer with the rollouts of a replica, which is sent to its ranks."""
         order, outline = self.orders[replica], self.outline
         out = np.empty(outline.sizes[replica], np.uint8)
         own = {
@@ -66,24 +66,26 @@ class ReplicaShares:
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """Counts per rollout, [S] each. The first token of a rollout is not predicted by any position, so it is not counted
-    as a label.
+    """Counts of tokens, spans and labels of each rollout, in arrays of shape [S]. The first token of a rollout is not
+    predicted by any position, so it is not counted as a label.
     """
 
     lengths: np.ndarray  # int64, number of tokens
     spans: np.ndarray  # int64, number of spans
-    trained: np.ndarray  # float64, number of labels that the policy sampled
+    trained: np.ndarray  # float64, number of labels (predicted tokens) that the policy sampled
     weighted: np.ndarray  # float64, sum of the weights of the labels in the loss
     mixed: np.ndarray  # bool, True if several weight versions of the policy generated tokens
-    groups: np.ndarray  # int64, index that identifies role and group
+    groups: np.ndarray  # int64, index of the rollout's group; groups of different roles have different indices
 
     def counts_of(self, numbers: np.ndarray, micro_batches: int) -> Counts:
-        """Returns the counts of a buffer that holds the rollouts with the indices `numbers`."""
+        """Returns the array sizes of a buffer that holds the rollouts with the indices `numbers` in `micro_batches`
+        micro-batches.
+        """
         return Counts(len(numbers), int(self.spans[numbers].sum()), int(self.lengths[numbers].sum()), micro_batches)
 
 
 def tally(rollouts: Sequence[Rollout]) -> Tally:
-    """Computes the counts of the rollouts from their spans."""
+    """Returns the counts of tokens, spans and labels of each rollout, computed from its spans."""
     size = len(rollouts)
     counts = np.fromiter((len(r.spans) for r in rollouts), np.int64, size)
     spans = np.concatenate([r.spans for r in rollouts] or [np.empty((0, 4), np.int32)])
@@ -119,8 +121,8 @@ def split_over_replicas(
     step into micro-batches.
 
     Without a loss (to compute log-probs only), advantages and trained tokens are not required. Raises ValueError if
-    there are no rollouts, if a step has no trained token, if a rollout is longer than a micro-batch, and if a rollout
-    lacks an input of the loss.
+    there are no rollouts, if an optimizer step has no trained token, if a rollout has more tokens than fit into a
+    micro-batch, and if a rollout lacks an input of the loss.
     """
     if not rollouts:
         raise ValueError("no rollouts: nothing to train on")
@@ -173,15 +175,15 @@ def prefixes_of(rollouts: Sequence[Rollout]) -> Prefixes:
 
 
 def split(sequences: int, size: int | None) -> list[range]:
-    """Splits S sequences into ceil(S / size) consecutive ranges whose lengths differ by at most 1; into one range if
-    `size` is None.
+    """Splits S sequences into ceil(S / size) consecutive ranges whose lengths differ by at most 1. If `size` is None,
+    returns one range.
     """
     count = 1 if size is None else -(-sequences // size)
     return [range(i * sequences // count, (i + 1) * sequences // count) for i in range(count)]
 
 
 def _repeated(shares: Shares, prefixes: Prefixes) -> np.ndarray:
-    """Returns the number of leading tokens that each rollout shares with the previous one in its
+    """Returns the number of leading tokens that each rollout shares with the previous rollout in its
     micro-batch. [S] int64
     """
     out = np.zeros(len(prefixes.lengths), np.int64)

@@ -15,15 +15,16 @@ import numpy as np
 
 from megatron_rl.models.sizes import Sizes
 
-# Candidate divisors: sequences with one prefix that are assigned together cost at most about 1 / n of a replica's mean
-# cost. All candidates are tried if there are several replicas. 0 means no limit except the token budget.
+# Candidate numbers n for splitting the sequences that share a prefix: sequences that are assigned together cost at most
+# about 1 / n of a replica's mean cost. All candidates are tried if there are several replicas. 0 means that only the
+# token budget limits the cost.
 PIECES = (0, 1, 2, 4)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost model for training on a sequence of length L: L + L^2 / balance, in tokens without attention. With
-    `balance` 0 the cost is L.
+    """The cost model for training on a sequence of length L: L + L^2 / balance. The unit is the cost of one token
+    without attention. With `balance` 0 the cost is L.
     """
 
     balance: float = 0.0
@@ -33,7 +34,7 @@ class Cost:
         """Returns the cost model of a transformer, averaged over its layers.
 
         `balance` is the length at which a layer's causal attention (L^2 x heads x (head size + value size) FLOPs) costs
-        as much as the matrix products with its active weights (2 L x their number).
+        as much as the matrix products with the layer's active weights (2 L x number of weights).
         """
         sparse = sizes.expert_layers / sizes.num_layers
         wide = sparse * (sizes.expert_ffn * experts_per_token + sizes.shared_ffn) + (1 - sparse) * sizes.ffn
@@ -48,8 +49,8 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefixes:
-    """The leading tokens that sequences share, [S] each. Sequences with the same number begin with the same prefix, and
-    have the same entry in `lengths`.
+    """The prefixes (leading tokens) that sequences share, as two arrays of shape [S]. Sequences with the same entry in
+    `numbers` begin with the same prefix, and have the same entry in `lengths`.
     """
 
     numbers: np.ndarray  # int64, index of the prefix
@@ -58,11 +59,13 @@ class Prefixes:
 
 @dataclass(frozen=True)
 class Shares:
-    """The indices of sequences by replica and micro-batch, and the imbalance of their costs."""
+    """An assignment of sequences to replicas and micro-batches, and the imbalance of the costs."""
 
     sequences: list[list[list[int]]]  # [replicas][M]: indices of the sequences of each micro-batch
     replica_imbalance: float  # maximum cost of a replica divided by the mean, minus 1
-    micro_batch_imbalance: float  # the same for micro-batches; pipeline stages wait for the most expensive one
+    # maximum cost of a micro-batch divided by the mean, minus 1; pipeline stages wait for the most expensive
+    # micro-batch
+    micro_batch_imbalance: float
 
 
 def micro_batches(
@@ -122,8 +125,8 @@ class _Family:
 
 
 def _families(sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, max_tokens: int, pieces: int) -> list[_Family]:
-    """Groups sequences of [S] sizes by prefix, each group within `max_tokens`. If `pieces` is above 0, a group costs at
-    most about 1 / pieces of the total cost.
+    """Groups sequences of [S] sizes by prefix. Each group has at most `max_tokens` tokens. If `pieces` is above 0, a
+    group also has at most about 1 / pieces of the total cost.
     """
     shared, prefix_costs = prefixes.lengths, cost.of(prefixes.lengths)
     own, own_costs = sizes - shared, cost.of(sizes) - prefix_costs
@@ -154,7 +157,9 @@ def _families(sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, max_tokens: 
 
 
 def _cut(sizes: np.ndarray, costs: np.ndarray, *, max_tokens: int, replicas: int, multiple: int) -> Shares:
-    """Assigns U units with the given token counts and costs to micro-batches, and the micro-batches to replicas."""
+    """Assigns U units (groups of sequences that stay together), with the given token counts and costs, to
+    micro-batches, and the micro-batches to replicas.
+    """
     order = np.argsort(-sizes, kind="stable")
     falling = sizes[order].tolist(), costs[order].tolist()
     least = max(-(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum()), 1)
@@ -164,7 +169,7 @@ def _cut(sizes: np.ndarray, costs: np.ndarray, *, max_tokens: int, replicas: int
     bins: list[list[int]] = [[] for _ in range(rounds * multiple * replicas)]
     bin_of = np.empty(len(sizes), np.int64)
     bin_of[order] = places
-    for i in np.argsort(sizes, kind="stable").tolist():  # within a bin, shortest sequences first
+    for i in np.argsort(sizes, kind="stable").tolist():  # the shortest units come first within a micro-batch
         bins[bin_of[i]].append(i)
     weights = np.bincount(places, costs[order], len(bins)).tolist()
     shares, loads = _over_replicas(bins, weights, replicas)
@@ -174,8 +179,9 @@ def _cut(sizes: np.ndarray, costs: np.ndarray, *, max_tokens: int, replicas: int
 def _over_replicas(
     bins: list[list[int]], weights: Sequence[float], replicas: int
 ) -> tuple[list[list[list[int]]], list[float]]:
-    """Assigns bins to replicas in order of decreasing cost; each round gives one bin to every replica, the most
-    expensive one to the least loaded replica. Returns the bins by replica ([replicas][M]) and the replicas' loads.
+    """Assigns bins (micro-batches) to replicas in order of decreasing cost. In each round every replica gets one bin;
+    the least loaded replica gets the most expensive bin. Returns the bins of each replica ([replicas][M]) and the total
+    cost of each replica.
     """
     by_weight = sorted(range(len(bins)), key=lambda b: (-weights[b], b))
     shares: list[list[list[int]]] = [[] for _ in range(replicas)]
@@ -193,14 +199,15 @@ def _imbalance(loads: Sequence[float]) -> float:
 
 
 def _deal(lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens: int) -> list[int] | None:
-    """Assigns sequences, longest first, each to the cheapest of `count` bins with enough free tokens. Returns the bin
-    of each sequence, [S], or None if a sequence fits into no bin.
+    """Assigns sequences to `count` bins (micro-batches) of at most `max_tokens` tokens. The longest sequence comes
+    first; each goes to the cheapest bin with enough free tokens. Returns the bin of each sequence, [S], or None if some
+    sequence does not fit into any bin.
 
-    A bin with too few free tokens for a sequence is set aside until a sequence is short enough. Lengths decrease, so
-    each bin is set aside at most once per sequence that it holds.
+    A bin with too few free tokens for the current sequence is set aside until a later sequence is short enough for it.
+    Lengths decrease, so each bin is set aside at most once per sequence that it holds.
     """
     open_bins = [(0.0, b) for b in range(count)]
-    aside: list[tuple[int, float, int]] = []  # (-free tokens, weight, bin)
+    aside: list[tuple[int, float, int]] = []  # heap of the bins set aside: (-free tokens, cost, index of the bin)
     filled = [0] * count
     places = []
     for length, cost in zip(lengths, costs, strict=True):

@@ -22,26 +22,29 @@ else:
     torch, Tensor = LazyModule("torch"), Any
 
 CANDIDATES = "candidates"  # key in Rollout.values of the token ids [T, k] for which `candidate_logprobs` are computed
-# Statistics that a model can compute for a label. The last one has k values per label, the others have one.
+# Statistics that a model can compute for a label (predicted token). `candidate_logprobs` has k values per label, the
+# others have one value.
 STATISTICS = ("logprobs", "entropy", "vocab_mean", "candidate_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rollouts packed end to end. Position i predicts token i + 1 of the same rollout, its label. The per-position
-    tensors refer to the label of the position.
+    """Rollouts packed end to end. Position i predicts token i + 1 of the same rollout, which is called the label of
+    position i. The tensors with N values describe the labels of the positions.
 
     The last position of a rollout has no label. Values at positions with weight 0 are undefined.
     """
 
     tokens: Tensor  # [N] int64
-    labels: Tensor  # [N] int64, the next token
+    labels: Tensor  # [N] int64, id of the next token
     mask: Tensor  # [N] bool, True if the role's policy sampled the label
     weights: Tensor  # [N] float32, weight of the label's loss; 0 if the label is not in the loss
-    engine_logprobs: Tensor  # [N] float32, log-prob of the label under the distribution that it was sampled from
-    advantages: Tensor  # [N] float32; zeros if the loss does not use advantages
+    # [N] float32, log-prob of the label under the engine's distribution from which it was sampled
+    engine_logprobs: Tensor
+    advantages: Tensor  # [N] float32, advantage of the label; zeros if the loss does not use advantages
     cu_seqlens: Tensor  # [S + 1] int64, cumulative sequence lengths, from 0
-    # [N] float32, log-probs of the trainer at the start of the update; None means the live log-probs
+    # [N] float32, log-probs of the trainer at the start of the update; None means the log-probs of the current forward
+    # pass
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None  # [N] float32, log-probs of the frozen reference; None if not requested
     values: Mapping[str, Tensor] = field(
@@ -58,7 +61,9 @@ class Batch:
 
     @property
     def old(self) -> Tensor:
-        """The trainer's log-probs at the start of the update, [N]. A loss sets them before it calls its objective."""
+        """The trainer's log-probs at the start of the update, [N]. The loss sets `old_logprobs` before it calls the
+        objective that reads this property.
+        """
         if self.old_logprobs is None:
             raise ValueError("this batch has no old log-probs: take the live ones, as PolicyLoss does")
         return self.old_logprobs
@@ -74,8 +79,8 @@ class Batch:
 
     @property
     def repeats(self) -> list[tuple[int, int, int]]:
-        """The repeated prefixes, which are not computed again: (start of the first sequence with the prefix, start of a
-        later sequence with the same prefix, number of tokens).
+        """The repeated prefixes, which the model does not compute again. Each item is (start of the first sequence with
+        the prefix, start of a later sequence with the same prefix, number of tokens).
         """
         if self.shared is None:
             return []
@@ -115,7 +120,9 @@ class Batch:
         return Batch(values=values, **own)  # type: ignore[arg-type]
 
     def dummy(self, length: int) -> Batch:
-        """Returns a batch of one sequence without labels that has the same optional fields as this batch."""
+        """Returns a batch of one sequence of `length` tokens without labels in the loss. It has the same optional
+        fields as this batch.
+        """
         none = torch.zeros(length)
         empty = torch.zeros(length, dtype=torch.int64)
         return Batch(
@@ -134,7 +141,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics that a model computes for the labels of a batch, [N] each; None if not requested."""
+    """Statistics that a model computes for the labels of a batch, with one value per position unless stated otherwise.
+    A statistic that was not requested is None.
+    """
 
     logprobs: Tensor  # log p of the label
     entropy: Tensor | None = None  # entropy of the label's distribution
@@ -148,20 +157,21 @@ class Statistics:
 
 
 class BatchLoss(Protocol):
-    """A loss over packed positions. The loss returns sums, never means, so a batch may be split into micro-batches at
-    any rollout boundary.
+    """A loss on a batch of packed rollouts. The loss returns sums, never means, so a batch may be split into
+    micro-batches at any rollout boundary.
     """
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the inputs that the loss reads besides log-probs: other names in STATISTICS, "old", "reference", or
-        names in Rollout.values.
+        """Names of the inputs that the loss reads in addition to the log-probs. A name is one of the other STATISTICS,
+        "old" (log-probs at the start of the update), "reference" (log-probs of the frozen reference), or a key of
+        Rollout.values.
         """
         ...
 
     @property
     def uses_advantages(self) -> bool:
-        """Whether the loss reads advantages. If False, rollouts need not have any."""
+        """Whether the loss reads advantages. If False, rollouts need not have advantages."""
         ...
 
     def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
@@ -173,13 +183,15 @@ class BatchLoss(Protocol):
         ...
 
     def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the weighted sum to differentiate, and detached sums over trained labels by name."""
+        """Returns the weighted sum of the losses, to be differentiated, and metrics: detached sums over trained labels,
+        by name. `live`: statistics of the current forward pass.
+        """
         ...
 
 
 def batch_of(flat: Flat, first: int, last: int) -> Batch:
-    """Packs rollouts first .. last - 1. This is the only function that shifts tokens to the labels of the previous
-    position.
+    """Returns the packed batch of the rollouts with indices first .. last - 1 in `flat`. This is the only function that
+    shifts token values to the previous position, which predicts the token.
     """
     start, end = int(flat.starts[first]), int(flat.starts[last])
     after = slice(start + 1, end + 1)
@@ -200,8 +212,8 @@ def batch_of(flat: Flat, first: int, last: int) -> Batch:
 
 
 def pack(rollouts: Sequence[Rollout]) -> Batch:
-    """Packs rollouts in order into one batch. All rollouts have the same weight. The batch has those values that all
-    rollouts have.
+    """Packs rollouts in order into one batch. All rollouts have the same weight. `values` of the batch has the keys of
+    Rollout.values that all rollouts have.
 
     Raises ValueError for an empty list and for a rollout without advantages.
     """
@@ -217,8 +229,8 @@ def pack(rollouts: Sequence[Rollout]) -> Batch:
 
 
 def at(mask: Tensor, values: Tensor) -> Tensor:
-    """Returns values [N] or [N, k] where `mask` [N] is True, and 0 elsewhere. Masked values, also nan, affect no sum
-    and no gradient.
+    """Returns `values` [N] or [N, k] with 0 at the positions where `mask` [N] is False. Values at these positions, even
+    nan, then affect no sum and no gradient.
     """
     return torch.where(mask if values.dim() == 1 else mask[:, None], values, 0)
 
@@ -229,21 +241,21 @@ def statistics_needed(needs: frozenset[str]) -> tuple[str, ...]:
 
 
 def values_needed(needs: frozenset[str]) -> tuple[str, ...]:
-    """Returns the names of Rollout.values among the needs of a loss."""
+    """Returns those of the names in `needs` (see BatchLoss.needs) that are keys of Rollout.values."""
     ids = {CANDIDATES} if "candidate_logprobs" in needs else set()
     return tuple(sorted((needs | ids) - {*STATISTICS, "old", "reference"}))
 
 
 def num_rows(names: Sequence[str], candidates: int) -> int:
-    """Returns the number of rows [N] of the named statistics. `candidate_logprobs` has `candidates` rows, other
-    statistics have one.
+    """Returns the number of rows of a tensor [rows, N] that holds the named statistics. `candidate_logprobs` has
+    `candidates` rows, every other statistic has one.
     """
     return sum(candidates if name == "candidate_logprobs" else 1 for name in names)
 
 
 def by_name(names: Sequence[str], rows: Tensor) -> dict[str, Tensor]:
-    """Splits the rows [R, N] of statistics, in the order of `names`: [N] each, and [N, k] for `candidate_logprobs`, the
-    last one.
+    """Splits a tensor [R, N], which holds statistics in the order of `names`, into one tensor per name: [N, k] for
+    `candidate_logprobs`, which must be the last name, and [N] for the others.
     """
     out = dict(zip(names, rows, strict=False))
     if "candidate_logprobs" in out:

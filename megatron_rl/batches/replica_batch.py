@@ -18,7 +18,8 @@ from megatron_rl.config.schema import Lora
 from megatron_rl.models.shape import Shape
 from megatron_rl.weights.flops import count
 
-# Metrics of an optimizer step's floating-point operations: of one forward pass, and of training (forward and backward).
+# Names of metrics: floating-point operations of one forward pass, and of training (forward and backward), in an
+# optimizer step.
 COUNTED = ("forward_flops", "training_flops")
 
 
@@ -32,18 +33,19 @@ class StepTotals:
     micro_batches: int  # number of micro-batches of each replica
     replica_imbalance: float
     micro_batch_imbalance: float
-    replayed: float = 0.0  # share of the tokens whose experts are known from the engine
-    shared_tokens: float = 0.0  # packed tokens that are not computed again, because they are in a shared prefix
+    replayed: float = 0.0  # share of the tokens for which the engine returned the chosen experts
+    # number of packed tokens that the model does not compute again, because they are in a shared prefix
+    shared_tokens: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """The description of an update that every rank receives before its rollouts; a few hundred bytes."""
+    """The layout, sizes and step totals of an update that every rank receives before the rollouts are sent; a few hundred bytes."""
 
     form: Form
     steps: Sequence[StepTotals]
-    counts: Sequence[Counts]  # counts of each replica's buffer
-    rescored: bool = False  # True if the engine's log-probs of some rollouts are to be replaced by the trainer's
+    counts: Sequence[Counts]  # array sizes of each replica's buffer
+    rescored: bool = False  # True if the trainer's log-probs are to replace the engine's in some rollouts
 
     @property
     def sizes(self) -> list[int]:
@@ -52,11 +54,11 @@ class Outline:
 
 
 class Micro(NamedTuple):
-    """The range of a micro-batch in a replica's work."""
+    """The range of rollouts and tokens of a micro-batch in the flat arrays of a replica."""
 
     first: int  # index of the first rollout
     last: int  # index of the last rollout + 1
-    start: int  # index of the first token; `end` is exclusive
+    start: int  # index of the first token; `end` is the index after the last token
     end: int
 
 
@@ -73,14 +75,16 @@ class Work:
     steps: Sequence[StepTotals]
     micro_batches: Sequence[Sequence[Micro]]  # micro-batches of each optimizer step
     rescored: bool = False
-    engine_logprobs: Tensor | None = None  # [N] float32; None means the log-probs of `flat`
+    # [N] float32, log-probs that replace the engine's; None means that `flat.logprobs` are used
+    engine_logprobs: Tensor | None = None
     old_logprobs: Tensor | None = None  # [N] float32, log-probs under the policy at the start of the update
     reference_logprobs: Tensor | None = None  # [N] float32, log-probs under the frozen reference
-    values: Mapping[str, Tensor] = field(default_factory=dict)  # [N] float32, statistics under earlier weights, by name
+    # by name: [N] float32, statistics computed under earlier weights
+    values: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def over(cls, buffer: np.ndarray, outline: Outline, replica: int) -> Self:
-        """Returns the work stored in a filled buffer."""
+        """Returns the rollouts of a replica that are stored in a filled buffer. The arrays are views of `buffer`."""
         flat = Flat.over(buffer, outline.form, outline.counts[replica])
         bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(flat.micro_batches)])
         places = [*zip(bounds.tolist(), bounds[1:].tolist(), flat.starts[bounds].tolist(), strict=False)]
@@ -108,14 +112,14 @@ class Work:
         spans = slice(int(flat.span_starts[first]), int(flat.span_starts[last]))
         weighted = flat.span_weights[spans] > 0
         opening = flat.span_starts[first:last][flat.span_counts[first:last] > 0] - spans.start
-        # no position predicts the first token
+        # the first token of each rollout is not counted, because no position predicts it
         labels = flat.span_lengths[spans][weighted].sum() - weighted[opening].sum()
         shared = None if flat.shared is None else flat.shared[first:last]
         found = count(shape, flat.lengths[first:last], shared=shared, labels=float(labels), lora=lora)
         return dict(zip(COUNTED, (found.forward, found.training), strict=True))
 
     def batch(self, micro: Micro) -> Batch:
-        """Returns the batch of a micro-batch. The batch has no sequence if there are fewer rollouts than
+        """Returns the batch of a micro-batch. The batch is empty if the replica has fewer rollouts than
         micro-batches.
         """
         batch, own = batch_of(self.flat, micro.first, micro.last), slice(micro.start, micro.end)
@@ -125,8 +129,8 @@ class Work:
         return replace(batch, values={**batch.values, **values}, **held) if held or values else batch
 
     def rescore(self, logprobs: Tensor) -> Work:
-        """Returns the work with the trainer's log-probs [N] instead of the engine's for the rollouts generated by
-        several weight versions.
+        """Returns a copy of the work in which the trainer's `logprobs` [N] replace the engine's, for rollouts that were
+        generated by several weight versions.
         """
         flat = self.flat
         ours = torch.from_numpy(np.repeat(flat.rescored, flat.lengths))

@@ -15,7 +15,9 @@ from megatron_rl.types import FREE, Author, Rollout
 
 
 class Counts(NamedTuple):
-    """The numbers of items in one buffer."""
+    """The numbers of rollouts, tokens, spans and micro-batches in one buffer. They determine the sizes of its
+    arrays.
+    """
 
     sequences: int
     spans: int
@@ -25,26 +27,30 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """The dtype and shape of a per-token value."""
+    """The dtype and shape per token of an entry of Rollout.values."""
 
     dtype: type = np.float32  # np.float32 or np.int32
-    shape: tuple[int, ...] = ()  # shape per token; (k,) means k numbers per token
+    shape: tuple[int, ...] = ()  # () means one number per token, (k,) means k numbers per token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The layout of an update's buffers: which arrays they hold. It is the same for all replicas."""
+    """The layout of the buffers of an update: which optional arrays the buffers hold. The layout is the same for all
+    replicas.
+    """
 
     advantages: Literal["none", "rollout", "token"] = "rollout"
-    values: Mapping[str, Value] = field(default_factory=dict)  # per-token values from Rollout.values, by name
-    experts: tuple[int, int] | None = None  # (number of layers, experts per token)
+    # entries of Rollout.values that the buffer holds, by name
+    values: Mapping[str, Value] = field(default_factory=dict)
+    # (number of layers, experts per token) of the expert ids; None if the buffer has no expert ids
+    experts: tuple[int, int] | None = None
     shared: bool = False  # True if the buffer has the number of tokens that each rollout shares with the previous one
 
     def sections(self, counts: Counts) -> Iterator[tuple[str, type, tuple[int, ...]]]:
         """Yields (name, dtype, shape) of the arrays in buffer order. Wider types come first, so that all arrays are
         aligned.
 
-        Arrays over tokens have one extra entry, so that a batch shifted by one position is a view.
+        Arrays over tokens have one extra entry, so that the values shifted by one position are a view of the array.
         """
         sequences, spans, tokens, micro_batches = counts
         yield "tokens", np.int32, (tokens + 1,)
@@ -65,7 +71,7 @@ class Form:
         yield "rescored", np.bool_, (sequences,)
 
     def size(self, counts: Counts) -> int:
-        """Returns the size of a buffer in bytes."""
+        """Returns the size in bytes of a buffer with the given counts."""
         return sum(math.prod(shape) * np.dtype(kind).itemsize for _, kind, shape in self.sections(counts))
 
 
@@ -90,11 +96,13 @@ class Flat:
     experts: np.ndarray | None  # [N, L, k] int16, expert ids; FREE if unknown
     span_authors: np.ndarray  # [K] int8, author of each span
     rescored: np.ndarray  # [S] bool, True if the trainer's log-probs replace the engine's
-    # [S] int32, number of leading tokens shared with the previous rollout of the micro-batch, which are
-    # computed once for both; None if all rollouts are computed completely
+    # [S] int32, number of leading tokens shared with the previous rollout of the micro-batch, which are computed only
+    # once; None if prefixes are not shared
     shared: np.ndarray | None
-    starts: np.ndarray  # [S + 1] int64, index of each rollout's first token, then the total
-    span_starts: np.ndarray  # [S + 1] int64, index of each rollout's first span, then the total
+    # [S + 1] int64, index of each rollout's first token; the last entry is the total number of tokens
+    starts: np.ndarray
+    # [S + 1] int64, index of each rollout's first span; the last entry is the total number of spans
+    span_starts: np.ndarray
     span_trained: np.ndarray  # [K] bool, True if the role's policy generated the span
     span_weights: np.ndarray  # [K] float32, loss weight of the span's tokens
 
@@ -170,11 +178,11 @@ def fill(
 def form_of(
     rollouts: Sequence[Rollout], *, values: tuple[str, ...] = (), advantages: bool = True, experts: bool = False
 ) -> Form:
-    """Returns the form of buffers for these rollouts: with the named `values`, and with advantages and the engine's
-    experts if requested.
+    """Returns the layout of buffers for these rollouts. The layout includes the named `values`, and, if requested,
+    advantages and the expert ids that the engine returned.
 
-    Raises ValueError if a rollout lacks requested data, if widths of a value differ, and if the experts are those of
-    different models.
+    Raises ValueError if a rollout lacks requested data, if the width of a value differs between rollouts, and if the
+    expert ids come from models of different sizes.
     """
     for r in rollouts:
         if advantages and r.advantages is None:
@@ -197,7 +205,9 @@ def form_of(
 
 
 def _value_of(name: str, rollouts: Sequence[Rollout]) -> Value:
-    """Returns the dtype and shape of a value that all rollouts have. Raises ValueError if the rollouts differ."""
+    """Returns the dtype and shape per token of the entry `name` of Rollout.values. Raises ValueError if they differ
+    between rollouts.
+    """
     kinds = {(r.values[name].dtype.kind in "iu", r.values[name].shape[1:]) for r in rollouts}
     if len(kinds) > 1:
         raise ValueError(
@@ -209,14 +219,14 @@ def _value_of(name: str, rollouts: Sequence[Rollout]) -> Value:
 
 
 def _join(out: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-    """Concatenates [S] arrays [T, ...] into `out` [N + 1, ...] and sets its last entry to 0."""
+    """Concatenates [S] arrays [T, ...] into `out` [N + 1, ...], and sets the last entry of `out` to 0."""
     if parts:
         np.concatenate(parts, out=out[:-1])
     out[-1] = 0
 
 
 def _cumulated(counts: np.ndarray) -> np.ndarray:
-    """Returns cumulative sums that start at 0. [S] -> [S + 1] int64"""
+    """Returns the cumulative sums of [S] counts, beginning with 0: [S + 1] int64."""
     out = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=out[1:])
     return out

@@ -1,5 +1,5 @@
-"""Stores the iterations of a run on disk, one Parquet file each. The files serve resumed runs, collecting ahead,
-replays and the report.
+"""Stores the iterations of a run on disk, one Parquet file each. The files are used to resume a run, to generate
+rollouts ahead of training, to replay a run, and for the report.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_rl.training.rollout_parquet import (
 )
 from megatron_rl.types import STEP, Rollout
 
-FORMAT = 4  # version of the file format; files of other versions are not read
+FORMAT = 4  # version of the file format; files of other versions are rejected
 ROLLOUTS = "rollouts"  # name of the subdirectory of a run directory that holds the iterations
 CHUNK_BYTES = 32 << 20  # approximate size of the arrays that are written in one chunk
 State = dict[str, Any]  # a state of JSON values, for checkpoints
@@ -61,29 +61,31 @@ class TokenText(Protocol):
 
 
 class StoreError(RuntimeError):
-    """An iteration cannot be read or must not be used. The message names the file and the remedy."""
+    """Raised if the file of an iteration cannot be read or must not be used. The message names the file and the
+    remedy.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FileHead:
-    """The metadata of a file as JSON values: the iteration, the settings under which it was collected, and other data
-    outside the rows.
+    """The metadata of a file as JSON values: the iteration, the settings under which its rollouts were generated, and
+    all other data that is not per rollout.
     """
 
     format: int
     number: int  # number of the iteration
     roles: tuple[str, ...]  # roles that the iteration trains, in order
-    fingerprint: str  # fingerprint of the settings under which the iteration was collected
+    fingerprint: str  # hash of the settings under which the rollouts were generated, see `fingerprint`
     kept: bool  # True if the file has decoded texts for the report
-    rows: Mapping[str, int]  # number of rollouts by role, in the order of training
+    rows: Mapping[str, int]  # number of rollouts of each role, in the order of training
     metrics: Mapping[str, Mapping[str, float]]  # metrics by role
-    state: State  # state of the collector after the iteration
+    state: State  # state of the recipe and the prompt readers after the iteration
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Counts of the iterations that a stopped run had collected ahead of its checkpoint: `kept` for the resumed run,
-    and `dropped` (removed).
+    """Numbers of iterations that a stopped run had generated ahead of its last checkpoint. `kept`: number of files that
+    the resumed run uses. `dropped`: number of files that were removed.
     """
 
     kept: int
@@ -93,30 +95,32 @@ class Waiting:
 class IterationStore:
     """The iteration files (iteration_000012.parquet, ...) of one directory, written and removed by one driver.
 
-    A file is kept until a complete checkpoint covers its iteration, so a killed run does not collect an iteration
-    twice. Afterwards the file is kept only if its number is a multiple of `keep_every` (0: never). The texts of
-    permanently kept iterations are decoded with `decode`, for the report.
+    A file is kept until a checkpoint that is completely written covers its iteration, so a run that is killed and
+    resumed does not generate an iteration twice. Then the file is removed, unless the iteration's number is a multiple
+    of `keep_every` (0: all files are removed). The texts of permanently kept iterations are decoded with `decode`, for
+    the report.
     """
 
     def __init__(
         self, directory: Path, fingerprint: str = "", *, keep_every: int = 1, decode: Decode | None = None
     ) -> None:
-        """Opens the store of a directory. `fingerprint` identifies the settings of the run; `get` ignores iterations
-        collected under other settings.
+        """Opens the store of a directory. `fingerprint` is a hash of the settings of the run; `get` ignores files that
+        were written under other settings.
         """
         self.directory = Path(directory)
         self._fingerprint, self._every, self._decode = fingerprint, keep_every, decode
-        self._dropped = 0  # `drop` has already processed all iterations before this number
+        self._dropped = 0  # number of the iteration before which `drop` has already removed all files
 
     def path(self, number: int) -> Path:
         return self.directory / f"iteration_{number:06d}.parquet"
 
     def keeps(self, number: int) -> bool:
-        """Returns whether the iteration's file is kept after a checkpoint covers it."""
+        """Returns whether the file of iteration `number` is kept after a checkpoint covers the iteration."""
         return self._every > 0 and number % self._every == 0
 
     def put(self, iteration: Iteration, collected: Collected, state: State) -> Path:
-        """Writes the iteration atomically. `state` is the collector's state after the iteration.
+        """Writes the file of an iteration atomically. `state`: state of the recipe and the prompt readers after the
+        iteration.
 
         Raises TypeError if a payload, metric or the state is not JSON, and DiskError if the file cannot be written.
         """
@@ -141,10 +145,10 @@ class IterationStore:
         return path
 
     def get(self, iteration: Iteration) -> tuple[Collected, State] | None:
-        """Returns the data given to `put` for this iteration, or None if the iteration must be collected.
+        """Returns the data given to `put` for this iteration, or None if the rollouts must be generated.
 
-        An iteration must be collected if it has no file, if it was collected under other settings or for other roles,
-        or, with a warning, if its file is damaged.
+        Returns None if the iteration has no file or its file was written under other settings or for other roles. Also
+        returns None, with a warning, if the file is damaged.
         """
         path = self.path(iteration.number)
         if not path.is_file():
@@ -165,9 +169,11 @@ class IterationStore:
             return None
 
     def read(self, iteration: Iteration) -> tuple[Collected, State]:
-        """Returns the iteration for a replay, regardless of the settings under which it was collected.
+        """Returns the rollouts of an iteration and the state after it, for a replay. The settings of the recorded run
+        may differ.
 
-        Raises FileNotFoundError if there is no such file, and StoreError if the file is damaged or trained other roles.
+        Raises FileNotFoundError if the iteration has no file, and StoreError if the file is damaged or the recorded
+        iteration trained other roles.
         """
         path = self.path(iteration.number)
         if not path.is_file():
@@ -191,10 +197,10 @@ class IterationStore:
         )
 
     def drop(self, before: int) -> None:
-        """Removes the files of iterations before number `before`, which a complete checkpoint covers, except
-        permanently kept ones.
+        """Removes the files of iterations before number `before`, which a completely written checkpoint covers, except
+        files that are kept permanently.
 
-        A file written as a kept file also stays if the run was resumed with another `keep_every`.
+        A file that was written to be kept stays even if the run was resumed with another `keep_every`.
         """
         for path in iteration_files(self.directory):
             number = iteration_number(path)
@@ -205,11 +211,11 @@ class IterationStore:
         self._dropped = max(self._dropped, before)
 
     def clean(self, number: int, *, fresh: bool = False) -> Waiting:
-        """Removes files that are useless when a run resumes at iteration `number`: temporary files of interrupted
-        writes, and iterations from `number` on that are damaged or were collected under other settings.
+        """Removes files that a run resumed at iteration `number` cannot use: temporary files of interrupted writes, and
+        files of iterations from `number` on that are damaged or were written under other settings.
 
-        With `fresh`, removes all iterations from `number` on. Returns how many iterations from `number` on were kept
-        and removed.
+        With `fresh`, removes the files of all iterations from `number` on. Returns the numbers of files from `number`
+        on that were kept and removed.
         """
         kept = dropped = 0
         for path in self.directory.glob(".iteration_*.tmp"):
@@ -227,11 +233,13 @@ class IterationStore:
 
 
 def open_replay(place: Path, *, own: Path) -> IterationStore:
-    """Returns the store to replay from. `place`: a run directory or its rollouts directory. `own`: the directory of
-    this run.
+    """Returns the store from which another run is replayed.
 
-    Raises FileNotFoundError if `place` has no iterations, and StoreError if `place` belongs to this run, which would
-    overwrite the files.
+    `place`: directory of the run to replay, or its subdirectory `rollouts`.
+    `own`: directory of the run that replays.
+
+    Raises FileNotFoundError if `place` has no iteration files, and StoreError if `place` and `own` are the same run,
+    which would overwrite the files that it reads.
     """
     place = Path(place)
     directory = place / ROLLOUTS if (place / ROLLOUTS).is_dir() else place
@@ -261,15 +269,15 @@ def iteration_number(path: Path) -> int:
 
 
 def read_rows(path: Path, role: str | None = None) -> list[dict[str, Any]]:
-    """Returns the human-readable columns of one file, one mapping per rollout. If `role` is given, returns only
-    rollouts of that role.
+    """Returns the human-readable columns of one iteration file, as one mapping {column: value} per rollout. If `role`
+    is given, returns only the rollouts of this role.
 
-    `rewards` is a mapping as well. The texts are None if the file was not kept for the report. Raises StoreError for a
-    damaged file.
+    The value of `rewards` is a mapping {name: reward}. The texts are None if the file was not written to be kept for
+    the report. Raises StoreError for a damaged file.
     """
     try:
         with _opened(path) as file:
-            # files are small, and threads would use more memory
+            # no threads: the files are small, and threads would use more memory
             table = file.read(columns=READABLE.names, use_threads=False)
         if table.num_columns < len(READABLE.names):
             raise ValueError("it lacks columns, as another version wrote it")
@@ -280,7 +288,9 @@ def read_rows(path: Path, role: str | None = None) -> list[dict[str, Any]]:
 
 
 def _tables(number: int, collected: Collected, decode: Decode | None) -> Iterator[pa.Table]:
-    """Yields the rows role by role, in chunks of about CHUNK_BYTES, which limits the memory needed for writing."""
+    """Yields the rollouts as tables, role by role, in chunks of about CHUNK_BYTES to limit the memory needed for
+    writing.
+    """
     for role, rollouts in collected.rollouts.items():
         first, size = 0, 0
         for end, rollout in enumerate(rollouts, start=1):
@@ -292,7 +302,7 @@ def _tables(number: int, collected: Collected, decode: Decode | None) -> Iterato
 
 
 def _texts(role: str, rollouts: Sequence[Rollout], decode: Decode) -> list[RolloutText]:
-    prompts: dict[bytes, str] = {}  # cache: the rollouts of a group share one prompt
+    prompts: dict[bytes, str] = {}  # cache of decoded prompts, because the rollouts of a group share one prompt
     out = []
     for rollout in rollouts:
         start = rollout.start
@@ -310,7 +320,7 @@ def _texts(role: str, rollouts: Sequence[Rollout], decode: Decode) -> list[Rollo
 
 
 def _write(path: Path, head: str, tables: Iterator[pa.Table]) -> None:
-    """Writes a file atomically: writes a temporary file, flushes it to disk, and renames it."""
+    """Writes an iteration file atomically: writes a temporary file, flushes it to disk, and renames it."""
     temporary = path.with_name(f".{path.name}.tmp")
     schema = SCHEMA.with_metadata({_HEAD: head.encode()})
     try:
@@ -346,7 +356,9 @@ def _seal(path: Path) -> None:
 
 
 def _footer(file: BinaryIO) -> bytes:
-    """Returns the footer and the bytes after it. Raises OSError or ValueError if the file is too short."""
+    """Returns the footer of a Parquet file and the bytes after the footer. Raises OSError or ValueError if the file is
+    too short.
+    """
     file.seek(-_TAIL_BYTES, os.SEEK_END)
     length = int.from_bytes(file.read(4), "little") + _TAIL_BYTES
     file.seek(-length, os.SEEK_END)
@@ -354,7 +366,9 @@ def _footer(file: BinaryIO) -> bytes:
 
 
 def _opened(path: Path) -> pq.ParquetFile:
-    """Opens a file after checking the digest of its footer. Raises ValueError if the digest is missing or wrong."""
+    """Opens an iteration file after checking the digest of its footer. Raises ValueError if the digest is missing or
+    wrong.
+    """
     with path.open("rb") as file:
         footer = _footer(file)
         file.seek(-len(footer) - _DIGEST_BYTES, os.SEEK_END)
@@ -364,7 +378,9 @@ def _opened(path: Path) -> pq.ParquetFile:
 
 
 def _head(file: pq.ParquetFile) -> _FileHead:
-    """Returns the metadata of a file. Raises ValueError if the file has another format version or lacks rows."""
+    """Returns the metadata of an iteration file. Raises ValueError if the file has another format version or fewer
+    rollouts than its metadata say.
+    """
     values = json.loads(file.metadata.metadata[_HEAD])
     if values["format"] != FORMAT:
         raise ValueError(f"its format is {values['format']}, and this version reads {FORMAT}")
@@ -375,7 +391,9 @@ def _head(file: pq.ParquetFile) -> _FileHead:
 
 
 def _head_of(path: Path, consequence: str) -> _FileHead | None:
-    """Returns the metadata of a file, or None with a warning if the file cannot be read."""
+    """Returns the metadata of an iteration file. If the file cannot be read, logs a warning that ends with
+    `consequence` and returns None.
+    """
     try:
         with _opened(path) as file:
             return _head(file)
@@ -385,7 +403,7 @@ def _head_of(path: Path, consequence: str) -> _FileHead | None:
 
 
 def _rollouts(file: pq.ParquetFile, head: _FileHead) -> dict[str, list[Rollout]]:
-    """Returns the rollouts by role, in the order in which they were collected."""
+    """Returns the rollouts of an iteration file by role, in the order in which they were written."""
     by_role: dict[str, list[Rollout]] = {role: [] for role in head.rows}
     for group in range(file.num_row_groups):
         for rollout in from_table(file.read_row_group(group, _EXACTLY)):
