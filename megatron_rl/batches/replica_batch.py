@@ -40,7 +40,9 @@ class StepTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """The layout, sizes and step totals of an update that every rank receives before the rollouts are sent; a few hundred bytes."""
+    """The layout, sizes and step totals of an update, which every rank receives before the rollouts are sent; a few
+    hundred bytes.
+    """
 
     form: Form
     steps: Sequence[StepTotals]

@@ -378,8 +378,8 @@ def _opened(path: Path) -> pq.ParquetFile:
 
 
 def _head(file: pq.ParquetFile) -> _FileHead:
-    """Returns the metadata of an iteration file. Raises ValueError if the file has another format version or fewer
-    rollouts than its metadata say.
+    """Returns the metadata of an iteration file. Raises ValueError if the file has another format version or if the
+    number of its rows differs from the number of rollouts in the metadata.
     """
     values = json.loads(file.metadata.metadata[_HEAD])
     if values["format"] != FORMAT:
