@@ -32,15 +32,16 @@ class EngineError(RuntimeError):
 
 
 class Session(Protocol):
-    """A set of requests to one engine, and their completions. It lives on the driver. One thread reads `answers`.
+    """A set of requests to one engine, and their completions. It is used on the driver (rank 0). One thread iterates
+    over `answers`; any thread may add requests.
 
     A completion depends only on (sampling.seed, key, sample index). Leaving `answers` early or calling `close` cancels
     the unfinished requests.
     """
 
     def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
-        """Requests `sampling.n` completions of the prompt `tokens`. Thread-safe; may be called while `answers` is being
-        read.
+        """Requests `sampling.n` completions of the prompt `tokens`. Thread-safe; may be called while another thread
+        iterates over `answers`.
 
         `key`: unique among the requests of the session.
         `after`: the key of an earlier turn of the same conversation. A pool prefers the server that has the
@@ -51,14 +52,14 @@ class Session(Protocol):
         ...
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager for a thread that will send more requests. `answers` does not end while it is
-        open.
+        """Returns a context manager for a thread that will send more requests. While the context is open, `answers`
+        does not end.
         """
         ...
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields (key, list of n completions) of each request when the request is done. Ends when no request is
-        outstanding and no thread is inside `asking`. It may be called again after further requests.
+        """Yields (key, list of n completions) of each request when all its completions are done. Ends when no request
+        is outstanding and no thread is inside `asking`. May be called again after further requests.
         """
         ...
 
@@ -68,9 +69,9 @@ class Session(Protocol):
 
 
 class Engine(Protocol):
-    """A model that generates and scores token sequences, used on the driver.
+    """A model that generates and scores token sequences. It is used on the driver (rank 0).
 
-    `version`: the version of the engine's weights; -1 before it has received any weights.
+    `version`: the version of the engine's weights; -1 before the engine has received any weights.
     """
 
     @property
@@ -86,12 +87,14 @@ class Engine(Protocol):
 
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
         """Returns, for each of the `[S][T]` sequences, the log-probs that `score` returns, and the k most likely tokens
-        at every position. Raises EngineError when the engine cannot return them, or returns fewer than k.
+        at every position with their log-probs. Raises EngineError if the engine cannot return k most likely tokens.
         """
         ...
 
     def tend(self) -> None:
-        """Updates the engine's servers while the driver has nothing else to do; a no-op for engines without servers."""
+        """Updates the engine's servers. The driver (rank 0) calls it while it has nothing else to do. A no-op for
+        engines without servers.
+        """
         ...
 
 

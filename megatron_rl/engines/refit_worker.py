@@ -17,18 +17,19 @@ from megatron_rl.weights.rank_layouts import differences, engine_parameters
 
 
 class Landing(Endpoint, Protocol):
-    """An engine's parameters, as the destination of a refit."""
+    """The parameters of an inference engine, as the destination of a weight sync (refit)."""
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        """Returns the parameters by the engine's parameter names."""
+        """Returns the engine's parameters by their names in the engine."""
         ...
 
 
 def join(
     address: Address, landing: Landing, device: torch.device, *, replica: int, tp: int, tp_rank: int
 ) -> EngineSide:
-    """Connects to the trainer's refit store at `address`, as rank `tp_rank` of the `tp` ranks of a replica.
+    """Connects rank `tp_rank` of the `tp` ranks of an engine replica to the trainer's refit store (the key-value store
+    of weight syncs) at `address`.
 
     Raises ValueError if the trainer's model or parallel layout does not match this engine, and TransportError if the
     trainer does not answer.
@@ -48,8 +49,8 @@ def join(
 
 
 def take_part(side: EngineSide | None, version: int, wait_s: float) -> None:
-    """Takes part in the next refit, which must begin within `wait_s` seconds. Raises RuntimeError unless the trainer
-    committed `version` on this rank.
+    """Takes part in the next weight sync (refit), which must begin within `wait_s` seconds. Raises RuntimeError if the
+    engine has not joined a trainer, or if the trainer did not commit `version` on this rank.
     """
     if side is None:
         raise RuntimeError("this engine has not joined a trainer")

@@ -18,18 +18,21 @@ from megatron_rl.engines.protocol import Sampling
 SLACK = 1e-3  # maximum positive log-prob that is accepted as rounding error
 # Limits of the size of an answer in bytes: a fixed allowance, plus an allowance per requested token.
 FREE_BYTES = 16 << 20
-FRAME_TOKEN_BYTES = 4096  # per token: id, log-prob, and the expert choices of 128 layers with 16 experts each
-JSON_TOKEN_BYTES = 1024  # per token: id and log-prob with their text
-ENTRY_BYTES = 128  # for each of the most likely tokens at a position
+# Allowance per token in a frame: id, log-prob, and the expert choices of 128 layers with 16 experts each.
+FRAME_TOKEN_BYTES = 4096
+JSON_TOKEN_BYTES = 1024  # Allowance per token in JSON: id and log-prob with their text.
+ENTRY_BYTES = 128  # Allowance for each of the most likely tokens at a position.
 
 
 class AnswerError(ValueError):
-    """Raised when an answer is invalid."""
+    """Raised when the answer of a server is invalid."""
 
 
 @contextlib.contextmanager
 def understood(url: str, whose: str, *, retry_after_s: float = 0.0) -> Iterator[None]:
-    """Treats a malformed answer as a failed request: errors that are raised while it is parsed become ServerLost."""
+    """A context manager for code that parses an answer. Errors that a malformed answer causes are raised as ServerLost,
+    so that the request counts as failed.
+    """
     try:
         yield
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -39,7 +42,7 @@ def understood(url: str, whose: str, *, retry_after_s: float = 0.0) -> Iterator[
 
 
 def read_json(data: bytes) -> Any:
-    """Returns the parsed JSON of an answer. Raises AnswerError if it is not valid JSON."""
+    """Parses the bytes of an answer as JSON. Raises AnswerError if they are not valid JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -47,9 +50,9 @@ def read_json(data: bytes) -> Any:
 
 
 def read_tokens(told: Any, vocab: int, longest: int) -> np.ndarray:
-    """Returns token ids [T] int32. `vocab`: size of the vocabulary; 0 if unknown.
+    """Converts the token ids `told` in an answer to an array [T] int32. `vocab`: size of the vocabulary; 0 if unknown.
 
-    Raises AnswerError if there are more than `longest` tokens, if `told` is not a list of integers, and if an id is
+    Raises AnswerError if there are more than `longest` tokens, if `told` is not a list of integers, or if an id is
     outside the vocabulary.
     """
     array = np.asarray(told)
@@ -70,7 +73,7 @@ def check_ids(ids: np.ndarray, vocab: int) -> None:
 
 
 def read_logprobs(told: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the log-probs as a float32 array of the given shape.
+    """Converts the log-probs `told` in an answer to a float32 array of the given shape.
 
     Raises AnswerError if the shape differs, if a value is not a finite number, or if a value is above 0 by more than
     rounding error.
@@ -98,8 +101,9 @@ def drawn(told: np.ndarray | None, sampling: Sampling, count: int) -> np.ndarray
 
 
 def read_versions(spans: Sequence[tuple[Any, Any]], length: int) -> list[tuple[int, int]]:
-    """Returns the spans of a completion of `length` tokens as (index of the first token, weight version). Raises
-    AnswerError if the spans do not start at the first token, or if a start or a version decreases.
+    """Checks the weight versions in an answer: pairs of (index of the first token, weight version) for a completion of
+    `length` tokens. Returns them as a list. Raises AnswerError if the first pair does not start at the first token, or
+    if a start or a version decreases.
     """
     found = [(start, version) for start, version in spans]
     numbers = [number for span in found for number in span]
@@ -113,7 +117,7 @@ def read_versions(spans: Sequence[tuple[Any, Any]], length: int) -> list[tuple[i
 
 
 def read_whole(told: Any, lowest: int) -> int:
-    """Returns `told` if it is an integer of at least `lowest`. Raises AnswerError otherwise."""
+    """Returns the value `told` of an answer if it is an integer of at least `lowest`. Raises AnswerError otherwise."""
     if type(told) is not int or told < lowest:
         raise AnswerError(f"{str(told)[:40]!r} where a whole number of at least {lowest} stands")
     return told

@@ -12,7 +12,7 @@ _WORD = (1 << 64) - 1
 
 
 def check(sampling: Sampling) -> None:
-    """Raises ValueError for an invalid sampling setting. The message gives the allowed range."""
+    """Raises ValueError if a sampling setting is invalid. The message states the allowed range."""
     rules = {
         "max_tokens": (sampling.max_tokens, sampling.max_tokens >= 1, "at least 1"),
         "temperature": (sampling.temperature, 0 <= sampling.temperature < math.inf, "0 (greedy) or more"),
@@ -29,8 +29,8 @@ def check(sampling: Sampling) -> None:
 
 
 def stream_key(seed: int, key: int, sample: int) -> int:
-    """Returns the key of the random stream of one row, a signed 64-bit integer: splitmix64 over (seed, key of the
-    request, sample index).
+    """Returns the key of the random stream of one row (completion), a signed 64-bit integer: splitmix64 over (seed, key
+    of the request, sample index).
     """
     mixed = 0
     for part in (seed, key, sample):

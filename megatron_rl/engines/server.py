@@ -16,14 +16,14 @@ from megatron_rl.engines import response_parsing
 from megatron_rl.engines.http import CONTROL_S, REFUSED, Http, RequestRefused, ServerLost
 from megatron_rl.engines.protocol import Completion, Sampling, TopScores
 
-MARGIN_S = 30.0  # seconds by which a request's timeout exceeds the maximum duration of a refit
+MARGIN_S = 30.0  # seconds by which the timeout of a request of a weight sync exceeds the maximum duration of a refit
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """The location of a role's LoRA adapters, for a server that applies adapters to a base model."""
+    """The location of a role's LoRA adapters, for a server that applies LoRA adapters to an unchanged base model."""
 
-    directory: Path  # contains one directory v{version} per version
+    directory: Path  # contains one directory v{version} per weight version
     place: int = 0  # index of the role among the roles that share the server
     roles: int = 1  # number of roles that share the server
 
@@ -33,11 +33,11 @@ class Server:
     time, and RequestRefused if it refuses the request.
 
     Requests for rollouts and scores, many of which run concurrently, are coroutines on the caller's event loop. The
-    other methods block the calling thread. A server whose weights are never refitted refuses the methods for refits and
-    sleep.
+    other methods block the calling thread. A server whose weights never change refuses the methods for weight syncs
+    (refits) and sleep.
     """
 
-    health: ClassVar[str]  # route that answers while the server is ready
+    health: ClassVar[str]  # route that answers successfully while the server is ready
     speaker: ClassVar[str]  # name of the engine in the possessive, for error messages, such as "vLLM's"
     retry_after_s: ClassVar[float] = 0.0  # seconds before the next request to a server that sent an invalid answer
 
@@ -53,15 +53,15 @@ class Server:
         self._ends, self._vocab = frozenset(ends), vocab
 
     def ready(self) -> bool:
-        """Returns whether the server answers now. Raises nothing."""
+        """Returns whether the server is ready to answer now. Does not raise."""
         return self._http.answers(self.health)
 
     async def generate(
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
     ) -> list[Completion]:
-        """Returns `sampling.n` completions of a prompt [T] int32, each with its weight `versions`. A completion that a
-        refit interrupted has Stop.ABORTED. Sample j uses the seed `seed` + j. A prompt that fills the context has empty
-        completions.
+        """Returns `sampling.n` completions of a prompt [T] int32, each with the weight `versions` that generated its
+        tokens. A completion that a weight sync (refit) interrupted has Stop.ABORTED. Sample j uses the seed `seed` + j.
+        If the prompt fills the context, the completions are empty.
 
         Raises ValueError for invalid sampling settings, and for settings that the engine does not support.
         """
@@ -75,45 +75,48 @@ class Server:
         raise NotImplementedError
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
-        """Connects the server to the trainer's refit store. `secret`: the key that signs messages to the store."""
+        """Connects the server to the trainer's refit store, which coordinates weight syncs. `secret`: the key that
+        signs messages to the store.
+        """
         raise self._has_own_weights()
 
     def pause(self) -> None:
-        """Prepares for a refit: requests generate no tokens from here on, and are handled as `engine.pause` says. A
-        sleeping server allocates the memory of its weights again, but not yet the memory of its KV cache.
+        """Prepares the server for a weight sync (refit). From now on, no tokens are generated; requests in progress are
+        handled as `engine.pause` specifies. A sleeping server allocates the memory of its weights again, but not yet
+        the memory of its KV cache.
         """
         raise self._has_own_weights()
 
     def update(self, version: int, wait_s: float) -> None:
-        """Takes part in the next refit, which must begin within `wait_s` seconds. Returns when the server has the
-        weights of this version, and no cache of older weights is left.
+        """Takes part in the next weight sync (refit), which must begin within `wait_s` seconds. Returns when the server
+        has the weights of this version, and all cache entries of older weights are dropped.
         """
         raise self._has_own_weights()
 
     def resume(self) -> None:
-        """Continues requests after a refit. A sleeping server stays asleep."""
+        """Continues requests after a weight sync (refit). A sleeping server stays asleep."""
         raise self._has_own_weights()
 
     def sleep(self, *, discard: bool) -> None:
-        """Releases GPU memory until `wake`. Requests in progress end as if aborted.
+        """Puts the server to sleep: releases its GPU memory until `wake`. Requests in progress end as if aborted.
 
-        `discard`: if True, the weights are dropped, because a refit sends all of them before the next request;
-        otherwise they are kept in host memory.
+        `discard`: if True, the weights are dropped, because a weight sync (refit) sends all weights before the next
+        request; otherwise the weights are kept in host memory.
         """
         raise self._has_own_weights()
 
     def wake(self) -> None:
-        """Allocates again all memory that `sleep` released, and accepts requests again. A no-op for a server that is
-        awake.
+        """Wakes the server: allocates all memory that `sleep` released, and accepts requests again. A no-op for a
+        server that is awake.
         """
         raise self._has_own_weights()
 
     def version(self) -> int:
-        """Returns the version of the server's weights; -1 before the first refit."""
+        """Returns the version of the server's weights; -1 before the first weight sync (refit)."""
         return 0
 
     def hang_up(self) -> None:
-        """Aborts the requests in progress, which raise ServerLost. Thread-safe."""
+        """Aborts the requests in progress: they raise ServerLost. Thread-safe."""
         self._http.hang_up()
 
     def close(self) -> None:
@@ -124,7 +127,7 @@ class Server:
         return RequestRefused(f"{self.url}: the server's weights are its own; a role that is trained needs an engine")
 
     def _understood(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that treats a malformed answer of the engine as a failed request."""
+        """Returns a context manager for code that parses an answer: if the answer is malformed, raises ServerLost."""
         return response_parsing.understood(self.url, self.speaker, retry_after_s=self.retry_after_s)
 
     def _post(self, path: str, body: Any = None, *, timeout_s: float = CONTROL_S) -> Any:
@@ -136,16 +139,16 @@ class Server:
             raise ServerLost(f"{self.url} sent {len(found)} completions, not {count}", retry_after_s=self.retry_after_s)
 
     def _check_version(self, version: int) -> None:
-        """Raises ServerLost if the server does not have this weight version after a refit."""
+        """Raises ServerLost if the server does not have this weight version after a weight sync (refit)."""
         if (found := self.version()) != version:
             raise ServerLost(f"{self.url} has version {found} of the weights after a refit to {version}")
 
     def _stops(self, sampling: Sampling) -> list[int]:
-        """Returns the sorted ids of all tokens that end a completion."""
+        """Returns the sorted ids of all tokens that end a completion: end-of-sequence tokens and stop tokens."""
         return sorted(self._ends.union(sampling.stop_tokens))
 
     def _scores(self, logprobs: np.ndarray, ids: np.ndarray) -> TopScores:
-        """Returns the scores of one sequence.
+        """Checks and returns the scores of one sequence of T tokens.
 
         `logprobs`: [T, 1 + k], the log-prob of each token, then of the k most likely tokens.
         `ids`: [T, k], the k most likely tokens.

@@ -8,29 +8,31 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-# Prefix of the line that is written before the output of each start. A log holds the output of several starts.
+# Prefix of the line that is written to a log before the output of each start of the server.
 START = "megatron-rl: a start at "
 READ_BYTES = 1 << 18  # number of bytes at the end of a log that are searched for an error
 TAIL_LINES = 15
-# Maximum number of lines of an exception's message, and of characters per line.
+# Maximum number of lines of an exception's message, and of characters per line, in the reported error.
 MESSAGE_LINES, MESSAGE_CHARACTERS = 6, 500
-CALLED = ("/torch/", "/pydantic/")  # libraries whose frames are less informative than the frames of their callers
-QUIET = ("DEBUG", "INFO", "WARNING")  # Levels of lines that report no error, even if they show an exception.
+# libraries whose stack frames are less informative than the frames of the code that calls them
+CALLED = ("/torch/", "/pydantic/")
+QUIET = ("DEBUG", "INFO", "WARNING")  # log levels of lines that report no error, even if they contain a traceback
 TRACEBACK = "Traceback (most recent call last):"
-# A line of a vLLM process begins with the process. A line of its logger continues with the level, time and location.
+# Format of a line of vLLM's output: the process, then, in lines of its logger, the level, time and location, then the
+# text.
 LINE = re.compile(
     r"(?P<process>(?:\([^()]* pid=\d+\) )*)"
     r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ \S+ \[[^\]]*\] ?)?(?P<text>.*)"
 )
 FRAME = re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
-# The first line of a crash in compiled code, or of an error about the command line.
+# The first line of a crash in compiled code, or of an error about command line arguments.
 CRASH = re.compile(r"Fatal Python error: |terminate called |\S+: error: ")
-# Prefixes of lines that end an exception's message
+# Prefixes of the lines that follow the message of an exception.
 CHAINED = ("During handling of ", "The above exception ", "Exception raised from ", "frame #")
 
 
 def start_line() -> bytes:
-    """Returns the line that is written to a log before the output of a start."""
+    """Returns the line that is written to a server's log before the output of a new start."""
     return f"{START}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode()
 
 
@@ -47,8 +49,8 @@ def end_of(log: Path) -> str:
 
 
 def newest_error(logs: Iterable[Path]) -> str:
-    """Returns the end of a sentence with the first error since the last start, from the most recently written log that
-    has an error. Returns an empty string if there is no error.
+    """Returns the first error since the last start of a server, as a clause that can be appended to a sentence.
+    Searches the most recently written log that has an error. Returns an empty string if there is no error.
     """
     there = [log for log in logs if log.is_file()]
     for log in sorted(there, key=lambda log: log.stat().st_mtime, reverse=True):
@@ -84,7 +86,9 @@ def first_error(lines: Iterable[str]) -> list[str]:
 
 
 def _exception(lines: Iterator[str]) -> list[str]:
-    """Returns the message and the code location of an exception. `lines`: the lines after the head of the traceback."""
+    """Returns the message and the code location of an exception. `lines`: the lines of the traceback after its first
+    line.
+    """
     frames: list[re.Match[str]] = []
     message: list[str] = []
     for text in lines:
@@ -98,14 +102,16 @@ def _exception(lines: Iterator[str]) -> list[str]:
 
 
 def _place(frames: Sequence[re.Match[str]]) -> list[str]:
-    """Returns the location of the code that raised the error. `frames`: stack frames, innermost first."""
+    """Returns the location of the code that raised an error. `frames`: stack frames, innermost first."""
     callers = (frame for frame in frames if not any(name in frame["file"] for name in CALLED))
     own = next(callers, frames[0] if frames else None)
     return [] if own is None else [f"at {own['file']}:{own['line']}"]
 
 
 def _read(log: Path) -> str | None:
-    """Returns the end of a log, beginning at the last start; None if there is no log."""
+    """Returns the text of a log since the last start of the server, at most the last READ_BYTES bytes. Returns None if
+    there is no log.
+    """
     if not log.is_file():
         return None
     with log.open("rb") as file:

@@ -20,8 +20,8 @@ from megatron_rl.engines.protocol import EngineError
 from megatron_rl.run import atomic_files
 from megatron_rl.run.parent_death import end_with_parent
 
-GRACE_S = 20.0  # seconds between SIGTERM and SIGKILL for a server
-TIDY_S = 5.0  # seconds for the process that removes the shared memory of a dead process
+GRACE_S = 20.0  # seconds between SIGTERM and SIGKILL when a server is stopped
+TIDY_S = 5.0  # seconds for the process that removes a stopped server's shared memory
 TIDY_POLL_S = 0.05
 NOTE_S = 5.0  # seconds between two checks of a starting server's shared memory
 POLL_S = 0.2
@@ -46,19 +46,19 @@ class StartError(EngineError):
 
 
 class ServerProcess:
-    """One server process. Its output is appended to `log`. It leads a separate process session, which is killed when
-    the server is stopped. The server receives SIGTERM when the thread that created this object ends, so the thread must
-    live as long as the server.
+    """One server process. Its output is appended to `log`. The server leads a separate process session; all processes
+    of the session are killed when the server is stopped. The server receives SIGTERM when the thread that created this
+    object ends, so the thread must live as long as the server.
 
     `stop` removes the server's shared memory. The constructor removes shared memory left by servers whose owner
     processes were killed.
     """
 
     def __init__(self, command: Command, log: Path, inherited: Mapping[str, str], *, imports: Path) -> None:
-        """`inherited`: the environment, which the command's variables override.
+        """`inherited`: environment variables of the server; the variables of `command` override them.
         `imports`: a directory, created here, from which the server imports this package.
 
-        Raises StartError if there is no such program.
+        Raises StartError if the program of `command` cannot be started.
         """
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -125,8 +125,8 @@ class ServerProcess:
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Sends SIGTERM to the server's session, and kills what is left of it after GRACE_S. A second call is a no-op,
-        because the session id may have been reused.
+        """Sends SIGTERM to the server's session, and kills the remaining processes of the session after GRACE_S
+        seconds. A second call is a no-op, because the session id may have been reused.
         """
         if self._stopped:
             return
@@ -141,8 +141,8 @@ class ServerProcess:
         self._segments.remove()
 
     def _kill_and_let_tidy(self) -> None:
-        """Kills the rest of the session, except for the processes that remove shared memory, which get TIDY_S
-        seconds.
+        """Kills the remaining processes of the session, except for the processes that remove shared memory, which get
+        TIDY_S seconds.
         """
         end = time.monotonic() + TIDY_S
         while (left := processes.members(self.pid)) and time.monotonic() < end:
@@ -157,7 +157,8 @@ class ServerProcess:
 
 
 def make_token(path: Path) -> str:
-    """Returns the job's token. The first caller writes the token to `path`, which only the file's owner can read.
+    """Returns the job's token, a secret that servers require from clients. The first caller creates the file `path`
+    with a random token; only the file's owner can read it.
 
     Raises PermissionError if the file belongs to another user.
     """
@@ -168,16 +169,16 @@ def make_token(path: Path) -> str:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
         with contextlib.suppress(FileExistsError):
-            os.link(draft, path)  # atomic: the file is complete or does not exist
+            os.link(draft, path)  # atomic: the file either has the whole token or does not exist
     finally:
         draft.unlink()
     return atomic_files.read_own(path).strip()
 
 
 def _only_this_package(directory: Path, entry_points: str) -> Path:
-    """Creates a directory from which a server can import this package, but none of the packages installed beside it,
-    because the server's environment has its own torch. The package gets the given entry points, as if pip had installed
-    it.
+    """Creates a directory from which a server can import this package, but not the packages installed beside it,
+    because the server's Python environment has another torch. Returns the directory. The package gets the given entry
+    points, as if pip had installed it.
     """
     package, link = Path(megatron_rl.__file__).resolve().parent, directory.resolve() / "megatron_rl"
     link.parent.mkdir(parents=True, exist_ok=True)

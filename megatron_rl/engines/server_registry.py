@@ -21,19 +21,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """A server's entry in the registry."""
+    """The entry of one server in the server registry."""
 
     role: str
     replica: int
     url: str
-    incarnation: str  # id of one start; a restarted server has a new id, and its weights are unknown until a refit
+    # id of one start of the server; a restarted server has a new id and unknown weights until a weight sync (refit)
+    incarnation: str
     log: str
     node: str = ""  # node of a Slurm job
     job: str = ""
-    beat: int = 0  # increases while the server lives; clocks of different hosts are never compared
+    beat: int = 0  # heartbeat counter, increased while the server lives; clocks of different hosts are never compared
 
     def __post_init__(self) -> None:
-        """Raises TypeError if a field has a wrong type, because another program may have written the file."""
+        """Raises TypeError if a field has a wrong type: the values may come from a file that another program has
+        written.
+        """
         for each in fields(self):
             value = getattr(self, each.name)
             if type(value).__name__ != each.type:
@@ -45,7 +48,7 @@ class Listing:
 
 
 class ServerRegistry:
-    """A directory of listings. Files are written atomically.
+    """A directory with one file (a listing) per server. Files are written atomically.
 
     Only files of the users `owners` are read (default: this user, or root), because a listing determines where prompts
     are sent.
@@ -55,14 +58,14 @@ class ServerRegistry:
         self.directory, self._owners = directory, owners
 
     def read(self, role: str) -> list[Listing]:
-        """Returns the servers of a role, sorted by replica."""
+        """Returns the listings of the servers of a role, sorted by replica."""
         return sorted(
             (listing for listing in self.all(f"{role}-") if listing.role == role), key=lambda listing: listing.replica
         )
 
     def all(self, start: str = "") -> list[Listing]:
-        """Returns the servers whose file name begins with `start`. Ignores files of other users, and files that are not
-        valid listings (another version may have written them).
+        """Returns the listings whose file name begins with `start`. Ignores files of other users, and files that are
+        not valid listings (another version of this package may have written them).
         """
         found = []
         for path in sorted(self.directory.glob(f"{start}*.json")):
@@ -71,18 +74,18 @@ class ServerRegistry:
         return found
 
     def has(self, listing: Listing) -> bool:
-        """Returns whether the listing's file exists, readable or not."""
+        """Returns whether the file of the listing exists, readable or not."""
         return self._path(listing).exists()
 
     def write(self, listing: Listing) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        # A process id would not be unique across hosts.
+        # The incarnation is unique, while a process id would not be unique across hosts.
         draft = self.directory / f".{listing.name}.{listing.incarnation}"
         draft.write_text(json.dumps(asdict(listing)))
         draft.replace(self._path(listing))
 
     def remove(self, listing: Listing) -> None:
-        """Removes a listing, unless another incarnation of the server has replaced it."""
+        """Removes the file of a listing, unless another incarnation (start) of the server has replaced it."""
         path = self._path(listing)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             if json.loads(path.read_text())["incarnation"] == listing.incarnation:
@@ -93,8 +96,8 @@ class ServerRegistry:
 
 
 class Announcement:
-    """A context manager that renews a listing from a separate thread while `alive` returns True, and removes it on
-    exit.
+    """A context manager that registers a server. Until exit, a separate thread renews the server's listing while
+    `alive` returns True. On exit, removes the listing.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class Announcement:
         self._roster.remove(self._listing)
 
     def silent_s(self) -> float:
-        """Returns the time in seconds since the server last gave a sign of life."""
+        """Returns the seconds since `alive` last returned True."""
         return time.monotonic() - self._last
 
     def _beat(self) -> None:
@@ -125,6 +128,6 @@ class Announcement:
                 beat, self._last = beat + 1, time.monotonic()
                 try:
                     self._roster.write(replace(self._listing, beat=beat))
-                # A full disk or an unavailable file server, for example: the next attempt may succeed.
+                # For example, the disk is full or the file server is unavailable: the next attempt may succeed.
                 except OSError as error:
                     _log.warning("%s cannot renew its listing: %s", self._listing.name, error)

@@ -23,7 +23,8 @@ from pathlib import Path
 from megatron_rl import processes
 
 SHARED_MEMORY = Path("/dev/shm")
-LISTS = "megatron_rl_servers"  # Prefix of the names of lists. The names of refit slots have another prefix.
+# prefix of the names of the list files; shared memory of weight syncs (refits) has another prefix
+LISTS = "megatron_rl_servers"
 # File names that Python's shared memory and semaphores, torch, NCCL, CUDA and vLLM create. Files with other names are
 # never removed: they may be model files, which servers map too.
 KINDS = re.compile(
@@ -35,7 +36,9 @@ SPARE_S = 1.0  # tolerance in seconds between a file's time and the clock
 
 
 class Segments:
-    """The list of one server's shared memory segments, kept by the process that starts the server."""
+    """The list of one server's shared memory segments (files in /dev/shm), kept by the process that starts the
+    server.
+    """
 
     def __init__(self, directory: Path = SHARED_MEMORY) -> None:
         self._directory, self._begun = directory, time.time()
@@ -43,7 +46,9 @@ class Segments:
         self._file: int | None = None
 
     def note(self, pids: Iterable[int]) -> None:
-        """Adds the segments that the given processes have mapped now, if they were created after this object."""
+        """Adds the segments that the given processes have mapped now, if the segments were created after this
+        object.
+        """
         found = {one for pid in pids for one in mapped(pid)} - self._known
         new = {one for one in found if self._is_own(*one)}
         if new:
@@ -51,7 +56,7 @@ class Segments:
             self._write()
 
     def remove(self) -> None:
-        """Removes the listed segments that no process uses, and the list. Call it after the server has ended."""
+        """Removes the listed segments that no process uses, and the list file. Call it after the server has ended."""
         _unlink_unused(self._directory, self._known)
         self._known = set()
         if self._file is not None:
@@ -69,14 +74,15 @@ class Segments:
     def _write(self) -> None:
         if self._file is None:
             self._path = self._directory / f"{LISTS}-{os.getuid()}-{uuid.uuid4().hex[:16]}"
-            # Without space or lock support there is no list, and the segments of a killed server stay.
+            # If /dev/shm is full or does not support locks, there is no list file, and the segments of a killed server
+            # remain.
             with contextlib.suppress(OSError):
                 self._file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
                 fcntl.flock(self._file, fcntl.LOCK_EX)
         if self._file is not None:
             data = json.dumps(sorted(self._known)).encode()
             with contextlib.suppress(OSError):
-                os.pwrite(self._file, data, 0)  # a list only grows, so the new data covers the old
+                os.pwrite(self._file, data, 0)  # the list only grows, so the new data covers the old data
 
 
 def mapped(pid: int) -> set[tuple[str, int]]:
@@ -91,8 +97,8 @@ def mapped(pid: int) -> set[tuple[str, int]]:
 
 
 def clear(directory: Path = SHARED_MEMORY) -> list[str]:
-    """Removes the segments that dead owners of this user left, and returns their names. Segments of a server that
-    outlived its owner are kept.
+    """Removes the shared memory segments of servers whose owner process (of this user) has died, and returns the names
+    of the segments. Segments of a server that is still running are kept.
     """
     out: list[str] = []
     for path in directory.glob(f"{LISTS}-{os.getuid()}-*"):
@@ -113,7 +119,7 @@ def clear(directory: Path = SHARED_MEMORY) -> list[str]:
 
 
 def _read(file: int, size: int) -> set[tuple[str, int]]:
-    """Returns the entries of a list; an empty set if the list is damaged."""
+    """Returns the entries (name, inode) of a list file; an empty set if the file is damaged."""
     with contextlib.suppress(ValueError, TypeError):
         rows = json.loads(os.pread(file, size, 0))
         return {(str(name), int(inode)) for name, inode in rows if KINDS.fullmatch(str(name))}

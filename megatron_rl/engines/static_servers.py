@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_registry import BEAT_S, Announcement, Listing, ServerRegistry
 
-# Consecutive failed checks after which a server is removed: a later answer may come from a restarted server.
+# Number of consecutive failed checks after which a server is removed from the registry. A later answer may come from a
+# restarted server.
 FAILURES = 2
 
 
 class Addresses:
-    """Monitors each URL of a role from a separate thread and registers the servers that answer. A server that was
-    unreachable is registered as a new incarnation, so that it serves only after a refit.
+    """Monitors servers at fixed URLs, each in a separate thread, and registers those that answer in the server
+    registry. A server that was unreachable is registered as a new incarnation (start), so that it gets requests only
+    after a weight sync (refit).
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Addresses:
             thread.start()
 
     def close(self) -> None:
-        """Stops the threads and removes the listings."""
+        """Stops the threads and removes the servers from the registry."""
         self._closed.set()
         for thread in self._threads:
             thread.join()

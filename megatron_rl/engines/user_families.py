@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 from megatron_rl.models import registry
 
-# Environment variable of the server: names such as package.module:FAMILY, separated by spaces.
+# Name of the server's environment variable that lists model families, such as package.module:FAMILY, separated by
+# spaces.
 VARIABLE = "MEGATRON_RL_FAMILIES"
 
 
 def variables(targets: Sequence[str]) -> dict[str, str]:
-    """Returns the environment variables of a server for the config's `families`."""
+    """Returns the environment variables that make a server know the user-defined model `families` of a config."""
     return {VARIABLE: " ".join(targets)} if targets else {}
 
 
 def learn() -> None:
-    """Registers the model families that this process's environment names.
-
-    Raises ConfigError, a ValueError, if a name cannot be imported.
+    """Registers the user-defined model families that this process's environment names. Raises ConfigError, a
+    ValueError, if a family cannot be imported.
     """
     registry.add(os.environ.get(VARIABLE, "").split(), VARIABLE)

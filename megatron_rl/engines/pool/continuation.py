@@ -12,8 +12,8 @@ from megatron_rl.engines.protocol import Completion
 
 
 def seed_after(seed: int, written: int) -> int:
-    """Returns the seed for continuing a completion that has `written` tokens. The seed differs from the seeds of the
-    other samples of the same prompt, which are consecutive.
+    """Returns the seed for continuing a completion that has `written` tokens. It differs from the seeds of the other
+    samples of the prompt, which are consecutive numbers.
     """
     return seed if written == 0 else sampling_seeds.stream_key(seed, 0, written) & (1 << 62) - 1
 
@@ -29,27 +29,28 @@ def joined(begun: Completion, more: Completion) -> Completion:
         model_logprobs=_both(begun.model_logprobs, more.model_logprobs),
         authors=_both(begun.authors, more.authors),
         versions=spans([*begun.versions, *later], offset + len(more.tokens)),
-        experts=more.experts,  # the prompt of `more` contained all earlier tokens
+        # `more` already has the expert choices of all tokens, because its prompt contained the earlier tokens
+        experts=more.experts,
     )
 
 
 def nothing_of(begun: Completion) -> Completion:
-    """Returns the completion without its tokens."""
+    """Returns a copy of the completion without tokens."""
     none = np.empty(0)
     authors = None if begun.authors is None else none
     return replace(begun, tokens=none, logprobs=none, model_logprobs=none, versions=[], authors=authors)
 
 
 def dated(completion: Completion, version: int) -> Completion:
-    """Returns the completion with its weight versions: those that the server reported, or `version` if it reported
-    none.
+    """Returns the completion with its `versions` set: the weight versions that the server reported, or `version` for
+    all tokens if the server reported no versions.
     """
     return replace(completion, versions=spans(completion.versions or [(0, version)], len(completion.tokens)))
 
 
 def spans(versions: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """Returns (first token, version) pairs for a completion of `length` tokens. Drops spans without tokens, and merges
-    adjacent spans of the same version.
+    """Cleans up the weight versions of a completion of `length` tokens: pairs of (first token, version). Drops pairs
+    without tokens, and merges adjacent pairs with the same version.
     """
     out: list[tuple[int, int]] = []
     for start, version in versions:

@@ -24,10 +24,10 @@ from megatron_rl.engines.protocol import EngineError
 from megatron_rl.engines.server_log import end_of
 from megatron_rl.key_value_store.store_server import descriptors
 
-LONGEST_PAUSE_S = 60.0  # maximum seconds between two attempts, when all servers ask for a pause
-# Number of servers lost while they work on one request, after which the request is considered the cause.
+LONGEST_PAUSE_S = 60.0  # maximum seconds between two attempts of a request when all servers ask the client to wait
+# If a request is in progress on this many servers when they are lost, the request is considered the cause.
 LOST_UNDER = 10
-LOOKERS = 8  # number of servers that are checked concurrently after they failed a request
+LOOKERS = 8  # maximum number of servers that are checked concurrently, each after it failed a request
 DEADLY = (
     "{} servers were lost while they worked on one request ({}), so that it may be what kills them; look for the reason"
     " in their logs, lower engine.max_sequences or engine.max_model_len where memory ran out, and start the run again:"
@@ -41,9 +41,9 @@ T = TypeVar("T")
 class Request(Generic[T]):
     """A request that any server may answer.
 
-    `ask`: coroutine function that sends the request, given the server and its weight version. Raises ServerLost if
-    another server should answer.
-    `what`: description of the content, for messages.
+    `ask`: coroutine function that sends the request, given the server and its weight version. It raises ServerLost if
+    the request should be sent to another server.
+    `what`: description of the request, for error messages.
     `sequences`: number of sequences that a server works on concurrently for this request.
     `prefer`: the server that has the request's prefix in its cache.
     """
@@ -55,21 +55,21 @@ class Request(Generic[T]):
 
 
 class Outstanding:
-    """The tasks that one caller waits for, in the order in which the tasks end."""
+    """The unfinished and finished tasks of one caller. `next` returns finished tasks in the order in which they end."""
 
     def __init__(self) -> None:
         self._done: queue.SimpleQueue[concurrent.futures.Future[Any] | None] = queue.SimpleQueue()
-        self.over = False  # set when no caller waits for the tasks any more
+        self.over = False  # True if no caller waits for the tasks any more
 
     def add(self, task: concurrent.futures.Future[Any]) -> None:
         task.add_done_callback(self._done.put)
 
     def wake(self) -> None:
-        """Wakes the caller, which checks whether it still has to wait."""
+        """Wakes the caller that waits in `next`, so that it checks whether it still has to wait."""
         self._done.put(None)
 
     def next(self, timeout_s: float) -> concurrent.futures.Future[Any] | None:
-        """Returns a finished task, or None if no task finishes within `timeout_s`."""
+        """Returns a finished task. Returns None if no task finishes within `timeout_s` or `wake` is called."""
         try:
             return self._done.get(timeout=timeout_s)
         except queue.Empty:
@@ -77,10 +77,10 @@ class Outstanding:
 
 
 class Dispatcher:
-    """Sends requests to the members of a pool. All requests wait on one event loop, in one thread.
+    """Sends requests to the servers of a pool (its members). All requests run on one event loop, in a separate thread.
 
-    `tend`: called whenever a caller waits.
-    `refitting`: returns whether servers are receiving weights and will serve soon.
+    `tend`: called repeatedly in the thread of a caller that waits; updates the servers.
+    `refitting`: returns whether servers are receiving new weights (a refit) and will serve soon.
     `hopeless`: returns the reason why no server will ever be available, or None.
     `shared`: the GPUs that the members share with servers of other roles.
     """
@@ -89,10 +89,10 @@ class Dispatcher:
         self, members: Members, look_s: float, *, tend: Callable[[], None], refitting: Callable[[], bool],
         hopeless: Callable[[], str | None], shared: SharedGpus,
     ) -> None:  # fmt: skip
-        self.members, self.failures = members, 0  # failures: requests that were sent again
+        self.members, self.failures = members, 0  # failures: number of times that a request failed and was sent again
         self.full = FullPrompts(members.role)
         self._look_s, self._tend, self._refitting, self._hopeless = look_s, tend, refitting, hopeless
-        descriptors()  # raises the limit of file descriptors: each request in progress has a connection
+        descriptors()  # raises the limit of open file descriptors, because each request in progress has a connection
         self._queue = RequestQueue(members, shared)
         self._lookers = concurrent.futures.ThreadPoolExecutor(LOOKERS, f"looks-{members.role}")
         self._looks: dict[Member, asyncio.Future[None]] = {}  # checks in progress
@@ -103,8 +103,8 @@ class Dispatcher:
         shared.add(members.role, self.look)
 
     def close(self) -> None:
-        """Cancels the requests in progress and stops the thread. Close the members first, which makes the requests
-        fail.
+        """Cancels the requests in progress and stops the thread. Close the pool's members first, which makes the
+        requests fail.
         """
         if not self._thread.is_alive():
             return
@@ -114,24 +114,27 @@ class Dispatcher:
         self._lookers.shutdown(cancel_futures=True)
 
     def submit(self, work: Outstanding, task: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
-        """Starts a task for `work`. Raises EngineError if the members are closed."""
+        """Starts the coroutine function `task` on the event loop and adds it to `work`. Raises EngineError if the
+        members are closed.
+        """
         self.members.check_open()
         work.add(asyncio.run_coroutine_threadsafe(task(*arguments), self._loop))
 
     def look(self) -> None:
-        """Makes the waiting requests look for a server. Thread-safe."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so no request waits
+        """Makes the requests in the queue look for a free server again. Thread-safe."""
+        with contextlib.suppress(RuntimeError):  # error if the event loop is closed; then no request waits
             self._loop.call_soon_threadsafe(self._queue.look)
 
     def waiting(self) -> Waiting:
-        """Returns a new wait for one caller."""
+        """Returns a new `Waiting`, which limits how long one caller waits for a server."""
         return Waiting(self.members, self._hopeless)
 
     def wait(self, work: Outstanding, waiting: Waiting | None) -> Any:
-        """Tends the servers and waits briefly. Returns the result of a finished task, or None.
+        """Updates the servers (`tend`) and waits briefly for a task of `work`. Returns the result of a finished task,
+        or None if no task has finished.
 
-        Raises the exception of the task, or EngineError if waiting is pointless. `waiting` is None if no request is in
-        progress.
+        Raises the exception of the task, or EngineError if waiting for a server is pointless (see `Waiting.on`) or the
+        pool is closed. `waiting`: None if no request is in progress.
         """
         self._tend()
         if waiting is not None:
@@ -144,14 +147,15 @@ class Dispatcher:
         return None if task is None else task.result()
 
     async def send(self, work: Outstanding, request: Request[T]) -> tuple[T, Member]:
-        """Sends a request until a server answers. Returns the answer and the server. Must run on the dispatcher's event
-        loop.
+        """Sends a request to one server after another until a server answers it. Returns the answer and the server.
+        Must run on the dispatcher's event loop.
 
-        Raises EngineError if too many live servers fail the request, if LOST_UNDER servers are lost while they work on
-        it, or if no caller waits for `work` any more. Raises RequestRefused if the request is invalid for every server.
+        Raises EngineError if live servers fail the request `limits.attempts` times, if LOST_UNDER servers are lost
+        while they work on the request, or if no caller waits for `work` any more. Raises RequestRefused if the request
+        is invalid for every server.
         """
         failures: list[str] = []
-        lost = 0  # number of servers lost while they worked on this request
+        lost = 0  # number of servers that were lost while they worked on this request
         failed: set[Member] = set()
         while True:
             place = Waiter(request.sequences, failed, request.prefer, over=lambda: work.over)
@@ -160,7 +164,7 @@ class Dispatcher:
                 return await request.ask(member, version), member
             except ServerLost as error:
                 await self._look_after(member, str(error))
-                # False if the server's weights changed: in this case the request did not cause the failure
+                # False if the server was lost or got new weights: then the request is not to blame for the failure
                 served = self.members.serves(member, version)
                 with self.members.change:
                     self.failures += 1
@@ -178,12 +182,12 @@ class Dispatcher:
             finally:
                 self._queue.leave(member, request.sequences)
             if pause_s and all(m in failed for m in self.members.serving()):
-                # All servers have failed the request: wait for as long as they ask.
+                # All servers have failed the request: wait for as long as the servers ask.
                 await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))
 
     async def _look_after(self, member: Member, why: str) -> None:
-        """Marks a server that failed a request as lost unless it answers a check now. Requests that failed together
-        share one check.
+        """Checks a server that failed a request, and marks it as lost if it does not answer the check. Requests that
+        failed at the same time share one check.
         """
         look = self._looks.get(member)
         if look is None:
@@ -202,13 +206,17 @@ class Dispatcher:
             self._loop.close()
 
     def _tick(self) -> None:
-        """Checks the queue periodically, because a wait may become pointless without a notification."""
+        """Lets the queue check its requests periodically, because a request may become pointless without a
+        notification.
+        """
         self._queue.look()
         self._loop.call_later(self._look_s, self._tick)
 
 
 async def _end_all() -> None:
-    """Cancels all other tasks of the running loop, and waits until the tasks and the loop's threads have ended."""
+    """Cancels all other tasks of the running event loop, and waits until the tasks and the loop's threads have
+    ended.
+    """
     tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in tasks:
         task.cancel()

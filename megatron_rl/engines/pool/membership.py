@@ -19,21 +19,25 @@ from megatron_rl.engines.server_registry import Listing, ServerRegistry
 
 # Seconds between checks of the server registry, and between checks of the condition that a caller waits for.
 LOOK_S = 0.5
-FIRST_SAY_S, SAY_S = 5.0, 30.0  # seconds until the first log line about waiting, and between later lines
+# seconds until the first log line about waiting for servers, and between later log lines
+FIRST_SAY_S, SAY_S = 5.0, 30.0
 _log = logging.getLogger(__name__)
 Address = tuple[str, int, str]  # address of a refit store: host, port, and the key that signs messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How many requests the servers get at once, and how long the run waits for servers."""
+    """Limits of a pool: how many requests a server gets at once, how often a request is sent, and how long the run
+    waits.
+    """
 
     servers: int  # maximum number of servers
     at_once: int  # maximum number of concurrent sequences per server
-    attempts: int = 3  # number of attempts of a request that live servers fail
+    attempts: int = 3  # maximum number of attempts of a request if live servers fail it
     request_timeout_s: float = 600.0
-    wait_s: float = 1800.0  # maximum seconds to wait until a server serves
-    partial: str = "continue"  # policy for completions that a refit interrupts: continue or restart
+    wait_s: float = 1800.0  # maximum seconds to wait until a server is available
+    # "continue" or "restart": how a completion that a weight sync (refit) interrupts is completed
+    partial: str = "continue"
 
     @staticmethod
     def of(settings: Servers) -> Limits:
@@ -46,21 +50,21 @@ class Limits:
 
 @dataclass(eq=False)
 class Member:
-    """One server of a pool. It serves if it is not lost and its `version` equals the version of the pool. Only the
-    monitoring thread changes `listing` and `seen`; the other fields are changed under the members' lock.
+    """One server of a pool. The server gets requests if it is not lost and its `version` equals the version of the
+    pool. Only the monitoring thread changes `listing` and `seen`; the other fields are changed under the members' lock.
     """
 
     listing: Listing
     server: Server
-    seen: float  # time.monotonic() when the server's heartbeat last changed
+    seen: float  # value of time.monotonic() when the server's heartbeat last changed
     lost: str | None = None  # reason why the server is considered dead; None if alive
     version: int | None = None  # version of the server's weights; None if unknown or invalid
     joined: Address | None = field(default=None, repr=False)  # refit store that the server has joined
     load: int = 0  # number of sequences in progress on the server
-    requests: int = 0  # number of requests in progress on the server, including steps of a refit
-    failed: float = -math.inf  # time.monotonic() when the server last failed a request
-    trouble: str | None = None  # reason why the server's last refit failed
-    troubled: float = -math.inf  # time.monotonic() when the server's last refit failed
+    requests: int = 0  # number of requests in progress on the server, including requests of a weight sync (refit)
+    failed: float = -math.inf  # value of time.monotonic() when the server last failed a request
+    trouble: str | None = None  # reason why the server's last weight sync (refit) failed; None if it succeeded
+    troubled: float = -math.inf  # value of time.monotonic() when the server's last weight sync (refit) failed
 
 
 class Members:
@@ -68,20 +72,20 @@ class Members:
     considered alive: if a server fails a request, the request is sent to another server.
 
     `change`: lock that guards every member.
-    `changed`: called, from any thread, when a server starts or stops serving.
-    `waits`: called repeatedly while a caller waits because no server serves, so that the run's watchdog knows that the
-    run is not hung.
+    `changed`: called, from any thread, when a server becomes available or unavailable.
+    `waits`: called repeatedly while a caller waits because no server is available, so that the run's watchdog knows
+    that the run is not hung.
     `fixed`: the servers keep their initial weights, which are version 0.
     """
 
     def __init__(self, role: str, limits: Limits, *, fixed: bool = True, servers: Sequence[Server] = ()) -> None:
         self.role, self.limits, self.fixed, self.version = role, limits, fixed, 0 if fixed else -1
         self.change = threading.RLock()
-        # Set by the dispatcher: makes the waiting requests look for a server.
+        # Callback set by the dispatcher: makes the requests in the queue look for a free server.
         self.changed: Callable[[], None] = lambda: None
         self.waits: Callable[[], None] = lambda: None
         self.closing = threading.Event()
-        self.sleep_count = 0  # how many times all servers were put to sleep, which aborts their requests
+        self.sleep_count = 0  # number of times that all servers were put to sleep, which aborts their requests
         self.by_replica: dict[int, Member] = {}
         for replica, server in enumerate(servers):
             listing = Listing(role=role, replica=replica, url=server.url, incarnation="", log="")
@@ -95,9 +99,9 @@ class Members:
         return [m for m in self.living() if m.version == self.version >= 0]
 
     def loads(self) -> dict[str, dict[str, float]]:
-        """Returns the state of each server by its name (ROLE@NAME if the server is listed under another role): whether
-        it lives and serves (1 or 0), the version of its weights (-1 if unknown), and its numbers of sequences and
-        requests in progress.
+        """Returns the state of each server by its name (ROLE@NAME if the server is listed under another role): "lives"
+        and "serves" (1 or 0), "version" of its weights (-1 if unknown), and its numbers of "sequences" and "requests"
+        in progress.
         """
         with self.change:
             return {
@@ -112,22 +116,22 @@ class Members:
             }
 
     def serves(self, member: Member, version: int) -> bool:
-        """Returns whether the member is alive and its weights have this version."""
+        """Returns whether the server is alive and its weights have this version."""
         with self.change:
             return member.lost is None and member.version == version
 
     def check_open(self) -> None:
-        """Raises EngineError if the members are closed."""
+        """Raises EngineError if the pool is closed."""
         if self.closing.is_set():
             raise EngineError(f"the pool of {self.role} engines was closed")
 
     def look_after(self, member: Member, why: str) -> None:
-        """Marks a server that failed, for the reason `why`, as lost unless it answers a check. A no-op in this base
-        class.
+        """Checks a server that failed a request for the reason `why`, and marks it as lost if it does not answer. A
+        no-op in this base class.
         """
 
     def known(self) -> str:
-        """Returns a description of the members' state, for the messages of a caller that waits."""
+        """Returns a description of the state of all servers, for the messages of a caller that waits."""
         with self.change:
             known = [
                 f"{m.listing.name}: {m.lost or m.trouble or 'it has no current weights yet'}"
@@ -148,8 +152,8 @@ class Members:
 
 class ListedMembers(Members):
     """The servers that a server registry lists under the role `listed`. A thread monitors them: new servers,
-    heartbeats, servers without heartbeats, and servers that leave. Unless `fixed` is set, a server must take part in a
-    refit before it serves, also when it returns after it was lost.
+    heartbeats, servers without heartbeats, and servers that leave. Unless `fixed` is set, a server gets no requests
+    until it has received weights in a weight sync (refit). The same holds for a server that returns after it was lost.
     """
 
     def __init__(
@@ -184,8 +188,8 @@ class ListedMembers(Members):
         self._hang_up_for_good()  # a server that joined meanwhile
 
     def look(self, listings: Sequence[Listing], now: float) -> None:
-        """Updates the members from the listings that were read at `now`. Checking whether a server is ready may take
-        seconds, during which the heartbeats of other servers are not seen.
+        """Updates the pool's servers from registry entries that were read at time `now`. Checking whether a server is
+        ready may take seconds, during which the heartbeats of other servers are not seen.
         """
         for listing in listings:
             if 0 <= listing.replica < self.limits.servers:
@@ -193,7 +197,7 @@ class ListedMembers(Members):
         for member in list(self.by_replica.values()):
             if member.lost is not None:
                 if member.requests and not member.server.ready():
-                    # The server was not just slow. Abort its requests, which would otherwise wait for their timeouts.
+                    # The server is not just slow: abort its requests, which would otherwise wait for their timeouts.
                     member.server.hang_up()
             elif now - member.seen > self._lost_after_s:
                 self._lose(member, f"no sign of life for {self._lost_after_s:g} s")
@@ -201,11 +205,11 @@ class ListedMembers(Members):
                 self._lose(member, "it left the server registry")
 
     def _watch(self) -> None:
-        """Reads the registry periodically, on a thread, until the members are closed."""
+        """Reads the server registry periodically, in a separate thread, until the pool is closed."""
         while not self.closing.is_set():
             try:
                 self.look(self._roster.read(self._listed), time.monotonic())
-            # For example, an unavailable file server; it is not mistaken for missing heartbeats.
+            # For example, an unavailable file server; this error is not mistaken for missing heartbeats.
             except OSError as error:
                 _log.warning("cannot read the server registry %s: %s", self._roster.directory, error)
             self.closing.wait(self._look_s)
@@ -213,7 +217,8 @@ class ListedMembers(Members):
     def _look_at(self, listing: Listing, now: float) -> None:
         member = self.by_replica.get(listing.replica)
         if member is None or member.listing.incarnation != listing.incarnation:
-            # A listing may belong to a server that died with its host: send it no request before its first heartbeat.
+            # A listing may belong to a server that died with its host: send the server no request before its first
+            # heartbeat.
             new = Member(listing, self._connect(listing), seen=now, lost="it has given no sign of life yet")
             with self.change:
                 self.by_replica[listing.replica] = new
@@ -223,7 +228,7 @@ class ListedMembers(Members):
         elif listing.beat != member.listing.beat:
             member.listing, member.seen = listing, now
             if member.lost is not None and member.server.ready():
-                with self.change:  # the server's weights are unknown: it must receive them again
+                with self.change:  # the server's weights are unknown: it must receive weights again
                     member.lost, member.version, member.joined = None, 0 if self.fixed else None, None
                     self.changed()
 
@@ -236,7 +241,8 @@ class ListedMembers(Members):
 
 
 class Waiting:
-    """The wait of one caller for a server. Logs periodically that the run waits, and ends the wait after `wait_s`.
+    """Limits how long one caller waits for a server. Logs periodically that the run waits, and raises EngineError after
+    `wait_s` seconds.
 
     `hopeless`: returns the reason why no server will ever be available, or None.
     """
@@ -247,8 +253,8 @@ class Waiting:
         self._next = 0.0  # when the next log line is due
 
     def on(self) -> None:
-        """Records that no server serves. Raises EngineError if waiting is pointless: after `limits.wait_s` without a
-        call of `over`, if `hopeless` returns a reason, or if the members are closed.
+        """Records that no server is available now. Raises EngineError if this has been so for `limits.wait_s` seconds
+        without a call of `over`, if `hopeless` returns a reason, or if the pool is closed.
         """
         self._members.check_open()
         if why := self._hopeless():
@@ -264,5 +270,5 @@ class Waiting:
             _log.warning("waiting for a %s engine for %.0f s: %s", role, now - self._since, self._members.known())
 
     def over(self) -> None:
-        """Records that a server serves."""
+        """Records that a server is available, which ends the wait."""
         self._since = None

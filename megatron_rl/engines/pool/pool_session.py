@@ -19,12 +19,12 @@ from megatron_rl.engines.pool.membership import Member
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling, Tokens
 from megatron_rl.types import Stop
 
-Finished = tuple[int, dict[int, Completion]]  # key of a request, and completions by sample index
+Finished = tuple[int, dict[int, Completion]]  # key of a request, and its newly finished completions by sample index
 
 
 @dataclass(eq=False)
 class _Asked:
-    """One unanswered request. Its tasks belong to `work`."""
+    """One request that has not been answered completely. `work` holds the tasks of all requests of the session."""
 
     key: int
     tokens: np.ndarray  # [T] int32
@@ -40,14 +40,15 @@ class _Asked:
 
 
 class PoolSession:
-    """Implements engines.protocol.Session on the servers of a dispatcher."""
+    """Implements engines.protocol.Session with a pool of servers. `dispatcher`: sends the requests to the servers."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._lock = threading.Lock()  # guards the fields below
         self._used: set[int] = set()  # keys of all requests so far
         self._asked: dict[int, _Asked] = {}  # unanswered requests, by key
-        self._homes: dict[int, Member] = {}  # the server that last answered a key, and has its prefix in the cache
+        # by key of a request: the server that answered it, which has the request's prefix in its cache
+        self._homes: dict[int, Member] = {}
         self._askers = 0  # number of threads inside `asking`
         self._work = Outstanding()
         self._closed = False
@@ -84,10 +85,9 @@ class PoolSession:
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
         """Implements `engines.protocol.Session.answers`.
 
-        While no server has the current weights, it waits and logs that it waits. Raises EngineError if no server is
-        available within `engine.wait_s`, or if live servers failed a request `engine.attempts` times; RequestRefused if
-        a request is invalid for every server; ConfigError if servers belong to another run. An error cancels all
-        requests.
+        Waits, and logs this, while no server has the current weights. Raises EngineError if no server is available
+        within `engine.wait_s`, or if live servers failed a request `engine.attempts` times; RequestRefused if a request
+        is invalid for every server; ConfigError if servers belong to another run. An error cancels all requests.
         """
         waiting = self._dispatcher.waiting()
         ended = False
@@ -111,8 +111,8 @@ class PoolSession:
         self._call_off()
 
     def _take_in(self, key: int, completions: dict[int, Completion]) -> list[Completion] | None:
-        """Stores completions of a request. Returns all completions of the request if it is complete; otherwise returns
-        None.
+        """Stores finished completions of a request. Returns all n completions of the request if they are finished;
+        otherwise returns None.
         """
         with self._lock:
             asked = self._asked.get(key)
@@ -127,7 +127,7 @@ class PoolSession:
         return whole
 
     def _call_off(self) -> None:
-        """Cancels all requests, and discards answers that still arrive."""
+        """Cancels all requests. Completions that still arrive are discarded."""
         with self._lock:
             over, self._work = self._work, Outstanding()
             self._asked.clear()
@@ -135,8 +135,8 @@ class PoolSession:
         self._dispatcher.look()
 
     async def _write(self, asked: _Asked) -> Finished:
-        """Requests the completions of one request. A completion that a refit interrupted is continued in a separate
-        task.
+        """Sends one request to a server and returns its finished completions. A completion that a weight sync (refit)
+        interrupted is continued in a separate task.
         """
         finished = {}
         for j, completion in enumerate(await self._send(asked, asked.tokens, asked.sampling, asked.seed)):
@@ -147,7 +147,9 @@ class PoolSession:
         return asked.key, finished
 
     async def _complete(self, asked: _Asked, sample: int, begun: Completion) -> Finished:
-        """Continues an interrupted completion until it ends, however many refits interrupt it."""
+        """Continues an interrupted completion until it ends, even if weight syncs (refits) interrupt it several
+        times.
+        """
         seed, restart = asked.seed + sample, self._dispatcher.members.limits.partial == "restart"
         while begun.stop is Stop.ABORTED:
             kept = nothing_of(begun) if restart else begun
@@ -177,8 +179,8 @@ class PoolSession:
         return answers
 
     def _checked(self, member: Member, version: int, answer: Completion, sleep_count: int) -> Completion:
-        """Returns a completion with its weight versions. Raises ServerLost if a version is older than the server's
-        version when the request was sent, or newer than the pool's current version.
+        """Returns a completion with its weight versions. Raises ServerLost if a weight version is older than the
+        server's version when the request was sent, or newer than the pool's current version.
 
         `sleep_count`: how many times the servers had been put to sleep when the request was sent. Used to tell an
         aborted request from a lost server.

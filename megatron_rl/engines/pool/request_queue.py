@@ -12,16 +12,18 @@ from megatron_rl.engines.pool.membership import Member, Members
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.engines.protocol import EngineError
 
-# Share of a server's capacity by which the server with the cached prefix may be more loaded than the least loaded one.
+# The server that has the request's prefix in its cache is preferred if its load exceeds the lowest load of a server by
+# at most this share of a server's capacity.
 PREFIX_SHARE = 0.25
-# Seconds for which a server that failed a request is avoided: it may look idle because it fails requests at once.
+# Seconds for which a server that failed a request gets no requests if other servers are free: it may look idle because
+# it fails requests at once.
 FAILED_S = 5.0
-Place = tuple[Member, int]  # the assigned server, and the version of its weights
+Place = tuple[Member, int]  # the assigned server, and the version of the server's weights
 
 
 @dataclass(eq=False)
 class Waiter:
-    """A waiting request.
+    """A request that waits in the queue for a server.
 
     `sequences`: number of sequences of the request that a server works on concurrently.
     `failed`: servers that failed the request, which are used only if there is no other server.
@@ -34,24 +36,25 @@ class Waiter:
     prefer: Member | None
     over: Callable[[], bool]
     place: asyncio.Future[Place] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    number: int = 0  # sequence number in the order of arrival
+    number: int = 0  # position of the request in the order of arrival
 
 
 class RequestQueue:
-    """The requests that wait for a server. All coroutines must run on one event loop. It is not thread-safe.
+    """The requests that wait for a server. All coroutines must run on one event loop. The queue is not thread-safe.
 
-    Every request that was assigned to a server must call `leave` when it is done.
+    The caller must call `leave` when a request that was assigned to a server is done.
     """
 
     def __init__(self, members: Members, shared: SharedGpus) -> None:
         self._members, self._shared = members, shared
         self._came = 0
         self._again: list[Waiter] = []  # requests that a server has failed
-        self._first: dict[int, deque[Waiter]] = {}  # all other requests, by their number of sequences
+        # requests that no server has failed yet, by their number of sequences
+        self._first: dict[int, deque[Waiter]] = {}
 
     async def wait(self, waiter: Waiter) -> Place:
-        """Waits for a server with free capacity and reserves it. Raises EngineError if no caller waits for the request
-        any more, or if the members are closed.
+        """Waits until a server has free capacity for the request, and reserves this capacity. Raises EngineError if no
+        caller waits for the request any more, or if the pool is closed.
         """
         self._check(waiter)
         self._came += 1
@@ -70,15 +73,15 @@ class RequestQueue:
             raise
 
     def leave(self, member: Member, sequences: int) -> None:
-        """Releases a server's capacity, and assigns free capacity to waiting requests."""
+        """Releases the capacity of a server that a request reserved, and assigns it to waiting requests."""
         with self._members.change:
             member.load, member.requests = member.load - sequences, member.requests - 1
         self._shared.leave()
         self.admit()
 
     def look(self) -> None:
-        """Cancels requests that no caller waits for any more, and assigns servers to the others. Call it after any
-        change of the members.
+        """Cancels requests that no caller waits for any more, and assigns servers to the other requests. Call it when a
+        server became available or unavailable.
         """
         for waiter in (*self._again, *(each for line in self._first.values() for each in line)):
             if waiter.place.done():
@@ -93,7 +96,7 @@ class RequestQueue:
         self.admit()
 
     def admit(self) -> None:
-        """Assigns waiting requests to servers while there is free capacity."""
+        """Assigns waiting requests to servers as long as a server has free capacity."""
         with self._members.change:
             serving = self._members.serving()
             for waiter in [*self._again]:
@@ -102,7 +105,7 @@ class RequestQueue:
             open_lines = {n: line for n, line in self._first.items() if line}
             while open_lines:
                 n, line = min(open_lines.items(), key=lambda item: item[1][0].number)
-                # Requests behind it need the same capacity, so they cannot be assigned either.
+                # The later requests in this line need the same capacity, so they cannot be assigned either.
                 if not self._join_member(line[0], serving):
                     del open_lines[n]
                     continue
@@ -116,7 +119,9 @@ class RequestQueue:
             raise EngineError("nobody waits for this request any more")
 
     def _join_member(self, waiter: Waiter, serving: list[Member]) -> bool:
-        """Assigns a request to a server if there is free capacity. Returns whether the request leaves the queue."""
+        """Assigns a request to a server if a server has free capacity. Returns whether the request can be removed from
+        the queue (assigned or cancelled).
+        """
         if waiter.place.done():
             return True
         at_once = self._members.limits.at_once
@@ -131,8 +136,8 @@ class RequestQueue:
 
 
 def _best(free: list[Member], prefer: Member | None, at_once: int) -> Member:
-    """Returns the preferred server, unless it is much more loaded than the least loaded server; otherwise returns the
-    least loaded server that has not failed a request recently.
+    """Chooses one of the `free` servers for a request: the preferred server, unless it has a much higher load than the
+    least loaded server; otherwise the least loaded server that has not failed a request recently.
     """
     now = time.monotonic()
     least = min(free, key=lambda m: (now - m.failed < FAILED_S, m.load, m.listing.replica))

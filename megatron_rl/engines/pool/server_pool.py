@@ -21,15 +21,15 @@ from megatron_rl.engines.protocol import Tokens, TopScores
 from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_registry import Listing, ServerRegistry
 
-SCORED_SEQUENCES, SCORED_TOKENS = 32, 1 << 15  # maximum numbers of sequences and tokens of one scoring request
-LISTED_S = 10.0  # maximum seconds between a server's first answer and its registration as a live member of a pool
+SCORED_SEQUENCES, SCORED_TOKENS = 32, 1 << 15  # maximum number of sequences and of tokens in one scoring request
+LISTED_S = 10.0  # maximum seconds to wait until a server that has answered is registered in the pool
 
 
 class ServerEngine:
-    """Implements engines.protocol.Engine on servers whose weights are never refitted. `members`: the servers.
+    """Implements engines.protocol.Engine with a set of servers whose weights never change. `members`: the servers.
 
     Requests may come from any thread, and wait until a server is available. `hopeless`, if set, returns the reason why
-    no server will ever be available, or None. Waiting ends when it returns a reason.
+    no server will ever be available, or None. If it returns a reason, requests stop waiting and raise EngineError.
     """
 
     def __init__(self, members: Members, *, look_s: float = LOOK_S, shared: SharedGpus | None = None) -> None:
@@ -48,11 +48,11 @@ class ServerEngine:
 
     @property
     def failures(self) -> int:
-        """Number of requests that failed at a server and were sent again."""
+        """Number of times that a request failed at a server and was sent again."""
         return self._dispatcher.failures
 
     def session(self) -> PoolSession:
-        """Returns a new session. See PoolSession.answers for the exceptions."""
+        """Returns a new session. For the exceptions see PoolSession.answers."""
         return PoolSession(self._dispatcher)
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
@@ -63,7 +63,7 @@ class ServerEngine:
 
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
         """Implements `engines.protocol.Engine.score_top`. Raises the same errors as `score`, and EngineError if a
-        server does not return the most likely tokens.
+        server cannot return the k most likely tokens.
         """
         arrays = [np.array(tokens, np.int32) for tokens in sequences]
         work, waiting, found = Outstanding(), self._dispatcher.waiting(), dict[int, TopScores]()
@@ -78,7 +78,7 @@ class ServerEngine:
         return [found[place] for place in range(len(arrays))]
 
     def tend(self) -> None:
-        """No-op: the servers' weights never change. Pool overrides it."""
+        """No-op, because the servers' weights never change. Pool overrides it."""
 
     def close(self) -> None:
         """Aborts the requests in progress. Their callers get EngineError."""
@@ -94,7 +94,9 @@ class ServerEngine:
     async def _score(
         self, work: Outstanding, places: Sequence[int], sequences: list[np.ndarray], k: int
     ) -> dict[int, TopScores]:
-        """Returns the scores of some sequences, by index."""
+        """Scores some of the sequences on one server. Returns the scores by index of the sequence. `places`: the
+        indices.
+        """
 
         async def ask(member: Member, version: int) -> list[TopScores]:
             scores = await member.server.score(sequences, k, timeout_s=self.members.limits.request_timeout_s)
@@ -108,15 +110,16 @@ class ServerEngine:
 
 
 class Pool(ServerEngine):
-    """The servers of one role that a server registry lists, used as one engine on the driver.
+    """The servers of one role that a server registry lists, used as one engine on the driver (rank 0).
 
-    The thread that created the pool owns it: refits and `close` must be called from this thread.
+    The thread that created the pool owns it: weight syncs (refits) and `close` must be called from this thread.
 
     `connect`: creates the client of a listed server.
     `listed`: role under which the servers are listed, if several roles share them.
     `fixed`: the servers keep their initial weights.
-    `refresh`: if set, sends the current weights to the given replicas while the other servers serve. It is collective,
-    so the pool calls it only inside calls of the owner thread, when a server lacks the current weights.
+    `refresh`: if set, callback that sends the current weights to the given replicas while the other servers answer
+    requests. All ranks must take part, so the pool calls it only inside calls of the owner thread, when a server lacks
+    the current weights.
     `shared`: the GPUs that servers of other roles also use.
     """
 
@@ -125,7 +128,8 @@ class Pool(ServerEngine):
         fixed: bool = False, look_s: float = LOOK_S, listed: str | None = None, shared: SharedGpus | None = None,
     ) -> None:  # fmt: skip
         self.refresh: Callable[[list[int]], None] | None = None
-        # Set if the servers use the trainer's GPUs: puts all servers to sleep, sends the current weights to servers
+        # Callback, set if the servers use the trainer's GPUs: puts all servers to sleep, sends the current weights to
+        # servers without them, and wakes all servers.
         # without them, and wakes all servers.
         self.sleep_all: Callable[[], None] | None = None
         self._colocated = settings.colocate
@@ -137,30 +141,33 @@ class Pool(ServerEngine):
     def begin_refit(
         self, version: int, address: Address, only: Sequence[int] | None = None, *, wait_s: float
     ) -> list[int]:
-        """Prepares the live servers (of the replicas `only`) for a refit that the trainer at `address` begins now.
+        """Prepares the live servers (only the replicas `only`, if given) for a weight sync (refit) that the trainer at
+        `address` begins now.
 
-        Returns the replicas that take part. They are paused as `engine.pause` says, and do not serve until they have
-        the new weights. Without `only`, waits for a first server and raises EngineError if none is available within
-        `engine.wait_s`. Does not wait for servers on the trainer's GPUs, because they cannot be started now.
+        Returns the replicas that take part. These servers are paused as `engine.pause` specifies, and get no requests
+        until they have the new weights. Without `only`, waits for a first server, and raises EngineError if no server
+        is available within `engine.wait_s`. Does not wait for servers on the trainer's GPUs, because they cannot be
+        started now.
         """
         waiting = None if self._colocated else self._dispatcher.waiting()
         return self._refits.begin(version, address, only, wait_s=wait_s, waiting=waiting, look_s=self._look_s)
 
     def end_refit(self) -> int:
-        """Waits for the servers after the trainer has finished the refit. Servers with the new weights serve. Other
-        servers do not serve until they receive the weights. Returns the number of servers that serve.
+        """Waits until the servers have finished the weight sync (refit) that the trainer has finished. Servers with the
+        new weights get requests again. Other servers get no requests until they receive the weights. Returns the number
+        of servers that get requests.
         """
         return self._refits.end()
 
     def tend(self) -> None:
-        """Sends the current weights to servers without them. A no-op in threads other than the owner thread, and during
-        a refit.
+        """Sends the current weights to servers that do not have them. A no-op in threads other than the owner thread,
+        and during a weight sync (refit).
         """
         if self.refresh is None or self.version < 0 or self._refits.under_way or threading.get_ident() != self._owner:
             return
         if not (stale := self._refits.stale()):
             return
-        # No memory for the trainer's weights while the servers' caches are allocated.
+        # The GPUs have no memory for the trainer's weights while the servers' KV caches are allocated.
         if self._colocated and not self._refits.away:
             if self.sleep_all is not None and not self.members.serving():
                 self.sleep_all()
@@ -168,11 +175,11 @@ class Pool(ServerEngine):
         self.refresh(stale)
 
     def sleep(self, expected: Collection[str], *, discard: bool) -> list[str]:
-        """Puts the live servers to sleep. Returns the incarnations (ids of server starts) of the servers that sleep
-        now.
+        """Puts the live servers to sleep, so that they release GPU memory. Returns the incarnations (ids of server
+        starts) of the sleeping servers.
 
         `expected`: incarnations to wait for, up to LISTED_S seconds, because they may have registered just now.
-        `discard`: the weights are dropped, and no server serves before a refit.
+        `discard`: if True, the servers drop their weights, and get no requests before the next weight sync (refit).
         """
         end = time.monotonic() + LISTED_S
         while not {*expected} <= {m.listing.incarnation for m in self.members.living()} and time.monotonic() < end:
@@ -180,8 +187,8 @@ class Pool(ServerEngine):
         return self._refits.sleep(discard=discard)
 
     def wake(self) -> None:
-        """Wakes the live servers. A server that fails to wake does not serve until it has received the weights
-        again.
+        """Wakes the servers that were put to sleep. A server that fails to wake gets no requests until it has received
+        the weights again.
         """
         self._refits.wake()
 
@@ -194,15 +201,15 @@ class Pool(ServerEngine):
 
 
 def given(role: str, servers: Sequence[Server], limits: Limits) -> ServerEngine:
-    """Returns an engine over servers whose weights never change. A server stays in use regardless of failed
+    """Returns an engine with the given servers, whose weights never change. A server stays in use even if it fails
     requests.
     """
     return ServerEngine(Members(role, limits, servers=servers))
 
 
 def _shares(lengths: Sequence[int], servers: int) -> list[list[int]]:
-    """Splits sequences of the given lengths into requests, so that every server gets some. Returns the sequence indices
-    of each request.
+    """Divides sequences of the given lengths into scoring requests, so that every server gets some. Returns the
+    sequence indices of each request.
     """
     most = min(SCORED_SEQUENCES, -(-len(lengths) // servers))
     shares: list[list[int]] = []

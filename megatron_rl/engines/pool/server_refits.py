@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.pool.membership import Address, Member, Members, Waiting
 
-AGAIN_S = 30.0  # seconds between a failed refit of a server and the next refit for this server alone
+# seconds after a failed weight sync (refit) of a server before the weights are sent to this server again
+AGAIN_S = 30.0
 _log = logging.getLogger(__name__)
 
 
 class PoolRefits:
-    """Runs the servers' side of refits, one refit at a time. `under_way` is True between `begin` and `end`; `away` is
-    True between `sleep` and `wake`.
+    """Makes the servers of a pool take part in weight syncs (refits), one at a time, and puts them to sleep.
+
+    `under_way`: True between `begin` and `end`.
+    `away`: True between `sleep` and `wake`.
     """
 
     def __init__(self, members: Members) -> None:
@@ -29,7 +32,9 @@ class PoolRefits:
         self._updates: dict[Member, concurrent.futures.Future[bool]] = {}
 
     def close(self) -> None:
-        """Waits for the threads. Close the members first, which makes the threads' requests fail."""
+        """Waits for the threads that run requests to servers. Close the pool's members first, which makes these
+        requests fail.
+        """
         self._threads.shutdown(cancel_futures=True)
 
     def begin(
@@ -42,10 +47,12 @@ class PoolRefits:
         waiting: Waiting | None,
         look_s: float,
     ) -> list[int]:
-        """Begins a refit; see Pool.begin_refit. If `waiting` is None, does not wait for a first server."""
+        """Begins a weight sync (refit), see Pool.begin_refit. If `waiting` is None, does not wait for a first
+        server.
+        """
         if waiting is None and only is None:
             with self._members.change:
-                # Servers that join later need this version, even if no server is alive now.
+                # Servers that join later need this weight version, even if no server is alive now.
                 self._members.version = version
         while True:
             members = [m for m in self._members.living() if only is None or m.listing.replica in only]
@@ -66,19 +73,21 @@ class PoolRefits:
         return sorted(m.listing.replica for m in paused)
 
     def end(self) -> int:
-        """Ends a refit; see Pool.end_refit."""
+        """Ends a weight sync (refit), see Pool.end_refit."""
         for future in self._updates.values():
             future.result()
         updated, self._updates, self.under_way = self._updates, {}, False
         return sum(m in updated for m in self._members.serving())
 
     def stale(self) -> list[int]:
-        """Returns the live replicas without current weights, except replicas that failed a refit recently."""
+        """Returns the replicas of the live servers without current weights, except servers whose last weight sync
+        (refit) failed recently.
+        """
         latest = time.monotonic() - min(AGAIN_S, self._members.limits.wait_s / 4)
         return [m.listing.replica for m in self._members.living() if m.version is None and m.troubled < latest]
 
     def sleep(self, *, discard: bool) -> list[str]:
-        """Puts the live servers to sleep; see Pool.sleep."""
+        """Puts the live servers to sleep, see Pool.sleep."""
         self.away = True
         with self._members.change:
             self._members.sleep_count += 1
@@ -92,7 +101,7 @@ class PoolRefits:
         return [member.listing.incarnation for member in asleep]
 
     def wake(self) -> None:
-        """Wakes the live servers; see Pool.wake."""
+        """Wakes the servers, see Pool.wake."""
         list(self._threads.map(self._wake, self._members.living()))
         self.away = False
         with self._members.change:
@@ -117,7 +126,7 @@ class PoolRefits:
     def _pause(self, member: Member) -> bool:
         paused = self._step(member, "could not be paused for a refit", member.server.pause)
         if not paused:
-            member.server.hang_up()  # the server's requests are sent to other servers
+            member.server.hang_up()  # aborts the requests of the server, so that they are sent to other servers
         return paused
 
     def _update(self, member: Member, version: int, wait_s: float) -> bool:
@@ -126,7 +135,7 @@ class PoolRefits:
             member.server.resume()
 
         if not self._step(member, f"is out until it takes version {version}", update):
-            member.server.hang_up()  # the server is still paused, and may hold requests
+            member.server.hang_up()  # the server is still paused: aborts the requests that it may hold
             return False
         with self._members.change:
             member.version, member.trouble = version, None
@@ -134,8 +143,8 @@ class PoolRefits:
         return True
 
     def _step(self, member: Member, failing: str, verb: Callable[[], None]) -> bool:
-        """Runs one step of a refit, on a thread. Returns whether it succeeded. A server that fails the step stops
-        serving.
+        """Runs one request of a weight sync, sleep or wake-up on a server. Returns whether the request succeeded. A
+        server that fails it gets no requests until it has received the weights again.
         """
         with self._members.change:
             member.requests += 1
@@ -143,7 +152,7 @@ class PoolRefits:
             verb()
         except (ServerLost, RequestRefused) as error:
             trouble = f"it {failing}: {error}"
-            # Avoids repeated log lines: a wait may retry twice a second.
+            # Does not log the same failure again: a wait may retry twice a second.
             if trouble != member.trouble and not self._members.closing.is_set():
                 _log.warning("%s %s: %s", member.listing.name, failing, error)
             with self._members.change:

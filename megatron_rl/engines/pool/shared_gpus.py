@@ -7,28 +7,33 @@ from collections.abc import Callable
 
 
 class SharedGpus:
-    """Lets the servers of only one role at a time have requests in progress. The pools of all roles on the same GPUs
-    share one instance. Thread-safe.
+    """A lock for GPUs that servers of several roles share: only the servers of one role at a time have requests in
+    progress. The pools of these roles share one instance. Thread-safe.
 
     Two processes on a GPU get time slices of milliseconds, scheduled separately on each GPU. A rank of a multi-GPU
     server would wait in a collective for another rank whose GPU currently runs the other server, and a decoding step
-    has dozens of collectives. A role waits until no request of the other role is in progress, even if more requests
-    keep arriving. This wait ends, because no answer depends on another role's answer. (Source: NVIDIA's documentation
-    of time slicing and of MPS; not measured.)
+    has dozens of collectives. A role waits until no request of the other role is in progress, even if requests of the
+    other role keep arriving. This wait ends, because no answer depends on another role's answer. (Source: NVIDIA's
+    documentation of time slicing and of MPS; not measured.)
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the fields below
-        self._looks: dict[str, Callable[[], None]] = {}  # by role: makes the role's waiting requests look for a server
+        # by role: callback that makes the role's waiting requests look for a server
+        self._looks: dict[str, Callable[[], None]] = {}
         self._waiting: dict[str, None] = {}  # roles that were refused, in order
         self._role, self._under_way = "", 0
 
     def add(self, role: str, look: Callable[[], None]) -> None:
-        """Adds a role. `look` is called, from any thread, when the role's requests may start. It must not block."""
+        """Adds a role. `look`: callback that is called, from any thread, when the role's requests may start. It must
+        not block.
+        """
         self._looks[role] = look
 
     def enter(self, role: str) -> bool:
-        """Returns whether a request of the role may start. Each request that starts must call `leave` when it ends."""
+        """Returns whether a request of the role may start now. Each request that starts must call `leave` when it
+        ends.
+        """
         with self._lock:
             if self._under_way and self._role != role:
                 self._waiting[role] = None
@@ -39,7 +44,9 @@ class SharedGpus:
             return True
 
     def leave(self) -> None:
-        """Ends a request of the active role. If it was the last request, the other roles may use the GPUs."""
+        """Must be called when a request ends. If it was the last request in progress, the other roles may use the
+        GPUs.
+        """
         with self._lock:
             self._under_way -= 1
             waiting = [] if self._under_way else [self._looks[role] for role in self._waiting]
