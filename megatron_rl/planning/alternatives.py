@@ -10,32 +10,35 @@ from megatron_rl.planning.case import Case, server_gpus
 from megatron_rl.planning.plan import make_or_none
 from megatron_rl.planning.search import engine_choices, engine_words, nodes_words
 
-SERVED = 3  # maximum number of server setups that are shown, fastest first
+SERVED = 3  # maximum number of server configurations that are shown, fastest first
 STALENESS = "rollouts.max_staleness"
 AHEAD = "iterations generated beside training (rollouts.max_staleness=1)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A plan of the run with one choice of engine: its GPUs, its time, and the overrides of the config that select
-    it."""
+    """An estimate of the run with one choice of engine: the number of GPUs, the time, and the config overrides that
+    select the engine.
+    """
 
     engine: str  # description of the engine
     trainer_gpus: int
-    engine_gpus: int  # number of GPUs used by servers only; 0 for the embedded engine
+    engine_gpus: int  # number of GPUs on which only servers run; 0 for the embedded engine
     cycle_s: float  # seconds of a cycle of the schedule
-    problem: str  # why the run does not fit; empty if it fits
-    overrides: Sequence[str]  # command-line overrides of the config; empty for the config as it is
+    problem: str  # reason why the run does not fit into GPU memory; empty if it fits
+    # command-line overrides that change the config to this engine; empty for the unchanged config
+    overrides: Sequence[str]
 
 
 def alternatives(asked: Case) -> list[Alternative]:
-    """Returns plans of the run with different engines, starting with the run as configured.
+    """Returns estimates of memory and time of the run with different engines, starting with the run as configured.
 
     The alternatives are, in this order: the embedded engine, the fastest servers (on separate GPUs or on the trainer's
     GPUs), and the fastest servers on separate GPUs that generate the next iteration while the trainer trains.
 
-    Layouts are those of the config. If the trainer does not fit beside an engine, full recomputation is planned.
-    Engines are left out if the remaining GPUs do not suit the layouts, or if `check` refuses the config.
+    The layouts (parallelism) of the roles are those of the config. If the trainer does not fit beside an engine, full
+    recomputation is planned. Engines are left out if the remaining GPUs do not suit the layouts, or if `megatron-rl
+    check` would refuse the config.
     """
     first = _alternative(asked, asked, [])
     if first is None:
@@ -67,15 +70,16 @@ def alternatives(asked: Case) -> list[Alternative]:
 
 
 def _fastest(found: Sequence[Alternative | None], count: int) -> list[Alternative]:
-    """Returns the `count` fastest alternatives among those that fit."""
+    """Returns the `count` fastest alternatives among those that fit into GPU memory."""
     fitting = [one for one in found if one is not None and not one.problem]
     return sorted(fitting, key=lambda one: one.cycle_s)[:count]
 
 
 def _alternative(case: Case, asked: Case, overrides: Sequence[str]) -> Alternative | None:
-    """Returns a summary of the plan of `case`.
+    """Returns the estimate for `case` as an alternative.
 
-    Returns None if its layouts do not divide the models or the cluster, or if `check` refuses `case` but not `asked`.
+    Returns None if its layouts do not divide the models or the cluster, or if `megatron-rl check` would refuse `case`
+    although it accepts `asked`.
     """
     made = make_or_none(case)
     if made is None:
@@ -100,12 +104,14 @@ def _alternative(case: Case, asked: Case, overrides: Sequence[str]) -> Alternati
 
 
 def _anywhere(engine: Servers) -> Servers:
-    """Returns the server settings without the GPUs and URLs of the servers, for comparison."""
+    """Returns the server settings without the GPUs and URLs of the servers, to compare settings regardless of where
+    servers run.
+    """
     return replace(engine, gpus=(), urls={}, start=True)
 
 
 def _words(case: Case) -> str:
-    """Returns a description of the engine, e.g. `4 vllm servers of 2 GPUs for each role`."""
+    """Returns a description of the engine in words, e.g. `4 vllm servers of 2 GPUs for each role`."""
     engine = case.servers
     if engine is None:
         return "embedded, in the trainer's GPUs"

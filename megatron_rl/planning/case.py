@@ -14,13 +14,14 @@ from megatron_rl.planning.workload import IterationWork
 from megatron_rl.spec import checks
 from megatron_rl.spec.run_spec import ClusterSpec, EngineSpec, RoleSpec, RunSpec
 
-PER_NODE = 8  # number of GPUs per node if no cluster is given
+PER_NODE = 8  # number of GPUs per node if the user gives no cluster
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run to be planned: its specification, the cluster, the model shape of each role, and the work of each
-    iteration."""
+    """A run whose memory and time are to be estimated: its specification, the cluster, the model shape of each role,
+    and the work of each iteration.
+    """
 
     spec: RunSpec
     cluster: Cluster
@@ -38,7 +39,7 @@ class Case:
 
     @property
     def servers(self) -> Servers | None:
-        """Returns the settings of the servers; None for the embedded engine."""
+        """Returns the settings of the servers, or None if the run uses the embedded engine."""
         settings = self.spec.engine.settings
         return settings if isinstance(settings, Servers) else None
 
@@ -53,31 +54,32 @@ class Case:
         return trainer_gpus(self.spec.engine, self.cluster)
 
     def with_roles(self, **changed: RoleSpec) -> Case:
-        """Returns the run with the given roles replaced."""
+        """Returns this run with some roles replaced. `changed`: role name -> its new specification."""
         roles = {**self.roles, **changed}
         engine = replace(self.spec.engine, roles={name: roles[name] for name in self.spec.engine.roles})
         return replace(self, spec=replace(self.spec, roles=roles, engine=engine))
 
     def with_role(self, name: str, **changes: Any) -> Case:
-        """Returns the run with changed settings of one role."""
+        """Returns this run with changed settings of the role `name`. `changes`: setting -> new value."""
         return self.with_roles(**{name: replace(self.roles[name], **changes)})
 
     def with_engine(self, settings: Embedded | Servers) -> Case:
-        """Returns the run with a different engine."""
+        """Returns this run with another engine, which `settings` describes."""
         alone = {name: replace(role, servers=role.owner) for name, role in self.roles.items()}
         found = self if isinstance(settings, Servers) else self.with_roles(**alone)
         return replace(found, spec=replace(found.spec, engine=replace(found.spec.engine, settings=settings)))
 
     def with_staleness(self, staleness: int) -> Case:
-        """Returns the run with rollouts up to `staleness` iterations ahead of training."""
+        """Returns this run with rollouts that are generated up to `staleness` iterations ahead of training."""
         loop = self.spec.loop
         loop = replace(loop, rollouts=replace(loop.rollouts, max_staleness=staleness))
         return replace(self, spec=replace(self.spec, loop=loop))
 
     def beside_trainer(self) -> Case:
-        """Returns the run with its servers on the last GPUs of the trainer's node, if the cluster has a single node.
+        """Returns this run with its servers on the last GPUs of the trainer's node, if the cluster has a single node.
+        Otherwise, returns the run unchanged.
 
-        Servers can share the trainer's node only if the run starts them, so `start` is set.
+        Sets `start` too, because servers can share the trainer's node only if the run starts them.
         """
         wanted, node = server_gpus(self.spec.engine), self.cluster.per_node
         if self.servers is None or self.cluster.nodes > 1 or not 0 < wanted < node:
@@ -85,7 +87,9 @@ class Case:
         return self.with_engine(replace(self.servers, gpus=tuple(range(node - wanted, node)), start=True))
 
     def passes(self) -> bool:
-        """Returns whether `check` accepts the run with the number of ranks that it has on this cluster."""
+        """Returns whether `megatron-rl check` would accept the run with the number of ranks that the run has on this
+        cluster.
+        """
         spec = replace(self.spec, cluster=replace(self.spec.cluster, ranks=self.ranks))
         return not checks.problems(spec, to_come=True)
 
@@ -122,7 +126,7 @@ def trainer_gpus(engine: EngineSpec, cluster: Cluster) -> int:
 
 
 def server_gpus(engine: EngineSpec) -> int:
-    """Returns the number of GPUs that only servers use."""
+    """Returns the number of GPUs on which only servers run."""
     settings = engine.settings
     if not isinstance(settings, Servers) or settings.colocate:
         return 0

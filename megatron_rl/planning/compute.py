@@ -18,21 +18,23 @@ from megatron_rl.planning.workload import Draw
 from megatron_rl.weights import counting, flops
 from megatron_rl.weights.counting import Parallel
 
-STEP_S = 1.5e-3  # seconds of a decoding step in which the GPU waits for the host
-ROW_S = 20e-6  # host seconds per sequence in a decoding step: scheduling, inputs, text
-SAMPLING_PASSES = 10  # number of times that sampling and log-probs read or write a step's float32 logits. Assumed
+STEP_S = 1.5e-3  # fixed seconds of a decoding step in which the GPU waits for the host
+ROW_S = 20e-6  # seconds of host time per sequence in a decoding step: scheduling, inputs, text
+# assumed number of times that sampling and log-probs read or write the float32 logits of a decoding step
+SAMPLING_PASSES = 10
 REDUCE_S = 12e-6  # seconds of a small all-reduce within a node
 FAR_REDUCE_S = 120e-6  # seconds of a small all-reduce between nodes
-EXPERTS_S = 0.5e-3  # host seconds of a pass through a layer with experts: the host waits for the token counts
-MICRO_S = 15e-3  # host seconds per micro-batch: packing, positions, transfer, loss
-# Factor on Device.dense_share, because rollouts differ in length and not all micro-batches are full.
+EXPERTS_S = 0.5e-3  # seconds of host time per pass through a layer with experts: the host waits for the token counts
+MICRO_S = 15e-3  # seconds of host time per micro-batch: packing, positions, transfer, loss
+# Factor on Device.dense_share (share of the GPU's peak rate): less is reached because rollouts differ in length and not
+# all micro-batches are full.
 PARTIAL = 0.85
-SMALL = 2048  # number of tokens of a micro-batch on one rank at which matrix products reach half of their rate
+SMALL = 2048  # number of tokens of a micro-batch per rank at which matrix products reach half of their maximum rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceBatch:
-    """The sequences of one pass: `sequences` sequences with a mean length of `length` tokens.
+    """The sequences of one pass through the model: `sequences` sequences with a mean length of `length` tokens.
 
     They are packed into micro-batches of up to `micro_tokens` tokens, before context parallelism (cp) splits them.
     """
@@ -40,21 +42,23 @@ class SequenceBatch:
     sequences: int
     length: float
     micro_tokens: int
-    full: bool = False  # whether all lengths are equal and all micro-batches full, as in pre-training
+    full: bool = False  # whether all sequences have the same length and all micro-batches are full, as in pre-training
     prompt: float = 0.0  # mean number of prompt tokens per sequence
     told: float = 0.0  # mean number of tokens after the prompt that no model generated, e.g. tool results
-    per_prompt: float = 1.0  # mean number of sequences per prompt; a prompt is computed once per micro-batch
+    # mean number of sequences with the same prompt; each prompt is computed once per micro-batch
+    per_prompt: float = 1.0
 
     @property
     def repeated(self) -> float:
-        """Returns the number of prompts that are not computed because the micro-batch has another sequence with the
-        same prompt."""
+        """Returns the number of sequences whose prompt is not computed, because another sequence of the micro-batch has
+        the same prompt.
+        """
         fitting = max(1.0, (self.micro_tokens - self.prompt) // max(1.0, self.length - self.prompt))
         return max(0.0, self.sequences * (1 - math.ceil(self.per_prompt / fitting) / self.per_prompt))
 
     @property
     def tokens(self) -> float:
-        """Returns the number of tokens that are computed."""
+        """Returns the number of tokens that the pass computes. Shared prompts are counted once per micro-batch."""
         return self.sequences * self.length - self.repeated * self.prompt
 
     @property
@@ -63,30 +67,32 @@ class SequenceBatch:
         return self.sequences * (self.length - self.prompt - self.told)
 
     def micro_batches(self, parallel: Parallel) -> int:
-        """Returns the number of micro-batches of one data-parallel replica."""
+        """Returns the number of micro-batches in a pass of one data-parallel replica."""
         per_replica = self.tokens / parallel.dp
         return max(1, math.ceil(per_replica / max(self.length, self.micro_tokens)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """The engines of one role, either servers or embedded in the trainer's ranks: `replicas` engines of `tp` GPUs
-    each."""
+    """The engines that generate for one role, either servers or embedded in the trainer's ranks: `replicas` engines of
+    `tp` GPUs each.
+    """
 
     replicas: int
     tp: int
     max_batch: int
     kv_bytes: float  # bytes of the KV cache on one GPU
     expert_parallel: bool = False
-    compiled: bool = True  # True: a server's fused kernels; False: plain torch, one kernel per operation
-    # whether the KV cache of a sequence is kept for its next answer, as far as capacity allows
+    compiled: bool = True  # True for servers with fused kernels; False for plain torch with one kernel per operation
+    # whether the KV cache of a sequence is kept until its next answer, as far as capacity allows
     keeps_prefix: bool = True
-    shares_prompt: bool = True  # whether samples with the same prompt prefill it once and share its KV cache
+    shares_prompt: bool = True  # whether samples with the same prompt compute (prefill) it once and share its KV cache
     overlapped: bool = True  # whether the host prepares the next decoding step while the GPU computes this one
 
 
 def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
-    """Returns the operations per token in a sequence of `length` tokens: (dense layers, experts, output layer).
+    """Returns the floating-point operations of a forward pass per token in a sequence of `length` tokens: (dense
+    layers, experts, output layer).
 
     Attention is included in the dense layers.
     """
@@ -96,22 +102,24 @@ def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
 
 
 def batch_flops(shape: Shape, batch: SequenceBatch) -> tuple[float, float, float]:
-    """Returns the mean operations per computed token of the batch: (dense layers, experts, output layer)."""
+    """Returns the mean floating-point operations of a forward pass per computed token of the batch: (dense layers,
+    experts, output layer).
+    """
     own = flops.of_token(shape)
     layers = own.layers + shape.sizes.num_layers * _batch_attention_flops(shape, batch)
     return layers, own.experts, own.head * batch.labels / batch.tokens
 
 
 def _batch_attention_flops(shape: Shape, batch: SequenceBatch) -> float:
-    """Returns the mean operations in one layer's attention per computed token of the batch."""
+    """Returns the mean floating-point operations of one layer's attention per computed token of the batch."""
     whole, prompt = flops.attention(shape, [batch.length, batch.prompt]).tolist()
     return (batch.sequences * whole - batch.repeated * prompt) / batch.tokens / shape.sizes.num_layers
 
 
 def train_flops(shape: Shape, batch: SequenceBatch, lora: Lora | None = None) -> float:
-    """Returns the operations of a forward and backward pass over the batch, without recomputation.
+    """Returns the floating-point operations of a forward and backward pass over the batch, without recomputation.
 
-    `lora`: LoRA settings. The model's weights are then frozen and have no gradients (see `flops.count`).
+    `lora`: LoRA settings, or None. With LoRA, the model's weights are frozen and have no gradients (see `flops.count`).
     """
     forward = sum(batch_flops(shape, batch)) * batch.tokens
     if lora is None:
@@ -121,7 +129,7 @@ def train_flops(shape: Shape, batch: SequenceBatch, lora: Lora | None = None) ->
 
 
 def _adapter_flops(shape: Shape, lora: Lora) -> float:
-    """Returns the operations of one token's products with LoRA adapters in a forward pass."""
+    """Returns the floating-point operations of one token's products with the LoRA matrices in a forward pass."""
     return 2.0 * counting.adapter_elements(shape, Parallel(world=1), lora)
 
 
@@ -142,11 +150,11 @@ def pass_seconds(
 ) -> float:
     """Returns the seconds of one pass over the batch, without the optimizer.
 
-    They include matrix products, communication within and between layers, and the pipeline bubble. With LoRA, the
-    backward pass computes no gradients of the model's weights.
+    The seconds include matrix products, communication within and between layers, and the pipeline bubble. With LoRA,
+    the backward pass computes no gradients of the model's weights.
 
     `backward`: whether the pass includes a backward pass.
-    `recompute`: what the backward pass recomputes (memory.MicroBatchLoad.recompute).
+    `recompute`: the parts of a layer that the backward pass recomputes (see memory.MicroBatchLoad.recompute).
     """
     shape, parallel, _, lora = actor
     count = batch.micro_batches(parallel)
@@ -154,7 +162,7 @@ def pass_seconds(
     layers = layer_seconds(actor, cluster, batch, tokens)
     layers *= _layers_share(actor, batch) if backward else 1
     layers += recomputed_seconds(actor, cluster, batch, tokens, recompute) if backward else 0.0
-    # the backward pass computes the logits again
+    # factor for the backward pass, which also computes the logits again
     again = 1 if not backward else 4 if lora is None else 3
     head = again * _head_seconds(actor, cluster, tokens * batch.labels / batch.tokens)
     host = 0.0 if batch.full else MICRO_S
@@ -176,8 +184,8 @@ def recomputed_seconds(
 ) -> float:
     """Returns the seconds that a layer's backward pass spends on recomputing `modules`.
 
-    `modules` is memory.MicroBatchLoad.recompute. All-reduces over tensor-parallel ranks are counted only if the whole
-    layer is recomputed (WHOLE).
+    `modules`: names of parts of a layer, as in memory.MicroBatchLoad.recompute. All-reduces over tensor-parallel ranks
+    are counted only if the whole layer is recomputed (WHOLE).
     """
     if WHOLE in modules:
         return layer_seconds(actor, cluster, batch, tokens)
@@ -195,10 +203,9 @@ def recomputed_seconds(
 
 
 def _routed_seconds(actor: Actor, cluster: Cluster, batch: SequenceBatch, own: float) -> float:
-    """Returns the mean seconds per layer of the experts and of sending tokens to the experts and back; 0 without
-    experts.
+    """Returns the mean seconds per layer of computing the experts, and of sending tokens to the experts and back.
 
-    The mean includes layers without experts.
+    The mean is over all layers, including layers without experts. The result is 0 for a model without experts.
     """
     sizes, travel = actor.shape.sizes, _expert_seconds(actor, cluster, own)
     _, experts, _ = batch_flops(actor.shape, batch)
@@ -210,12 +217,17 @@ def _routed_seconds(actor: Actor, cluster: Cluster, batch: SequenceBatch, own: f
 
 
 def _dense_rate(cluster: Cluster, batch: SequenceBatch, own: float) -> float:
-    """Returns the operations per second that dense products reach. `own`: a rank's number of tokens per micro-batch."""
+    """Returns the floating-point operations per second that dense matrix products reach on a GPU.
+
+    `own`: number of tokens of a micro-batch on one rank.
+    """
     return cluster.device.flops * cluster.device.dense_share * _share(batch, own)
 
 
 def _share(batch: SequenceBatch, own: float) -> float:
-    """Returns the factor by which unequal sequence lengths and few tokens per rank reduce a rate."""
+    """Returns the factor (at most 1) on a GPU's rate for the loss through unequal sequence lengths and few tokens per
+    rank.
+    """
     fill = (own / (own + SMALL)) / (8192 / (8192 + SMALL)) if own < 8192 else 1.0
     return 1.0 if batch.full else PARTIAL * fill
 
@@ -224,7 +236,7 @@ def optimizer_seconds(actor: Actor, cluster: Cluster) -> float:
     """Returns the seconds of one optimizer step, which does not overlap the backward pass.
 
     Gradients are reduced over the replicas, Adam updates this rank's shard, and the weights are gathered. With LoRA,
-    these are the gradients and weights of the adapters only.
+    only the gradients and weights of the adapters are counted.
     """
     shape, parallel, numbers, lora = actor
     stage, hbm = counting.heaviest(shape, parallel), cluster.device.hbm * HBM_SHARE
@@ -236,7 +248,8 @@ def optimizer_seconds(actor: Actor, cluster: Cluster) -> float:
         wire = number * (GRADIENT + numbers.width) * (ranks - 1) / ranks
         seconds += wire / cluster.link(ranks, stride)
         seconds += number / ranks * state / hbm
-    return seconds + (dense + expert) * GRADIENT / hbm * 2  # zeroing the gradients, and computing their norm
+    # memory traffic of zeroing the gradients, and of computing their norm
+    return seconds + (dense + expert) * GRADIENT / hbm * 2
 
 
 def decode_step_seconds(
@@ -244,7 +257,8 @@ def decode_step_seconds(
 ) -> float:
     """Returns the seconds of one decoding step for `rows` sequences with a mean of `context` tokens.
 
-    With few sequences the step is bound by memory bandwidth, with many by compute. `width`: bytes per weight.
+    With few sequences the step is bound by memory bandwidth, with many by compute. `width`: bytes per element of the
+    weights.
     """
     sizes, device = shape.sizes, cluster.device
     outside = counting.active(shape) - sizes.expert_layers * shape.active * 3 * sizes.hidden * sizes.expert_ffn
@@ -268,7 +282,9 @@ def decode_step_seconds(
 
 
 def kv_bytes(shape: Shape, width: int) -> int:
-    """Returns the bytes of one token's keys and values (or latents) in all layers. `width`: bytes per element."""
+    """Returns the bytes of one token's keys and values (or latents) in all layers, which the KV cache stores. `width`:
+    bytes per element.
+    """
     return width * shape.sizes.num_layers * shape.sizes.cached
 
 
@@ -278,24 +294,27 @@ class RolloutCost:
 
     seconds: float
     rows: float  # number of sequences decoded together by one engine
-    waves: float  # how many batches of `rows` sequences one engine decodes
-    alone: float  # seconds of generating one sample, while other samples fill the batch
-    kept: bool  # whether the KV cache of the context is kept between answers; False: each answer prefills it again
-    longest: float  # seconds of the longest answer, while other samples fill the batch
+    waves: float  # number of batches of `rows` sequences that one engine decodes one after the other
+    alone: float  # seconds of generating one sample while other samples fill the batch
+    # whether the KV cache of a sample's context is kept between its answers; False if each answer computes it again
+    kept: bool
+    longest: float  # seconds of generating the longest answer while other samples fill the batch
     waiting: float = 0.0  # part of `seconds` in which the engines are idle because tools run
 
 
 def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw, *, width: int) -> RolloutCost:
-    """Returns the cost of generating `draw` on all replicas, without the time of tools.
+    """Returns the cost of generating `draw` (a role's samples of one iteration) on all replicas, without the time of
+    tools.
 
-    `width`: bytes per weight.
+    `width`: bytes per element of the weights.
 
     The KV cache of a context is kept between answers if it fits for all samples of an engine. Otherwise, later samples
-    evict earlier samples before those continue.
+    evict the cache of earlier samples before the earlier samples continue.
     """
     answers, response = draw.episode.answers, draw.response
     own = draw.samples / engine.replicas
-    copies = shape.sizes.cache_copies(engine.tp)  # key/value heads are repeated when there are fewer than ranks
+    # key/value heads are repeated if there are fewer heads than tensor-parallel ranks
+    copies = shape.sizes.cache_copies(engine.tp)
     per_prompt = draw.per_prompt if engine.shares_prompt else 1.0
     held = draw.length - draw.prompt * (1 - 1 / per_prompt)
     room = engine.kv_bytes * engine.tp / copies / kv_bytes(shape, width) / held
@@ -305,7 +324,7 @@ def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw
     full = decode_step_seconds(shape, engine, cluster, rows=rows, context=context, width=width)
     behind = (
         max(0.0, draw.longest - response) * answers
-    )  # tokens of the longest sample that are decoded when most samples are done
+    )  # number of tokens of the longest sample that are decoded after most samples are done
     late_context = draw.context(answers - 1) + behind + response
     late = decode_step_seconds(shape, engine, cluster, rows=max(1.0, rows / 8), context=late_context, width=width)
     kept = engine.keeps_prefix and own <= room
@@ -319,10 +338,12 @@ def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw
 
 
 def tool_seconds(draw: Draw, alone: float) -> float:
-    """Returns the minimum number of seconds that the draw's tool calls take; 0 without tools.
+    """Returns the minimum number of seconds that the tool calls of a draw (a role's samples of one iteration) take; 0
+    without tools.
 
     This is the maximum of two bounds. First, all calls run with limited concurrency. Second, the calls of a single
     sample run one after the other, between its answers.
+
     `alone`: seconds of generating the answers of one sample.
     """
     episode = draw.episode
@@ -331,7 +352,8 @@ def tool_seconds(draw: Draw, alone: float) -> float:
 
 
 def _reading_flops(shape: Shape, draw: Draw, *, kept: bool, per_prompt: float) -> float:
-    """Returns the operations of prefilling the contexts of the answers of one sample.
+    """Returns the floating-point operations of prefilling (computing the KV cache of) the contexts of all answers of
+    one sample.
 
     `kept`: whether only the tokens added since the last answer are prefilled, instead of the whole context.
     `per_prompt`: the number of samples that share one prefill of the prompt before their first answers.
@@ -340,14 +362,15 @@ def _reading_flops(shape: Shape, draw: Draw, *, kept: bool, per_prompt: float) -
     for answer in range(draw.episode.answers):
         end = draw.context(answer)
         start = end - draw.episode.told if kept and answer else 0.0
-        # a token at position p attends to p tokens: the mean over [start, end) is that of a start + end token sequence
+        # a token at position p attends to p tokens, so the mean over positions [start, end) is that of a sequence of
+        # start + end tokens
         total += (end - start) * sum(forward_flops(shape, start + end)[:2]) / (1 if answer else per_prompt)
     return total
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefitCost:
-    """The cost of a refit: sending the weights to a role's engines."""
+    """The cost of a refit (weight sync): sending the weights to a role's engines."""
 
     sent: float  # total bytes over all links
     seconds: float
@@ -357,10 +380,10 @@ def refit_cost(
     actor: Actor, engine: EngineSetup, cluster: Cluster, *, place: Literal["ranks", "gpus", "elsewhere"],
     adapter: bool = False,
 ) -> RefitCost:  # fmt: skip
-    """Returns the cost of a refit in which every engine GPU receives each of its slices once.
+    """Returns the cost of a refit (weight sync) in which every engine GPU receives each part of its weights once.
 
-    `place`: where the engines are. "ranks": in the trainer's ranks, each of which holds the whole model. "gpus": in
-    other processes on the trainer's GPUs. "elsewhere": on separate GPUs.
+    `place`: where the engines are. "ranks" means in the trainer's ranks, each of which holds the whole model. "gpus"
+    means in other processes on the trainer's GPUs. "elsewhere" means on separate GPUs.
     `adapter`: whether only the LoRA adapter is sent, not the model's weights.
     """
     shape, parallel, numbers, _ = actor
@@ -371,13 +394,13 @@ def refit_cost(
     network, nvlink = device.network * NETWORK_SHARE, device.nvlink * NVLINK_SHARE
     if place == "ranks":
         own = width * counting.counts(shape, parallel, counting.heaviest(shape, parallel)).all
-        # bytes that the GPUs of a node hold in total
+        # bytes of weights that the trainer ranks of a node hold in total
         held = min(whole, own * min(cluster.per_node, parallel.tp * parallel.pp))
         seconds = (whole - held) / network + (held - own) / nvlink + own / (device.hbm * HBM_SHARE)
         return RefitCost(sent=parallel.world * (whole - own), seconds=seconds)
     each = whole / engine.tp
     sent = whole * engine.replicas
-    if place == "gpus":  # the shard on the same GPU is copied, and the rest is sent by other trainer GPUs
+    if place == "gpus":  # the part of the weights on the same GPU is copied, and the rest is sent by other trainer GPUs
         apart = parallel.tp * parallel.pp
         link = nvlink if apart <= cluster.per_node else network
         seconds = 2 * each / (device.hbm * HBM_SHARE) + each * (1 - 1 / apart) / link
@@ -387,7 +410,7 @@ def refit_cost(
 
 
 def _head_seconds(actor: Actor, cluster: Cluster, tokens: float) -> float:
-    """Returns the seconds of the output layer and the log-probs.
+    """Returns the seconds of the output layer and the log-probs in a forward pass.
 
     Computing log-probs reads or writes the float32 logits about six times.
     """
@@ -399,7 +422,7 @@ def _head_seconds(actor: Actor, cluster: Cluster, tokens: float) -> float:
 def _tensor_seconds(actor: Actor, cluster: Cluster, own: float) -> float:
     """Returns the seconds of tensor- and context-parallel communication in a layer's forward pass.
 
-    Tensor parallelism has two all-reduces of the residual stream, or equivalent all-gathers and reduce-scatters.
+    Tensor parallelism needs two all-reduces of the residual stream, or equivalent all-gathers and reduce-scatters.
     Context parallelism passes keys and values around a ring.
     """
     sizes, parallel, seconds = actor.shape.sizes, actor.parallel, 0.0
@@ -414,14 +437,16 @@ def _tensor_seconds(actor: Actor, cluster: Cluster, own: float) -> float:
 
 
 def _expert_seconds(actor: Actor, cluster: Cluster, own: float) -> float:
-    """Returns the seconds of sending tokens to the ranks of their experts and back in a layer's forward pass."""
+    """Returns the seconds that expert parallelism needs in a layer's forward pass to send tokens to the ranks of their
+    experts and back.
+    """
     shape, parallel, device = actor.shape, actor.parallel, cluster.device
     ranks = parallel.ep * parallel.etp
     if not shape.active or ranks == 1:
         return 0.0
     stream = own / (parallel.tp if parallel.sequence_parallel else 1)
     wire = 2 * stream * shape.active * shape.sizes.hidden * 2 * parallel.etp
-    outside = max(0.0, 1 - cluster.per_node / ranks)  # the share of the tokens sent to other nodes
+    outside = max(0.0, 1 - cluster.per_node / ranks)  # share of the tokens that are sent to other nodes
     inside = (ranks - 1) / ranks - outside
     each = outside / (device.network * NETWORK_SHARE) + inside / (device.nvlink * NVLINK_SHARE)
     return wire * each + 4 * REDUCE_S

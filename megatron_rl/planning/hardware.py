@@ -13,8 +13,9 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A GPU model. Rates are the vendor's peak rates. A `..._share` is the share of a rate that is reached in practice
-    (sources: docs/plan.md)."""
+    """A GPU model with its memory and rates. Rates are the vendor's peak rates. Fields ending in `_share` are the share
+    of a peak rate that is reached in practice (sources: docs/plan.md).
+    """
 
     name: str
     memory_gib: float  # as torch.cuda reports it
@@ -22,9 +23,9 @@ class Device:
     hbm: float  # memory bandwidth in bytes per second
     nvlink: float  # bytes per second, in one direction, to the other GPUs of the node
     network: float  # bytes per second, in one direction, through the GPU's network adapter
-    # share of `flops` reached by dense products and attention in training, including elementwise work
+    # share of `flops` that dense products and attention reach in training, including the time of elementwise work
     dense_share: float
-    expert_share: float  # share of `flops` reached by the experts' grouped products, including permutation
+    expert_share: float  # share of `flops` that the experts' grouped products reach, including the time of permutation
 
     @property
     def memory(self) -> float:
@@ -32,10 +33,10 @@ class Device:
         return self.memory_gib * GIB
 
 
-HBM_SHARE = 0.8  # share of Device.hbm reached in decoding
-EXPERT_HBM_SHARE = 0.5  # share of Device.hbm reached in decoding when reading the experts' weights
-NVLINK_SHARE = 0.7  # share of Device.nvlink reached by collectives
-NETWORK_SHARE = 0.75  # share of Device.network reached by collectives
+HBM_SHARE = 0.8  # share of the memory bandwidth Device.hbm that decoding reaches
+EXPERT_HBM_SHARE = 0.5  # share of Device.hbm that decoding reaches when it reads the experts' weights
+NVLINK_SHARE = 0.7  # share of the bandwidth Device.nvlink that collectives reach
+NETWORK_SHARE = 0.75  # share of the bandwidth Device.network that collectives reach
 HOST = 20e9  # bytes per second between a GPU and host memory
 
 _A100 = Device(
@@ -73,8 +74,8 @@ class Cluster:
     def link(self, ranks: int, stride: int = 1) -> float:
         """Returns the bytes per second of each GPU in a collective of `ranks` GPUs whose ranks are `stride` apart.
 
-        Within a node, this is NVLink's rate. Between nodes, it is the total rate of the network adapters of the
-        collective's GPUs on one node, because a ring enters and leaves each node once.
+        Within a node, the result is NVLink's rate. Between nodes, the result is the total rate of the network adapters
+        of the collective's GPUs on one node, because a ring enters and leaves each node once.
         """
         inside = self.device.nvlink * NVLINK_SHARE
         if ranks * stride <= self.per_node:

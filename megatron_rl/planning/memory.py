@@ -15,23 +15,24 @@ from megatron_rl.models.shape import Shape
 from megatron_rl.planning.hardware import GIB
 from megatron_rl.weights.counting import Parallel, adapter_elements, counts, stage_layers
 
-GRADIENT = 4  # bytes of a parameter's gradient, accumulated in float32
-# Bytes of a parameter's optimizer state, sharded over the ranks that hold the parameter: Adam's moments and the float32
-# master weight. float32 weights have no separate master weight.
+GRADIENT = 4  # bytes of the gradient per parameter, accumulated in float32
+# Bytes of the optimizer state per parameter: Adam's moments, and the float32 master weight. The state is sharded over
+# the ranks that hold the parameter. float32 weights have no separate master weight.
 MOMENTS, MASTER = 8, 4
-CHUNK = 1 << 27  # number of logits held at once on a GPU, as in megatron/vocab_statistics.py
-EXCHANGE = 1 << 28  # bytes of the buffer for swapping reference and live weights, as in megatron/offload.py
-CONTEXT = 2.5 * GIB  # bytes of the CUDA context, NCCL's buffers and libraries
-WHOLE = "layer"  # name for recomputing a whole layer from its input
-FRAGMENTS = 0.04  # share of the GPU's memory lost to fragmentation in the allocator
-# Activation function -> number of activations of the feed-forward width that the gate and the following product keep
+CHUNK = 1 << 27  # number of logits that a GPU holds at once, as in megatron/vocab_statistics.py
+# bytes of the buffer through which reference and live weights are swapped, as in megatron/offload.py
+EXCHANGE = 1 << 28
+CONTEXT = 2.5 * GIB  # bytes of GPU memory for the CUDA context, NCCL's buffers and libraries
+WHOLE = "layer"  # value of `recompute` for recomputing a whole layer from its input
+FRAGMENTS = 0.04  # share of the GPU's memory that fragmentation in the allocator makes unusable
+# Activation function -> number of tensors of the feed-forward width that the gate and the following product keep
 # for the backward pass.
 GATE_KEEPS = {"silu": 3, "gelu_tanh": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The bytes per stored element."""
+    """Bytes per stored element on a device, for weights and for the tensors that a backward pass needs."""
 
     width: int  # bytes of a weight and of an activation
     norm: int  # bytes per element that a norm keeps for its backward pass
@@ -40,47 +41,50 @@ class Precision:
 
     @classmethod
     def gpu(cls, dtype: str) -> Precision:
-        """Returns the bytes on a GPU, where fused norms keep only their input."""
+        """Returns the bytes per element on a GPU for weights of a dtype. Fused norms on a GPU keep only their input."""
         width = {"bfloat16": 2, "float32": 4}[dtype]
         return cls(width=width, norm=width, attended=width)
 
     @classmethod
     def cpu(cls, dtype: str) -> Precision:
-        """Returns the bytes on a CPU.
+        """Returns the bytes per element on a CPU for weights of a dtype.
 
-        There, torch's norm keeps its input and the normalised input, both as float32. Attention to less than about 400
-        tokens is computed in float32 (megatron/attention.py).
+        On a CPU, torch's norm keeps its input and the normalised input, both as float32. Attention to less than about
+        400 tokens is computed in float32 (megatron/attention.py).
         """
         return cls(width={"bfloat16": 2, "float32": 4}[dtype], norm=8, attended=4, pads_values=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLoad:
-    """The micro-batches that one rank trains on, and what the backward pass recomputes."""
+    """The micro-batches that one rank trains on, and the parts of a layer that the backward pass recomputes."""
 
     tokens: int  # number of tokens of a micro-batch before context parallelism splits it
     count: int = 1 << 20  # number of micro-batches per optimizer step
-    # what the backward pass recomputes: WHOLE, or modules of a layer (config.schema.Model.recompute_modules)
+    # what the backward pass recomputes: WHOLE, or names of modules of a layer (config.schema.Model.recompute_modules)
     recompute: frozenset[str] = frozenset()
-    # number of prompt tokens that samples share with another sample: attention keeps their keys and values per sample
+    # number of prompt tokens that samples share with another sample; attention keeps keys and values of these tokens
+    # once per sample
     behind: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBytes:
-    """The bytes that one rank holds for a role while it trains. For a sleeping role, only the weights stay on the
-    GPU."""
+    """The bytes that one rank holds for a role while the role trains. If the role sleeps (is offloaded while another
+    role trains), only the weights stay on the GPU.
+    """
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    workspace: float  # bytes of the output layer: chunks of logits, and the gradient
-    swapped: float  # bytes of a pass of the reference model, and of the buffer for swapping its weights
+    workspace: float  # bytes that the output layer needs: chunks of logits, and the gradient
+    # bytes of a forward pass of the reference model, and of the buffer through which its weights are swapped in
+    swapped: float
 
     @property
     def resident(self) -> float:
-        """Returns the bytes that stay allocated between two micro-batches."""
+        """Returns the bytes that stay allocated between two micro-batches: without activations."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -89,14 +93,17 @@ class TrainingBytes:
 
 
 def recomputed(model: Model) -> frozenset[str]:
-    """Returns what the backward pass recomputes under a model's settings, in the format of MicroBatchLoad.recompute."""
+    """Returns the parts of a layer that the backward pass recomputes under a model's settings, in the format of
+    MicroBatchLoad.recompute.
+    """
     modules = frozenset({"none": (), "selective": model.recompute_modules, "full": (WHOLE,)}[model.recompute])
     return modules | {"shared_experts"} if "moe" in modules else modules  # "moe" includes shared experts
 
 
 class Actor(NamedTuple):
-    """A model in the trainer: its shape, its layout, the bytes of its elements, and its LoRA settings (None: trained as
-    a whole)."""
+    """A model in the trainer: its shape, its layout on the ranks, the bytes of its elements, and its LoRA settings
+    (None if the whole model is trained).
+    """
 
     shape: Shape
     parallel: Parallel
@@ -104,16 +111,18 @@ class Actor(NamedTuple):
     lora: Lora | None = None
 
     def held(self, stage: int) -> int:
-        """Returns the number of parameters of a rank of a pipeline stage, without adapters."""
+        """Returns the number of parameters on a rank of pipeline stage `stage`, without LoRA adapters."""
         return counts(self.shape, self.parallel, stage).all
 
     def adapters(self, stage: int) -> int:
-        """Returns the number of adapter parameters of a rank of a pipeline stage."""
+        """Returns the number of LoRA parameters on a rank of pipeline stage `stage`."""
         return 0 if self.lora is None else adapter_elements(self.shape, self.parallel, self.lora, stage)
 
 
 def training(actor: Actor, load: MicroBatchLoad, *, stage: int, reference: bool = False) -> TrainingBytes:
-    """Returns the bytes of a rank of pipeline stage `stage`. `reference`: whether the role has a reference model."""
+    """Returns the bytes that a rank of pipeline stage `stage` holds in training. `reference`: whether the role has a
+    reference model.
+    """
     held, added = actor.held(stage), actor.adapters(stage)
     return TrainingBytes(
         weights=float(actor.numbers.width * (held + added)),
@@ -126,20 +135,22 @@ def training(actor: Actor, load: MicroBatchLoad, *, stage: int, reference: bool 
 
 
 def worst(actor: Actor, load: MicroBatchLoad, *, reference: bool = False) -> TrainingBytes:
-    """Returns the bytes of a rank of the pipeline stage with the highest peak. `reference`: whether there is a
-    reference model."""
+    """Returns the bytes that a rank holds in training, for the pipeline stage with the highest peak. `reference`:
+    whether the role has a reference model.
+    """
     stages = {
         0,
         actor.parallel.pp // 2,
         actor.parallel.pp - 1,
-    }  # other stages differ only in the number of micro-batches in flight
+    }  # further stages differ from the tried stages only in the number of micro-batches in flight
     found = (training(actor, load, stage=stage, reference=reference) for stage in stages)
     return max(found, key=lambda one: one.peak)
 
 
 def optimizer_bytes(actor: Actor, stage: int) -> float:
-    """Returns the bytes of a rank's shard (ZeRO-1) of the moments and of the master weights. float32 weights have no
-    masters."""
+    """Returns the bytes of a rank's shard (ZeRO-1) of the optimizer state: Adam's moments and the float32 master
+    weights. float32 weights have no separate master weights.
+    """
     parallel, each = actor.parallel, MOMENTS + (0 if actor.numbers.width == 4 else MASTER)
     replicas = parallel.dp * parallel.cp
     if actor.lora is not None:
@@ -153,12 +164,12 @@ def activations(actor: Actor, load: MicroBatchLoad, stage: int) -> float:
     flight."""
     shape, parallel, numbers, lora = actor
     layers, again, held = stage_layers(shape.sizes, parallel)[stage], 0.0, 0.0
-    if lora is not None:  # a frozen norm does not keep its normalised input
+    if lora is not None:  # the norms of a frozen model do not keep their normalised input
         numbers = replace(numbers, norm=min(numbers.norm, 4))
     actor = actor._replace(numbers=numbers)
     for like, number in Counter(map(shape.sizes.is_sparse, layers)).items():
         whole = layer_bytes(actor, load.tokens, sparse=like)
-        # an adapter keeps the scaled A x of every token, and keeps the matrix's input instead of the frozen matrix
+        # an adapter keeps A x of every token, and keeps the matrix's input in place of the frozen matrix
         adapters = 0 if lora is None else len(adapted(shape.sizes, layers[0], lora)) * lora.rank
         whole += numbers.width * adapters * load.tokens / parallel.cp
         seen = numbers.attended * load.behind * _kept_widths(actor)
@@ -178,33 +189,35 @@ def activations(actor: Actor, load: MicroBatchLoad, stage: int) -> float:
 
 
 def _reference(actor: Actor, tokens: int) -> float:
-    """Returns the bytes of a forward pass of the reference: one layer, and the buffer for swapping its weights with the
-    live weights."""
+    """Returns the bytes of a forward pass of the reference model: one layer, and the buffer for swapping its weights
+    with the live weights.
+    """
     shape, parallel, numbers, _ = actor
     largest = numbers.width * shape.sizes.vocab * shape.sizes.hidden / parallel.tp
     return min(largest, EXCHANGE) + _widest_layer(actor, tokens)
 
 
 def _widest_layer(actor: Actor, tokens: int) -> float:
-    """Returns the bytes of the layer that keeps the most activations."""
+    """Returns the bytes of activations of the layer that keeps the most."""
     sizes = actor.shape.sizes
     kinds = {sizes.is_sparse(number) for number in (0, sizes.num_layers - 1)}
     return max(layer_bytes(actor, tokens, sparse=kind) for kind in kinds)
 
 
 def layer_bytes(actor: Actor, tokens: int, *, sparse: bool) -> float:
-    """Returns the bytes that one layer keeps for `tokens` tokens. docs/plan.md has a table of the terms.
+    """Returns the bytes of activations that one layer keeps for the backward pass over `tokens` tokens. docs/plan.md
+    has a table of the terms.
 
     `sparse`: whether the layer has experts.
     """
     shape, parallel, numbers, _ = actor
     sizes, w, stream = shape.sizes, numbers.width, _stream(parallel, tokens)
-    # matrix products keep their inputs, and norms before and after them keep their inputs too
+    # matrix products keep their inputs, and norms keep their inputs too
     kept = max(numbers.norm, 4) if shape.features.norm_from_one else numbers.norm  # these norms compute in float32
     norms = 2 * stream * sizes.hidden * w
     if shape.features.norms_before:
         norms += 2 * stream * (sizes.hidden * kept + 4)
-    if shape.features.norms_after:  # their outputs are added to the residual stream and not kept
+    if shape.features.norms_after:  # the outputs of these norms are added to the residual stream and not kept
         norms += 2 * stream * (sizes.hidden * kept + 4)
     attention = _latent if sizes.kv_rank else _attention
     modules = module_bytes(actor, tokens, sparse=sparse)
@@ -212,8 +225,9 @@ def layer_bytes(actor: Actor, tokens: int, *, sparse: bool) -> float:
 
 
 def _latent(actor: Actor, tokens: int) -> float:
-    """Returns the bytes that latent attention keeps: queries, keys, values, the output, and the inputs of the latents'
-    norms."""
+    """Returns the bytes that latent attention keeps for the backward pass: queries, keys, values, the output, and the
+    inputs of the latents' norms.
+    """
     shape, parallel, numbers, _ = actor
     sizes, w, own, stream = shape.sizes, numbers.width, tokens / parallel.cp, _stream(parallel, tokens)
     heads, value = sizes.heads / parallel.tp, max(sizes.value_dim, sizes.head_dim if numbers.pads_values else 0)
@@ -224,15 +238,16 @@ def _latent(actor: Actor, tokens: int) -> float:
 
 
 def _kept_widths(actor: Actor) -> float:
-    """Returns the number of elements of a token's keys and values that a rank's attention keeps."""
+    """Returns the number of elements of keys and values that attention on a rank keeps per token."""
     sizes = actor.shape.sizes
     heads = (sizes.heads if sizes.kv_rank else sizes.kv_heads) / actor.parallel.tp
     return heads * (sizes.head_dim + (sizes.head_dim if actor.numbers.pads_values else sizes.value_width))
 
 
 def _attention(actor: Actor, tokens: int) -> float:
-    """Returns the bytes that attention keeps: q, k, v and the output, which the output projection keeps again as its
-    input."""
+    """Returns the bytes that attention keeps for the backward pass: q, k, v and the output, and the output once more as
+    input of the output projection.
+    """
     shape, parallel, numbers, _ = actor
     sizes, w, own = shape.sizes, numbers.width, tokens / parallel.cp
     q, kv = sizes.heads * sizes.head_dim / parallel.tp, sizes.kv_heads * sizes.head_dim / parallel.tp
@@ -251,10 +266,10 @@ def _attention(actor: Actor, tokens: int) -> float:
 
 
 def module_bytes(actor: Actor, tokens: int, *, sparse: bool) -> dict[str, float]:
-    """Returns {module: bytes of `layer_bytes` that are not kept if the module is recomputed}.
+    """Returns {module: bytes of activations that a layer does not keep if the module is recomputed}.
 
-    core_attn is not included: its kernels keep no scores, and its inputs must be kept for recomputation. The gathered
-    keys and values of shared prompts are counted in `activations`.
+    The module core_attn (the attention kernel) is not included: its kernels keep no scores, and its inputs must be kept
+    for recomputation. The gathered keys and values of shared prompts are counted in `activations`.
     """
     shape, parallel, numbers, _ = actor
     sizes, own, w = shape.sizes, tokens / parallel.cp, numbers.width
@@ -269,7 +284,8 @@ def module_bytes(actor: Actor, tokens: int, *, sparse: bool) -> dict[str, float]
 def workspace(actor: Actor, load: MicroBatchLoad) -> float:
     """Returns the bytes of the output layer's backward pass, which needs more memory than its forward pass.
 
-    They are chunks of log-probs, their gradient, and the weight's gradient. A frozen weight has no gradient.
+    The bytes consist of chunks of log-probs, their gradient, and the weight's gradient. A frozen weight has no
+    gradient.
     """
     shape, parallel, numbers, lora = actor
     rows, tokens = shape.sizes.vocab / parallel.tp, load.tokens / parallel.cp
@@ -279,9 +295,10 @@ def workspace(actor: Actor, load: MicroBatchLoad) -> float:
 
 
 def _experts(actor: Actor, tokens: int) -> float:
-    """Returns the bytes that the router and this rank's experts keep.
+    """Returns the bytes of activations that the router and the experts of a rank keep.
 
-    With balanced experts, a rank receives as many tokens as it sends: its tokens times the number of experts per token.
+    The experts are assumed to be balanced. A rank then receives as many tokens as it sends: its tokens times the number
+    of experts per token.
     """
     shape, parallel, numbers, _ = actor
     sizes, w, stream = shape.sizes, numbers.width, _stream(parallel, tokens)
@@ -293,20 +310,23 @@ def _experts(actor: Actor, tokens: int) -> float:
 
 
 def _ends(actor: Actor, tokens: int) -> float:
-    """Returns the bytes kept by the final norm, and by the hidden states whose log-probs are computed."""
+    """Returns the bytes of activations that the last pipeline stage keeps in addition to its layers: by the final norm,
+    and the hidden states whose log-probs are computed.
+    """
     stream, own, h = _stream(actor.parallel, tokens), tokens / actor.parallel.cp, actor.shape.sizes.hidden
     return stream * h * actor.numbers.norm + own * actor.numbers.width * h
 
 
 def _stream(parallel: Parallel, tokens: int) -> float:
-    """Returns the number of a micro-batch's tokens in one rank's residual stream."""
+    """Returns the number of tokens of a micro-batch that are in the residual stream of one rank."""
     return tokens / parallel.cp / (parallel.tp if parallel.sequence_parallel else 1)
 
 
 def _under_way(parallel: Parallel, count: int, stage: int) -> float:
-    """Returns the number of micro-batches whose activations a stage holds at once, in units of all layers of the stage.
+    """Returns the number of micro-batches whose activations a pipeline stage holds at once, in units of all layers of
+    the stage.
 
-    The schedule is 1F1B, interleaved or not.
+    The pipeline schedule is 1F1B, interleaved if `vpp` > 1.
     """
     if parallel.vpp == 1:
         return min(count, parallel.pp - stage)

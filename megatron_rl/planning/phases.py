@@ -15,22 +15,26 @@ from megatron_rl.planning.memory import Actor, MicroBatchLoad, Precision
 from megatron_rl.planning.workload import Draw, IterationWork, longest_context
 from megatron_rl.weights import counting
 
-GRADING_S = 0.02  # seconds in which one of reward.workers grades one response
-# seconds of requests to servers and supervisors and of freeing memory, per handover of the GPUs. Assumed
+GRADING_S = 0.02  # seconds that one of reward.workers needs to grade one response
+# assumed seconds per handover of the GPUs between servers and trainer: requests to servers and supervisors, and freeing
+# memory
 CHANGE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodePlan:
-    """The plan's assumptions on a role that answers several times per sample, and their consequences."""
+    """Assumptions on the episodes of a role (samples in which the role answers several times), and the resulting sizes
+    and times.
+    """
 
     role: str
     estimate: EpisodeEstimate
     answer: float  # mean number of tokens of an answer
     longest: int  # number of tokens of the longest sample
-    micro_batch: int | None  # maximum number of tokens of the role's micro-batches; None if the role has no policy
-    kept: bool  # whether the engine keeps the KV cache of an episode between answers
-    waiting: float  # seconds by which tools take longer than the generation that runs at the same time
+    # maximum number of tokens of the role's micro-batches; None if the role has no model in the trainer
+    micro_batch: int | None
+    kept: bool  # whether the engine keeps the KV cache of an episode between its answers
+    waiting: float  # seconds by which tools take longer than the generation of other episodes at the same time
 
     def __str__(self) -> str:
         own = self.estimate
@@ -59,17 +63,17 @@ class EpisodePlan:
 class IterationPlan:
     """The estimate for one iteration: seconds of each phase in order, and token counts."""
 
-    role: str  # the roles that the iteration trains, joined by +
-    times: int  # number of iterations like this one in a cycle of the schedule
+    role: str  # roles that the iteration trains, joined by +
+    times: int  # number of iterations like this one in a cycle (item of the schedule)
     phases: Mapping[str, float]
     hidden: float  # seconds of generation that overlap with training
     generated: float  # number of generated tokens
     trained: float  # number of trained tokens
-    flops: float  # operations of the training passes, over all GPUs
+    flops: float  # floating-point operations of the training passes, over all GPUs
     sent: float  # bytes sent by the refit (weight sync to the engines)
     rows: Mapping[str, float]  # role -> number of sequences decoded together by one engine
-    longest: Mapping[str, float]  # role -> seconds of its longest answer in a full batch
-    episodes: Sequence[EpisodePlan] = ()  # plans of the roles that answer several times per sample
+    longest: Mapping[str, float]  # role -> seconds of generating its longest answer in a full batch
+    episodes: Sequence[EpisodePlan] = ()  # estimates of the roles that answer several times per sample
 
     @property
     def seconds(self) -> float:
@@ -79,11 +83,11 @@ class IterationPlan:
 def plan_iteration(
     case: Case, work: IterationWork, actors: Mapping[str, Actor], engines: Mapping[str, EngineSetup]
 ) -> IterationPlan:
-    """Plans an iteration: generation by all roles, and then one update of each policy that it trains, one after the
-    other.
+    """Estimates an iteration: generation by all roles, and then an update of each policy that the iteration trains, one
+    policy after the other.
 
-    `actors`: role -> its model in the trainer.
-    `engines`: role -> the engines that generate its answers.
+    `actors`: role -> model of the role in the trainer.
+    `engines`: role -> engines that generate the role's answers.
     """
     costs = {draw.role: _rollout(case, draw, engines[draw.role]) for draw in work.draws if _answers_here(case, draw)}
     phases = _generation(case, work, costs)
@@ -128,16 +132,18 @@ def plan_iteration(
 
 
 def _answers_here(case: Case, draw: Draw) -> bool:
-    """Returns whether the run's engines generate the role's answers. For an external endpoint, the hardware is
-    unknown."""
+    """Returns whether the run's engines generate the role's answers. They do not if an external endpoint does, whose
+    hardware is unknown.
+    """
     return case.roles[draw.role].endpoint is None
 
 
 def _generation(case: Case, work: IterationWork, costs: Mapping[str, compute.RolloutCost]) -> dict[str, float]:
-    """Returns {phase: seconds} of an iteration's generation, role by role.
+    """Returns {phase: seconds} of the generation in an iteration, with one phase per role.
 
-    Answers are forwarded to the next role as soon as they are generated. Only the time by which a later role exceeds
-    the earlier roles is counted, unless the same server, or servers on shared GPUs, generate for both.
+    Answers are forwarded to the next role as soon as they are generated. Therefore, only the time by which a later role
+    takes longer than the earlier roles is counted, unless the same server, or servers on shared GPUs, generate for
+    both.
     """
     phases, before, asked = dict[str, float](), 0.0, set[str]()
     apart = case.servers is not None and not case.colocated
@@ -159,8 +165,9 @@ def _changes_of_place(
 ) -> float:
     """Returns the seconds of handing GPU memory over between colocated servers and the trainer in one iteration.
 
-    `trained`: the policies that the iteration trains. Their weights and optimizer states are moved between GPU and
-    host. Their servers discard the weights, and the other servers move theirs to host memory.
+    `trained`: roles of the models that the iteration trains. The weights and optimizer states of these models are moved
+    between GPU and host. Servers of these roles discard their weights, and other servers move their weights to host
+    memory.
     """
     moved = 0.0
     for name in trained:
@@ -175,9 +182,11 @@ def _changes_of_place(
 
 
 def _rollout(case: Case, draw: Draw, engine: EngineSetup) -> compute.RolloutCost:
-    """Returns the cost of generating `draw`. Tools run while other samples are generated.
+    """Returns the cost of generating `draw` (a role's samples of one iteration). Tools run while other samples are
+    generated.
 
-    In Tandem RL, both the senior and the junior model process every token, one after the other, and share the KV cache.
+    In Tandem RL, both the trained senior and the frozen junior model process every token, one after the other, and
+    share the KV cache.
     """
     role = case.roles[draw.role]
     width, writers = Precision.gpu(role.model.dtype).width, writers_of(role)
@@ -197,13 +206,14 @@ def _episode(role: RoleConfig, draw: Draw, cost: compute.RolloutCost) -> Episode
 
 
 def writers_of(role: RoleConfig) -> int:
-    """Returns the number of models in an engine of the role. In Tandem RL, the junior is assumed to be as large as the
-    senior."""
+    """Returns the number of models in an engine of the role. The number is 2 in Tandem RL, whose frozen junior model is
+    assumed to be as large as the trained senior model.
+    """
     return 1 if role.tandem is None else 2
 
 
 def batch_of(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
-    """Returns the batch of one pass over `sequences` samples of a draw."""
+    """Returns the batch of a pass through the model over `sequences` of the samples of `draw`."""
     return SequenceBatch(
         sequences=sequences, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp,
         prompt=draw.prompt, told=draw.length - draw.prompt - draw.written,
@@ -212,7 +222,7 @@ def batch_of(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
 
 
 def _training(role: RoleConfig, cluster: Cluster, draws: Sequence[Draw], actor: Actor) -> dict[str, float]:
-    """Returns {phase: seconds} of an update on all of `draws`, without rollouts and refit."""
+    """Returns {phase: seconds} of training a role on all of `draws`, without the time of rollouts and weight sync."""
     stage = counting.heaviest(actor.shape, actor.parallel)
     samples = sum(draw.samples for draw in draws)
     steps = -(-samples // (role.samples_per_optimizer_step or samples))
@@ -234,7 +244,8 @@ def _training(role: RoleConfig, cluster: Cluster, draws: Sequence[Draw], actor: 
 
 
 def micro_batch(role: RoleConfig, draw: Draw | None) -> MicroBatchLoad:
-    """Returns the load of a full micro-batch, including the prompt tokens that its samples share (`behind`).
+    """Returns the sizes of a full micro-batch that determine memory, including the number of prompt tokens that its
+    samples share (`behind`).
 
     The estimate is conservative: it assumes prompts of mean length and responses of half the mean length. With longer
     responses, fewer prompts are shared.

@@ -21,11 +21,11 @@ from megatron_rl.planning.workload import Draw, longest_context
 from megatron_rl.weights import counting
 from megatron_rl.weights.counting import Parallel
 
-ENGINE_WORKSPACE = 3 * memory.GIB  # bytes per GPU for a server's prefill activations and CUDA graphs
-# bytes of GPU memory that a sleeping server keeps: CUDA context, NCCL's buffers, CUDA graphs. Assumed
+ENGINE_WORKSPACE = 3 * memory.GIB  # bytes per GPU for prefill activations and CUDA graphs of a server
+# assumed bytes of GPU memory that a server keeps while it sleeps: CUDA context, NCCL's buffers, CUDA graphs
 ASLEEP = 2 * memory.GIB
-# Bytes of host memory per byte of a sleeping server's weights. vLLM copies each of its memory blocks to pinned memory,
-# whose size torch rounds up to a power of 2. Upper bound, assumed.
+# Assumed upper bound of the bytes of host memory per byte of a sleeping server's weights. vLLM copies each of its
+# memory blocks to pinned memory, whose size torch rounds up to a power of 2.
 SERVER_COPY = 2.0
 # arguments in engine.args that disable prefix caching
 NO_CACHE = frozenset(["--no-enable-prefix-caching", "--disable-radix-cache"])
@@ -34,17 +34,17 @@ NO_OVERLAP = frozenset(["--no-async-scheduling", "--disable-overlap-schedule"])
 
 @dataclass(frozen=True, kw_only=True)
 class RolePlan:
-    """The plan of one role on the trainer's ranks. Bytes are those of the rank that needs the most."""
+    """The memory estimate of one role on the trainer's ranks. Bytes are given for the rank that needs the most."""
 
     name: str
     shape: Shape
     parallel: Parallel
     training: TrainingBytes
-    embedded: float  # bytes of the embedded engine's separate copy of the weights
-    cache: float  # bytes of the embedded engine's KV cache on each rank
+    embedded: float  # bytes of the separate copy of the weights that the embedded engine holds
+    cache: float  # bytes of the embedded engine's KV cache per rank
     sleeps: bool
-    host: float  # bytes of host memory per rank: the offloaded state of a sleeping role, and the reference
-    # whether servers share the GPU, so that the weights are offloaded too while another role trains
+    host: float  # bytes of host memory per rank: the offloaded state of a sleeping role, and the reference weights
+    # whether servers share the trainer's GPU, in which case the weights are offloaded while another role trains
     leaves: bool = False
 
     @property
@@ -58,19 +58,22 @@ class RolePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan:
-    """The plan of one GPU of a role's servers."""
+    """The memory estimate of one GPU of a role's servers."""
 
     role: str
     weights: float  # bytes of the weights
-    cache: float  # bytes that engine.memory_share leaves for the KV cache; the server does not start if there are none
-    sequences: float  # number of sequences of maximum length that fit into one server's KV cache
+    # bytes that engine.memory_share leaves for the KV cache; the server cannot start if this is not positive
+    cache: float
+    sequences: float  # number of sequences of maximum length that fit into the KV cache of one server
     share: float  # bytes of GPU memory that the server uses while it generates
     asleep: float  # bytes that the server keeps while the trainer uses its GPU; 0 on separate GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The estimate for a run whose trainer uses `ranks` GPUs of `cluster`. The engines use the other GPUs."""
+    """The estimate of memory and time of a run whose trainer uses `ranks` GPUs of `cluster`. The engines use the other
+    GPUs.
+    """
 
     cluster: Cluster
     ranks: int
@@ -84,14 +87,14 @@ class RunPlan:
 
     @property
     def tokens_per_gpu(self) -> float:
-        """Returns the number of trained tokens per second and GPU of the cluster."""
+        """Returns the number of trained tokens per second, divided by the number of GPUs of the cluster."""
         return (
             sum(iteration.trained * iteration.times for iteration in self.iterations) / self.cycle_s / self.cluster.gpus
         )
 
     @property
     def phases(self) -> dict[str, float]:
-        """Returns {phase: seconds in a cycle}."""
+        """Returns {phase: seconds per cycle of the schedule}."""
         out: dict[str, float] = {}
         for iteration in self.iterations:
             for name, seconds in iteration.phases.items():
@@ -109,13 +112,14 @@ class RunPlan:
 
     @property
     def beside(self) -> float:
-        """Returns the bytes that sleeping servers keep on a trainer's GPU."""
+        """Returns the bytes that colocated servers keep on a trainer's GPU while they sleep."""
         return sum(server.asleep for server in self.servers)
 
     def refit_peak(self, role: RolePlan) -> float:
-        """Returns the peak bytes on a shared GPU during a refit, while servers receive a role's weights.
+        """Returns the peak bytes on a GPU shared by trainer and servers during a refit, while servers receive a role's
+        weights.
 
-        They consist of the role's weights and the weights of all servers, without the servers' KV caches.
+        The peak consists of the role's weights and the weights of all servers, without the servers' KV caches.
         """
         return self.reserve + role.training.weights + self.beside + sum(server.weights for server in self.servers)
 
@@ -133,16 +137,16 @@ class RunPlan:
 
     @property
     def host_per_node(self) -> float:
-        """Returns the bytes of host memory used on a trainer node."""
+        """Returns the bytes of host memory that the run uses on each node of the trainer."""
         kept = 0.0
-        if self.beside:  # weights of all servers except those of the role that trains
+        if self.beside:  # weights of sleeping servers are on the host, except those of the role that trains
             kept = sum(server.weights for server in self.servers) - min(server.weights for server in self.servers)
             kept *= SERVER_COPY
         return (sum(role.host for role in self.roles) + kept) * min(self.cluster.per_node, self.ranks)
 
     @property
     def problems(self) -> list[str]:
-        """Returns the reasons why the run does not fit, one line each; an empty list if the run fits."""
+        """Returns the reasons why the run does not fit into memory, one line each; an empty list if the run fits."""
         room, out = self.cluster.device.memory, list[str]()
         places = [(f"{role.name} trains", self.peak(role)) for role in self.roles]
         if any(role.embedded for role in self.roles):
@@ -165,7 +169,7 @@ class RunPlan:
         return out
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the whole plan as JSON values, in bytes and seconds."""
+        """Returns the whole estimate as JSON-serializable values, in bytes and seconds."""
         return {
             "cluster": str(self.cluster),
             "trainer_gpus": self.ranks,
@@ -197,7 +201,7 @@ class RunPlan:
 
 
 def make(case: Case) -> RunPlan:
-    """Plans the run. Raises ConfigError if a layout does not divide a model or the cluster."""
+    """Estimates the memory and time of a run. Raises ConfigError if a layout does not divide a model or the cluster."""
     for name, role in case.roles.items():
         if problems := trainer_problems(case.models[name].sizes, Axes.of(role.layout), case.models[name].name):
             raise ConfigError("\n  ".join(f"roles.{name}: {line}" for line in problems))
@@ -217,7 +221,7 @@ def make(case: Case) -> RunPlan:
 
 
 def make_or_none(case: Case) -> RunPlan | None:
-    """Returns the plan of a run, or None if its layouts do not divide the models or the cluster."""
+    """Returns the estimate of a run, or None if its layouts do not divide the models or the cluster."""
     try:
         return make(case)
     except ConfigError:
@@ -231,8 +235,9 @@ def _actor(case: Case, name: str) -> Actor:
 
 
 def _longest(case: Case, name: str, draws: Mapping[str, Draw]) -> int:
-    """Returns the maximum number of tokens of a role's samples. Without a draw for the role, assumes a single
-    answer."""
+    """Returns the maximum number of tokens of a role's samples. If the iteration draws no samples of the role, a single
+    answer per sample is assumed.
+    """
     return longest_context(case.roles[name], draws[name].episode if name in draws else EpisodeEstimate())
 
 
@@ -242,7 +247,7 @@ def _players(case: Case, name: str) -> list[str]:
 
 
 def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw]) -> RolePlan:
-    """Plans a role on the trainer's ranks. `draws`: role -> its samples in an iteration."""
+    """Estimates the memory of a role on the trainer's ranks. `draws`: role -> the role's samples in an iteration."""
     role, engine, (shape, parallel, numbers, _) = case.roles[name], case.spec.engine.settings, actor
     reference = role.loss.kl_coef > 0
     own_draws = [draws.get(other) for other, one in case.roles.items() if one.owner == name]
@@ -250,7 +255,7 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw]) -> Rol
     held = memory.worst(actor, micro, reference=reference)
     shared = role.lora is not None and owners(case.roles).get(name, name) != name
     own = float(numbers.width * actor.adapters(0))
-    if shared:  # the role shares the model of another role
+    if shared:  # the role trains an adapter on the model of another role
         held = replace(held, weights=own)
     embedded, cache = 0.0, 0.0
     if isinstance(engine, Embedded):
@@ -271,7 +276,7 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw]) -> Rol
 
 
 def _frozen(role: RolePlan) -> RolePlan:
-    """Returns the plan of a role that generates but is never trained: it holds only its weights."""
+    """Returns the estimate of a role that generates but is never trained, and so holds only its weights."""
     weights = role.training.weights
     held = TrainingBytes(weights=weights, gradients=0.0, optimizer=0.0, activations=0.0, workspace=0.0, swapped=0.0)
     return replace(role, training=held, host=weights if role.leaves else 0.0)
@@ -307,7 +312,7 @@ def _engine(case: Case, server: ServerPlan | None) -> EngineSetup:
             shares_prompt=not NO_CACHE & set(settings.args),
             overlapped=not NO_OVERLAP & set(settings.args),
         )
-    # the embedded engine's KV cache grows as needed
+    # no limit: the embedded engine's KV cache grows as needed
     return EngineSetup(
         replicas=case.ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False, keeps_prefix=False,
         overlapped=False,

@@ -18,23 +18,25 @@ from megatron_rl.planning.plan import RunPlan, make_or_none
 from megatron_rl.spec.run_spec import RoleSpec
 from megatron_rl.weights import counting
 
-# shares of the cluster's nodes that are tried for the engines
+# shares of the cluster's nodes that the search gives to the engines
 ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
-# share of a GPU's memory for servers: of all roles together on the trainer's GPUs, and on separate GPUs
+# share of a GPU's memory that servers use: on the trainer's GPUs (all roles together), and on separate GPUs
 COLOCATED_SHARE, OWN_SHARE = 0.86, 0.9
-PAIRS = 150  # approximate number of combinations of the roles' layouts tried for each choice of engines
-MICRO_BATCHES = (32768, 16384, 8192, 4096)  # micro-batch sizes in tokens that are tried besides the configured size
-WORTH = 0.03  # minimum share of a cycle's time that a change must save to be advised
+PAIRS = 150  # approximate number of combinations of the roles' layouts that are tried for each choice of engines
+# micro-batch sizes in tokens that are tried in addition to the configured size
+MICRO_BATCHES = (32768, 16384, 8192, 4096)
+WORTH = 0.03  # share of a cycle's time that a change must save at least for the change to be advised
 MOST = 5  # maximum number of lines of advice on changes that save time
-HOST_MEMORY = 450 * GIB  # host memory per node above which a warning is printed; common nodes have at least 512 GiB
-# Minimum ratio of a request's timeout to the planned seconds of the longest answer. A request also waits in the
-# server's queue and during refits, and the planned generation time is accurate to 30 % at best. Assumed.
+# bytes of host memory per node above which a warning is printed; common nodes have at least 512 GiB
+HOST_MEMORY = 450 * GIB
+# Assumed minimum ratio of a request's timeout to the estimated seconds of the longest answer. A request also waits in
+# the server's queue and during refits (weight syncs), and the estimate is accurate to 30 % at best.
 PATIENCE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A run that fits, its plan, and its difference from the run that the search started from."""
+    """A run that fits into memory, its estimate, and the overrides that change the original config to this run."""
 
     case: Case
     plan: RunPlan
@@ -42,13 +44,15 @@ class Proposal:
 
 
 def search(asked: Case, *, keep: int = 5) -> list[Proposal]:
-    """Returns the fastest layouts and engine choices that fit, best first; an empty list if nothing fits.
+    """Returns the fastest combinations of layouts and engines that fit into memory, fastest first. Returns an empty
+    list if nothing fits.
 
     `keep`: the maximum number of proposals.
 
-    Every proposal passes `check`. Layouts use no context parallelism and no virtual pipeline parallelism, and use
-    sequence parallelism if tp > 1. For each layout, three recomputation settings are tried: none, the feed-forward
-    part, and everything. Each uses the largest micro-batches that fit, or those of the config if they are smaller.
+    Every proposal passes `megatron-rl check`. The tried layouts use no context parallelism and no virtual pipeline
+    parallelism, and use sequence parallelism if tp > 1. For each layout, three recomputation settings are tried: none,
+    the feed-forward part, and everything. Each setting uses the largest micro-batches that fit, or those of the config
+    if the latter are smaller.
     """
     found = [one for case in engine_choices(asked) for one in _with_engines(case, asked, keep)]
     best = sorted(found, key=lambda one: one.plan.cycle_s)[:keep]
@@ -92,8 +96,9 @@ def advice(case: Case, made: RunPlan) -> list[str]:
 
 
 def _waits(case: Case, made: RunPlan) -> list[str]:
-    """Returns a warning for each role whose longest answer may exceed the request timeout, and a note for each
-    endpoint."""
+    """Returns a warning for each role whose longest answer may exceed the request timeout, and a note for each role
+    that an external endpoint plays.
+    """
     lines = list[str]()
     for name in case.roles:
         own = [iteration for iteration in made.iterations if name in iteration.longest]
@@ -112,7 +117,9 @@ def _waits(case: Case, made: RunPlan) -> list[str]:
 
 
 def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterator[Layout]:
-    """Yields the layouts that divide the model and the ranks. tp does not exceed a node's GPUs."""
+    """Yields the layouts of a role whose parallel sizes divide the model and the number of ranks. tp is at most the
+    number of GPUs of a node.
+    """
     sizes = shape.sizes
     whole = allowed(sizes, "tp"), allowed(sizes, "pp x vpp"), allowed(sizes, "ep")
     tps = [tp for tp in (1, 2, 4, 8, 16) if tp <= per_node and whole[0](tp)]
@@ -130,7 +137,7 @@ def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterat
 
 
 def engine_choices(case: Case) -> Iterator[Case]:
-    """Yields the run with each engine setup worth trying."""
+    """Yields the run with each choice of engines that the search tries: their kind, number, size and GPUs."""
     if isinstance(case.spec.engine.settings, Embedded):
         yield case
     settings, cluster, names = case.servers or default_servers(), case.cluster, case.spec.engine.server_roles
@@ -138,8 +145,9 @@ def engine_choices(case: Case) -> Iterator[Case]:
     largest = max(width.values()) * max(counting.total(case.models[name]) for name in names)
 
     def holds(tp: int, share: float) -> bool:
-        """Returns whether each role's model fits on a server of `tp` GPUs with this memory share, and is divisible by
-        `tp`."""
+        """Returns whether each role's model is divisible by `tp` and fits on a server of `tp` GPUs that uses the share
+        `share` of their memory.
+        """
         return largest / tp <= share * cluster.device.memory * 0.75 and not any(
             engine_violations(case.models[name].sizes, tp, expert_parallel=settings.expert_parallel) for name in names
         )
@@ -164,17 +172,17 @@ def engine_choices(case: Case) -> Iterator[Case]:
 
 
 def engine_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
-    """Returns the config arguments that change the engine `asked` to `engine`."""
+    """Returns the config overrides that change the engine `asked` to the servers `engine`."""
     words = [f"engine.kind={engine.kind}", f"engine.replicas={engine.replicas}", f"engine.tp={engine.tp}"]
     words += [f"engine.colocate={str(engine.colocate).lower()}", f"engine.memory_share={engine.memory_share:g}"]
     return words + _place_words(engine, asked)
 
 
 def _place_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
-    """Returns the config arguments that change where and by whom the servers of `asked` are started to those of
-    `engine`.
+    """Returns the config overrides that change the GPUs of the servers, and whether the run starts the servers, from
+    `asked` to `engine`.
 
-    No argument can remove `urls` from a config.
+    No override can remove `urls` from a config.
     """
     before, words = asked if isinstance(asked, Servers) else default_servers(), list[str]()
     if engine.gpus != before.gpus:
@@ -185,7 +193,8 @@ def _place_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
 
 
 def nodes_words(asked: Case, case: Case) -> list[str]:
-    """Returns the config arguments that set the trainer's nodes, and its ranks on a shared node, to those of `case`.
+    """Returns the config overrides that set the number of the trainer's nodes, and the number of its ranks on a node
+    shared with servers, to those of `case`.
 
     Returns an empty list if `asked` has the same numbers.
     """
@@ -199,7 +208,7 @@ def nodes_words(asked: Case, case: Case) -> list[str]:
 
 
 def _with_engines(case: Case, asked: Case, keep: int) -> list[Proposal]:
-    """Returns the best layouts of the roles with the engines of `case`, fastest first.
+    """Returns the fastest runs with the engines of `case` and different layouts of the roles, fastest first.
 
     First, layouts are tried for each role separately. Then the best layouts of all roles are combined, and combinations
     that do not fit are dropped.
@@ -222,7 +231,9 @@ def _with_engines(case: Case, asked: Case, keep: int) -> list[Proposal]:
 
 
 def _proposal(asked: Case, case: Case) -> Proposal | None:
-    """Returns a run as a proposal, or None if it does not fit or `check` refuses it."""
+    """Returns a run as a proposal. Returns None if the run does not fit into memory or if `megatron-rl check` would
+    refuse it.
+    """
     made = make_or_none(case)
     if made is None or made.problems or not case.passes():
         return None
@@ -230,7 +241,9 @@ def _proposal(asked: Case, case: Case) -> Proposal | None:
 
 
 def _grown(asked: Case, found: Proposal) -> Proposal:
-    """Returns the proposal with larger micro-batches, if these fit beside the other roles and save time."""
+    """Returns the proposal with larger micro-batches if these fit into memory and save time; otherwise, returns the
+    proposal unchanged.
+    """
     for name in found.case.held:
         role = found.case.roles[name]
         for tokens in (tokens for tokens in _micro_batches(role) if tokens > role.micro_batch_tokens):
@@ -242,9 +255,10 @@ def _grown(asked: Case, found: Proposal) -> Proposal:
 
 
 def _fitting_alone(case: Case, name: str) -> Iterator[tuple[float, float, RoleSpec]]:
-    """Yields (seconds of a cycle, bytes, role) for every layout of a role that fits in GPU memory on its own.
+    """Yields (seconds of a cycle, bytes, role with the layout) for every layout of the role `name` that fits into GPU
+    memory without other roles.
 
-    The other roles get a default layout, because their layouts may not divide the ranks.
+    The other roles get a default layout, because their configured layouts may not divide the ranks.
     """
     role, shape = case.roles[name], case.models[name]
     plain = {other: replace(one, layout=Layout(), sleep=True) for other, one in case.roles.items() if other != name}
@@ -267,7 +281,7 @@ def _fitting_alone(case: Case, name: str) -> Iterator[tuple[float, float, RoleSp
 
 
 def _recomputes(shape: Shape) -> list[dict[str, Any]]:
-    """Returns the recomputation settings to try: none, the largest part of a layer, everything."""
+    """Returns the recomputation settings to try: no recomputation, the largest part of a layer, and whole layers."""
     part = "moe" if shape.sizes.experts else "mlp"
     return [
         {"recompute": "none"}, {"recompute": "selective", "recompute_modules": (part,)}, {"recompute": "full"}
@@ -275,14 +289,15 @@ def _recomputes(shape: Shape) -> list[dict[str, Any]]:
 
 
 def _micro_batches(role: RoleConfig) -> list[int]:
-    """Returns the micro-batch sizes to try, largest first: those that hold the role's longest sample, and the
-    configured size."""
+    """Returns the micro-batch sizes in tokens to try, largest first: the configured size, and the sizes of
+    MICRO_BATCHES that hold the role's longest sample.
+    """
     own, longest = role.micro_batch_tokens, role.max_prompt_tokens + role.sampling.max_tokens
     return sorted({own, *(tokens for tokens in MICRO_BATCHES if tokens >= min(own, longest))}, reverse=True)
 
 
 def _changes(case: Case, made: RunPlan) -> Iterator[tuple[str, Case]]:
-    """Yields single changes that may save time, as (description, changed run)."""
+    """Yields (description, changed run) of single changes to the run that may save time."""
     node = made.cluster.per_node
     for name in case.held:
         role = case.roles[name]
@@ -309,7 +324,9 @@ def _changes(case: Case, made: RunPlan) -> Iterator[tuple[str, Case]]:
 
 
 def _cures(case: Case, made: RunPlan) -> list[str]:
-    """Returns lines about single changes, of one role or of all roles alike, that make the run fit."""
+    """Returns lines of advice: single changes, of one role or of all roles alike, with which the run fits into
+    memory.
+    """
     lines = list[str]()
     for names in [[name] for name in case.held] + ([case.held] if len(case.held) > 1 else []):
         if lines and len(names) > 1:
@@ -361,7 +378,9 @@ def _words(layout: Layout) -> str:
 
 
 def _overrides(asked: Case, case: Case) -> list[str]:
-    """Returns the config arguments that turn the run `asked` into `case`, including the trainer's nodes."""
+    """Returns the config overrides that turn the run `asked` into `case`, including the number of the trainer's
+    nodes.
+    """
     out = list[str]()
     for name in case.held:
         role, before = case.roles[name], asked.roles[name]

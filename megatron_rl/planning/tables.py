@@ -37,7 +37,7 @@ def show(plan: RunPlan, advice: Sequence[str], console: Console, *, notes: Seque
 
 
 def show_search(found: Sequence[Proposal], asked: RunPlan, console: Console) -> None:
-    """Prints the proposals, fastest first, with the arguments that change the config to each proposal."""
+    """Prints the proposals of a search, fastest first, with the config overrides of each proposal."""
     if not found:
         console.print(
             "[red]nothing fits[/]: take more GPUs, or lower micro_batch_tokens and the lengths", highlight=False
@@ -49,13 +49,13 @@ def show_search(found: Sequence[Proposal], asked: RunPlan, console: Console) -> 
         console.print(
             "    " + (" ".join(map(_quoted, one.overrides)) or "as it is"),
             highlight=False,
-            markup=False,  # the text may contain brackets such as [mlp]
+            markup=False,  # printed without markup, because the text may contain brackets such as [mlp]
             soft_wrap=True,
         )
 
 
 def show_alternatives(found: Sequence[Alternative], console: Console) -> None:
-    """Prints the cost of the run with the configured engine, which comes first, and with other engines."""
+    """Prints the time and GPUs of the run with the configured engine, which comes first, and with other engines."""
     title = "engines: the config's own first, then what others would give"
     table = Table(
         "engine", "engines' GPUs", "trainer's GPUs", "seconds a cycle", "settings", title=title, title_justify="left"
@@ -149,5 +149,5 @@ def _gib(size: float) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Quotes an argument for a shell if necessary."""
+    """Quotes a command-line argument for a shell if necessary."""
     return f"'{word}'" if any(mark in word for mark in " [{") else word

@@ -13,12 +13,12 @@ from megatron_rl.config.schema import ConfigError, RoleConfig
 from megatron_rl.models.shape import Shape, read_shape
 from megatron_rl.spec.run_spec import RunSpec
 
-FILL = 0.5  # default of the mean length as a share of the maximum length
+FILL = 0.5  # default of the mean length of prompts and answers, as a share of the maximum length
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """The samples of one role in one iteration. Each sample has the number of answers given by `episode`."""
+    """The samples of one role in one iteration. `episode` gives the number of answers in each sample."""
 
     role: str
     samples: int
@@ -46,10 +46,12 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class IterationWork:
-    """The samples that one iteration draws and trains on. A cycle contains `times` such iterations."""
+    """The samples that one iteration draws and trains on. A cycle (item of the schedule) contains `times` such
+    iterations.
+    """
 
     draws: Sequence[Draw]
-    # samples of each role that the iteration trains; `draws` may hold more samples of these roles
+    # samples that the iteration trains on, for each trained role; `draws` may hold more samples of these roles
     trained: Sequence[Draw]
     times: int
 
@@ -60,7 +62,7 @@ class IterationWork:
 
     @property
     def role(self) -> str:
-        """Returns the iteration's name in a plan: the roles that it trains, joined by +."""
+        """Returns the iteration's name in tables: the roles that the iteration trains, joined by +."""
         return " + ".join(self.roles)
 
 
@@ -73,10 +75,10 @@ def cycle_work(
 ) -> list[IterationWork]:
     """Returns the iterations of a cycle of the schedule, taken from the middle of the run.
 
-    Roles that the same iteration trains share their draws.
+    Roles that are trained in the same iteration use one common set of drawn samples.
 
-    `fills`: role -> mean length as a share of max_prompt_tokens and sampling.max_tokens (see `fills_of`). Other roles
-    use their mean_tokens.
+    `fills`: role -> mean length as a share of max_prompt_tokens and sampling.max_tokens (see `fills_of`). Roles without
+    an entry use their setting mean_tokens.
     `episodes`: role -> estimate of its episodes (see `episodes_of`); None: the recipe's estimates.
     `draws`: overrides of the recipe's numbers of samples (see `draws_of`).
     """
@@ -100,7 +102,7 @@ def cycle_work(
 def fills_of(roles: Collection[str], settings: Sequence[str]) -> dict[str, float]:
     """Returns {role: mean length of prompts and answers as a share of the maximum length}.
 
-    `settings`: SHARE, for all roles, or ROLE=SHARE.
+    `settings`: texts of the form SHARE, for all roles, or ROLE=SHARE.
 
     Raises ConfigError for an unknown role, and for a share outside (0, 1].
     """
@@ -119,7 +121,8 @@ def fills_of(roles: Collection[str], settings: Sequence[str]) -> dict[str, float
 def draws_of(roles: Collection[str], settings: Sequence[str]) -> dict[tuple[str, str], float]:
     """Returns {(iteration, role): mean number of samples of the role per prompt}.
 
-    `settings`: ITERATION.ROLE=NUMBER, where an iteration is named by a role that it trains.
+    `settings`: texts of the form ITERATION.ROLE=NUMBER, in which ITERATION is the name of a role that the iteration
+    trains.
 
     Raises ConfigError for an unknown role, and for a number that is not positive.
     """
@@ -149,9 +152,10 @@ def _middle(schedule: Sequence[Sequence[Sequence[str]]]) -> Sequence[Sequence[st
 
 
 def _greatest(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """Returns the largest count of each role.
+    """Returns the largest sample count of each role in `counts`, which has one mapping from roles to counts per role
+    that an iteration trains.
 
-    Roles that the same iteration trains share their draws, so each role's counts describe all of them.
+    The largest count suffices, because roles that are trained in the same iteration share one set of samples.
     """
     names = dict.fromkeys(name for one in counts for name in one)
     return {name: max(one.get(name, 0) for one in counts) for name in names}
@@ -167,7 +171,7 @@ def _number(text: str, given: str) -> float:
 def episodes_of(spec: RunSpec, settings: Sequence[str]) -> dict[str, EpisodeEstimate]:
     """Returns {role: estimate of its episodes}: the recipe's estimates, overridden by `settings`.
 
-    `settings`: ROLE.name=value.
+    `settings`: texts of the form ROLE.name=value, in which `name` is a field of the estimate.
 
     Raises ConfigError for an unknown role or name, and for an invalid value.
     """
@@ -191,8 +195,8 @@ def episodes_of(spec: RunSpec, settings: Sequence[str]) -> dict[str, EpisodeEsti
 def longest_context(role: RoleConfig, episode: EpisodeEstimate) -> int:
     """Returns the maximum number of tokens of one sample of a role.
 
-    This is the longest prompt, all answers at maximum length, and the mean number of tokens between answers. In a
-    bounded episode, it is the maximum prompt length plus one answer.
+    The number is the sum of the longest prompt, all answers at maximum length, and the mean number of tokens between
+    answers. In a bounded episode, the number is the maximum prompt length plus one answer.
     """
     if episode.bounded:
         return role.max_prompt_tokens + role.sampling.max_tokens
@@ -226,11 +230,11 @@ def _draws(
 def _lengths(role: RoleConfig, episode: EpisodeEstimate, fill: float | None) -> tuple[float, float, int]:
     """Returns (mean tokens of a prompt, mean tokens of an answer, maximum tokens of an answer).
 
-    `fill`: mean length as a share of the maximum length; None: the role's mean_tokens.
+    `fill`: mean length as a share of the maximum length. If None, the role's mean_tokens are used.
 
     In a bounded episode, the prompt, the earlier answers and the tokens between answers share the budget of the prompt.
-    Answers are as long as in other episodes, but short enough to leave an equal part for the prompt. In the longest
-    sample, all answers are equally long.
+    Answers are as long as in other episodes, but short enough to leave an equal part of the budget for the prompt. The
+    maximum is the length of an answer in the longest sample, in which all answers are equally long.
     """
     own, share, longest = role.mean_tokens, FILL if fill is None else fill, role.sampling.max_tokens
     before, response = share * role.max_prompt_tokens, share * longest
@@ -249,7 +253,8 @@ def _lengths(role: RoleConfig, episode: EpisodeEstimate, fill: float | None) -> 
 def models_of(roles: Mapping[str, RoleConfig], given: Sequence[str]) -> dict[str, Shape]:
     """Returns the shape of every role's model.
 
-    `given`: ROLE=SOURCE, to take a role's shape from a source other than its model path.
+    `given`: texts of the form ROLE=SOURCE, which take the shape of a role's model from SOURCE instead of from the
+    role's model path.
 
     Raises ConfigError for an invalid format, and for a model whose shape cannot be resolved.
     """
@@ -263,7 +268,7 @@ def models_of(roles: Mapping[str, RoleConfig], given: Sequence[str]) -> dict[str
 
 
 def guess_notes(models: Mapping[str, Shape]) -> list[str]:
-    """Returns one line for every role whose model sizes are guessed."""
+    """Returns one note for every role whose model sizes are guessed."""
     return [
         f"{name}: sizes are those of {shape.name}, by the words of its path; if it is another model: --shape {name}=..."
         for name, shape in models.items()

@@ -90,7 +90,7 @@ def is_expert(name: str) -> bool:
 def renumber_expert(name: str, *, by: int) -> str:
     """Returns the name of an expert's parameter with `by` added to its expert index.
 
-    This converts a rank's local expert index to the global index.
+    Used to convert a rank's local expert index to the global index.
     """
     return _EXPERT_NUMBER.sub(lambda found: found[1] + str(int(found[2]) + by), name)
 
