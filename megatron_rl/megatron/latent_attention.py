@@ -34,8 +34,8 @@ from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 class SharedLinear(MegatronModule):
     """A linear projection whose weight is replicated on every tensor rank.
 
-    Under sequence parallelism each rank projects only its tokens, and Megatron-core sums the weight's gradients over
-    the ranks.
+    Under sequence parallelism each rank projects only its tokens, and Megatron-sums the weight's gradients over the
+    ranks.
     """
 
     def __init__(self, config: Any, inputs: int, outputs: int) -> None:
@@ -49,8 +49,8 @@ class SharedLinear(MegatronModule):
 
 
 class LatentAttention(Chosen, MultiLatentAttention):
-    """Self-attention whose keys and values are projected from a latent vector, and whose queries are too if config.json
-    has a rank for the query's latent."""
+    """Self-attention whose keys and values are projected from a latent vector, as in DeepSeek models. Queries are also
+    projected from a latent vector if config.json sets its width (`q_lora_rank`)."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class LatentAttention(Chosen, MultiLatentAttention):
         """Computes queries, keys and values from hidden states [L, S, h], of which this rank has a part under sequence
         parallelism.
 
-        Returns rotated queries and keys [L, S, H, d] and values [L, S, H, v] for this rank's H heads; then the vectors
-        from which the queries, and the keys and values, were projected. For packed sequences, where S is 1, queries,
-        keys and values have no dimension S.
+        Returns (queries, keys, values, vectors from which the queries were projected, latent vectors from which the
+        keys and values were projected). Queries and keys are rotated and [L, S, H, d], and values are [L, S, H, v], for
+        this rank's H heads. For packed sequences, where S is 1, queries, keys and values have no dimension S.
         """
         assert packed_seq_params is not None, "the torch layer spec needs a SequenceLayout as packed_seq_params"
         config, (cos, sin) = self.config, packed_seq_params.turns[0]
@@ -103,7 +103,8 @@ class LatentAttention(Chosen, MultiLatentAttention):
             turned = gather_from_sequence_parallel_region(turned, group=self.tp_group)
         else:
             turned = copy_to_tensor_model_parallel_region(turned, group=self.tp_group)
-            # Megatron-core all-reduces a copy of a non-contiguous gradient and discards it (0.16.1)
+            # works around Megatron-core 0.16.1, which all-reduces a copy of a non-contiguous gradient and discards the
+            # copy
             if turned.requires_grad:
                 turned.register_hook(Tensor.contiguous)
         if config.q_lora_rank is None:
@@ -124,7 +125,7 @@ class LatentAttention(Chosen, MultiLatentAttention):
         return query, key, value, low, latent
 
     def _up(self, kind: Any, inputs: int, outputs: int) -> Any:
-        """Returns a linear projection whose output heads are split over the tensor ranks."""
+        """Returns an up projection from a latent vector, whose output heads are split over the tensor ranks."""
         return build_module(
             kind, inputs, outputs, config=self.config, init_method=self.config.init_method, gather_output=False,
             bias=False, skip_bias_add=False, is_expert=False, tp_group=self.tp_group,

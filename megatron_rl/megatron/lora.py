@@ -39,17 +39,18 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 
 @dataclass(frozen=True)
 class _Joined:
-    """The adapters of one linear module of Megatron, and the positions of their output rows in the module's output."""
+    """The LoRA adapters of one linear module of Megatron, whose weight may join several Hugging Face matrices, and the
+    positions of each adapter's output rows in the module's output."""
 
-    names: tuple[str, ...]  # names of the adapters, in the order of the module's matrices
+    names: tuple[str, ...]  # names of the adapters, in the order in which the module's weight joins the matrices
     # Runs of output rows, in order: (index of the adapter, first row of the adapter, number of rows). The index is None
     # for rows of a matrix without an adapter.
     runs: tuple[tuple[int | None, int, int], ...]
-    inward: bool  # True if tensor ranks split the matrix by columns
+    inward: bool  # True if tensor ranks split the module's weight by columns, False if by rows
 
 
 class Adapter(torch.nn.Module):
-    """This rank's part of A [r, columns] and B [rows, r] of one adapted matrix.
+    """This rank's part of the LoRA matrices A [r, columns] and B [rows, r] of one adapted matrix.
 
     One of the two matrices is split over the tensor ranks; the other is replicated on all of them. Under sequence
     parallelism each rank sees only a part of the tokens, and Megatron-core sums the gradients of the replicated matrix.
@@ -71,8 +72,8 @@ class Adapter(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns Megatron-core's sharded state dict of both matrices: one is split over the tensor ranks, one is
-        replicated."""
+        """Returns Megatron-core's sharded state dict of A and B. One of the matrices is split over the tensor ranks,
+        and the other is replicated."""
         state = self.state_dict(prefix="", keep_vars=True)
         replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return make_sharded_tensors_for_checkpoint(
@@ -81,7 +82,7 @@ class Adapter(torch.nn.Module):
 
 
 class LayerAdapters(torch.nn.ModuleDict):
-    """The adapters of one layer, keyed by the names of the adapted matrices."""
+    """The LoRA adapters of one layer, keyed by the names of the adapted matrices, such as q_proj."""
 
     def __init__(
         self, config: Any, sizes: Sizes, layer: int, settings: Lora, shard: Shard, *, device: torch.device
@@ -93,7 +94,7 @@ class LayerAdapters(torch.nn.ModuleDict):
         self.joined = {linear: _joined(sizes, layer, linear, own, shard) for linear in linears(sizes, layer)}
 
     def added(self, linear: str, x: Tensor) -> Tensor | None:
-        """Returns the adapters' contribution to the output of the module `linear` for this rank's input `x`.
+        """Returns the LoRA contribution that is added to the output of the module `linear` for this rank's input `x`.
 
         Returns None if the module's matrices have no adapter.
         """
@@ -103,7 +104,8 @@ class LayerAdapters(torch.nn.ModuleDict):
         own: list[Any] = [self[name] for name in joined.names]
         low = F.linear(x, torch.cat([adapter.lora_a for adapter in own]) if len(own) > 1 else own[0].lora_a)
         if joined.inward:
-            # The columns are split over the ranks. With sequence parallelism each rank keeps the sum for its tokens.
+            # A's columns are split over the tensor ranks, so the products A x are summed over the ranks. With sequence
+            # parallelism each rank keeps the sum for its tokens.
             summed = (
                 reduce_scatter_to_sequence_parallel_region(low, group=self.group)
                 if self.sequence_parallel
@@ -128,32 +130,33 @@ class LayerAdapters(torch.nn.ModuleDict):
         return state
 
     def _spread(self, low: Tensor) -> Tensor:
-        """Returns A x of all tokens on every tensor rank, for B matrices whose rows are split over the ranks. The
-        backward pass sums the gradients over the ranks."""
+        """Makes the product A x (`low`) of all tokens available on every tensor rank, for adapters whose B matrix is
+        split by rows over the ranks. The backward pass sums the gradients over the ranks."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
         spread = copy_to_tensor_model_parallel_region(low, group=self.group)
-        # Megatron-core all-reduces a copy of a non-contiguous gradient and discards the copy (0.16.1)
+        # works around Megatron-core 0.16.1, which all-reduces a copy of a non-contiguous gradient and discards the copy
         if spread.requires_grad:
             spread.register_hook(Tensor.contiguous)
         return spread
 
     @staticmethod
     def _run(made: Sequence[Tensor], like: Tensor, adapter: int | None, row: int, rows: int) -> Tensor:
-        """Returns a run of rows of one adapter's output, or zeros if `adapter` is None."""
+        """Returns output features `row` to `row + rows - 1` of the adapter with index `adapter`, or zeros if `adapter`
+        is None."""
         if adapter is None:
             return like.new_zeros(*like.shape[:-1], rows)
         return made[adapter].narrow(-1, row, rows)
 
 
 class RoleAdapters:
-    """All adapters of one role on this rank. Several roles can have adapters on the same base model; `show` selects the
-    adapters that the model uses.
+    """All LoRA adapters of one role on this rank. Several roles can have adapters on the same base model; `show`
+    selects the role whose adapters the model uses.
     """
 
     def __init__(self, cores: Sequence[Any], sizes: Sizes, settings: Lora, shard: Shard) -> None:
-        """Creates the adapters, filled with zeros, and attaches them to the model. Call it with the layout's groups
-        active."""
+        """Creates the adapters, filled with zeros, and attaches them to the model chunks `cores`. Call it inside
+        `Groups.active()` of the role's layout."""
         self._sizes, self._settings, self._shard = sizes, settings, shard
         self._layers: list[tuple[Any, LayerAdapters]] = []
         self.named: dict[str, torch.nn.Parameter] = {}  # name with global layer index -> parameter, in model order
@@ -173,13 +176,13 @@ class RoleAdapters:
         self._changes = {name: change for layer, own in self._layers for name, change in self._of_layer(layer, own)}
 
     def show(self) -> None:
-        """Makes the model use these adapters in its forward pass and list them among its parameters."""
+        """Makes the model use this role's adapters in its forward pass and list them among its parameters."""
         for layer, own in self._layers:
             layer.lora = own
 
     def fill(self, seed: int) -> None:
-        """Loads the adapters from the directory in the settings. Without a directory, A is initialized randomly and B
-        stays zero.
+        """Sets the initial values of the adapters. They are loaded from the directory `lora.path` if it is set.
+        Otherwise A is initialized randomly and B stays zero.
 
         The random values do not depend on the layout. Raises ConfigError if the loaded adapter does not match the
         settings or the model.
@@ -197,7 +200,7 @@ class RoleAdapters:
                 tensor_copies.fill(parameter, rects, functools.partial(_rectangle, drawn))
 
     def added(self, name: str, row: int, column: int, rows: int, columns: int) -> Tensor | None:
-        """Returns the LoRA delta alpha / r * B A of a rectangle of one of this rank's base parameters, in float32.
+        """Returns the LoRA delta alpha / r * B A for one rectangle of this rank's base parameter `name`, in float32.
 
         Returns None if no adapter changes the rectangle.
         """
@@ -209,7 +212,8 @@ class RoleAdapters:
             if low >= high:
                 continue
             out = first[1].lora_a.new_zeros(rows, columns, dtype=torch.float32) if out is None else out
-            own = adapter.lora_b.shape[0]  # rows of this rank's part of B, which begins at a multiple of this count
+            # number of rows of this rank's part of B; the part begins at a multiple of this number
+            own = adapter.lora_b.shape[0]
             start = low - rect.at_row + rect.row % own
             b = adapter.lora_b.detach()[start : start + high - low].float()
             a = adapter.lora_a.detach()[:, column : column + columns].float()
@@ -217,7 +221,8 @@ class RoleAdapters:
         return out
 
     def _of_layer(self, layer: Any, own: LayerAdapters) -> list[tuple[str, list[tuple[Rect, Any]]]]:
-        """Returns (name of the base parameter, [(rectangle, adapter)]) for each adapted linear module of a layer."""
+        """Returns a list with one pair for each linear module of a layer that has adapters: (name of the base
+        parameter, [(rectangle of the parameter, adapter that changes it)])."""
         number, found = layer.layer_number - 1, []
         by_tensor = {
             f"{HF_LAYER.format(number)}{p.module}.weight": own[p.name]
@@ -232,7 +237,7 @@ class RoleAdapters:
 
 
 def only_adapters(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of a model's sharded state that belong to adapters."""
+    """Returns the entries of a model's sharded state dict that belong to LoRA adapters."""
     return {name: value for name, value in state.items() if lora_adapters.is_adapter(name)}
 
 
@@ -240,7 +245,7 @@ def freeze(cores: Sequence[Any]) -> None:
     """Freezes a model's weights, and keeps activation recomputation working for adapters.
 
     Megatron-core recomputes a layer only if the layer's input requires a gradient. The embedding output of a frozen
-    model does not, so a hook makes it require one.
+    model does not, so a hook makes the embedding output require a gradient.
     """
     for core in cores:
         core.requires_grad_(False)
@@ -275,7 +280,7 @@ def _rectangle(tensors: Mapping[str, Tensor], rect: Rect) -> Tensor:
 
 
 def _draw(shape: tuple[int, int], settings: Lora, key: str) -> Tensor:
-    """Returns A [r, columns] with peft's random initialization, from a seed that depends only on `key`."""
+    """Returns A [r, columns] with peft's random initialization, drawn with a seed that depends only on `key`."""
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
     generator = torch.Generator().manual_seed(seed)
     if settings.init == "gaussian":

@@ -62,13 +62,15 @@ FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", 
 
 
 class PolicyModel(Chosen, GPTModel):
-    """A GPT model whose last pipeline stage returns statistics of the labels' distributions instead of a loss."""
+    """Megatron-core's GPT model, whose last pipeline stage returns statistics of the next-token distributions at the
+    labels, such as log-probs, instead of a loss."""
 
     temperature: float = 1.0
     true_vocab: int = 0
     # names of the statistics that the last stage returns, see batches/packed_batch.py
     asked: tuple[str, ...] = ("logprobs",)
-    wanted: Tensor | None = None  # [n] for each label, the index in [S * L] of the hidden state that predicts the label
+    # [n] for each label: index, in the flattened [S * L], of the hidden state that predicts it
+    wanted: Tensor | None = None
 
     def _postprocess(
         self,
@@ -79,11 +81,12 @@ class PolicyModel(Chosen, GPTModel):
         *args: Any,
         **rest: Any,
     ) -> Tensor:
-        """Returns [R, n]: statistics of the n labels, row by row (see vocab_parallel_statistics).
+        """Returns the statistics of the n labels as a tensor [R, n] with one row per statistic (see
+        vocab_parallel_statistics).
 
         `hidden_states` is [L, S, h]. `labels` is [n, 1], or [n, 1 + k] with the k candidates of each label after the
-        label. `wanted` maps each label to its hidden state. Without labels, returns Megatron-core's logits [S, L,
-        V/tp].
+        label. The attribute `wanted` has the index of each label's hidden state. Without labels, returns
+        Megatron-core's logits [S, L, V/tp].
         """
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **rest)
@@ -93,12 +96,14 @@ class PolicyModel(Chosen, GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         chosen = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1]).index_select(0, self.wanted)
         if not self.config.sequence_parallel:
-            # Applied to `chosen` and not to `hidden`, whose gradient is not contiguous: Megatron-core all-reduces a
-            # copy of a non-contiguous gradient and discards the copy (0.16.1, mappings._reduce).
+            # The tensor-parallel copy is applied to `chosen` and not to `hidden`, whose gradient is not contiguous:
+            # Megatron-core all-reduces a copy of a non-contiguous gradient and discards the copy (0.16.1,
+            # mappings._reduce).
             chosen = copy_to_tensor_model_parallel_region(chosen)
         tied = self.share_embeddings_and_output_weights
         for wait in [] if self.output_layer is None else [*self.output_layer._forward_pre_hooks.values()]:
-            wait(self.output_layer, ())  # the layer itself is not called, so its hooks are (optimizer.gather_late)
+            # calls the hooks of the output layer, which itself is not called (see optimizer.gather_late)
+            wait(self.output_layer, ())
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None
         rank = parallel_state.get_tensor_model_parallel_rank()
@@ -122,19 +127,20 @@ def has_transformer_engine() -> bool:
 
 
 def uses_transformer_engine(arch: Architecture, dtype: str, *, adapted: bool = False) -> bool:
-    """Checks whether a model uses Transformer Engine's layers. Otherwise the model uses the project's torch layer spec.
+    """Checks whether a model uses Transformer Engine's layers. Otherwise the model uses the project's layers in torch
+    operations (the torch layer spec).
 
-    The torch spec is used in three cases: in float32, because Transformer Engine has no float32 attention over packed
-    sequences; for models for which Megatron-core has no Transformer Engine layers; and for `adapted` (LoRA) models,
-    because adapters need the input of each linear module, and Transformer Engine computes the norm before it inside the
-    module.
+    Even if Transformer Engine is available, the torch spec is used in three cases: in float32, because Transformer
+    Engine has no float32 attention over packed sequences; for models for which Megatron-core has no Transformer Engine
+    layers; and for `adapted` (LoRA) models, because adapters need the input of each linear module, and Transformer
+    Engine computes the norm before it inside the module.
     """
     own = adapted or dtype != "bfloat16" or core_settings.needs_own_layers(arch, arch.features)
     return has_transformer_engine() and not own
 
 
 def uses_flash(arch: Architecture, model: Model, *, packed: bool) -> bool:
-    """Checks whether the torch spec's layers compute the attention of a packed row in one flash attention call.
+    """Checks whether the project's torch layers compute the attention of packed sequences in one flash attention call.
 
     If flash attention is not available for packed bfloat16 rows on a GPU, the first rank logs a warning. Raises
     ConfigError if the settings require flash attention and it is not available.
@@ -156,7 +162,8 @@ def uses_flash(arch: Architecture, model: Model, *, packed: bool) -> bool:
 
 
 def uses_triton(model: Model, control: Any) -> bool:
-    """Checks whether Triton kernels compute a model's log-probs, and the torch spec's gates and rotary embedding.
+    """Checks whether a model uses Triton kernels for log-probs and, in the project's torch layers, for gated
+    activations and rotary embedding.
 
     Collective over `control`, a gloo group. Either all ranks use the kernels or no rank does, because the kernels split
     the work differently from torch's operations. Raises ConfigError if the settings require the kernels and some rank
@@ -176,14 +183,14 @@ def uses_triton(model: Model, control: Any) -> bool:
 
 
 def uses_fused_sums(model: Model) -> bool:
-    """Checks whether the torch spec's linear layers add their weight gradients directly to the float32 gradient
-    buffers."""
+    """Checks whether the linear layers of the project's torch layer spec add their weight gradients directly to the
+    float32 gradient buffers."""
     return model.kernels != "torch" and torch.cuda.is_available()
 
 
 def warn_of_slow_products(model: Model, control: Any) -> None:
-    """Logs a warning, on the first rank of `control`, if matrix products in `model.dtype` are far slower on this CPU
-    than in float32."""
+    """Logs a warning, on the first rank of the gloo group `control`, if matrix products in `model.dtype` are far slower
+    on this CPU than in float32."""
     if platform.multiplies_slowly(model.dtype) and dist.get_rank(control) == 0:
         _log.warning(
             "%s: this CPU multiplies matrices of %s tens of times more slowly than those of float32: better set "
@@ -194,7 +201,8 @@ def warn_of_slow_products(model: Model, control: Any) -> None:
 
 
 def check_fp8() -> None:
-    """Raises ConfigError if this machine cannot compute 8-bit matrix products with Transformer Engine."""
+    """Raises ConfigError if this machine cannot compute 8-bit (fp8) matrix products, because a GPU that supports them
+    or Transformer Engine is missing."""
     if not has_transformer_engine():
         raise ConfigError(
             "model.fp8 = true needs a GPU and Transformer Engine: install transformer-engine, or set it to false"
@@ -211,7 +219,7 @@ def check_fp8() -> None:
 def transformer_config(
     arch: Architecture, model: Model, groups: Groups, *, deterministic: bool = False, fused: bool = False
 ) -> TransformerConfig:
-    """Returns Megatron-core's config for an architecture under the layout of `groups`.
+    """Returns Megatron-core's config for a model architecture under the parallel layout of `groups`.
 
     `fused` selects Transformer Engine's layers. Raises ConfigError if fp8 is requested and not available.
     """
@@ -229,7 +237,8 @@ def transformer_config(
         bf16=model.dtype == "bfloat16",
         use_cpu_initialization=platform.is_active(),
         bias_activation_fusion=fused,
-        use_te_activation_func=not fused,  # despite its name, makes Megatron-core use the layer spec's activation
+        # despite its name: Megatron-core then uses the layer spec's activation module
+        use_te_activation_func=not fused,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         # Megatron-core's unfused version copies the sequence lengths to the host in every layer
@@ -237,7 +246,7 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         attention_softmax_in_fp32=False,
-        # With overlap, gloo may read an output after Megatron-core would have freed its memory.
+        # With `overlap_p2p`, gloo may read a stage's output after Megatron-core would have freed the output.
         deallocate_pipeline_outputs=not (platform.is_active() and groups.layout.overlap_p2p),
         deterministic_mode=deterministic,
         fp8="hybrid" if model.fp8 else None,
@@ -249,7 +258,7 @@ def transformer_config(
 
 
 def _parallelism(layout: Layout) -> dict[str, Any]:
-    """Returns Megatron-core's settings that split the model over ranks."""
+    """Returns the fields of Megatron-core's config that split the model over ranks."""
     return dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -274,10 +283,11 @@ def build(
     attends: bool = True,
     triton: bool = False,
 ) -> list[PolicyModel]:
-    """Returns this rank's model chunks: one chunk, or `vpp` chunks. Call it with the layout's groups active.
+    """Returns this rank's model chunks: one chunk, or `vpp` chunks. Call it inside `groups.active()`.
 
-    `fused` selects Transformer Engine's layers. `attends` replaces the attention of these layers by SDPAttention, which
-    layers of the torch spec always have. `triton` selects Triton kernels in the modules that have them.
+    `fused` selects Transformer Engine's layers. `attends` replaces the attention of Transformer Engine's layers by
+    SDPAttention, which the project's torch layers always use. `triton` selects Triton kernels in the modules that have
+    such kernels.
     """
     chunks = []
     for stage in range(config.virtual_pipeline_model_parallel_size or 1):
@@ -306,7 +316,7 @@ def build(
 
 
 def in_half(config: TransformerConfig, chunk: PolicyModel) -> Float16Module:
-    """Returns the chunk with its trainable parameters converted to bfloat16. Frozen parameters keep their dtype."""
+    """Returns the model chunk with trainable parameters converted to bfloat16. Frozen parameters keep their dtype."""
     kept = {parameter: parameter.detach().clone() for parameter in chunk.parameters() if not parameter.requires_grad}
     wrapped = Float16Module(config, chunk)
     for parameter, value in kept.items():
@@ -315,7 +325,8 @@ def in_half(config: TransformerConfig, chunk: PolicyModel) -> Float16Module:
 
 
 def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yields (name with global layer and expert indices, parameter) for this rank's chunks, wrapped or unwrapped."""
+    """Yields (name with global layer and expert indices, parameter) for this rank's model chunks. The chunks may be
+    wrapped by Megatron's gradient-buffer and half-precision modules."""
     for chunk in chunks:
         core: Any = unwrap(chunk)
         layers = {f"decoder.layers.{i}.": layer for i, layer in enumerate(core.decoder.layers)}
@@ -339,7 +350,7 @@ def unwrap(chunk: Any) -> PolicyModel:
 
 def _mark_experts(chunk: PolicyModel) -> None:
     """Marks expert parameters so that Megatron-core sums their gradients over the ranks that hold the same experts, and
-    gives them a separate optimizer.
+    gives the expert parameters a separate optimizer.
 
     Core 0.16 does this only for ep > 1. At ep = 1 with etp != tp, core 0.16 would silently sum over the wrong ranks:
     the replicas of the dense parameters (core 0.19 also checks etp). In both versions, a checkpoint's optimizer state
@@ -351,7 +362,7 @@ def _mark_experts(chunk: PolicyModel) -> None:
 
 
 def _prepare_routers(chunk: PolicyModel, routing: Routing | None) -> None:
-    """Adds the expert bias and the expert groups to a chunk's routers if the model family has them.
+    """Adds the expert bias and the limit to expert groups to the routers of a model chunk, if the model has them.
 
     The bias is a frozen parameter, so that it is loaded, saved and sent to engines like all other parameters.
     Megatron-core itself would register a buffer.
@@ -366,7 +377,8 @@ def _prepare_routers(chunk: PolicyModel, routing: Routing | None) -> None:
 
 
 def _scale_embedding(chunk: PolicyModel, scale: float) -> None:
-    """Makes the first stage multiply token embeddings by `scale`, which is rounded to the dtype of the model."""
+    """Makes the first pipeline stage multiply token embeddings by `scale`, which is rounded to the dtype of the
+    model."""
     if scale == 1.0 or not chunk.pre_process:
         return
     rounded = float(torch.tensor(scale, dtype=chunk.config.params_dtype))
@@ -407,9 +419,10 @@ def _torch_layer(arch: Architecture, config: TransformerConfig, *, experts: bool
         qk_layernorm=arch.features.qk_norm,
         multi_latent_attention=latent,
     )
-    layer = cast(Any, spec)  # Megatron-core declares its submodules as `object`
+    layer = cast(Any, spec)  # Megatron-core's type hint for the spec's submodules is `object`
     names = dict(layer.submodules.sharded_state_dict_keys_map)
-    # Checkpoints name this norm as Transformer Engine does: a separate module before experts, a part of fc1 otherwise.
+    # In checkpoints this norm has the name that Transformer Engine's layers give it: a separate module before experts,
+    # a part of fc1 otherwise.
     names.pop("pre_mlp_layernorm.", None)
     layer.submodules.sharded_state_dict_keys_map = (
         names if experts else names | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
@@ -433,7 +446,7 @@ def _attention(arch: Architecture) -> ModuleSpec:
 
 
 def _set_norms(parts: Any, arch: Architecture, config: TransformerConfig) -> None:
-    """Sets a model's norms in `parts`, the submodules of a layer's spec."""
+    """Sets the norm modules that a model's features require in `parts`, the submodules of a layer's spec."""
     features, attention = arch.features, parts.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if features.norms_before else IdentityOp
     if features.norms_after:

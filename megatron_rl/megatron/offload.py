@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.megatron import optimizer as optim
 
-ALIGNMENT = 512  # alignment of the copies within a block of pinned memory, in bytes
+ALIGNMENT = 512  # alignment of tensor copies within a block of pinned memory, in bytes
 BLOCK = 1 << 28  # minimum size of a block of pinned memory, in bytes
 
 
@@ -23,8 +23,8 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns copies of tensors in host memory, in the same order.
 
     Copies of GPU tensors are pinned and asynchronous: synchronize the stream before reading them. torch allocates
-    pinned memory in blocks of 2^n bytes (ATen/core/CachingHostAllocator.h), so many copies share each block. Separate
-    allocations for the weights of a 7B model would take nearly twice the size of the weights.
+    pinned memory in blocks of 2^n bytes (ATen/core/CachingHostAllocator.h), so many copies are placed in one block.
+    Separate allocations for the weights of a 7B model would take nearly twice the size of the weights.
     """
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
     places, blocks = _packed(sizes)
@@ -57,24 +57,25 @@ class PolicyMemory:
     """The device memory of a policy: gradients, optimizer state and weights, which can be moved to host memory.
 
     While the weights are in host memory, their device tensors remain the same objects without storage, so that views of
-    them become valid again afterwards. `optimizer` is None for a policy that is not trained; such a policy has only
-    weights.
+    the tensors become valid again when the weights return. `optimizer` is None for a policy that is not trained; such a
+    policy has only weights.
     """
 
     def __init__(self, chunks: list[Any], optimizer: Any) -> None:
         self._chunks, self._optimizer = chunks, optimizer
         # `asleep`: gradients and optimizer state are not on the device. `away`: the weights are not on the device.
         self.asleep = self.away = False
-        # The lists are filled when the weights leave the device for the first time.
-        self._held: list[Tensor] = []  # the tensors that own the storage of the weights
+        # The three lists are filled when the weights leave the device for the first time.
+        self._held: list[Tensor] = []  # tensors that own the device storage of the weights
         self._pieces: list[Tensor] = []  # flat views of `_held`, at most BLOCK bytes each
         self._host: list[Tensor] = []  # host copies of the pieces; kept because pinned memory is slow to allocate
 
     def sleep(self, *, weights: bool = False) -> None:
-        """Frees gradients and moves optimizer state to host memory until `wake`. With `weights`, the weights move too.
+        """Frees the gradients' device memory and moves the optimizer state to host memory, until `wake` is called. With
+        `weights`, the weights are also moved to host memory.
 
-        As long as the weights are on the device, forward passes, exports and checkpoints still work. A second call is a
-        no-op.
+        As long as the weights are on the device, forward passes, exports and checkpoints still work. Calling `sleep`
+        again is a no-op.
         """
         if self._optimizer is not None and not self.asleep:
             for buffer in _gradient_buffers(self._chunks):
@@ -99,7 +100,8 @@ class PolicyMemory:
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Undoes `sleep`: weights come back bit for bit, gradients as zeros."""
+        """Undoes `sleep`: moves weights and optimizer state back to the device, bit for bit, and reallocates the
+        gradients as zeros."""
         self._bring_weights()
         if self.asleep:
             for buffer in _gradient_buffers(self._chunks):
@@ -110,8 +112,8 @@ class PolicyMemory:
 
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:
-        """Keeps the weights on the device for the block. Afterwards the weights return to host memory if they were
-        there before."""
+        """Context manager that moves the weights to the device for the block. If the weights were in host memory before
+        the block, they return there when the block ends."""
         away = self.away
         self._bring_weights()
         try:
@@ -122,7 +124,8 @@ class PolicyMemory:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Wakes the policy for the block if it sleeps, and puts it back to sleep afterwards."""
+        """Context manager that calls `wake` before the block if the policy sleeps (its optimizer state is in host
+        memory), and then `sleep` when the block ends."""
         asleep = self.asleep
         if asleep:
             self.wake()
@@ -140,7 +143,8 @@ class PolicyMemory:
         return 0 if self.away else sum(t.untyped_storage().size() for t in _weight_tensors(self._chunks))
 
     def _bring_weights(self) -> None:
-        """Reallocates the device storage of the weights and copies them back, bit for bit."""
+        """Reallocates the device storage of the weights and copies the weights back from host memory, bit for bit.
+        No-op if the weights are on the device."""
         if self.away:
             with torch.no_grad():
                 for tensor in self._held:
@@ -158,8 +162,9 @@ def _wait_for_copies() -> None:
 
 @contextlib.contextmanager
 def swapped(parameters: Sequence[torch.nn.Parameter], others: Sequence[Tensor]) -> Iterator[None]:
-    """Swaps the values of parameters with tensors in host memory for the block. Afterwards all values are restored bit
-    for bit, even if the block runs out of memory: the scratch buffer of at most BLOCK bytes is allocated beforehand.
+    """Context manager that swaps the values of parameters with tensors in host memory for the block. When the block
+    ends, all values are restored bit for bit, even if the block runs out of memory: the scratch buffer of at most BLOCK
+    bytes is allocated beforehand.
     """
     room = max((min(parameter.nbytes, BLOCK) for parameter in parameters), default=0)
     scratch = torch.empty(room, dtype=torch.uint8, device=parameters[0].device if parameters else "cpu")
@@ -175,8 +180,8 @@ def swapped(parameters: Sequence[torch.nn.Parameter], others: Sequence[Tensor]) 
 
 
 def _exchange(parameter: torch.nn.Parameter, other: Tensor, scratch: Tensor) -> None:
-    """Swaps the values of `parameter` and `other` piece by piece. Asynchronous on a GPU: the copies are ordered by the
-    stream."""
+    """Swaps the values of `parameter` and `other` piece by piece. Asynchronous on a GPU, where the CUDA stream orders
+    the copies."""
     elements = max(1, scratch.nbytes // parameter.element_size())
     with torch.no_grad():
         pieces = parameter.detach().view(-1).split(elements), other.view(-1).split(elements)
@@ -193,22 +198,22 @@ def gradient_bytes(chunks: list[Any]) -> int:
 
 
 def _gradient_buffers(chunks: list[Any]) -> Iterator[Tensor]:
-    """Yields the gradient buffers of all chunks, for dense parameters and for experts."""
+    """Yields the gradient buffers of all model chunks, for dense parameters and for experts."""
     for chunk in chunks:
         for buffer in _buffers(chunk):
             yield buffer.grad_data
 
 
 def _buffers(chunk: Any) -> list[Any]:
-    """Returns Megatron-core's parameter and gradient buffers of a chunk, for dense parameters and for experts. Returns
-    an empty list for a chunk that is not trained."""
+    """Returns the objects in which Megatron-core holds the parameter and gradient buffers of a model chunk, for dense
+    parameters and for experts. Returns an empty list for a chunk that is not trained."""
     wrapped: Any = chunk if isinstance(chunk, DistributedDataParallel) else None
     return [] if wrapped is None else [*wrapped.buffers, *wrapped.expert_parallel_buffers]
 
 
 def _weight_tensors(chunks: list[Any]) -> Iterator[Tensor]:
-    """Yields one tensor for each storage of weights: Megatron-core's buffers, of which trained parameters are views,
-    and the parameters outside of these buffers.
+    """Yields one tensor for each device storage that holds weights: Megatron-core's buffers, of which trained
+    parameters are views, and the parameters outside of these buffers.
     """
     seen: set[int] = set()
     for chunk in chunks:
@@ -238,8 +243,8 @@ def _move_state(optimizer: Any, device: torch.device) -> None:
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Returns the tensors moved to `device`, to or from pinned memory. Tensors that are already there are returned
-    unchanged."""
+    """Returns the tensors moved to `device`, to or from pinned memory. Tensors that are already on `device` are
+    returned unchanged."""
     if device.type != "cpu":
         return [tensor.to(device, non_blocking=True) for tensor in tensors]
     copies = iter(host_copies([tensor for tensor in tensors if tensor.device != device]))

@@ -28,11 +28,11 @@ def wrap(
 ) -> list[Any]:
     """Wraps each model chunk in Megatron's DistributedDataParallel, whose gradient buffers accumulate in float32.
 
-    `overlap`: gradients are reduced over ranks while the last backward pass runs.
-    `late`: after an optimizer step each rank has only its shard of the new weights. Call `gather` or `gather_late`
-    after the step.
-    `fused_sums`: Megatron-core's linear layers add weight gradients directly to the buffers, as Transformer Engine's
-    layers always do.
+    `overlap`: whether gradients are reduced over ranks while the last backward pass runs.
+    `late`: whether an optimizer step leaves the new weights sharded over the data-parallel ranks. If so, call `gather`
+    or `gather_late` after the step.
+    `fused_sums`: whether Megatron-core's linear layers add weight gradients directly to the buffers, as Transformer
+    Engine's layers always do.
     """
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, overlap_param_gather=late
@@ -43,12 +43,13 @@ def wrap(
     if fused_sums:
         platform.sum_weight_gradients()
     for module in (module for chunk in wrapped for module in chunk.modules()):
-        # Megatron-core's equivalent config setting cannot be used: with it, core's output layer needs a kernel of apex.
+        # Megatron-core's config has an equivalent setting, but with it the output layer needs a kernel of apex.
         if hasattr(module, "fuse_wgrad_accumulation"):
             cast(Any, module).fuse_wgrad_accumulation = True
         elif fused_sums and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             module.gradient_accumulation_fusion = True
-    # otherwise Megatron-core would reduce after every micro-batch and count earlier micro-batches repeatedly
+    # Without `no_sync_func`, Megatron-core would reduce gradients after every micro-batch and count earlier
+    # micro-batches repeatedly.
     if overlap:
         syncs = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
@@ -56,7 +57,8 @@ def wrap(
 
 
 def gather_late(chunks: list[Any]) -> None:
-    """All-gathers the new weights during the next forward pass: each module waits for its weights when it is called.
+    """All-gathers the weights that an optimizer step left sharded, during the next forward pass: each module waits for
+    its weights when it is called.
 
     Until `gather` is called, only the forward pass of a module may read the module's weights, and nothing may change
     them. Collective.
@@ -67,7 +69,7 @@ def gather_late(chunks: list[Any]) -> None:
 
 
 def gather(chunks: list[Any]) -> None:
-    """All-gathers the new weights now. Collective."""
+    """All-gathers the weights that an optimizer step left sharded over the data-parallel ranks. Collective."""
     for chunk in chunks:
         if chunk.remove_forward_pre_hook_handles:
             chunk.disable_forward_pre_hook(param_sync=False)
@@ -75,7 +77,7 @@ def gather(chunks: list[Any]) -> None:
 
 
 def build(role: RoleConfig, config: Any, chunks: list[Any], *, timer: Timer) -> tuple[Any, Any]:
-    """Returns (optimizer, schedule) of a role. `timer` measures the reduction of gradients over ranks.
+    """Returns (optimizer, learning-rate schedule) of a role. `timer` measures the reduction of gradients over ranks.
 
     The optimizer is Adam with its state sharded over the data-parallel ranks. Norms and biases have no weight decay
     unless `decay_norms` is set.
@@ -96,7 +98,7 @@ def build(role: RoleConfig, config: Any, chunks: list[Any], *, timer: Timer) -> 
             use_distributed_optimizer=True,
         ),
         chunks,
-        # None: Megatron-core sets weight decay 0 for norms and biases
+        # if None, Megatron-core uses no weight decay for norms and biases
         config_overrides={} if settings.decay_norms else None,
     )
     config.finalize_model_grads_func = timer.around("gradient_reduction", finalize_model_grads)
@@ -106,7 +108,7 @@ def build(role: RoleConfig, config: Any, chunks: list[Any], *, timer: Timer) -> 
         platform.mend_saved_offsets(part.buffers)
         platform.write_own_rows(part, optimizer_checkpoint.sharded_rows)
     decay_steps = ENDLESS if settings.decay == "constant" else settings.decay_steps
-    assert decay_steps is not None  # validated by the config class Optimizer
+    assert decay_steps is not None  # the config class Optimizer requires decay_steps if there is a decay
     scheduler = Schedule(
         optimizer,
         init_lr=0.0,
@@ -120,7 +122,8 @@ def build(role: RoleConfig, config: Any, chunks: list[Any], *, timer: Timer) -> 
         wd_incr_steps=ENDLESS,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # a checkpoint restores the position in the schedule, but not the rates
+        # a checkpoint restores the schedule's step, but not its rates
+        override_opt_param_scheduler=True,
     )
     return optimizer, scheduler
 
@@ -163,7 +166,8 @@ def initialize_state(optimizer: Any) -> None:
 
 
 def adopt_rates(optimizer: Any, state: dict[Any, Any]) -> None:
-    """Copies a checkpoint's learning rates into the parameter groups. Call it before the checkpoint is loaded.
+    """Copies the learning rates of a checkpoint's parameter groups into the optimizer's parameter groups. Call it
+    before the checkpoint is loaded.
 
     Megatron-core 0.19 matches the parameter groups of optimizer and checkpoint by their learning rates.
     """
@@ -178,8 +182,8 @@ def adopt_rates(optimizer: Any, state: dict[Any, Any]) -> None:
 
 
 def apply_settings(role: RoleConfig, optimizer: Any) -> None:
-    """Overrides the learning rates, betas and epsilon loaded from a checkpoint with the role's settings. The schedule
-    sets weight decay."""
+    """Overrides the learning rates, betas and epsilon loaded from a checkpoint with the role's settings. Weight decay
+    is set by the learning-rate schedule."""
     for group in optimizer.param_groups:
         group["betas"], group["eps"] = tuple(role.optimizer.betas), role.optimizer.eps
         for name, value in (("max_lr", role.optimizer.lr), ("min_lr", role.optimizer.min_lr)):
@@ -195,8 +199,8 @@ def zero_grad(chunks: list[Any], optimizer: Any) -> None:
 
 
 def checkpoint_metadata() -> dict[str, Any]:
-    """Returns the checkpoint options with which optimizer state can be loaded under another layout. Call it with the
-    layout's groups active."""
+    """Returns the options for Megatron-core's sharded state dicts with which optimizer state can be loaded under
+    another layout. Call it inside `Groups.active()`."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,

@@ -28,14 +28,15 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     apply_factories,
 )
 
-# Megatron-core's names of the state tensors that a checkpoint has per parameter
+# Megatron-names of the state tensors that a checkpoint has per parameter
 STATE = ("param", "exp_avg", "exp_avg_sq")
 KEY = "optimizer.state.{}.{}"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A checkpoint tensor that stores a parameter, or a contiguous range of a parameter."""
+    """A checkpoint tensor that stores the optimizer state of a whole parameter, or of a contiguous range of a
+    parameter."""
 
     start: int  # offset of the tensor's first element within the flattened parameter
     tensor: ShardedTensor
@@ -52,7 +53,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Torn:
-    """A row of a parameter that is split over more than one rank."""
+    """A row of a parameter whose optimizer state is split over more than one data-parallel rank."""
 
     parameter: Tensor
     piece: int  # index of the parameter's Piece that has the row
@@ -63,20 +64,21 @@ class Torn:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket of a distributed optimizer, split into `ranks` equal parts, one for each rank."""
+    """A bucket of a distributed optimizer: a flat buffer of several parameters, split into `ranks` equal parts, one for
+    each data-parallel rank."""
 
     places: Mapping[Tensor, tuple[int, int]]  # parameter -> its start and end offset in the bucket
     part: int  # number of elements of one rank's part
     ranks: int
 
     def torn(self, pieces: Mapping[Tensor, list[Piece]]) -> Iterator[Torn]:
-        """Yields the rows that a boundary between two ranks' parts splits, in the order of the bucket."""
+        """Yields the parameter rows that cross a boundary between two ranks' parts, in the order of the bucket."""
         last = -1
         for parameter, (first, end) in sorted(self.places.items(), key=lambda item: item[1]):
             for rank in range(first // self.part + 1, -(-end // self.part)):
                 edge = rank * self.part
                 if edge < last:
-                    continue  # in the same row as the previous boundary
+                    continue  # this boundary is in the same row as the previous boundary
                 number, piece = next(
                     (i, p) for i, p in enumerate(pieces[parameter]) if edge - first < p.start + p.rows * p.width
                 )
@@ -88,8 +90,8 @@ class Bucket:
 
 
 def sharded_rows(optimizer: Any, model_state: dict[str, Any]) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """Returns the rows of a distributed optimizer's state that this rank writes: Megatron-core's parameter index ->
-    state name -> tensors. Collective over the optimizer's data-parallel ranks.
+    """Returns the rows of a distributed optimizer's state that this rank writes to a checkpoint: Megatron-core's
+    parameter index -> state name -> tensors. Collective over the optimizer's data-parallel ranks.
 
     `model_state` is the model's sharded state dict. Each element is written by exactly one rank. Raises ValueError if a
     parameter is stored in tensors that are not consecutive contiguous ranges of the parameter.
@@ -121,7 +123,7 @@ def sharded_rows(optimizer: Any, model_state: dict[str, Any]) -> dict[int, dict[
                     )
                     for i, name in enumerate(STATE)
                 }
-                if any(own_rows.values()):  # otherwise this rank has only the end of a row, which another rank writes
+                if any(own_rows.values()):  # else this rank has only the end of a row that another rank writes
                     found[number] = own_rows
             number += 1
     return found
@@ -131,8 +133,9 @@ def without_copies(state: dict[str, Any]) -> dict[str, Any]:
     """Replaces the contiguous CPU tensors of a sharded state by aliases with separate storages, without copying data,
     and returns the state.
 
-    Megatron-core's writer copies every tensor that covers only a part of its storage, and does so before it writes the
-    first tensor. Tensors in pinned memory are not replaced, because the writer processes could not read pinned memory.
+    Without the aliases, Megatron-core's writer would copy every tensor that covers only a part of its storage, before
+    it writes the first tensor. Tensors in pinned memory are not replaced, because the writer processes could not read
+    pinned memory.
     """
     apply_factories(state)
     dict_list_map_inplace(_alone, state)
@@ -149,7 +152,8 @@ def _alone(value: Any) -> Any:
 
 
 def _buckets(buffer: Any, ranks: int) -> Iterator[Bucket]:
-    """Yields the buckets of a buffer. The offsets in `param_index_map` must not include the padding between buckets."""
+    """Yields the buckets of one of the distributed optimizer's buffers. The offsets in `param_index_map` must not
+    include the padding between buckets."""
     start = 0
     for number, bucket in enumerate(buffer.buckets):
         places = {
@@ -163,7 +167,8 @@ def _buckets(buffer: Any, ranks: int) -> Iterator[Bucket]:
 
 def _pieces(base: ShardedBase, name: str = STATE[0]) -> list[Piece]:
     """Returns the checkpoint tensors that store the state `name` of a parameter, ordered by offset. The tensors are on
-    the meta device and have no values. Raises ValueError if they do not cover the parameter by contiguous ranges."""
+    the meta device and have no values. Raises ValueError if the tensors are not consecutive contiguous ranges that
+    cover the parameter."""
     assert isinstance(base, ShardedTensor | ShardedTensorFactory) and base.data is not None
     like = torch.empty(base.data.shape, dtype=torch.float32, device="meta")
     own: dict[str, Any] = {"key": KEY.format(name, base.key), "data": like}
@@ -180,9 +185,10 @@ def _pieces(base: ShardedBase, name: str = STATE[0]) -> list[Piece]:
 
 
 def _join(optimizer: Any, torn: Torn, part: int, own: Any, group: Any) -> Tensor | None:
-    """Assembles a split row on the rank in whose part the row begins. All ranks of `group` must call it.
+    """Assembles a row that is split over ranks, on the rank in whose part the row begins. All ranks of `group` must
+    call it.
 
-    Returns [len(STATE), row width] on this rank and None on the other ranks.
+    Returns a tensor [len(STATE), row width] on the rank where the row begins, and None on the other ranks.
     """
     rank, first = dist.get_rank(group), torn.start // part
     holders = range(first, -(-torn.end // part))
@@ -190,7 +196,7 @@ def _join(optimizer: Any, torn: Torn, part: int, own: Any, group: Any) -> Tensor
         return None
     state = optimizer._get_main_param_and_optimizer_states(torn.parameter)
     row = torch.empty(len(STATE), torn.end - torn.start)
-    place = own["gbuf_local"].start + rank * part  # offset in the bucket of this rank's part of the parameter
+    place = own["gbuf_local"].start + rank * part  # bucket offset of this rank's part of the parameter
     start, end = max(torn.start, rank * part), min(torn.end, (rank + 1) * part)
     mine = torch.stack([state[name].detach().view(-1)[start - place : end - place].cpu() for name in STATE])
     if rank != first:
@@ -208,7 +214,8 @@ def _join(optimizer: Any, torn: Torn, part: int, own: Any, group: Any) -> Tensor
 def _own_rows(
     base: ShardedBase, name: str, values: Tensor, span: tuple[int, int], torn: Mapping[tuple[int, int], Tensor]
 ) -> list[ShardedTensor]:
-    """Returns the rows of a parameter's state `name` that this rank writes.
+    """Returns the rows of one state tensor of a parameter that this rank writes to a checkpoint. `name` is the name of
+    the state, as in STATE.
 
     `values` has the parameter's elements from `span[0]` to `span[1]`, which this rank holds. `torn` maps (piece, row)
     to the assembled row, for rows that begin within the span and end after it.
@@ -228,12 +235,12 @@ def _own_rows(
 
 
 def _rows(piece: Piece, first: int, values: Tensor) -> ShardedTensor:
-    """Returns a sharded tensor with `values` as the rows of a piece from row `first` on."""
+    """Returns a sharded tensor that stores `values` as consecutive rows of a piece, from row `first` on."""
     whole = piece.tensor
     axis = whole.prepend_axis_num
     offset = list(whole.global_offset)
     offset[axis] += first
-    # Megatron-core needs all axes in the shape of a tensor without axis_fragmentations, also the prepended ones.
+    # Megatron-core needs all axes in the shape of a tensor without axis_fragmentations, also the prepended axes.
     data = values.view(*(1,) * axis, -1, *whole.local_shape[1:])
     assert isinstance(whole.replica_id, tuple)
     return replace(

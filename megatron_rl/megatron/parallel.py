@@ -25,17 +25,17 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of one layout. Megatron-core reads them from module globals, which `active()` sets and
-    restores."""
+    """The process groups of one parallel layout. Megatron-core reads its process groups from module globals; the
+    context manager `active()` sets the globals to these groups and restores them."""
 
     layout: Layout
     tp: Any  # process group of the tensor-parallel ranks
     pp: Any  # group of the pipeline stages
-    cp: Any  # group of the ranks that divide each sequence
+    cp: Any  # group of the ranks that split each sequence (context parallelism)
     dp: Any  # group of the data-parallel replicas
     experts: Any  # group of ranks that together hold one copy of a stage's experts; expert-tensor ranks vary fastest
     control: Any  # gloo group of all ranks, for small objects
-    replicas: Replicas  # ranks of each data-parallel replica, and the gloo group of this rank's replica
+    replicas: Replicas  # ranks of every data-parallel replica, and the gloo group of this rank's replica
     _globals: dict[str, Any]
 
     @property
@@ -61,7 +61,8 @@ class Groups:
 
     @property
     def shard(self) -> Shard:
-        """This rank's shard: the part of each parameter that the rank holds."""
+        """This rank's tensor-parallel and expert-tensor-parallel position, which determines its part of each
+        parameter."""
         etp = self.layout.expert_tp
         return Shard(self.layout.tp, self.tp_rank, etp, self.experts.rank() % etp)
 
@@ -71,18 +72,19 @@ class Groups:
 
     @property
     def answers(self) -> bool:
-        """True on the first tensor rank of the last stage, which returns the log-probs of its tokens."""
+        """True on the first tensor rank of the last pipeline stage, which returns the log-probs of its tokens."""
         return self.is_last_stage and self.tp_rank == 0
 
     @property
     def reports(self) -> bool:
-        """True on the one rank of each replica that reports the replica's sums."""
+        """True on exactly one rank of each data-parallel replica: the rank that reports the replica's sums, such as the
+        loss."""
         return self.answers and self.cp_rank == 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Makes this layout Megatron-core's active layout inside the block, and restores the previous layout
-        afterwards."""
+        """Context manager that makes this layout Megatron-core's active layout inside the block, and restores the
+        previous layout when the block ends."""
         before = _snapshot()
         parallel_state.__dict__.update(self._globals)
         try:
@@ -91,15 +93,18 @@ class Groups:
             parallel_state.__dict__.update(before)
 
 
-_made: dict[tuple[Layout, int, int], Groups] = {}  # (layout, seed, timeout) -> groups created in the world `_world`
+# (layout, seed, timeout) -> groups, created in the torch world group `_world`
+_made: dict[tuple[Layout, int, int], Groups] = {}
 _world: Any = None
 
 
 def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
-    """Returns the groups of `layout`. Roles with the same layout share them. Collective over all ranks.
+    """Returns the process groups of `layout`, and creates them at the first call. Roles with the same layout share the
+    groups. Collective over all ranks.
 
-    Groups are shared because a layout has about 24 groups, each with communicators or with threads that wake up a
-    hundred times a second. Raises ValueError if tp * cp * pp or etp * ep * pp does not divide the number of ranks.
+    Groups are shared because they are expensive: a layout has about 24 groups, each with NCCL communicators or with
+    gloo threads that wake up a hundred times a second. Raises ValueError if tp * cp * pp or etp * ep * pp does not
+    divide the number of ranks.
     """
     global _world
     if dist.group.WORLD is not _world:
@@ -160,7 +165,7 @@ def _one_backend() -> Iterator[None]:
     """Makes NCCL the default backend of groups that Megatron-core creates inside the block. No-op without a GPU.
 
     By default torch creates a group with both backends of the world, gloo and NCCL. Gloo then connects every pair of
-    ranks of the group when the group is created, although these groups never carry CPU tensors.
+    ranks of the group when the group is created, although CPU tensors are never sent over these groups.
     """
     if not torch.cuda.is_available():
         yield

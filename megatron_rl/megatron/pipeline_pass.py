@@ -27,60 +27,66 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 
 @dataclass(frozen=True)
 class RankPart:
-    """The distribution of a micro-batch's tokens over the ranks of one replica."""
+    """How a micro-batch's tokens are arranged and split over the ranks of one data-parallel replica."""
 
-    packed: bool  # True: sequences are packed end to end in one row. False: each sequence has a padded row
+    packed: bool  # True: sequences are packed end to end. False: sequences are padded to the same length
     parts: int = 1  # number of tensor ranks that the tokens are split over (sequence parallelism)
-    part: int = 0  # index of this rank among these tensor ranks
+    part: int = 0  # index of this rank among the `parts` tensor ranks
     context: Context = ALONE  # context-parallel group of this rank
     unit: int = 1  # each rank's token count must be a multiple of this number, for 8-bit matrix products
     flash: bool = False  # True: one call computes the attention of all packed sequences (kernels/varlen.py)
 
     @property
     def multiple(self) -> int:
-        """The number that the token count over all context-parallel ranks must be a multiple of."""
+        """A micro-batch's token count, over all context-parallel ranks, must be a multiple of this number."""
         return math.lcm(self.context.multiple(self.parts), self.unit * self.parts * self.context.size)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """This rank's model inputs for some sequences, with the indices that map the outputs back to packed positions."""
+    """This rank's model inputs for some sequences, with the indices that map the model's outputs back to positions in
+    the packed batch."""
 
-    batch: Batch  # the sequences, N tokens; the same on all context-parallel ranks
-    start: int  # index of the first token of `batch` in the replica's work
-    size: int  # number of tokens of the work in `batch`; 0 for a dummy micro-batch
-    # This rank's tokens: [1, N'] packed or [S, L] padded. N' includes alignment padding, and a shared prefix only once.
+    batch: Batch  # the sequences, with N tokens together; the same on all context-parallel ranks
+    start: int  # index of the first token of `batch` among the tokens of all sequences of this replica
+    size: int  # number of tokens of `batch`; 0 for a dummy micro-batch, which has no real tokens
+    # Token ids on this rank: [1, N'] if packed, [S, L] if padded. N' counts alignment padding, and a shared prefix
+    # once.
     tokens: Tensor
     positions: Tensor  # position of each token in its sequence, in the shape of `tokens`
-    labels: Tensor  # [n] labels in the loss whose statistics this rank computes
-    answers: Tensor  # [n] packed position of each label
-    wanted: Tensor  # [n] index in the flattened `tokens` of the token whose next token is the label
+    labels: Tensor  # [n] ids of the label tokens whose statistics this rank computes
+    answers: Tensor  # [n] position of each label in the packed batch
+    wanted: Tensor  # [n] index in the flattened `tokens` of the token that is followed by the label
     layout: SequenceLayout
-    told: SequenceLayout | None  # layout that is passed to the model; None for padded sequences of Transformer Engine
+    # layout that is passed to the model; None for padded sequences with Transformer Engine's layers
+    told: SequenceLayout | None
     candidates: Tensor | None = None  # [n, k] candidate token ids of each label
-    experts: Tensor | None = None  # [N' / parts, layers, k] expert ids for the tokens of this rank's routers, in order
+    # [N' / parts, layers, k] ids of the experts to replay for the tokens that this rank's routers process
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The purpose of a pass over micro-batches: the gradient of a loss, its value, or statistics of every label."""
+    """What a pass over micro-batches computes: the gradient of a loss, the value of a loss, or statistics of every
+    label."""
 
     names: tuple[str, ...] = ("logprobs",)  # names of the statistics that the model computes
-    loss: BatchLoss | None = None  # loss to compute; if None, the statistics are written to `into`
-    scale: float = 1.0  # factor that the loss's gradient is multiplied by
+    loss: BatchLoss | None = None  # loss to compute; None: no loss, the statistics are stored in `into`
+    scale: float = 1.0  # factor by which the gradient of the loss is multiplied
     backward: bool = False  # True if gradients are computed
-    into: Tensor | None = None  # [R, N of the work] output of the statistics, R as in batches.packed_batch.num_rows
+    # [R, tokens of all sequences of this replica] output tensor for the statistics; R: batches.packed_batch.num_rows
+    into: Tensor | None = None
 
 
 def make_micro_batch(
     batch: Batch, rotary: RotaryTable | None, *, cut: RankPart, like: Tensor, start: int = 0
 ) -> MicroBatch:
-    """Returns this rank's micro-batch of a batch.
+    """Converts a batch of sequences to this rank's model inputs.
 
-    `rotary`: None if Megatron-core and Transformer Engine compute rotary embedding and attention.
-    `cut`: the distribution of the tokens over the ranks.
+    `rotary`: the rotary tables; None if Megatron-core and Transformer Engine compute rotary embedding and attention.
+    `cut`: how the tokens are arranged and split over the ranks.
     `like`: a tensor with the dtype and device of the model.
-    `start`: index of the batch's first token in the replica's work.
+    `start`: index of the batch's first token among the tokens of all sequences of this replica.
 
     A batch without sequences becomes a dummy micro-batch without labels, so that a rank without work still takes part
     in collectives. Sequences with a shared prefix must be packed, without context parallelism and with `rotary`.
@@ -117,13 +123,14 @@ def make_micro_batch(
 def run(
     chunks: Sequence[Any], micro_batches: Iterable[MicroBatch], *, count: int, longest: int, what: Pass
 ) -> list[dict]:
-    """Runs `count` micro-batches through this rank's pipeline stage. Call it with the layout's groups active.
+    """Runs `count` micro-batches through this rank's pipeline stage. Call it inside `Groups.active()` of the layout.
 
-    `longest` is the token count of the longest micro-batch. The iterable is consumed lazily, by the first model chunk.
-    With `what.backward`, gradients of what.scale * (sum of the losses) accumulate in the chunks.
+    `longest` is the token count of the longest micro-batch. `micro_batches` is consumed lazily, when the first model
+    chunk processes each micro-batch. With `what.backward`, gradients of what.scale * (sum of the losses) accumulate in
+    the gradient buffers of `chunks`.
 
-    On the last stage, returns one dict of sums per micro-batch, which includes `loss`, or is empty without a loss. On
-    other stages, returns an empty list.
+    On the last stage, returns one dict per micro-batch with sums by name, which include `loss`. The dicts are empty if
+    `what.loss` is None. On other stages, returns an empty list.
     """
     iterators = list(itertools.tee(micro_batches, len(chunks)))
     schedule = get_forward_backward_func()
@@ -137,7 +144,7 @@ def run(
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=count,
         seq_length=longest,
-        micro_batch_size=1,  # not used: with variable shapes, pipeline stages exchange the shapes
+        micro_batch_size=1,  # required, but not used: with variable shapes, pipeline stages exchange the shapes
         forward_only=not what.backward,
     )
 
@@ -156,8 +163,8 @@ def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, sca
 
 
 def _reduce(answer: Tensor, *, micro: MicroBatch, what: Pass, scale: float) -> tuple[Tensor, dict[str, Any]]:
-    """Converts the last stage's output [R, n] to (scalar for the backward pass, sums by name). Megatron-core then
-    divides the scalar by the number of micro-batches."""
+    """Computes the loss from the last pipeline stage's output [R, n]. Returns (scalar for the backward pass, sums by
+    name). Megatron-core then divides the scalar by the number of micro-batches."""
     whole = torch.zeros(len(answer), len(micro.batch.tokens), device=answer.device)
     whole = whole.index_copy(1, micro.answers, answer.float())
     if (
@@ -194,7 +201,8 @@ def _packed(
 def _padded(
     part: Batch, rotary: RotaryTable | None, cut: RankPart, like: Tensor
 ) -> tuple[Tensor, Tensor, SequenceLayout]:
-    """Arranges each sequence in a padded row. Returns the same as `_packed`, with shape [S, L]."""
+    """Pads sequences to the same length. Returns (packed position of each of this rank's tokens [S, L], -1 at padding;
+    position of each token in its sequence [S, L]; the layout)."""
     width, count = int(part.lengths.max()), part.num_sequences
     width += -width % cut.multiple
     own = cut.context.own([width])
@@ -207,7 +215,8 @@ def _sharing(
 ) -> tuple[Tensor, Tensor, SequenceLayout]:
     """Arranges sequences end to end, with each shared prefix only in the first sequence that has it.
 
-    Returns the same as `_packed`.
+    Returns (packed position of each token [1, N'], -1 at padding; position of each token in its sequence [1, N']; the
+    layout).
     """
     assert part.shared is not None and rotary is not None and cut.packed and cut.context.size == 1
     lengths, shared = part.lengths.tolist(), part.shared.tolist()
@@ -221,7 +230,8 @@ def _sharing(
 
 
 def _places(part: Batch, lengths: list[int]) -> Tensor:
-    """Returns the packed position of every token of sequences padded to `lengths`, -1 at padding. [sum of lengths]."""
+    """Returns the packed position of every token of sequences that are padded to `lengths`, as a tensor [sum of
+    lengths]. The value is -1 at padding."""
     starts = part.cu_seqlens.tolist()
     places = [torch.full((n,), -1) for n in lengths]
     for place, a, b in zip(places, starts, starts[1:], strict=False):
@@ -230,8 +240,8 @@ def _places(part: Batch, lengths: list[int]) -> Tensor:
 
 
 def _rows(part: Batch, places: Tensor) -> Tensor:
-    """Returns the index in the flattened `places` of every packed position, [N]. Tokens of a shared prefix get the
-    index of the first sequence with the prefix. Tokens on another rank get -1."""
+    """Inverts `places`: returns for every packed position the index in the flattened `places`, as a tensor [N]. Tokens
+    of a shared prefix get the index of the first sequence with the prefix. Tokens on another rank get -1."""
     flat = places.flatten()
     held = (flat >= 0).nonzero()[:, 0]
     rows = torch.full((len(part.tokens),), -1)

@@ -64,7 +64,7 @@ class _Stream:
 
 
 def is_active() -> bool:
-    """Checks whether the CPU patches are needed, that is, whether no GPU is present."""
+    """Checks whether the patches of torch and Megatron-core for CPUs are needed, that is, whether no GPU is present."""
     return not torch.cuda.is_available()
 
 
@@ -72,7 +72,7 @@ def multiplies_slowly(dtype: str) -> bool:
     """Checks whether matrix products in this dtype are far slower on this machine than in float32.
 
     This is true for bfloat16 on CPUs without AVX-512 (measured: 40 times slower), on Arm CPUs without bfloat16, and on
-    any CPU if torch has no oneDNN, which computes these products.
+    any CPU if torch has no oneDNN, which computes bfloat16 products.
     """
     if dtype != "bfloat16" or not is_active():
         return False
@@ -82,7 +82,8 @@ def multiplies_slowly(dtype: str) -> bool:
 def install() -> None:
     """Patches torch and Megatron-core, once per process. Call it before importing megatron.core.
 
-    With CUDA it only defines names that core misses and replaces core's fallback optimizer by `FusedAdam`.
+    On a machine with CUDA, it only defines names that are missing in Megatron-core and replaces the fallback optimizer
+    by `FusedAdam`.
     """
     _silence_warnings()
     if not is_active():
@@ -106,7 +107,7 @@ def _silence_warnings() -> None:
     The project logs at start-up which backend is used.
     """
     if is_active():
-        with contextlib.redirect_stderr(io.StringIO()):  # the import prints on every rank that no GPU was found
+        with contextlib.redirect_stderr(io.StringIO()):  # on import, every rank would print that no GPU was found
             importlib.import_module("torch.utils.cpp_extension")
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
     # Megatron-core's calls of torch cause these warnings.
@@ -140,7 +141,7 @@ def _constant(value: Any) -> Callable[..., Any]:
 
 
 def _is_cuda(device: Any) -> bool:
-    """Checks whether a call's argument names a CUDA device."""
+    """Checks whether an argument of a function call specifies a CUDA device."""
     return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
 
@@ -175,7 +176,8 @@ def _patch_factories() -> None:
 
         return make
 
-    # Fills a cache: `with torch.device(...)` must still recognize the original functions (transformers loads on meta).
+    # The call fills a cache of torch: `with torch.device(...)` must still recognize the original functions
+    # (transformers loads models on the meta device).
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
@@ -258,15 +260,15 @@ def sum_weight_gradients() -> None:
 def _norm_of_all(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Any, per_tensor: bool, *unused: Any
 ) -> tuple[torch.Tensor, None]:
-    """Returns (norm over all tensors together, [1] on their device; None). Replaces Megatron-core's function of the
-    same signature."""
+    """Returns (norm over all tensors together, [1], on the device of the tensors; None). Replaces Megatron-core's
+    function of the same signature."""
     return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().view(1), None
 
 
 @contextlib.contextmanager
 def _without_wandb() -> Iterator[None]:
-    """Hides Weights & Biases in the block. Megatron-core's inference modules would import it, which takes half a
-    second."""
+    """Context manager that hides the package wandb in the block. Megatron-core's inference modules would import it,
+    which takes half a second."""
     there = {name: module for name, module in sys.modules.items() if name == "wandb"}
     sys.modules["wandb"] = None  # type: ignore[assignment]
     try:
@@ -278,7 +280,7 @@ def _without_wandb() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Makes torch.compile return functions unchanged in the block.
+    """Context manager in which torch.compile returns functions unchanged.
 
     Megatron-core decorates small functions with torch.compile to fuse GPU kernels. On a CPU, the decorator would load
     torch's compiler at every start, which takes two seconds, and later call a C++ compiler.
@@ -404,7 +406,7 @@ def write_own_rows(optimizer: Any, own_rows: Callable[[Any, dict[str, Any]], Any
 
 @contextlib.contextmanager
 def _silent_imports() -> Iterator[None]:
-    """Silences warnings and hides wandb inside the block.
+    """Context manager that silences warnings and hides the package wandb inside the block.
 
     Megatron-core imports an installed wandb for loggers that this project does not use. The import creates two
     temporary directories, which a killed process leaves behind.

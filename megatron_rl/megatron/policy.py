@@ -35,9 +35,9 @@ class MegatronPolicy(RoleModel):
     collective unless its docstring says otherwise: all ranks of the world call it in the same order.
 
     `memory` moves tensors between device and host memory. `state` saves and loads checkpoints. `export` provides the
-    weights for engines and files. A policy with `trainable=False` has no optimizer and no gradient buffers. The
-    reference policy is the policy's initial weights (`model.path`). One copy of the reference weights is kept in host
-    memory and is swapped in for a forward pass.
+    weights for inference engines and files. A policy with `trainable=False` has no optimizer and no gradient buffers.
+    The reference policy is the policy's initial weights (`model.path`). One copy of the reference weights is kept in
+    host memory and is swapped in for a forward pass.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class MegatronPolicy(RoleModel):
         return self.role.shared_prefixes
 
     def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None) -> Shares:
-        """Distributes sequences of the given lengths [S] over the replicas and their micro-batches. Not collective."""
+        """Distributes sequences of the given lengths [S] over the data-parallel replicas and over micro-batches of each
+        replica. Not collective."""
         if not self.role.packed:
             lengths = np.full(len(lengths), lengths.max())
         layout = self.role.layout
@@ -91,19 +92,19 @@ class MegatronPolicy(RoleModel):
         )
 
     def update(self, work: Work, step: int, loss: BatchLoss) -> dict[str, float]:
-        """Runs one optimizer step on this replica's share of `work.steps[step]` and returns metrics over all replicas.
+        """Runs one optimizer step on this replica's sequences of `work.steps[step]`, and returns metrics over all
+        replicas.
 
-        Call the steps of `work` in order. With `optimizer.overlap`, the ranks have complete weights again only after
-        the last step.
+        Run the steps of `work` in order. With `optimizer.overlap`, weights stay sharded over ranks until the last step.
 
-        Returns `loss`, which is divided by the step's denominator; FLOP counts, which are totals; and the other sums of
-        the loss, which are divided by the number of trained tokens. Also returns `grad_norm`, `lr`, the numbers of
-        tokens and micro-batches, and their imbalance (batches/micro_batches.py). With router replay, `replayed` is the
-        share of tokens whose experts are known. With shared prefixes, `shared_tokens` is the number of prompt tokens
-        that were not computed again.
+        Returns a dict of metrics. `loss` is divided by the step's denominator, FLOP counts are totals, and the other
+        sums that the loss reports are divided by the number of trained tokens. The dict also has `grad_norm`, `lr`, the
+        numbers of tokens and micro-batches, and the imbalance of replicas and micro-batches (batches/micro_batches.py).
+        With router replay, `replayed` is the share of tokens for which the engine's choice of experts is known. With
+        shared prefixes, `shared_tokens` is the number of prompt tokens that were not computed again.
 
-        Raises RuntimeError if the policy is not trainable or sleeps, ValueError if the step has no trained token, and
-        FloatingPointError if the gradient norm is not finite.
+        Raises RuntimeError if the policy is not trainable or its optimizer state is in host memory, ValueError if the
+        step has no trained token, and FloatingPointError if the gradient norm is not finite.
         """
         if not self.trainable:
             raise RuntimeError("this policy was built with trainable=False: it has no optimizer")
@@ -144,10 +145,12 @@ class MegatronPolicy(RoleModel):
     def statistics(
         self, work: Work, names: Sequence[str] = ("logprobs",), *, reference: bool = False
     ) -> dict[str, Tensor]:
-        """Computes statistics of the labels of this replica's work, with the reference weights if `reference`.
+        """Computes statistics, such as log-probs, of the labels in this replica's sequences. Uses the reference weights
+        if `reference`, otherwise the current weights.
 
-        Returns a tensor per name, float32 on the CPU: [N], or [N, k] for `candidate_logprobs`. Positions that are not
-        in the loss are 0. Only the ranks of the last pipeline stage get the tensors; other ranks get an empty dict.
+        Returns {name: float32 tensor on the CPU}. A tensor is [N], or [N, k] for `candidate_logprobs`. Values are 0 at
+        positions that are not in the loss. Only the ranks of the last pipeline stage get the tensors; other ranks get
+        an empty dict.
         """
         candidates = work.flat.values.get(CANDIDATES)
         rows = num_rows(names, 0 if candidates is None else candidates.shape[1])
@@ -158,7 +161,8 @@ class MegatronPolicy(RoleModel):
         return by_name(names, into.cpu()) if self.groups.is_last_stage else {}
 
     def loss(self, work: Work, loss: BatchLoss) -> float:
-        """Returns the mean loss of `work`, which must have exactly one step, without an update (for validation)."""
+        """Returns the mean loss of `work` without updating weights, for validation. `work` must have exactly one
+        optimizer step."""
         with self.active(), torch.no_grad():
             results = self._run(work, 0, core_step.Pass(names=statistics_needed(loss.needs), loss=loss))
         return self._sum_over_replicas(results)["loss"] / work.steps[0].denominator
@@ -174,7 +178,8 @@ class MegatronPolicy(RoleModel):
         )
 
     def _micro_batches(self, work: Work, step: int | None) -> Iterator[core_step.MicroBatch]:
-        """Yields this rank's micro-batches, each one created when it is requested."""
+        """Yields this rank's micro-batches of one optimizer step, or of all steps if `step` is None. Each micro-batch
+        is created when it is requested."""
         layout = self.role.layout
         context = Context(layout.cp, self.groups.cp_rank, self.groups.cp)
         parts, part = (layout.tp, self.groups.tp_rank) if layout.sequence_parallel else (1, 0)
@@ -190,8 +195,8 @@ class MegatronPolicy(RoleModel):
     def _sum_over_replicas(
         self, results: list[dict[str, Any]], counted: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """Returns sums over all replicas by name, the same on every rank. Each replica contributes the results and the
-        `counted` values of its reporting rank only."""
+        """Returns {name: sum over all data-parallel replicas}, the same on every rank. A replica contributes `results`
+        and `counted` of one rank only (`Groups.reports`)."""
         own = dict(counted or {}) if self.groups.reports else {}
         pairs = [pair for result in results if self.groups.reports for pair in result.items()]
         values = torch.stack([value.double() for _, value in pairs]).tolist() if pairs else []
@@ -205,8 +210,8 @@ class MegatronPolicy(RoleModel):
 
     @contextlib.contextmanager
     def _weights_in_use(self, reference: bool) -> Iterator[None]:
-        """Swaps the reference weights in for the duration of the block if `reference`. Afterwards the policy's weights
-        are restored bit for bit. Raises RuntimeError if no reference is kept."""
+        """Context manager that swaps the reference weights in for the block if `reference`. When the block ends, the
+        policy's weights are restored bit for bit. Raises RuntimeError if the policy has no reference weights."""
         if not reference:
             yield
             return

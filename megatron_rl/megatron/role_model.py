@@ -24,8 +24,8 @@ from megatron_rl.weights.lora_adapters import is_adapter
 
 platform.install()
 
-# Fields of Megatron-core's config that each role's optimizer sets. Roles that share a model also share core's config
-# object.
+# Fields of Megatron-core's config that each role's optimizer sets. Roles that share a model also share Megatron-core's
+# config object.
 _OF_ROLE = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func")
 
 
@@ -35,8 +35,8 @@ class RoleModel:
 
     A trainable role also has gradient buffers, an optimizer and a learning-rate schedule. In a role with adapters, the
     base model is frozen. `base` is the model of another role with adapters and the same path and layout; this role then
-    shares the weights of `base`. The constructor is collective. It raises ConfigError for settings that the model does
-    not support.
+    shares the weights of `base`. The constructor is collective (all ranks call it). It raises ConfigError for settings
+    that the model does not support.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class RoleModel:
     def _gathers_late(self) -> bool:
         """True if the new weights of an optimizer step are all-gathered during the next step's forward pass.
 
-        False for adapters: adapters are small, and their modules are not called themselves, so that no forward hook
-        could wait for the weights.
+        False for adapters: adapters are small, and no forward hook could wait for their weights, because adapter
+        modules are not called.
         """
         return self.role.optimizer.overlap and self.adapters is None
 
@@ -96,7 +96,8 @@ class RoleModel:
         return {name: parameter for name, parameter in named if not is_adapter(name)}
 
     def trained(self) -> list[torch.nn.Parameter]:
-        """Returns the parameters that updates change: the adapters if the role has them, otherwise the whole model."""
+        """Returns this rank's parameters that training changes: the adapters if the role has them, otherwise the whole
+        model."""
         if self.adapters is not None:
             return [*self.adapters.named.values()]
         return [p for _, p in models.named_parameters(self.chunks)]
@@ -113,15 +114,15 @@ class RoleModel:
             (optimizer.gather_late if steps_left else optimizer.gather)(self.chunks)
 
     def check_readable(self) -> None:
-        """Raises RuntimeError if the weights cannot be read now: while they are in host memory, and between two
-        optimizer steps of an update with late gathering (`gather_weights`)."""
+        """Raises RuntimeError if the weights cannot be read now: while the weights are in host memory, and between two
+        optimizer steps with `optimizer.overlap`, when each rank has only a shard of the new weights."""
         self.memory.check_present()
         if self._steps_left:
             raise RuntimeError(f"an update is under way: {self._steps_left} optimizer steps of it are left to be taken")
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Makes this role's layout, adapters and sampling temperature active for the block.
+        """Context manager that makes this role's layout, adapters and sampling temperature active for the block.
 
         Raises RuntimeError while the weights are in host memory.
         """
@@ -157,12 +158,12 @@ class RoleModel:
             router_replay.install(core)
         chunks = [models.in_half(config, c) for c in cores] if config.bf16 else [*cores]
         if role.lora is not None:
-            lora.freeze(cores)  # after `in_half`, which leaves frozen parameters in float32
+            lora.freeze(cores)  # call it after `in_half`, which leaves frozen parameters in float32
         return config, chunks
 
     def _fill(self, cores: list[models.PolicyModel], seed: int) -> None:
-        """Fills this rank's parameters from the Hugging Face weights, or with `model.init = "random"` from a seeded
-        initialization by transformers."""
+        """Sets the initial values of this rank's parameters. They are loaded from the Hugging Face weights; with
+        `model.init = "random"` they are those of a seeded random initialization by transformers."""
         if self.role.model.init == "random":
             torch.manual_seed(seed)
             made = tensor_copies.by_expert(

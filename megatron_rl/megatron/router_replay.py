@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl.models.sizes import Routing
 from megatron_rl.types import FREE
 
-# a function that chooses experts, as Megatron-core calls and implements it
+# function that chooses experts, with Megatron-core's signature
 Choose = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -19,8 +19,8 @@ class GroupLimit:
     """Group-limited routing: chooses experts from a token's best groups. It is attached as Megatron-core's
     `router_replay` hook.
 
-    Core itself scores a group by the sum of its k / groups_chosen best scores, but some model families use another
-    number of scores.
+    Megatron-core's own group limit scores a group by the sum of its k / groups_chosen best expert scores, but some
+    model families use another number of expert scores.
     """
 
     def __init__(self, routing: Routing) -> None:
@@ -43,8 +43,8 @@ class GroupLimit:
 
 
 class RouterReplay:
-    """Replays the expert choices of one layer's router. It is attached as Megatron-core's `router_replay` hook, which
-    core calls for every choice of experts.
+    """Makes one layer's router choose the experts that the inference engine chose for each token. It is attached as
+    Megatron-core's `router_replay` hook, which core calls for every choice of experts.
 
     With activation recomputation, core calls the hook twice per micro-batch: first without gradients, and then with
     gradients in the backward pass. Other micro-batches may have run in between, so the choices are queued: the backward
@@ -53,17 +53,18 @@ class RouterReplay:
 
     def __init__(self, layer: int, own: GroupLimit | None = None) -> None:
         self._layer = layer  # index of the layer in the whole model
-        self._own = own  # how the router chooses experts that are not replayed; None: by Megatron-core's function
-        self._now: Tensor | None = None  # choices of the micro-batch whose forward pass is next
-        self._again: list[Tensor | None] = []  # queue of choices for the recomputation in backward passes
+        self._own = own  # chooses experts that are not replayed; None: Megatron-core's function does
+        self._now: Tensor | None = None  # expert choices [n, k] of the micro-batch whose forward pass is next
+        self._again: list[Tensor | None] = []  # queue of expert choices for recomputation in backward passes
         self._training = False
 
     def show(self, experts: Tensor | None, *, training: bool) -> None:
-        """Sets the expert choices for the next forward pass. `experts` is [n, layers, k]; None replays nothing."""
+        """Sets the expert choices to replay in the next forward pass. `experts` is [n, layers, k], or None to replay
+        nothing."""
         self._now, self._training = (None if experts is None else experts[:, self._layer]), training
 
     def forget(self) -> None:
-        """Drops the choices of all micro-batches."""
+        """Discards the expert choices of all micro-batches."""
         self._now, self._again = None, []
 
     def get_replay_topk(
@@ -76,8 +77,8 @@ class RouterReplay:
     ) -> tuple[Tensor, Tensor]:
         """Returns (scores of the chosen experts, ids of the chosen experts), both [n, k], from scores [n, E].
 
-        Gradients flow to the scores of the chosen experts. If the engine's choice for a token is unknown (FREE), the
-        router chooses.
+        Gradients flow to the scores of the chosen experts. If the inference engine's choice for a token is unknown
+        (FREE), the router itself chooses.
         """
         choose = default_compute_topk if self._own is None else self._own.get_replay_topk
         assert choose is not None
@@ -113,24 +114,24 @@ def limit(chunk: Any, routing: Routing) -> None:
 def show(chunk: Any, experts: Tensor | None, *, training: bool) -> None:
     """Sets the expert choices [n, layers, k] that the chunk's routers replay in the next forward pass.
 
-    With None, nothing is replayed.
+    If `experts` is None, nothing is replayed.
     """
     for router in _replays(chunk):
         router.show(experts, training=training)
 
 
 def forget(chunk: Any) -> None:
-    """Discards the choices of all micro-batches, including micro-batches whose backward pass did not run after an
-    error."""
+    """Discards the expert choices that the chunk's routers hold, including choices of micro-batches whose backward pass
+    did not run because of an error."""
     for router in _replays(chunk):
         router.forget()
 
 
 def pooled(experts: Tensor, repeats: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Returns the expert choices [N, layers, k], in which unknown choices (FREE) of the first copy of a shared prefix
-    are filled in from the next copy with known choices.
+    """Returns the expert choices [N, layers, k], with unknown choices (FREE) of a shared prefix filled in: the first
+    copy of the prefix takes them from the next copy in which they are known.
 
-    `repeats` is as in Batch.repeats.
+    `repeats` lists (start of the first copy, start of another copy, length), as in Batch.repeats.
     """
     out = experts.clone()
     for first, start, length in repeats:

@@ -29,7 +29,7 @@ from megatron_rl.megatron.kernels import varlen
 
 platform.install()
 
-QUERY_UNIT = 16  # query counts are rounded up to this multiple when tails are grouped, to get fewer attention calls
+QUERY_UNIT = 16  # for grouping, query counts are rounded up to this multiple, so that there are fewer attention calls
 MASK_ELEMENTS = 1 << 22  # maximum number of mask elements of a bucket with prompts of different lengths
 
 
@@ -43,7 +43,7 @@ class _Tail:
 
     @property
     def width(self) -> int:
-        """The number of queries, rounded up to a multiple of QUERY_UNIT."""
+        """The number of tokens after the prompt, rounded up to a multiple of QUERY_UNIT."""
         return len(self.queries) + -len(self.queries) % QUERY_UNIT
 
 
@@ -53,8 +53,9 @@ def sharing_layout(
     """Returns the layout of sequences that are packed end to end in one row, some of them without their prompt.
 
     `lengths` [S] has the lengths of the whole sequences. If `shared[s]` is positive, the first `shared[s]` tokens of
-    sequence s are not in the row; they are equal to the first tokens of the last sequence before s with `shared` 0.
-    `like` and `flash` are as in `packed_layout`.
+    sequence s are not in the row; they are equal to the first tokens of the nearest earlier sequence t with `shared[t]`
+    = 0. `rotary` has the rotary tables. `like` is a tensor with the dtype and device of the model. `flash`: whether one
+    flash attention call computes the attention of all sequences.
     """
     own = [n - s for n, s in zip(lengths, shared, strict=True)]
     ends = torch.tensor(own).cumsum(0).tolist()
@@ -79,9 +80,10 @@ def sharing_layout(
 
 
 def _groups(tails: Sequence[_Tail]) -> list[list[_Tail]]:
-    """Groups tails with similar numbers of queries and keys, so that padding stays within MAX_PADDING."""
+    """Groups tails (tokens after a shared prompt) with similar numbers of queries and keys, so that padding stays
+    within the ratio MAX_PADDING."""
     groups: list[list[_Tail]] = []
-    queries = keys = longest = 0  # last group: total queries, total keys without padding, and maximum keys of a tail
+    queries = keys = longest = 0  # of the last group: total queries, total keys without padding, most keys of a tail
     for tail in sorted(tails, key=lambda tail: (-tail.width, -len(tail.keys))):
         own = len(tail.keys)
         if groups:
@@ -98,7 +100,7 @@ def _groups(tails: Sequence[_Tail]) -> list[list[_Tail]]:
 
 
 def _bucket(group: Sequence[_Tail], windows: Sequence[int | None]) -> AttentionBucket:
-    """Returns the attention bucket of a group of tails."""
+    """Returns the attention bucket of a group of tails (tokens after a shared prompt)."""
     queries, keys = grid([tail.queries for tail in group]), grid([tail.keys for tail in group], repeats=True)
     prompts = [tail.prompt for tail in group]
     distinct = prompts if len(set(prompts)) > 1 else prompts[:1]

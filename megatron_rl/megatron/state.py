@@ -23,15 +23,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 
-# Megatron-core 0.19 uses another package for background saves unless `async_strategy` names core's writer.
+# Megatron-core 0.19 uses another package for background saves, unless `async_strategy` selects Megatron-core's writer.
 _OWN_WRITER: dict[str, Any] = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
 
 
 class PolicyState:
-    """Saves and loads the checkpoints of one role. Every method is collective. Checkpoints of a role with LoRA adapters
-    contain only the adapters, without the base model."""
+    """Saves and loads the checkpoints of one role. Every method is collective: all ranks call it. Checkpoints of a role
+    with LoRA adapters contain only the adapters, without the base model."""
 
     def __init__(self, model: RoleModel, export: WeightExport) -> None:
         self._model, self._export = model, export
@@ -41,7 +41,7 @@ class PolicyState:
         """Saves model, optimizer and schedule as a distributed checkpoint that can be loaded under any layout.
 
         `directory` must be empty. With `background`, a separate process writes the current state to disk while training
-        continues; `saved` reports when the write has finished. An adapter is also written to `directory`/adapter in
+        continues; `saved` reports when the write has finished. A LoRA adapter is also written to `directory`/adapter in
         peft's format.
         """
         model = self._model
@@ -55,7 +55,7 @@ class PolicyState:
 
     def saved(self, *, wait: bool) -> bool:
         """Returns whether all saves started so far have been written to disk. With `wait`, waits for them first. Raises
-        the error of a failed writer process."""
+        the exception of a writer process that failed."""
         self._saves.maybe_finalize_async_calls(blocking=wait)
         return not self._saves.get_num_unfinalized_calls()
 
@@ -69,14 +69,15 @@ class PolicyState:
         self._check_base(directory / lora_adapters.DIRECTORY)
         with model.memory.awake(), model.active():
             loaded = dist_checkpointing.load(self._to_load(directory), str(directory))
-            state = cast(dict[str, Any], loaded)  # `load` returns a pair only for some values of its `strict` argument
+            state = cast(dict[str, Any], loaded)  # dist_checkpointing returns a pair only for some values of `strict`
             for i, chunk in enumerate(model.chunks):
                 models.unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)
             if model.trainable:
                 optimizer.adopt_rates(model.optimizer, state["optimizer"])
                 model.optimizer.load_state_dict(state["optimizer"])
                 optimizer.apply_settings(model.role, model.optimizer)
-                model.scheduler.num_steps = 0  # Megatron-core adds the checkpoint's step count to the current value
+                # because Megatron-core adds the checkpoint's step count to the current value
+                model.scheduler.num_steps = 0
                 model.scheduler.load_state_dict(state["scheduler"])
 
     def _check_base(self, directory: Path) -> None:
@@ -91,7 +92,7 @@ class PolicyState:
             raise ConfigError(problem)
 
     def _to_load(self, directory: Path) -> dict[str, Any]:
-        """Returns the sharded state that `load` requests from a checkpoint.
+        """Returns the sharded state dict that Megatron-core fills from the checkpoint in `directory`.
 
         Transformer Engine's extra state for 8-bit products is omitted if the checkpoint does not contain it, as in
         checkpoints written by the torch layers.

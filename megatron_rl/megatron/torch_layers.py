@@ -20,7 +20,8 @@ from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 
 class Chosen:
-    """Mixin for modules with two implementations, in torch operations and in Triton kernels. `choose` selects one."""
+    """Mixin for modules that have an implementation in torch operations and one in Triton kernels. The function
+    `choose` selects the implementation."""
 
     triton = False
 
@@ -46,10 +47,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, triton: bool = False) -> Tens
 
 
 class RMSNorm(Chosen, torch.nn.RMSNorm):
-    """A root-mean-square norm whose weight gradient Megatron sums over tensor ranks under sequence parallelism.
+    """A root-mean-square norm. Under sequence parallelism Megatron-core sums the gradient of the norm's weight over the
+    tensor ranks.
 
-    With Megatron-core's `layernorm_zero_centered_gamma`, the norm multiplies by 1 + weight, in float32. Only this
-    variant has a Triton kernel, because torch has a fused kernel for the ordinary variant.
+    If Megatron-core's setting `layernorm_zero_centered_gamma` is True, the norm multiplies by 1 + weight, in float32.
+    Only this variant has a Triton kernel, because torch has a fused kernel for the ordinary variant.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -70,8 +72,8 @@ class RMSNorm(Chosen, torch.nn.RMSNorm):
 class NormedAddition(RMSNorm):
     """Applies an RMS norm to the output of attention or MLP and adds the result to the residual stream.
 
-    It replaces Megatron-core's bias-dropout-add function and has the same interface: the call returns the function that
-    adds.
+    It replaces Megatron-core's bias-dropout-add function and has the same interface: calling it returns a function that
+    computes the addition.
     """
 
     def __init__(self, config: Any) -> None:
@@ -86,7 +88,7 @@ class NormedAddition(RMSNorm):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Computes silu(gate) * up of [..., gate | up].
+    """Autograd function for silu(gate) * up, where the input [..., 2 f] is [gate | up].
 
     The backward pass writes both halves of the gradient in place, whereas autograd would concatenate copies.
     """
@@ -109,7 +111,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class SwiGLU(Chosen, MegatronModule):
-    """The SwiGLU activation silu(gate) * up on fc1's fused output. [..., 2 f] -> [..., f]."""
+    """The SwiGLU activation silu(gate) * up on the fused output [gate | up] of the first feed-forward projection (fc1).
+    [..., 2 f] -> [..., f]."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -123,7 +126,8 @@ class SwiGLU(Chosen, MegatronModule):
 
 
 class GeGLU(Chosen, MegatronModule):
-    """The GeGLU activation gelu_tanh(gate) * up on fc1's fused output. [..., 2 f] -> [..., f]."""
+    """The GeGLU activation gelu_tanh(gate) * up on the fused output [gate | up] of the first feed-forward projection
+    (fc1). [..., 2 f] -> [..., f]."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)

@@ -34,23 +34,25 @@ KEPT_ELEMENTS = {"cpu": 1 << 27, "cuda": 0}
 class _Head:
     """This rank's part of the output layer: the vocabulary ids from `first_row` to `first_row + rows - 1`.
 
-    Further rows of the weight are padding.
+    The weight's rows after the first `rows` are padding.
     """
 
     first_row: int
     rows: int
-    vocab: int  # total number of rows over all ranks, without padding
+    vocab: int  # vocabulary size: number of rows over all tensor ranks, without padding
     temperature: float
     group: Any
-    names: tuple[str, ...]  # names of the requested statistics, `logprobs` first and `candidate_logprobs` last
+    names: tuple[str, ...]  # names of the requested statistics, see vocab_parallel_statistics
     keep: bool  # True if the log-probs of all rows are kept for the backward pass
-    triton: bool  # True if Triton kernels compute statistics and gradients, from logits in the dtype of the product
+    # True if Triton kernels compute statistics and gradients, from unscaled logits in the dtype of the weight
+    triton: bool
 
     def logits(self, hidden: Tensor, real: Tensor, scratch: _Scratch) -> Tensor:
-        """Returns the logits [n, rows] in a new tensor.
+        """Returns the logits [n, rows] of the hidden states `hidden` [n, h], in a new tensor. `real` is the weight
+        without padding rows.
 
-        The logits are float32 and divided by the temperature. For Triton kernels, they have the dtype of `hidden` and
-        are not divided.
+        The logits are float32 and divided by the temperature. For Triton kernels, the logits have the dtype of `hidden`
+        and are not divided by the temperature.
         """
         if self.triton or hidden.dtype == torch.float32:
             logits = hidden @ real.T
@@ -88,8 +90,8 @@ class _Products:
         """`hidden` [n, h]: all hidden states. `weight` [V, h]: the output layer, whose first `rows` rows are not
         padding. `chunks`: consecutive slices of `hidden`."""
         self._hidden, self._weight, self._rows = hidden, weight, rows
-        self._start = self._stop = 0  # range of the hidden states whose product is pending
-        self._joined: Tensor | None = None  # collected gradients of the pending product; None without collection
+        self._start = self._stop = 0  # range of the hidden states whose gradients are collected and not yet summed
+        self._joined: Tensor | None = None  # collected logit gradients; None if gradients are not collected
         self._total: Tensor | None = None  # sum of the products: float32, or the weight's dtype after a single product
         if weight.dtype == torch.float32 or weight.device.type != "cpu":
             self._total = torch.zeros_like(weight, dtype=torch.float32)
@@ -99,8 +101,9 @@ class _Products:
             self._joined = torch.empty(most, rows, dtype=weight.dtype)
 
     def add(self, step: Tensor, rows: slice) -> Tensor:
-        """Adds the logit gradient `step` [n, rows] of the next chunk, whose hidden states are the slice `rows`. Returns
-        the logit gradient in the dtype of the weight."""
+        """Adds a chunk's contribution to the weight gradient. `step` [n, rows] is the logit gradient of the next chunk,
+        and the slice `rows` selects the chunk's hidden states. Returns the logit gradient in the dtype of the
+        weight."""
         if self._joined is None:
             assert self._total is not None
             step = step.to(self._weight.dtype)
@@ -121,7 +124,7 @@ class _Products:
         return F.pad(total, (0, 0, 0, padding)) if padding else total
 
     def _sum(self) -> None:
-        """Computes the product of the collected gradients and adds it to the sum."""
+        """Computes the product of the collected logit gradients and their hidden states, and adds it to the sum."""
         assert self._joined is not None
         product = self._joined[: self._stop - self._start].T @ self._hidden[self._start : self._stop]
         self._total = product if self._total is None else self._total.float().add_(product)
@@ -129,7 +132,8 @@ class _Products:
 
 
 class _VocabParallelStatistics(torch.autograd.Function):
-    """Softmax statistics of hidden @ weight.T, without gathering logits over the tensor ranks.
+    """Autograd function for softmax statistics of the logits hidden @ weight.T, without gathering logits over the
+    tensor ranks.
 
     Logits are computed in chunks of rows, so that the logits of a large batch are never in memory at the same time.
     """
@@ -179,7 +183,8 @@ class _VocabParallelStatistics(torch.autograd.Function):
         # A frozen output layer (LoRA) needs no weight gradient, which would be as large as the layer, in float32.
         chunks = _chunks(hidden, weight, head)
         by_weight = _Products(hidden, weight, head.rows, chunks) if ctx.needs_input_grad[1] else None
-        by_id = gradients["logprobs"][:, None] / head.temperature  # [n, 1 + k] gradients w.r.t. log-probs of `ids`
+        # [n, 1 + k] gradients with respect to log-probs of `ids`
+        by_id = gradients["logprobs"][:, None] / head.temperature
         if grad_candidates is not None:
             by_id = torch.cat([by_id, grad_candidates / head.temperature], dim=1)
         by_entropy = None if grad_entropy is None else grad_entropy / head.temperature
@@ -239,8 +244,9 @@ def vocab_parallel_statistics(
 
 
 def _chunks(hidden: Tensor, weight: Tensor, head: _Head) -> list[slice]:
-    """Splits the rows of `hidden` into chunks with at most CHUNK_ELEMENTS logits, but at least GOOD_ROWS rows within
-    the limit REUSED_ELEMENTS, and never fewer than 32 rows."""
+    """Splits the rows of `hidden` into chunks of equal size (the last may be smaller). A chunk has at most
+    CHUNK_ELEMENTS logits, except that it has at least GOOD_ROWS rows if these have at most REUSED_ELEMENTS logits, and
+    at least 32 rows in any case."""
     most = CHUNK_ELEMENTS[hidden.device.type] * (4 // weight.element_size() if head.triton else 1)
     good = min(GOOD_ROWS, REUSED_ELEMENTS // weight.shape[0])
     size = max(32, good, most // weight.shape[0])
@@ -248,11 +254,12 @@ def _chunks(hidden: Tensor, weight: Tensor, head: _Head) -> list[slice]:
 
 
 def _sums(logits: Tensor, head: _Head, scratch: _Scratch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns (this rank's maximum logit of each row, sums by name), [n] each.
+    """Returns (maximum of this rank's logits in each row, sums by name); all are [n].
 
-    The sums are over this rank's logits minus the maximum: `mass` of their exponentials, `entropy` of the products of
-    exponential and logit, and `vocab_mean` of the logits. Without Triton, the maximum is subtracted from `logits` in
-    place.
+    The sums are over x = logit minus the maximum, for this rank's logits:
+    - `mass`: sum of exp(x).
+    - `entropy`: sum of exp(x) * x; only if requested.
+    - `vocab_mean`: sum of x; only if requested. Without Triton, the maximum is subtracted from `logits` in place.
     """
     entropy, mean = "entropy" in head.names, "vocab_mean" in head.names
     if head.triton:
@@ -273,7 +280,8 @@ def _sums(logits: Tensor, head: _Head, scratch: _Scratch) -> tuple[Tensor, dict[
 
 
 def _over_ranks(own: Tensor, sums: dict[str, Tensor], head: _Head) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns (maximum logit of each row over all ranks [n], this rank's sums over its logits minus this maximum)."""
+    """Converts the result of `_sums` to the maximum over all ranks. Returns (maximum logit of each row over all ranks
+    [n], this rank's sums over x = logit minus this maximum)."""
     if head.group.size() == 1:
         return own, sums
     peak = own.clone()
@@ -301,7 +309,7 @@ def _to_gradient(
 ) -> Tensor:
     """Returns the gradient with respect to the logits, computed in place in `log_p` [n, rows].
 
-    `log_p`: log-probs, or for Triton kernels the logits.
+    `log_p`: the log-probs; for Triton kernels, the unscaled logits.
     `logsum`: [n] logarithm of the sum of exponentials of each row.
     `ids`: [n, 1 + k] token ids.
     `by_id`: [n, 1 + k] gradient with respect to the log-probs of `ids`.
@@ -328,7 +336,8 @@ def _to_gradient(
 
 
 def _pick(logits: Tensor, local: Tensor, head: _Head) -> Tensor:
-    """Returns the float32 logits at the columns `local` [n, 1 + k] of each row, divided by the temperature."""
+    """Returns float32 logits [n, 1 + k], divided by the temperature: for each row, the logits at the columns `local`
+    [n, 1 + k]. The values are 0 on a rank without vocabulary rows."""
     if not head.rows:
         return torch.zeros(local.shape, device=logits.device)
     found = logits.gather(1, local).float()
@@ -336,9 +345,9 @@ def _pick(logits: Tensor, local: Tensor, head: _Head) -> Tensor:
 
 
 def _local(ids: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
-    """Returns (index of each token in this rank's part of the vocabulary, mask of the tokens that this rank has).
+    """Returns (index of each token in this rank's part of the vocabulary, mask that is True for tokens in this part).
 
-    The index of a token on another rank is 0.
+    The index is 0 for tokens in another rank's part.
     """
     local = ids - head.first_row
     mine = (local >= 0) & (local < head.rows)

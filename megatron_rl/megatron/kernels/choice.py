@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-INTERPRETER = "TRITON_INTERPRET"  # environment variable; set to 1 before Triton is imported, it runs kernels on a CPU
+INTERPRETER = "TRITON_INTERPRET"  # environment variable; if set to 1 before Triton is imported, kernels run on a CPU
 
 
 def obstacle() -> str | None:
-    """Returns the reason why Triton kernels cannot be used on this machine, or None if they can.
+    """Returns the reason why the project's Triton kernels cannot be used on this machine, or None if they can be used.
 
-    Tries all kernels and checks their results. The first call in a process takes seconds, because the kernels are
-    compiled.
+    Runs all kernels and compares their results with torch's. The first call in a process takes seconds, because the
+    kernels are compiled.
     """
     try:
         importlib.import_module("triton")

@@ -1,6 +1,6 @@
 """Triton kernels of gated activations: one kernel for the forward pass and one for the backward pass."""
 
-# Triton's type hints describe a kernel's source. The call of the compiled kernel has further arguments.
+# pyright rules are off: Triton's type hints describe a kernel's source, and calls have further arguments.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 1024, 4  # number of row elements per program, number of warps per program
+BLOCK, WARPS = 1024, 4  # number of row elements and number of warps per Triton program
 
 
 def gated(x: Tensor, *, tanh: bool) -> Tensor:
-    """Returns act(gate) * up for x = [gate | up], computed in float32. [..., 2 f] -> [..., f].
+    """Returns the gated activation act(gate) * up for x = [gate | up], computed in float32. [..., 2 f] -> [..., f].
 
     The activation is SiLU, or the tanh approximation of GELU with `tanh`.
     """
@@ -26,7 +26,7 @@ def gated(x: Tensor, *, tanh: bool) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """Computes act(gate) * up. The backward pass recomputes the activation."""
+    """Autograd function for act(gate) * up. The backward pass recomputes the activation instead of storing it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tanh: bool) -> Tensor:  # type: ignore[override]
@@ -48,13 +48,13 @@ class _Gated(torch.autograd.Function):
 
 
 def _grid(rows: Tensor) -> tuple[int, int]:
-    """Returns the grid of programs for a tensor [..., f]: (number of rows, number of blocks per row)."""
+    """Returns the grid of Triton programs for a tensor [..., f]: (number of rows, number of blocks per row)."""
     return rows.numel() // rows.shape[-1], triton.cdiv(rows.shape[-1], BLOCK)
 
 
 @triton.jit
 def _share(gate, TANH: tl.constexpr):
-    """Returns the factor s of the activation gate * s, and the derivative of s with respect to the gate.
+    """Returns (s, derivative of s with respect to the gate), where the activation is gate * s.
 
     For both activations s is a sigmoid, because (1 + tanh z) / 2 = sigmoid(2 z).
     """

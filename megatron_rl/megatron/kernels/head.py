@@ -3,7 +3,7 @@
 Logits stay in the dtype of the product of hidden states and weights. All sums are float32.
 """
 
-# Triton's type hints describe a kernel's source. The call of the compiled kernel has further arguments.
+# pyright rules are off: Triton's type hints describe a kernel's source, and calls have further arguments.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
@@ -14,15 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 4096, 8  # number of logits that a program loads at once, number of warps per program
-LOWEST = tl.constexpr(-3.0e38)  # lower than every logit; differences to logits are finite
+BLOCK, WARPS = 4096, 8  # number of logits that a Triton program loads at once, number of warps per program
+# initial value of a maximum: lower than every logit, but differences from logits are finite
+LOWEST = tl.constexpr(-3.0e38)
 
 
 def statistics(logits: Tensor, scale: float, *, dot: bool, total: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns (maximum of each row, sums by name), all [n] float32, of the scaled logits `scale` * `logits` [n, v].
+    """Computes softmax statistics of the scaled logits `scale` * `logits` [n, v]. Returns (maximum of each row, sums by
+    name); all are [n] float32.
 
-    The sums are over the scaled logits minus the row's maximum. `mass` sums their exponentials. If `dot`, `dot` sums
-    the products of exponential and logit. If `total`, `total` sums the logits.
+    The sums are over x = scaled logit minus the row's maximum:
+    - `mass`: sum of exp(x).
+    - `dot`: sum of exp(x) * x; only if `dot` is True.
+    - `total`: sum of x; only if `total` is True.
     """
     rows, columns = logits.shape
     out = torch.empty(4, rows, device=logits.device)
@@ -43,12 +47,12 @@ def to_gradient(
     by_id: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Replaces logits [n, v] in place with the gradient with respect to them, in the same dtype.
+    """Replaces logits [n, v] in place with the gradient with respect to the logits, in the same dtype.
 
-    `scale`: factor of the logits (1 / temperature). Not applied to the gradient: `by_id` and the gradient in `entropy`
-    are already divided by the temperature.
+    `scale`: factor of the logits (1 / temperature). The gradient is not multiplied by `scale`: `by_id` and the gradient
+    in `entropy` are already divided by the temperature.
     `logsum`: [n] logarithm of the sum of exponentials of the scaled logits over all ranks.
-    `ids`: [n, k] int64, columns of `logits`, or -1 for a token of another rank.
+    `ids`: [n, k] int64, column of `logits` for each token, or -1 for a token in the vocabulary part of another rank.
     `by_id`: [n, k] gradient with respect to the log-probs of `ids`.
     `entropy`: ([n] entropy of each row, [n] gradient with respect to the entropy), or None.
     """
@@ -93,7 +97,7 @@ def _statistics(
 
 @triton.jit
 def _slope(log_p, every, known, by_entropy, ENTROPY: tl.constexpr):
-    """Returns the gradient with respect to logits, without the terms that only tokens in `ids` have."""
+    """Returns the gradient with respect to a block of logits, without the extra term of the tokens in `ids`."""
     slope = log_p * 0.0 + every
     if ENTROPY:
         slope += (log_p + known) * by_entropy

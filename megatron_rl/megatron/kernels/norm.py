@@ -3,7 +3,7 @@
 torch has fused kernels for an ordinary weight. These kernels can also multiply by 1 + weight without float32 copies.
 """
 
-# Triton's type hints describe a kernel's source. The call of the compiled kernel has further arguments.
+# pyright rules are off: Triton's type hints describe a kernel's source, and calls have further arguments.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
@@ -16,20 +16,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PARTS = 256  # maximum number of programs of the backward pass, each of which sums the weight gradient over its rows
+PARTS = 256  # maximum number of Triton programs of the backward pass; each sums the weight gradient over several rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool) -> Tensor:
-    """Returns weight * x / sqrt(mean of x^2 + eps) over the last dimension of x, computed in float32, in x's dtype.
+    """Returns weight * x / sqrt(mean of x^2 + eps), with the mean over the last dimension of x.
 
-    With `from_one`, multiplies by 1 + weight instead of weight.
+    The norm is computed in float32, and the result has the dtype of x.
+
+    With `from_one`, x is multiplied by 1 + weight instead of weight.
     """
     out: Any = _Normed.apply(x, weight, eps, from_one)
     return out
 
 
 class _Normed(torch.autograd.Function):
-    """Computes the norm and saves each row's factor 1 / sqrt(mean of x^2 + eps) for the backward pass."""
+    """Autograd function for the RMS norm. Saves each row's factor 1 / sqrt(mean of x^2 + eps) for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, from_one: bool) -> Tensor:  # type: ignore[override]

@@ -1,6 +1,6 @@
 """Triton kernel of rotary embedding in the half-split convention, forward and backward."""
 
-# Triton's type hints describe a kernel's source. The call of the compiled kernel has further arguments.
+# pyright rules are off: Triton's type hints describe a kernel's source, and calls have further arguments.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WARPS = 4  # number of warps per program; a program rotates all heads of one token
+WARPS = 4  # number of warps per Triton program; a program rotates all heads of one token
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -26,7 +26,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotated(torch.autograd.Function):
-    """Rotates pairs of elements. The backward pass rotates the gradient by the negative angles."""
+    """Autograd function that rotates pairs of elements. The backward pass rotates the gradient by the negative
+    angles."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
@@ -39,7 +40,7 @@ class _Rotated(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
-    """Returns x rotated by the angles, or by the negative angles if `back`.
+    """Returns x rotated by the angles given by `cos` and `sin`, or by the negative angles if `back`.
 
     `x` may be a view with gaps between heads.
     """
@@ -48,7 +49,8 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
         x = x.contiguous()
     rows, out = x.reshape(-1, heads, width), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        alike = len(rows) // len(cos)  # number of consecutive rows with the same angles
+        # number of consecutive rows of the flattened x that have the same rotation angles
+        alike = len(rows) // len(cos)
         _turn[(len(rows),)](
             rows, out, cos.contiguous(), sin.contiguous(), *rows.stride()[:2], alike, heads, width // 2, BACK=back,
             HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(width // 2), num_warps=WARPS,

@@ -19,21 +19,23 @@ from triton.errors import TritonError
 
 from megatron_rl.megatron.kernels import gates, head, norm, rope
 
-DTYPES = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}  # dtype -> allowed error relative to the largest absolute value
+# dtype -> allowed error, relative to the largest absolute value
+DTYPES = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}
 ROWS, WIDTH, VOCAB = 3, 1100, 5000  # WIDTH and VOCAB are larger than one block of the gate and head kernels
 FAILURES = (
-    *(TritonError, RuntimeError, OSError, subprocess.SubprocessError),  # no compiler, no memory, compilation error
+    *(TritonError, RuntimeError, OSError, subprocess.SubprocessError),  # no compiler, out of memory, compilation error
     *(AssertionError, ImportError, TypeError, ValueError),  # errors of an incompatible Triton version
 )
 Kernel = Callable[..., tuple[Tensor, ...]]
-# (name, kernel, equivalent torch operations, inputs). Kernel and torch operations return the same number of tensors.
+# Test case: (name, kernel, function with equivalent torch operations, inputs). Both functions return the same number of
+# tensors.
 Case = tuple[str, Kernel, Kernel, Sequence[Tensor]]
 
 
 @functools.cache
 def trouble(device: torch.device) -> str | None:
-    """Returns a description of the problems of the kernels on a device, or None if there are none. The result is cached
-    per process."""
+    """Tests the Triton kernels on a device against torch. Returns a description of the problems, or None if all kernels
+    run and their results are accurate. The result is cached per process."""
     wrong: list[str] = []
     for dtype, bound in DTYPES.items():
         for name, kernel, plain, inputs in _cases(device, dtype):
@@ -47,7 +49,8 @@ def trouble(device: torch.device) -> str | None:
 
 
 def _tried(function: Kernel, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the outputs of a function and the gradients of its inputs, for a fixed gradient of the outputs.
+    """Runs a function forward and backward with a fixed gradient of its outputs. Returns its outputs and the gradients
+    of its inputs.
 
     If the outputs do not require gradients, returns only the outputs.
     """
@@ -61,14 +64,15 @@ def _tried(function: Kernel, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Returns the maximum error over the pairs of tensors, each relative to the largest absolute value of the exact
-    tensor. Returns NaN if `found` contains NaN."""
+    """Returns the maximum error over pairs of a computed tensor in `found` and an exact tensor, relative to the largest
+    absolute value of the exact tensor. Returns NaN if `found` contains NaN."""
     pairs = zip(found, exact, strict=True)
     return torch.stack([(a.double() - b.double()).abs().max() / b.abs().max() for a, b in pairs]).max().item()
 
 
 def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Yields the test cases. Inputs are drawn on the CPU, so that they are the same on all devices."""
+    """Yields the test cases of all kernels in one dtype. Inputs are drawn on the CPU, so that they are the same on all
+    devices."""
     draw = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -90,7 +94,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _alone(function: Callable[..., Tensor], **settings: Any) -> Kernel:
-    """Returns a function that calls `function` with these settings and returns its result as a tuple of one tensor."""
+    """Returns a function that calls `function` with the keyword arguments `settings` and returns its result as a tuple
+    of one tensor."""
     return lambda *inputs: (function(*inputs, **settings),)
 
 
@@ -144,8 +149,8 @@ def _gradient(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def _plain_gradient(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
-    """Computes the gradient by autograd, with respect to the scaled logits: `to_gradient` leaves the factor `scale` of
-    the gradient to its caller."""
+    """Returns the gradient as torch's autograd computes it, for comparison with the kernel. The gradient is with
+    respect to the scaled logits: `to_gradient` leaves the factor `scale` of the gradient to its caller."""
     ids, by_id, by_entropy = _asked(logits)
     with torch.enable_grad():
         scaled = (0.7 * logits).detach().requires_grad_()
@@ -159,6 +164,6 @@ def _plain_gradient(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
 
 
 def _parts(gradient: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradient at the columns `ids` and, separately, the gradient at all other columns, which is about a
-    hundred times smaller."""
+    """Splits a gradient into the columns `ids` and all other columns, so that their errors are measured separately: the
+    other columns are about a hundred times smaller."""
     return gradient.gather(1, ids), gradient.scatter(1, ids, 0.0)

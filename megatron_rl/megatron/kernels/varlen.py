@@ -27,7 +27,8 @@ WINDOW, GROUPED = "window_size", "enable_gqa"
 
 @dataclass(frozen=True)
 class Segments:
-    """Runs of queries that are packed end to end in one row, each with the keys that its queries attend to.
+    """The sequences of a variable-length flash attention call: runs of consecutive queries that are packed end to end
+    in one row, each with the keys that the queries attend to.
 
     The last query of a run attends to all keys of the run, the query before it to all keys but the last, and so on
     (bottom-right aligned causal mask). A whole sequence is a run whose keys are the sequence's tokens. A run that
@@ -43,8 +44,8 @@ class Segments:
 
 
 def segments(counts: Sequence[int], keys: Sequence[Tensor] | None, device: torch.device) -> Segments:
-    """Returns the segments of S runs. `counts[s]` is the number of queries of run s, and `keys[s]` has the row indices
-    of its keys. If `keys` is None, the keys of each run are the rows of its queries."""
+    """Returns the Segments of S runs of queries. `counts[s]` is the number of queries of run s, and `keys[s]` has the
+    row indices of the keys of run s. If `keys` is None, the keys of each run are the rows of its queries."""
     seen = counts if keys is None else [len(rows) for rows in keys]
     queries, known = (upload(torch.tensor([0, *numbers]).cumsum(0).int(), device) for numbers in (counts, seen))
     rows = None if keys is None else upload(torch.cat([*keys]), device)
@@ -54,10 +55,11 @@ def segments(counts: Sequence[int], keys: Sequence[Tensor] | None, device: torch
 def attend(
     query: Tensor, key: Tensor, value: Tensor, runs: Segments, *, scale: float | None, window: int | None
 ) -> Tensor:
-    """Returns the attention output [N, H * v] of queries [N, H, d], keys [M, KV, d] and values [M, KV, v], v <= d.
+    """Computes causal attention by one call of torch's flash attention. Returns the output [N, H * v] of queries [N, H,
+    d], keys [M, KV, d] and values [M, KV, v], v <= d.
 
     `scale` is the factor of the scores; if None, it is 1 / sqrt(d). With a `window`, a query attends to the last
-    `window` keys, including its own.
+    `window` keys, including the query's own position.
     """
     if runs.keys is not None:
         key, value = (_Taken.apply(x, runs.keys) for x in (key, value))
@@ -75,15 +77,16 @@ def attend(
         runs.most_queries,
         runs.most_keys,
         scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),  # number of keys before and after the query's position
+        # number of keys before and after the query's position; -1: all
+        window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
     return out[..., :width].flatten(1)
 
 
 def obstacle(head_dim: int, dtype: str) -> str | None:
-    """Returns the reason why a model cannot use flash attention on this machine, or None if it can. `dtype` is the name
-    of the weights' dtype, for example "bfloat16"."""
+    """Returns the reason why a model with this head dimension and dtype cannot use flash attention on this machine, or
+    None if it can. `dtype` is the name of the weights' dtype, for example "bfloat16"."""
     if dtype != "bfloat16":
         return f"torch has no such attention in {dtype}"
     if head_dim % HEAD_UNIT or head_dim > WIDEST_HEAD:
@@ -96,13 +99,14 @@ def obstacle(head_dim: int, dtype: str) -> str | None:
 
 
 def _torch_function() -> tuple[Any, Collection[str]]:
-    """Returns torch's varlen_attn and the names of its arguments."""
+    """Returns (torch's function varlen_attn, names of the arguments of the function)."""
     function = importlib.import_module("torch.nn.attention.varlen").varlen_attn  # exists from torch 2.10 on
     return function, inspect.signature(function).parameters
 
 
 class _Taken(torch.autograd.Function):
-    """Gathers rows of a tensor, which may repeat. The backward pass sums the gradients of repeated rows in float32."""
+    """Autograd function that gathers rows of a tensor. A row may be gathered several times. The backward pass sums the
+    gradients of repeated rows in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
