@@ -24,7 +24,7 @@ the tokenizer's files of models are fetched."""
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the parser of `megatron-rl fetch`."""
+    """Adds the argument parser of `megatron-rl fetch` to `commands`, the subparsers of the command line."""
     parser = commands.add_parser(
         "fetch", help=HELP, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -40,12 +40,12 @@ from megatron_rl.text import read_template
 from megatron_rl.types import Outcome
 from megatron_rl.vocabulary import vocabulary_of
 
-CHUNK = 512  # number of prompts per batch, after which partial results are saved
+CHUNK = 512  # number of prompts per batch of requests; partial results are saved after each batch
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One problem with its prompt for the teacher."""
+    """One problem with its prompt for the teacher model."""
 
     problem: Problem
     prompt: str  # the text template filled with the question; for a conversation, only the question
@@ -55,7 +55,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answered:
-    """One response of the teacher to a problem."""
+    """One response of the teacher model to a problem."""
 
     problem: Problem
     prompt: str
@@ -65,20 +65,23 @@ class Answered:
 
     @property
     def fault(self) -> str | None:
-        """Returns the output file stem, `wrong` or `ungraded`, of a rejected response; None for other responses."""
+        """Returns the name of the output file for a rejected response, `wrong` or `ungraded`; None if the response is
+        not rejected."""
         if self.graded is None or self.graded.correct:
             return None
         return "wrong" if self.graded.outcome is Outcome.SCORE else "ungraded"
 
 
 def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None = None) -> int:
-    """Generates the teacher's responses and writes the pairs. Every rank calls it. Returns 0.
+    """Implements `megatron-rl generate`: generates the teacher's responses and writes prompt/response pairs. Every rank
+    calls it. Returns 0.
 
-    A row has `prompt`, `response`, and every mapped field of the problem. Prompt and response are lists of messages if
-    the problem is a conversation, otherwise strings. Nothing is generated if the output is already complete.
-    `environment`: the environment variables of the servers that are started.
+    An output row has `prompt`, `response`, and the fields of the problem that the config selects. Prompt and response
+    are lists of messages if the problem is a conversation, otherwise strings. Nothing is generated if the output is
+    already complete. `environment`: the environment variables of the servers that are started.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once: only the current chunk is lost
+    # Ctrl-C ends the process at once; only the responses of the current chunk are lost
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     config, made = spec.config, list[_Generation]()  # on the driver
 
     def done() -> bool:
@@ -105,7 +108,8 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
 
 
 def _read(spec: GenerateSpec) -> Mapping[str, Any]:
-    """Returns the digests of the input files, and prints the inputs that changed since the first responses."""
+    """Returns the digests of the input files. Prints which inputs have changed since an earlier, interrupted run
+    generated responses."""
     output = spec.engine.directory
     begun = (output / generation_progress.MARK).exists() or (output / generation_progress.PARTS).exists()
     record = InputRecord(output / input_digests.FILE, done="a part of the answers" if begun else None, accept=True)
@@ -118,8 +122,8 @@ def _read(spec: GenerateSpec) -> Mapping[str, Any]:
 def asked_of(spec: GenerateSpec, tokenizer: Any, problems: Sequence[Problem]) -> list[Asked]:
     """Returns the problems with their prompts, without problems whose prompt is longer than max_prompt_tokens.
 
-    Warns about the dropped problems. Raises ConfigError if `template` is null and a problem is not a conversation, or
-    if `chat` is set without a chat template. Raises DataError if the share of dropped problems is above
+    Warns about the problems left out. Raises ConfigError if `template` is null and a problem is not a conversation, or
+    if `chat` is set without a chat template. Raises DataError if the share of problems left out is above
     data.max_bad_share, if no problem is left, or if a prompt has a token id outside the model's vocabulary."""
     config = spec.config
     if config.template is None and any("messages" not in problem.values for problem in problems):
@@ -149,7 +153,8 @@ def asked_of(spec: GenerateSpec, tokenizer: Any, problems: Sequence[Problem]) ->
 def _row(answered: Answered) -> dict[str, Any]:
     """Returns an output row: prompt, response and the problem's fields.
 
-    If the conversation ends with an assistant message, which the model continued, it becomes part of the response."""
+    If a conversation ends with an assistant message, the model has continued this message, and it becomes part of the
+    response."""
     values, text = dict(answered.problem.values), answered.text
     prompt = list(values.pop("messages", ()))
     if not prompt:
@@ -161,7 +166,7 @@ def _row(answered: Answered) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Generation:
-    """The generation of responses to one problem set, on the driver."""
+    """The generation of responses to one problem set. Used on the driver (rank 0)."""
 
     config: GenerateConfig
     settings: Mapping[str, Any]  # the resolved config as plain values
@@ -175,19 +180,20 @@ class _Generation:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Returns the digest of everything that determines the responses."""
+        """Returns the digest of everything that determines the responses: settings, model files and prompts."""
         return generation_progress.parts_digest(self.settings, self.read, [a.tokens for a in self.asked], CHUNK)
 
     @functools.cached_property
     def problems(self) -> str:
-        """Returns the digest of the problems and responses, which the completion mark contains."""
+        """Returns the digest of the problems and responses. It is stored in the file that marks the output as
+        complete."""
         return generation_progress.problems_digest(self.read, [a.problem.values for a in self.asked], self.digest)
 
     def answer(self, engine: Engine, tokenizer: Any) -> list[Answered]:
         """Generates the responses to all problems, with a progress bar.
 
         Saves the responses of each finished chunk of CHUNK prompts in the directory `parts`. A restarted command
-        resumes from there."""
+        continues with the first chunk that is not saved."""
         config, asked, digest, parts = self.config, self.asked, self.digest, self.parts
 
         def one_chunk(start: int) -> list[list[tuple[str, bool]]]:
@@ -213,7 +219,8 @@ class _Generation:
         return out
 
     def grade(self, found: list[Answered]) -> list[Answered]:
-        """Grades the responses if the config has a reward. Raises RewardFailure if too many gradings fail."""
+        """Returns the responses with their grades; unchanged if the config has no reward. Raises RewardFailure if too
+        many gradings fail."""
         reward = self.config.reward
         if reward is None:
             return found
@@ -223,7 +230,8 @@ class _Generation:
         return [replace(a, graded=one) for a, one in zip(found, graded, strict=True)]
 
     def write(self, found: list[Answered]) -> None:
-        """Writes the pairs to Parquet files, marks the output as complete, and prints the counts.
+        """Writes the prompt/response pairs to Parquet files, marks the output as complete, and prints the number of
+        pairs in each file.
 
         The validation split holds out whole problems, so that no problem has responses in both splits."""
         config, rows = self.config, [_row(a) for a in found]
@@ -237,7 +245,7 @@ class _Generation:
             kept = "validation" if a.problem.row in chosen else "train"
             files["truncated" if aside else a.fault or kept].append(row)
         output = Path(config.output)
-        # the old mark is invalid, because the files are now replaced
+        # removes the old completion mark before the files are replaced
         (output / generation_progress.MARK).unlink(missing_ok=True)
         for name, part in files.items():
             (output / f"{name}.parquet").unlink(missing_ok=True)

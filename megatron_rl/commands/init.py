@@ -18,7 +18,7 @@ _BLOCK = re.compile(r"^ *# if (\w+)\n(.*?)^ *# end\n", re.DOTALL | re.MULTILINE)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes a starter config, and with `--tiny` a tiny model and problems. Returns 0.
+    """Implements `megatron-rl init`: writes a starter config, and with `--tiny` a tiny model and problems. Returns 0.
 
     The config templates in the package have conditional blocks `# if WORD ... # end`. The words are `tiny` for the tiny
     model, `real` for any other model, `hub` for the default data on the hub, and `own` for data given by `--data`.

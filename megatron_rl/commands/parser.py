@@ -76,7 +76,7 @@ def _add_convert(commands: Any) -> None:
 
 
 def _add_run_command(commands: Any, name: str) -> None:
-    """Adds a command that runs on ranks: train, sft, generate or eval."""
+    """Adds the argument parser of a command that runs on one or several ranks: train, sft, generate or eval."""
     text = HELP[name]
     parser = commands.add_parser(
         name,
@@ -92,7 +92,7 @@ def _add_run_command(commands: Any, name: str) -> None:
         parser.add_argument(
             "--fresh", action="store_true", help="collect the iterations again that a run had collected when it stopped"
         )
-        # socket of a parent program that receives the run's events
+        # --events: path of the Unix socket of a parent program that receives the run's events
         parser.add_argument("--events", help=argparse.SUPPRESS)
 
 

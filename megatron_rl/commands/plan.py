@@ -37,7 +37,7 @@ Devices: {", ".join(DEVICES)}. Exit status 1: it does not fit. docs/plan.md says
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the parser of `megatron-rl plan`."""
+    """Adds the argument parser of `megatron-rl plan` to `commands`, the subparsers of the command line."""
     parser = commands.add_parser(
         "plan",
         help="memory, time and bottleneck of a run on a named cluster, before any job",
@@ -83,9 +83,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan of a run. Returns 0 if the run fits in memory, otherwise 1.
+    """Prints the estimated memory, time and bottleneck of a run. Returns 0 if the run fits in memory, otherwise 1.
 
-    With `--search`, returns 0 if any proposed layout fits. Raises ConfigError.
+    With `--search`, returns 0 if any proposed layout fits in memory. Raises ConfigError for an invalid config.
     """
     command, config = load(args.settings)
     if not isinstance(config, TrainConfig):

@@ -25,7 +25,7 @@ from megatron_rl.spec.resolve import resolve
 from megatron_rl.spec.run_spec import Host, Spec, TrainingSpec
 from megatron_rl.user_code import told
 
-LEFT = 130  # exit status of a run that was asked to save and exit
+LEFT = 130  # exit status of a run that saved and exited because a signal asked it to
 DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # device files of NVIDIA's driver: on Linux, on WSL
 # Environment variables that make cuBLAS, NCCL and Transformer Engine deterministic.
 DETERMINISTIC = {
@@ -36,9 +36,11 @@ DETERMINISTIC = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command and returns the exit status. Ranks that it starts as child processes also call it.
+    """Runs `train`, `drift`, `sft`, `generate` or `eval` and returns the exit status. If it starts ranks as child
+    processes, each rank calls it again.
 
-    Raises ConfigError before any work begins. Later errors of the types in errors.EXPECTED are printed.
+    Raises ConfigError for an invalid config before any work begins. Later errors of the types in errors.EXPECTED are
+    printed, and are not raised.
     """
     files, overrides = settings.split(args.settings)
     schema = settings.SCHEMAS["train" if args.command == "drift" else args.command]
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{config.output} is there: nothing to do")
         return 0
     if args.command == "drift":
-        # the drift test uses the engines, even if the config sets a replay
+        # removes a replay of saved rollouts from the config, because the drift test needs engines
         config = dataclasses.replace(config, debug=configs.Debug())
     host = None
     if place is None or place.rank == 0:
@@ -60,16 +62,17 @@ def run(args: argparse.Namespace) -> int:
         )
     spec = resolve(config, place.world_size if place else config.launch.nproc, here=host)
     if host is not None:
-        if isinstance(spec, TrainingSpec):  # checks the run directory before imports that take half a minute
+        if isinstance(spec, TrainingSpec):  # checks the run directory now, because later imports take half a minute
             job = job_from(os.environ)
             check_start(spec.run, config_files.dump_tree(spec.settings))
             with only_one(spec.directory, job="" if job is None else job.id, restart=job.restart if job else 0):
                 pass
-        if "torch" not in sys.modules:  # a forked rank has the modules of its parent
+        if "torch" not in sys.modules:  # not printed in a forked rank, which has the modules of its parent
             tell(args.command, "importing torch, transformers and megatron-core")
     if place is None and config.launch.nproc > 1:
         os.environ["OMP_NUM_THREADS"] = "1"
-        fork = not has_driver()  # a GPU driver that was initialized before a fork does not work after the fork
+        # no fork with a GPU: a driver that was initialized before a fork does not work after it
+        fork = not has_driver()
         if fork:
             _command(args)  # imports the modules once, before the fork, for all ranks
         tell(args.command, f"starting {config.launch.nproc} ranks")
@@ -81,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def has_driver() -> bool:
-    """Returns whether NVIDIA's driver is on this host. Imports that query torch for a GPU initialize the driver."""
+    """Returns whether this host has NVIDIA's GPU driver. If it has, importing some libraries initializes the driver."""
     return any(driver.exists() for driver in DRIVERS)
 
 
@@ -92,7 +95,8 @@ def _run_on_rank(args: argparse.Namespace, spec: Spec, place: launch_ranks.Place
     try:
         status = command(spec, place)
         in_step = place.job is not None and place.job.step is not None
-        # for any nonzero status, srun would kill the other ranks, and slurm/job.sh would treat it as an error
+        # 0 instead of LEFT under srun: for another status, srun would kill the other ranks and slurm/job.sh report an
+        # error
         return 0 if status == LEFT and in_step else status
     except errors.EXPECTED as error:
         if place.local_rank == 0 and not isinstance(error, errors.DriverError):
@@ -100,7 +104,7 @@ def _run_on_rank(args: argparse.Namespace, spec: Spec, place: launch_ranks.Place
             print(f"megatron-rl {args.command}: {where}{without_passwords(str(error))}", file=sys.stderr)
             _tell(args, error, str(error))
         return 2 if isinstance(error, configs.ConfigError) else 1
-    except BaseException as error:  # Python prints the traceback
+    except BaseException as error:  # the error is raised again, and Python prints the traceback
         if place.local_rank == 0:
             print(f"megatron-rl {args.command}: {without_passwords(told(error))}", file=sys.stderr)
             _tell(args, error, told(error))
@@ -108,7 +112,8 @@ def _run_on_rank(args: argparse.Namespace, spec: Spec, place: launch_ranks.Place
 
 
 def _tell(args: argparse.Namespace, error: BaseException, why: str) -> None:
-    """Reports the error that ended the run to the parent program, if `--events` names its socket."""
+    """Reports the error that ended the run to a parent program, if `--events` gives the parent's socket. `why`: the
+    message."""
     if args.command != "train" or args.events is None:
         return
     from megatron_rl.session.parent_events import Listener
@@ -118,8 +123,9 @@ def _tell(args: argparse.Namespace, error: BaseException, why: str) -> None:
 
 
 def _command(args: argparse.Namespace) -> Callable[[Any, launch_ranks.Place], int]:
-    """Imports the command's module, and with it torch. Returns its function (spec, place) -> exit status."""
-    gc.disable()  # garbage collection takes a sixth of the import time and frees almost nothing
+    """Imports the module of the command, which imports torch. Returns the function that runs the command: (spec, place)
+    -> exit status."""
+    gc.disable()  # during imports, garbage collection takes a sixth of the time and frees almost nothing
     try:
         return _imported(args)
     finally:

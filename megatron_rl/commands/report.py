@@ -11,7 +11,8 @@ DEFAULT_OUT = Path("comparison.html")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the report and prints the path of each written file. Returns 0. Raises ConfigError if a run is missing."""
+    """Writes the report and prints the path of each written file. Returns 0. Raises ConfigError if a run or an
+    evaluation is missing."""
     from megatron_rl.report.pages import write_comparison, write_report
     from megatron_rl.report.reading import is_run, read_run
     from megatron_rl.report.shown_rollouts import MAX_ROLLOUTS

@@ -13,9 +13,10 @@ from megatron_rl.spec.resolve import engine_of
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one server. Returns the exit status of `run_server.run`, or 1 if the server cannot be started.
+    """Implements `megatron-rl serve`: runs one server until it is asked to exit. Returns 0, or 1 if the server died too
+    often or cannot be started.
 
-    Raises ConfigError."""
+    Raises ConfigError for settings that cannot be used."""
     from megatron_rl.engines.protocol import EngineError
     from megatron_rl.session import run_server
 

@@ -22,7 +22,7 @@ SCHEMAS: dict[str, Any] = {
 
 
 def load(settings: Sequence[str], command: str | None = None) -> tuple[str, Any]:
-    """Returns (name of the command that the settings are for, config).
+    """Parses YAML files and overrides. Returns (name of the command that the settings are for, config of the command).
 
     If `command` is None, it is inferred from the keys of the files. Raises ConfigError for a missing file, for keys
     that no command has, and for an invalid config.
@@ -34,7 +34,7 @@ def load(settings: Sequence[str], command: str | None = None) -> tuple[str, Any]
 
 def split(settings: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Splits settings into (YAML files, overrides). Raises ConfigError for a missing file."""
-    # a path such as runs/lr=1e-3/config.yaml is a file
+    # a path of an existing file with '=' in it, such as runs/lr=1e-3/config.yaml, is a file and not an override
     overrides = [s for s in settings if "=" in s and not os.path.isfile(s)]
     files = [Path(s) for s in settings if s not in overrides]
     missing = [str(f) for f in files if not f.exists()]
@@ -51,7 +51,8 @@ def positive(text: str) -> int:
 
 
 def _command_of(files: Sequence[Path]) -> str:
-    """Returns the first command whose schema has all keys of the files. Raises ConfigError if no command has them."""
+    """Returns the name of the first command whose config schema has all top-level keys of the files. Raises ConfigError
+    if no command has them."""
     keys = config_files.read_keys(files)
     for name, schema in SCHEMAS.items():
         if keys <= {f.name for f in dataclasses.fields(schema)}:

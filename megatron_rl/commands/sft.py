@@ -29,7 +29,7 @@ from megatron_rl.world import TorchWorld
 
 
 def run(spec: SftSpec, place: Place) -> int:
-    """Runs supervised fine-tuning with validation and checkpoints. Every rank calls it.
+    """Implements `megatron-rl sft`: supervised fine-tuning with validation and checkpoints. Every rank calls it.
 
     Writes the model to `model` in the run directory, and with `lora` the adapter to `adapter`. Returns 0 if all steps
     are done, and 130 if a signal asked to exit (everything is saved).
@@ -39,7 +39,7 @@ def run(spec: SftSpec, place: Place) -> int:
 
 
 def _run(spec: SftSpec, place: Place, world: TorchWorld) -> int:
-    samples: list[Rollout] = []  # filled on the driver only, like `validation`
+    samples: list[Rollout] = []  # `samples` and `validation` are filled on the driver (rank 0) only
     validation: list[Rollout] = []
     role = spec.roles["model"]
     steps, validates = world.from_driver(_read, spec, samples, validation)
@@ -74,10 +74,11 @@ def _train(
     spec: SftSpec, world: TorchWorld, driver: Driver, policy: MegatronPolicy,
     plan: tuple[tuple[list[Rollout], list[Rollout]] | None, bool, range], interrupts: Interrupts,
 ) -> bool:  # fmt: skip
-    """Runs the training steps of `plan`.
+    """Runs supervised training steps.
 
-    `plan`: ((training samples, validation samples) on the driver and None on other ranks, whether there is validation
-    data, range of steps to do). Returns True if all steps are done, and False if a signal asked to exit (after saving).
+    `plan`: (samples, whether there is validation data, range of the steps to do). The samples are (training samples,
+    validation samples) on the driver (rank 0) and None on other ranks. Returns True if all steps are done, and False if
+    a signal asked to exit (after saving).
     """
     own, validates, todo = plan
     steps, trainee = (
@@ -104,9 +105,11 @@ def _train(
 
 
 def _read(spec: SftSpec, samples: list[Rollout], validation: list[Rollout]) -> tuple[int, bool]:
-    """Reads the training and validation samples into the two lists, on the driver.
+    """Appends the training and validation samples to the lists `samples` and `validation`. Called on the driver (rank
+    0).
 
-    Returns (number of optimizer steps, whether there is validation data). Raises ConfigError if there are no steps."""
+    Returns (number of optimizer steps, whether there is validation data). Raises ConfigError if the data are too few
+    for one step."""
     data, model = spec.data, spec.roles["model"].model
     tokenizer = tokenizer_of(model)
     make = functools.partial(
@@ -127,7 +130,8 @@ def _read(spec: SftSpec, samples: list[Rollout], validation: list[Rollout]) -> t
 
 
 def _told(data: SftData, samples: Sequence[Rollout], validation: Sequence[Rollout]) -> dict[str, dict[str, Any]]:
-    """Returns the path, row count and sha256 of each data set, keyed by `rows of SETTING`, for the input record."""
+    """Returns information about each data set for the record of the run's inputs: a dictionary with path, row count and
+    sha256, under the key "rows of SETTING"."""
     told = {}
     for name, path, rows in (("train", data.train, samples), ("validation", data.validation, validation)):
         digest = hashlib.sha256()
@@ -138,7 +142,8 @@ def _told(data: SftData, samples: Sequence[Rollout], validation: Sequence[Rollou
 
 
 def _samples_of(samples: Sequence[Rollout], step: int, spec: SftSpec) -> list[Rollout]:
-    """Returns the samples of one optimizer step. Each epoch has a different, deterministic order of the samples."""
+    """Returns the samples of one optimizer step. Each pass over the data (epoch) has a different, deterministic
+    order."""
     wanted = range(step * spec.samples_per_step, (step + 1) * spec.samples_per_step)
     orders = {epoch: _order(len(samples), epoch, spec) for epoch in {i // len(samples) for i in wanted}}
     return [samples[orders[i // len(samples)][i % len(samples)]] for i in wanted]

@@ -10,13 +10,13 @@ from megatron_rl.commands.settings import SCHEMAS
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.describe import settings_of
 
-WIDEST = 100  # maximum line width of a description in columns, also in a wider terminal
+WIDEST = 100  # maximum width of a description in columns, even if the terminal is wider
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the settings of a command whose name begins with the prefix or contains it.
+    """Prints the settings of a command whose names begin with the given prefix or contain it.
 
-    Returns 0. Raises ConfigError if no setting matches."""
+    Returns 0. Raises ConfigError if there is no such setting."""
     rows = settings_of(SCHEMAS[args.schema], args.prefix)
     if not rows:
         raise ConfigError(f"no setting of {args.schema} has {args.prefix!r} in its name; without a word all are listed")

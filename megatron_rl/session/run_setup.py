@@ -133,9 +133,9 @@ class Driver:
 def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> Iterator[TorchWorld]:
     """Context manager that initializes torch's process group: NCCL and gloo with GPUs, gloo only without GPUs.
 
-    Reduces the log output of libraries. Without GPUs, uses one torch thread per process. `shared`: a directory that
-    all ranks can access, used for rendezvous. `deterministic`: makes torch use deterministic kernels, and warn about
-    operations that have none.
+    Reduces the log output of libraries. Without GPUs, sets one torch thread per process. `shared`: directory that all
+    ranks can access, in which they find rank 0. `deterministic`: makes torch use deterministic kernels and warn
+    otherwise.
     """
     limit_arenas()
     # called only if the setting changes, because the call imports torch's compiler, which takes seconds
@@ -148,16 +148,13 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     )
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if torch.cuda.is_available():
-        # cuDNN attention is off: it spends tens of milliseconds on each new shape, and packed batches always have new
-        # shapes.
+        # cuDNN attention is off: it spends tens of milliseconds on a new shape, and packed batches have new shapes.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.cuda.set_device(place.local_rank)
         backend = "cpu:gloo,cuda:nccl"
     else:
         torch.set_num_threads(1)
-        # Disables torch's flight recorder, which records the last 2,000 collectives and is not used with gloo. The
-        # records
-        # take one or two megabytes and prevent the release of freed memory pages around them.
+        # Disables torch's flight recorder, which is not used with gloo and fragments the heap by one or two megabytes.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         backend = "gloo"
     # lets gloo query the store for the addresses of all ranks at once instead of one by one

@@ -29,9 +29,9 @@ from megatron_rl.spec.server_gpus import number_problems
 
 
 def problems(spec: Spec, *, to_come: bool = False) -> list[str]:
-    """Returns one message for each problem of a specification. Each message includes a fix.
+    """Returns one error message for each invalid setting of a run's specification. Each message says how to fix it.
 
-    `to_come`: allows model directories that do not exist yet because an earlier stage will write them.
+    `to_come`: if True, allows model directories that do not exist yet because an earlier job will write them.
     """
     found: list[str] = []
     for name, role in spec.roles.items() if isinstance(spec, TrainingSpec) else ():
@@ -60,7 +60,8 @@ def problems(spec: Spec, *, to_come: bool = False) -> list[str]:
 
 
 def _said(check: Callable[..., object], *args: object, place: str = "") -> list[str]:
-    """Calls a check. Returns [`place` + message] if it raises ConfigError, otherwise an empty list."""
+    """Calls a function that checks settings. If it raises ConfigError, returns a list of one message, which begins with
+    `place`; otherwise an empty list."""
     try:
         check(*args)
     except ConfigError as error:
@@ -96,7 +97,8 @@ def _run_problems(spec: RunSpec) -> list[str]:
 
 
 def _served_adapter_problems(spec: RunSpec, settings: Servers) -> list[str]:
-    """Returns the problems of servers that apply LoRA adapters at inference (engine.adapters = 'served')."""
+    """Returns error messages about settings that are invalid if servers apply LoRA adapters at inference
+    (engine.adapters = 'served')."""
     found, ahead = [], spec.loop.rollouts.max_staleness
     if all(role.lora is None for role in spec.roles.values()):
         found.append("engine.adapters = 'served', and no role has lora: set it to merged")
@@ -121,7 +123,8 @@ def _served_adapter_problems(spec: RunSpec, settings: Servers) -> list[str]:
 
 
 def _colocation_problems(spec: RunSpec, settings: Servers) -> list[str]:
-    """Returns the problems of servers that share the trainer's GPUs (engine.colocate = true)."""
+    """Returns error messages about settings that are invalid if servers share the trainer's GPUs (engine.colocate =
+    true)."""
     ranks, sets, place = spec.cluster.ranks, len(spec.engine.server_roles), "engine.colocate = true with"
     found = []
     if not settings.start or settings.urls:
@@ -164,7 +167,7 @@ def _colocation_problems(spec: RunSpec, settings: Servers) -> list[str]:
 
 
 def role_problems(role: RoleConfig) -> Iterator[str]:
-    """Yields the problems of a role that do not depend on the architecture of its model."""
+    """Yields error messages about a role's settings that are invalid whatever the architecture of its model."""
     if not role.model.path:
         yield "model.path is empty: give a model directory or a hub name, or name a role in same_as"
     if role.endpoint is not None and role.policy == "own":
@@ -203,7 +206,8 @@ def _sft_problems(spec: SftSpec) -> Iterator[str]:
 
 
 def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -> list[str]:
-    """Returns the problems of a trained model: an invalid parallel layout, and settings that it does not support."""
+    """Returns error messages about a trained model: an invalid parallel layout, and settings that the model does not
+    support."""
     found, read = _read_model(place, role.model.path, to_come)
     if read is not None:
         (sizes, features), path = read, role.model.path
@@ -215,7 +219,7 @@ def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -
 
 
 def _rank_problems(place: str, layout: Layout, ranks: int) -> list[str]:
-    """Returns the problems of a parallel layout on `ranks` ranks that do not depend on the model."""
+    """Returns error messages about a parallel layout that is invalid on `ranks` ranks, whatever the model."""
     if ranks % layout.model_ranks:
         return [
             f"{place}: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} = {layout.model_ranks} does not divide {ranks} "
@@ -230,10 +234,10 @@ def _rank_problems(place: str, layout: Layout, ranks: int) -> list[str]:
 
 
 def _engine_problems(spec: Spec, engine: EngineSpec, to_come: bool) -> list[str]:
-    """Returns the problems of the models that the engines hold.
+    """Returns error messages about the models that the engines generate with.
 
-    Checks the models of untrained roles, the junior models, and whether the models can be sharded over the GPUs of a
-    server."""
+    Checks the models of untrained roles, the frozen junior models of Tandem RL, and whether each model can be sharded
+    over the GPUs of a server."""
     found, settings = [], engine.settings
     if not engine.trains:
         if isinstance(settings, Servers) and settings.colocate:
@@ -259,9 +263,10 @@ def _engine_problems(spec: Spec, engine: EngineSpec, to_come: bool) -> list[str]
 
 
 def _read_model(place: str, path: str, to_come: bool) -> tuple[list[str], tuple[Sizes, Features] | None]:
-    """Reads a model's config.json. Returns (problems, (sizes, features) of the model or None if it cannot be read).
+    """Reads a model's config.json. Returns (error messages, (sizes, features) of the model). The second item is None if
+    the file cannot be read.
 
-    Returns ([], None) for a hub name, and for a missing directory that an earlier stage will write. Such models are
+    Returns ([], None) for a hub name, and for a missing directory that an earlier job will write. Such models are
     checked when the run starts.
     """
     file = Path(path) / "config.json"
@@ -277,7 +282,7 @@ def _read_model(place: str, path: str, to_come: bool) -> tuple[list[str], tuple[
 
 
 def _set_problems(name: str, source: PromptSet) -> list[str]:
-    """Returns the problems with the settings of a prompt set."""
+    """Returns error messages about the settings of a prompt set. `name`: name of the setting that describes the set."""
     found = _said(resolve, source, place=f"{name}: ")
     try:
         re.compile(source.answer_pattern or "")
@@ -302,7 +307,8 @@ def _set_problems(name: str, source: PromptSet) -> list[str]:
 
 
 def _overlaps(spec: Spec) -> list[str]:
-    """Returns a message for each generated training set that may contain questions of the held-out set."""
+    """Returns an error message for each generated (reasoning-gym) training set that may contain questions of the
+    held-out set."""
     held = spec.sets.get(HELD_OUT)
     return [
         f"{HELD_OUT} may have questions of {name}: both are of {', '.join(sorted(common))}; set "
@@ -316,7 +322,8 @@ def _overlaps(spec: Spec) -> list[str]:
 
 
 def _sink_problems(sinks: Sinks) -> list[str]:
-    """Returns a message for each metric sink whose package is not installed. A run would continue without the sink."""
+    """Returns an error message for each metric sink (W&B, TensorBoard) whose package is not installed. Without this
+    check, a run would continue without the sink."""
     wanted = {
         "wandb": (sinks.wandb_project is not None, f"wandb_project = {sinks.wandb_project!r}", "wandb_project to null"),
         "tensorboard": (sinks.tensorboard, "tensorboard = true", "tensorboard to false"),
@@ -329,10 +336,11 @@ def _sink_problems(sinks: Sinks) -> list[str]:
 
 
 def recipe_problems(spec: RunSpec) -> list[str]:
-    """Returns the settings that are incompatible with the recipe.
+    """Returns error messages about settings that do not fit the training recipe.
 
     Checks for: missing or unknown roles, a trained role without a policy, more iterations than the recipe's schedule
-    has, a loss that cannot be built, groups without a learning signal, and the recipe's `check`."""
+    has, a loss that cannot be built, groups of rollouts without a learning signal, and whatever the recipe's method
+    `check` rejects."""
     recipe, target = spec.recipe, spec.settings["recipe"]["target"]
     parts = recipe.roles()
     found = [f"roles.{n} is missing" for n in parts if n not in spec.roles]
@@ -356,11 +364,11 @@ def recipe_problems(spec: RunSpec) -> list[str]:
 
 
 def _signal_problems(spec: RunSpec) -> list[str]:
-    """Returns the settings that leave rollouts without a learning signal.
+    """Returns error messages about settings with which rollouts have no learning signal.
 
-    Checks for: sampling that makes all rollouts of a group identical, a batch of one rollout with an estimator that
-    compares rollouts, and a reward range that the recipe does not support. The recipe itself rejects groups that are
-    too small for its estimator.
+    Checks for: sampling that makes all rollouts of a group identical, a batch of one rollout with an advantage
+    estimator that compares the rollouts of a batch, and a reward range that the recipe does not support. The recipe
+    itself rejects groups that are too small for its estimator.
     """
     recipe, bounds, found = spec.recipe, spec.reward.range, []
     estimator = str(vars(recipe).get("estimator"))

@@ -12,7 +12,8 @@ from megatron_rl.spec.run_spec import RunSpec, Spec
 
 
 def explain(spec: Spec) -> list[str]:
-    """Returns lines about each role: how its model is sharded over the ranks, and which modules its adapters train."""
+    """Returns lines of text about each role: how the role's model is sharded over the ranks, and which modules its LoRA
+    adapters train."""
     if not isinstance(spec, RunSpec):
         return [f"the model: {_adapters(role)}" for role in spec.roles.values() if role.lora is not None]
     lines, ranks = [], spec.cluster.ranks
@@ -65,7 +66,8 @@ def explain_recipe(spec: RunSpec) -> list[str]:
 
 
 def _update(spec: RunSpec, name: str, group_size: int) -> str:
-    """Describes one update of a role: P prompts x G samples = S samples, S / B optimizer steps, maximum token count."""
+    """Describes one update of a role: P prompts x G samples = S samples, S / B optimizer steps for batches of B
+    samples, and the maximum number of tokens."""
     role, prompts = spec.roles[name], spec.run.prompts_per_iteration
     samples = prompts * group_size
     batch = role.samples_per_optimizer_step or samples

@@ -19,7 +19,7 @@ from megatron_rl.config.engines import Servers
 from megatron_rl.spec.run_spec import EngineSpec, RunSpec, SftSpec, Spec
 
 PACKAGE = "megatron_rl."
-# Graders and tools that run model-generated code in a sandbox.
+# Import paths of the graders and tools that run model-generated code in a sandbox.
 RUNS_CODE = (
     "rewards.code_cases:grade",
     "rewards.code_cases:grade_share",
@@ -51,7 +51,8 @@ class Absent:
 
     @property
     def problem(self) -> str | None:
-        """Returns why a run on this machine would fail, and the fix; None if the files may be on the hub."""
+        """Returns why a run on this machine would fail without the file, and how to fix it; None if the file can be
+        downloaded from the hub."""
         if not self.on_hub:
             folder = Path(self.path).parent
             taken = self.path.count("/") == 1 and folder != Path() and folder.is_dir()
@@ -69,7 +70,7 @@ class Absent:
 def absent_files(spec: Spec) -> list[Absent]:
     """Returns the files and directories that a specification names and that do not exist yet.
 
-    An earlier stage may still write them.
+    They are not errors yet, because an earlier job may write them before the run starts.
     """
     models = {f"{name}.path": model.path for name, model in spec.models.items()}
     models |= {f"{name}.tokenizer": model.tokenizer for name, model in spec.models.items() if model.tokenizer}
@@ -91,7 +92,8 @@ def absent_files(spec: Spec) -> list[Absent]:
 
 
 def _files(spec: Spec) -> Mapping[str, str]:
-    """Returns {setting: path} of the files that must be local, such as chat templates and token files."""
+    """Returns {name of the setting: path} of the files that must be on this machine, such as chat templates and token
+    files."""
     files = {f"{name}.chat_template": m.chat_template for name, m in spec.models.items() if m.chat_template is not None}
     if isinstance(spec, RunSpec):
         files |= spec.recipe.files()
@@ -120,7 +122,7 @@ def server_problems(engine: EngineSpec | None) -> list[str]:
 
 
 def sandbox_problems(settings: Mapping[str, Any]) -> list[str]:
-    """Returns the reasons why model-generated code, from graders or tools, could not be run in a sandbox here."""
+    """Returns the reasons why graders and tools could not run model-generated code in a sandbox on this machine."""
     if shutil.which("bwrap") is not None:
         return []
     used = [target for target in _targets(settings) if target.removeprefix(PACKAGE) in RUNS_CODE]
@@ -132,7 +134,8 @@ def sandbox_problems(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _targets(value: Any) -> Iterator[str]:
-    """Yields every `target` string in the nested values of a config."""
+    """Yields every text under a key `target` in the nested values of a config. A target is the import path of a
+    plug-in."""
     if isinstance(value, Mapping):
         if isinstance(value.get("target"), str):
             yield value["target"]

@@ -36,11 +36,11 @@ def resolve(config: TrainConfig, ranks: int, *, to_come: bool = False, here: Hos
 @overload
 def resolve(config: Config, ranks: int, *, to_come: bool = False, here: Host | None = None) -> Spec: ...
 def resolve(config: Config, ranks: int, *, to_come: bool = False, here: Host | None = None) -> Spec:
-    """Returns the checked specification of the run that a config describes.
+    """Returns the specification of the run that a config describes, after all checks.
 
-    `ranks`: total number of ranks of the run. `to_come`: allows model directories that do not exist yet because an
-    earlier stage will write them. `here`: the host that the run will start on; if None, files, packages and GPUs of
-    this host are not checked. Raises ConfigError, which lists all problems.
+    `ranks`: total number of ranks of the run. `to_come`: if True, allows model directories that do not exist yet
+    because an earlier job will write them. `here`: the host that the run will start on; if None, files, packages and
+    GPUs of this host are not checked. Raises ConfigError with a list of all invalid settings.
     """
     registry.add(config.families, "families")
     spec, problems = specify(config, ranks)
@@ -55,7 +55,7 @@ def resolve(config: Config, ranks: int, *, to_come: bool = False, here: Host | N
 
 
 def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
-    """Returns the unchecked specification of a config, and a list of errors from building its recipe.
+    """Returns (specification of a config before any check, list of errors from building the training recipe).
 
     `recipe` is None in the specification if it cannot be built."""
     shared: dict[str, Any] = {
@@ -102,8 +102,8 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
 
 
 def engine_of(config: TrainConfig | EvalConfig | GenerateConfig) -> EngineSpec:
-    """Returns the specification of a run's engines. No recipe is built, so a server process can be started from the
-    config alone."""
+    """Returns the specification of a run's engines. Builds no training recipe, so that a server process need not import
+    the recipe."""
     registry.add(config.families, "families")
     roles = {name: role for name, role in roles_of(config).items() if role.owner == name}
     more: dict[str, Any] = {}
@@ -111,7 +111,7 @@ def engine_of(config: TrainConfig | EvalConfig | GenerateConfig) -> EngineSpec:
         roles = {} if config.debug.replay else roles
         more = {"refit": config.refit, "trains": True}
     else:
-        roles.pop("base", None)  # the base model generates nothing: only its probabilities are compared
+        roles.pop("base", None)  # the base model needs no engine: only its probabilities are compared
     output = Path(config.output) if isinstance(config, GenerateConfig) else config.directory
     return EngineSpec(settings=config.engine, roles=roles, directory=output, families=config.families, **more)
 
@@ -120,7 +120,7 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
     """Returns the roles of a training run by name.
 
     For other commands, returns each model as a role named after its setting: `model`, `junior`, `verifier` or `base`.
-    Models with equal settings have the same owner."""
+    Models with equal settings share one engine."""
     ahead = served = False
     if isinstance(config, TrainConfig):
         ahead, roles = config.rollouts.max_staleness > 0, config.roles
@@ -134,7 +134,7 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
             name = setting.removesuffix(".model")
             owner = first_of.setdefault(model, name)
             roles[name] = RoleConfig(model=model, policy="none", same_as=None if owner == name else owner)
-    first: dict[Any, str] = {}  # the first role of each group of roles that share servers
+    first: dict[Any, str] = {}  # base model of shared servers -> first role that uses these servers
     out: dict[str, RoleSpec] = {}
     for name, role in roles.items():
         owner = role.same_as or name

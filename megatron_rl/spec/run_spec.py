@@ -24,12 +24,14 @@ class RoleSpec(RoleConfig):
     """The resolved settings of a role: one model, and how it is sampled and trained.
 
     Defaults that depend on other settings are filled in: `loss.max_tokens` is never None, and `loss.correction` is the
-    correction that the role is trained with. A model of the `eval` or `generate` command is a role without a policy.
+    off-policy correction that the role is trained with. A model of the `eval` or `generate` command is a role without a
+    policy.
     """
 
     name: str
-    owner: str  # role whose policy and engine this role uses: `same_as` if it is set, otherwise the role itself
-    # role whose servers generate for this role: the owner, or a role that has another adapter of the same base model
+    owner: str  # name of the role whose policy and engine this role uses: `same_as` if set, otherwise this role
+    # name of the role whose servers generate for this role: the owner, or a role with another adapter of the same base
+    # model
     servers: str
 
 
@@ -38,17 +40,19 @@ class EngineSpec:
     """The settings of a run's inference engines, and the models that the engines hold."""
 
     settings: Embedded | Servers
-    roles: Mapping[str, RoleSpec]  # the roles that have a separate engine, including roles with an endpoint
+    # the roles with a separate engine; includes roles whose engine is a third-party endpoint
+    roles: Mapping[str, RoleSpec]
     refit: RefitConfig = field(default_factory=RefitConfig)
     # directory of the server token, the server registry and the server logs: the run directory, or the output directory
     # of an evaluation or generation
     directory: Path
-    families: tuple[str, ...] = ()  # user-defined model families, which server processes must register as well
+    families: tuple[str, ...] = ()  # import paths of user-defined model families, which server processes must register
     trains: bool = False  # whether a trainer runs beside the engines
 
     @property
     def opened(self) -> dict[str, RoleSpec]:
-        """Returns the roles whose engine is opened by the run: all roles of `roles` that have no endpoint."""
+        """Returns the roles, by name, whose engine is started or loaded by the run: all roles of `roles` without an
+        endpoint."""
         return {name: role for name, role in self.roles.items() if role.endpoint is None}
 
     @property
@@ -61,15 +65,16 @@ class EngineSpec:
 class DataSpec:
     """The problem sets of a training run."""
 
-    training: Mapping[str, PromptSet]  # keyed by setting name: `data` and `roles.NAME.data`
+    training: Mapping[str, PromptSet]  # problem sets by the name of the setting: `data` and `roles.NAME.data`
     held_out: PromptSet | None  # problem set of the evaluations; None if the run has no evaluations
-    replay: Path | None  # path to a run whose saved rollouts are trained on; None if the engines generate rollouts
+    replay: Path | None  # directory of a run whose saved rollouts are trained on; None to generate rollouts
 
 
 def first_iterations(
     schedule: Sequence[Sequence[tuple[str, ...]]], count: int | None
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Returns the cycles that contain the first `count` iterations of a schedule. The last cycle may be truncated.
+    """Returns the beginning of a training schedule, a list of cycles of iterations: the first `count` iterations. The
+    last cycle may be truncated.
 
     If `count` is None, returns the whole schedule."""
     found, left = [], sum(map(len, schedule)) if count is None else count
@@ -85,10 +90,11 @@ def first_iterations(
 class LoopSpec:
     """The settings of the training loop: the iterations, evaluations, staleness of rollouts and preflight checks."""
 
-    schedule: tuple[tuple[tuple[str, ...], ...], ...]  # schedule[cycle][iteration]: names of the roles to train
+    # schedule[cycle][iteration]: names of the roles to train in an iteration
+    schedule: tuple[tuple[tuple[str, ...], ...], ...]
     evaluation: Evaluation  # when to evaluate, and on how many problems
-    rollouts: Rollouts  # by how many iterations rollouts may be ahead of training
-    preflight: Preflight  # checks before the first update; disabled in a replay
+    rollouts: Rollouts  # how many iterations rollouts may be generated ahead of training
+    preflight: Preflight  # checks of the engines before the first update; disabled if saved rollouts are replayed
 
     @property
     def num_iterations(self) -> int:
@@ -109,7 +115,7 @@ class ClusterSpec:
 class Host:
     """The host that a run will start on.
 
-    `ranks`: number of the run's ranks on this host. `gpus`: whether the host has GPUs.
+    `ranks`: number of the run's ranks on this host. `gpus`: True if the host has GPUs.
     """
 
     ranks: int
@@ -127,7 +133,7 @@ class Spec:
     models: Mapping[str, Model]  # keyed by setting name, such as `roles.generator.model`
     sets: Mapping[str, PromptSet]  # keyed by setting name: `data`, `roles.NAME.data`, `evaluation.prompts`
     reward: Reward | None  # None if no response is graded
-    settings: Mapping[str, Any]  # the resolved config as plain Python values, for run records and fingerprints
+    settings: Mapping[str, Any]  # the resolved config as plain Python values, for the run's records and digests
 
 
 @dataclass(frozen=True, kw_only=True)

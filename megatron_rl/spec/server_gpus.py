@@ -8,9 +8,9 @@ from megatron_rl.spec.run_spec import EngineSpec
 
 
 def number_problems(engine: EngineSpec) -> list[str]:
-    """Checks `engine.gpus` independently of the machine.
+    """Checks the GPU indices in `engine.gpus` without knowledge of the machine. Returns error messages.
 
-    Returns one message if GPU indices are repeated, and one if there are fewer indices than the servers need. An empty
+    There is one message if GPU indices are repeated, and one if there are fewer indices than the servers need. An empty
     `engine.gpus` is accepted, because it is correct on a machine without GPUs.
     """
     settings = engine.settings
@@ -25,7 +25,7 @@ def number_problems(engine: EngineSpec) -> list[str]:
 
 
 def device_problems(engine: EngineSpec | None, ranks_here: int) -> list[str]:
-    """Returns messages about wrong GPU indices in `engine.gpus` on a machine that has GPUs.
+    """Returns error messages about wrong GPU indices in `engine.gpus` on a machine that has GPUs.
 
     `ranks_here`: number of ranks on the machine where the servers are started. Local rank k uses GPU k.
     """
@@ -59,13 +59,13 @@ def device_problems(engine: EngineSpec | None, ranks_here: int) -> list[str]:
 
 
 def refuse(engine: EngineSpec | None, ranks_here: int) -> None:
-    """Raises ConfigError if `device_problems` finds problems."""
+    """Raises ConfigError if the GPU indices in `engine.gpus` are wrong on this machine; see `device_problems`."""
     if problems := device_problems(engine, ranks_here):
         raise ConfigError("\n  ".join(problems))
 
 
 def doubled_gpus(settings: Servers) -> list[str]:
-    """Returns a message about GPU indices that engine.gpus repeats, or an empty list if all indices are distinct."""
+    """Returns a list of one error message if engine.gpus repeats GPU indices, otherwise an empty list."""
     twice = sorted({number for number in settings.gpus if settings.gpus.count(number) > 1})
     said = f"engine.gpus = {list(settings.gpus)}: {twice} stand there twice; two servers cannot share a GPU"
     return [said] if twice else []
