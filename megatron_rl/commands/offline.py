@@ -18,7 +18,7 @@ SAY_S = 10.0  # interval in seconds between progress lines
 
 def run(args: argparse.Namespace) -> int:
     """Grades completions or compares evaluations. Returns 0, or 1 if grading as a whole fails. Raises ConfigError for
-    an input file that cannot be used."""
+    arguments or files that cannot be used."""
     from megatron_rl.rewards.grading_pool import RewardFailure
 
     if args.out is None or (args.completions and args.compare):

@@ -108,8 +108,8 @@ def _read(spec: SftSpec, samples: list[Rollout], validation: list[Rollout]) -> t
     """Appends the training and validation samples to the lists `samples` and `validation`. Called on the driver (rank
     0).
 
-    Returns (number of optimizer steps, whether there is validation data). Raises ConfigError if the data are too few
-    for one step."""
+    Returns (number of optimizer steps, whether there is validation data). Raises ConfigError if the settings result in
+    zero steps."""
     data, model = spec.data, spec.roles["model"].model
     tokenizer = tokenizer_of(model)
     make = functools.partial(

@@ -22,28 +22,32 @@ LABEL = "megatron_rl.rewards.short_answer:grade_label"
 SHORT = "megatron_rl.rewards.short_answer:grade_text"
 CODE_OUTPUT = "megatron_rl.rewards.code_answer:grade_output"
 CODE_INPUT = "megatron_rl.rewards.code_answer:grade_input"
-# RL Tango's released code evaluates all benchmarks, including mathematics, with the training prompt without the word
-# "mathematical" (data_preprocess/prepare_eval_benchmarks.py, generate_prompt).
+# Template of all benchmarks: RL Tango's released code evaluates all benchmarks, including mathematics, with the
+# training
+# prompt without the word "mathematical" (data_preprocess/prepare_eval_benchmarks.py, generate_prompt).
 GENERAL = "tango_general"
 PROCESSBENCH = {"gsm8k": "GSM8K", "math": "MATH", "olympiadbench": "OlympiadBench", "omnimath": "Omni-MATH"}
-TABLE_ROWS = 400  # maximum number of table rows in a question
+TABLE_ROWS = 400  # maximum number of rows of a table that is part of a question
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A named set of problems for a generator or, if `judged` is True, of solutions for a verifier."""
+    """A named set of problems to be solved by a generator. If `judged` is True, a set of solutions to be judged by a
+    verifier."""
 
     name: str
     title: str
     hub: str  # name of the data set on the Hugging Face hub
-    # Converts a row to the question, the answer and other values of the grader; None for a row that is not in the set.
+    # Function that converts a row to the question, the answer and other values for the grader. Returns None for a row
+    # that
+    # does not belong to the benchmark.
     read: Callable[[DataRow], Values | None]
     grader: str = MATH
     template: str = GENERAL
     split: str = "test"
     subset: str | None = None
-    file: str | None = None  # the file of the data set to read; None for all files of the split
-    folder: str | None = None  # name of the local file or folder; None for the benchmark's name
+    file: str | None = None  # name of the only file of the data set that is read; None for all files of the split
+    folder: str | None = None  # name of the local file or folder with the rows; None if it is the benchmark's name
     judged: bool = False
 
 
@@ -64,7 +68,7 @@ def benchmarks() -> dict[str, Benchmark]:
         Benchmark("cruxeval", "CRUXEval (output)", crux, _crux_output, grader=CODE_OUTPUT),
         Benchmark("cruxeval_input", "CRUXEval (input)", crux, _crux_input, grader=CODE_INPUT, folder="cruxeval"),
         Benchmark("strategyqa", "StrategyQA (test)", "ChilleD/StrategyQA", _strategy, grader=LABEL),
-        Benchmark(  # the 2,290 problems in Table 1 of RL Tango's paper (arXiv 2505.15034)
+        Benchmark(  # StrategyQA as in Table 1 of RL Tango's paper (arXiv 2505.15034), with 2,290 problems
             "strategyqa_train", "StrategyQA (train)", "voidful/StrategyQA", _strategy_true_false, grader=LABEL,
             split="train", file="strategyqa_train.json",
         ),
@@ -91,11 +95,12 @@ def benchmark(name: str) -> Benchmark:
 
 
 def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = None) -> PromptSet:
-    """Returns the location of a benchmark's rows.
+    """Returns the location from which a benchmark's rows are read.
 
-    Without `data_dir`, the location is the data set on the hub. Otherwise it is the first that exists in `data_dir`: a
-    folder NAME, a file NAME.jsonl or NAME.parquet, or a folder with the data set's name on the hub, as created by
-    `megatron-rl fetch`. Raises ConfigError if `data_dir` has none of these. `limit`: maximum number of problems.
+    Without `data_dir`, the location is the data set on the hub. Otherwise it is the first of these that exists in
+    `data_dir`: a folder NAME, a file NAME.jsonl or NAME.parquet, or a folder with the data set's name on the hub, as
+    created by `megatron-rl fetch`. Raises ConfigError if `data_dir` has none of these. `limit`: maximum number of
+    problems.
     """
     if data_dir is None:
         return PromptSet(path=found.hub, split=found.split, subset=found.subset, file=found.file, limit=limit)
@@ -107,23 +112,26 @@ def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = Non
             f"{data_dir} has no {found.name}: give one of {', '.join(str(p) for p in places)} (the last one is as "
             "`megatron-rl fetch` makes it), or data_dir null for the hub"
         )
-    own = place.is_dir() and place != base / found.hub  # a folder from `megatron-rl fetch` has the hub's splits
+    # only a folder from `megatron-rl fetch` has the splits of the hub
+    own = place.is_dir() and place != base / found.hub
     tests = own and any(re.match(r"test([-_.]|$)", p.stem) for p in place.iterdir())
     split = "test" if tests else found.split
     return PromptSet(path=str(place), split=split, subset=found.subset, file=found.file, limit=limit)
 
 
 def read_benchmark(found: Benchmark, source: PromptSet) -> list[Problem]:
-    """Returns all problems of a benchmark. Raises the errors of data.problems.read_rows."""
+    """Reads all problems of a benchmark from `source`, the location of its rows. Raises the errors of
+    data.problems.read_rows."""
     return read_rows(source, found.read)
 
 
 def solution(row: DataRow) -> Values:
-    """Converts a row to a solution for a verifier: `question`, `steps`, `label`, `correct` and `step_labels`.
+    """Converts a row of a data set to a solution that a verifier judges: `question`, `steps`, `label`, `correct` and
+    `step_labels`.
 
-    `label` is the index of the first wrong step, from 0, or -1 if no step is wrong. `step_labels` is whether each step
-    is correct, or None if the row does not have them. `correct` is whether the final answer is correct; if the row has
-    no such field, whether no step is wrong. Raises DataError for a malformed row.
+    `label` is the index of the first wrong step, from 0, or -1 if no step is wrong. `step_labels` is a list of whether
+    each step is correct, or None if the row has no such list. `correct` is whether the final answer is correct; if the
+    row has no such field, it is whether no step is wrong. Raises DataError for a malformed row.
     """
     steps = row.get("steps")
     if not isinstance(steps, (list, tuple)) or not steps or not all(isinstance(step, str) for step in steps):
@@ -147,7 +155,7 @@ def solution(row: DataRow) -> Values:
 
 
 def _plain(row: DataRow) -> Values:
-    """Converts a row with a problem and its answer, in columns of any of several names.
+    """Converts a row to a question and its answer. The columns may have any of several usual names.
 
     If the row has no answer, the last \\boxed{} of its solution is used. Raises DataError for a row without either.
     """
@@ -213,14 +221,14 @@ def _strategy(row: DataRow) -> Values:
 
 
 def _strategy_true_false(row: DataRow) -> Values:
-    """Converts a row of StrategyQA to a question with the answers true and false, as in RL Tango's released code."""
+    """Converts a row of StrategyQA to a question whose answer is true or false, as in RL Tango's released code."""
     return _with_facts(row, {"yes": "true", "no": "false"})
 
 
 def _with_facts(row: DataRow, words: Mapping[str, str]) -> Values:
-    """Converts a row with a question, its facts and a yes-or-no answer.
+    """Converts a row with a yes-or-no question, facts about the question, and its answer.
 
-    `words`: maps an answer in the row to the word that the question asks for.
+    `words`: maps an answer in the row, such as "true", to the word that the question asks for, such as "yes".
     """
     facts, choices = row.get("facts") or [], list(words.values())
     shown = facts if isinstance(facts, str) else "\n".join(map(str, facts))
@@ -234,7 +242,7 @@ def _with_facts(row: DataRow, words: Mapping[str, str]) -> Values:
 
 
 def _table(row: DataRow) -> Values | None:
-    """Converts a row of TableBench.
+    """Converts a row of the benchmark TableBench, a question about a table.
 
     Returns None for a row that is not of the type NumericalReasoning or FactChecking with the direct prompt (DP).
     """

@@ -17,8 +17,8 @@ from megatron_rl.evaluation.set_metrics import CORRECT
 from megatron_rl.rewards.grading_pool import Graded
 from megatron_rl.run.atomic_files import write_text
 
-CHUNK = 256  # number of rows graded between two writes
-# Outcome of a malformed row. The outcomes of the other rows are the values of rewards.grading_pool.Outcome.
+CHUNK = 256  # number of rows that are graded before their grades are written to disk
+# Outcome of a malformed row. The outcome of a valid row is a value of rewards.grading_pool.Outcome.
 BAD_ROW = "bad_row"
 GRADED = "graded.jsonl"
 MAX_DETAIL = 300  # maximum number of characters of an error message
@@ -27,7 +27,8 @@ Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    """One line of the file of completions. `why` is the reason why it cannot be graded, or empty for a valid row."""
+    """One line of the file of completions. `why` is the reason why the line cannot be graded, or empty for a valid
+    line."""
 
     id: Any
     payload: Mapping[str, Any]
@@ -38,16 +39,17 @@ class CompletionRow:
 def grade_file(
     source: Path, directory: Path, grade: Grade, *, say: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
-    """Grades rows {"id", "answer", "completion"} and returns a summary.
+    """Grades the completions in a file of JSON lines {"id", "answer", "completion"}, and returns a summary.
 
-    The summary has `rows`, `accuracy` (share of correct rows), `reward` (mean score) and `outcomes` (count of each
-    outcome). It is written to DIR/summary.json. DIR/graded.jsonl has a row {"id", "score", "outcome"} for each row, in
-    the same order. `outcome` is score, timeout, error or bad_row; rows with the last three have score 0.0 and a
-    `detail`. Additional fields of a row are passed to the grader.
+    The summary has `rows` (number of rows), `accuracy` (share of correct rows), `reward` (mean score) and `outcomes`
+    (count of each outcome). It is written to summary.json in `directory`. The file graded.jsonl there has a row {"id",
+    "score", "outcome"} for each row of the source, in the same order. `outcome` is "score", "timeout", "error" or
+    "bad_row"; rows with the last three have the score 0.0 and an error message `detail`. Additional fields of a row are
+    passed to the grader.
 
-    Rows in DIR/graded.jsonl from an interrupted run are kept; an incomplete last line is graded again. `say` is called
-    with the number of graded rows after every chunk. Raises ConfigError if DIR has the grades of other rows, and if the
-    source file does not exist or has no rows.
+    Rows in graded.jsonl from an interrupted run are kept; an incomplete last line is graded again. `say` is called
+    with the number of graded rows after every chunk. Raises ConfigError if graded.jsonl has the grades of other rows,
+    and if the source file does not exist or has no rows.
     """
     if not source.is_file():
         raise ConfigError(f"--completions {source}: there is no such file")
@@ -98,7 +100,8 @@ def _graded(rows: Sequence[CompletionRow], grade: Grade) -> list[dict[str, Any]]
 
 
 def _row(where: str, row: dict[str, Any] | BadRow) -> CompletionRow:
-    """Converts a parsed line to a CompletionRow. `where`: file and line number, for the error message."""
+    """Converts a parsed line of the file of completions to a CompletionRow. `where`: file and line number, for the
+    error message."""
     if isinstance(row, BadRow):
         return CompletionRow(None, {}, "", f"{where}: {row.why}")
     answer, completion, why = row.get("answer"), row.get("completion"), ""
@@ -117,7 +120,8 @@ def _row(where: str, row: dict[str, Any] | BadRow) -> CompletionRow:
 
 
 def _done(out: Path) -> list[dict[str, Any]]:
-    """Returns the complete rows of an earlier, interrupted run, and truncates the file after the last of them."""
+    """Returns the complete rows of the file `out` from an earlier, interrupted run. Truncates the file after the last
+    complete row."""
     if not out.exists():
         return []
     kept: list[bytes] = []

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Confusion:
-    """The confusion counts of judgements. The positive class is "correct".
+    """The confusion counts of a judge's judgements of items, such as solutions. The positive class is "correct".
 
-    `tp`: correct, judged correct. `fp`: wrong, judged correct. `tn`: wrong, judged wrong. `fn`: correct, judged wrong.
+    `tp`: number of correct items judged correct. `fp`: wrong items judged correct. `tn`: wrong items judged wrong.
+    `fn`: correct items judged wrong.
     """
 
     tp: int = 0
@@ -24,7 +25,7 @@ class Confusion:
 
     @property
     def predicted_positive(self) -> float:
-        """Returns the share of the items that were judged correct; 0.0 without judgements.
+        """Returns the share of items that were judged correct; 0.0 if there are no judgements.
 
         A value near 0 or 1 means that the judge almost always gives the same judgement.
         """
@@ -32,9 +33,10 @@ class Confusion:
 
     @property
     def f1(self) -> float | None:
-        """Returns ProcessBench's F1, the harmonic mean of the accuracies on correct items and on wrong items.
+        """Returns ProcessBench's F1, the harmonic mean of the judge's accuracy on correct items and its accuracy on
+        wrong items.
 
-        Returns None if one of the two classes is empty.
+        Returns None if there are no correct items or no wrong items.
         """
         correct, wrong = self.tp + self.fn, self.tn + self.fp
         if not correct or not wrong:
@@ -42,7 +44,8 @@ class Confusion:
         return harmonic_mean(self.tp / correct, self.tn / wrong)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics confusion/tp, confusion/fp, confusion/tn, confusion/fn and predicted_positive."""
+        """Returns a dictionary of the metrics confusion/tp, confusion/fp, confusion/tn, confusion/fn and
+        predicted_positive."""
         counts = {"tp": self.tp, "fp": self.fp, "tn": self.tn, "fn": self.fn}
         return {f"confusion/{name}": float(n) for name, n in counts.items()} | {
             "predicted_positive": self.predicted_positive
@@ -50,7 +53,8 @@ class Confusion:
 
 
 def confusion(judgements: Iterable[tuple[bool | None, bool]]) -> Confusion:
-    """Returns the confusion counts of (judgement, truth) pairs. A judgement of None (unreadable) counts as "wrong"."""
+    """Returns the confusion counts of (judgement, truth) pairs. A judgement that could not be parsed (None) is counted
+    as "wrong"."""
     pairs = [(bool(said), truth) for said, truth in judgements]
     return Confusion(
         tp=pairs.count((True, True)),
@@ -61,7 +65,8 @@ def confusion(judgements: Iterable[tuple[bool | None, bool]]) -> Confusion:
 
 
 def step_confusion(verdicts: Sequence[Sequence[bool]], labels: Sequence[Sequence[bool]]) -> Confusion:
-    """Returns the confusion counts of [S][K] verdicts and gold labels, over the K steps of each of S solutions.
+    """Returns the confusion counts of a verifier's verdicts on the single steps of solutions. `verdicts`, `labels`:
+    [S][K], the verdict and the gold label of each of K steps of S solutions.
 
     Solutions whose number of verdicts differs from the number of labels are left out.
     """
@@ -70,10 +75,10 @@ def step_confusion(verdicts: Sequence[Sequence[bool]], labels: Sequence[Sequence
 
 
 def agreement(counts: Confusion) -> float | None:
-    """Returns the share of judgements that are true; None without judgements."""
+    """Returns the accuracy: the share of items that were judged rightly; None if there are no judgements."""
     return (counts.tp + counts.tn) / counts.total if counts.total else None
 
 
 def harmonic_mean(a: float, b: float) -> float:
-    """Returns the harmonic mean 2ab / (a + b); 0 if both are 0."""
+    """Returns the harmonic mean 2ab / (a + b) of two numbers; 0 if both numbers are 0."""
     return 2 * a * b / (a + b) if a + b else 0.0

@@ -13,7 +13,7 @@ from megatron_rl.data.problems import Problem
 from megatron_rl.engines.protocol import Completion, Engine, Sampling, Tokens
 from megatron_rl.types import Stop
 
-ROOM = 8  # number of tokens of the context that are left unused
+ROOM = 8  # number of tokens at the end of the context that are left unused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +29,16 @@ class ProblemSet:
 def prompt_tokens(tokenizer: Any, template: str, values: Mapping[str, Any], *, chat: bool) -> list[int]:
     """Returns the token ids of a problem's prompt.
 
-    If `values` has messages, the prompt is this conversation. Otherwise it is the template filled with `values`; with
-    `chat`, as a user message in the tokenizer's chat template. Raises the errors of chat_template.prompt_ids.
+    If `values` has the key "messages", the prompt is this conversation. Otherwise the prompt is the template filled
+    with `values`; if `chat` is True, as a user message in the tokenizer's chat template. Raises the errors of
+    chat_template.prompt_ids.
     """
     return tokenize(ChatTokenizer(tokenizer) if chat else tokenizer, problem_text(template, values))
 
 
 def draw(engine: Engine, asks: Mapping[int, tuple[Tokens, Sampling]]) -> dict[int, list[Completion]]:
-    """Draws completions from an engine for {key: (prompt, sampling)} and waits for them. Returns {key: its n
-    completions}, in the order of `asks`.
+    """Samples completions from an engine and waits until all are done. `asks`: {key: (prompt, sampling parameters)}.
+    Returns {key: the n completions of the prompt}, in the order of `asks`.
 
     The random numbers of a completion only depend on the seed, the key and the sample index.
     """
@@ -51,9 +52,11 @@ def draw(engine: Engine, asks: Mapping[int, tuple[Tokens, Sampling]]) -> dict[in
 def draw_within(
     engine: Engine, prompts: Mapping[int, Tokens], sampling: Sampling, context: int | None
 ) -> dict[int, list[Completion]]:
-    """Draws completions for {key: prompt} as `draw` does, with at most `limit` tokens each.
+    """Samples completions for {key: prompt} as `draw` does, with at most as many tokens as the function `limit`
+    returns.
 
-    A prompt that leaves no space for an answer in the context gets empty completions with Stop.LENGTH.
+    If a prompt leaves no space for an answer in the context, its completions are empty and have the stop reason
+    Stop.LENGTH.
     """
     limits = {key: limit(len(prompt), sampling.max_tokens, context) for key, prompt in prompts.items()}
     asks = {key: (prompts[key], replace(sampling, max_tokens=most)) for key, most in limits.items() if most}
@@ -63,7 +66,8 @@ def draw_within(
 
 
 def limit(prompt: int, max_tokens: int, context: int | None) -> int:
-    """Returns the maximum number of tokens of an answer: min(max_tokens, context - prompt - ROOM), but at least 0.
+    """Returns the maximum number of tokens of an answer: min(max_tokens, context - prompt - ROOM), and at least 0,
+    where ROOM tokens of the context are left unused.
 
     `prompt`: number of tokens of the prompt. `context`: context length in tokens; None for no limit.
     """

@@ -30,19 +30,20 @@ HANDOFF = "handoff"
 
 @dataclass(slots=True)
 class Chain:
-    """One answer that two models generate in turns."""
+    """One answer that two models generate in turns, and its state."""
 
     prompt: np.ndarray  # token ids of the prompt, int32
-    first_index: int  # engine key of the first turn
+    first_index: int  # key of the first turn's request to the engine, which determines its random numbers
     budget: int  # maximum number of tokens of the answer
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    turns: list[int] = field(default_factory=list)  # token count of each turn; turns 0, 2, ... are the first model's
-    stop: Stop | None = None  # None while the chain is not finished
+    # token count of each turn; the first model generates turns 0, 2, 4, ...
+    turns: list[int] = field(default_factory=list)
+    stop: Stop | None = None  # reason why the answer ended; None while it is not finished
 
     @property
     def index(self) -> int:
-        """Returns the engine key of the next turn, which determines its random numbers."""
+        """Returns the key of the next turn's request to the engine, which determines the random numbers of the turn."""
         return self.first_index + len(self.tokens)
 
     @property
@@ -56,7 +57,7 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class HandOff:
-    """Two models that generate answers to a set's problems in turns, `sampling.n` answers for each problem.
+    """Two models that generate each answer in turns, `sampling.n` answers for each problem of a set.
 
     The models must have the same vocabulary.
     """
@@ -70,9 +71,9 @@ class HandOff:
     measure: str = field(default=HANDOFF, init=False)
 
     def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
-        """Returns `sampling.n` graded samples for each of the problems with the indices `places`.
+        """Returns `sampling.n` graded answers (samples) for each of the problems with the indices `places`.
 
-        The field `turns` of a sample has the token counts of its turns.
+        The field `turns` of a sample has the token count of each turn.
         """
         chains = {
             (place, j): Chain(
@@ -101,7 +102,8 @@ def write(
     *,
     max_rounds: int = MAX_ROUNDS,
 ) -> None:
-    """Generates all chains to their ends, in place, in at most `max_rounds` rounds of one turn of each engine.
+    """Completes all chains (answers that two models generate in turns) in place. Each of the two engines has at most
+    `max_rounds` turns.
 
     All chains take the same turn at the same time, so that a turn is one batch for one engine.
     """
@@ -125,8 +127,8 @@ def write(
 
 
 def _draw_turn(engine: Engine, chains: Sequence[Chain], sampling: Sampling) -> list[Completion]:
-    """Returns one turn of each chain. Chains with the same engine key are sent in separate sessions, because a session
-    accepts each key only once."""
+    """Generates the next turn of each chain with an engine. Returns one completion for each chain. Chains with the same
+    engine key are sent in separate sessions, because a session accepts each key only once."""
     one_turn = replace(sampling, n=1, stop_strings=(*sampling.stop_strings, SWITCH))
     found: dict[int, Completion] = {}
     waiting = list(range(len(chains)))

@@ -24,12 +24,12 @@ from megatron_rl.types import Prompt, Stop
 JUDGE = "judge"
 NO_ERROR = -1
 NOTHING = Completion(tokens=np.empty(0), logprobs=np.empty(0), stop=Stop.LENGTH)
-SHOWN = ("steps", "label", "correct", "step_labels")  # fields of the solution that are copied to every sample
+SHOWN = ("steps", "label", "correct", "step_labels")  # fields of the judged solution that are copied to every sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """A verifier that judges each solution of a set `sampling.n` times."""
+    """A verifier that judges every solution of a set `sampling.n` times."""
 
     engine: Engine
     tokenizer: Any
@@ -38,9 +38,9 @@ class Judge:
     measure: str = field(default=JUDGE, init=False)
 
     def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
-        """Returns `sampling.n` verifications for each of the problems with the indices `places`.
+        """Returns `sampling.n` verifications (samples) for each of the solutions with the indices `places`.
 
-        If the context has no space for an answer, the verifications are empty and not finished.
+        If a prompt leaves no space for an answer in the context, its verifications are empty and marked as unfinished.
         """
 
         def steps(place: int) -> int:
@@ -73,10 +73,12 @@ def verifier_values(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def reading(text: str, num_steps: int) -> Sample:
-    """Parses a verification of `num_steps` steps. Returns its `response`, `verdicts`, `final` verdict and `predicted`.
+    """Parses a verifier's text about a solution with `num_steps` steps. Returns a dictionary with the `response`, the
+    `verdicts` on the steps, the `final` verdict and `predicted`.
 
     `predicted` is the index of the first step that the verifier calls wrong. It is -1 if the verifier calls every step
-    correct, and None if it calls no step wrong but the number of verdicts is not `num_steps`; None matches no label.
+    correct, and None if it calls no step wrong but the number of verdicts is not `num_steps`. None is always a wrong
+    prediction.
     """
     verdicts = step_verdicts(text)
     wrong = next((i for i, correct in enumerate(verdicts[:num_steps]) if not correct), None)
@@ -85,16 +87,18 @@ def reading(text: str, num_steps: int) -> Sample:
 
 
 def vote(predictions: Sequence[int | None]) -> int | None:
-    """Returns the most frequent prediction except None; the smallest in a tie; None if all predictions are None."""
+    """Returns the most frequent prediction. In a tie, returns the smallest. Predictions of None are ignored; returns
+    None if there are no others."""
     counts = Counter(p for p in predictions if p is not None)
     most = max(counts.values(), default=0)
     return min((p for p, count in counts.items() if count == most), default=None)
 
 
 def judged(groups: Sequence[Sequence[Sample]], *, seed: int = 0) -> tuple[dict[str, Interval], Calibration | None]:
-    """Computes a verifier's metrics from [P][n] samples. Returns (metrics with intervals, calibration of the votes).
+    """Computes a verifier's metrics from [P][n] samples: n verifications of each of P solutions. Returns (metrics with
+    confidence intervals, calibration of the votes).
 
-    The bootstrap resamples the P solutions. Metrics of single verifications are means over the n samples.
+    The bootstrap resamples the P solutions. Metrics of single verifications are averaged over the n samples.
     """
     wrong = np.array([group[0]["label"] != NO_ERROR for group in groups])
     hits = np.array([fmean(float(row["predicted"] == row["label"]) for row in group) for group in groups])
@@ -117,8 +121,9 @@ def judged(groups: Sequence[Sequence[Sample]], *, seed: int = 0) -> tuple[dict[s
 
 
 def _processbench(suffix: str, hits: np.ndarray, wrong: np.ndarray, seed: int) -> dict[str, Interval | None]:
-    """Returns ProcessBench's accuracies on solutions with an error (found at the right step) and without an error, and
-    their harmonic mean f1 (arXiv 2412.06559). `suffix`: end of the metrics' names."""
+    """Returns the metrics of ProcessBench (arXiv 2412.06559): accuracy on solutions with an error (which must be found
+    at the right step), accuracy on solutions without an error, and f1, the harmonic mean of both. `suffix`: end of the
+    metrics' names."""
 
     def accuracy(rows: np.ndarray, of: bool) -> float | None:
         chosen = hits[rows][wrong[rows] == of]
@@ -137,7 +142,8 @@ def _processbench(suffix: str, hits: np.ndarray, wrong: np.ndarray, seed: int) -
 
 
 def _outcomes(rows: Sequence[Sample]) -> Confusion:
-    """Returns the confusion counts of final verdicts and the correctness of the solutions' final answers."""
+    """Returns the confusion counts of the verifier's final verdicts, with respect to whether the solutions' final
+    answers are correct."""
     return confusion((row["final"], bool(row["correct"])) for row in rows)
 
 
@@ -146,7 +152,8 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def _located(rows: Sequence[Sample]) -> float | None:
-    """Returns the share of rightly rejected solutions whose first wrong step the verifier found; None without any.
+    """Returns, of the wrong solutions that the verifier rejected, the share in which it also found the first wrong
+    step. Returns None if it rejected no wrong solution.
 
     A low share means that the verifier rejects wrong solutions for wrong reasons.
     """
@@ -155,7 +162,8 @@ def _located(rows: Sequence[Sample]) -> float | None:
 
 
 def step_counts(rows: Sequence[Sample]) -> Confusion:
-    """Returns the confusion counts of step verdicts and gold labels, over the samples with one verdict for each step.
+    """Returns the confusion counts of the verdicts on single steps with respect to gold labels. Only samples with one
+    verdict for each step are used.
 
     If only the first wrong step of a solution is known, the steps after it are left out.
     """
@@ -169,7 +177,7 @@ def step_counts(rows: Sequence[Sample]) -> Confusion:
     return step_confusion(verdicts, labels)
 
 
-# Metrics by name, as functions of all samples of a list of solutions.
+# Name of a metric -> function that computes it from all samples of a list of solutions.
 _STATISTICS: Mapping[str, Callable[[Sequence[Sample]], float | None]] = {
     "outcome_accuracy": lambda rows: agreement(_outcomes(rows)),
     "outcome_correct_accuracy": lambda rows: _share((c := _outcomes(rows)).tp, c.tp + c.fn),

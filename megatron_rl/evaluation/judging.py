@@ -18,23 +18,24 @@ Opinion = TypeVar("Opinion")  # the parsed content of a judgement, such as a ver
 
 @dataclass(frozen=True, kw_only=True)
 class Question(Generic[Item, Opinion]):
-    """A pair of functions: one makes the prompt about an item, the other parses the model's answer."""
+    """A pair of functions: `prompt` makes the prompt that asks a model to judge an item, `read` parses the model's
+    answer."""
 
-    prompt: Callable[[Item], Prompt | None]  # returns None if no prompt can be made for the item
+    prompt: Callable[[Item], Prompt | None]  # makes the prompt; returns None if no prompt can be made for the item
     read: Callable[[Item, str], Opinion]  # parses the text of an answer about an item
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Judgement(Generic[Item, Opinion]):
-    """One answer of a model about one item."""
+    """One answer in which a model judges one item, such as a solution."""
 
-    key: int  # key of the item
+    key: int  # key with which the caller requested the item
     item: Item
     opinion: Opinion
     prompt: Prompt
     completion: Completion
     decoded: Decoded  # the decoded text of the answer
-    version: int  # version of the engine's weights, used if the completion has no version
+    version: int  # version of the engine's weights; only used if the completion has no version
 
     def rollout(self, role: str, *, partner_weight: float = 0.0) -> Rollout:
         """Returns the judgement as a training rollout of `role`. The judgements of one item form a group."""
@@ -49,7 +50,7 @@ class Judgement(Generic[Item, Opinion]):
 
 
 class Judging(Generic[Item, Opinion]):
-    """A session in which a model judges items, which may be added at any time. It works with any engine."""
+    """A session in which a model judges items. Items may be added at any time. Any engine can be used."""
 
     def __init__(
         self,
@@ -68,8 +69,8 @@ class Judging(Generic[Item, Opinion]):
         self.session = engine.session()
 
     def ask(self, key: int, item: Item) -> bool:
-        """Requests the judgements of an item. Returns False if the item has no prompt or the context has no space for
-        an answer.
+        """Requests the judgements of an item. Returns False if no prompt can be made for the item, or if its prompt
+        leaves no space for an answer in the context.
 
         The random numbers of a judgement only depend on the seed, `key` and the sample index. May be called at any
         time, also during the iteration over `answers`.
@@ -85,7 +86,7 @@ class Judging(Generic[Item, Opinion]):
         return True
 
     def answers(self) -> Iterator[tuple[int, list[Judgement[Item, Opinion]]]]:
-        """Yields (key, the n judgements of the item) for each requested item, as soon as its judgements are done."""
+        """Yields (key, the n judgements of the item) for each requested item, as soon as all n are done."""
         for key, completions in self.session.answers():
             yield key, [self._judgement(key, completion) for completion in completions]
 

@@ -15,38 +15,40 @@ from megatron_rl.run.atomic_files import write_text
 from megatron_rl.run.json_lines import UNREADABLE, append
 from megatron_rl.run.json_lines import read as read_lines
 
-# A row with `set`, `measure`, `id` (index of the problem), `sample` (index 0..n-1), and the results of the measure.
+# A row of an evaluation, with `set`, `measure`, `id` (index of the problem), `sample` (index 0..n-1), and the results.
 Sample = dict[str, Any]
 PARTIAL = ".partial"
 _log = logging.getLogger(__name__)
 
 
 class Samples:
-    """The samples of one evaluation, stored in NAME.jsonl.partial until the evaluation is complete, then in NAME.jsonl.
+    """The samples (rows) of one evaluation. They are stored in NAME.jsonl.partial until the evaluation is complete,
+    then in NAME.jsonl.
 
-    The first line of the partial file has the `digest` of the evaluation. All samples of a problem are written
-    together. If there is a partial file with the same digest, its complete problems are loaded; a truncated line and
-    the rows of an incomplete problem are dropped. If `path` is None, no file is written.
+    The first line of the partial file has `digest`, a hash of everything that the samples depend on. All samples of a
+    problem are written together. If there is a partial file with the same digest, its complete problems are loaded; a
+    truncated line and the rows of an incomplete problem are dropped. If `path` is None, no file is written.
     """
 
     def __init__(self, path: Path | None, digest: str) -> None:
         self._path, self._partial, self._digest = path, None if path is None else Path(f"{path}{PARTIAL}"), digest
         self._rows: dict[tuple[str, str], dict[int, list[Sample]]] = defaultdict(dict)
-        self.resumed = 0  # number of problems loaded from the partial file
+        self.resumed = 0  # number of problems whose samples were loaded from the partial file
         if self._partial is not None:
             self._resume(self._partial)
 
     def rows(self, name: str, measure: str) -> list[list[Sample]]:
-        """Returns the [P][n] samples of one measure on the set `name`, in the order of the problems' ids."""
+        """Returns the samples of one measure on the problem set `name`: n samples of each of P problems, ordered by
+        problem id."""
         found = self._rows[name, measure]
         return [found[key] for key in sorted(found)]
 
     def missing(self, name: str, measure: str, ids: Iterable[int]) -> list[int]:
-        """Returns the problem ids in `ids` that have no samples yet for this set and measure."""
+        """Returns the problem ids in `ids` without samples of this measure on the problem set `name`."""
         return [key for key in ids if key not in self._rows[name, measure]]
 
     def add(self, groups: Iterable[Sequence[Sample]]) -> None:
-        """Adds problems and appends them to the partial file. Each group has all samples of one problem.
+        """Adds samples and appends them to the partial file. Each group has all samples of one problem.
 
         The rows are on disk when this function returns. Raises DiskError if they cannot be written.
         """
@@ -58,7 +60,7 @@ class Samples:
             append(self._partial, whole.encode())
 
     def write(self) -> None:
-        """Writes NAME.jsonl, with the sets in the order in which they were first added."""
+        """Writes all samples to NAME.jsonl, with the problem sets in the order in which they were first added."""
         if self._path is not None:
             write_text(
                 self._path,
@@ -66,7 +68,7 @@ class Samples:
             )
 
     def forget(self) -> None:
-        """Removes the partial file. Call it after the evaluation is complete and `write` was called."""
+        """Removes the partial file. Call this method after the evaluation is complete and `write` was called."""
         if self._partial is not None:
             self._partial.unlink(missing_ok=True)
 
@@ -94,9 +96,10 @@ class Samples:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Returns the samples in a NAME.jsonl. Malformed lines are left out, and their count is logged as a warning.
+    """Returns the samples in the file NAME.jsonl of an evaluation. Malformed lines are left out, and the number of
+    malformed lines is logged as a warning.
 
-    Raises FileNotFoundError if there is no file, and ValueError if no line is a sample.
+    Raises FileNotFoundError if the file does not exist, and ValueError if no line is a sample.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
@@ -113,7 +116,7 @@ def _line(row: Sample, count: int) -> str:
 
 
 def _sample(raw: Any) -> Sample:
-    """Returns the sample of a parsed line. Raises KeyError or TypeError for a value that is not a sample."""
+    """Converts a parsed line to a sample. Raises KeyError or TypeError for a value that is not a sample."""
     texts, numbers = (raw["set"], raw["measure"]), (raw["id"], raw["sample"])
     if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
         raise TypeError("a sample has the names of its set and measure, and the numbers of its problem and its own")

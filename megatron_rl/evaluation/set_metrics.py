@@ -30,7 +30,8 @@ MACRO = "mean over sets"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetMetrics:
-    """The metrics of one measure on one set. `values`: the [P] values of each metric that is a mean over problems."""
+    """The metrics of one measure on one problem set. `values`: for each metric that is a mean over the P problems, its
+    [P] values."""
 
     name: str
     title: str
@@ -44,7 +45,8 @@ class SetMetrics:
 
 
 def metrics_of(samples: Samples, name: str, title: str, measure: str, *, ks: Sequence[int], seed: int) -> SetMetrics:
-    """Returns the metrics of one measure on a set with complete samples. `ks`: the values of k for pass@k."""
+    """Returns the metrics of one measure on the problem set `name`, whose samples must be complete. `title`: the set's
+    name in tables. `ks`: the values of k for pass@k."""
     groups = samples.rows(name, measure)
     rows = [row for group in groups for row in group]
     values: dict[str, list[float]] = {}
@@ -72,11 +74,11 @@ def metrics_of(samples: Samples, name: str, title: str, measure: str, *, ks: Seq
 
 
 def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict[str, list[float]]:
-    """Returns the metrics of graded answers, each with one value for each problem. `groups`: [P][n] samples.
+    """Returns {metric: [P] values} of graded answers. `groups`: [P][n], n samples of each of P problems.
 
     The metrics are accuracy (mean@n, the share of correct answers), reward (the mean score), pass@k, maj@n, lengths
-    and, if a verifier weighted the answers, best_of_n and vote_of_n. pass@k, maj@n, best_of_n and vote_of_n use whether
-    an answer is correct, not its score.
+    and, if a verifier weighted the answers, best_of_n and vote_of_n (majority vote with these weights). pass@k, maj@n,
+    best_of_n and vote_of_n use whether an answer is correct, not its score.
     """
     n = min((len(group) for group in groups), default=0)
     correct = [[float(row["score"] > CORRECT) for row in group] for group in groups]
@@ -102,17 +104,17 @@ def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict
 
 
 def text_names(measure: str, rows: Sequence[Sample]) -> list[str]:
-    """Returns the names of the text metrics: cross_entropy for legibility; otherwise the kl_ and gap_ fields of the
-    rows, in the order of the first row."""
+    """Returns the names of the metrics of a measure that scores texts: "cross_entropy" for legibility; otherwise the
+    fields of the rows that begin with kl_ or gap_, in the order of the first row."""
     if measure == LEGIBILITY:
         return ["cross_entropy"]
     return [name for name in rows[0] if name.startswith(("kl_", "gap_"))] if rows else []
 
 
 def text_values(groups: Sequence[Sequence[Sample]], names: Sequence[str]) -> dict[str, list[float]]:
-    """Returns the metrics of texts, each with one value for each problem. `groups`: [P][n] samples.
+    """Returns {metric: one value for each problem} of scored texts. `groups`: [P][n], n samples of each of P problems.
 
-    The value of a problem is the mean over its scored texts. Problems without a scored text are left out.
+    The value of a problem is the mean over the problem's scored texts. Problems without a scored text are left out.
     """
     out = {}
     for name in names:
@@ -122,10 +124,11 @@ def text_values(groups: Sequence[Sequence[Sample]], names: Sequence[str]) -> dic
 
 
 def macro(sets: Sequence[SetMetrics], *, seed: int) -> dict[str, dict[str, Interval]]:
-    """Returns {measure: {metric: equal-weight mean over its sets}}, for metrics that every set of the measure has.
+    """Returns {measure: {metric: mean over the problem sets, with equal weights}}, for the metrics that all sets of a
+    measure have.
 
-    If a metric is not a mean over problems, such as an F1, its interval is computed from the intervals of the sets as
-    if the errors were independent and normally distributed.
+    For a metric that is not a mean over problems, such as F1, the interval is computed from the intervals of the sets,
+    as if the errors were independent and normally distributed.
     """
     out: dict[str, dict[str, Interval]] = {}
     for measure in dict.fromkeys(s.measure for s in sets):
@@ -136,7 +139,8 @@ def macro(sets: Sequence[SetMetrics], *, seed: int) -> dict[str, dict[str, Inter
 
 
 def gradings(samples: Samples, sets: Sequence[SetMetrics]) -> list[Graded]:
-    """Returns the results of all gradings, for rewards.grading_pool.check_failures."""
+    """Returns the results of all gradings of an evaluation, in the form that rewards.grading_pool.check_failures
+    expects."""
     rows = [
         row for s in sets if s.measure in (SOLVE, HANDOFF) for group in samples.rows(s.name, s.measure) for row in group
     ]

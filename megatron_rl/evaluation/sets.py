@@ -11,12 +11,12 @@ from megatron_rl.data.problems import Problem, read_problems
 from megatron_rl.evaluation.benchmarks import benchmark, read_benchmark, solution, source_of
 from megatron_rl.spec.run_spec import EvalSpec
 
-GENERATOR_TEMPLATE, JUDGED_TEMPLATE = "tango_generator", "tango_verifier"  # templates of user data sets
+GENERATOR_TEMPLATE, JUDGED_TEMPLATE = "tango_generator", "tango_verifier"  # prompt templates for data sets of the user
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradedSet:
-    """A set of problems with its prompt template and its grader."""
+    """A set of problems to evaluate on, with its prompt template and its grader."""
 
     name: str
     title: str
@@ -27,8 +27,8 @@ class GradedSet:
 
 
 def read_sets(spec: EvalSpec) -> list[GradedSet]:
-    """Loads all sets of an evaluation. Raises ConfigError for an unknown benchmark, a benchmark without data, and two
-    sets of the same name."""
+    """Loads all problem sets of an evaluation. Raises ConfigError for an unknown benchmark, a benchmark without data,
+    and two sets with the same name."""
     config, out = spec.config, []
     for name in config.benchmarks:
         found = benchmark(name)
@@ -42,7 +42,7 @@ def read_sets(spec: EvalSpec) -> list[GradedSet]:
         )
     if config.data is not None:
         problems, path = read_problems(config.data), Path(config.data.path)
-        # The set of a file test.* or train.* has the name of the file's directory.
+        # A set that is read from a file test.* or train.* gets the name of the file's directory, not of the file.
         plain = path.stem in ("test", "train") and path.parent.name
         name = path.parent.name if plain else path.stem
         judged = "steps" in resolve(config.data).fields

@@ -27,11 +27,11 @@ class Solver:
     grade: Grade
     context: int | None = None
     weigher: Weigher | None = None
-    keep_tokens: bool = False  # whether samples have `token_ids`, which legibility and drift need
+    keep_tokens: bool = False  # whether samples get the field `token_ids`, which the measures legibility and drift need
     measure: str = field(default=SOLVE, init=False)
 
     def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
-        """Returns `sampling.n` graded samples for each of the problems with the indices `places`.
+        """Returns `sampling.n` graded answers (samples) for each of the problems with the indices `places`.
 
         The samples of a problem do not depend on which other problems are in `places`.
         """
@@ -55,14 +55,16 @@ class Solver:
 
 
 def sample_of(problems: ProblemSet, place: int, sample: int, measure: str) -> Sample:
-    """Returns the fields that every sample has: set, measure, problem, sample index, question and answer."""
+    """Returns a sample with the fields that every sample has: set, measure, problem, sample index, question and
+    answer."""
     problem = problems.problems[place]
     shown = {name: str(problem.values[name]) for name in ("question", "answer") if name in problem.values}
     return {"set": problems.name, "measure": measure, "id": place, "row": problem.row, "sample": sample} | shown
 
 
 def answer_of(text: str, completion: Completion, graded: Graded) -> Sample:
-    """Returns the fields of a sample for a graded answer: response, score, outcome, normal form and length."""
+    """Returns the fields of a sample that describe a graded answer: response, score, outcome, normal form of the
+    answer, and length."""
     found = {"response": text, "score": graded.score, "outcome": graded.outcome.value, "key": answer_key(text)}
     found |= {"finished": completion.stop.finished, "tokens": len(completion.tokens)}
     return found | ({"detail": graded.detail} if graded.detail else {})

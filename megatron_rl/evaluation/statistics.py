@@ -28,19 +28,20 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """The comparison of two models on the same problems. `difference` is second minus first."""
+    """The comparison of two models on the same problems. `difference`: mean score of the second model minus mean score
+    of the first model."""
 
     problems: int
     difference: Interval
-    p_permutation: float  # sign-flip permutation test of the mean difference, two-sided
-    p_mcnemar: float | None  # exact McNemar test; None unless every score is 0 or 1
+    p_permutation: float  # two-sided p-value of the sign-flip permutation test of the mean difference
+    p_mcnemar: float | None  # p-value of the exact McNemar test; None unless every score is 0 or 1
     better: int  # number of problems on which the second model is better
     worse: int
 
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """The predictions whose confidence is in one of several equal-width intervals of [0, 1]."""
+    """Statistics of the predictions whose confidence is in one of several equal-width intervals of [0, 1]."""
 
     count: int
     confidence: float  # mean confidence
@@ -49,9 +50,9 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The calibration of confidences with respect to the truth."""
+    """How well a model's confidences match the share of its predictions that are true."""
 
-    ece: float  # expected calibration error: mean |confidence - accuracy| over bins, weighted by their counts
+    ece: float  # expected calibration error: mean |confidence - accuracy| over bins, weighted by the bins' counts
     brier: float  # Brier score: mean squared difference of confidence and truth (0 or 1)
     bins: tuple[Bin, ...]  # the bins that are not empty
 
@@ -70,16 +71,17 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(keys: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    """Returns the score of the most frequent answer to one problem. `keys`, `scores`: [n] answers and their scores.
+    """Returns the score of the most frequent answer to one problem. `keys`, `scores`: normal form and score of the
+    answer of each of n samples.
 
     The key None means that a sample has no answer, and is not counted. The score of an answer is the mean over its
-    samples. In a tie, the result is the mean score of the tied answers. Without any answer, it is 0.0.
+    samples. In a tie, the result is the mean score of the tied answers. Returns 0.0 if no sample has an answer.
     """
     return weighted_vote(keys, scores, [1.0] * len(keys))
 
 
 def weighted_vote(keys: Sequence[Hashable | None], scores: Sequence[float], weights: Sequence[float]) -> float:
-    """Returns the score of the answer with the largest sum of weights. Otherwise like `majority`.
+    """Returns the score of the answer with the largest sum of weights. Everything else is as in `majority`.
 
     `weights`: [n] weights of the samples. Returns 0.0 if all weights are 0.
     """
@@ -94,20 +96,22 @@ def weighted_vote(keys: Sequence[Hashable | None], scores: Sequence[float], weig
 
 
 def best_of_n(scores: Sequence[float], weights: Sequence[float]) -> float:
-    """Returns the score of the sample with the largest weight; in a tie, the mean score; 0.0 without samples."""
+    """Returns the score of the sample with the largest weight. In a tie, returns the mean score of the tied samples;
+    without samples, 0.0."""
     most = max(weights, default=0.0)
     return fmean(score for score, weight in zip(scores, weights, strict=True) if weight == most) if scores else 0.0
 
 
 def mean_interval(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
-    """Returns the mean over problems with its bootstrap interval. `values`: [P], not empty."""
+    """Returns the mean over problems with its bootstrap interval. `values`: [P] values, one for each problem, not
+    empty."""
     return macro_interval([values], seed=seed, resamples=resamples)
 
 
 def macro_interval(sets: Sequence[Sequence[float]], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
     """Returns the equal-weight mean of the sets' means, with an interval from resampling the problems of each set.
 
-    `sets`: the [P] values of each set; no set may be empty.
+    `sets`: for each problem set, the values of its problems; no set may be empty.
     """
     rng = np.random.default_rng(seed)
     means = np.zeros(resamples)
@@ -119,9 +123,11 @@ def macro_interval(sets: Sequence[Sequence[float]], *, seed: int = 0, resamples:
 def bootstrap(
     count: int, statistic: Callable[[np.ndarray], float | None], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> Interval | None:
-    """Returns a statistic of problems with its bootstrap interval; None if it is not defined on the problems.
+    """Returns a statistic of `count` problems with its bootstrap interval; None if the statistic is not defined for the
+    problems.
 
-    `statistic`: function of [count] problem indices. It returns None if it is not defined; such resamples are left out.
+    `statistic`: function of an array of `count` problem indices. It returns None for resamples for which the statistic
+    is not defined; such resamples are left out.
     """
     value = statistic(np.arange(count)) if count else None
     if value is None:
@@ -159,14 +165,16 @@ def paired(
 
 def mcnemar(better: int, worse: int) -> float:
     """Returns the exact two-sided p-value of McNemar's test: the probability that a fair coin splits the differing
-    problems at least as unevenly."""
+    problems at least as unevenly. `better`, `worse`: number of problems on which the second model is better and
+    worse."""
     total = better + worse
     tail = sum(math.comb(total, i) for i in range(min(better, worse) + 1))
     return min(1.0, 2 * tail / 2**total)
 
 
 def sign_flip(difference: np.ndarray, *, seed: int = 0, permutations: int = 10_000) -> float:
-    """Returns the two-sided p-value of a mean difference in a sign-flip permutation test. `difference`: [P].
+    """Returns the two-sided p-value of a mean difference in a sign-flip permutation test. `difference`: [P] difference
+    of the two scores of each problem.
 
     For up to EXACT_SIGNS differing problems, all sign patterns are enumerated; otherwise `permutations` random patterns
     are drawn.
@@ -187,9 +195,10 @@ def sign_flip(difference: np.ndarray, *, seed: int = 0, permutations: int = 10_0
 
 
 def calibration(confidences: Sequence[float], truths: Sequence[bool], *, bins: int = 10) -> Calibration | None:
-    """Returns the calibration of predictions. `confidences`: [N] in [0, 1]; `truths`: [N] whether each is true.
+    """Returns the calibration of N predictions. `confidences`: [N] values in [0, 1]. `truths`: [N], whether each
+    prediction is true.
 
-    Returns None without predictions.
+    Returns None if there are no predictions.
     """
     if not confidences:
         return None
@@ -206,7 +215,7 @@ def calibration(confidences: Sequence[float], truths: Sequence[bool], *, bins: i
 
 
 def _resampled_means(values: np.ndarray, rng: np.random.Generator, resamples: int) -> np.ndarray:
-    """Returns the means of [R] resamples of `values`, drawn with replacement."""
+    """Returns an array of the means of R = `resamples` bootstrap resamples of `values`, drawn with replacement."""
     return np.array([values[rng.integers(0, len(values), len(values))].mean() for _ in range(resamples)])
 
 

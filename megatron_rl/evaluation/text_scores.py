@@ -14,7 +14,7 @@ from megatron_rl.engines.protocol import Engine, Tokens
 from megatron_rl.evaluation.samples import Sample
 
 LEGIBILITY, DRIFT = "legibility", "drift"
-# Names of the models that are compared with the writer, the model that generated the texts.
+# Names of the models that are compared with the model that generated the texts (the writer).
 JUNIOR, BASE = "junior", "base"
 
 
@@ -22,9 +22,10 @@ class NextTokenModel(Protocol):
     """A model that computes next-token distributions of a sequence."""
 
     def distributions(self, tokens: Tokens) -> Iterator[Tensor]:
-        """Yields the log-probabilities of the next token after each of the first T - 1 of T tokens, in order.
+        """Yields, for a sequence of T tokens, the log-probabilities of the token that follows each of the first T - 1
+        tokens.
 
-        Each yielded tensor is a chunk of some rows of the [T - 1, V] tensor.
+        Each yielded tensor has some rows of the [T - 1, V] tensor, in order; V is the vocabulary size.
         """
         ...
 
@@ -34,10 +35,10 @@ class Texts:
     """The texts that a model generated for one prompt."""
 
     prompt: Sequence[int]
-    rows: Sequence[Sample]  # samples with `token_ids`
+    rows: Sequence[Sample]  # samples of the texts; each has the field `token_ids`
 
     def fits(self, row: Sample, context: int) -> bool:
-        """Returns whether the text is not empty, and prompt and text together fit in `context` tokens."""
+        """Returns whether the text of a sample is not empty, and prompt and text together fit in `context` tokens."""
         return 0 < len(row["token_ids"]) <= context - len(self.prompt)
 
 
@@ -65,8 +66,9 @@ def legibility(reader: Engine, texts: Sequence[Texts], context: int) -> list[lis
 def drift(
     writer: NextTokenModel, others: Mapping[str, NextTokenModel], texts: Sequence[Texts], context: int
 ) -> list[list[Sample]]:
-    """Compares models on each text: means per token of KL(writer || other) and of the gap log p_writer - log p_other on
-    the generated tokens. Returns one sample for each text, in the order of `texts`.
+    """Compares the model that generated the texts (the writer) with other models on each text. Computes the means per
+    token of KL(writer || other) and of the gap log p_writer - log p_other on the generated tokens. Returns one sample
+    for each text, in the order of `texts`.
 
     A sample has `kl_NAME` and `gap_NAME` for each model of `others`, and `kl_A_B` and `gap_A_B` for each pair of these
     models. The values are None for a text that is empty or does not fit in `context` tokens with its prompt.
@@ -86,13 +88,14 @@ def drift(
 def pair_names(names: Sequence[str]) -> list[str]:
     """Returns the names of all pairs of models, in order: `A_B` for the models A and B, where A is before B in `names`.
 
-    The writer has the name "", so that its pair with B is named `B`.
+    The model that generated the texts has the name "", so that its pair with B is named `B`.
     """
     return [f"{a}_{b}".lstrip("_") for i, a in enumerate(names) for b in names[i + 1 :]]
 
 
 def _compared(models: Mapping[str, NextTokenModel], sequence: Sequence[int], start: int) -> dict[str, float]:
-    """Returns the means of KL and gap over the tokens from index `start`, for every pair of models."""
+    """Returns the mean KL divergence and the mean log-prob gap over the tokens from index `start` on, for every pair of
+    models."""
     names = list(models)
     sums = dict.fromkeys((f"{kind}_{pair}" for pair in pair_names(names) for kind in ("kl", "gap")), 0.0)
     place = 1  # index of the token that the next row of the distributions predicts

@@ -15,13 +15,13 @@ from megatron_rl.rewards.tags import step_texts
 from megatron_rl.rewards.verdicts import final_verdict
 from megatron_rl.types import Prompt
 
-Asked = tuple[str, str]  # a question and its solution
+Asked = tuple[str, str]  # (question, solution), of which the verifier judges the solution
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weigher:
-    """A verifier that votes `sampling.n` times on each sample. Its prompt template has the placeholders {question},
-    {solution} and {num_steps}."""
+    """A verifier that votes `sampling.n` times on whether a solution is correct. Its prompt template has the
+    placeholders {question}, {solution} and {num_steps}."""
 
     engine: Engine
     tokenizer: Any
@@ -32,7 +32,7 @@ class Weigher:
     def weigh(self, asked: Mapping[int, Asked]) -> dict[int, float]:
         """Returns {index: share of votes with the verdict CORRECT} for {index: (question, solution)}.
 
-        An unreadable vote is not counted as CORRECT. If the context has no space for a vote, the share is 0.
+        A vote that cannot be parsed is not counted as CORRECT. If the context has no space for a vote, the share is 0.
         """
         voting = Judging(
             self.engine,

@@ -49,7 +49,8 @@ class ColocatedServers:
         self._world.from_driver(self._sleep, frozenset(refitted))
 
     def wake(self) -> None:
-        """Makes all sleeping servers allocate their GPU memory again. See ColocatedEngines.wake. Collective."""
+        """Makes all sleeping servers allocate their GPU memory again and answer requests. See ColocatedEngines.wake.
+        Collective."""
         self._world.from_driver(self._wake)
 
     def _sleep(self, refitted: frozenset[str]) -> None:
