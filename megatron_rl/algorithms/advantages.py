@@ -1,5 +1,5 @@
-"""Computes advantages from rewards: outcomes are compared by an estimator, and can be mixed with Tango's step
-advantages.
+"""Computes advantages from rewards: an estimator compares the outcome rewards of a group's rollouts. The result can be
+mixed with Tango's advantages from rewards on reasoning steps.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class StepCredit:
     """The conversion of reasoning-step rewards to token advantages. The defaults are Tango's (arXiv 2505.15034, eq. 3,
     5, 6).
 
-    `span`: which step rewards a token gets. rest: the sum over its step and all later steps. own: the reward of its
-        step only; step rewards are then not divided by the number of steps.
-    `baseline`: what a step is compared with. group: all steps of its group's solutions. step: the steps with the same
-        index in these solutions; a step without a counterpart gets 0.
+    `span`: which step rewards a token gets. "rest" means the sum over the token's step and all later steps. "own" means
+        only the reward of the token's step; step rewards are then not divided by the number of steps.
+    `baseline`: which steps a step's reward is compared with. "group" means all steps of all solutions of the group.
+        "step" means only the steps with the same index in these solutions; a step whose index occurs in one solution
+        only gets 0.
     """
 
     span: Literal["rest", "own"] = "rest"
@@ -56,20 +57,21 @@ def assign_advantages(
     steps: StepCredit = PAPER_CREDIT,
     weights: Sequence[float] | None = None,
 ) -> list[Rollout]:
-    """Computes the `advantages` of [B] rollouts, compared within role and group. Each rollout gets one number, or [T]
-    float32 if tokens differ, with exactly 0 for tokens that are not in the loss.
+    """Returns [B] rollouts with their `advantages`, computed by comparing rollouts of the same role and group. Each
+    rollout gets one number, or [T] float32 if its tokens have different advantages, with exactly 0 for tokens that are
+    not in the loss.
 
     `reward`: name of the outcome reward, or a mapping {name: weight} for a weighted sum. The outcome is stored as the
         reward TRAINED, whose mean is logged as reward/trained.
-    `estimator`: see algorithms.estimators.
-    `alpha`: one number or [B]. If given, Tango's mixture (arXiv 2505.15034, eq. 7): (1 - alpha) outcome + alpha steps.
-        If no rollout has scores on its reasoning steps, only the outcome is used.
+    `estimator`: name of the function that compares the rewards, see algorithms.estimators.
+    `alpha`: weight of the step advantages, one number or [B]. If given, the advantage is Tango's mixture (arXiv
+        2505.15034, eq. 7): (1 - alpha) x outcome advantage + alpha x step advantage. If no rollout has scores on its
+        reasoning steps, only the outcome is used.
     `steps`: how step rewards are converted to token advantages.
     `weights`: [B] factors on the advantages (the verifier's class weights, eq. 9).
 
-    A rollout that is alone in its group, for instance because the gradings of the others failed, gets 0 from every
-    estimator except those in UNGROUPED, and no other rollout is compared with it. This also holds for user-defined
-    estimators.
+    A rollout that is alone in its group, for instance because the gradings of the other rollouts failed, gets an
+    advantage of 0 from every estimator except those in UNGROUPED. This also holds for user-defined estimators.
     Raises ValueError if a reward is missing or not finite, if an alpha is outside [0, 1], and if the number of weights
     or alphas differs from the number of rollouts. Raises ConfigError for an invalid estimator, and for an estimator
     that does not support step rewards if `alpha` is given.
@@ -102,10 +104,11 @@ def step_rewards(
     *,
     credit: StepCredit = PAPER_CREDIT,
 ) -> np.ndarray | None:
-    """Converts verdicts on K reasoning steps to step rewards y_k / K with y = +1 or -1 (eq. 3), [K] float64.
+    """Converts a verifier's verdicts on K reasoning steps to step rewards y_k / K, where y_k is +1 if step k is judged
+    correct and -1 otherwise (Tango, arXiv 2505.15034, eq. 3). Returns [K] float64.
 
-    Returns None if the number of verdicts differs from the number of steps, or if there is no step (Tango's count
-    gate). If `credit.span` is "own", the rewards are not divided by K.
+    Returns None if the number of verdicts differs from the number of steps, or if there is no step (the count gate of
+    the paper). If `credit.span` is "own", the rewards are not divided by K.
     """
     if num_steps == 0 or len(verdicts) != num_steps:
         return None
@@ -120,19 +123,20 @@ def step_advantages(
     credit: StepCredit = PAPER_CREDIT,
     rloo_scale: float = RLOO_STEP_SCALE,
 ) -> list[np.ndarray | float]:
-    """Returns the step advantages of [B] rollouts: [T] float64 each, or one number if all tokens of a rollout have the
-    same.
+    """Returns the step advantages of [B] rollouts (Tango, arXiv 2505.15034). Each is [T] float64, or one number if all
+    tokens of the rollout have the same step advantage.
 
-    The step rewards of a group's rollouts form one set, to which the estimator is applied separately from the outcomes
-    (eq. 5). Each step counts as one token; tokens without a step reward are not in the set. A token then gets the sum
-    over the steps whose last token is at or after it (eq. 6), so exactly 0 after the last step. `credit` can change the
-    set and the sum. A set that contains the steps of only one rollout gives 0, as in `assign_advantages`.
-    rloo: the result is multiplied by `rloo_scale`.
-    reinforce_pp: undiscounted reverse sums of the raw step rewards over the tokens, whitened over the batch's trained
-    tokens with sample std (n - 1) + 1e-6. Tokens after the last step and rollouts without steps are included with
-    return 0.
-    A rollout whose steps have no rewards because verification failed is left out and gets 0. Raises ValueError for a
-    step that ends outside its rollout.
+    The step rewards of all rollouts of a group form one set. The estimator is applied to this set, separately from the
+    outcomes (eq. 5). Each step counts as one token; tokens without a step reward are not in the set. A token then gets
+    the sum over the steps whose last token is not before the token (eq. 6), so exactly 0 after the last step. `credit`
+    can change which steps are in the set and in the sum. A set that contains the steps of only one rollout gives 0, as
+    in `assign_advantages`.
+    With the estimator "rloo", the result is multiplied by `rloo_scale`.
+    With the estimator "reinforce_pp", the result is the undiscounted reverse sums of the raw step rewards over the
+    tokens, whitened over the batch's trained tokens with sample std (n - 1) + 1e-6. Tokens after the last step and
+    rollouts without steps are included with return 0.
+    A rollout whose steps have no rewards because its verification failed is left out of the set and gets 0. Raises
+    ValueError for a step that ends outside its rollout.
     """
     return [*_step_advantages(rollouts, estimator=estimator, credit=credit, rloo_scale=rloo_scale)]
 
@@ -140,7 +144,9 @@ def step_advantages(
 def _step_advantages(
     rollouts: Sequence[Rollout], *, estimator: EstimatorName, credit: StepCredit, rloo_scale: float
 ) -> Iterable[np.ndarray | float]:
-    """Yields the step advantages one rollout at a time; all at once would need 8 bytes per token."""
+    """Yields the step advantages of one rollout at a time, because those of all rollouts at once would need 8 bytes per
+    token.
+    """
     estimate = find_estimator(estimator)
     scores = [rollout.annotations_of(STEP).scores for rollout in rollouts]
     if estimate is reinforce_pp:
@@ -167,8 +173,8 @@ def _step_advantages(
 
 
 def _alphas(alpha: float | Sequence[float], count: int) -> np.ndarray:
-    """Returns the weight of each rollout's step advantages, [B]. Raises ValueError for a wrong count or a value outside
-    [0, 1].
+    """Returns the weight alpha of the step advantages of each rollout, [B]. Raises ValueError if the number of alphas
+    is not `count` or an alpha is outside [0, 1].
     """
     alphas = np.full(count, alpha) if isinstance(alpha, float | int) else np.asarray(alpha, np.float64)
     if len(alphas) != count:
@@ -180,7 +186,9 @@ def _alphas(alpha: float | Sequence[float], count: int) -> np.ndarray:
 
 
 def _groups(rollouts: Sequence[Rollout]) -> np.ndarray:
-    """Returns an index of each rollout's role and group. [B] rollouts -> [B] int64"""
+    """Returns the group index of each of [B] rollouts, [B] int64. Two rollouts have the same index if they have the
+    same role and group.
+    """
     numbers: dict[tuple[str, str], int] = {}
     return np.array([numbers.setdefault((r.role, r.group), len(numbers)) for r in rollouts], np.int64)
 
@@ -190,9 +198,9 @@ def _estimated(
 ) -> np.ndarray:
     """Applies an estimator to [B] rewards.
 
-    `members`: [B] number of rollouts in the group of each reward. An estimator that compares within groups does not see
-        rewards with less than two members; they get 0. Raises ValueError unless the estimator returns one finite number
-        per reward.
+    `members`: [B] number of rollouts in the group of each reward. Rewards of groups with less than two members get 0
+        and are not passed to an estimator that compares within groups. Raises ValueError unless the estimator returns
+        one finite number per reward.
     """
     chosen = (members > 1) | (word_of(named) in UNGROUPED)
     if not chosen.any():
@@ -211,7 +219,8 @@ def _estimated(
 
 
 def _outcome(rollout: Rollout, reward: str | Mapping[str, float]) -> float:
-    """Returns one reward, or the weighted sum of several rewards. Raises ValueError for a missing or
+    """Returns the outcome of a rollout: one reward, or the weighted sum of several rewards. Raises ValueError for a
+    missing or
     non-finite reward.
     """
     total = 0.0
@@ -228,10 +237,11 @@ def _outcome(rollout: Rollout, reward: str | Mapping[str, float]) -> float:
 
 
 def _spread(rollout: Rollout, scores: np.ndarray | None, credit: StepCredit) -> np.ndarray | float:
-    """Returns the advantage of each token from the [K] scores of the reasoning steps, [T] float64; 0.0 without scores.
+    """Converts the [K] scores of a rollout's reasoning steps to the advantage of each token, [T] float64. Returns 0.0
+    if `scores` is None.
 
-    A token gets the sum of the scores of all steps that end at or after it. If `credit.span` is "own", it gets the
-    score of the first such step only.
+    A token gets the sum of the scores of all steps that end at or after it. If `credit.span` is "own", a token gets
+    only the score of the first of these steps.
     """
     if scores is None or not len(scores):
         return 0.0
@@ -247,7 +257,9 @@ def _spread(rollout: Rollout, scores: np.ndarray | None, credit: StepCredit) -> 
 
 
 def _whitened(values: Sequence[np.ndarray | float | None], rollouts: Sequence[Rollout]) -> list[np.ndarray | float]:
-    """Returns (v - mean) / (std + 1e-6), with mean and sample std over the trained tokens of the batch; 0 for None."""
+    """Normalises the values v of [B] rollouts, one number or [T] each: returns (v - mean) / (std + 1e-6), with mean and
+    sample std over the trained tokens of the batch. Returns 0 for a rollout whose value is None.
+    """
     trained = [
         np.broadcast_to(v, len(r.tokens))[r.trainable] for v, r in zip(values, rollouts, strict=True) if v is not None
     ]

@@ -14,11 +14,13 @@ def aggregate(
 ) -> tuple[np.ndarray, float]:
     """Returns the loss weights of an optimizer step's rollouts, [S] float32, and the denominator.
 
-    The loss of the optimizer step is sum over tokens of (weight x loss of the token) / denominator.
+    The loss of the optimizer step is the sum over all tokens of (weight of the rollout x loss of the token), divided by
+    the denominator.
 
-    `counts`: [S] weighted number of labels in the loss of each rollout.
+    `counts`: [S] number of labels (predicted tokens) of each rollout that are in the loss, weighted by their loss
+        weights.
     `groups`: [S] group index of each rollout.
-    `kind`: the aggregation.
+    `kind`: how the token losses are averaged.
         token_mean     mean over all tokens: the denominator is their number (DAPO, arXiv 2503.14476)
         sequence_mean  mean over rollouts of their token means (GRPO, arXiv 2402.03300)
         prompt_mean    mean over prompts of the token means of their groups (ScaleRL, arXiv 2510.13786)
@@ -43,5 +45,5 @@ def aggregate(
 
 
 def _shares(counts: np.ndarray) -> np.ndarray:
-    """Returns 1 / counts as float32, with 0 for a count of 0."""
+    """Returns 1 / count of each count as float32; 0 for a count of 0."""
     return np.divide(1.0, counts, out=np.zeros_like(counts), where=counts > 0).astype(np.float32)

@@ -13,7 +13,8 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class ClassCounts:
-    """Moving counts of rows whose solution is correct or wrong. The counts are None before the first batch.
+    """Exponential moving averages of the numbers of correct and of wrong solutions per batch. The counts are None
+    before the first batch.
 
     Checkpoints store `dataclasses.asdict(counts)`; `ClassCounts(**state)` restores the counts.
     """
@@ -22,8 +23,9 @@ class ClassCounts:
     wrong: float | None = None
 
     def updated(self, labels: Sequence[bool], decay: float) -> ClassCounts:
-        """Returns new counts: decay * old + (1 - decay) * count of the [B] labels. The first batch initialises the
-        counts. An empty batch changes nothing. Raises ValueError for a decay outside [0, 1).
+        """Returns the counts updated with a batch of [B] labels (True: correct solution): decay * old count + (1 -
+        decay) * count in the batch. The first batch sets the counts. An empty batch changes nothing. Raises ValueError
+        for a decay outside [0, 1).
         """
         if not 0 <= decay < 1:
             raise ValueError(f"decay = {decay} of the class counts: give a number from 0 (this batch alone) to below 1")
@@ -37,9 +39,10 @@ class ClassCounts:
 
     def weights(self, labels: Sequence[bool]) -> list[float]:
         """Converts [B] labels to [B] weights 1 / (sqrt(count of the class) + 1e-6), rescaled to a mean of 1 over the
-        given rows.
+        batch.
 
-        If the batch has only one class, all weights are 1. Raises ValueError before the first `updated`.
+        If the batch has only one class, all weights are 1. Raises ValueError if `updated` was never called with a
+        batch.
         """
         if not labels:
             return []

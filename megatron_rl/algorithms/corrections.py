@@ -3,9 +3,10 @@
 The ratio of a token is r = p_old / p_engine: the trainer's probability at the start of the update, divided by the
 probability under the engine (or older weights) that sampled the token. TIS truncates r (Yao et al., Your Efficient RL
 Framework Secretly Brings You Off-Policy RL Training, 2025). MIS and IcePop set the weight to 0 outside bounds (Liu et
-al., When Speed Kills Stability, 2025; Zhao et al., Small Leak Can Sink a Great Ship, 2025). Geometric rejection does
-the same for whole rollouts, based on the mean of log r. With the objective `clipped`, whose ratio is p / p_old, a
-correction is decoupled PPO (AReaL, arXiv 2505.24298): p_old is the proximal policy, and r weighs the behaviour policy.
+al., When Speed Kills Stability, 2025; Zhao et al., Small Leak Can Sink a Great Ship, 2025). Geometric rejection sets
+the weights of a whole rollout to 0 if the mean of log r over its tokens is outside bounds. With the objective
+`clipped`, whose ratio is p / p_old, a correction is decoupled PPO (AReaL, arXiv 2505.24298): p_old is the proximal
+policy, and r weighs the behaviour policy.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 else:
     torch, Tensor = LazyModule("torch"), Any
 
-LOG_LIMIT = 20.0  # bound of |log r|, as in verl: a larger exponent may give inf, and inf times an advantage of 0 is nan
+# upper bound of |log r|, as in verl; exp of a larger number may be inf, and inf times an advantage of 0 is nan
+LOG_LIMIT = 20.0
 # largest argument of exp in a loss; the square of the result, needed for gradient norms, fits into float32
 EXP_LIMIT = 40.0
 
@@ -39,17 +41,18 @@ def bounded_exp(values: Tensor, limit: float | Tensor = EXP_LIMIT) -> Tensor:
 def correction_weights(
     config: CorrectionConfig | None, gap: Tensor, batch: Batch
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Returns the loss weights of the labels, [N], and metrics, [N] each. `gap`: [N] log r of trained labels, 0
-    elsewhere.
+    """Returns the loss weights of the labels, [N], and metrics, [N] each. `gap`: [N] log r of the trained labels, 0 for
+    other labels.
 
-    A weight has no gradient, and is 1 for labels that the policy did not sample. The metrics are 1 for labels whose r
+    The weights have no gradient, and are 1 for labels that the policy did not sample. A metric is 1 for labels whose r
     (or whose rollout's r) is outside the bounds: `correction_truncated` if r was clamped to the bounds,
     `correction_masked` if the weight is 0. Without a correction, returns (None, {}).
 
     As in TRL 1.x and AReaL, a masked label still counts in the mean, and its KL and entropy stay in the loss. verl
     removes the label from all three; otherwise its weights are the same (for GMPO it uses their geometric mean over a
-    rollout). The bounds of verl's rejection (`token_k1`, `seq_sum_k1`, `seq_mean_k1`) apply to 1 / r: 0.5_5.0 in verl
-    is low 0.2, high 2.0 here. AReaL's level `sequence` is `geometric` here.
+    rollout). The bounds of verl's rejection (`token_k1`, `seq_sum_k1`, `seq_mean_k1`) apply to 1 / r: verl's bounds
+    0.5_5.0 correspond to low 0.2 and high 2.0 of CorrectionConfig, and AReaL's level `sequence` to the level
+    `geometric`.
     """
     if config is None or config.kind == "none":
         return None, {}
@@ -77,8 +80,8 @@ def off_policy_mask(threshold: float | None, logprobs: Tensor, batch: Batch) -> 
 
     The distance of a rollout is the mean of log p_engine - log p (live p) over its trained labels, an estimate of the
     KL divergence. The weights, [N] without gradient, are 0 at trained labels with negative advantage if the distance is
-    above `threshold`, and 1 elsewhere. The metric `off_policy_masked` marks the zeros. Without a threshold, returns
-    (None, {}).
+    above `threshold`, and 1 elsewhere. The metric `off_policy_masked`, [N], is 1 where the weight is 0. Without a
+    threshold, returns (None, {}).
     """
     if threshold is None:
         return None, {}

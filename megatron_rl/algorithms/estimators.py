@@ -1,4 +1,5 @@
-"""Advantage estimators: pure functions that compare rewards. The config names one by a word or as `module:name`.
+"""Advantage estimators: pure functions that compare rewards. The config selects an estimator by its name, or a user's
+function by `module:name`.
 
 An estimator with (keyword-only) arguments is configured as `{target: asymre, args: {baseline_shift: -0.2}}`.
 """
@@ -14,9 +15,11 @@ import numpy as np
 from megatron_rl.config.plugins import build, find_function
 from megatron_rl.config.schema import ConfigError, Use
 
-# (rewards [B] float64, group indices [B] int64, numbers of trained tokens [B] int64) -> advantages [B] float64
+# An estimator is a function (rewards [B] float64, group indices [B] int64, numbers of trained tokens [B] int64) ->
+# advantages [B] float64
 Estimator = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-EstimatorName = str | Use  # how the config names an estimator: a string, or Use for an estimator with arguments
+# value of the setting `estimator`: a string, or Use (target, args) for an estimator with arguments
+EstimatorName = str | Use
 
 EPSILON = 1e-6  # added to every standard deviation, as in Tango's released code (verl: 1e-6; TRL: 1e-4)
 
@@ -35,8 +38,8 @@ def dr_grpo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.n
 
 
 def batch(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns (r - mean of group) / (std of all rewards of the batch + 1e-6), with sample std (n - 1). The std is 1 if
-    all rewards of the batch are equal.
+    """Returns (r - mean of group) / (std of all rewards of the batch + 1e-6), with sample std (n - 1). If all rewards
+    of the batch are equal, 1 is used instead of the std.
     """
     _, std, _ = compare(rewards, np.zeros_like(groups))
     return compare(rewards, groups)[0] / (np.where(std == 0.0, 1.0, std) + EPSILON)
@@ -46,7 +49,7 @@ def rloo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndar
     """Returns r - mean of the *other* rewards of the group = (r - mean of group) n / (n - 1), without std (arXiv
     2402.14740).
 
-    The only reward of a group gets 0, as in Tango's released code (verl returns it unchanged).
+    A reward that is the only one of its group gets 0, as in Tango's released code (verl returns the reward unchanged).
     """
     centred, _, sizes = compare(rewards, groups)
     return centred * sizes / np.maximum(1, sizes - 1)
@@ -56,10 +59,12 @@ def reinforce_pp(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) ->
     """Returns the rewards whitened over the trained tokens of the batch: (r - mean) / (std + 1e-6), with sample std (n
     - 1).
 
-    Each token has its rollout's reward as undiscounted return, so long answers have more weight. Groups are ignored.
+    Each token has the reward of its rollout as undiscounted return, so longer answers have more weight in mean and std.
+    Groups are ignored.
     """
     total, own = tokens.sum(), rewards[tokens > 0]
-    if len(own) == 0 or own.min() == own.max():  # the rounded mean may differ from the value
+    # return exactly 0 if all rewards are equal, although the rounded mean may differ from them
+    if len(own) == 0 or own.min() == own.max():
         return np.zeros_like(rewards)
     centred = rewards - (rewards * tokens).sum() / total
     return centred / (np.sqrt((centred**2 * tokens).sum() / (total - 1)) + EPSILON)
@@ -67,14 +72,16 @@ def reinforce_pp(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) ->
 
 def reinforce_pp_baseline(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Returns r - mean of group, whitened over the trained tokens of the batch like `reinforce_pp` (arXiv 2501.03262;
-    verl uses the root of the variance + 1e-8). A group of equal rewards may therefore have a small advantage.
+    verl uses the root of the variance + 1e-8). Because of the whitening, a group of equal rewards may have a small
+    nonzero advantage.
     """
     return reinforce_pp(compare(rewards, groups)[0], groups, tokens)
 
 
 def opo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns r - sum(tokens r) / sum(tokens) of the group, without std (OPO, arXiv 2505.23585). This baseline has
-    minimal variance if the gradient norm grows with the answer's length.
+    """Returns r - (mean of the group's rewards, weighted by the number of trained tokens of each rollout), without std
+    (OPO, arXiv 2505.23585). This baseline minimises the variance of the gradient if the gradient norm grows with the
+    answer's length.
     """
     return rewards - _means(rewards, groups, tokens.astype(np.float64))[groups]
 
@@ -82,11 +89,11 @@ def opo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarr
 def opmd(
     rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray, *, baseline: str = "mean", tau: float = 1.0
 ) -> np.ndarray:
-    """Returns r - b, where b is the group's mean, or with `log_mean_exp` its tau log mean exp(r / tau) (OPMD, arXiv
-    2501.12599 and 2509.24203).
+    """Returns r - b. With `baseline` "mean", b is the mean of the group's rewards. With "log_mean_exp", b is tau
+    log(mean of exp(r / tau)) over the group (OPMD, arXiv 2501.12599 and 2509.24203).
 
-    The method's factor 1 / (1 + tau) scales the whole loss; here it must be included in the learning rate. Raises
-    ConfigError for an invalid argument.
+    The paper also multiplies the whole loss by 1 / (1 + tau). This factor is not applied here and must be included in
+    the learning rate. Raises ConfigError for an unknown `baseline` or a `tau` that is not positive.
     """
     if baseline not in ("mean", "log_mean_exp"):
         raise ConfigError(f"estimator opmd: baseline = {baseline!r}: give mean or log_mean_exp")
@@ -103,8 +110,8 @@ def opmd(
 def asymre(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray, *, baseline_shift: float = -0.1) -> np.ndarray:
     """Returns r - (mean of group + baseline_shift), without std (AsymRE, arXiv 2506.20520).
 
-    A negative shift gives correct answers more weight than wrong ones, for data of older policies. Intended for a loss
-    without ratio and clipping.
+    A negative shift gives correct answers more weight than wrong ones, which helps if the answers were generated by
+    older policies. Intended for a loss without ratio and clipping.
     """
     return compare(rewards, groups)[0] - baseline_shift
 
@@ -130,14 +137,16 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
         "w_reinforce": w_reinforce, "reinforce": reinforce,
     }
 )  # fmt: skip
-# Estimators that can give a nonzero advantage to the only rollout of a group: they compare over the batch, or do not
-# compare. All others, and user-defined functions, never see such a rollout (see advantages.assign_advantages).
+# Estimators that can give a nonzero advantage to the only rollout of a group: these estimators compare rewards over the
+# whole batch, or do not compare rewards. All other estimators and user-defined functions never get such a rollout (see
+# advantages.assign_advantages).
 UNGROUPED = frozenset({"reinforce_pp", "w_reinforce", "reinforce"})
 
 
 def find_estimator(named: EstimatorName) -> Estimator:
-    """Returns the estimator with this name, with its arguments bound: a key of ESTIMATORS, or a user's function given
-    as `module:name`. Raises ConfigError if it is unknown or does not accept the arguments.
+    """Returns the estimator function that the config names, with its arguments bound. `named` is a key of ESTIMATORS or
+    `module:name` of a user's function, optionally with arguments. Raises ConfigError if the function is unknown or does
+    not accept the arguments.
     """
     use = Use(target=named) if isinstance(named, str) else named
     if ":" in use.target:
@@ -157,7 +166,7 @@ def find_estimator(named: EstimatorName) -> Estimator:
 
 
 def word_of(named: EstimatorName) -> str:
-    """Returns the name of an estimator (a word or `module:name`) without its arguments."""
+    """Returns the name of an estimator (a key of ESTIMATORS or `module:name`) without its arguments."""
     return named if isinstance(named, str) else named.target
 
 
@@ -165,7 +174,8 @@ def compare(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.nda
     """Compares rewards with those of their group. Returns r - mean [B], the sample std (n - 1) of the group [B], and
     the group size n [B].
 
-    Equal rewards give exactly 0 and std 0 regardless of rounding. The same holds for a group of one.
+    For a group of equal rewards, and for a group of one rollout, r - mean and the std are exactly 0 regardless of
+    rounding.
     """
     count = np.bincount(groups)
     centred = rewards - _means(rewards, groups)[groups]

@@ -1,8 +1,10 @@
-"""Objectives of policy losses: functions from log-probs and advantages to a loss per token, named in the config.
+"""Objectives of policy losses: functions that compute a loss per token from log-probs and advantages. The setting
+loss.objective selects one by name.
 
 A user-defined objective is a function (live, batch, **args) that returns the per-token loss [N], or a tuple of the loss
-and detached metrics [N] by name. All its inputs are 0 at labels that are not in the loss. `batch.old` holds the
-log-probs at the start of the update (in the first optimizer step: the live log-probs, detached).
+and detached metrics [N] by name. `live` holds the statistics of the current forward pass, with gradient. All inputs are
+0 at labels (predicted tokens) that are not in the loss. `batch.old` holds the log-probs at the start of the update; in
+the first optimizer step these are the live log-probs, detached.
 """
 
 from __future__ import annotations
@@ -41,12 +43,13 @@ class Objective:
     """A function that computes the loss of every token, with a description of its inputs."""
 
     function: Callable[..., Answer]
-    # other names of packed_batch.STATISTICS, "old", "reference", or names of Rollout.values
+    # names of the inputs besides log-probs: other packed_batch.STATISTICS, "old", "reference", or keys of
+    # Rollout.values
     needs: frozenset[str] = frozenset()
     uses_advantages: bool = True
     reads_correction: bool = (
-        # True: the function reads the correction weights from values["correction"], and its loss is not multiplied by
-        # them
+        # If True, the function reads the correction weights from values["correction"] itself, and its loss is not
+        # multiplied by them.
         False
     )
 
@@ -64,7 +67,8 @@ def objective(
 
 
 def find(name: str, args: Mapping[str, Any]) -> Objective:
-    """Returns the objective with this name: a key of WORDS, or `module:name`.
+    """Returns the objective with the given name, with its arguments bound. `name`: a key of WORDS, or `module:name` of
+    a user's function.
 
     Raises ConfigError for an unknown name, for unknown arguments, and for argument values outside the annotated bounds
     of a built-in objective.
@@ -104,13 +108,13 @@ def clipped(
     dual_clip: AboveOne | None = None,
     ratio_bound: AboveOne | None = None,
 ) -> Answer:
-    """PPO's clipped ratio (arXiv 1707.06347) in GRPO's per-token form. Metric clip_frac: tokens whose loss is
-    determined by the clip.
+    """Computes PPO's loss with a clipped ratio (arXiv 1707.06347) in GRPO's per-token form. The metric clip_frac marks
+    tokens whose loss is determined by the clip.
 
-    `dual_clip`: c, an upper bound -c A of the loss for negative advantages A (dual clip, arXiv 1912.09729; verl's
-        clip_ratio_c = 3.0, TRL's delta). Metric dual_clip_frac: tokens whose loss is determined by this bound.
-    `ratio_bound`: b, clamps the log-ratio to +-log b before exp, without gradient beyond (pre-clip of StableReinforce,
-        arXiv 2505.02835: b = 1000; verl: b = exp(20)).
+    `dual_clip`: c above 1; the loss for negative advantages A is at most -c A (dual clip, arXiv 1912.09729; verl's
+        clip_ratio_c = 3.0, TRL's delta). The metric dual_clip_frac marks tokens whose loss is determined by this bound.
+    `ratio_bound`: b above 1; the log-ratio is clamped to [-log b, log b] before exp, and has no gradient outside
+        (pre-clip of StableReinforce, arXiv 2505.02835: b = 1000; verl: b = exp(20)).
     """
     log_ratio = live.logprobs - batch.old
     if ratio_bound is not None:
@@ -136,8 +140,8 @@ def gspo(
 
     The paper averages with the aggregation sequence_mean; this corresponds to TRL's importance_sampling_level =
     sequence. With the aggregation constant and max_tokens 1 it corresponds to TRL's luspo.
-    `ratio_cap`: upper bound of the mean ratio, without gradient beyond (verl: exp(10) = 22026; TRL and the paper:
-        none).
+    `ratio_cap`: upper bound of the mean ratio, without gradient above it (verl uses exp(10) = 22026; TRL and the paper
+        have no bound).
     """
     log_ratio = live.logprobs - batch.old
     mean = batch.sequence_sums(log_ratio.detach()) / _label_counts(batch, log_ratio.dtype)
@@ -148,12 +152,12 @@ def gspo(
 
 
 def gmpo(live: Statistics, batch: Batch, *, clip_low: NotNegative = 0.4, clip_high: NotNegative = 0.4) -> Answer:
-    """Weighs a rollout by the geometric mean of its clipped ratios (GMPO, arXiv 2507.20673). Metric clip_frac: clipped
-    tokens, which have no gradient.
+    """Weighs a rollout by the geometric mean of its clipped ratios (GMPO, arXiv 2507.20673). The metric clip_frac marks
+    the clipped tokens, which have no gradient.
 
     The bounds apply to the log-ratio: a ratio is at most exp(clip_high) if the advantage is not negative, and at least
     exp(-clip_low) if it is negative. The paper averages with the aggregation sequence_mean. As in verl, a rollout whose
-    tokens have different advantages is weighted by their mean.
+    tokens have different advantages is weighted by the mean of these advantages.
     """
     log_ratio = live.logprobs - batch.old
     bounded = torch.where(batch.advantages < 0, log_ratio.clamp(min=-clip_low), log_ratio.clamp(max=clip_high))
@@ -162,10 +166,11 @@ def gmpo(live: Statistics, batch: Batch, *, clip_low: NotNegative = 0.4, clip_hi
 
 
 def cispo(live: Statistics, batch: Batch, *, cap: Positive = 5.0) -> Answer:
-    """REINFORCE weighted by the ratio, which is capped at `cap` and has no gradient (CISPO, arXiv 2506.13585).
+    """Computes the REINFORCE loss, weighted by the ratio, which is capped at `cap` and has no gradient (CISPO, arXiv
+    2506.13585).
 
-    The cap is the ratio itself, as in TRL (epsilon_high = 5.0 of this loss). NeMo-RL and verl cap at 1 + their
-    parameter, and verl also clips from below.
+    `cap` is the largest value of the ratio itself, as in TRL (epsilon_high = 5.0 of this loss). NeMo-RL and verl cap at
+    1 + their parameter, and verl also clips from below.
     """
     ratio = bounded_exp(live.logprobs - batch.old).detach()
     return -ratio.clamp(max=cap) * batch.advantages * live.logprobs, {"clip_frac": ratio > cap}
@@ -193,11 +198,12 @@ def vespo(
     k_neg: NotNegative = 3.0,
     lambda_neg: Positive = 2.0,
 ) -> Answer:
-    """REINFORCE with the weight w^k exp(lambda (1 - w)), without gradient, where w is the product (not the mean) of a
-    rollout's ratios (VESPO, arXiv 2602.10693; FloyedShen/VESPO, recipe/vespo/code).
+    """Computes the REINFORCE loss with the weight w^k exp(lambda (1 - w)), without gradient, where w is the product
+    (not the mean) of a rollout's ratios (VESPO, arXiv 2602.10693; FloyedShen/VESPO, recipe/vespo/code).
 
-    k and lambda depend on the sign of the advantage; 0 counts as positive. A token-level correction is multiplied into
-    w, so that w is relative to the engine that sampled. As in TRL, the correction does not additionally weigh the loss.
+    k and lambda depend on the sign of the advantage; an advantage of 0 counts as positive. The token weights of a
+    correction (corrections.py) are multiplied into w, so that w is the ratio to the engine that sampled the tokens. As
+    in TRL, the loss is not multiplied by the correction again.
     """
     log_ratio = (live.logprobs.detach() - batch.old).clamp(-LOG_LIMIT, LOG_LIMIT)
     if "correction" in batch.values:
@@ -210,33 +216,36 @@ def vespo(
 
 
 def reinforce(live: Statistics, batch: Batch, *, tau: NotNegative = 0.0) -> Answer:
-    """REINFORCE without ratio or clip: -A log p / (1 + tau). With tau 1 and A = r - mean, this is OPMD (Kimi k1.5,
-    arXiv 2501.12599; Trinity-RFT, opmd_policy_loss.py). With the estimator asymre, it is AsymRE.
+    """Computes the REINFORCE loss without ratio or clip: -A log p / (1 + tau). With tau 1 and A = r - mean, this is
+    OPMD (Kimi k1.5, arXiv 2501.12599; Trinity-RFT, opmd_policy_loss.py). With the estimator asymre, this is AsymRE.
     """
     return -batch.advantages * live.logprobs / (1 + tau)
 
 
 @objective(needs=["vocab_mean", "old"])
 def rover(live: Statistics, batch: Batch, *, temperature: Positive = 1.0) -> Answer:
-    """Regresses T log(p / p_old) onto the advantage plus the mean of T log(p / p_old) over the vocabulary at the next
-    position (ROVER, arXiv 2509.24981; tinnerhrhe/ROVER, Math/verl/workers/actor/dp_actor.py).
+    """Computes the squared difference between T log(p / p_old) of a token (T: `temperature`) and the advantage plus the
+    mean of T log(p / p_old) over the vocabulary at the next position (ROVER, arXiv 2509.24981; tinnerhrhe/ROVER,
+    Math/verl/workers/actor/dp_actor.py).
 
-    The mean is 0 if the next token is not in the loss: at the end of a rollout, or before a tool's output.
+    This mean is replaced by 0 if the next token is not in the loss: at the end of a rollout, or before a tool's output.
     """
     assert live.vocab_mean is not None  # requested by `needs`
     value = temperature * (live.logprobs - batch.old)
     means = temperature * (live.vocab_mean - batch.values["old_vocab_mean"])
-    later = torch.cat([means[1:], means.new_zeros(1)])  # 0 at the last position of a rollout, which has no label
+    later = torch.cat([means[1:], means.new_zeros(1)])  # the last position of a rollout gets 0, because it has no label
     return (value - (batch.advantages + later).detach()) ** 2
 
 
 @objective(needs=["teacher_logprobs"], uses_advantages=False)
 def distilled(live: Statistics, batch: Batch, *, max_fall: Positive | None = None) -> Answer:
-    """On-policy distillation: the advantage of a sampled token is the teacher's log p minus the policy's.
+    """Computes the loss of on-policy distillation: the advantage of a sampled token is the teacher's log-prob minus the
+    policy's log-prob.
 
-    `max_fall`: drops tokens whose probability is lower than the engine's by more than `max_fall`; metric drop_frac
-        (prime-rl, src/prime_rl/trainer/rl/loss.py, `ref_kl_loss_fn`: 0.2). prime-rl uses the ratio to the engine, which
-        corresponds to a correction that never binds, and adds 0.001 log(ratio)^2, which is not available here.
+    `max_fall`: tokens whose probability under the policy is lower than under the engine by more than `max_fall` are
+        dropped, and marked by the metric drop_frac (prime-rl, src/prime_rl/trainer/rl/loss.py, `ref_kl_loss_fn`: 0.2).
+        prime-rl uses the ratio to the engine, which corresponds to a correction whose bounds are never reached. It also
+        adds 0.001 log(ratio)^2, which this function does not.
     """
     gain = (batch.values["teacher_logprobs"] - live.logprobs).detach()
     loss, metrics = -bounded_exp(live.logprobs - batch.old) * gain, {"teacher_gap": -gain}
@@ -256,18 +265,19 @@ def distilled_top_k(
     forward_share: Share = 0.5,
     rest: Literal["bucket", "renormalised", "zero"] = "bucket",
 ) -> Answer:
-    """On-policy distillation with the KL divergence between teacher and policy at every position, over the teacher's k
-    most likely tokens there, the candidates (GKD, arXiv 2306.13649; only forward and reverse KL of its divergences).
+    """Computes the loss of on-policy distillation: the KL divergence between teacher and policy at every position, over
+    the candidates, which are the teacher's k most likely tokens at the position (GKD, arXiv 2306.13649; of its
+    divergences only forward and reverse KL).
 
-    `kl`: forward is KL(teacher || policy), reverse is KL(policy || teacher), mixed is `forward_share` x forward + (1 -
-        `forward_share`) x reverse (NeMo-RL's mixed_kl_weight).
+    `kl`: "forward" is KL(teacher || policy), "reverse" is KL(policy || teacher), "mixed" is `forward_share` x forward +
+        (1 - `forward_share`) x reverse (NeMo-RL's mixed_kl_weight).
     `rest`: how tokens that are not candidates are handled.
-      bucket        they form one additional token (TRL's loss_add_tail, its default; arXiv 2608.14728)
+      bucket        these tokens form one additional token (TRL's loss_add_tail, its default; arXiv 2608.14728)
       renormalised  both distributions are renormalised over the candidates (NeMo-RL's default, and TRL without
-                    loss_add_tail)
+      loss_add_tail)
       zero          only the teacher is renormalised, and its log-prob of every other token is -100 (NeMo-RL's
                     zero_outside_topk)
-    With all tokens as candidates the three are equal.
+    If all tokens are candidates, the three values of `rest` give the same loss.
 
     Metrics: `teacher_kl` is the divergence, `student_mass` and `teacher_mass` are the probability sums over the
     candidates. The policy's log-probs are at sampling.temperature, the teacher's at temperature 1, so set the
@@ -283,7 +293,7 @@ def distilled_top_k(
         student = student.log_softmax(-1) if rest == "renormalised" else student
     forward = (teacher.exp() * (teacher - student)).sum(-1)
     reverse = (student.exp() * (student - teacher)).sum(-1)
-    if rest == "zero":  # contribution of the other tokens: p log p, and p times 100
+    if rest == "zero":  # contribution of the tokens that are not candidates: p log p, and p times 100
         others = -live.entropy - (student.exp() * student).sum(-1)
         reverse = reverse + others + 100 * (1 - masses["student_mass"])
     share = {"forward": 1.0, "reverse": 0.0, "mixed": forward_share}[kl]
@@ -292,9 +302,9 @@ def distilled_top_k(
 
 
 def rl_plus(live: Statistics, batch: Batch, *, focus: NotNegative = 0.5) -> Answer:
-    """Trains the policy's tokens with their unclipped ratio, and a partner's tokens (an expert's solution) with a
-    weight that does not depend on a behaviour policy (RL-PLUS, arXiv 2508.00222; YihongDong/RL-PLUS,
-    rlplus_core_alg.py).
+    """Computes the loss of RL-PLUS: the policy's tokens have their unclipped ratio, and a partner's tokens (an expert's
+    solution) have a weight that does not depend on the model that generated them (RL-PLUS, arXiv 2508.00222;
+    YihongDong/RL-PLUS, rlplus_core_alg.py).
 
     A partner's label, which has the loss weight partner_weight of its rollout, has the advantage A (1 - p)^focus (p
     without gradient) and the ratio 2 p / (p_old + (1 + p_old) / 2). The released code sums over tokens and divides by a
@@ -307,7 +317,8 @@ def rl_plus(live: Statistics, batch: Batch, *, focus: NotNegative = 0.5) -> Answ
 
 
 def _with_bucket(logprobs: Tensor) -> Tensor:
-    """Appends the log-prob of all other tokens together to the log-probs of some tokens. [N, k] -> [N, k + 1]
+    """Appends, to the log-probs of k tokens per position, the log of the total probability of all other tokens. [N, k]
+    -> [N, k + 1]
 
     The appended log-prob is at least log 1e-7, without gradient at this bound, as in TRL (`_add_tail_bucket`), because
     of float32 precision.
@@ -317,7 +328,7 @@ def _with_bucket(logprobs: Tensor) -> Tensor:
 
 
 def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns PPO's loss of every token, and whether the clip determines it, [N] each."""
+    """Returns PPO's loss of every token, and whether the clip determines the loss. Shape of both: [N]."""
     gains, bounded_gains = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
     return -torch.min(gains, bounded_gains), {"clip_frac": (bounded_gains < gains).detach()}
 

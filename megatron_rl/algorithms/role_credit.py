@@ -1,4 +1,6 @@
-"""Advantages for several roles in the same episodes: baselines by role, and comparison with peers on the same task."""
+"""Computes advantages for several roles that act in the same episodes: with a moving average of each role's rewards, or
+by comparison with rollouts of the same role on the same task.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ DECAY = 0.95  # decay factor of the moving averages, as in SPIRAL
 class RoleBaselines:
     """A moving average of the rewards of each role (SPIRAL's role-conditioned baselines, arXiv 2506.24119).
 
-    In a zero-sum game, the mean of a group carries no information, but a role's average reward does. A recipe keeps the
-    baselines from iteration to iteration, and stores their `asdict` in its state_dict.
+    In a zero-sum game, the mean reward of all players is always the same, but the average reward of one role is
+    informative. A recipe keeps the baselines from iteration to iteration, and stores `dataclasses.asdict(baselines)` in
+    its state_dict.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)  # moving average by role; 0 before the first reward
@@ -41,12 +44,13 @@ class RoleBaselines:
 
 
 def compare_peers(rollouts: Sequence[Rollout], peers: Sequence[str], reward: str) -> list[Rollout]:
-    """Assigns each of [B] rollouts the advantage r - mean over the rollouts with the same role and the same peer key in
-    `peers` [B]; 0 if there is only one such rollout.
+    """Assigns each of [B] rollouts the advantage r - m, where m is the mean reward of its peers: the rollouts with the
+    same role and the same key in `peers` [B], including itself. A rollout without other peers gets 0.
 
     If the peer key is the proposed problem for solvers and the source task for proposers, this is hierarchical GRPO:
-    solvers are compared within one problem, proposers over all problems made from one task. Groups are not changed.
-    Raises ValueError if the number of peers differs from the number of rollouts, or if a rollout lacks the reward.
+    solvers are compared within one problem, proposers over all problems made from one task. The groups of the rollouts
+    are not changed. Raises ValueError if the number of keys differs from the number of rollouts, or if a rollout lacks
+    the reward.
     """
     if len(peers) != len(rollouts):
         raise ValueError(f"{len(peers)} peers for {len(rollouts)} rollouts: name one per rollout")

@@ -1,5 +1,5 @@
-"""Schedules for the weight of step advantages over a run (arXiv 2505.15034, appendix; linear and cosine as in its
-code).
+"""Schedules for the weight of Tango's step advantages over a run (arXiv 2505.15034, appendix; the schedules linear and
+cosine are those of the paper's code).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def step_weight(schedule: WeightSchedule, update: int, *, start: float, floor: f
         linear       start + (floor - start) * update / total
         cosine       floor + (start - floor) * (1 + cos(pi * update / total)) / 2
 
-    If `start` is at or below `floor`, alpha is constant at `start`: start 0 switches the step advantages off. Raises
-    ValueError for an unknown schedule, a negative update, total < 1, floor < 0, and an exponential schedule with floor
-    0 below `start`.
+    If `start` is at or below `floor`, alpha is constant at `start`. A `start` of 0 switches the step advantages off.
+    Raises ValueError for an unknown schedule, a negative update, total < 1, floor < 0, and an exponential schedule with
+    floor 0 below `start`.
     """
     if update < 0 or total < 1:
         raise ValueError(f"update {update} of total = {total}: updates count from 0, and there is at least one")

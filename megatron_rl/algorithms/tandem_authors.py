@@ -29,11 +29,16 @@ class Rule:
     """The rule by which the author (senior or junior model) changes. `p` is the probability that a random draw selects
     the senior.
 
-    bernoulli: a draw before every token. alternating: senior, junior, senior, ... chunk: blocks of `chunk_size` tokens
-    in turns. sentence: the author changes after every blank line. word: a draw at the start, after every token that
-    begins a word, and after `max_gap` tokens without such a token. Without draws, the senior begins.
-    In the paper's code, the steps of alternating and chunk are counted over the whole engine, so a request begins at
-    any phase; here each request is counted separately.
+    `strategy` is one of:
+      "bernoulli": a random draw before every token.
+      "alternating": senior and junior generate one token each in turn.
+      "chunk": senior and junior generate `chunk_size` tokens each in turn.
+      "sentence": the author changes after every blank line.
+      "word": a random draw at the start, after every token that begins a word, and after `max_gap` tokens without such
+          a token.
+    In the strategies without draws, the senior begins.
+    In the paper's code, the steps of alternating and chunk are counted over the whole engine, so a request may begin
+    with either author; this class counts each request separately.
     """
 
     strategy: Strategy = "word"
@@ -51,13 +56,13 @@ class Rule:
 
     def senior_share(self, lengths: np.ndarray) -> tuple[float, float] | None:
         """Returns the expected share of tokens that the senior generates in texts with [S] lengths, and an upper bound
-        of its standard deviation (0 for strategies without draws). Returns None if the share depends on the text, and
-        if there are no tokens.
+        of its standard deviation (0 for strategies without draws). Returns None if the share depends on the content of
+        the text, or if there are no tokens.
         """
         total = int(lengths.sum())
         if self.strategy == "sentence" or not total:
             return None
-        if self.strategy in ("bernoulli", "word"):  # a draw applies to at most `most` tokens
+        if self.strategy in ("bernoulli", "word"):  # one draw decides on at most `most` tokens
             most = 1 if self.strategy == "bernoulli" else min(self.max_gap, int(lengths.max()))
             return self.p, math.sqrt(self.p * (1.0 - self.p) * most / total)
         size = 1 if self.strategy == "alternating" else self.chunk_size
@@ -66,27 +71,30 @@ class Rule:
 
 
 class Pen:
-    """The author state of one text: `senior` is True if the senior model generates the next token.
+    """The state that determines which model (senior or junior) generates the next token of one text. `senior` is True
+    if the senior model does.
 
-    The state depends only on (rule, boundaries, key, tokens so far). So any engine produces the same authors, and a
+    The state depends only on (rule, boundaries, key, tokens so far). So every engine chooses the same authors, and a
     restarted request continues unchanged.
     """
 
     __slots__ = ("_boundaries", "_key", "_rule", "count", "draws", "senior", "written")
 
     def __init__(self, rule: Rule, boundaries: frozenset[int], key: int) -> None:
-        """Creates the state for an empty text. `boundaries`: see the function `boundaries`. `key`: key of the random
-        draws, different for every text.
+        """Creates the state for an empty text.
+
+        `boundaries`: token ids after which the author may change, see the function `boundaries`.
+        `key`: integer that determines the random draws, different for every text.
         """
         self._rule, self._boundaries, self._key = rule, boundaries, key
         self.written = 0  # number of tokens so far
-        self.count = 0  # number of tokens since the last draw (strategy word)
+        self.count = 0  # number of tokens since the last draw (used by the strategy word)
         self.draws = 0
         self.senior = self._draw() if rule.strategy in ("bernoulli", "word") else True
 
     def write(self, token: int) -> bool:
-        """Advances by one token, and returns whether the senior generated it. Negative ids, placeholders of an engine,
-        change nothing.
+        """Advances the state by one token, and returns whether the senior generated this token. A negative id is an
+        engine's placeholder and does not change the state.
         """
         wrote = self.senior
         if token < 0:
@@ -108,7 +116,7 @@ class Pen:
         return wrote
 
     def resume(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Advances a new pen past tokens that have already been generated."""
+        """Advances a new Pen by all tokens that have already been generated."""
         own = np.asarray(tokens, np.int64)
         own = own[own >= 0]
         numbers = _draw_numbers(self._rule, self._boundaries, own)
@@ -125,8 +133,8 @@ class Pen:
 
 
 def replay(rule: Rule, boundaries: frozenset[int], key: int, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Returns which of [T] tokens of a text the senior generated: [T] bool. The result is the same as from a Pen that
-    writes the tokens one by one.
+    """Returns which of [T] tokens of a text the senior generated: [T] bool. The result is the same as that of a Pen to
+    which the tokens are passed one by one.
     """
     own = np.asarray(tokens, np.int64)
     real = own >= 0
@@ -135,19 +143,19 @@ def replay(rule: Rule, boundaries: frozenset[int], key: int, tokens: Sequence[in
 
 
 def resumed(rule: Rule, boundaries: frozenset[int], key: int, written: Sequence[int] | np.ndarray) -> Pen:
-    """Returns a pen whose state is after the tokens that have already been generated."""
+    """Returns a Pen whose state is advanced by the tokens `written` that have already been generated."""
     pen = Pen(rule, boundaries, key)
     pen.resume(written)
     return pen
 
 
 def boundaries(tokenizer: Any, strategy: Strategy) -> frozenset[int]:
-    """Returns the token ids after which the author may change (word) or changes (sentence); empty for other strategies.
-    Takes seconds for a large vocabulary, so the caller should cache the result.
+    """Returns the token ids after which the author may change (strategy "word") or changes (strategy "sentence"); an
+    empty set for other strategies. Takes seconds for a large vocabulary, so the caller should cache the result.
 
-    word: ids of tokens that begin a word. Their vocabulary string begins with a space mark (53,021 ids of Qwen3). If no
-    id has such a mark, the ids that the tokenizer separates by spaces. sentence: ids whose text ends with an empty
-    line.
+    For "word", these are the tokens that begin a word: the vocabulary string begins with a space mark (53,021 ids of
+    Qwen3), or, if no vocabulary string has such a mark, the tokenizer separates the token by a space when it decodes.
+    For "sentence", these are the tokens whose text ends with an empty line.
     """
     special = set(tokenizer.all_special_ids)
     ids = sorted(set(range(len(tokenizer))) - special)
@@ -167,17 +175,21 @@ def boundaries(tokenizer: Any, strategy: Strategy) -> frozenset[int]:
 
 
 def fingerprint(ids: Iterable[int]) -> str:
-    """Returns a short hash of a set of token ids. Two sides that replay the same texts compare their hashes."""
+    """Returns a short hash of a set of token ids. An engine's client and server compare their hashes to make sure that
+    they use the same boundaries.
+    """
     return hashlib.blake2b(",".join(map(str, sorted(ids))).encode(), digest_size=8).hexdigest()
 
 
 def switches(senior: Sequence[bool] | np.ndarray) -> int:
-    """Returns the number of author changes."""
+    """Returns the number of changes between senior and junior in a text. `senior`: whether the senior generated each
+    token.
+    """
     return int(np.count_nonzero(np.diff(np.asarray(senior, np.int8))))
 
 
 def _authors(rule: Rule, boundaries: frozenset[int], key: int, tokens: np.ndarray) -> np.ndarray:
-    """Returns whether the senior generates each of [T] tokens and the token after them: [T + 1] bool."""
+    """Returns whether the senior generates each of [T] tokens and the token that follows them: [T + 1] bool."""
     places = np.arange(len(tokens) + 1)
     match rule.strategy:
         case "alternating":
@@ -213,18 +225,20 @@ def _among(tokens: np.ndarray, boundaries: frozenset[int]) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def _membership(ids: frozenset[int]) -> np.ndarray:
-    """Returns a lookup table [largest id + 2] bool; the last entry is used for all larger ids."""
+    """Returns a table [largest id + 2] bool that is True at the given ids. The last entry, False, is used for all
+    larger ids.
+    """
     table = np.zeros(max(ids, default=-1) + 2, bool)
     table[np.fromiter(ids, np.int64, len(ids))] = True
     return table
 
 
-Bits = TypeVar("Bits", int, np.ndarray)  # an integer below 2^64, or an array [D] uint64
+Bits = TypeVar("Bits", int, np.ndarray)  # type of 64-bit values: an integer below 2^64, or an array [D] uint64
 
 
 def _drawn(key: int, number: Bits, p: float) -> Any:
-    """Draws True with probability p. The draw is a hash (splitmix64) of its index and the text's key, so there is no
-    generator state to save or restore. One index -> bool, [D] indices -> [D] bool.
+    """Draws True with probability p. The draw is a hash (splitmix64) of its index `number` and the text's key, so there
+    is no generator state to save or restore. Returns a bool for one index, or [D] bool for [D] indices.
     """
     bits = _mixed((_mixed(key & LAST) + (number + 1) * 0x9E3779B97F4A7C15) & LAST)
     return (bits >> 11) * 2.0**-53 < p
