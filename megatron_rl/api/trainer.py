@@ -58,16 +58,13 @@ class Trainer:
 
         Args:
             model: A Hugging Face directory or hub name for all roles, or {role: directory or hub name}.
-            reward: A function, or a list of functions or pairs (function, weight). docs/python_api.md describes how
-                they are called.
+            reward: A function, or a list of functions or pairs (function, weight), see docs/python_api.md.
             dataset: The training problems: rows (a list of mappings, or a datasets.Dataset), a path or a hub name.
             eval_dataset: The held-out problems, in the same forms as `dataset`.
-            recipe: grpo (the default), tango, another short name in api.recipes.WORDS, package.module:Class, or a
-                recipe object.
+            recipe: A short name in api.recipes.WORDS (default: grpo), package.module:Class, or a recipe object.
             config: A YAML file's path, a mapping or a Config. All other arguments override it.
             callbacks: Callbacks that are called during `train`.
-            settings: Short names such as lr, updates, group_size, ranks (api.names.SHORT), sections
-                (`run={"seed": 1}`), or dotted keys.
+            settings: Short names such as lr (see api.names.SHORT), sections (`run={"seed": 1}`), or dotted keys.
 
         Raises ConfigError for every config that `megatron-rl check` rejects.
         """

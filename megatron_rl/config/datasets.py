@@ -10,7 +10,7 @@ from pydantic import PositiveInt
 
 from megatron_rl.config.base import Share, config
 
-# the limit keeps seed + index of a problem below 2^32, numpy's limit of a seed
+# The limit keeps seed + index of a problem below 2^32, numpy's limit of a seed
 Seed = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
 
 
@@ -29,7 +29,7 @@ class PromptSet:
     reasoning-gym generates."""
 
     path: str  # JSONL or Parquet file, directory of such files, Hugging Face data set, or reasoning_gym:NAME
-    # size, seed and arguments for the path reasoning_gym:NAME; null: their default values
+    # Size, seed and arguments for the path reasoning_gym:NAME; null: their default values
     generated: Generated | None = None
     # Name of ready-made settings for a public data set (fields, filters, answer pattern): eurus2_rl, eurus2_sft,
     # deepscaler, gsm8k, math, last_letter, solutions.
@@ -58,7 +58,7 @@ class PromptSet:
     # false: remove commas from the answer (1,234 becomes 1234); null: the value in `settings`, otherwise true.
     answer_commas: bool | None = None
     remove_suffix: str | None = None  # text that is removed from the end of every question
-    # maximum number of problems; the first usable rows that pass the filters are taken; null: all rows
+    # Maximum number of problems; the first usable rows that pass the filters are taken; null: all rows
     limit: PositiveInt | None = None
     shuffle: bool = True  # shuffle the problems in every epoch; the order depends only on the run's seed
     max_bad_share: Share = 0.01  # stop with an error if a larger fraction of the rows is unusable

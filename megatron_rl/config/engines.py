@@ -38,9 +38,9 @@ class Servers:
     Every engine, such as vLLM, has a subclass in megatron_rl/engines/NAME/settings.py, in which `kind` is NAME.
     """
 
-    # whether a server can hold two models, the senior and the junior (roles.NAME.tandem)
+    # Whether a server can hold two models, the senior and the junior (roles.NAME.tandem)
     holds_tandems: ClassVar[bool] = False
-    # whether a server returns the experts it chose for each token (roles.NAME.router_replay)
+    # Whether a server returns the experts it chose for each token (roles.NAME.router_replay)
     tells_experts: ClassVar[bool] = False
 
     kind: str = ""  # name of the engine; overridden by each subclass
@@ -72,7 +72,7 @@ class Servers:
     kv_cache_gib: PositiveFloat = 1.0  # size of the key-value cache of one server that runs without a GPU, in GiB
     memory_share: Share = 0.85  # fraction of each GPU's memory that a server may use
     threads: PositiveInt = 1  # number of CPU threads of one server that runs without a GPU
-    # further command-line arguments of the server; arguments for data parallelism are rejected
+    # Further command-line arguments of the server; arguments for data parallelism are rejected
     args: tuple[str, ...] = ()
     # What happens to a completion that a weight sync interrupts. continue: the new weights generate the rest of the
     # completion. restart: the completion is generated again from its first token.
@@ -83,7 +83,7 @@ class Servers:
     # Maximum number of concurrent sequences per server; null: 1.25 x max_batch, so that the server always has requests
     # in its queue.
     max_sequences: PositiveInt | None = None
-    # number of tries of a request that fails on running servers; if all fail, the run ends with an error
+    # Number of tries of a request that fails on running servers; if all fail, the run ends with an error
     attempts: PositiveInt = 3
     request_timeout_s: PositiveFloat = 600.0  # timeout of one request, in seconds
     start_timeout_s: PositiveFloat = 600.0  # seconds after its start within which a server must respond
@@ -143,7 +143,7 @@ class RefitConfig:
     # Send only the values that changed since the last refit, if they are smaller than all weights. This needs memory
     # for a copy of the sent weights, and is switched off automatically if it saves no time.
     delta: bool = False
-    # timeout of a whole refit, in seconds; an engine that takes longer is no longer used
+    # Timeout of a whole refit, in seconds; an engine that takes longer is left out of this refit
     timeout_s: PositiveFloat = 600.0
     message_timeout_s: PositiveFloat = 60.0  # timeout of one message, in seconds
     directory: str | None = None  # directory for transport = disk; all ranks must be able to access it

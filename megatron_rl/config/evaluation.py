@@ -44,7 +44,7 @@ class Reward:
     memory_mib: PositiveInt = 2048  # memory limit of one worker, in MiB
     # What happens to an answer whose grading was cut off (by the time limit, the memory limit or a crash) although the
     # problem's reference answer is graded without error. wrong: the answer gets the lowest score. drop: the answer is
-    # removed from its group. In both cases the answer does not add to max_failure_share.
+    # removed from its group. In both cases the answer is not included in max_failure_share.
     cut_off: Literal["wrong", "drop"] = "wrong"
     max_failure_share: Share = 0.05  # stop the run if a larger fraction of an update's gradings fails
     # An answer that is wrong for every problem. The preflight before training checks that the reward function rejects
@@ -119,7 +119,7 @@ class EvalConfig:
     measures: tuple[Literal["solve", "handoff", "legibility", "drift"], ...] = ("solve",)
     junior: Model | None = None  # the second model of the measures handoff, legibility and drift
     base: Model | None = None  # the model before training, for drift
-    # measure handoff: maximum number of rounds of one answer; in a round, each of the two models writes one turn
+    # Measure handoff: maximum number of rounds of one answer; in a round, each of the two models writes one turn
     max_rounds: PositiveInt = 150
     verifier: JudgingConfig | None = None  # a verifier model that scores the samples; null: no verifier
     # The reward function that grades answers to the problems in `data`. Its settings `workers`, timeouts and memory

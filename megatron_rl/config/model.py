@@ -199,7 +199,7 @@ class LossConfig:
     # Estimator of the KL divergence per token (Schulman). k1: the log-ratio. k2: half the squared log-ratio. k3:
     # unbiased, low variance, never negative.
     kl: Literal["k1", "k2", "k3"] = "k3"
-    # maximum KL estimate k3 of a token; a clamped token has no KL gradient; null: no clamp
+    # Maximum KL estimate k3 of a token; a clamped token has no KL gradient; null: no clamp
     kl_clamp: PositiveFloat | None = None
     # Multiply a token's KL by the ratio p / p_old, and compute the gradient through the ratio as well. The gradient is
     # then the gradient of the KL even if an older policy generated the rollouts (DeepSeek-V3.2).
@@ -321,7 +321,7 @@ class RoleConfig:
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are dropped, never truncated
     packed: bool = True  # true: pack sequences end to end without padding; false: one padded row per sequence
     micro_batch_tokens: PositiveInt = 8192  # maximum size of a micro-batch, in tokens per context-parallel rank
-    # number of samples per optimizer step (B); null: one optimizer step per update
+    # Number of samples per optimizer step (B); null: one optimizer step per update
     samples_per_optimizer_step: PositiveInt | None = None
     data: PromptSet | None = None  # problems of this role's iterations; null: the run's `data`
     # For models with experts: train each token with the experts that the engine chose for it. Not supported with engine

@@ -68,7 +68,7 @@ class JobConfig:
     applies."""
 
     nodes: PositiveInt = 1  # number of nodes of the trainer
-    # time limit of one job of the run in sbatch's format (04:00:00); null: the value in the profile
+    # Time limit of one job of the run in sbatch's format (04:00:00); null: the value in the profile
     time: str | None = None
     slices: PositiveInt = 1  # number of consecutive Slurm jobs (slices); each job continues from the newest checkpoint
     # Seconds before the time limit at which the run is asked to save and exit; null: the value in the profile.

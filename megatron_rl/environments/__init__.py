@@ -1,1 +1,2 @@
-"""Environments with several turns: their base class, the playing of episodes, tools, and adapters to libraries."""
+"""Environments in which models act over several turns: the base class Environment, the playing of episodes, tools that
+models call, and adapters to environment libraries."""

@@ -18,9 +18,9 @@ from megatron_rl.types import Prompt, Rollout
 class AgentConversation:
     """The conversation of one agent in one episode, and the training samples made from it.
 
-    Tokens are kept as the engine and the dialogue returned them; nothing is tokenized again. If the dialogue cannot
-    continue the tokens of an earlier answer, the transcript is split: the tokens so far become one sample, and the next
-    sample begins with the whole conversation rendered anew.
+    Tokens are kept as the engine and the dialogue returned them; nothing is tokenized again. If the next prompt cannot
+    be formed by appending tokens to an earlier answer (`Dialogue.bridge` returns None), the conversation is split: the
+    tokens so far become one sample, and the next sample begins with the whole conversation rendered anew.
     """
 
     def __init__(self, role: str, dialogue: Dialogue, tools: Sequence[Tool], *, system: str | None = None) -> None:
@@ -28,7 +28,8 @@ class AgentConversation:
         self.role, self._dialogue, self._tools, self._system = role, dialogue, tools, system
         self.answers = 0
         self.cuts = 0
-        self.told: list[str] = []  # for each answer that has tokens: the messages that the agent got before it
+        # For each answer that has tokens: the text of the messages that the agent got before the answer
+        self.told: list[str] = []
         self.last_key: int | None = None  # key of the agent's last request to the engine
         self._history: list[Message] = []
         self._heard: list[str] = []  # texts of the messages since the last answer

@@ -14,10 +14,10 @@ from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.environments.episode_types import Call, Tool
 from megatron_rl.text import decode
 
-TEXT, CHAT = "text", "chat"  # kinds of dialogue; the third kind is `renderers:NAME`
+TEXT, CHAT = "text", "chat"  # names of the kinds of dialogue, except for `renderers:NAME`
 RENDERERS = "renderers:"
-# Exceptions that chat templates and renderers raise for messages and answers that they cannot process. No call of an
-# engine is inside the blocks that catch them.
+# Exceptions that chat templates and renderers raise for messages and answers that they cannot process. The blocks that
+# catch these exceptions contain no call of an engine, whose exceptions must pass through.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, NotImplementedError)
 
 
@@ -53,7 +53,8 @@ class Dialogue(Protocol):
         ...
 
     def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
-        """Returns the tokens [T] between an answer and the next answer: the end of the turn, and the new messages.
+        """Returns the tokens [T] between an answer and the agent's next answer: the end of the turn, and the new
+        messages.
 
         Returns None if the rendered conversation would differ from the existing tokens. The caller then calls `open`
         with the whole conversation.
@@ -103,7 +104,7 @@ def _renderer_name(kind: str) -> str:
 
 
 class TextDialogue:
-    """Concatenates the texts of messages without any template, for base models.
+    """A dialogue that concatenates the texts of messages without any template, for base models.
 
     The texts themselves mark the turns and may contain control tokens, except in quoted parts (see `quoting`).
     """
@@ -142,12 +143,14 @@ class TextDialogue:
 
 
 class ChatDialogue:
-    """Renders messages with the tokenizer's chat template. Tool calls are not parsed; they are part of the text.
+    """A dialogue that renders messages with the tokenizer's chat template. Tool calls are not parsed; they are part of
+    the text.
 
-    The tokens between two answers are found by rendering the conversation twice with a placeholder as the answer: up
-    to the end of the answer, and up to the beginning of the next answer. The difference is the text between the two
-    answers. The template must render the earlier messages identically both times, and the true answer unchanged except
-    for surrounding whitespace. Only the template can produce control tokens, never the content of a message.
+    The tokens between two answers are found by rendering the conversation twice with a placeholder as the answer: up to
+    the end of the answer, and up to the beginning of the next answer. The difference is the text between the two
+    answers. The template must render the earlier messages identically in both renderings, and the model's answer
+    unchanged except for surrounding whitespace. Only the template can produce control tokens, never the content of a
+    message.
     """
 
     stop_tokens: tuple[int, ...] = ()
@@ -186,7 +189,7 @@ class ChatDialogue:
 
 
 class RendererDialogue:
-    """Renders messages with a renderer of the library `renderers`, which also parses tool calls.
+    """A dialogue that renders messages with a renderer of the library `renderers`, which also parses tool calls.
 
     The content of a message cannot produce control tokens.
     """
@@ -273,7 +276,8 @@ def _call(parsed: Any) -> Call:
 
 
 def _written_out(value: Any) -> Any:
-    r"""Returns a JSON value with lone surrogates such as "\ud800" replaced. Tokenizers and files reject them."""
+    r"""Returns a JSON value with lone surrogates such as "\ud800" replaced. Tokenizers and UTF-8 files reject lone
+    surrogates."""
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The base classes of environments and of other classes that play episodes, and the settings of episodes."""
+"""Base classes: EpisodeMaker of everything that plays episodes, and Environment. Also the settings of episodes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from megatron_rl.types import Prompt
 
 @dataclass(kw_only=True)
 class EpisodeSettings:
-    """Settings for playing episodes, for every EpisodeMaker."""
+    """Settings for playing episodes with an environment or any other EpisodeMaker."""
 
     # How messages are converted to tokens. text: the texts are concatenated. chat: the tokenizer's chat template.
     # renderers:NAME: the renderer NAME of the library `renderers`, which also parses tool calls.
     dialogue: str = TEXT
-    # {role: system message} for the conversations of the role's agents. It is used if the environment sends no system
-    # message and, for the first role, the problem has none (data.system). Not available with the dialogue text.
+    # {role: system message} for the conversations of the role's agents. A role's entry is used if the environment sends
+    # no system message; for the first role, only if the problem has no system message either (data.system). Not
+    # available with the dialogue text.
     system: Mapping[str, str] = field(default_factory=dict)
     episode_timeout_s: float = 3600.0  # timeout of an episode, from the start of its `begin`
     step_timeout_s: float = 120.0  # timeout of one `begin` or `step` of the environment
     workers: int = 64  # maximum number of concurrent calls of environments
     # Estimates that only `megatron-rl plan` uses. `told`: mean number of tokens that the environment inserts before
-    # each answer of an agent but the first. `tool_s`: mean seconds that the environment takes for it.
+    # each answer of an agent but the first. `tool_s`: mean time in seconds that the environment takes to process an
+    # answer before the next answer is requested.
     told: int = 0
     tool_s: float = 0.0
 
@@ -51,16 +53,17 @@ class EpisodeMaker(ABC):
     ) -> list[Episode]:
         """Plays one episode of each of [E] tasks with its seed. Returns [E] episodes, in order.
 
-        `samplings`: {role: sampling parameters}, with n = 1. The seed of each answer is a function of the role's seed,
-        the index of the episode, the agent, and the index of the answer. Raises EngineError if an engine fails. A
-        failure of an environment does not raise; it is the outcome of its episode.
+        `samplings`: {role: sampling parameters}, with one sample per prompt (n = 1). The seed of each answer is a
+        function of the role's seed, the index of the episode, the agent, and the index of the answer. Raises
+        EngineError if an engine fails. If an environment fails, no exception is raised; the failure is the outcome of
+        the episode.
         """
         ...
 
     def speaking_roles(self) -> Collection[str] | None:
         """Returns the roles whose models generate answers, or None if they are not known.
 
-        Before a run, these roles are compared with the agents of the recipe.
+        Before a run starts, these roles are compared with the roles of the agents that the recipe defines.
         """
         return None
 
@@ -74,22 +77,22 @@ class EpisodeMaker(ABC):
     def most_answers(self, role: str) -> int | None:
         """Returns the maximum number of answers of an agent per episode, or None if it is not known.
 
-        Only `megatron-rl plan` uses the number.
+        Only the command `megatron-rl plan` uses this maximum.
         """
         return None
 
     def files(self) -> Mapping[str, str]:
         """Returns {argument: path} of the files that the episodes read. The files must exist before a run.
 
-        `megatron-rl plan` does not need the files.
+        The command `megatron-rl plan` works without the files.
         """
         return {}
 
     def load(self) -> None:
         """Loads data that takes long to load. Calls after the first one are no-ops.
 
-        It is called before each batch of episodes, in the process that plays them. Raises ConfigError if a file cannot
-        be used.
+        The method is called before each batch of episodes, in the process that plays the episodes. Raises ConfigError
+        if a file cannot be used.
         """
         return None
 
@@ -98,21 +101,21 @@ class Environment(EpisodeMaker):
     """Base class of environments in which models act. A subclass is a dataclass whose fields are its arguments in the
     config.
 
-    The environment is built once on every rank, also for checks and plans, and loaded on the rank that plays. Each
-    episode uses a shallow copy. `begin`, `step` and `close` of a copy are called from different threads, so the state
-    of an episode must be set in `begin`. The episode must be a deterministic function of the task, the seed and the
-    models' answers.
+    The environment is built once on every rank, also for checks and plans, and its data are loaded (`load`) on the rank
+    that plays the episodes. Each episode uses a shallow copy. `begin`, `step` and `close` of a copy are called from
+    different threads, so the state of an episode must be set in `begin`. The episode must be a deterministic function
+    of the task, the seed and the models' answers.
     """
 
     @abstractmethod
     def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[NextRequest] | EpisodeEnd:
-        """Starts an episode. `task`: the payload of a problem. Returns the requests of the agents that speak first, or
-        the end of the episode."""
+        """Starts an episode. `task`: the payload of a problem. Returns the requests for the first answers, or the end
+        of the episode."""
         ...
 
     @abstractmethod
     def step(self, said: Said) -> Sequence[NextRequest] | EpisodeEnd:
-        """Processes one answer. Returns the requests of the agents that speak next, or the end of the episode.
+        """Processes one answer of an agent. Returns requests for the next answers, or the end of the episode.
 
         The list may be empty while answers to other requests are pending. Answers are passed in the order in which
         their requests were returned. Raises EnvironmentFailure if the environment failed; any other exception is
@@ -136,14 +139,14 @@ class Environment(EpisodeMaker):
         return copy.copy(self)
 
     def close(self) -> None:
-        """Releases the resources of the episode. It is called once, even if `step` hangs in another thread."""
+        """Releases the resources of the episode. The method is called once, even if `step` hangs in another thread."""
 
 
 def check_speakers(maker: EpisodeMaker, roles: Collection[str], *, key: str) -> None:
     """Raises ConfigError if the roles of a recipe's agents differ from the roles whose models the episodes use.
 
-    `roles`: the recipe's roles. `key`: the setting that names them. There is no check if `maker.speaking_roles()` is
-    None.
+    `roles`: the recipe's roles. `key`: name of the setting with these roles, for the error message. There is no check
+    if `maker.speaking_roles()` is None.
     """
     asked = maker.speaking_roles()
     if asked is None or set(asked) == set(roles):

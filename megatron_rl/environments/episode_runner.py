@@ -1,4 +1,5 @@
-"""Plays episodes of environments with the roles' engines. Each answer is processed while others are generated."""
+"""Plays episodes of environments with the roles' engines. An environment processes an answer as soon as it arrives,
+while other answers are still generated."""
 
 from __future__ import annotations
 
@@ -30,14 +31,17 @@ if TYPE_CHECKING:
     from megatron_rl.environments.environment import Environment, EpisodeSettings
 
 LOOK_S = 0.5  # seconds between two checks of the engines
-# Maximum number of answers in one episode. The key of a request is index of the episode x MOST_ANSWERS + index of the
+# Maximum number of answers in one episode. The key of a request is (index of the episode) x MOST_ANSWERS + index of the
 # answer.
 MOST_ANSWERS = 1 << 20
-# Maximum characters per token. Text with more characters per available token is too long and is not tokenized.
+# Maximum characters per token. A text with more characters per available token cannot fit into the prompt and is not
+# tokenized.
 MOST_CHARACTERS = 512
-# Maximum number of requests per episode for which the prompt is too long. An environment that goes on would never end.
+# Maximum number of requests per episode for which the prompt is too long. If an environment went on after this, its
+# episode would never end.
 MOST_UNASKED = 100
-WHOLE, CLOSING = -1, -2  # stamps of two kinds of deadlines: of the whole episode, and of its `close`
+# Stamps (instead of a number of calls) of the deadlines of the whole episode and of its `close`
+WHOLE, CLOSING = -1, -2
 Job = Callable[[], object]
 _log = logging.getLogger(__name__)
 
@@ -53,7 +57,8 @@ class _Underway:
     agents: dict[str, AgentConversation] = field(default_factory=dict)
     # (request, key) of the pending requests, in the order in which the environment expects the answers
     expected: deque[tuple[NextRequest, int]] = field(default_factory=deque)
-    # {key: completion} of answers that the environment has not got yet; None if the prompt was too long
+    # {key: completion} of answers that were not passed to the environment yet; the completion is None if the prompt was
+    # too long
     arrived: dict[int, Completion | None] = field(default_factory=dict)
     asked: int = 0  # number of requests so far
     calls: int = 0  # number of tool calls so far
@@ -105,7 +110,8 @@ class EpisodesPlay:
             while self._running:
                 self._take_event()
                 self._context.watch.beat()
-                for role in self._sessions:  # only this thread may tend the servers; the readers are other threads
+                # Only this thread may restart and update servers; the threads that read answers may not
+                for role in self._sessions:
                     self._context.engines[role].tend()
             finished = True
         finally:
@@ -113,7 +119,7 @@ class EpisodesPlay:
         return [self._done[number] for number in range(len(tasks))]
 
     def _take_event(self) -> None:
-        """Waits for the next event or deadline, at most LOOK_S, and processes it."""
+        """Waits for the next event or deadline, at most LOOK_S seconds, and processes it."""
         self._expire()
         if not self._running:
             return
@@ -139,7 +145,7 @@ class EpisodesPlay:
         raise error
 
     def _call(self, running: _Underway, job: Job) -> None:
-        """Runs a call of an episode's environment in a worker."""
+        """Runs a call of an episode's environment in a worker thread."""
         running.stamp += 1
         running.busy = True
         number, stamp = running.number, running.stamp
@@ -157,7 +163,8 @@ class EpisodesPlay:
         self._workers.do((number, stamp), work)
 
     def _watch_call(self, number: int, stamp: int) -> None:
-        """Registers the deadlines of a call that a worker has started. Time spent waiting for a worker is excluded."""
+        """Registers the deadlines of a call of the environment that a worker thread has started. The time that the call
+        waited for a worker thread is excluded."""
         running, now = self._running.get(number), time.monotonic()
         if running is None or running.stamp != stamp:
             return
@@ -171,7 +178,7 @@ class EpisodesPlay:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             _, number, stamp = heapq.heappop(self._deadlines)
             if stamp == CLOSING:
-                if number in self._closing:  # free its worker slot for another episode
+                if number in self._closing:  # `close` hangs: its worker slot is freed for another episode
                     self._closing.remove(number)
                     self._workers.leave((number, CLOSING))
                     seconds = self._settings.step_timeout_s
@@ -247,8 +254,8 @@ class EpisodesPlay:
     def _system(self, task: Prompt, role: str) -> str | None:
         """Returns the system message of a role's agents, or None.
 
-        For the first role it is the system message of the problem's conversation, if there is one. Otherwise it is the
-        role's entry in `system` of the settings.
+        For the first role, the system message of the problem's conversation is returned if there is one. Otherwise, and
+        for other roles, the role's entry in the setting `system` is returned.
         """
         first = role == next(iter(self._samplings))
         own = system_of(task.payload.get("messages", ())) if first else None
@@ -354,7 +361,8 @@ class EpisodesPlay:
             self._events.put(partial(self._fail, error))
 
     def _leave(self, finished: bool) -> None:
-        """Closes environments, sessions and threads. Waits for the readers, because an engine may involve all ranks.
+        """Closes environments, sessions and threads. Waits for the threads that read answers, because a call of an
+        engine may involve all ranks.
 
         `finished`: whether all episodes ended; if not, open requests are cancelled first.
         """

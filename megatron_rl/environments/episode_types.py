@@ -18,8 +18,8 @@ def quoting(role: str, template: str, **values: str) -> Message:
     """Returns a message whose content is a template with each `{name}` replaced by a quoted text.
 
     A quoted text is untrusted, such as the output of a tool. With the dialogue `text`, control tokens in the template
-    are control tokens, and in quoted texts they are ordinary text. With the other dialogues they are ordinary text in
-    both.
+    are control tokens, and in quoted texts they are ordinary text. With the other kinds of dialogue, control tokens are
+    ordinary text in the template as well.
     """
     content, quoted = "", []
     for part in re.split("(" + "|".join(rf"\{{{name}\}}" for name in values) + ")", template):
@@ -33,12 +33,13 @@ def quoting(role: str, template: str, **values: str) -> Message:
 class EnvironmentFailure(RuntimeError):
     """An environment or a tool failed for a reason that the model did not cause, such as a server that is down.
 
-    The samples of the episode are dropped and counted. They never get a reward of 0.
+    The samples of the episode are dropped and counted. They do not get a reward of 0, because the model is not to
+    blame.
     """
 
 
 class Tool(ABC):
-    """A function that models may call. A subclass is a dataclass whose fields are its settings.
+    """A tool: a function that models may call. A subclass is a dataclass whose fields are the tool's settings.
 
     One instance serves all episodes; several threads call it concurrently.
     """
@@ -52,19 +53,19 @@ class Tool(ABC):
         """Runs the tool and returns the text for the model.
 
         A mistake of the model (wrong arguments, code that raises an error or does not end) is also reported as a text.
-        Raises EnvironmentFailure, without retries, if the tool itself failed. The environment retries.
+        Raises EnvironmentFailure if the tool itself failed. The tool makes no second try; the environment does.
         """
         ...
 
     def files(self) -> Mapping[str, str]:
-        """Returns {argument: path} of the files that the tool reads. They must exist before a run."""
+        """Returns {argument: path} of the files that the tool reads. The files must exist before a run starts."""
         return {}
 
     def load(self) -> None:
         """Loads data that takes long to load. Calls after the first one are no-ops.
 
-        It is called before each batch of episodes, in the process that plays them. Raises ConfigError if a file cannot
-        be used.
+        The method is called before each batch of episodes, in the process that plays the episodes. Raises ConfigError
+        if a file cannot be used.
         """
         return None
 
@@ -74,7 +75,7 @@ class Call:
     """A tool call in a model's answer."""
 
     name: str
-    arguments: Mapping[str, Any] | None  # None if the arguments could not be parsed
+    arguments: Mapping[str, Any] | None  # arguments of the call; None if they could not be parsed
     id: str | None = None  # id of the call, to which the tool's answer refers; None if the template has no ids
 
 
@@ -88,9 +89,12 @@ class NextRequest:
     agent: str
     role: str
     messages: Sequence[Message]  # new messages since the agent's last answer
-    tools: Sequence[Tool] = ()  # tools that the chat template offers; only those of the agent's first request are used
+    # Tools that are described in the prompt; only the tools in the agent's first request are used
+    tools: Sequence[Tool] = ()
     stop: Sequence[str] = ()  # texts that end this answer, in addition to the role's stop strings
-    max_tokens: int | None = None  # limit of this answer; the role's sampling.max_tokens applies too
+    # Maximum number of tokens of this answer; None: only the role's sampling.max_tokens applies, which is always a
+    # limit
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +104,8 @@ class Said:
     agent: str
     text: str  # the answer without special tokens
     calls: Sequence[Call] = ()  # tool calls in the answer, if the dialogue parses tool calls
-    # Reason why the answer ended. None if the prompt was longer than the role's max_prompt_tokens: there is no answer.
+    # Reason why the answer ended. None if there is no answer, because the prompt was longer than the role's
+    # max_prompt_tokens.
     stop: Stop | None = Stop.EOS
     tokens: int = 0  # number of tokens that the model generated
 
@@ -111,7 +116,8 @@ class EpisodeEnd:
 
     rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # {agent: {name of the reward: reward}}
     answers: Mapping[str, str] = field(default_factory=dict)  # {agent: text that the run's reward function grades}
-    outcome: Outcome = Outcome.SCORE  # SCORE; with TIMEOUT or ERROR the samples of all agents are dropped
+    # SCORE if the episode is used; with TIMEOUT or ERROR the samples of all agents are dropped
+    outcome: Outcome = Outcome.SCORE
     why: str = ""  # reason of an outcome other than SCORE
     trace: str = ""  # traceback if the environment raised an exception
     payload: Mapping[str, Any] = field(default_factory=dict)  # JSON values that are saved with every agent's sample
@@ -127,13 +133,16 @@ class Episode:
     # the rewards are those that the environment returned. An agent whose transcript was split has several samples.
     # Empty unless `outcome` is SCORE.
     rollouts: Sequence[Rollout]
-    answers: Mapping[str, str] = field(default_factory=dict)  # {agent: text that is still to be graded}, see EpisodeEnd
+    # {agent: text that the run's reward function has yet to grade}, see EpisodeEnd
+    answers: Mapping[str, str] = field(default_factory=dict)
     outcome: Outcome = Outcome.SCORE
     why: str = ""  # reason of an outcome other than SCORE
     trace: str = ""  # traceback if the environment raised an exception
     turns: int = 0  # number of answers of all agents
     tool_calls: int = 0
-    # How often a transcript was split, because the template renders earlier turns differently when a turn follows.
+    # Number of times that an agent's transcript was split into two samples, because the chat template renders earlier
+    # turns differently when another turn follows.
     cuts: int = 0
-    # {agent: messages before each of its answers, as one text per answer}. Agents without known texts are left out.
+    # {agent: messages before each of its answers, as one text per answer}. Agents whose messages are not known are left
+    # out.
     told: Mapping[str, Sequence[str]] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""A child process that communicates in lines of JSON, and that is ended together with all of its descendants."""
+"""A child process that exchanges lines of JSON with this process. When the child is ended, all of its descendants are
+ended as well."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ SHOWN_BYTES = 4000  # maximum number of bytes of the end of the log in error mes
 class LineProcess:
     """A child process that writes JSON lines to its standard output. Its standard error is appended to the file `log`.
 
-    `mark` holds an environment variable that the program must set for the processes that it starts. `end` kills the
-    processes with this variable, including those in other sessions.
+    `mark`: an environment variable and its value, which the program must pass to the processes that it starts. `end`
+    kills all processes with this variable, including processes in other sessions.
     """
 
     def __init__(self, words: Sequence[str], log: Path) -> None:
-        """Starts the program `words`. Raises OSError if there is no such program."""
+        """Starts a program. `words`: the program and its arguments. Raises OSError if the program does not exist."""
         self.mark = {MARK: secrets.token_hex(16)}
         self._log, self._started = log, time.time()
         with log.open("ab") as errors:
@@ -54,7 +55,8 @@ class LineProcess:
     def hear(self, timeout_s: float) -> dict[str, Any] | None:
         """Returns the next line, parsed; None if no line arrives within `timeout_s`.
 
-        Raises EOFError if the process has ended (with the end of its log) or the line is not a JSON object.
+        Raises EOFError if the process has ended (the message contains the end of its log) or if the line is not a JSON
+        object.
         """
         try:
             line = self._lines.get(timeout=timeout_s)

@@ -17,7 +17,8 @@ _FENCED = re.compile(r"\s*```[^\n`]*\n(.*?)```\s*", re.DOTALL)
 
 @dataclass(kw_only=True)
 class PythonTool(Tool):
-    """Runs a program and returns its output; if there is no output, the value of its last expression.
+    """A tool that runs a Python program and returns its output. If there is no output, the tool returns the value of
+    the program's last expression.
 
     If the program raises an exception, times out or prints too much, the result is the output so far and a message. No
     state is kept between calls, so a call can be repeated. A failure of the sandbox raises EnvironmentFailure.
@@ -27,7 +28,8 @@ class PythonTool(Tool):
     timeout_s: float = 10.0  # timeout of one call in seconds, wall-clock time
     memory_mib: int = 512  # memory limit of one process of the program, in MiB
     max_characters: int = 4000  # maximum length of the output; longer output is truncated
-    packages: tuple[str, ...] = ()  # additional module directories, such as a site-packages directory
+    # Directories from which the program can import additional modules, such as a site-packages directory
+    packages: tuple[str, ...] = ()
 
     description = (
         "Runs Python code and returns what it prints. Each call starts anew: nothing is kept from earlier calls. There "

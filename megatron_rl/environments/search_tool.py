@@ -17,7 +17,7 @@ import numpy as np
 from megatron_rl.config.base import ConfigError
 from megatron_rl.environments.episode_types import EnvironmentFailure, Tool
 
-KEPT = 4  # maximum number of indices that are kept in memory
+KEPT = 4  # maximum number of search indices that a process keeps in memory
 INDEX = ".bm25"  # suffix of the index directory, which is appended to the name of the corpus
 _LOADING = threading.Lock()  # only one index is loaded at a time
 _STARTS, _STAMP = "starts.npy", "stamp.json"
@@ -25,7 +25,7 @@ _STARTS, _STAMP = "starts.npy", "stamp.json"
 
 @dataclass(kw_only=True)
 class SearchTool(Tool):
-    """Finds the documents of a corpus that match a query best.
+    """A tool that finds the documents of a corpus that match a query best.
 
     The corpus is a JSONL file with one document per line. The index is built once per process; with `keep` it is saved
     next to the corpus. The answer has the format of Search-R1 (arXiv 2503.09516): `Doc 1(Title: ...) text`.
@@ -94,7 +94,8 @@ class SearchTool(Tool):
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """All settings and properties of the corpus that an index depends on. If they change, a new index is built."""
+    """All settings, and properties of the corpus file, that the search index depends on. If one of them differs from
+    the saved stamp, a new index is built."""
 
     bytes: int  # size of the corpus
     changed_ns: int  # modification time of the corpus
@@ -108,7 +109,7 @@ class Stamp:
 class CorpusIndex:
     """The BM25 scores of every word in every document, and the byte offset of each document in the corpus file.
 
-    The text of a document is read from the file when it is returned. An index is thread-safe.
+    The text of a document is read from the file when it is returned. A CorpusIndex is thread-safe.
     """
 
     def __init__(self, path: Path, stamp: Stamp, scores: Any, starts: np.ndarray) -> None:
@@ -152,7 +153,8 @@ class CorpusIndex:
 
 @functools.lru_cache(maxsize=KEPT)
 def _index(path: Path, stamp: Stamp, keep: bool) -> CorpusIndex:
-    """Returns the saved index of a corpus if `keep` is set and its stamp matches, otherwise a new index."""
+    """Returns the saved index of a corpus if `keep` is set and the saved stamp is equal to `stamp`; otherwise builds a
+    new index."""
     library = _library()
     place = path.with_name(path.name + INDEX)
     wanted = {**vars(stamp), "library": library.__version__}
@@ -189,7 +191,7 @@ def _document(line: bytes, stamp: Stamp) -> tuple[str, str]:
     """Returns (title, text) of a document from its line. Raises ValueError if the line is malformed."""
     try:
         row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # raises for lone surrogates such as \\ud800
+        json.dumps(row, ensure_ascii=False).encode()  # raises UnicodeEncodeError for lone surrogates such as \\ud800
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(row, dict):

@@ -1,8 +1,8 @@
 """The token route: an HTTP server through which programs on this machine request tokens from the roles' engines.
 
 Requests and responses have the format of vLLM's /inference/v1/generate, which the libraries verifiers and renderers
-use. The sampled tokens are recorded here, with float32 log-probs and weight versions, so that the conversion to JSON
-loses no information.
+use. The server records the sampled tokens with float32 log-probs and weight versions, so that no information is lost in
+the conversion to JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_rl.types import Prompt, Rollout, Stop
 MODELS, GENERATE, SESSION = "/v1/models", "/inference/v1/generate", "X-Session-ID"
 MOST_BYTES = 64 << 20  # maximum size of a request's body
 MOST_STOPS = 64  # maximum number of stop tokens in a request
-MOST_STRANGERS = 64  # maximum number of open connections that have not sent the route's token yet
+MOST_STRANGERS = 64  # maximum number of open connections that have not sent the server's access token yet
 CLOSE_S = 10.0  # timeout for closing the server's connections, in seconds
 REASONS = {Stop.EOS: "stop", Stop.STOP: "stop", Stop.LENGTH: "length", Stop.ABORTED: "abort"}
 
@@ -47,7 +47,8 @@ class RouteRefusal(ValueError):
 
 
 class TokenRoute:
-    """An HTTP server on the loopback address that forwards requests to the roles' engines while episodes are played.
+    """The token route: an HTTP server on the loopback address that forwards requests to the roles' engines while
+    episodes are played.
 
     In every request, `model` is the role, the header X-Session-ID identifies the agent (`RoutedPlay.session_id`), and
     the bearer token is `token`. The server listens from the construction of the object until `close`.
@@ -69,7 +70,7 @@ class TokenRoute:
     ) -> Iterator[RoutedPlay]:
         """Context manager in which requests for the roles of `samplings` are answered.
 
-        `seeds`: the seed of each episode that is played in the block. Yields the play, which records the answers.
+        `seeds`: the seed of each episode that is played in the block. Yields the RoutedPlay, which records the answers.
         """
         play = RoutedPlay(next(self._names), context, samplings, seeds)
         self._plays[play.name] = play
@@ -80,8 +81,8 @@ class TokenRoute:
             del self._plays[play.name]
 
     def models(self) -> dict[str, Any]:
-        """Returns the response to GET /v1/models: the roles that are served now. `max_model_len` is the maximum number
-        of prompt tokens."""
+        """Returns the response to GET /v1/models: the roles for which requests are accepted at present. `max_model_len`
+        in the response is the maximum number of prompt tokens."""
         longest = {role: most for play in list(self._plays.values()) for role, most in play.longest.items()}
         return {"object": "list", "data": [{"id": role, "max_model_len": most} for role, most in longest.items()]}
 
@@ -159,7 +160,8 @@ class RoutedPlay:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Context manager that receives the engines' answers in one thread per role. Its exit cancels open requests."""
+        """Context manager that receives the engines' answers in one thread per role. When the block ends, open requests
+        are cancelled."""
         readers = [threading.Thread(target=self._read, args=(role,), daemon=True) for role in self._sessions]
         with contextlib.ExitStack() as asking:
             for session in self._sessions.values():
@@ -239,10 +241,12 @@ def _prompt(body: Mapping[str, Any], role: str, longest: int) -> np.ndarray:
 
 
 def _forced(own: Sampling, asked: Any) -> Sampling:
-    """Returns the role's sampling parameters with the request's `max_tokens`, if lower, and stop tokens.
+    """Returns the role's sampling parameters, with the request's `max_tokens` if it is lower, and with the request's
+    stop tokens.
 
     The stop tokens of the request are added, because the client's chat template may end a turn with another token than
-    the model. All other parameters of the request are ignored. Raises RouteRefusal if they are malformed.
+    the model. All other parameters of the request are ignored. Raises RouteRefusal if `max_tokens` or the stop tokens
+    are malformed.
     """
     if not isinstance(asked, Mapping):
         raise RouteRefusal(400, "sampling_params is no JSON object")
@@ -310,7 +314,8 @@ class _Listener:
         if len(self._strangers) >= MOST_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
-            self._loop.call_soon(oldest.force_close)  # not at once: the connection may not be open yet
+            # Scheduled instead of called at once, because the connection may not be open yet
+            self._loop.call_soon(oldest.force_close)
         connection = self._server()
         self._strangers[connection] = None
         return connection

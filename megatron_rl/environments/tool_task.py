@@ -33,8 +33,8 @@ class ToolTask(Environment):
     name of the tool, and the content is its one required argument. With `calls: template` the chat template defines the
     format of calls, and the results are messages of the role `tool`. The prompt is the conversation of the task
     (`messages`) if there is one, otherwise the template with the question. The run's reward function grades the agent's
-    text. The reward `tool_calls` is the number of calls. A tool that fails is called once more; if it fails again, the
-    episode ends as an error.
+    text (see `graded`). The reward `tool_calls` is the number of calls. A tool that fails is called once more; if it
+    fails again, the episode ends as an error.
     """
 
     tools: tuple[Use, ...]  # {target, args} of each tool
@@ -46,8 +46,9 @@ class ToolTask(Environment):
     # Message to an agent that neither called a tool nor answered (calls = tags). A reminder is counted towards
     # max_calls. null: the episode ends with the text that the agent wrote.
     reminder: str | None = None
-    max_calls: int = 4  # maximum number of tool calls in an episode
-    graded: Literal["all", "last"] = "all"  # text to grade: all texts of the agent without tool results, or the last
+    max_calls: int = 4  # maximum number of tool calls (and reminders) in an episode
+    # Text that is graded. all: all texts of the agent, without tool results. last: the agent's last text
+    graded: Literal["all", "last"] = "all"
 
     def __post_init__(self) -> None:
         if self.max_calls < 1:

@@ -18,7 +18,7 @@ from megatron_rl.types import Outcome
 from megatron_rl.user_code import place_of, traceback_of
 
 MESSAGE = '{"role": "user", "content": "..."}'  # example of a message for error messages
-SHOWN = 500  # maximum number of characters of a failure's reason
+SHOWN = 500  # maximum number of characters of the reason of a failed episode
 RESERVED = (AGENT, "episode", "verdicts", "review")  # keys of a payload that the run itself uses
 
 
@@ -71,7 +71,7 @@ def check_request(
 
 
 def checked_end(over: EpisodeEnd, agents: Mapping[str, int]) -> EpisodeEnd:
-    """Returns the end of an episode with rewards converted to floats and the payload to JSON values.
+    """Returns the end of an episode in which rewards are converted to floats, and the payload to JSON values.
 
     `agents`: {agent: number of its answers}. Raises EnvironmentFailure if the outcome, rewards, answers or payload
     are invalid, or if no agent answered because all prompts were too long.
@@ -120,7 +120,7 @@ def failed(error: Exception, before: str = "") -> EpisodeEnd:
     place = place_of(error)
     try:
         why, trace = f"{before}{type(error).__name__}: {error}", traceback_of(error)
-    except Exception:  # the conversion of the exception to text may raise, too
+    except Exception:  # converting the exception to text may raise any exception
         why, trace = f"{before}{type(error).__name__}", ""
     return EpisodeEnd(outcome=Outcome.ERROR, why=why[:SHOWN] + (f" ({place})" if place else ""), trace=trace)
 
@@ -190,7 +190,8 @@ def _wrong_message(message: object) -> str:
 
 
 def _wrong_limit(request: NextRequest) -> str:
-    """Returns a description of the error in the stop, max_tokens, messages or tools of a request, or ""."""
+    """Returns a description of the error in a request's stop, max_tokens, messages or tools, or "" if they are
+    valid."""
     if not isinstance(request.stop, (list, tuple)) or not all(isinstance(text, str) and text for text in request.stop):
         return f"stop = {_shown(request.stop)}: give a list of texts that are not empty"
     if request.max_tokens is not None and (type(request.max_tokens) is not int or request.max_tokens < 1):

@@ -1,7 +1,7 @@
 """Plays episodes of environments of the library verifiers, which runs in a separate process with its own Python.
 
-The library's agents send requests to the roles' engines through the token route. The route records the tokens,
-log-probs and weight versions; the library's traces define how the recorded answers form rollouts.
+The library's agents send requests to the roles' engines through the token route (token_route.py), an HTTP server that
+records the tokens, log-probs and weight versions. The library's traces define how the recorded answers form rollouts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_rl.types import NO_VERSION, Author, Outcome, Prompt, Rollout, span
 HOST = Path(__file__).with_name("verifiers_host.py")
 REWARD = "reward"  # name of the reward that is the sum of an agent's rewards; all agents of an environment have it
 START_S = 600.0  # timeout for loading the library and the task set, which may be on a slow disk or a network
-LATE_S = 30.0  # seconds after an episode's timeout until the host process is considered hung
+LATE_S = 30.0  # seconds after an episode's timeout after which the library's process is considered hung
 LOOK_S = 0.2  # seconds between two checks of the engines
 
 
@@ -57,7 +57,7 @@ class Verifiers(EpisodeMaker):
 
     def __post_init__(self) -> None:
         self._running: _Running | None = None
-        self._lock = threading.Lock()  # an evaluation may call `play` at the same time as an iteration
+        self._lock = threading.Lock()  # an evaluation may call `play` while a training iteration is in `play`
         if shutil.which(self.python) is None:
             raise ConfigError(
                 f"python = {self.python}: there is no such program; `make verifiers` makes .venv-verifiers/bin/python"
@@ -98,7 +98,8 @@ class Verifiers(EpisodeMaker):
 
     @contextlib.contextmanager
     def _alone(self, context: RolloutContext, roles: Iterable[str]) -> Iterator[None]:
-        """Context manager: holds the lock for `play`, and tends the engines of the roles while it waits for the lock.
+        """Context manager that holds the lock for `play`. While it waits for the lock, it restarts and updates the
+        roles' engine servers as needed.
 
         The thread that holds the lock may wait for a server that only the waiting thread can update to the current
         weights.
@@ -153,7 +154,8 @@ class _Running:
         self._process: LineProcess | None = None
         self.route = TokenRoute()
         self._owner = os.getpid()
-        self._closed = False  # a thread that collects an iteration ahead may call `ready` while the program exits
+        # A thread that generates rollouts ahead of training may call `ready` while the program exits
+        self._closed = False
 
     def look(self) -> None:
         """Discards the process if it has ended since the last call. The next `ready` starts a new process."""
@@ -163,7 +165,8 @@ class _Running:
     def ready(self, context: RolloutContext) -> LineProcess:
         """Returns the process, after starting it if it is not running.
 
-        Raises ConfigError with the end of the process's log if it does not start, and EnvironmentFailure after `close`.
+        Raises ConfigError, with the end of the process's log, if the process does not start. Raises EnvironmentFailure
+        if `close` was called before.
         """
         if self._closed:
             raise EnvironmentFailure("verifiers was closed while episodes were to be played")
@@ -267,9 +270,9 @@ class _Results:
 
 
 def _look_after(context: RolloutContext, roles: Iterable[str]) -> None:
-    """Reports to the watchdog that the run is alive, and tends the servers of the roles.
+    """Reports to the run's watchdog that the run is alive, and updates the engine servers of the roles as needed.
 
-    It must be called in the thread that owns the servers; the threads that read the answers do not own them.
+    Must be called in the thread that manages the servers, and not in a thread that reads answers.
     """
     context.watch.beat()
     for role in roles:
@@ -279,7 +282,7 @@ def _look_after(context: RolloutContext, roles: Iterable[str]) -> None:
 def _scored(play: RoutedPlay, task: Prompt, agents: Mapping[str, str], result: Mapping[str, Any]) -> Episode:
     """Converts a result of the process to an episode with rollouts.
 
-    Raises EnvironmentFailure if a trace marks tokens as sampled that no engine sampled.
+    Raises EnvironmentFailure if the library's trace marks tokens as sampled that no engine sampled.
     """
     number, traces, rollouts = result["number"], result["traces"], []
     for trace in traces:

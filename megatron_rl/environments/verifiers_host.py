@@ -1,4 +1,5 @@
-"""A program that plays episodes of an environment of the library verifiers (0.4), in the Python of that library.
+"""A program that plays episodes of an environment of the library verifiers (0.4). It is run with a Python in which the
+library is installed.
 
     python -I verifiers_host.py --list ENVIRONMENT COUNT [PATH ...]    writes its first tasks, one JSON line each
     python -I verifiers_host.py                                        plays: lines of JSON in, lines of JSON out
@@ -19,7 +20,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-# Environment variable of the route's token. verifiers passes no variable with API_KEY in its name to its subprocesses.
+# Environment variable with the access token of the token route. verifiers passes no variable with API_KEY in its name
+# to its subprocesses.
 TOKEN_VARIABLE = "MEGATRON_RL_API_KEY"
 LEAVE_S = 10.0  # seconds that running episodes have to end after the end of the standard input
 
@@ -38,7 +40,8 @@ class Host:
         self._roles = settings["agents"]
 
     def task(self, index: int) -> Any:
-        """Returns the task with an index in the environment's task set. Raises IndexError if there is no such task."""
+        """Returns the task with the index `index` in the environment's task set. Raises IndexError if there is no such
+        task."""
         for task in self._coming if index >= len(self._tasks) else ():
             self._tasks.append(task)
             if index < len(self._tasks):
@@ -159,7 +162,7 @@ def _prepare(settings: dict[str, Any]) -> None:
     for name in ("NO_PROXY", "no_proxy"):  # otherwise the library's clients would use a proxy for 127.0.0.1
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1,localhost")))
     sys.path.extend(settings["paths"])
-    os.environ["PYTHONPATH"] = os.pathsep.join(settings["paths"])  # for the servers of tools, which are subprocesses
+    os.environ["PYTHONPATH"] = os.pathsep.join(settings["paths"])  # for the tool servers, which are subprocesses
     local.CACHE_DIR = Path(settings["directory"])
     scripts = Path(settings["directory"]) / "scripts"
     scripts.mkdir()
